@@ -12,8 +12,8 @@ Value = TypeVar("Value")
 class ByteCache(Generic[Key, Value]):
     """A least-recently-used cache of at most `limit` bytes; it always keeps the newest value. Thread-safe.
 
-    on_drop: called with the key of each dropped value. Pickling drops the values, so worker processes start with an
-    empty cache.
+    size_of: returns the bytes of a value. on_drop: called with the key of each dropped value. Pickling drops the
+    values, so worker processes start with an empty cache.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class ByteCache(Generic[Key, Value]):
         self._values: OrderedDict[Key, Value] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
-        self._making: dict[Key, Lock] = {}
+        self._loading: dict[Key, Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ByteCache, (self._limit, self._size, self._on_drop)
@@ -36,14 +36,14 @@ class ByteCache(Generic[Key, Value]):
             if key in self._values:
                 self._values.move_to_end(key)
                 return self._values[key]
-            making = self._making.setdefault(key, Lock())
-        with making:
+            key_lock = self._loading.setdefault(key, Lock())
+        with key_lock:
             with self._lock:
                 if key in self._values:
                     return self._values[key]
             value = load()
             with self._lock:
-                self._making.pop(key, None)
+                self._loading.pop(key, None)
                 self._drop(key)
                 self._values[key] = value
                 self._bytes += self._size(value)

@@ -52,7 +52,7 @@ class Corpus:
         self.indexes = open_indexes(store, manifest, cache)
         self._first_blocks, self.blocks = self.indexes.first_blocks, self.indexes.blocks
         self._verified = np.zeros(self.n_blocks, np.bool_)
-        self._labels = LabelRule.of(manifest.provenance)
+        self._labels = LabelRule.from_provenance(manifest.provenance)
 
     def __getstate__(self) -> dict[str, Any]:
         # The indexes hold both arrays, perhaps memory-mapped.
@@ -63,13 +63,13 @@ class Corpus:
         self._first_blocks, self.blocks = self.indexes.first_blocks, self.indexes.blocks
 
     @classmethod
-    def open(cls, place: str | Path, cache: ShardCacheConfig | None = None) -> Self:
+    def open(cls, location: str | Path, cache: ShardCacheConfig | None = None) -> Self:
         """Open a corpus after checking manifest, file sizes and indexes (not the content of shards).
 
-        place: a folder, or a URL whose files are downloaded to `cache`. Raises a UsageError if it is not a corpus, and
-        a MegatfmError that names the first damaged file.
+        location: a folder, or a URL whose files are downloaded to `cache`. Raises a UsageError if it is not a corpus,
+        and a MegatfmError that names the first damaged file.
         """
-        store = open_storage(place, cache or ShardCacheConfig())
+        store = open_storage(location, cache or ShardCacheConfig())
         if isinstance(store, CachedRemoteStorage):
             manifest = Manifest.parse(store.manifest(MANIFEST), f"{store.url}/{MANIFEST}")
         else:
@@ -116,9 +116,9 @@ class Corpus:
         shard_of = self._first_blocks.searchsorted
         for shard in range(int(shard_of(begin, "right")) - 1, int(shard_of(end, "left"))):
             tokens = self.indexes[shard].samples["tokens"]
-            at = int(self.blocks[self._first_blocks[shard]]) - first
-            part_tokens = tokens[max(-at, 0) : len(lengths) - at]
-            lengths[max(at, 0) : max(at, 0) + len(part_tokens)] = part_tokens
+            shard_start = int(self.blocks[self._first_blocks[shard]]) - first
+            part_tokens = tokens[max(-shard_start, 0) : len(lengths) - shard_start]
+            lengths[max(shard_start, 0) : max(shard_start, 0) + len(part_tokens)] = part_tokens
         return lengths
 
     def image_sizes(self, begin: int, end: int) -> NDArray[np.int64]:
@@ -149,45 +149,46 @@ class Corpus:
                 f"{tokenizer_hash[:16]}: use the tokenizer beside the corpus, or prepare it again"
             )
 
-    def read_block(self, number: int) -> list[tuple[int, NDArray[Any]]]:
+    def read_block(self, block: int) -> list[tuple[int, NDArray[Any]]]:
         """Read a block as a list of (sample index, read-only tokens [n] in the stored type)."""
-        *_, tokens = self._read(number)
-        return list(enumerate(tokens, start=int(self.blocks[number])))
+        *_, tokens = self._read(block)
+        return list(enumerate(tokens, start=int(self.blocks[block])))
 
-    def read_blocks(self, numbers: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
-        """Read several compressed blocks into one buffer, faster than one by one. None may be `is_uncompressed`."""
-        locations = [self._locate(number) for number in numbers]
-        packed = [self.frame_bytes(number) for number in numbers]
+    def read_blocks(self, blocks: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
+        """Read several blocks of compressed shards into one buffer, which is faster than one by one."""
+        locations = [self._locate(block) for block in blocks]
+        compressed = [self.frame_bytes(block) for block in blocks]
         sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in locations]
-        blocks: Sequence[bytes | memoryview]
+        contents: Sequence[bytes | memoryview]
         try:
-            blocks = decompress_frames(packed, sizes)
+            contents = decompress_frames(compressed, sizes)
         except BadFrame:  # decompressed one by one, to find the damaged frame and its error
-            blocks = [
-                self._decompress(*location, data) for location, data in zip(locations, packed, strict=True)
+            contents = [
+                self._decompress(*location, data)
+                for location, data in zip(locations, compressed, strict=True)
             ]
         return [
-            list(enumerate(self._tokens(number, data), start=int(self.blocks[number])))
-            for number, data in zip(numbers, blocks, strict=True)
+            list(enumerate(self._tokens(block, data), start=int(self.blocks[block])))
+            for block, data in zip(blocks, contents, strict=True)
         ]
 
-    def is_uncompressed(self, number: int) -> bool:
+    def is_uncompressed(self, block: int) -> bool:
         """Return True if a block lies in an uncompressed tar, so that single samples can be read."""
-        return self.manifest.shards[self._locate(number)[0]].is_raw
+        return self.manifest.shards[self._locate(block)[0]].is_raw
 
-    def verify(self, number: int) -> None:
+    def verify(self, block: int) -> None:
         """Verify a block against the index, as its first read does."""
-        self._read(number)
+        self._read(block)
 
-    def is_verified(self, number: int) -> bool:
+    def is_verified(self, block: int) -> bool:
         """Return True if a block was verified against the index since the corpus was opened."""
-        return bool(self._verified[number])
+        return bool(self._verified[block])
 
-    def prefetch_block(self, number: int) -> None:
+    def prefetch_block(self, block: int) -> None:
         """Ask the operating system to read a block ahead, if it can."""
         if not hasattr(os, "posix_fadvise"):  # as on macOS
             return
-        shard, frame = self._locate(number)
+        shard, frame = self._locate(block)
         offset, end = self.indexes[shard].offsets[frame : frame + 2].tolist()
         descriptor = self.store.open(self.manifest.shards[shard])
         try:
@@ -195,14 +196,14 @@ class Corpus:
         finally:
             os.close(descriptor)
 
-    def read_samples(self, number: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+    def read_samples(self, block: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield samples `rows` of a verified block that `is_uncompressed`, as `read_block` does, each read lazily."""
-        shard, frame = self._locate(number)
+        shard, frame = self._locate(block)
         entry, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
-        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
+        entries = index.frame_samples(frame)
         starts = (index.offsets[frame] + entries["offset"]).tolist()
         sizes = (entries["tokens"].astype(np.int64) * dtype.itemsize).tolist()
-        first, path, descriptor = int(self.blocks[number]), self._path(shard), self.store.open(entry)
+        first, path, descriptor = int(self.blocks[block]), self._path(shard), self.store.open(entry)
         try:
             for row in rows:
                 data = read_at(descriptor, path, starts[row], sizes[row], self.store.remedy)
@@ -210,69 +211,68 @@ class Corpus:
         finally:
             os.close(descriptor)
 
-    def block_lengths(self, number: int) -> NDArray[np.int64]:
+    def block_lengths(self, block: int) -> NDArray[np.int64]:
         """Return the token count of each sample of a block [n], from the index alone."""
-        shard, frame = self._locate(number)
-        index = self.indexes[shard]
-        first, end = index.first_samples[frame : frame + 2]
-        return index.samples["tokens"][first:end].astype(np.int64)
+        shard, frame = self._locate(block)
+        return self.indexes[shard].frame_samples(frame)["tokens"].astype(np.int64)
 
-    def read_block_samples(self, number: int) -> list[Sample]:
+    def read_block_samples(self, block: int) -> list[Sample]:
         """Read the samples of a block with all stored fields; verifies every byte against the index."""
-        shard, frame, data, arrays = self._read(number, verify=True)
-        index, shard_entry, dtype = (
-            self.indexes.complete(shard),
-            self.manifest.shards[shard],
-            self.manifest.dtype,
-        )
+        shard, frame, data, arrays = self._read(block, verify=True)
+        index, shard_entry = self.indexes.complete(shard), self.manifest.shards[shard]
+        dtype = self.manifest.dtype
         if index.is_packed_frame(frame, dtype.itemsize):
-            return self._decode_packed_frame(number, shard, frame, data, arrays)
+            return self._decode_packed_frame(block, shard, frame, data, arrays)
         samples: list[Sample] = []
-        at = 0
+        offset = 0
         for sample in range(*index.first_samples[frame : frame + 2]):
             entry = index.samples[sample]
             key = entry["key"].decode("ascii", "replace")
             tokens = arrays[len(samples)]
             try:
                 if shard_entry.files_only:
-                    samples.append(self._image_sample(number, len(samples), shard, frame, data, tokens))
+                    samples.append(self._image_sample(block, len(samples), shard, frame, data, tokens))
                     continue
                 if shard_entry.foreign:
                     name = check_external_sample(data, int(entry["offset"]), len(tokens), dtype)
                     source = f"{shard_entry.file}/{name}"
-                    samples.append(Sample(int(self.blocks[number]) + len(samples), key, source, 0, tokens))
+                    samples.append(Sample(int(self.blocks[block]) + len(samples), key, source, 0, tokens))
                     continue
-                if entry["offset"] != at + PAYLOAD_OFFSET:
-                    raise MegatfmError(f"it should start at byte {at} of its frame")
-                source, text_bytes, members, fields, at = decode_sample(data, at, key, len(tokens), dtype)
+                if entry["offset"] != offset + PAYLOAD_OFFSET:
+                    raise MegatfmError(f"it should start at byte {offset} of its frame")
+                source, text_bytes, members, fields, offset = decode_sample(
+                    data, offset, key, len(tokens), dtype
+                )
                 if text_bytes != entry["text_bytes"]:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
             except MegatfmError as error:
                 raise self._damage_error(shard, frame, str(error), sample) from error
-            sample_index = int(self.blocks[number]) + len(samples)
+            sample_index = int(self.blocks[block]) + len(samples)
             samples.append(Sample(sample_index, key, source, text_bytes, tokens, members, fields))
         if not shard_entry.foreign:
-            self._check_end(shard, frame, data, at)
+            self._check_end(shard, frame, data, offset)
         return samples
 
     def _image_sample(
-        self, number: int, at: int, shard: int, frame: int, data: bytes, tokens: NDArray[Any]
+        self, block: int, row: int, shard: int, frame: int, data: bytes, tokens: NDArray[Any]
     ) -> Sample:
         """Read a sample of an image tar: its files, with the class index from the manifest's label rule."""
         index = self.indexes.complete(shard)
-        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
-        begins = [*(entries["offset"][at : at + 2].astype(np.int64) - PAYLOAD_OFFSET).tolist(), len(data)]
-        key = entries["key"][at].decode("ascii", "replace")
-        read = read_image_files(data, begins[0], begins[1], self._path(shard))
-        source = f"{self.manifest.shards[shard].file}/{read.key}"
-        return Sample(int(self.blocks[number]) + at, key, source, 0, tokens, self._labels.apply(read.files))
+        entries = index.frame_samples(frame)
+        starts = [*(entries["offset"][row : row + 2].astype(np.int64) - PAYLOAD_OFFSET).tolist(), len(data)]
+        key = entries["key"][row].decode("ascii", "replace")
+        image_sample = read_image_files(data, starts[0], starts[1], self._path(shard))
+        source = f"{self.manifest.shards[shard].file}/{image_sample.key}"
+        return Sample(
+            int(self.blocks[block]) + row, key, source, 0, tokens, self._labels.apply(image_sample.files)
+        )
 
     def _decode_packed_frame(
-        self, number: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
+        self, block: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
     ) -> list[Sample]:
         """Decode the samples of a block that share one tar member."""
         index = self.indexes.complete(shard)
-        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
+        entries = index.frame_samples(frame)
         keys = [key.decode("ascii", "replace") for key in entries["key"].tolist()]
         try:
             counts = entries["tokens"].tolist()
@@ -282,75 +282,78 @@ class Corpus:
         except MegatfmError as error:
             raise self._damage_error(shard, frame, str(error)) from error
         self._check_end(shard, frame, data, end)
-        first = int(self.blocks[number])
+        first = int(self.blocks[block])
         documents = zip(keys, sources, sizes, arrays, strict=True)
         return [
-            Sample(first + at, *document, {}, metadata)
-            for at, (document, metadata) in enumerate(zip(documents, fields, strict=True))
+            Sample(first + row, *document, {}, metadata)
+            for row, (document, metadata) in enumerate(zip(documents, fields, strict=True))
         ]
 
-    def _check_end(self, shard: int, frame: int, data: bytes, at: int) -> None:
-        if data[at:].strip(b"\0"):
-            raise self._damage_error(shard, frame, f"unknown data after byte {at} of the frame")
+    def _check_end(self, shard: int, frame: int, data: bytes, end: int) -> None:
+        if data[end:].strip(b"\0"):
+            raise self._damage_error(shard, frame, f"unknown data after byte {end} of the frame")
 
-    def read_sample(self, number: int) -> Sample:
+    def read_sample(self, sample: int) -> Sample:
         """Read one sample by its index. Raises a UsageError if the index is out of range."""
-        if not 0 <= number < self.n_samples:
-            raise UsageError(f"{self.folder}: has samples 0 to {self.n_samples - 1}, not {number}")
-        block = int(np.searchsorted(self.blocks, number, side="right")) - 1
-        return self.read_block_samples(block)[number - int(self.blocks[block])]
+        if not 0 <= sample < self.n_samples:
+            raise UsageError(f"{self.folder}: has samples 0 to {self.n_samples - 1}, not {sample}")
+        block = int(np.searchsorted(self.blocks, sample, side="right")) - 1
+        return self.read_block_samples(block)[sample - int(self.blocks[block])]
 
-    def describe_sample(self, number: int) -> tuple[str, str]:
-        """A sample's place, in words, and how to train without it."""
-        block = int(np.searchsorted(self.blocks, number, side="right")) - 1
+    def describe_sample(self, sample: int) -> tuple[str, str]:
+        """Return two texts for an error: where a sample lies, and how to train without it."""
+        block = int(np.searchsorted(self.blocks, sample, side="right")) - 1
         shard, frame = self._locate(block)
-        key = self.indexes.complete(shard).samples["key"]
-        name = key[number - int(self.blocks[self._first_blocks[shard]])].decode("ascii", "replace")
+        keys = self.indexes.complete(shard).samples["key"]
+        name = keys[sample - int(self.blocks[self._first_blocks[shard]])].decode("ascii", "replace")
         return (
-            f"{self._path(shard)}: sample {number} (key {name}, frame {frame})",
-            f'; to train without it, put "{number}" into the corpus\'s quarantine (data.quarantine)',
+            f"{self._path(shard)}: sample {sample} (key {name}, frame {frame})",
+            f'; to train without it, put "{sample}" into the corpus\'s quarantine (data.quarantine)',
         )
 
-    def frame_bytes(self, number: int) -> bytes:
-        """A block as it lies in its shard: one compressed frame."""
-        shard, frame = self._locate(number)
+    def frame_bytes(self, block: int) -> bytes:
+        """Return a block's bytes as they lie in its shard: one frame, compressed unless the shard is a plain tar."""
+        shard, frame = self._locate(block)
         offset, end = map(int, self.indexes[shard].offsets[frame : frame + 2])
         return self.store.read(self.manifest.shards[shard], offset, end - offset)
 
     def shard_blocks(self, shard: int) -> range:
-        """The numbers of a shard's blocks."""
+        """Return the indexes of a shard's blocks."""
         return range(*map(int, self._first_blocks[shard : shard + 2]))
 
-    def _locate(self, number: int) -> tuple[int, int]:
-        if not 0 <= number < self.n_blocks:
-            raise MegatfmError(f"{self.folder}: has blocks 0 to {self.n_blocks - 1}, not {number}")
-        shard = int(np.searchsorted(self._first_blocks, number, side="right")) - 1
-        return shard, number - int(self._first_blocks[shard])
+    def _locate(self, block: int) -> tuple[int, int]:
+        if not 0 <= block < self.n_blocks:
+            raise MegatfmError(f"{self.folder}: has blocks 0 to {self.n_blocks - 1}, not {block}")
+        shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
+        return shard, block - int(self._first_blocks[shard])
 
-    def _read(self, number: int, verify: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
-        """A block's shard, frame, data, and as views of it the tokens of its samples; verified once, or again."""
-        shard, frame = self._locate(number)
-        data = self.frame_bytes(number)
+    def _read(self, block: int, verify: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
+        """Return a block's shard, frame within it, uncompressed bytes, and token arrays (see `_tokens`)."""
+        shard, frame = self._locate(block)
+        data = self.frame_bytes(block)
         if not self.manifest.shards[shard].is_raw:
             data = self._decompress(shard, frame, data)
-        return shard, frame, data, self._tokens(number, data, verify)
+        return shard, frame, data, self._tokens(block, data, verify)
 
-    def _tokens(self, number: int, data: bytes | memoryview, verify: bool = False) -> list[NDArray[Any]]:
-        """Return the tokens of a block's samples, as views of its data; verified once, or again."""
-        shard, frame = self._locate(number)
+    def _tokens(self, block: int, data: bytes | memoryview, verify: bool = False) -> list[NDArray[Any]]:
+        """Return the tokens [n] of each sample of a block, as views of `data`.
+
+        The first read of a block verifies it; verify: do so even if an earlier read has.
+        """
+        shard, frame = self._locate(block)
         index, dtype = self.indexes[shard], self.manifest.dtype
-        if verify or not self._verified[number]:
+        if verify or not self._verified[block]:
             self._verify(shard, frame, bytes(data))
-            self._verified[number] = True
-        entries = index.samples[slice(*index.first_samples[frame : frame + 2].tolist())]
-        # One array for the frame, since slicing it is faster than an array for each sample. The index has checked that
-        # samples start at whole tokens.
+            self._verified[block] = True
+        entries = index.frame_samples(frame)
+        # Slicing one array is faster than making one per sample. The index has checked that samples start at whole
+        # tokens.
         tokens = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
-        begins, lengths = (entries["offset"] // dtype.itemsize).tolist(), entries["tokens"].tolist()
-        return [tokens[begin : begin + n] for begin, n in zip(begins, lengths, strict=True)]
+        starts, lengths = (entries["offset"] // dtype.itemsize).tolist(), entries["tokens"].tolist()
+        return [tokens[begin : begin + n] for begin, n in zip(starts, lengths, strict=True)]
 
     def _verify(self, shard: int, frame: int, data: bytes) -> None:
-        """Hold a frame against the index: its hash, where there is one, and where its samples lie."""
+        """Raise a MegatfmError if a frame's hash, where the index has one, or its samples' offsets differ from it."""
         index, dtype = self.indexes[shard], self.manifest.dtype
         if index.frame_hashes is not None and frame_hash(data) != index.frame_hashes[frame]:
             raise self._damage_error(shard, frame, "its hash is not the index's")
@@ -374,9 +377,9 @@ class Corpus:
                 reason = f"no array of {n} {dtype} at byte {start} of the frame"
                 raise self._damage_error(shard, frame, reason, sample)
 
-    def _decompress(self, shard: int, frame: int, packed: bytes) -> bytes:
+    def _decompress(self, shard: int, frame: int, compressed: bytes) -> bytes:
         try:
-            return decompress_frame(packed, int(self.indexes[shard].frames["uncompressed"][frame]))
+            return decompress_frame(compressed, int(self.indexes[shard].frames["uncompressed"][frame]))
         except BadFrame as error:
             raise self._damage_error(shard, frame, str(error)) from error
 
@@ -388,9 +391,9 @@ class Corpus:
         first = int(self.blocks[self._first_blocks[shard]])
         samples = f"samples {self.blocks[block]} to {self.blocks[block + 1] - 1}"
         sample_name = samples if sample is None else f"sample {first + sample}"
-        place = f"{sample_name} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
+        location = f"{sample_name} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
         block_samples = f'"{self.blocks[block]}-{self.blocks[block + 1] - 1}"'
         return MegatfmError(
-            f"{self._path(shard)}: {place}: damaged: {reason}: {self.store.remedy}; to train without them, put "
+            f"{self._path(shard)}: {location}: damaged: {reason}: {self.store.remedy}; to train without them, put "
             f"{block_samples} into the corpus's quarantine (data.quarantine)"
         )

@@ -1,4 +1,4 @@
-"""Corpora for others: text in JSON lines or Parquet, Megatron-LM's ids, or plain tars with a sample a document."""
+"""Export a corpus: as text in JSON lines or Parquet, as ids for Megatron-LM, or as plain tars."""
 
 import json
 import os
@@ -18,17 +18,17 @@ from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import fsync_directory
 
-TEXT = (".jsonl", ".jsonl.zst", ".parquet")
-IDS, INDEX = ".bin", ".idx"
-ROWS = 1024
-"""Documents of a row group in Parquet."""
+TEXT_SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
+IDS_SUFFIX, INDEX_SUFFIX = ".bin", ".idx"
+ROWS_PER_GROUP = 1024
+"""Documents in a row group of Parquet."""
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")
-"""Ends the name of a file of some format, where `v1.5` is a folder's name."""
+"""Matches the suffix of a file name, but not the end of a folder name such as `v1.5`."""
 
 # https://github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
-_CODES = {"uint16": ("<u2", 8), "uint32": ("<i4", 4)}
-"""The type that Megatron-LM has for ours, and its number there."""
+_MEGATRON_DTYPES = {"uint16": ("<u2", 8), "uint32": ("<i4", 4)}
+"""Our token type → Megatron-LM's type and its code there."""
 
 
 class Detokenizer(NamedTuple):
@@ -39,26 +39,30 @@ class Detokenizer(NamedTuple):
 
 
 def export(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> str:
-    """Write a corpus as the end of `out` says; return a summary line.
+    """Write a corpus in the format that the suffix of `out` names; return a summary line.
 
-    `.jsonl`, `.jsonl.zst` and `.parquet`: a record for each document, with its text, which must be the bytes that were
-    encoded, its "id", its "source", and its "fields" if it has any
-    (in Parquet as JSON). `.bin`: its ids, each document ended by `codec.eos`, with an `.idx` beside it.
-    A name without such an end, or with a slash after it: a folder of plain tars, a corpus as well.
+    - `.jsonl`, `.jsonl.zst`, `.parquet`: one record per document, with its "text", "id", "source", and "fields" if it
+      has any (in Parquet as JSON). Raises a MegatfmError if decoding gives another number of bytes than were encoded.
+    - `.bin`: the ids, with `codec.eos` after each document, and an `.idx` file beside it.
+    - No suffix, or a slash at the end: a folder of plain tars, which is a corpus too, with one sample per document.
 
-    Nothing is written over, or left half-written under its name. Raises UsageError and MegatfmError.
+    codec: None if no tokenizer is known; then only tars can be written. Existing files are not overwritten, and an
+    interrupted export leaves nothing under the name `out`. Raises UsageError and MegatfmError.
     """
     check_local(out)
     is_folder = str(out).endswith("/")
     out = Path(out)
-    needs_codec = out.name.endswith((*TEXT, IDS)) and not is_folder
+    suffixes = f"{', '.join(TEXT_SUFFIXES)} or {IDS_SUFFIX}"
+    needs_codec = out.name.endswith((*TEXT_SUFFIXES, IDS_SUFFIX)) and not is_folder
     if not needs_codec and not is_folder and (suffix := _FILE_SUFFIX.search(out.name)):
         raise UsageError(
-            f"{out}: {suffix[0]} is no format that is written: give a name that ends in {', '.join(TEXT)} or {IDS}, or "
+            f"{out}: {suffix[0]} is no format that is written: give a name that ends in {suffixes}, or "
             f"{out}/ for a folder of plain .tar shards"
         )
     corpus = Corpus.open(folder)
-    for path in (out, out.with_suffix(INDEX)) if out.name.endswith(IDS) and not is_folder else (out,):
+    for path in (
+        (out, out.with_suffix(INDEX_SUFFIX)) if out.name.endswith(IDS_SUFFIX) and not is_folder else (out,)
+    ):
         if os.path.lexists(path):
             raise UsageError(f"{path}: is there already: choose another name")
     if needs_codec and codec is None:
@@ -68,14 +72,14 @@ def export(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> st
     with disk_errors_as_megatfm_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     if codec is None or not needs_codec:
-        return _tars(corpus, out)
-    if out.name.endswith(IDS):
-        return _megatron(corpus, out, codec.eos)
+        return _write_tars(corpus, out)
+    if out.name.endswith(IDS_SUFFIX):
+        return _write_megatron(corpus, out, codec.eos)
     records = _records(corpus, codec)
     if out.name.endswith(".parquet"):
-        _parquet(records, out)
+        _write_parquet(records, out)
     else:
-        _json_lines(records, out)
+        _write_json_lines(records, out)
     return f"{out}: the text of {corpus.n_samples:,} documents"
 
 
@@ -96,21 +100,21 @@ def _records(corpus: Corpus, codec: Detokenizer) -> Iterator[dict[str, Any]]:
         yield {"text": text, "id": sample.key, "source": sample.source, **metadata}
 
 
-def _json_lines(records: Iterator[dict[str, Any]], out: Path) -> None:
+def _write_json_lines(records: Iterator[dict[str, Any]], out: Path) -> None:
     file = AtomicFile(out)
     zstd = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj()
-    packed = out.name.endswith(".zst")
+    is_compressed = out.name.endswith(".zst")
     try:
         for record in records:
             line = f"{json.dumps(record, ensure_ascii=False)}\n".encode()
-            file.write(zstd.compress(line) if packed else line)
-        file.write(zstd.flush() if packed else b"")
+            file.write(zstd.compress(line) if is_compressed else line)
+        file.write(zstd.flush() if is_compressed else b"")
         file.commit()
     finally:
         file.discard()
 
 
-def _parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
+def _write_parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
     import pyarrow  # by name, since it takes a while to import
     import pyarrow.parquet
 
@@ -123,7 +127,7 @@ def _parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
                 for record in records:
                     metadata = record.get("fields")
                     rows.append({**record, "fields": metadata and json.dumps(metadata, ensure_ascii=False)})
-                    if len(rows) == ROWS:
+                    if len(rows) == ROWS_PER_GROUP:
                         writer.write_table(pyarrow.Table.from_pylist(rows, schema))
                         rows = []
                 if rows:
@@ -136,8 +140,8 @@ def _parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _megatron(corpus: Corpus, out: Path, eos: int) -> str:
-    dtype, code = _CODES[corpus.manifest.token_dtype]
+def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
+    dtype, code = _MEGATRON_DTYPES[corpus.manifest.token_dtype]
     lengths = corpus.lengths() + 1
     if lengths.max() >= 2**31 or eos > np.iinfo(dtype).max:
         raise UsageError(f"{corpus.folder}: has documents or ids that are too large for Megatron-LM's index")
@@ -151,19 +155,21 @@ def _megatron(corpus: Corpus, out: Path, eos: int) -> str:
                 )
             file.write(np.append(sample.tokens, eos).astype(dtype).tobytes())
         # Before the ids get their name, since neither is of use without the other.
-        write_whole(out.with_suffix(INDEX), index)
+        write_whole(out.with_suffix(INDEX_SUFFIX), index)
         try:
             file.commit()
         except MegatfmError:
-            out.with_suffix(INDEX).unlink(missing_ok=True)
+            out.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
             raise
     finally:
         file.discard()
-    return f"{out} and {INDEX}: {lengths.sum():,} ids of {len(lengths):,} documents, each ended by {eos}"
+    return (
+        f"{out} and {INDEX_SUFFIX}: {lengths.sum():,} ids of {len(lengths):,} documents, each ended by {eos}"
+    )
 
 
 def _megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> bytes:
-    """Return the index of documents of these lengths [D], whose ids have `width` bytes each."""
+    """Return the bytes of an `.idx` file. lengths [D]: ids in each document; width: bytes of an id."""
     n = len(lengths)
     return b"".join(
         (
@@ -176,7 +182,7 @@ def _megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> bytes:
     )
 
 
-def _tars(corpus: Corpus, out: Path) -> str:
+def _write_tars(corpus: Corpus, out: Path) -> str:
     dtype = corpus.manifest.token_dtype
     options: dict[str, Any] = {"compress": False, "pack": False}
     with ShardWriter(out, tokenizer_hash=corpus.tokenizer_hash, token_dtype=dtype, **options) as writer:

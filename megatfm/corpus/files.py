@@ -15,29 +15,34 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import fsync_directory
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
-_TOO_MANY = "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is in order"
-_NO_RIGHT = "give this user the right to read it, for example by `chmod -R u+rX` on the folder"
-_STORAGE = "the disk or file server has trouble: try again when it answers; if this stays, restore the file from a copy"
+_TOO_MANY_OPEN_FILES = (
+    "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is in order"
+)
+_NO_PERMISSION = "give this user the right to read it, for example by `chmod -R u+rX` on the folder"
+_STORAGE_TROUBLE = (
+    "the disk or file server has trouble: try again when it answers; if this stays, "
+    "restore the file from a copy"
+)
 ADVICE = {
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _TOO_MANY),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), _NO_RIGHT),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), _STORAGE),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _TOO_MANY_OPEN_FILES),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _NO_PERMISSION),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), _STORAGE_TROUBLE),
     errno.ENOMEM: "the machine is out of memory: the corpus is in order",
 }
 """Error numbers for which the file itself is not at fault; what else can't be read is missing or damaged."""
 
 
-def check_local(place: str | Path) -> None:
-    """Raise a UsageError for a URL, also one that was made a path: it would become a folder here named like `s3:`."""
-    if match := re.match(r"([a-z][a-z0-9+.-]+):/", str(place)):
+def check_local(path: str | Path) -> None:
+    """Raise a UsageError for a URL, even one that was made a Path: it would create a local folder named like `s3:`."""
+    if match := re.match(r"([a-z][a-z0-9+.-]+):/", str(path)):
         raise UsageError(
-            f"{place}: files are written to this machine, not to {match[1]}://: give a path here, and upload what is "
+            f"{path}: files are written to this machine, not to {match[1]}://: give a path here, and upload what is "
             "written"
         )
 
 
 def regular_file_size(path: Path) -> int:
-    """The bytes of a plain file; a MegatfmError if it is none (missing, a link, a device)."""
+    """Return the size of a plain file in bytes. Raises a MegatfmError if it is missing, a link or a device."""
     try:
         status = os.lstat(path)
     except OSError as error:
@@ -55,7 +60,7 @@ def check_size(path: Path, size: int) -> None:
 
 
 def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
-    """Open a file that is no link for reading; a MegatfmError that ends with `remedy` if that fails."""
+    """Open a file for reading, unless it is a link. Raises a MegatfmError that ends with `remedy`."""
     try:
         # Without O_NONBLOCK opening a planted FIFO would wait for a writer indefinitely.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -70,10 +75,10 @@ def _unreadable(path: Path, error: OSError, remedy: str, location: str = "") -> 
 
 
 def read_at(descriptor: int, path: Path, offset: int, size: int, remedy: str = RESTORE) -> bytes:
-    """The `size` bytes of an open file from `offset`; a MegatfmError that ends with `remedy` if there are fewer or
-    reading fails.
+    """Return `size` bytes of an open file from `offset`.
 
-    Not by a memory map: the process would die by a signal if another cut the file.
+    Raises a MegatfmError that ends with `remedy` if the file has fewer bytes or can't be read. A memory map is not
+    used, since a process that reads one dies by a signal when another process truncates the file.
     """
     try:
         # pread returns at most about 2 GiB; every range of a corpus is smaller (see MAX_FRAME_BYTES).
@@ -95,7 +100,7 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
 
 
 def open_regular_file(path: Path) -> IO[bytes]:
-    """Open a plain file for reading; a MegatfmError if it is none."""
+    """Open a plain file for reading. Raises a MegatfmError if it is missing, a link or a device."""
     regular_file_size(path)
     return os.fdopen(open_descriptor(path), "rb")
 
@@ -103,8 +108,8 @@ def open_regular_file(path: Path) -> IO[bytes]:
 class AtomicFile:
     """A file that appears under its name only when it is complete and on disk.
 
-    Until `commit` it lies beside its final place as `.NAME.partial`. A failed write (say, a full disk)
-    removes that and raises a MegatfmError. `size` and `blake3` describe the bytes written so far.
+    Until `commit` it is called `.NAME.partial`, in the same folder. A failed write (say, on a full disk) removes it
+    and raises a MegatfmError. `size` and `blake3` describe the bytes written so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,7 +126,7 @@ class AtomicFile:
         return self._hash.hexdigest()
 
     def write(self, data: bytes) -> None:
-        """Append all bytes. Raises MegatfmError, and leaves no partial file, when the disk refuses."""
+        """Append bytes. Raises a MegatfmError and removes the partial file if they can't be written."""
         with self._whole_or_nothing():
             unwritten = memoryview(data)
             while unwritten:  # an unbuffered write may take only a part
@@ -130,7 +135,7 @@ class AtomicFile:
         self.size += len(data)
 
     def commit(self) -> None:
-        """Sync the bytes, give the file its final name, sync the folder. Raises MegatfmError when the disk refuses."""
+        """Sync the file, give it its final name, and sync the folder. Raises a MegatfmError as `write` does."""
         with self._whole_or_nothing():
             os.fsync(self._file.fileno())
             self._file.close()
@@ -153,8 +158,10 @@ class AtomicFile:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path` as a whole: temporary name, fsync, rename. The name is the same for every process, so that
-    another preparation finds the files of a killed one."""
+    """Write a file under a temporary name, sync it, and rename it to `path`.
+
+    Every process uses the same temporary name, so that a later run overwrites what a killed one left.
+    """
     file = AtomicFile(path)
     file.write(data)
     file.commit()
@@ -162,7 +169,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def disk_errors_as_megatfm_errors(path: Path) -> Iterator[None]:
-    """Turn the system's errors into a MegatfmError that names `path`."""
+    """Turn an OSError into a MegatfmError that says `path` can't be written."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,12 @@
-"""Indexes of all shards of a corpus: those used last in memory, or all in a file that the ranks of a machine map.
+"""Indexes of all shards of a corpus: the recently used ones in memory, or all in a file that processes share.
 
-What reading tokens needs of a document takes 8 bytes. In a large corpus each rank, and each of its workers, would hold
-some millions of documents of its own. So the first of them writes the spans of all documents to a file in the cache
-folder, named by a hash of the manifest's shards, and all map it read-only: the pages that several use are in memory
-once, the system may drop any of them, and each process drops its least recently used files.
+Reading a document's tokens needs its span: 8 bytes. For a large corpus, each rank and each of its workers would hold
+spans of millions of documents. Instead, the first process writes the spans of all documents to a file in the cache
+folder, named by a hash of the manifest's shards, and all processes of the machine map it read-only. A page that several
+processes use is in memory once. The system may drop any page, and each process unmaps the spans of shards that it used
+least recently.
 
-On disk: a page with a line of JSON, then the arrays of `_Tables`, one after another.
+On disk: `HEADER_BYTES` with a line of JSON, then the arrays of `_Tables`, one after another.
 """
 
 import fcntl
@@ -26,17 +27,17 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.byte_cache import ByteCache, nbytes
 from megatfm.corpus.manifest import CorpusShard, Manifest
-from megatfm.corpus.shard_index import FRAME_DTYPE, SPAN, ShardIndex, running_sum
-from megatfm.corpus.storage import INDEXES, ShardCacheConfig, ShardStorage, acquire_lock, make_room
+from megatfm.corpus.shard_index import FRAME_DTYPE, SPAN_DTYPE, ShardIndex, running_sum
+from megatfm.corpus.storage import INDEX_FOLDER, ShardCacheConfig, ShardStorage, acquire_lock, make_room
 from megatfm.errors import MegatfmError
 
 INDEX_CACHE_BYTES = 2**26
-"""Spans of eight million samples: the shards that a rank's streams are in."""
+"""Enough for the spans of eight million samples: the shards that a rank's streams read at a time."""
 COMPLETE_CACHE_BYTES = 2**24
 SHARED_FROM_SAMPLES = 2**21
-"""Samples of a corpus from which its indexes are shared; those of smaller ones take little in every process."""
+"""Samples from which a corpus's indexes are shared. Smaller ones take little memory in each process."""
 MAPPED_BYTES = 2**24
-"""Bytes of the shared spans that a process keeps mapped in, before it lets go of those not used for longest."""
+"""Bytes of shared spans that a process keeps mapped, before it unmaps the least recently used."""
 HEADER_BYTES = 4096
 _HAS_HASHES, _HAS_PACKED_FRAMES = 1, 2
 
@@ -44,11 +45,11 @@ log = logging.getLogger("megatfm")
 
 
 class Indexes:
-    """The indexes of a corpus, read when they are needed and held against the manifest each time.
+    """The indexes of a corpus. Each is read when it is needed, and verified against the manifest each time.
 
-    Those that are asked for by number hold of each sample what reading its tokens needs. However many samples a corpus
-    has, `INDEX_CACHE_BYTES` of them are in memory, or one index. `blocks` [n_blocks + 1] holds the first sample of each
-    frame of all shards, `first_blocks` [n_shards + 1] the first frame of each shard.
+    `indexes[shard]` holds the samples' spans only, which is enough to read tokens; `complete(shard)` holds all columns.
+    At most `INDEX_CACHE_BYTES` of spans are in memory, or one index if that is larger. `blocks` [n_blocks + 1] holds
+    the first sample of each frame of all shards, `first_blocks` [n_shards + 1] the first frame of each shard.
     """
 
     first_blocks: NDArray[np.int64]
@@ -68,19 +69,19 @@ class Indexes:
     def __len__(self) -> int:
         return len(self._manifest.shards)
 
-    def __getitem__(self, number: int) -> ShardIndex:
-        number = range(len(self))[number]
-        return self._cache.get(number, partial(self._load, number))
+    def __getitem__(self, shard: int) -> ShardIndex:
+        shard = range(len(self))[shard]
+        return self._cache.get(shard, partial(self._load, shard))
 
     def __iter__(self) -> Iterator[ShardIndex]:
-        return (self[number] for number in range(len(self)))
+        return (self[shard] for shard in range(len(self)))
 
-    def complete(self, number: int) -> ShardIndex:
-        """Return an index with the keys of its samples, and the sizes of their texts."""
-        return self._complete.get(number, partial(self._open, self._manifest.shards[number]))
+    def complete(self, shard: int) -> ShardIndex:
+        """Return the index of a shard with all columns: keys and text sizes, too."""
+        return self._complete.get(shard, partial(self._open, self._manifest.shards[shard]))
 
-    def _load(self, number: int) -> ShardIndex:
-        return self._open(self._manifest.shards[number]).without_keys()
+    def _load(self, shard: int) -> ShardIndex:
+        return self._open(self._manifest.shards[shard]).without_keys()
 
     def _open(self, shard: CorpusShard) -> ShardIndex:
         self._store.check(shard.index)
@@ -94,11 +95,11 @@ class Indexes:
 
 
 class SharedIndexes(Indexes):
-    """Indexes in one file that all processes of a machine map. Raises an OSError if it cannot be written or mapped.
+    """Indexes in one file that all processes of a machine map.
 
-    One process writes the file while the others wait for its lock; it gets its final name when it is complete. Each
-    process verifies the file's hash when it opens it, and holds a shared lock until it exits. Locked files are not
-    evicted to make room for others.
+    One process writes the file while the others wait for its lock. Each process verifies the file's hash when it opens
+    the file, and holds a shared lock until it exits, since `make_room` removes no locked file. The constructor raises
+    an OSError if the file can't be written or mapped.
     """
 
     def __init__(self, store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig) -> None:
@@ -106,8 +107,8 @@ class SharedIndexes(Indexes):
         for shard in manifest.shards:
             store.check(shard.index)
         self._complete = ByteCache(COMPLETE_CACHE_BYTES, nbytes)
-        key = _key(manifest)
-        path = cache.folder.expanduser() / INDEXES / key
+        key = _shards_hash(manifest)
+        path = cache.folder.expanduser() / INDEX_FOLDER / key
         if (file := _open_tables(path, key, manifest)) is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = acquire_lock(path.with_name(f".{key}.lock"))
@@ -134,24 +135,24 @@ class SharedIndexes(Indexes):
     def __reduce__(self) -> tuple[Any, ...]:
         return open_indexes, (self._store, self._manifest, self._shared_cache)
 
-    def _load(self, number: int) -> ShardIndex:
+    def _load(self, shard: int) -> ShardIndex:
         frames, samples = (
-            slice(*ends[number : number + 2].tolist()) for ends in (self.first_blocks, self._first_samples)
+            slice(*ends[shard : shard + 2].tolist()) for ends in (self.first_blocks, self._first_samples)
         )
-        kind = int(self._arrays["kinds"][number])
-        hashes = self._arrays["hashes"][frames] if kind & _HAS_HASHES else None
+        flags = int(self._arrays["kinds"][shard])
+        hashes = self._arrays["hashes"][frames] if flags & _HAS_HASHES else None
         spans = self._arrays["spans"][samples]
-        return ShardIndex(self._arrays["frames"][frames], spans, hashes, bool(kind & _HAS_PACKED_FRAMES))
+        return ShardIndex(self._arrays["frames"][frames], spans, hashes, bool(flags & _HAS_PACKED_FRAMES))
 
-    def _release(self, number: int) -> None:
-        """Unmap the pages of a shard's spans; a process that still reads them gets them again."""
-        start, end = (HEADER_BYTES + SPAN.itemsize * self._first_samples[number : number + 2]).tolist()
+    def _release(self, shard: int) -> None:
+        """Unmap the pages of a shard's spans. A thread that still reads them maps them in again."""
+        start, end = (HEADER_BYTES + SPAN_DTYPE.itemsize * self._first_samples[shard : shard + 2]).tolist()
         start -= start % mmap.PAGESIZE
         self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def _write(self, path: Path, key: str) -> None:
         n_samples = sum(shard.samples for shard in self._manifest.shards)
-        size = HEADER_BYTES + SPAN.itemsize * n_samples
+        size = HEADER_BYTES + SPAN_DTYPE.itemsize * n_samples
         if size > self._shared_cache.limit:
             raise OSError(f"{size:,} bytes are more than data.cache_bytes = {self._shared_cache.limit:,}")
         make_room(self._shared_cache, size)
@@ -162,7 +163,7 @@ class SharedIndexes(Indexes):
             f"indexes of {n_samples:,} documents are written to {path}, for all processes of this machine"
         )
         frames, hashes, kinds = [], [], []
-        with _written_whole(path) as file:
+        with _write_atomically(path) as file:
             for shard in self._manifest.shards:
                 index = self._open(shard).without_keys()
                 file.write(index.samples.tobytes())
@@ -181,15 +182,15 @@ class SharedIndexes(Indexes):
 
 
 class _Tables(NamedTuple):
-    """Sizes of the arrays of a file."""
+    """The arrays of a file of shared indexes, described by their sizes."""
 
     samples: int
     shards: int
     blocks: int
 
     def fields(self) -> Iterator[tuple[str, np.dtype[Any], int]]:
-        """Name, type and length of each array, in their order."""
-        yield "spans", SPAN, self.samples
+        """Yield name, type and length of each array, in stored order."""
+        yield "spans", SPAN_DTYPE, self.samples
         yield "first_blocks", np.dtype("<i8"), self.shards + 1
         yield "kinds", np.dtype("<i8"), self.shards
         yield "blocks", np.dtype("<i8"), self.blocks + 1
@@ -233,9 +234,11 @@ class _HashedFile:
 
 
 @contextmanager
-def _written_whole(path: Path) -> Iterator[_HashedFile]:
-    """Write a file under another name, the same for every process, since the lock lets in one; what a process left
-    that was killed is written over."""
+def _write_atomically(path: Path) -> Iterator[_HashedFile]:
+    """Write a file under a temporary name, and rename it to `path` at the end.
+
+    The caller holds a lock, so every process uses the same temporary name and overwrites what a killed one left.
+    """
     partial_path = path.with_name(f".{path.name}.partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     file = _HashedFile(os.open(partial_path, flags, 0o666))
@@ -249,8 +252,11 @@ def _written_whole(path: Path) -> Iterator[_HashedFile]:
 
 
 def open_indexes(store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig | None) -> Indexes:
-    """Open the indexes of a corpus: shared in the folder of `cache` where that is given, the corpus is large and the
-    folder can be used; else in this process alone."""
+    """Open the indexes of a corpus.
+
+    They are shared in the folder of `cache` if it is given, the corpus is large (`SHARED_FROM_SAMPLES`) and the folder
+    can be used; else this process has its own.
+    """
     if cache is None or sum(shard.samples for shard in manifest.shards) < SHARED_FROM_SAMPLES:
         return Indexes(store, manifest)
     try:
@@ -263,15 +269,15 @@ def open_indexes(store: ShardStorage, manifest: Manifest, cache: ShardCacheConfi
         return Indexes(store, manifest)
 
 
-def _key(manifest: Manifest) -> str:
-    """Return a hash of all that the tables are made from."""
+def _shards_hash(manifest: Manifest) -> str:
+    """Return a hash of everything that determines the tables."""
     shards = [shard.model_dump(mode="json") for shard in manifest.shards]
-    facts = json.dumps([1, manifest.token_dtype, shards], sort_keys=True)
-    return blake3(facts.encode()).hexdigest()
+    content = json.dumps([1, manifest.token_dtype, shards], sort_keys=True)
+    return blake3(content.encode()).hexdigest()
 
 
 def _open_tables(path: Path, key: str, manifest: Manifest) -> tuple[int, _Tables] | None:
-    """Open and lock the file of tables, if it exists and agrees with its header; its descriptor and sizes."""
+    """Open the file of tables under a shared lock; return its descriptor and tables, None if missing or damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

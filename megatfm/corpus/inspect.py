@@ -1,4 +1,4 @@
-"""Look into a corpus: verify every byte of it, print its contents, count its lengths, sources, fields and ids."""
+"""Inspect a corpus: verify every byte, show its contents, count its lengths, sources, fields and ids."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +15,14 @@ from megatfm.corpus.shard_format import Sample
 from megatfm.errors import MegatfmError
 
 TOKEN_SHARES, MAX_SHARES = "holds", 6
-LARGEST = 20
-MOST_VALUES = 10_000
+MAX_LISTED = 20
+MAX_VALUES = 10_000
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99)
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Counts of what `check` has read and verified; `bytes` are those of the shards."""
+    """Counts of what `check` has read and verified. `bytes`: size of all shards on disk."""
 
     shards: int
     blocks: int
@@ -39,19 +39,19 @@ class CheckReport:
 
 
 def check(folder: str | Path) -> CheckReport:
-    """Re-read every sample and re-hash every file; a MegatfmError names the place of the first damage."""
+    """Re-read every sample and re-hash every file. Raises a MegatfmError that locates the first damage."""
     corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
     samples = tokens = 0
-    for number, shard in enumerate(corpus.manifest.shards):
-        fingerprint, keys = blake3(), corpus.indexes.complete(number).samples["key"]
+    for shard_index, shard in enumerate(corpus.manifest.shards):
+        fingerprint, keys = blake3(), corpus.indexes.complete(shard_index).samples["key"]
         names, counts = np.unique(keys, return_counts=True)
         if counts.max() > 1:
-            twice = names[counts.argmax()].decode("ascii", "replace")
+            repeated = names[counts.argmax()].decode("ascii", "replace")
             raise MegatfmError(
-                f"{corpus.store.path(shard)}: sample {twice!r} is there twice: {corpus.store.remedy}"
+                f"{corpus.store.path(shard)}: sample {repeated!r} is there twice: {corpus.store.remedy}"
             )
         # Samples first: they locate the damage, the hash only detects it.
-        for block in corpus.shard_blocks(number):
+        for block in corpus.shard_blocks(shard_index):
             fingerprint.update(corpus.frame_bytes(block))
             for sample in corpus.read_block_samples(block):
                 samples += 1
@@ -93,7 +93,7 @@ def show(
         "tokens": f"{corpus.n_tokens:,} ({corpus.manifest.token_dtype})",
         "text": f"{corpus.n_text_bytes:,} bytes ({corpus.n_text_bytes / max(corpus.n_tokens, 1):.3f} a token)",
         **describe_rows(corpus),
-        **_holds(corpus.manifest.provenance),
+        **_token_shares(corpus.manifest.provenance),
         "tokenizer": corpus.tokenizer_hash,
         "fingerprint": corpus.fingerprint,
         "provenance": json.dumps(
@@ -105,8 +105,8 @@ def show(
     return _format_facts(facts)
 
 
-def _holds(provenance: dict[str, Any]) -> dict[str, str]:
-    """The largest domains, languages and values of fields, as prep has counted them: each one's part of all tokens."""
+def _token_shares(provenance: dict[str, Any]) -> dict[str, str]:
+    """Return the largest values of each field that `megatfm prep` counted, with each one's share of all tokens."""
     shares_by_field = {}
     for name, (total, rows) in provenance.get(TOKEN_SHARES, {}).items():
         shares = [
@@ -118,13 +118,13 @@ def _holds(provenance: dict[str, Any]) -> dict[str, str]:
 
 def _show_sample(
     corpus: Corpus,
-    number: int,
+    sample_index: int,
     decode: Callable[[NDArray[Any]], str] | None,
     spell: Callable[[Sample], str | None] | None,
 ) -> str:
-    sample = corpus.read_sample(number)
+    sample = corpus.read_sample(sample_index)
     facts = {
-        "sample": f"{number:,} of {corpus.n_samples:,}",
+        "sample": f"{sample_index:,} of {corpus.n_samples:,}",
         "key": sample.key,
         "source": sample.source,
         "tokens": f"{len(sample.tokens):,} of {sample.text_bytes:,} bytes of text",
@@ -143,10 +143,10 @@ def _format_facts(facts: dict[str, str]) -> str:
 
 
 def stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:
-    """Lengths of documents, the largest sources (the first folder or the file of each), domains and values of fields,
-    and the commonest ids.
+    """Return printable tables of a corpus. Reads all of it.
 
-    decode_id: what an id stands for. Reads the whole corpus.
+    They count documents by length, by source (its first folder, or its file), by domain and by each field's values,
+    and list the most frequent ids. decode_id: returns the text of an id.
     """
     corpus = Corpus.open(folder)
     lengths = corpus.lengths()
@@ -169,7 +169,7 @@ def stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> 
         *(field_counts.table() for field_counts in by_field.values()),
     ]
     if uses.any():
-        common = np.argsort(-uses, kind="stable")[: min(LARGEST, int((uses > 0).sum()))].tolist()
+        common = np.argsort(-uses, kind="stable")[: min(MAX_LISTED, int((uses > 0).sum()))].tolist()
         rows = [(str(i), repr(decode_id(i)) if decode_id else "", f"{uses[i]:,}") for i in common]
         parts.append(f"{int((uses > 0).sum()):,} ids occur\n" + _table(("id", "piece", "times"), rows))
     return "\n\n".join(parts)
@@ -184,32 +184,32 @@ def countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def domain(url: str) -> str:
-    """The host of an address, without `www.`; empty if it has none."""
+    """Return the host of a URL without `www.`, or "" if it has none."""
     host = url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0]
     return host.lower().removeprefix("www.")
 
 
 class _Totals:
-    """Documents, tokens and bytes of text by the values of something; of too many values only how many there are."""
+    """Counts of documents, tokens and bytes of text by the values of a field, up to `MAX_VALUES` values."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._of: dict[str, list[int]] = {}
+        self._totals: dict[str, list[int]] = {}
         self._is_full = False
 
     def add(self, value: str, sample: Sample) -> None:
-        self._is_full |= len(self._of) > MOST_VALUES
+        self._is_full |= len(self._totals) > MAX_VALUES
         if not self._is_full:
-            total = self._of.setdefault(value, [0, 0, 0])
+            total = self._totals.setdefault(value, [0, 0, 0])
             for at, n in enumerate((1, len(sample.tokens), sample.text_bytes)):
                 total[at] += n
 
     def table(self) -> str:
         if self._is_full:
-            return f"{self._name}: more than {MOST_VALUES:,} values"
-        largest = sorted(self._of.items(), key=lambda item: (-item[1][1], item[0]))[:LARGEST]
+            return f"{self._name}: more than {MAX_VALUES:,} values"
+        largest = sorted(self._totals.items(), key=lambda item: (-item[1][1], item[0]))[:MAX_LISTED]
         rows = [(name, *(f"{n:,}" for n in total)) for name, total in largest]
-        n_more = len(self._of) - LARGEST
+        n_more = len(self._totals) - MAX_LISTED
         return _table((self._name, "documents", "tokens", "bytes of text"), rows) + (
             f"\nand {n_more:,} more" if n_more > 0 else ""
         )

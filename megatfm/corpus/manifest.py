@@ -1,4 +1,4 @@
-"""The manifest of a corpus: its shards, their hashes, its tokenizer and how it came to be."""
+"""The manifest of a corpus: its shards, their hashes, its tokenizer and its provenance."""
 
 import json
 import os
@@ -31,12 +31,12 @@ FOREIGN_SHARD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.tar(\.zst)?"
 FOREIGN_INDEX = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.index\.zst"
 
 NO_TOKENIZER = "none"
-"""Stands for a tokenizer's hash where there is none."""
+"""The `tokenizer_hash` of a corpus that needs no tokenizer."""
 MAX_SAMPLES_PER_BYTE = 64
-"""Samples that may lie in a byte of a shard: many documents share a member, which is compressed."""
+"""Limit of samples per byte of a shard. It is above 1, since many documents share a member, which is compressed."""
 
 DEFAULT_FRAME_BYTES = 2**18
-"""Bytes after which a frame of a plain tar ends, where a manifest says nothing."""
+"""Bytes after which a frame of a plain tar ends, if the manifest doesn't say."""
 
 TokenDtype = Literal["uint16", "uint32"]
 # Patterns of bare names: no path separator can match, so nothing outside the folder can be named.
@@ -73,7 +73,7 @@ class CorpusShard(_Strict):
     files_only: bool = False
     """Samples are files alone, without an array of token ids."""
     frame_bytes: Annotated[int, Field(gt=0, lt=2**53)] = DEFAULT_FRAME_BYTES
-    """Bytes after which a frame of a plain tar ends: nothing in the tar itself says where."""
+    """Bytes after which a frame of a plain tar ends, since the tar itself doesn't mark frames."""
 
     @model_validator(mode="after")
     def _check_size(self) -> Self:
@@ -101,7 +101,7 @@ class CorpusShard(_Strict):
 
 
 class Manifest(_Strict):
-    """All that a reader must know before it opens a shard; written last, so its presence is the commit."""
+    """Everything that a reader must know before it opens a shard. Written last, so its presence is the commit."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     token_dtype: TokenDtype
@@ -123,25 +123,25 @@ class Manifest(_Strict):
 
     @property
     def fingerprint(self) -> str:
-        """A BLAKE3 hash of what determines the content and order of samples (not of how they were made)."""
+        """BLAKE3 hash of what determines the content and order of samples; the rest of the provenance is left out."""
         shards = [
             # Frames of the default size are left out, as before there were others.
             shard.blake3 if shard.frame_bytes == DEFAULT_FRAME_BYTES else [shard.blake3, shard.frame_bytes]
             for shard in self.shards
         ]
-        facts: list[Any] = [self.token_dtype, self.tokenizer_hash, shards]
+        content: list[Any] = [self.token_dtype, self.tokenizer_hash, shards]
         if any(shard.files_only for shard in self.shards):  # whose classes follow from a rule
-            facts.append([self.provenance.get("labels"), self.provenance.get("classes")])
-        return blake3(json.dumps(facts).encode()).hexdigest()
+            content.append([self.provenance.get("labels"), self.provenance.get("classes")])
+        return blake3(json.dumps(content).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write `folder/manifest.json` whole or not at all: sorted keys, so that equal manifests are equal bytes."""
+        """Write `folder/manifest.json` atomically, with sorted keys, so that equal manifests are equal bytes."""
         text = json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
         write_whole(folder / MANIFEST, f"{text}\n".encode())
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read and validate `folder/manifest.json`; a UsageError if there is none, a MegatfmError if it's bad."""
+        """Read and validate `folder/manifest.json`. Raises a UsageError if it is missing, a MegatfmError if invalid."""
         if folder.is_file():
             raise UsageError(f"{folder}: is a file, not a corpus: make one of it with `megatfm prep`")
         if not folder.is_dir():
@@ -153,11 +153,11 @@ class Manifest(_Strict):
                     f"{folder}: holds a corpus for each of {', '.join(parts[:8])}{' …' if len(parts) > 8 else ''}: "
                     f"name one of these folders, or give them weights as data.mixture.NAME.path = '{folder / parts[0]}'"
                 )
-            if (corpora := _read_by_run(folder)) is not None:
+            if (corpora := _training_corpora(folder)) is not None:
                 raise UsageError(
                     f"{folder}: is a run directory, not a corpus: look at it with `megatfm status {folder}`"
                     + "".join(
-                        f", and at what it reads with `megatfm data show {place}`" for place in corpora[:1]
+                        f", and at what it reads with `megatfm data show {corpus}`" for corpus in corpora[:1]
                     )
                 )
             raise UsageError(
@@ -168,7 +168,7 @@ class Manifest(_Strict):
 
     @classmethod
     def parse(cls, text: bytes, path: Path | str) -> Self:
-        """Validate a manifest's text; a MegatfmError that names the first thing that is wrong."""
+        """Validate a manifest's text. Raises a MegatfmError that names the first wrong field."""
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -185,11 +185,11 @@ class Manifest(_Strict):
             raise MegatfmError(f"{path}: {field}: {first['msg']}: {RESTORE}") from error
 
 
-def _read_by_run(folder: Path) -> list[str] | None:
+def _training_corpora(folder: Path) -> list[str] | None:
     """Return the training corpora of a run directory, as its config names them; None for another folder."""
     try:
         data = tomllib.loads((folder / "config.toml").read_text())["data"]
         sources = data.get("mixture", {}).values()
-        return [place for place in [data.get("train"), *(source["path"] for source in sources)] if place]
+        return [path for path in [data.get("train"), *(source["path"] for source in sources)] if path]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

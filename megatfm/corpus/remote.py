@@ -17,24 +17,24 @@ from blake3 import blake3
 from megatfm.errors import MegatfmError, UsageError
 
 ATTEMPTS = 10
-"""Tries of an operation that makes no progress: about four minutes."""
-LONGEST_WAIT = 60.0
-"""Seconds between two tries, at most."""
-CHUNK = 2**20
-PART = 50 * 2**20
+"""Attempts of an operation that makes no progress, which take about four minutes."""
+MAX_WAIT_SECONDS = 60.0
+"""Longest wait between two attempts, before jitter."""
+CHUNK_BYTES = 2**20
+PART_BYTES = 50 * 2**20
 """Bytes in a part of a large upload to S3."""
 
-# The file systems' names for the version of a file, the most reliable first.
-_STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "content_md5", "Content-MD5", "checksum", "crc32c")
-_TIMES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
-# An upload appears under its name when it is whole; elsewhere it gets a name of its own first.
+# Names that file systems have for the version of a file, the most reliable first.
+_VERSION_FIELDS = ("ETag", "etag", "md5Hash", "blob_id", "content_md5", "Content-MD5", "checksum", "crc32c")
+_TIME_FIELDS = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+# On these, an upload appears under its name only when it is complete. Elsewhere it has a temporary name first.
 _ATOMIC_UPLOAD_PROTOCOLS = frozenset(("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "adl", "oss", "memory"))
 _WEB = frozenset(("http", "https"))
 # Statuses of HTTP that pass: request timeout, too early, too many requests.
 _TRANSIENT = (408, 425, 429)
-_MISTAKES = (TypeError, AttributeError, LookupError, AssertionError)
-"""Errors that are a mistake of some code, and no network's."""
-# Not the module's own state, which a user may have seeded alike on all ranks.
+_PROGRAMMING_ERRORS = (TypeError, AttributeError, LookupError, AssertionError)
+"""Errors of code, not of a network, so that another attempt won't help."""
+# Independent of the module-level generator, which a user may have seeded alike on all ranks.
 _JITTER = random.SystemRandom()
 
 log = logging.getLogger("megatfm")
@@ -42,13 +42,13 @@ log = logging.getLogger("megatfm")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a place: its name there, its bytes, and its version."""
+    """A file below a URL: its name relative to the URL, its bytes, and its version."""
 
     name: str
     size: int
     version: str
     path: str = field(compare=False, default="")
-    """Its path in the file system."""
+    """Path in the file system of fsspec, or "" if unknown."""
 
 
 class DiskError(Exception):
@@ -60,44 +60,44 @@ class DiskError(Exception):
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder or file behind a URL. All errors are a MegatfmError, or a UsageError where no other try would help."""
+    """A folder or file behind a URL. Methods raise a MegatfmError, or a UsageError where another attempt won't help."""
 
     url: str
 
     def files(self) -> list[RemoteFile]:
-        """All files, those of folders below included, sorted by name. A URL of a single file has just that."""
+        """Return all files below the URL, also in subfolders, sorted by name; for a file's URL, just that file."""
 
-        def listed(fs: Any, root: str) -> list[RemoteFile]:
+        def list_files(fs: Any, root: str) -> list[RemoteFile]:
             fs.invalidate_cache()
             listing = _list_html_index(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
-            begin = f"{root.rstrip('/')}/"
+            prefix = f"{root.rstrip('/')}/"
             names = {
-                path: path.removeprefix(begin) if path.startswith(begin) else path.rpartition("/")[2]
+                path: path.removeprefix(prefix) if path.startswith(prefix) else path.rpartition("/")[2]
                 for path in listing
             }
             if _protocols(fs) & _WEB:
                 names = {path: unquote(name) for path, name in names.items()}
-            return [_file(names[path], info, path) for path, info in listing.items() if names[path]]
+            return [_to_remote_file(names[path], info, path) for path, info in listing.items() if names[path]]
 
-        files: list[RemoteFile] = with_retries(self.url, "folder or file", listed)
+        files: list[RemoteFile] = with_retries(self.url, "folder or file", list_files)
         return sorted(files, key=lambda file: file.name)
 
     def stat(self, name: str, path: str = "") -> RemoteFile | None:
-        """The file of that name, if there is one. path: in the file system, where it is known."""
+        """Return the file of that name, or None. path: its path in the file system, if known."""
 
-        def look(fs: Any, root: str) -> RemoteFile | None:
+        def find_file(fs: Any, root: str) -> RemoteFile | None:
             fs.invalidate_cache()
             try:
                 info = fs.info(path or f"{root}/{name}")
             except FileNotFoundError:
                 return None
-            return _file(name, info) if info["type"] == "file" else None
+            return _to_remote_file(name, info) if info["type"] == "file" else None
 
-        remote_file: RemoteFile | None = with_retries(self.url, name, look)
+        remote_file: RemoteFile | None = with_retries(self.url, name, find_file)
         return remote_file
 
     def read_head(self, file: RemoteFile, size: int) -> bytes:
-        """The first `size` bytes of a file, or all if it is shorter."""
+        """Return the first `size` bytes of a file, or all of a shorter one."""
 
         def read(fs: Any, root: str) -> bytes:
             with fs.open(file.path or f"{root}/{file.name}", "rb") as source:
@@ -107,8 +107,11 @@ class RemoteFolder:
         return data
 
     def download(self, file: RemoteFile, path: Path) -> None:
-        """Bring a file to a path, where it appears when it is whole. Bytes fetched earlier, also by a killed process,
-        are not fetched again. Raises MegatfmError if the file has changed since it was listed."""
+        """Download a file to `path`, where it appears when it is complete.
+
+        Bytes that an earlier attempt fetched, even in a killed process, are not fetched again. Raises a MegatfmError
+        if the file has changed since it was listed.
+        """
         version = blake3(f"{self.url}\0{file.name}\0{file.version}\0{file.size}".encode()).hexdigest(8)
         partial = path.with_name(f".{path.name}.{version}.partial")
 
@@ -128,12 +131,15 @@ class RemoteFolder:
         partial.replace(path)
 
     def upload(self, path: Path, name: str) -> RemoteFile:
-        """Write a file, in parts if it is large. It appears under its name when it is whole; then its bytes are
-        compared: by the store's checksum, or read again where none says it. Returns the stored file."""
+        """Upload the local file `path`, in parts if it is large; return the stored file.
+
+        It appears under `name` when it is complete. Then it is verified by the store's checksum, or read back if the
+        store has none that can be compared.
+        """
 
         def send(fs: Any, root: str) -> RemoteFile:
             final = f"{root}/{name}"
-            options = {"chunksize": PART} if _protocols(fs) & {"s3", "s3a"} else {}
+            options = {"chunksize": PART_BYTES} if _protocols(fs) & {"s3", "s3a"} else {}
             if _protocols(fs) & _ATOMIC_UPLOAD_PROTOCOLS:
                 fs.put_file(str(path), final, **options)
             else:
@@ -147,27 +153,28 @@ class RemoteFolder:
                 _checksum_matches(info, path) or _content_matches(fs, final, path)
             ):
                 raise OSError(f"what arrived is not what was sent, {path.stat().st_size} bytes")
-            return _file(name, info)
+            return _to_remote_file(name, info)
 
         remote_file: RemoteFile = with_retries(self.url, name, send, verb="written")
         return remote_file
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
 
-        def drop(fs: Any, root: str) -> None:
+        def remove_file(fs: Any, root: str) -> None:
             fs.invalidate_cache()
             if fs.exists(f"{root}/{name}"):
                 fs.rm_file(f"{root}/{name}")
 
-        with_retries(self.url, name, drop, verb="removed")
+        with_retries(self.url, name, remove_file, verb="removed")
 
 
 def download_rest(url: str, name: str, partial: Path, size: int, path: str = "") -> None:
-    """Append what a partial file lacks of a remote one of `size` bytes; one that is longer there makes it longer, too.
+    """Append to `partial` the bytes that it lacks of a remote file of `size` bytes.
 
-    path: in the file system, where it is known. What arrived before a fault of the network, or a kill, is not fetched
-    again. Raises DiskError, MegatfmError, UsageError.
+    path: the remote file's path in the file system, if known. Bytes that arrived before a network error or a kill are
+    not fetched again. If the remote file is longer than `size`, so is `partial`. Raises DiskError, MegatfmError and
+    UsageError.
     """
 
     def n_bytes() -> int:
@@ -187,11 +194,12 @@ def with_retries(
     progress: Callable[[], int] = lambda: 0,
     verb: str = "read",
 ) -> Any:
-    """Return `operation(file system, path)` of a URL.
+    """Return `operation(file system, path)` for a URL.
 
-    A network's faults, and a store that is away, are waited for: 1 s, 2 s, 4 s and so on up to a minute, each a half
-    more or less so that ranks don't ask together, `ATTEMPTS` times in all, counted from where `progress` last changed.
-    Each is logged. What no waiting mends, such as a URL's own faults or missing rights, ends at once.
+    Network errors and unreachable stores are retried after 1 s, 2 s, 4 s and so on up to a minute. Each wait varies by
+    a half, so that ranks don't retry together, and is logged. There are `ATTEMPTS` in all, counted anew whenever
+    `progress` changes. Errors that waiting can't fix, such as a wrong URL or missing rights, are raised at once.
+    name, verb: what is done to which file, for messages.
     """
     import fsspec  # by name, since it takes a while to import and most corpora are local
 
@@ -219,9 +227,9 @@ def with_retries(
                     f"{url}: {name} can't be {verb} ({reason}): check the credentials, and what they may do there"
                 ) from error
             attempt, last_progress = (1 if progress() != last_progress else attempt + 1), progress()
-            if attempt == ATTEMPTS or isinstance(error, _MISTAKES):
+            if attempt == ATTEMPTS or isinstance(error, _PROGRAMMING_ERRORS):
                 raise MegatfmError(f"{url}: {name} can't be {verb} ({reason})") from error
-            seconds = min(2.0 ** (attempt - 1), LONGEST_WAIT) * _JITTER.uniform(0.5, 1.5)
+            seconds = min(2.0 ** (attempt - 1), MAX_WAIT_SECONDS) * _JITTER.uniform(0.5, 1.5)
             log.warning(
                 f"{url}: {name} can't be {verb} ({reason}): try {attempt + 1} of {ATTEMPTS} in {seconds:.1f} s"
             )
@@ -229,7 +237,7 @@ def with_retries(
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a server, or a library before asking it, says that this may not be done or asks wrongly."""
+    """Return True if a server, or its client library, refuses a request that no retry would change."""
     status = getattr(error, "status", None) or getattr(error, "code", None)
     is_refused = isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT
     return (
@@ -237,20 +245,22 @@ def _is_refusal(error: Exception) -> bool:
     )
 
 
-def _append(fs: Any, place: str, partial: Path, size: int) -> None:
-    """Read on from where a partial file ends; from its begin, where the server can't do so. A remote file that is
-    shorter than it should be is read to its end."""
-    with fs.open(place, "rb", block_size=8 * CHUNK) as source, open(partial, "ab") as file:
-        at = file.tell()
+def _append(fs: Any, remote_path: str, partial: Path, size: int) -> None:
+    """Append to `partial` from where it ends, or fetch all anew if the server can't seek.
+
+    A remote file shorter than `size` is read to its end. Raises an OSError if the connection ends before.
+    """
+    with fs.open(remote_path, "rb", block_size=8 * CHUNK_BYTES) as source, open(partial, "ab") as file:
+        offset = file.tell()
         try:
-            source.seek(at)
+            source.seek(offset)
         except (ValueError, OSError):
-            at = file.truncate(0)
-        while at <= size and (chunk := source.read(CHUNK)):
+            offset = file.truncate(0)
+        while offset <= size and (chunk := source.read(CHUNK_BYTES)):
             _write(file, chunk)
-            at += len(chunk)
-    if at < size and at != fs.info(place)["size"]:
-        raise OSError(f"the connection ended at byte {at} of {size}")
+            offset += len(chunk)
+    if offset < size and offset != fs.info(remote_path)["size"]:
+        raise OSError(f"the connection ended at byte {offset} of {size}")
 
 
 def _write(file: IO[bytes], chunk: bytes) -> None:
@@ -262,7 +272,10 @@ def _write(file: IO[bytes], chunk: bytes) -> None:
 
 
 def _list_html_index(fs: Any, root: str) -> dict[str, dict[str, Any]]:
-    """List what web pages link to below a URL, or the file at it. The library would follow links that lead upwards."""
+    """Return the files that web pages below a URL link to, or the file at the URL.
+
+    fsspec's own `find` would follow links that lead upwards.
+    """
     if not _is_page(first := fs.info(root)):
         return {root: first}
     files, folders, visited = {}, [f"{root.rstrip('/')}/"], set()
@@ -287,21 +300,23 @@ def _protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 
-def _file(name: str, info: dict[str, Any], path: str = "") -> RemoteFile:
+def _to_remote_file(name: str, info: dict[str, Any], path: str = "") -> RemoteFile:
     if info.get("size") is None:
         raise MegatfmError(
             f"{path or name}: the server doesn't say how long it is, so nothing can be checked"
         )
-    return RemoteFile(name, int(info["size"]), _stamp(info), path)
+    return RemoteFile(name, int(info["size"]), _version(info), path)
 
 
-def _stamp(info: dict[str, Any]) -> str:
-    return next((str(info[name]) for name in (*_STAMPS, *_TIMES) if info.get(name)), "")
+def _version(info: dict[str, Any]) -> str:
+    return next((str(info[name]) for name in (*_VERSION_FIELDS, *_TIME_FIELDS) if info.get(name)), "")
 
 
 def _checksum_matches(info: dict[str, Any], path: Path) -> bool:
-    """Whether the store's checksum (ETag, md5Hash) equals the file's MD5. False shows nothing: with SSE-KMS an ETag of
-    S3 is no MD5."""
+    """Return True if the store's checksum (ETag, md5Hash) equals the file's MD5.
+
+    False doesn't prove a difference, since an ETag of S3 is no MD5 with SSE-KMS.
+    """
     tag = str(info.get("ETag") or "").strip('"')
     if len(tag) == 32:
         return tag == _md5(path).hex()
@@ -319,15 +334,15 @@ def _md5(path: Path) -> bytes:
 
 def _parts(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
-        while part := file.read(PART):
+        while part := file.read(PART_BYTES):
             yield part
 
 
-def _content_matches(fs: Any, place: str, path: Path) -> bool:
-    """Whether what is read there is a file, byte by byte."""
+def _content_matches(fs: Any, remote_path: str, path: Path) -> bool:
+    """Return True if the bytes of a remote file equal those of the local file `path`."""
     remote, local = blake3(), blake3()
-    with fs.open(place, "rb") as source:
-        while chunk := source.read(CHUNK):
+    with fs.open(remote_path, "rb") as source:
+        while chunk := source.read(CHUNK_BYTES):
             remote.update(chunk)
     local.update_mmap(os.fspath(path))
     return remote.digest() == local.digest()

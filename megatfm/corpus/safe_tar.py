@@ -1,4 +1,4 @@
-"""Tars of token ids that others wrote, read as a stream: nothing is extracted, and only plain files are let through."""
+"""Read untrusted tars of token ids as a stream: nothing is extracted, and only plain files are accepted."""
 
 import io
 import re
@@ -17,12 +17,12 @@ from megatfm.corpus.shard_format import npy_header
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES, NPY_HEADER_BYTES
 from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
 
-ARRAY, TOKENS = ".npy", "tokens.npy"
-"""End of an array's name; name after the key of the array of tokens, where there are several."""
-PICKLES = (".pkl", ".pickle", ".pyd", ".pth", ".pt", ".joblib", ".dill")
-STORED: dict[str, TokenDtype] = {"<u2": "uint16", "<u4": "uint32"}
+ARRAY_SUFFIX, TOKENS_NAME = ".npy", "tokens.npy"
+"""Suffix of an array's name, and the name after the key that chooses the array of tokens among several."""
+PICKLE_SUFFIXES = (".pkl", ".pickle", ".pyd", ".pth", ".pt", ".joblib", ".dill")
+STORED_DTYPES: dict[str, TokenDtype] = {"<u2": "uint16", "<u4": "uint32"}
 MAX_EXTENSION_BYTES = 2**20
-"""Limit of a long name or other extension of a header."""
+"""Limit of a header extension, such as a long name."""
 _EXTENSIONS = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
@@ -39,17 +39,17 @@ class TokenArray(NamedTuple):
     """Start of its tokens."""
     tokens: NDArray[Any]
     has_native_layout: bool
-    """Whether the array lies as our own do: 128 bytes of header, uint16 or uint32."""
+    """True if the array is stored as in our own shards: 128 bytes of header, then uint16 or uint32."""
 
 
 def iter_shard_samples(path: Path) -> Iterator[TokenArray]:
-    """The samples of a shard, as a stream: only the one at hand is in memory."""
+    """Yield the samples of a shard, one at a time, so that only one is in memory."""
     with open_regular_file(path) as file:
         if path.name.endswith(".tar"):
             yield from iter_tar_samples(file, path, require_end_marker=True)
             return
         try:
-            # The window bounds zstd's memory; what a bomb would unpack to is read only as far as members reach.
+            # The window limits zstd's memory. Of a decompression bomb, only the tar's members are read.
             reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(
                 file, read_across_frames=True
             )
@@ -59,7 +59,7 @@ def iter_shard_samples(path: Path) -> Iterator[TokenArray]:
 
 
 def iter_tar_samples(file: IO[bytes], path: Path, require_end_marker: bool) -> Iterator[TokenArray]:
-    """The samples of an uncompressed tar. require_end_marker: whether its mark of the end must come."""
+    """Yield the samples of an uncompressed tar. require_end_marker: raise a MegatfmError if the tar is cut off."""
     sample: _Sample | None = None
     for member, data in tar_members(file, path, require_end_marker):
         directory, _, base = member.name.rpartition("/")
@@ -74,59 +74,61 @@ def iter_tar_samples(file: IO[bytes], path: Path, require_end_marker: bool) -> I
 
 
 class _Sample:
-    """The members of a sample, of which only the data of what may be its tokens is held."""
+    """The member names of a sample, and the data of the member that holds its tokens."""
 
     def __init__(self, key: str, begin: int) -> None:
         self.key, self.begin = key, begin
         self._names = set[str]()
         self._arrays: list[str] = []
-        self._chosen: tuple[tarfile.TarInfo, bytes] | None = None
+        self._tokens_member: tuple[tarfile.TarInfo, bytes] | None = None
 
     def add(self, member: tarfile.TarInfo, data: bytes, path: Path) -> None:
         if member.name in self._names:
             raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
         self._names.add(member.name)
         extension = member.name.rpartition("/")[2].partition(".")[2].lower()
-        if not extension.endswith(ARRAY.lstrip(".")):
+        if not extension.endswith(ARRAY_SUFFIX.lstrip(".")):
             return
         self._arrays.append(extension)
-        if self._chosen is None or extension == TOKENS:
-            self._chosen = member, data
+        if self._tokens_member is None or extension == TOKENS_NAME:
+            self._tokens_member = member, data
 
     def tokens(self, path: Path) -> TokenArray:
-        """Return the array of token ids. Raises a UsageError if there is none, or if any of several could be it."""
+        """Return the array of token ids. Raises a UsageError if there is none, or several without `TOKENS_NAME`."""
         location = f"{path}: sample {self.key.lstrip('/')!r} at byte {self.begin}"
-        if self._chosen is None:
+        if self._tokens_member is None:
             raise UsageError(
-                f"{location} has no {ARRAY} of token ids: text and images become a corpus by `megatfm prep`"
+                f"{location} has no {ARRAY_SUFFIX} of token ids: text and images become a corpus by `megatfm prep`"
             )
-        if len(self._arrays) > 1 and self._arrays.count(TOKENS) != 1:
+        if len(self._arrays) > 1 and self._arrays.count(TOKENS_NAME) != 1:
             raise UsageError(
-                f"{location} has several arrays ({', '.join(self._arrays)}): name the one of token ids KEY.{TOKENS}"
+                f"{location} has several arrays ({', '.join(self._arrays)}): name the one of token ids "
+                f"KEY.{TOKENS_NAME}"
             )
-        member, data = self._chosen
-        tokens, in_place = _array(data, f"{path}: {member.name!r} at byte {member.offset}")
+        member, data = self._tokens_member
+        tokens, has_native_layout = _parse_array(data, f"{path}: {member.name!r} at byte {member.offset}")
         return TokenArray(
-            self.key.lstrip("/"), self.begin, member.offset_data + NPY_HEADER_BYTES, tokens, in_place
+            self.key.lstrip("/"), self.begin, member.offset_data + NPY_HEADER_BYTES, tokens, has_native_layout
         )
 
 
 def tar_members(
     file: IO[bytes], path: Path, require_end_marker: bool
 ) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Every member with its data, once it is known to be a plain file of a plain name and a possible size.
+    """Yield every plain file of a tar with its data; skip folders.
 
-    require_end_marker: whether a tar's mark of its end must come, without which it is cut off.
+    Raises a RefusedMemberError for other kinds of members, unsafe names and absurd sizes, and a MegatfmError for a
+    damaged tar. require_end_marker: also raise it if the tar lacks its end marker, so that it is cut off.
     """
-    ended = False
+    has_end_marker = False
 
     class Header(tarfile.TarInfo):
-        """A header that is no bomb, and the mark of the end noticed."""
+        """A header that refuses huge extensions, and notes whether the last one read was the end marker."""
 
         @classmethod
         def frombuf(cls, buf: Any, encoding: Any, errors: Any) -> Any:
-            nonlocal ended
-            ended = len(buf) == tarfile.BLOCKSIZE and not bytes(buf).strip(b"\0")
+            nonlocal has_end_marker
+            has_end_marker = len(buf) == tarfile.BLOCKSIZE and not bytes(buf).strip(b"\0")
             return super().frombuf(buf, encoding, errors)
 
         def _proc_member(self, tar: Any) -> Any:
@@ -152,7 +154,7 @@ def tar_members(
         raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
     except (tarfile.TarError, EOFError, OSError, ValueError, IndexError, OverflowError) as error:
         raise MegatfmError(f"{path}: not a whole tar ({error})") from error
-    if require_end_marker and not ended:
+    if require_end_marker and not has_end_marker:
         raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
 
 
@@ -161,7 +163,7 @@ def _check_member(member: tarfile.TarInfo, location: str) -> None:
         raise RefusedMemberError(f"{location}: is a link, a device or another special file: refused")
     if member.name.startswith("/") or ".." in member.name.split("/") or "\\" in member.name:
         raise RefusedMemberError(f"{location}: its name leads out of the folder: refused")
-    if member.name.lower().endswith(PICKLES):
+    if member.name.lower().endswith(PICKLE_SUFFIXES):
         raise RefusedMemberError(f"{location}: is a pickle, which could run anything: refused")
     if not 0 <= member.size <= MAX_FRAME_BYTES:
         raise RefusedMemberError(f"{location}: claims {member.size} bytes, over {MAX_FRAME_BYTES}: refused")
@@ -174,13 +176,13 @@ _NPY_HEADER = re.compile(
 _INTEGERS = [f"{sign}{size}".encode() for sign in "iu" for size in (1, 2, 4, 8)]
 
 
-def _array(data: bytes, location: str) -> tuple[NDArray[Any], bool]:
-    """The tokens of an .npy member, and whether they lie as in shards of our own.
+def _parse_array(data: bytes, location: str) -> tuple[NDArray[Any], bool]:
+    """Return the tokens [n] of an .npy member, and True if they are stored as in our own shards.
 
-    The header is read here: NumPy's reader evaluates it as Python, and fails in many ways on damaged ones.
+    NumPy's reader is not used: it evaluates the header as Python, and fails in many ways on damaged ones.
     """
-    wide = data[6:7] in (b"\x02", b"\x03")
-    start = 12 if wide else 10
+    has_long_header = data[6:7] in (b"\x02", b"\x03")
+    start = 12 if has_long_header else 10
     end = start + int.from_bytes(data[8:start], "little")
     header = _NPY_HEADER.fullmatch(data[start:end])
     if data[:6] != b"\x93NUMPY" or header is None or header[1][1:] not in _INTEGERS:
@@ -189,5 +191,5 @@ def _array(data: bytes, location: str) -> tuple[NDArray[Any], bool]:
     dtype, n = np.dtype(header[1].decode()), int(header[2])
     if n * dtype.itemsize != len(data) - end:
         raise MegatfmError(f"{location}: no array of token ids: its size is not what its header says")
-    is_canonical = dtype.str in STORED and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
-    return np.frombuffer(data, dtype, n, end), is_canonical
+    has_native_layout = dtype.str in STORED_DTYPES and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
+    return np.frombuffer(data, dtype, n, end), has_native_layout

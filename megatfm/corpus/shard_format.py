@@ -1,10 +1,12 @@
-"""Samples as members of a tar, byte for byte reproducible: `KEY.tokens.npy` and `KEY.meta.json`, and after them files
-that belong to it, such as `KEY.jpg` and `KEY.cls`, whose extensions the meta.json names.
+"""Encode samples as members of a tar, byte for byte reproducible, and decode them.
 
-Many documents without such files share the two members, under the key of the first: their tokens lie one after
-another, and the meta.json has lists of what they are: "keys", "tokens" (how many), "bytes" and "sources".
+A sample has the members `KEY.tokens.npy` and `KEY.meta.json`, followed by its files, such as `KEY.jpg` and `KEY.cls`,
+whose extensions the meta.json lists.
 
-Members are gathered in frames, each of which zstd compresses by itself.
+Packed documents, which have no such files, share the two members, under the key of the first document: their tokens
+are joined, and the meta.json has the lists "keys", "tokens" (how many), "bytes" and "sources".
+
+Consecutive members form a frame. zstd compresses each frame by itself.
 """
 
 import json
@@ -28,22 +30,22 @@ KEY = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_KEY_LENGTH}}}")
 EXTENSION = re.compile(r"[a-z0-9]{1,16}")
 END_OF_ARCHIVE = bytes(2 * tarfile.BLOCKSIZE)
 PAYLOAD_OFFSET = tarfile.BLOCKSIZE + NPY_HEADER_BYTES
-"""Start of the tokens, from the start of their sample."""
-# The header that tarfile writes for an empty file without a name; filling it in is ten times as fast.
-_BLANK = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
+"""Bytes from the start of a sample to its tokens."""
+# The header that tarfile writes for an empty file without a name. Filling it in is ten times as fast as tarfile.
+_EMPTY_HEADER = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
 _NAME, _SIZE, _CHECKSUM = slice(0, 100), slice(124, 135), slice(148, 154)  # POSIX.1-2017, pax, "ustar"
-_BLANK_SUM = int(_BLANK[_CHECKSUM], 8) - sum(_BLANK[_SIZE])
+_EMPTY_HEADER_SUM = int(_EMPTY_HEADER[_CHECKSUM], 8) - sum(_EMPTY_HEADER[_SIZE])
 _BLOCK_HEADER = 3
-_RLE = 1  # such a block is one byte, to be repeated
+_RLE_BLOCK = 1  # such a block is one byte, to be repeated
 _CHECKSUM_BYTES = 4
-_local = threading.local()
+_thread_local = threading.local()
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One document: `index` in the corpus, `tokens` [n], where it came from and its text's UTF-8 bytes.
+    """One document: `index` in the corpus, `tokens` [n], `source` (where it came from), UTF-8 bytes of its text.
 
-    `members` are the files that belong to it, by their extensions (`jpg`, `cls`), as they were; `metadata` is JSON.
+    members: its files by extension (`jpg`, `cls`), unchanged. metadata: JSON fields.
     """
 
     index: int
@@ -56,7 +58,7 @@ class Sample:
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """The tar members of a sample, padded to whole tar blocks."""
+    """Return the tar members of a sample, padded to whole tar blocks."""
     key, tokens, members = sample.key, sample.tokens, sample.members
     # ASCII escapes, since a source may be a file name that is no valid Unicode.
     extra_fields: dict[str, Any] = {"fields": dict(sample.metadata)} if sample.metadata else {}
@@ -70,10 +72,9 @@ def encode_sample(sample: Sample) -> bytes:
 def decode_sample(
     frame: bytes, start: int, key: str, n_tokens: int, dtype: np.dtype[Any]
 ) -> tuple[str, int, dict[str, bytes], dict[str, Any], int]:
-    """Read the sample that starts at `start` of a frame: (source, text bytes, files that belong to it, what else is
-    said of it, its end).
+    """Decode the sample that starts at `start` of a frame; return (source, text bytes, members, metadata, end).
 
-    Raises a MegatfmError whose message is only the reason: the members are not those of this sample.
+    Raises a MegatfmError, whose message is only the reason, if the members are not those of this sample.
     """
     size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
     if _member_size(frame, start, f"{key}.tokens.npy") != size:
@@ -110,7 +111,7 @@ def decode_sample(
 
 
 def encode_packed_documents(documents: Sequence[Sample]) -> bytes:
-    """The tar members of two or more documents without files, padded to whole tar blocks."""
+    """Return the two tar members that documents without files share, padded to whole tar blocks."""
     tokens = np.concatenate([document.tokens for document in documents])
     fields = [dict(document.metadata) for document in documents]
     meta = {
@@ -130,10 +131,9 @@ def encode_packed_documents(documents: Sequence[Sample]) -> bytes:
 def decode_packed_documents(
     frame: bytes, keys: list[str], n_tokens: list[int], dtype: np.dtype[Any]
 ) -> tuple[list[str], list[int], list[dict[str, Any]], int]:
-    """Read the documents of a frame that holds nothing else: (sources, bytes of text, what else is said of them, where
-    they end).
+    """Decode a frame of packed documents; return (sources, text bytes, metadata, end of the members).
 
-    Raises a MegatfmError whose message is only the reason: the members are not those of these documents.
+    Raises a MegatfmError, whose message is only the reason, if the members are not those of these documents.
     """
     size = NPY_HEADER_BYTES + sum(n_tokens) * dtype.itemsize
     if _member_size(frame, 0, f"{keys[0]}.tokens.npy") != size:
@@ -159,9 +159,9 @@ def decode_packed_documents(
 
 
 def check_external_sample(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:
-    """The name of the member whose tokens start at `start` of a frame of a foreign shard.
+    """Return the name of the member whose tokens start at `start` of a frame of a foreign shard.
 
-    Raises a MegatfmError whose message is only the reason.
+    Raises a MegatfmError, whose message is only the reason, if no such member lies there.
     """
     info = _tar_header(frame, start - PAYLOAD_OFFSET, "a sample")
     size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
@@ -174,13 +174,13 @@ def check_external_sample(frame: bytes, start: int, n_tokens: int, dtype: np.dty
 
 @lru_cache(maxsize=4096)
 def npy_header(dtype: np.dtype[Any], n: int) -> bytes:
-    """The .npy header of a one-dimensional array, padded to 128 bytes.
+    """Return the .npy header of an array [n], padded to 128 bytes.
 
-    Written by hand: NumPy has changed its padding between releases, and shards must not change with it.
+    NumPy's writer is not used: its padding has changed between releases, and shards must not change with it.
     Format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, version 1.0.
     """
-    facts = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({n},), }}"
-    text = facts.ljust(NPY_HEADER_BYTES - 11) + "\n"
+    description = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({n},), }}"
+    text = description.ljust(NPY_HEADER_BYTES - 11) + "\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
 
 
@@ -189,12 +189,12 @@ def _member(name: str, data: bytes) -> bytes:
 
 
 def _header(name: bytes, size: int) -> bytes:
-    """The tar header of a plain file, as tarfile writes it; keys and extensions are too short for a name not to fit."""
+    """Return the tar header of a plain file, as tarfile writes it. Names fit, since keys and extensions are short."""
     digits = b"%011o" % size
-    header = bytearray(_BLANK)
+    header = bytearray(_EMPTY_HEADER)
     header[_NAME] = name.ljust(100, b"\0")
     header[_SIZE] = digits
-    header[_CHECKSUM] = b"%06o" % (_BLANK_SUM + sum(name) + sum(digits))
+    header[_CHECKSUM] = b"%06o" % (_EMPTY_HEADER_SUM + sum(name) + sum(digits))
     return bytes(header)
 
 
@@ -208,7 +208,7 @@ def _tar_header(frame: bytes, start: int, name: str) -> tarfile.TarInfo:
 
 def _member_size(frame: bytes, start: int, name: str) -> int:
     field = frame[start + _SIZE.start : start + _SIZE.stop]
-    # A header as this file writes it is compared as a whole, which takes a fifth of the time of parsing it.
+    # A header that this module wrote is compared as a whole, which takes a fifth of the time of parsing it.
     if start >= 0 and field.isdigit() and name.isascii():
         try:
             size = int(field, 8)
@@ -227,58 +227,58 @@ def _padded(size: int) -> int:
 
 
 class BadFrame(Exception):
-    """Describe a damaged frame; the message is only the reason."""
+    """A frame is damaged. The message is only the reason."""
 
 
-def decompress_frame(packed: bytes, size: int) -> bytes:
-    """The `size` bytes of a frame. Raises BadFrame."""
+def decompress_frame(compressed: bytes, size: int) -> bytes:
+    """Return the `size` bytes of a frame. Raises BadFrame."""
     try:
-        _check_size(packed, size)
-        return _decompressor().decompress(packed, allow_extra_data=False)
+        _check_claimed_size(compressed, size)
+        return _decompressor().decompress(compressed, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise BadFrame(str(error)) from error
 
 
-def decompress_frames(packed: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
-    """Decompress many frames in one call, which keeps the interpreter for as long as one alone does.
+def decompress_frames(compressed: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
+    """Decompress many frames in one call, which holds the interpreter's lock no longer than one frame does.
 
-    The result is one buffer, which lives as long as any part of it is used. Raises BadFrame.
+    The results share one buffer, which lives as long as any of them is used. Raises BadFrame.
     """
-    if not packed:
+    if not compressed:
         return []
     try:
-        for data, size in zip(packed, sizes, strict=True):
-            _check_size(data, size)
-            if _end(data) != len(data):
+        for data, size in zip(compressed, sizes, strict=True):
+            _check_claimed_size(data, size)
+            if _frame_end(data) != len(data):
                 raise BadFrame("its frame ends elsewhere")
         expected = np.array(sizes, "<u8").tobytes()
         # The library's annotations know neither that lists of bytes are taken nor that segments are buffers.
         unpack_all: Any = _decompressor().multi_decompress_to_buffer
-        return [memoryview(block) for block in unpack_all(packed, decompressed_sizes=expected, threads=1)]
+        return [memoryview(block) for block in unpack_all(compressed, decompressed_sizes=expected, threads=1)]
     except zstandard.ZstdError as error:
         raise BadFrame(str(error)) from error
 
 
-def _check_size(packed: bytes, size: int) -> None:
-    """Check the size that a frame claims, before anything is allocated for it."""
-    actual = zstandard.frame_content_size(packed)
+def _check_claimed_size(compressed: bytes, size: int) -> None:
+    """Raise BadFrame if a frame claims another size, before memory is allocated for it."""
+    actual = zstandard.frame_content_size(compressed)
     if actual != size:
         raise BadFrame(f"holds {actual} bytes, the index says {size}")
 
 
-def _end(packed: bytes) -> int:
-    """Return where a frame ends, by the headers of its blocks (RFC 8878, section 3.1.1)."""
-    at, last = zstandard.frame_header_size(packed), False
-    while not last and at < len(packed):
-        header = int.from_bytes(packed[at : at + _BLOCK_HEADER], "little")
-        last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
-        at += _BLOCK_HEADER + (1 if kind == _RLE else size)
-    return at + _CHECKSUM_BYTES * zstandard.get_frame_parameters(packed).has_checksum
+def _frame_end(compressed: bytes) -> int:
+    """Return the offset at which a frame ends, by its block headers (RFC 8878, section 3.1.1)."""
+    offset, is_last = zstandard.frame_header_size(compressed), False
+    while not is_last and offset < len(compressed):
+        header = int.from_bytes(compressed[offset : offset + _BLOCK_HEADER], "little")
+        is_last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        offset += _BLOCK_HEADER + (1 if kind == _RLE_BLOCK else size)
+    return offset + _CHECKSUM_BYTES * zstandard.get_frame_parameters(compressed).has_checksum
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
-    """One for each thread, since making one takes as long as unpacking a small frame."""
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    decompressor: zstandard.ZstdDecompressor = _local.decompressor
+    """Return this thread's decompressor, since making one takes as long as decompressing a small frame."""
+    if not hasattr(_thread_local, "decompressor"):
+        _thread_local.decompressor = zstandard.ZstdDecompressor()
+    decompressor: zstandard.ZstdDecompressor = _thread_local.decompressor
     return decompressor

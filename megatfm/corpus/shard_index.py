@@ -28,21 +28,27 @@ FRAME_DTYPE = np.dtype([("compressed", "<u4"), ("uncompressed", "<u4"), ("sample
 
 
 def sample_dtype(key_width: int, has_image_sizes: bool = False) -> np.dtype[Any]:
-    """`offset`: where the token payload starts in its uncompressed frame; `tokens`: their number;
-    `text_bytes`: the UTF-8 bytes of the sample's text; `height`, `width`: of its image, where all have one."""
+    """Return the type of an index's table of samples.
+
+    `offset`: start of the tokens in the uncompressed frame; `tokens`: their number; `text_bytes`: UTF-8 bytes of the
+    sample's text; `height`, `width`: pixels of its upright image, if every sample has one.
+    """
     image = [("height", "<u4"), ("width", "<u4")] if has_image_sizes else []
     columns = [("offset", "<u4"), ("tokens", "<u4"), ("text_bytes", "<u8"), ("key", f"S{key_width}")]
     return np.dtype(columns + image)
 
 
-# Fields of a sample that reading tokens needs.
-SPAN = np.dtype([("offset", "<u4"), ("tokens", "<u4")])
+# The columns that reading a sample's tokens needs.
+SPAN_DTYPE = np.dtype([("offset", "<u4"), ("tokens", "<u4")])
 
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """`frames` [n_frames] of `FRAME_DTYPE` and `samples` [n_samples] of `sample_dtype`, or of `SPAN`, in stored
-    order."""
+    """The tables of a shard's index, in stored order.
+
+    `frames` [n_frames] has the type `FRAME_DTYPE`, `samples` [n_samples] has `sample_dtype`, or `SPAN_DTYPE` without
+    keys.
+    """
 
     frames: NDArray[Any]
     samples: NDArray[Any]
@@ -63,8 +69,12 @@ class ShardIndex:
 
     @cached_property
     def first_samples(self) -> NDArray[np.int64]:
-        """Numbers [n_frames + 1] of the frames' first samples within the shard."""
+        """Index [n_frames + 1] of each frame's first sample within the shard; the last is the number of samples."""
         return running_sum(self.frames["samples"])
+
+    def frame_samples(self, frame: int) -> NDArray[Any]:
+        """Return the rows of `samples` that belong to a frame."""
+        return self.samples[slice(*self.first_samples[frame : frame + 2].tolist())]
 
     @property
     def has_image_sizes(self) -> bool:
@@ -72,20 +82,20 @@ class ShardIndex:
         return "height" in (self.samples.dtype.names or ())
 
     def without_keys(self) -> "ShardIndex":
-        """Return a copy with the samples' spans alone: 8 bytes of each, where keys and sizes of texts take 20 more."""
-        spans = np.empty(len(self.samples), SPAN)
-        for name in SPAN.fields or ():
+        """Return a copy with only the samples' spans, which take 8 bytes each; keys and text sizes take 20 more."""
+        spans = np.empty(len(self.samples), SPAN_DTYPE)
+        for name in SPAN_DTYPE.fields or ():
             spans[name] = self.samples[name]
         hashes = None if self.frame_hashes is None else self.frame_hashes.copy()
         return ShardIndex(self.frames.copy(), spans, hashes, self.has_packed_frames)
 
     def is_packed_frame(self, frame: int, token_bytes: int) -> bool:
-        """Whether the documents of a frame lie in one member, one after another."""
-        first, end = self.first_samples[frame : frame + 2].tolist()
-        if not self.has_packed_frames or end - first == 1:
+        """Return True if the documents of a frame share one tar member."""
+        if not self.has_packed_frames or self.frames["samples"][frame] == 1:
             return False
-        begin, following = self.samples["offset"][first : first + 2].tolist()
-        return bool(following - begin == int(self.samples["tokens"][first]) * token_bytes)
+        samples = self.frame_samples(frame)
+        first, second = samples["offset"][:2].tolist()
+        return bool(second - first == int(samples["tokens"][0]) * token_bytes)
 
     def encode(self) -> bytes:
         """Content of an index file, zstd with a checksum: a JSON line of counts, then the tables of the shard."""
@@ -109,7 +119,7 @@ class ShardIndex:
     def decode(cls, data: bytes, shard: CorpusShard, token_bytes: int) -> "ShardIndex":
         """Read an index and check it against its shard's entry in the manifest.
 
-        Raises a MegatfmError whose message is only the reason; the caller knows the place.
+        Raises a MegatfmError whose message is only the reason; the caller adds the file.
         """
         max_bytes = 256 + shard.samples * (
             FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH, True).itemsize
@@ -118,25 +128,25 @@ class ShardIndex:
             if not 0 < zstandard.frame_content_size(data) <= max_bytes:
                 raise MegatfmError("its uncompressed size is absurd")
             content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
-            at = content.index(b"\n") + 1
-            counts = json.loads(content[:at])
+            counts_end = content.index(b"\n") + 1
+            counts = json.loads(content[:counts_end])
             known_versions = ((4,) if shard.files_only else (2,)) if shard.foreign else (1, 3, 4)
-            if (packs := counts["schema_version"]) not in known_versions:
+            if (schema_version := counts["schema_version"]) not in known_versions:
                 raise MegatfmError(
-                    f"schema version {packs!r} is not known here, only 1, 3 and 4 (foreign: 2 and 4)"
+                    f"schema version {schema_version!r} is not known here, only 1, 3 and 4 (foreign: 2 and 4)"
                 )
-            hashed = shard.foreign or (shard.is_raw and packs in (3, 4))
+            has_hashes = shard.foreign or (shard.is_raw and schema_version in (3, 4))
             n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
             if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
                 raise MegatfmError(f"its counts are absurd: {counts}")
-            samples = sample_dtype(key_width, packs == 4)
-            samples_at = at + n_frames * FRAME_DTYPE.itemsize
+            samples = sample_dtype(key_width, schema_version == 4)
+            samples_at = counts_end + n_frames * FRAME_DTYPE.itemsize
             hashes_at = samples_at + n_samples * samples.itemsize
             index = cls(
-                np.frombuffer(content, FRAME_DTYPE, n_frames, at),
+                np.frombuffer(content, FRAME_DTYPE, n_frames, counts_end),
                 np.frombuffer(content, samples, n_samples, samples_at),
-                np.frombuffer(content, "<u8", n_frames, hashes_at) if hashed else None,
-                packs == 3,
+                np.frombuffer(content, "<u8", n_frames, hashes_at) if has_hashes else None,
+                schema_version == 3,
             )
         except (
             zstandard.ZstdError,
@@ -147,7 +157,7 @@ class ShardIndex:
             RecursionError,
         ) as error:
             raise MegatfmError(f"not a readable index ({error})") from error
-        if len(content) - at != index.nbytes + (8 * n_frames if hashed else 0):
+        if len(content) - counts_end != index.nbytes + (8 * n_frames if has_hashes else 0):
             raise MegatfmError("it is longer than its counts say")
         index._check(shard, token_bytes)
         return index
@@ -177,20 +187,20 @@ class ShardIndex:
                 f"frame {claimed.argmax()} claims {claimed.max()} bytes, over {MAX_FRAME_BYTES}"
             )
         ends = samples["offset"] + samples["tokens"].astype(np.int64) * token_bytes
-        outside = ends > np.repeat(frames["uncompressed"], frames["samples"])
-        if outside.any():
-            raise MegatfmError(f"sample {int(outside.argmax())} ends outside its frame")
+        is_outside = ends > np.repeat(frames["uncompressed"], frames["samples"])
+        if is_outside.any():
+            raise MegatfmError(f"sample {int(is_outside.argmax())} ends outside its frame")
         offsets = samples["offset"]
-        unfit = (offsets < NPY_HEADER_BYTES) | (offsets % token_bytes != 0)
-        if unfit.any():
-            raise MegatfmError(f"sample {int(unfit.argmax())} starts where none can")
+        is_misaligned = (offsets < NPY_HEADER_BYTES) | (offsets % token_bytes != 0)
+        if is_misaligned.any():
+            raise MegatfmError(f"sample {int(is_misaligned.argmax())} starts where none can")
 
 
 def frame_hash(data: bytes | memoryview) -> int:
-    """The first 8 bytes of a frame's BLAKE3 hash."""
+    """Return the first 8 bytes of a frame's BLAKE3 hash, as a little-endian integer."""
     return int.from_bytes(blake3(data).digest(8), "little")
 
 
 def running_sum(counts: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-    """Return the sums [n + 1] of the first 0 to n counts."""
+    """Return the cumulative sums [n + 1] of counts [n], starting with 0."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])

@@ -1,4 +1,4 @@
-"""Storage of a corpus's files: a folder, or a URL with a cache on this machine."""
+"""Storage of a corpus's files: a local folder, or a URL with a local cache."""
 
 import errno
 import fcntl
@@ -14,17 +14,17 @@ from typing import Any, NamedTuple, Protocol
 from blake3 import blake3
 
 from megatfm.corpus.files import RESTORE, check_size, open_descriptor, read_at, read_range
-from megatfm.corpus.remote import CHUNK, DiskError, download_rest, with_retries
+from megatfm.corpus.remote import CHUNK_BYTES, DiskError, download_rest, with_retries
 from megatfm.errors import MegatfmError, UsageError
 
 MAX_MANIFEST_BYTES = 2**30
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-INDEXES = "indexes"
-"""Folder of the cache for indexes that processes share."""
+INDEX_FOLDER = "indexes"
+"""Subfolder of the cache for indexes that processes share."""
 
 
 class ManifestFile(Protocol):
-    """A manifest's entry of a file."""
+    """An entry of a manifest that describes a file."""
 
     @property
     def file(self) -> str: ...
@@ -35,36 +35,36 @@ class ManifestFile(Protocol):
 
 
 class ShardStorage(Protocol):
-    """Reads the files of one corpus. `folder` is where they lie, or are kept while they are used."""
+    """Reads the files of one corpus. `folder`: the corpus folder, or the local cache of a URL."""
 
     @property
     def folder(self) -> Path: ...
 
     @property
     def remedy(self) -> str:
-        """Advice about a damaged file, for the end of an error."""
+        """Advice on what to do about a damaged file, which ends an error message."""
         ...
 
     def path(self, entry: ManifestFile) -> Path:
-        """Return where a file lies, or will lie when it was fetched."""
+        """Return the local path of a file, which may not be fetched yet."""
         ...
 
     def check(self, entry: ManifestFile) -> None:
-        """Raise a MegatfmError unless the file is there in its size, as far as that is known without fetching it."""
+        """Raise a MegatfmError if a file is missing or has another size. Fetches nothing."""
         ...
 
     def read(self, entry: ManifestFile, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`; a MegatfmError that names the file if that fails."""
+        """Return `size` bytes of a file from `offset`. Raises a MegatfmError that names the file."""
         ...
 
     def open(self, entry: ManifestFile) -> int:
-        """A descriptor for more than one reading of a file."""
+        """Open a file for several reads; return its descriptor, which the caller closes. Raises MegatfmError."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalStorage:
-    """A folder."""
+    """The files of a corpus in a local folder."""
 
     folder: Path
 
@@ -86,7 +86,7 @@ class LocalStorage:
 
 
 class ShardCacheConfig(NamedTuple):
-    """A folder for files from URLs, shared by all processes of a machine, and the bytes that it may hold."""
+    """The folder for files from URLs, which all processes of a machine share, and its limit in bytes."""
 
     folder: Path = Path("~/.cache/megatfm/shards")
     limit: int = 2**36
@@ -94,10 +94,12 @@ class ShardCacheConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedRemoteStorage:
-    """A URL that fsspec can read. A file is fetched as a whole when it is first read, by one process of a machine while
-    the others wait; it gets its name only when its BLAKE3 hash is the manifest's. The name begins with that hash, so a
-    corpus that replaces another behind the same URL finds none of the other's files. Above the cache's limit, files
-    that were not read for longest go; one that is needed again is fetched again.
+    """The files of a corpus behind a URL that fsspec can read.
+
+    The first read of a file fetches all of it, in one process of a machine while the others wait. The file gets its
+    name once its BLAKE3 hash is the manifest's. The name begins with that hash, so a corpus that replaces another
+    behind the same URL uses none of the old files. Above the cache's limit, the least recently read files are removed;
+    they are fetched again when they are needed.
     """
 
     url: str
@@ -131,13 +133,13 @@ class CachedRemoteStorage:
 
     def open(self, entry: ManifestFile) -> int:
         path = self.path(entry)
-        for last in (False, False, True):
+        for is_last_try in (False, False, True):
             if not _has_expected_size(path, entry):
                 self._fetch(path, entry)
             try:
                 descriptor = open_descriptor(path, self.remedy)
             except MegatfmError:
-                if last or path.exists():  # else another process needed its room in between
+                if is_last_try or path.exists():  # else another process has just evicted it
                     raise
             else:
                 with suppress(OSError):
@@ -146,7 +148,7 @@ class CachedRemoteStorage:
         raise AssertionError
 
     def manifest(self, name: str) -> bytes:
-        """The manifest's bytes, which are never kept."""
+        """Fetch the manifest's bytes, which are never cached."""
         return with_retries(self.url, name, lambda fs, root: _read_manifest_bytes(fs, f"{root}/{name}"))
 
     def _fetch(self, path: Path, entry: ManifestFile) -> None:
@@ -168,13 +170,13 @@ class CachedRemoteStorage:
         try:
             for _ in range(2 + partial.exists()):
                 download_rest(self.url, entry.file, partial, entry.bytes)
-                arrived = _hash_and_sync(partial)
-                if arrived == entry.blake3:
+                arrived_hash = _hash_and_sync(partial)
+                if arrived_hash == entry.blake3:
                     partial.replace(path)
                     return
                 partial.unlink()
             raise MegatfmError(
-                f"{self.url}/{entry.file}: what arrives is not what the manifest says ({arrived[:16]}, not "
+                f"{self.url}/{entry.file}: what arrives is not what the manifest says ({arrived_hash[:16]}, not "
                 f"{entry.blake3[:16]} of {entry.bytes} bytes): upload the corpus again"
             )
         except DiskError as error:
@@ -183,23 +185,23 @@ class CachedRemoteStorage:
             partial.unlink(missing_ok=True)
 
 
-def open_storage(place: str | Path, cache: ShardCacheConfig) -> LocalStorage | CachedRemoteStorage:
-    """The store of a folder or URL. Raises UsageError for anything else."""
-    if "://" in str(place):
-        return CachedRemoteStorage(str(place).rstrip("/"), cache)
-    if re.match(r"[a-z]+:", str(place)):
+def open_storage(location: str | Path, cache: ShardCacheConfig) -> LocalStorage | CachedRemoteStorage:
+    """Return the storage for a folder or URL. Raises a UsageError for other kinds of locations."""
+    if "://" in str(location):
+        return CachedRemoteStorage(str(location).rstrip("/"), cache)
+    if re.match(r"[a-z]+:", str(location)):
         raise UsageError(
-            f"{place}: is neither a folder nor a URL that can be read: a corpus has no commands to run"
+            f"{location}: is neither a folder nor a URL that can be read: a corpus has no commands to run"
         )
-    return LocalStorage(Path(place))
+    return LocalStorage(Path(location))
 
 
 def _hash_and_sync(path: Path) -> str:
-    """Force a file to the disk, and return its BLAKE3 hash. Raises OSError."""
+    """Sync a file to the disk and return its BLAKE3 hash. Raises OSError."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         fingerprint = blake3()
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(CHUNK_BYTES):
             fingerprint.update(chunk)
         return fingerprint.hexdigest()
 
@@ -222,7 +224,7 @@ def _has_expected_size(path: Path, entry: ManifestFile) -> bool:
 
 
 def make_room(cache: ShardCacheConfig, size: int) -> None:
-    """Remove files of the cache that were not used for longest, until `size` more bytes fit; none that is mapped."""
+    """Remove the least recently used files of the cache, except mapped ones, until `size` more bytes fit."""
     root = cache.folder.expanduser()
     with _locked(root / ".lock"):
         files = [(path.stat(), path) for path in root.glob("*/[!.]*") if path.is_file()]
@@ -236,13 +238,15 @@ def make_room(cache: ShardCacheConfig, size: int) -> None:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a file of the cache, but no indexes that a process maps: it holds a lock on them. Return whether it is
-    gone."""
-    if path.parent.name != INDEXES:
+    """Remove a file of the cache, unless it holds indexes that a process maps; return True if it is gone.
+
+    Processes that map indexes hold a lock on them.
+    """
+    if path.parent.name != INDEX_FOLDER:
         path.unlink(missing_ok=True)
         return True
     with suppress(OSError):
-        # For writing, without which network file systems give no exclusive lock.
+        # Opened for writing, since network file systems give no exclusive lock otherwise.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,8 +258,10 @@ def _remove(path: Path) -> bool:
 
 
 def acquire_lock(path: Path) -> int:
-    """Open and lock a file, for one process at a time, until the descriptor is closed or the process dies. Raises
-    OSError."""
+    """Open and exclusively lock a file, and return its descriptor. Raises OSError.
+
+    The lock is held until the descriptor is closed or the process dies.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -267,7 +273,7 @@ def acquire_lock(path: Path) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file. A MegatfmError where a file system can't lock."""
+    """Hold an exclusive lock of a file. Raises a MegatfmError if its file system has no locks."""
     try:
         descriptor = acquire_lock(path)
     except OSError as error:

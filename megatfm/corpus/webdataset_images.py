@@ -1,8 +1,8 @@
-"""Tars of images that others wrote, as webdataset, img2dataset and timm lay them: indexed where they are.
+"""Index foreign tars of images, as webdataset, img2dataset and timm write them, where they are.
 
-A sample is an image (`.jpg`, `.jpeg`, `.png`, `.webp`) with a `.cls`, `.json` or `.txt` beside it; members of other
-kinds are left alone. Its class is the number in the `.cls`, or follows from a rule that the manifest holds, so that
-each read gives the same `.cls` as shards of our own have.
+A sample is an image (`.jpg`, `.jpeg`, `.png`, `.webp`) with a `.cls`, `.json` or `.txt`. Other members are ignored. Its
+class index is the number in the `.cls`, or follows from a rule in the manifest. Each read applies the rule, so that
+samples have the same `.cls` as in our own shards.
 """
 
 import io
@@ -32,13 +32,16 @@ from megatfm.corpus.webdataset_index import (
 )
 from megatfm.errors import MegatfmError, UsageError
 
-IMAGES = ("jpg", "jpeg", "png", "webp")
-EXTENSIONS = (*IMAGES, "cls", "json", "txt")
-_NUMBER = re.compile(r"[0-9]{1,9}")
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+SAMPLE_EXTENSIONS = (*IMAGE_EXTENSIONS, "cls", "json", "txt")
+_CLASS_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 class ImageSample(NamedTuple):
-    """One sample of a tar: its key, where its first member begins, and its files by extension."""
+    """One sample of a tar: its key, the offset of its first member and of that member's data, files by extension.
+
+    `payload` is `begin` + `PAYLOAD_OFFSET`, as in shards of tokens, so that both have the same index.
+    """
 
     key: str
     begin: int
@@ -48,9 +51,10 @@ class ImageSample(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelRule:
-    """Where the class of an image comes from: its `.cls`, a field `key` of its `.json`, or its `.txt`.
+    """Where the class of an image comes from: its `.cls`, a field of its `.json`, or its `.txt`.
 
-    names: of the classes by number; none where labels are numbers.
+    by: "cls", "json" or "txt". key: dotted path of the field in the `.json`. names: names of the classes in order of
+    their indexes; empty if labels are class indexes.
     """
 
     by: str = "cls"
@@ -66,15 +70,15 @@ class LabelRule:
         return cls(by, key)
 
     @classmethod
-    def of(cls, provenance: Mapping[str, Any]) -> "LabelRule":
-        """Return the rule that a manifest holds."""
+    def from_provenance(cls, provenance: Mapping[str, Any]) -> "LabelRule":
+        """Return the rule in a manifest's provenance."""
         rule, names = provenance.get("labels"), provenance.get("classes", [])
         if not isinstance(rule, Mapping):
             return cls()
         return cls(str(rule.get("by")), str(rule.get("key", "")), tuple(map(str, names)))
 
     def label(self, files: Mapping[str, bytes]) -> str | None:
-        """The label as it is written beside an image; None where there is none."""
+        """Return the label in a sample's `files` by extension as text, or None if it has none."""
         data = files.get(self.by)
         if data is None:
             return None
@@ -89,22 +93,22 @@ class LabelRule:
         return None if value is None or isinstance(value, dict | list | bool) else str(value)
 
     def apply(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the files with the number of the class as `.cls`; without one where the rule finds none."""
+        """Return the files with the class index as `.cls`, or without a `.cls` if the rule finds no class."""
         if self.by == "cls":
             return dict(files)
         label = self.label(files)
-        number = self._number(label) if label is not None else None
+        class_index = self._class_index(label) if label is not None else None
         other_files = {extension: data for extension, data in files.items() if extension != "cls"}
-        return other_files if number is None else {**other_files, "cls": b"%d" % number}
+        return other_files if class_index is None else {**other_files, "cls": b"%d" % class_index}
 
-    def _number(self, label: str) -> int | None:
+    def _class_index(self, label: str) -> int | None:
         if self.names:
             return self.names.index(label) if label in self.names else None
-        return int(label) if _NUMBER.fullmatch(label) else None
+        return int(label) if _CLASS_NUMBER.fullmatch(label) else None
 
 
 def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Iterator[ImageSample]:
-    """The samples of an uncompressed tar, as a stream. Raises MegatfmError for one with a member twice."""
+    """Yield the samples of an uncompressed tar, one at a time. Raises a MegatfmError for a duplicate member."""
     sample: ImageSample | None = None
     for member, data in tar_members(file, path, require_end_marker):
         directory, _, base = member.name.rpartition("/")
@@ -114,7 +118,7 @@ def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Ite
             if sample is not None:
                 yield sample
             sample = ImageSample(key, member.offset, member.offset + PAYLOAD_OFFSET, {})
-        if extension not in EXTENSIONS:
+        if extension not in SAMPLE_EXTENSIONS:
             continue
         if extension in sample.files:
             raise MegatfmError(f"{path}: {member.name!r} at byte {member.offset} is there twice")
@@ -124,7 +128,7 @@ def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Ite
 
 
 def read_image_files(frame: bytes, begin: int, end: int, path: Path) -> ImageSample:
-    """The sample that takes bytes `begin` to `end` of a frame. Raises MegatfmError for other samples."""
+    """Return the sample in bytes `begin` to `end` of a frame. Raises a MegatfmError unless there is exactly one."""
     samples = list(iter_images(io.BytesIO(frame[begin:end]), path, require_end_marker=False))
     if len(samples) != 1:
         raise MegatfmError(f"{len(samples)} samples lie where the index says one")
@@ -132,10 +136,10 @@ def read_image_files(frame: bytes, begin: int, end: int, path: Path) -> ImageSam
 
 
 def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> IndexReport:
-    """Make the tars of images in a folder a corpus there. classes: a file with the name of a class in each line.
+    """Turn a folder of tars of images into a corpus, by writing indexes and a manifest into it.
 
-    Without it labels that are no numbers are numbered in alphabetical order. Raises UsageError or MegatfmError that
-    names shard and sample.
+    classes: a file with one class name per line, the first of class 0. Without it, labels that aren't numbers get class
+    indexes in alphabetical order. Raises a UsageError, or a MegatfmError that names shard and sample.
     """
     check_not_indexed(folder)
     paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
@@ -146,14 +150,14 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
             f"{compressed[0]}: only plain tars of images are read in place: make a corpus with `megatfm prep`"
         )
     check_index_names(paths)
-    names = _read_names(classes) if classes else []
+    names = _read_class_names(classes) if classes else []
     labels, shards = dict[str, str](), []
     for path in paths:
-        shards.append(_index(path, LabelRule(rule.by, rule.key, names), labels))
-    if not names and not all(_NUMBER.fullmatch(label) for label in labels):
+        shards.append(_index_shard(path, LabelRule(rule.by, rule.key, names), labels))
+    if not names and not all(_CLASS_NUMBER.fullmatch(label) for label in labels):
         names = sorted(labels)
     if rule.by == "cls" and names and not classes:
-        first = next(label for label in labels if not _NUMBER.fullmatch(label))
+        first = next(label for label in labels if not _CLASS_NUMBER.fullmatch(label))
         raise UsageError(f"{labels[first]}: its .cls says {first!r}, no number: give --labels or mend it")
     provenance: dict[str, Any] = {"indexed": "megatfm data index"}
     if rule.by != "cls":
@@ -167,8 +171,8 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
     return IndexReport(manifest, folder, False)
 
 
-def _index(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusShard:
-    """Write the index of a tar; returns its entry in a manifest. labels: those that were met → where first."""
+def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusShard:
+    """Write the index of a tar; return its entry in a manifest. labels: label → its first sample; extended here."""
     from megatfm.corpus.image_size import upright_size
 
     frames: list[tuple[int, int, int]] = []
@@ -183,7 +187,7 @@ def _index(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusShard:
                     raise MegatfmError(f"{where} is there twice: refused")
                 keys.add(sample.key)
                 height, width = _image_size(upright_size(sample.files), sample.files, where)
-                _note_label(rule, sample.files, labels, where)
+                _record_label(rule, sample.files, labels, where)
                 key = sample.key if KEY.fullmatch(sample.key) else f"{len(rows):09d}"
                 rows.append((sample.payload, 0, 0, key.encode(), height, width))
             frames.append((len(data), len(data), len(samples)))
@@ -209,7 +213,7 @@ def _index(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusShard:
 
 
 def _image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where: str) -> tuple[int, int]:
-    n_images = sum(extension in IMAGES for extension in files)
+    n_images = sum(extension in IMAGE_EXTENSIONS for extension in files)
     if n_images != 1:
         listed = ", ".join(f".{extension}" for extension in files) or "none that is known"
         raise MegatfmError(
@@ -224,14 +228,14 @@ def _image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where:
     return size
 
 
-def _note_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str, str], where: str) -> None:
-    """Note a sample's label. Raises UsageError where the rule finds none, or none of the classes."""
+def _record_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str, str], where: str) -> None:
+    """Add a sample's label to `labels`. Raises a UsageError if it has none, or one that is no class."""
     label = rule.label(files)
     if label is None:
         if rule.by == "cls":
             return  # as for masked autoencoders; a classifier says which sample has none
-        place = f"the field {rule.key!r} of its .json" if rule.by == "json" else "its .txt"
-        raise UsageError(f"{where} has no label in {place}: mend it, or choose other --labels")
+        label_location = f"the field {rule.key!r} of its .json" if rule.by == "json" else "its .txt"
+        raise UsageError(f"{where} has no label in {label_location}: mend it, or choose other --labels")
     if rule.by != "cls" and rule.names and label not in rule.names:
         raise UsageError(
             f"{where} has the label {label!r}, which is none of the {len(rule.names)} of --classes"
@@ -239,7 +243,7 @@ def _note_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str, s
     labels.setdefault(label, where)
 
 
-def _read_names(path: Path) -> list[str]:
+def _read_class_names(path: Path) -> list[str]:
     try:
         names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
-"""Shards that others wrote: indexed as they lie where that is possible, or written again as a corpus of our own.
+"""Index foreign shards of token ids where they are if possible, or rewrite them as shards of our own.
 
-A foreign shard is a tar, or a tar compressed by zstd, of samples as WebDataset writes them, with one array of token
-ids in each (`KEY.npy`, or with more before the `.npy`). Nothing is ever extracted, no pickle is loaded, and a shard
-with anything in it but plain files is refused by name.
+A foreign shard is a `.tar` or `.tar.zst` of samples as WebDataset writes them, each with one array of token ids
+(`KEY.npy` or `KEY.NAME.npy`). Nothing is extracted and no pickle is loaded. A shard with anything but plain files and
+folders is refused.
 """
 
 import io
@@ -27,15 +27,15 @@ from megatfm.corpus.manifest import (
     Manifest,
     TokenDtype,
 )
-from megatfm.corpus.safe_tar import STORED, TokenArray, iter_shard_samples, iter_tar_samples
+from megatfm.corpus.safe_tar import STORED_DTYPES, TokenArray, iter_shard_samples, iter_tar_samples
 from megatfm.corpus.shard_format import KEY
 from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
 
 FRAME_BYTES = 2**18
-CHUNK = 2**14
-"""Compressed bytes given to zstd at once: 16 KiB can't become more than some hundred MiB."""
+CHUNK_BYTES = 2**14
+"""Compressed bytes given to zstd at once: 16 KiB decompress to at most some hundred MiB."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class IndexReport:
 
     def __str__(self) -> str:
         shards = self.manifest.shards
-        did = "written again" if self.rewritten else "indexed where they are"
+        outcome = "written again" if self.rewritten else "indexed where they are"
         return (
             f"{self.folder}: {len(shards):,} shards with {sum(s.samples for s in shards):,} samples, "
-            f"{sum(s.tokens for s in shards):,} tokens, {did}"
+            f"{sum(s.tokens for s in shards):,} tokens, {outcome}"
         )
 
 
 def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> IndexReport:
-    """Make the foreign shards of a folder a corpus: there, or with `out` written again as shards of our own.
+    """Turn a folder of foreign shards into a corpus: where they are, or rewritten as our own shards in `out`.
 
-    Raises a UsageError if there are none, if they hold no tokens, or if they can't be read at random where they are; a
-    MegatfmError that names the shard, the member and its place for what is damaged or hostile.
+    Raises a UsageError if there are no shards, if they hold no tokens, or if they can't be read at random where they
+    are. Raises a MegatfmError that names shard, member and offset if something is damaged or malicious.
     """
     check_not_indexed(folder)
     paths = sorted(path for path in folder.iterdir() if re.fullmatch(FOREIGN_SHARD, path.name))
@@ -70,13 +70,13 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
         return IndexReport(_rewrite(paths, tokenizer_hash, out), out, True)
     shards, dtypes = [], set()
     for path in paths:
-        shard, dtype = _index(path)
+        shard, dtype = _index_shard(path)
         shards.append(shard)
         dtypes.add(dtype)
     if len(dtypes) > 1:
         raise _needs_rewrite_error(folder, f"shards hold {' and '.join(sorted(dtypes))}")
     manifest = Manifest(
-        token_dtype=STORED[dtypes.pop()],
+        token_dtype=STORED_DTYPES[dtypes.pop()],
         tokenizer_hash=tokenizer_hash,
         shards=tuple(shards),
         provenance={"indexed": "megatfm data index"},
@@ -86,7 +86,7 @@ def index_folder(folder: Path, tokenizer_hash: str, out: Path | None = None) -> 
 
 
 def check_not_indexed(folder: Path) -> None:
-    """Raise a UsageError for a folder that is none, or that is a corpus already."""
+    """Raise a UsageError if a folder doesn't exist or is a corpus already."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     if (folder / MANIFEST).exists():
@@ -96,7 +96,7 @@ def check_not_indexed(folder: Path) -> None:
 
 
 def check_index_names(paths: list[Path]) -> None:
-    """Raise a UsageError if two shards would have one index."""
+    """Raise a UsageError if the indexes of two shards would have the same name."""
     owners: dict[str, Path] = {}
     for path in paths:
         owner = owners.setdefault(index_name(path), path)
@@ -108,12 +108,12 @@ def check_index_names(paths: list[Path]) -> None:
 
 
 def index_name(path: Path) -> str:
-    """Return the name of a foreign shard's index, beside it."""
+    """Return the name of a foreign shard's index, which lies in the same folder."""
     return re.sub(r"\.tar(\.zst)?$", ".index.zst", path.name)
 
 
-def _index(path: Path) -> tuple[CorpusShard, str]:
-    """Write the index of a shard that stays as it is; its entry in a manifest, and the type of its tokens."""
+def _index_shard(path: Path) -> tuple[CorpusShard, str]:
+    """Write the index of a shard; return its entry in a manifest, and its tokens' NumPy type, such as "<u2"."""
     frames: list[tuple[int, int, int]] = []
     rows: list[tuple[int, int, int, bytes]] = []
     hashes: list[int] = []
@@ -151,7 +151,7 @@ def _index(path: Path) -> tuple[CorpusShard, str]:
 
 
 def _frames(path: Path) -> Iterator["Frame"]:
-    """Compressed size, content and samples of each frame of a shard of token ids."""
+    """Yield stored size, uncompressed bytes and samples of each frame of a shard of token ids."""
     if not path.name.endswith(".tar"):
         yield from _zstd_frames(path)
         return
@@ -162,8 +162,8 @@ def _frames(path: Path) -> Iterator["Frame"]:
 Frame = tuple[int, bytes, list[TokenArray]]
 
 
-class Placed(Protocol):
-    """A sample that knows where its first member begins, and the payload of one."""
+class TarSample(Protocol):
+    """A sample with the offsets of its first member and of its payload, in a tar or a frame."""
 
     @property
     def key(self) -> str: ...
@@ -174,46 +174,50 @@ class Placed(Protocol):
     def _replace(self, *, begin: int, payload: int) -> Any: ...
 
 
-S = TypeVar("S", bound=Placed)
+SampleT = TypeVar("SampleT", bound=TarSample)
 
 
-def raw_frames(path: Path, samples: Iterable[S]) -> Iterator[tuple[bytes, list[S]]]:
-    """Runs of samples of a plain tar, of about `FRAME_BYTES` or one sample; between them they hold every byte.
+def raw_frames(path: Path, samples: Iterable[SampleT]) -> Iterator[tuple[bytes, list[SampleT]]]:
+    """Cut a plain tar into frames of about `FRAME_BYTES`, or one sample; yield each frame's bytes and samples.
 
-    Places of samples are measured from their frame's begin.
+    The frames cover every byte of the tar. The samples' offsets count from the start of their frame.
     """
-    begin, run, size = 0, list[S](), regular_file_size(path)
+    begin, frame_samples, size = 0, list[SampleT](), regular_file_size(path)
     with open_regular_file(path) as file:
         for sample in samples:
-            if run and sample.begin - begin >= FRAME_BYTES:
-                yield _raw_frame(file, path, begin, sample.begin, run)
-                begin, run = sample.begin, []
-            run.append(sample)
-        if run:
-            yield _raw_frame(file, path, begin, size, run)
+            if frame_samples and sample.begin - begin >= FRAME_BYTES:
+                yield _raw_frame(file, path, begin, sample.begin, frame_samples)
+                begin, frame_samples = sample.begin, []
+            frame_samples.append(sample)
+        if frame_samples:
+            yield _raw_frame(file, path, begin, size, frame_samples)
 
 
-def _raw_frame(file: IO[bytes], path: Path, begin: int, end: int, run: list[S]) -> tuple[bytes, list[S]]:
+def _raw_frame(
+    file: IO[bytes], path: Path, begin: int, end: int, frame_samples: list[SampleT]
+) -> tuple[bytes, list[SampleT]]:
     if end - begin > MAX_FRAME_BYTES:
         raise _needs_rewrite_error(
             path,
-            f"sample {run[-1].key!r} and its files take more than {MAX_FRAME_BYTES} bytes, or what follows them",
+            f"sample {frame_samples[-1].key!r} and its files take more than {MAX_FRAME_BYTES} bytes, or what follows "
+            "them",
         )
     file.seek(begin)
     data = file.read(end - begin)
     return data, [
-        sample._replace(begin=sample.begin - begin, payload=sample.payload - begin) for sample in run
+        sample._replace(begin=sample.begin - begin, payload=sample.payload - begin)
+        for sample in frame_samples
     ]
 
 
 def _zstd_frames(path: Path) -> Iterator[Frame]:
-    """The frames of a shard, if each holds whole samples."""
-    number, data = 0, b""
+    """Yield the frames of a `.tar.zst`. Raises a UsageError unless each holds whole samples."""
+    frame, data = 0, b""
     with open_regular_file(path) as file:
-        for compressed, data in _split(file, path):
+        for compressed, data in _split_zstd_frames(file, path):
             if not data.strip(b"\0"):
-                raise _needs_rewrite_error(path, f"frame {number} is empty")
-            if number == 0 and compressed == regular_file_size(path) and len(data) > 8 * FRAME_BYTES:
+                raise _needs_rewrite_error(path, f"frame {frame} is empty")
+            if frame == 0 and compressed == regular_file_size(path) and len(data) > 8 * FRAME_BYTES:
                 raise _needs_rewrite_error(
                     path, "it is one zstd frame, in which nothing can be found without reading all"
                 )
@@ -222,33 +226,37 @@ def _zstd_frames(path: Path) -> Iterator[Frame]:
             except (UsageError, RefusedMemberError):
                 raise
             except MegatfmError as error:
-                raise _needs_rewrite_error(path, f"frame {number} is no tar by itself ({error})") from error
+                raise _needs_rewrite_error(path, f"frame {frame} is no tar by itself ({error})") from error
             if not arrays:
-                raise _needs_rewrite_error(path, f"frame {number} holds no sample")
+                raise _needs_rewrite_error(path, f"frame {frame} holds no sample")
             yield compressed, data, arrays
-            number += 1
+            frame += 1
     if data[-tarfile.BLOCKSIZE :].strip(b"\0"):
         raise MegatfmError(f"{path}: is cut off: no mark of a tar's end")
 
 
-def _split(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
-    """Compressed size and content of each zstd frame of a file."""
-    packed = b""
-    while packed or (packed := file.read(CHUNK)):
-        unpack = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
-        parts, size, n_packed = list[bytes](), 0, 0
+def _split_zstd_frames(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield compressed size and uncompressed bytes of each zstd frame of a file."""
+    compressed = b""
+    while compressed or (compressed := file.read(CHUNK_BYTES)):
+        decompressor = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+        parts, size, n_compressed = list[bytes](), 0, 0
         try:
-            while not unpack.eof:
-                if not packed and not (packed := file.read(CHUNK)):
+            while not decompressor.eof:
+                if not compressed and not (compressed := file.read(CHUNK_BYTES)):
                     raise MegatfmError(f"{path}: damaged: its last zstd frame is cut off")
-                parts.append(unpack.decompress(packed[:CHUNK]))
-                n_packed, packed, size = n_packed + len(packed[:CHUNK]), packed[CHUNK:], size + len(parts[-1])
+                parts.append(decompressor.decompress(compressed[:CHUNK_BYTES]))
+                n_compressed, compressed, size = (
+                    n_compressed + len(compressed[:CHUNK_BYTES]),
+                    compressed[CHUNK_BYTES:],
+                    size + len(parts[-1]),
+                )
                 if size > MAX_FRAME_BYTES:
                     raise _needs_rewrite_error(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
         except zstandard.ZstdError as error:
             raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
-        packed = unpack.unused_data + packed
-        yield n_packed - len(unpack.unused_data), b"".join(parts)
+        compressed = decompressor.unused_data + compressed
+        yield n_compressed - len(decompressor.unused_data), b"".join(parts)
 
 
 def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
@@ -257,17 +265,17 @@ def _rewrite(paths: list[Path], tokenizer_hash: str, out: Path) -> Manifest:
         for array in iter_shard_samples(path):
             max_token = max(max_token, int(array.tokens.max(initial=0)))
     dtype: TokenDtype = "uint16" if max_token < 2**16 else "uint32"
-    number = 0
+    n_samples = 0
     with ShardWriter(out, tokenizer_hash=tokenizer_hash, token_dtype=dtype) as writer:
         for path in paths:
             for array in _check_unique_keys(iter_shard_samples(path), set(), path):
-                writer.add(f"{number:09d}", array.tokens, f"{path.name}/{array.key}", 0)
-                number += 1
+                writer.add(f"{n_samples:09d}", array.tokens, f"{path.name}/{array.key}", 0)
+                n_samples += 1
         return writer.finish({"indexed": "megatfm data index", "from": [path.name for path in paths]})
 
 
 def _check_unique_keys(arrays: Iterable[TokenArray], keys: set[str], path: Path) -> Iterator[TokenArray]:
-    """Yield the samples, and add their keys to `keys`. Raises a MegatfmError if a key is duplicate."""
+    """Yield the samples, and add their keys to `keys`. Raises a MegatfmError for a duplicate key."""
     for array in arrays:
         if array.key in keys:
             raise MegatfmError(f"{path}: sample {array.key!r} is there twice: refused")

@@ -1,4 +1,4 @@
-"""Write a corpus: samples into tar shards of independent zstd frames, an index for each, a manifest last."""
+"""Write a corpus: tar shards of independently compressed frames, an index for each, and the manifest last."""
 
 import json
 import re
@@ -44,16 +44,18 @@ _OWN_FILE_NAME = re.compile(
 class ShardWriter:
     """Writes samples, in the order in which they are added, as a corpus in `folder`.
 
-    The same samples give the same bytes. Nothing is a corpus until `finish` has written the manifest;
-    leaving a `with` block without it removes the shard in progress.
+    The same samples give the same bytes. The folder is a corpus once `finish` has written the manifest. Leaving a
+    `with` block without `finish` removes the shard in progress.
 
-    - token_dtype: how tokens are stored; an id that does not fit is an error.
-    - shard_bytes, frame_bytes: uncompressed tar bytes after which a shard or a frame ends. A frame is the
-      unit of reading; a sample is never split, so a larger one makes a larger frame.
-    - compress: as `.tar.zst`; else as plain `.tar`.
-    - pack: documents without files share the members of a frame, where each would need two of its own, and a KiB and
-      a half of headers and padding.
-    - final: called with each complete file, which it may remove.
+    - token_dtype: stored type of tokens; an id that does not fit is an error.
+    - shard_bytes, frame_bytes: uncompressed tar bytes after which a shard or a frame ends. A frame is the unit of
+      reading. A sample is never split, so a larger sample makes a larger frame.
+    - compress: write `.tar.zst`, not plain `.tar`.
+    - pack: let documents without files share the two members of a frame. Else each has two of its own, with 1.5 KiB of
+      headers and padding.
+    - on_file_written: called with the path of each complete file, which it may remove.
+
+    Raises a UsageError if `folder` is a URL or holds a corpus already.
     """
 
     def __init__(
@@ -70,15 +72,15 @@ class ShardWriter:
     ) -> None:
         check_local(folder)
         self.folder = Path(folder)
-        self._how = _ShardOptions(frame_bytes, compress, pack)
+        self._options = _ShardOptions(frame_bytes, compress, pack)
         self._tokenizer_hash = tokenizer_hash
         self._token_dtype: TokenDtype = token_dtype
         self._dtype = np.dtype(token_dtype).newbyteorder("<")
-        self._largest = int(np.iinfo(self._dtype).max)
+        self._max_token = int(np.iinfo(self._dtype).max)
         self._shard_bytes = shard_bytes
-        self._final = on_file_written
+        self._on_file_written = on_file_written
         self._shards: list[CorpusShard] = []
-        self._open: _OpenShard | None = None
+        self._open_shard: _OpenShard | None = None
         with disk_errors_as_megatfm_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / MANIFEST).exists():
@@ -96,10 +98,11 @@ class ShardWriter:
     ) -> None:
         """Append a sample: `tokens` [n] of a text of `text_bytes` UTF-8 bytes that was read from `source`.
 
-        `key` names it in the tar: letters, digits, `_` and `-`, at most 80, used once in a shard. `members` are files
-        that belong to it, by their extensions, which are up to 16 small letters and digits: `{"jpg": data}`. `fields`
-        (JSON) is what else is said of it. image_size: height and width of its image, which the index of a shard holds
-        if all of its samples have one.
+        key: name of the sample in the tar, up to 80 letters, digits, `_` and `-`; unique in a shard. members: its files
+        by extension, up to 16 lower-case letters and digits, such as `{"jpg": data}`. fields: metadata, as JSON.
+        image_size: height and width of its image in pixels; a shard's index holds them if all its samples have one.
+
+        Raises a MegatfmError if a value breaks these rules, or an id doesn't fit `token_dtype`.
         """
         if not KEY.fullmatch(key):
             raise MegatfmError(f"sample key {key!r}: use 1 to 80 letters, digits, '_' and '-'")
@@ -108,24 +111,24 @@ class ShardWriter:
                 raise MegatfmError(
                     f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits"
                 )
-        sample = Sample(0, key, source, text_bytes, self._stored(key, tokens), members, fields)
-        part = _PendingSample(
-            sample, None if self._how.pack and not members else encode_sample(sample), image_size
+        sample = Sample(0, key, source, text_bytes, self._to_stored_dtype(key, tokens), members, fields)
+        pending = _PendingSample(
+            sample, None if self._options.pack and not members else encode_sample(sample), image_size
         )
-        if part.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
+        if pending.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
             raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
-        if self._open is not None and self._open.written + part.size > self._shard_bytes:
+        if self._open_shard is not None and self._open_shard.written + pending.size > self._shard_bytes:
             self._close_shard()
-        if self._open is None:
-            self._open = _OpenShard(self.folder, len(self._shards), self._how)
-        self._open.add(part)
+        if self._open_shard is None:
+            self._open_shard = _OpenShard(self.folder, len(self._shards), self._options)
+        self._open_shard.add(pending)
 
     def finish(self, provenance: Mapping[str, Any]) -> Manifest:
-        """Commit the corpus: close the last shard, remove what an interrupted run left, write the manifest.
+        """Commit the corpus: close the last shard, remove files of an interrupted run, write the manifest.
 
-        `provenance` (JSON) says how the corpus was made. A UsageError if no sample was added.
+        provenance: how the corpus was made, as JSON. Raises a UsageError if no sample was added.
         """
-        if self._open is None:
+        if self._open_shard is None:
             raise UsageError(f"{self.folder}: no document was added, so there is no corpus to write")
         self._close_shard()
         manifest = Manifest(
@@ -141,7 +144,7 @@ class ShardWriter:
                     path.unlink()
             fsync_directory(self.folder)
         manifest.save(self.folder)
-        self._final(self.folder / MANIFEST)
+        self._on_file_written(self.folder / MANIFEST)
         return manifest
 
     def __enter__(self) -> Self:
@@ -150,29 +153,29 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._open is not None:
-            self._open.discard()
-            self._open = None
+        if self._open_shard is not None:
+            self._open_shard.discard()
+            self._open_shard = None
 
-    def _stored(self, key: str, tokens: NDArray[Any]) -> NDArray[Any]:
+    def _to_stored_dtype(self, key: str, tokens: NDArray[Any]) -> NDArray[Any]:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise MegatfmError(
                 f"sample {key}: tokens are {tokens.dtype}{list(tokens.shape)}, not integers [n]"
             )
         min_token, max_token = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-        if min_token < 0 or max_token > self._largest:
+        if min_token < 0 or max_token > self._max_token:
             raise MegatfmError(
                 f"sample {key}: token id {min_token if min_token < 0 else max_token} does not fit {self._dtype}"
             )
         return tokens.astype(self._dtype)
 
     def _close_shard(self) -> None:
-        assert self._open is not None
-        shard = self._open.commit()
+        assert self._open_shard is not None
+        shard = self._open_shard.commit()
         self._shards.append(shard)
-        self._open = None
+        self._open_shard = None
         for name in (shard.file, shard.index.file):
-            self._final(self.folder / name)
+            self._on_file_written(self.folder / name)
 
 
 class _ShardOptions(NamedTuple):
@@ -182,16 +185,16 @@ class _ShardOptions(NamedTuple):
 
 
 class _PendingSample(NamedTuple):
-    """A sample of a frame."""
+    """A sample of the frame in progress."""
 
     sample: Sample
     data: bytes | None
-    """Its own members; None if it may share them with others."""
+    """Its encoded members; None if it may share members with others."""
     image_size: tuple[int, int] | None = None
 
     @property
     def size(self) -> int:
-        """Bytes that it brings to a frame; of shared members about."""
+        """Bytes that it adds to a frame; an estimate for shared members."""
         if self.data is not None:
             return len(self.data)
         sample = self.sample
@@ -200,43 +203,43 @@ class _PendingSample(NamedTuple):
 
 
 class _OpenShard:
-    """The shard in progress: one frame in memory, the ones before it in the file."""
+    """The shard in progress: the last frame in memory, the ones before it in the file."""
 
-    def __init__(self, folder: Path, number: int, options: _ShardOptions) -> None:
-        self._index_path = folder / f"shard-{number:06d}.index.zst"
-        self._file = AtomicFile(folder / f"shard-{number:06d}.tar{'.zst' if options.compress else ''}")
-        self._how = options
+    def __init__(self, folder: Path, index: int, options: _ShardOptions) -> None:
+        self._index_path = folder / f"shard-{index:06d}.index.zst"
+        self._file = AtomicFile(folder / f"shard-{index:06d}.tar{'.zst' if options.compress else ''}")
+        self._options = options
         # The checksum lets a reader notice damage in the one frame that it reads.
         self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
         self._frame: list[_PendingSample] = []
         self._frame_bytes = 0
         self._frames: list[tuple[int, int, int]] = []
         self._hashes: list[int] = []
-        self._packs = False
+        self._has_packed_frames = False
         self._samples: dict[str, tuple[int, int, int]] = {}
         self._image_sizes: list[tuple[int, int]] = []
         self.written = 0
 
-    def add(self, part: _PendingSample) -> None:
-        sample, size = part.sample, part.size
+    def add(self, pending: _PendingSample) -> None:
+        sample, size = pending.sample, pending.size
         if sample.key in self._samples:
             raise MegatfmError(f"sample key {sample.key}: used twice in {self._file.path}")
         if self._frame and (
-            self._frame_bytes + size > self._how.frame_bytes
-            or (part.data is None) != (self._frame[-1].data is None)
+            self._frame_bytes + size > self._options.frame_bytes
+            or (pending.data is None) != (self._frame[-1].data is None)
         ):
             self._end_frame()
         # Its offset is known when the frame ends.
         self._samples[sample.key] = (0, len(sample.tokens), sample.text_bytes)
-        self._image_sizes += [part.image_size] if part.image_size else []
-        self._frame.append(part)
+        self._image_sizes += [pending.image_size] if pending.image_size else []
+        self._frame.append(pending)
         self._frame_bytes += size
         self.written += size
 
     def commit(self) -> CorpusShard:
         self._end_frame(END_OF_ARCHIVE)
         self._file.commit()
-        has_sizes = len(self._image_sizes) == len(self._samples) and not self._packs
+        has_sizes = len(self._image_sizes) == len(self._samples) and not self._has_packed_frames
         sizes: list[tuple[int, ...]] = list(self._image_sizes) if has_sizes else [()] * len(self._samples)
         rows = [
             (*location, key.encode(), *size)
@@ -245,8 +248,8 @@ class _OpenShard:
         index = ShardIndex(
             np.array(self._frames, FRAME_DTYPE),
             np.array(rows, sample_dtype(max(map(len, self._samples)), has_sizes)),
-            None if self._how.compress else np.array(self._hashes, "<u8"),
-            self._packs or not self._how.compress,
+            None if self._options.compress else np.array(self._hashes, "<u8"),
+            self._has_packed_frames or not self._options.compress,
         )
         encoded = index.encode()
         write_whole(self._index_path, encoded)
@@ -260,7 +263,7 @@ class _OpenShard:
             index=IndexFile(
                 file=self._index_path.name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()
             ),
-            frame_bytes=DEFAULT_FRAME_BYTES if self._how.compress else self._how.frame_bytes,
+            frame_bytes=DEFAULT_FRAME_BYTES if self._options.compress else self._options.frame_bytes,
         )
 
     def discard(self) -> None:
@@ -268,24 +271,24 @@ class _OpenShard:
 
     def _end_frame(self, end: bytes = b"") -> None:
         data = self._encoded_frame() + end
-        stored = self._compressor.compress(data) if self._how.compress else data
+        stored = self._compressor.compress(data) if self._options.compress else data
         self._frames.append((len(stored), len(data), len(self._frame)))
-        if not self._how.compress:
+        if not self._options.compress:
             self._hashes.append(frame_hash(data))
         self._file.write(stored)
         self._frame, self._frame_bytes = [], 0
 
     def _encoded_frame(self) -> bytes:
-        """The frame's tar; notes where each sample's tokens start in it."""
-        at, parts = PAYLOAD_OFFSET, []
+        """Return the frame's tar members, and record where each sample's tokens start in them."""
+        offset, parts = PAYLOAD_OFFSET, []
         packed = self._frame[0].data is None and len(self._frame) > 1
         for sample, data, _ in self._frame:
             _, *counts = self._samples[sample.key]
-            self._samples[sample.key] = (at, counts[0], counts[1])
+            self._samples[sample.key] = (offset, counts[0], counts[1])
             if packed:
-                at += sample.tokens.nbytes
+                offset += sample.tokens.nbytes
             else:
                 parts.append(data or encode_sample(sample))
-                at += len(parts[-1])
-        self._packs |= packed
+                offset += len(parts[-1])
+        self._has_packed_frames |= packed
         return encode_packed_documents([part.sample for part in self._frame]) if packed else b"".join(parts)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megatfm.corpus.image_size import FORMATS, orientation
+from megatfm.corpus.image_size import PILLOW_FORMATS, orientation
 from megatfm.data.image_transforms import Size, Transform
 from megatfm.data.sequences import Field
 from megatfm.errors import SampleError
@@ -154,12 +154,12 @@ def native_grid(sizes: NDArray[np.int64], patch_size: int, max_patches: int) -> 
 
 def find_image(files: Mapping[str, bytes]) -> str:
     """The extension of a sample's only image."""
-    extensions = [extension for extension in files if extension in FORMATS]
+    extensions = [extension for extension in files if extension in PILLOW_FORMATS]
     if len(extensions) != 1:
         stored = ", ".join(f".{extension}" for extension in files) or "no file"
         raise SampleError(
             f"has {len(extensions)} images ({stored}), not one: an image is a "
-            + ", ".join(f".{extension}" for extension in FORMATS)
+            + ", ".join(f".{extension}" for extension in PILLOW_FORMATS)
         )
     return extensions[0]
 
@@ -167,7 +167,7 @@ def find_image(files: Mapping[str, bytes]) -> str:
 def decode(data: bytes, extension: str, channels: int) -> Image.Image:
     """The image in RGB, or grey for one channel. Raises SampleError for what is damaged, or too large."""
     try:
-        image = _decode_plain_jpeg(data) if FORMATS[extension] == "JPEG" else None
+        image = _decode_plain_jpeg(data) if PILLOW_FORMATS[extension] == "JPEG" else None
         return convert(image or _decode_any(data, extension), channels)
     except SampleError:
         raise
@@ -182,7 +182,7 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
 
 def _decode_any(data: bytes, extension: str) -> Image.Image:
     """An upright image by Pillow."""
-    image: Image.Image = Image.open(io.BytesIO(data), formats=[FORMATS[extension]])
+    image: Image.Image = Image.open(io.BytesIO(data), formats=[PILLOW_FORMATS[extension]])
     if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError
     turn = TURNS.get(orientation(image))

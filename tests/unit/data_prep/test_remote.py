@@ -280,7 +280,7 @@ def test_web_pages_are_listed_and_a_reading_goes_on_where_it_broke_off(
     data = bytes(range(256)) * 1000
     (small / "large.bin").write_bytes(data)
     place = RemoteFolder(web)
-    monkeypatch.setattr(remote, "CHUNK", 2**12)
+    monkeypatch.setattr(remote, "CHUNK_BYTES", 2**12)
     file = place.stat("large.bin")
     assert file is not None
     Pages.asked = ()
@@ -341,7 +341,7 @@ def test_where_an_upload_shows_early_it_gets_another_name_first(
 def test_an_upload_in_parts_is_known_by_its_checksum(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "PART", 5 * 2**20)
+    monkeypatch.setattr(remote, "PART_BYTES", 5 * 2**20)
     data = bytes(range(251)) * 50_000
     (tmp_path / "x").write_bytes(data)
     monkeypatch.setattr(remote, "_content_matches", lambda *_: pytest.fail("the checksum tells"))
