@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.block_plan import BlockGrid, plan_blocks
-from megatfm.ops.attention.block_sparse import padded
+from megatfm.ops.attention.block_sparse import pad_to_blocks
 from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
 from megatfm.ops.transfer import moved
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange
@@ -60,7 +60,7 @@ def partial_attention(
     """Return output [B, N, T, V] and log-sum-exp [B, N, T, 1] over some keys. bias: by distance in the row."""
     queries = q.shape[2]
     dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -queries % plan.size))
-    q, k, v = (padded(x, plan.size) for x in (q, k, v))
+    q, k, v = (pad_to_blocks(x, plan.size) for x in (q, k, v))
     out, lse = block_sparse.forward(q, k, v, dropout_keys, plan, bias)
     return out[:, :, :queries], lse[:, :, :queries]
 
@@ -75,7 +75,7 @@ def partial_attention_backward(
     """
     sizes = q.shape[2], k.shape[2], v.shape[2]
     dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -sizes[0] % plan.size))
-    g, q, k, v, out, lse = (padded(x, plan.size) for x in (g, q, k, v, out, lse))
+    g, q, k, v, out, lse = (pad_to_blocks(x, plan.size) for x in (g, q, k, v, out, lse))
     gradients = block_sparse.backward(g, q, k, v, out, lse, dropout_keys, plan, bias, bias_grad)
     return [x[:, :, :size] for x, size in zip(gradients, sizes, strict=True)]
 

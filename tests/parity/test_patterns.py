@@ -29,8 +29,8 @@ def by_blocks(*args: object) -> torch.Tensor:
 
 
 VISITED: list[bool] = []
-BLOCKS = kernels.Kernel("blocks", by_blocks, kernels._on_cpu_by_blocks, kernels._anything)
-WRITTEN = kernels.Kernel("products", attention_reference, kernels._anything, kernels._anything)
+BLOCKS = kernels.Kernel("blocks", by_blocks, kernels._supports_block_sparse, kernels._any)
+WRITTEN = kernels.Kernel("products", attention_reference, kernels._any, kernels._any)
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
@@ -45,7 +45,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(kernels, "KERNELS", (BLOCKS,)))
             patches.enter_context(mock.patch.object(block_sparse, "SIZE", 4))
-            patches.enter_context(mock.patch.object(block_sparse, "SCORES", 200))
+            patches.enter_context(mock.patch.object(block_sparse, "MAX_SCORES", 200))
             VISITED.clear()
             stats = engine.forward_backward(microbatches(engine, batch), objective)
         assert VISITED or config.attention.name == "linformer"

@@ -13,7 +13,7 @@ import transformers
 
 import megatfm
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
-from megatfm.convert.architectures.sparse_encoders import TOKENS as SEEN_BY_ALL
+from megatfm.convert.architectures.sparse_encoders import GLOBAL_TOKENS_KEY as SEEN_BY_ALL
 from megatfm.errors import MegatfmError
 from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, decoder_logits, hf_decoder
 from tests.support.hf_encoders import (

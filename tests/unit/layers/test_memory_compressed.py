@@ -81,7 +81,7 @@ def test_output_and_every_gradient(factor: int, packed: bool, by_blocks: bool) -
     with (
         mock.patch.object(kernels, "LONG", 1 if by_blocks else 1024),
         mock.patch.object(block_sparse, "SIZE", 4),
-        mock.patch.object(block_sparse, "SCORES", 200),
+        mock.patch.object(block_sparse, "MAX_SCORES", 200),
     ):
         result = layer(x, sequence)
         actual = torch.autograd.grad((result * y).sum(), list(layer.parameters()))
