@@ -114,7 +114,7 @@ def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
     seen = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
     visits, *_ = block_sparse._plan_visits(seen, tensors[0], tensors[1], drops=False, fused=True)
     wide = [visit for visit in visits if isinstance(visit, block_plan.Band)]
-    assert sorted((band.row, band.first, band.queries, band.keys) for band in wide) == [
+    assert sorted((band.row, band.first_query, band.queries, band.keys) for band in wide) == [
         (row, first, 4, length) for row in range(B) for first in (0, length - 4)
     ]
     assert compare(tensors, seen) < 1e-13
