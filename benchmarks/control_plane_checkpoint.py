@@ -143,11 +143,11 @@ def write_result(plan: Any, rank: int) -> writer.WriteResult:
     """Return a rank's report of its files, which are not written."""
     files: dict[str, FileEntry] = {}
     numbers: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, chosen in enumerate(writer._split_into_files(WritePlan(plan, rank).items)):
+    for number, items in enumerate(writer._split_into_files(WritePlan(plan, rank).items)):
         files[f"rank-{rank:05d}-{number:03d}.safetensors"] = FileEntry(bytes=2**40, blake3="0" * 64)
-        for item in chosen:
+        for item in items:
             numbers[item.group, item.piece].append(number)
-    return writer.WriteResult(files, {place: run_lengths(of) for place, of in numbers.items()})
+    return writer.WriteResult(files, {piece: run_lengths(indices) for piece, indices in numbers.items()})
 
 
 if __name__ == "__main__":

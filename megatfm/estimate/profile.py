@@ -333,7 +333,7 @@ def _predicted_alone(
 ) -> Tensor:
     """Stand for a sparse head's forward: so many tokens have a target."""
     tokens = max(1, round(fraction * targets_BT.shape[1]))
-    last = head._last(hidden_BTD[:, :tokens].flatten(0, 1))
+    last = head._transform_and_scale(hidden_BTD[:, :tokens].flatten(0, 1))
     loss: Tensor = head.loss(last, head.weight, targets_BT[:, :tokens].flatten(), head.bias)
     return loss
 

@@ -1,4 +1,4 @@
-"""Output heads: hidden vectors to logits, or to a loss without ever holding all logits."""
+"""Output heads: hidden vectors to logits, or to a loss without holding all logits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,22 +21,21 @@ from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
 from megatfm.ops.transfer import moved, to_host, true_places
 from megatfm.registry import Registry
 
-# B batch, T tokens, M tokens that count, D model width, E embedding width, V vocabulary, C classes
+# B batch, T tokens, M tokens with targets, D model width, E embedding width, V vocabulary, C classes
 
 
 DEFAULT_MASKED_FRACTION = 0.15
-"""Default share of tokens that are masked; these alone go through a sparse head."""
+"""Default share of masked tokens, the only ones that a sparse head computes."""
 
 
 def predicted_tokens(tokens: TokenCounts) -> TokenCounts:
-    """Tokens that go through a head for masked ones; a usual share where the objective says none."""
-    return tokens.with_count(
-        tokens.n * (DEFAULT_MASKED_FRACTION if tokens.target_fraction is None else tokens.target_fraction)
-    )
+    """Return the tokens that a sparse head computes: those with targets, or a default share of all."""
+    fraction = DEFAULT_MASKED_FRACTION if tokens.target_fraction is None else tokens.target_fraction
+    return tokens.with_count(tokens.n * fraction)
 
 
 class CrossEntropy(nn.Module):
-    """The summed loss of hidden vectors: the seam at which a vocabulary-parallel loss takes over."""
+    """Summed cross-entropy of hidden vectors; tensor parallelism replaces it by a vocabulary-parallel loss."""
 
     def __init__(self, variant: LogitOptions) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class CrossEntropy(nn.Module):
         losses_M: Tensor | None = None,
         weights_M: Tensor | None = None,
     ) -> Tensor:
-        """The sum; losses_M is filled with the tokens' losses. weights_M: factors on them."""
+        """Return the sum. losses_M: filled with the tokens' losses. weights_M: their factors."""
         variant = self.variant if self.training else replace(self.variant, smoothing=0.0)
         return cross_entropy(
             hidden_ME, weight_VE, targets_M, bias_V, variant, losses_M=losses_M, weights_M=weights_M
@@ -59,25 +58,27 @@ class CrossEntropy(nn.Module):
 
 
 class RowLossRecorder:
-    """The losses of the rows of micro-batches at a head over the vocabulary, besides their sum; without gradients."""
+    """Records the losses of rows of micro-batches at a language-model head, without gradients."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Tensor, Tensor | None, Tensor]] = []
 
-    def new_losses(self, targets_BT: Tensor, at_M: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return a tensor [M] for the losses of a call. at_M: the places of its tokens; None: all of [B, T]."""
-        losses_M = targets_BT.new_zeros(targets_BT.numel() if at_M is None else len(at_M), dtype=dtype)
-        self._calls.append((targets_BT, at_M, losses_M))
+    def new_losses(self, targets_BT: Tensor, indices_M: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return a tensor [M] for the losses of a call. indices_M: its tokens in [B · T]; None: all of them."""
+        losses_M = targets_BT.new_zeros(
+            targets_BT.numel() if indices_M is None else len(indices_M), dtype=dtype
+        )
+        self._calls.append((targets_BT, indices_M, losses_M))
         return losses_M
 
     def row_losses(self, targets_BT: Tensor) -> Tensor | None:
-        """Return the summed losses [B] of the call with these targets, in float64; None where there was none."""
-        for recorded_BT, at_M, losses_M in self._calls:
+        """Return the summed losses [B] of the call with these targets, in float64; None if there was none."""
+        for recorded_BT, indices_M, losses_M in self._calls:
             if recorded_BT.data_ptr() == targets_BT.data_ptr():
-                losses_M = losses_M.double()
-                if at_M is not None:
-                    losses_M = losses_M.new_zeros(targets_BT.numel()).index_copy_(0, at_M, losses_M)
-                return losses_M.view(targets_BT.shape).sum(1)
+                losses = losses_M.double()
+                if indices_M is not None:
+                    losses = losses.new_zeros(targets_BT.numel()).index_copy_(0, indices_M, losses)
+                return losses.view(targets_BT.shape).sum(1)
         return None
 
 
@@ -100,10 +101,9 @@ class PredictionHeadTransform(nn.Module):
 class LMHead(nn.Module):
     """Logits [B, T, V] of hidden vectors [B, T, D], or, given targets [B, T], their summed cross-entropy.
 
-    where [B, T]: logits [M, V] of these tokens alone. pairs: the targets are those of pairs of answers: sums [3] of
-    `PREFERENCE_TERMS`, as `preference` says.
-
-    Where few tokens have a target, as in masked language models, only those go through.
+    token_mask_BT: return logits [M, V] of these tokens only. pairs: the targets are those of pairs of answers; returns
+    the sums [3] of `PREFERENCE_TERMS`. sparse: compute only tokens with targets, for objectives where these are few, as
+    in masked language models.
     """
 
     tp_plan = (("", "vocab_parallel_head"),)
@@ -111,9 +111,9 @@ class LMHead(nn.Module):
     cp_plan = "local"
 
     recorder: RowLossRecorder | None = None
-    """Set while the losses of rows are requested."""
+    """Set while row losses are requested."""
     preference = Preference()
-    """Set by the objective that trains preferences."""
+    """Set by the preference objective."""
 
     def __init__(self, config: ModelConfig, tied_to: Embedding | None, *, sparse: bool = False) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class LMHead(nn.Module):
         self.pair_sums = PairSums()
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Its matrix, though shared with a table, is multiplied with the tokens that have a target."""
+        """Return the cost of the tokens that are computed; a tied output matrix counts here, too."""
         return default_cost(self, predicted_tokens(tokens) if self.sparse else tokens)
 
     def forward(
@@ -149,25 +149,24 @@ class LMHead(nn.Module):
             hidden = hidden_BTD
             if token_mask_BT is not None:
                 hidden = hidden_BTD[true_places(to_host(token_mask_BT), hidden_BTD.device)]
-            logits = F.linear(self._last(hidden), self.weight, self.bias)
+            logits = F.linear(self._transform_and_scale(hidden), self.weight, self.bias)
             return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
-        hidden_MD, targets_M, at_M = hidden_BTD.flatten(0, 1), targets_BT.flatten(), None
+        hidden_MD, targets_M, indices_M = hidden_BTD.flatten(0, 1), targets_BT.flatten(), None
         if self.sparse:
-            # By places that the host finds, since it has to know how many they are.
-            at_M = moved((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
-            hidden_MD, targets_M = hidden_MD[at_M], targets_M[at_M]
-        hidden_ME = self._last(hidden_MD)
+            # The host finds the indices, as it has to know their number.
+            indices_M = moved((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
+            hidden_MD, targets_M = hidden_MD[indices_M], targets_M[indices_M]
+        hidden_ME = self._transform_and_scale(hidden_MD)
+        loss_dtype = torch.promote_types(hidden_ME.dtype, torch.float32)
         if pairs is not None:
             loss = partial(self.loss, hidden_ME, self.weight, targets_M, self.bias)
-            precise = torch.promote_types(hidden_ME.dtype, torch.float32)
-            return preference_terms(loss, self.pair_sums, pairs, self.preference, precise)
+            return preference_terms(loss, self.pair_sums, pairs, self.preference, loss_dtype)
         if self.recorder is None:
             return self.loss(hidden_ME, self.weight, targets_M, self.bias)
-        precise = torch.promote_types(hidden_ME.dtype, torch.float32)
-        losses_M = self.recorder.new_losses(targets_BT, at_M, precise)
+        losses_M = self.recorder.new_losses(targets_BT, indices_M, loss_dtype)
         return self.loss(hidden_ME, self.weight, targets_M, self.bias, losses_M)
 
-    def _last(self, hidden: Tensor) -> Tensor:
+    def _transform_and_scale(self, hidden: Tensor) -> Tensor:
         hidden = hidden if self.transform is None else self.transform(hidden)
         return hidden if self.scale == 1.0 else hidden * self.scale
 
@@ -175,19 +174,19 @@ class LMHead(nn.Module):
 HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Registry(
     "head (model.extra_heads)"
 )
-"""Heads besides the one over the vocabulary. Made as `head(config, section, tokens)`: tokens is the table of tokens, if
-there is one. A head is a module that takes hidden vectors [B, T, D] and the fields of the batch that it `reads`, where
-the batch has all of them, and gives the sum of the loss `term` (called as the head is unless it says otherwise), or a
-dict of several terms;
-without them it gives its predictions, if it `predicts`. Fields that it `may_read` are passed by keyword where the
-batch has them, and `sequence`, the SequenceMetadata, to a head that `takes_sequence`."""
+"""Heads besides the language-model head, built as `head(config, section, tokens)`; tokens: the token embedding or None.
+
+A head is a module that is called with hidden vectors [B, T, D] and the fields of the batch that it `reads`, if the
+batch has all of them. Then it returns the sum of its loss `term` (by default named like the head), or a dict of several
+terms. Without the fields it returns predictions, if it `predicts`. Fields that it `may_read` are passed by keyword if
+the batch has them, and `sequence`, the SequenceMetadata, if it `takes_sequence`."""
 
 
 @HEADS.register("sentence")
 class SentenceHead(nn.Module):
     """Classes of whole sequences, from the first token through a dense layer and tanh (Devlin et al. 2019).
 
-    targets [B, T] hold the class at each sequence's first token and −100 elsewhere.
+    targets [B, T]: the class at each sequence's first token, −100 elsewhere.
     """
 
     reads = ("sentence_targets",)
@@ -204,34 +203,37 @@ class SentenceHead(nn.Module):
         self.classifier = Linear(d, classes, initial("dense", d, classes), bias=True)
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of one token of each row."""
+        """Return the cost of one token of each row."""
         return default_cost(self, tokens.with_count(1))
 
     def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits [B, C] of each row's first token, or, given targets, the summed cross-entropy."""
+        """Return the logits [B, C] of each row's first token, or, given targets, the summed cross-entropy."""
         if targets_BT is None:
             return self.classifier(self.pool(hidden_BTD[:, 0]))
         rows_M, columns_M = true_places(to_host(targets_BT) != IGNORE, targets_BT.device)
         logits_MC = self.classifier(self.pool(hidden_BTD[rows_M, columns_M]))
-        precise = torch.promote_types(logits_MC.dtype, torch.float32)
-        return F.cross_entropy(logits_MC.to(precise), targets_BT[rows_M, columns_M], reduction="sum")
+        loss_dtype = torch.promote_types(logits_MC.dtype, torch.float32)
+        return F.cross_entropy(logits_MC.to(loss_dtype), targets_BT[rows_M, columns_M], reduction="sum")
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """The pooled vectors [..., D]."""
+        """Return the pooled vectors [..., D]."""
         return torch.tanh(self.pooler(hidden))
 
 
-# B batch, T tokens, M masked tokens, D model width, P width of a position in a span
+# B batch, T tokens, S tokens of a full row, M masked tokens, D model width, P width of a position in a span
 
 POSITION_WIDTH = 200
-"""Width of the embedding of a token's place in its span (section 3.2 of the paper)."""
-LONGEST_SPAN = 64
-"""Tokens of a span that are distinguished; a span has at most 10 words."""
+"""Width of the embedding of a token's position in its span (Joshi et al. 2020, section 3.2)."""
+MAX_SPAN_POSITIONS = 64
+"""Number of distinct positions in a span, which has at most 10 words."""
 
 
 @HEADS.register("boundary")
 class SpanBoundaryHead(nn.Module):
-    """Two layers of dense, GELU and norm on [left boundary; right boundary; place in the span], then the vocabulary."""
+    """Predicts masked tokens from the boundaries of their spans (SpanBERT, Joshi et al. 2020).
+
+    Two layers of dense, GELU and norm on [left boundary; right boundary; position in the span], then the vocabulary.
+    """
 
     reads = ("targets", "span_left", "span_right")
     full_row_fields = ("span_left", "span_right")
@@ -252,12 +254,12 @@ class SpanBoundaryHead(nn.Module):
                 "model.extra_heads.boundary predicts tokens: set model.embedding.name = 'tokens'"
             )
         initial, d, width = initialiser(config), config.d_model, config.embedding_width
-        inner = 2 * d + POSITION_WIDTH
+        d_in, n_positions = 2 * d + POSITION_WIDTH, MAX_SPAN_POSITIONS
         self.around = SpanBoundaryGather()
         self.positions = Embedding(
-            LONGEST_SPAN, POSITION_WIDTH, initial("position", LONGEST_SPAN, POSITION_WIDTH)
+            n_positions, POSITION_WIDTH, initial("position", n_positions, POSITION_WIDTH)
         )
-        self.dense1 = Linear(inner, d, initial("dense", inner, d), bias=True)
+        self.dense1 = Linear(d_in, d, initial("dense", d_in, d), bias=True)
         self.norm1 = make_norm(config, d)
         self.dense2 = Linear(d, width, initial("dense", d, width), bias=True)
         self.norm2 = make_norm(config, width)
@@ -267,7 +269,7 @@ class SpanBoundaryHead(nn.Module):
         self.loss = CrossEntropy(LogitOptions())
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the masked tokens alone."""
+        """Return the cost of the masked tokens."""
         return default_cost(self, predicted_tokens(tokens))
 
     def forward(
@@ -279,18 +281,21 @@ class SpanBoundaryHead(nn.Module):
         row_left_BS: Tensor | None = None,
         row_right_BS: Tensor | None = None,
     ) -> Tensor:
-        """The summed cross-entropy of masked tokens; left, right: distances to the tokens around the span, 0: none.
-        row_left, row_right: of whole rows, where these are some of their tokens."""
+        """Return the summed cross-entropy of masked tokens.
+
+        left, right: distances to the tokens around the span; 0: not masked. row_left, row_right: those of full rows, if
+        the tokens are a shard of them.
+        """
         rows, columns = true_places(to_host(left_BT) > 0, left_BT.device)
-        place_MP = self.positions((left_BT[rows, columns] - 1).clamp(max=LONGEST_SPAN - 1))
-        around = self.around(hidden_BTD, left_BT, right_BT, row_left_BS, row_right_BS)
-        inner_MD = self.norm1(F.gelu(self.dense1(torch.cat([*around, place_MP], dim=-1))))
+        position_MP = self.positions((left_BT[rows, columns] - 1).clamp(max=MAX_SPAN_POSITIONS - 1))
+        boundaries = self.around(hidden_BTD, left_BT, right_BT, row_left_BS, row_right_BS)
+        inner_MD = self.norm1(F.gelu(self.dense1(torch.cat([*boundaries, position_MP], dim=-1))))
         inner_ME = self.norm2(F.gelu(self.dense2(inner_MD)))
         return self.loss(inner_ME, self.weight, targets_BT[rows, columns], self.bias)
 
 
 class SpanBoundaryGather(nn.Module):
-    """The tokens around each span: the seam at which context parallelism takes over."""
+    """Gathers the tokens around each span; context parallelism replaces it to fetch them from other ranks."""
 
     cp_plan = "span_boundary"
 
@@ -302,7 +307,7 @@ class SpanBoundaryGather(nn.Module):
         row_left_BS: Tensor | None,
         row_right_BS: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [M, D] to the left and to the right of masked tokens' spans; of the row: see
+        """Return the hidden vectors [M, D] left and right of masked tokens' spans. Arguments: see
         `SpanBoundaryHead`."""
         rows, columns = true_places(to_host(left_BT) > 0, left_BT.device)
         left_M, right_M = left_BT[rows, columns], right_BT[rows, columns]

@@ -1,6 +1,6 @@
-"""XLNet (Yang et al. 2019): tokens are predicted in a random order, each from those that come before it in that order.
+"""XLNet (Yang et al. 2019): predicts tokens in a random order, each from the tokens before it in that order.
 
-The memory of earlier segments (section 2.4, Transformer-XL's recurrence) is not here: a row is all that is seen.
+It has no memory of earlier segments (section 2.4, Transformer-XL's recurrence).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -41,15 +41,16 @@ from megatfm.split_points import CarrySpec, SplitPoint
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
 
 PREDICTED_FRACTION = 1 / 6
-"""Share of the tokens that the paper predicts; they alone have queries."""
+"""Share of tokens that the paper predicts; only these have queries."""
 
-TOGETHER = TwoStreamAttentionConfig.query_multiple
-"""Queries come in groups of so many, or as many as divide the row: then the query stream can be cut as the row can."""
+QUERY_MULTIPLE = TwoStreamAttentionConfig.query_multiple
+"""The number of queries is a multiple of this, or of its common divisor with the row, so that the query stream can be
+sharded like the row."""
 
 
 @MODELS.register("xlnet")
 class XLNet(Model):
-    """A stack with two streams and a head over the vocabulary, if it has one."""
+    """A two-stream stack with a language-model head, if configured."""
 
     encoder: "TwoStreamStack | None"
 
@@ -60,7 +61,7 @@ class XLNet(Model):
         self.reads = embedding.reads
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
-        # Segments are compared by attention, whether the embedding has some or not.
+        # Attention compares segments, even if the embedding has none.
         self.accept(self.reads, *sequence_fields(config), "segments", "order", targets=("targets",))
         head = [SplitPoint("head", ("head",), ("query",))] if self.runs_head else []
         self.split_points = [*self.encoder.split_points("encoder"), *head]
@@ -75,15 +76,15 @@ class XLNet(Model):
         query: Tensor | None = None,
         **fields: Tensor | None,
     ) -> Output:
-        """Run the model on int64 tokens [B, T], of which none is masked, or on the field of another embedding.
+        """Run the model on int64 tokens [B, T], none of them masked, or on the field of another embedding.
 
-        targets [B, T]: the tokens that are predicted, −100 elsewhere; gives `losses` instead of `logits`. Of `fields`,
-        positions, documents [B, T]: as in SequenceMetadata, with keys [B]. segments [B, T]: any numbers, only their
-        equality matters. order [B, T]: each token's rank in the order of prediction of its document; those of rank 0
-        are given, and all see them. content, query: from the previous pipeline stage.
+        targets [B, T]: the tokens to predict, −100 elsewhere; returns `losses` instead of `logits`. `fields` may hold
+        positions, documents [B, T] and keys [B]: see SequenceMetadata; segments [B, T]: only their equality matters;
+        order [B, T]: each token's rank in its document's order of prediction; all tokens see those of rank 0. content,
+        query: from the previous pipeline stage.
 
-        Without order, tokens see one another and themselves, as for fine-tuning. With it, the logits at a token are
-        the prediction of that very token from those of lower ranks.
+        Without order, tokens see one another and themselves, as for fine-tuning. With it, logits at a token predict
+        that token from those of lower ranks.
         """
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
         sequence = make_sequence(batch, self.reads, keys=keys)
@@ -99,7 +100,7 @@ class XLNet(Model):
             if targets is None:
                 logits = self.head(hidden)
             else:
-                losses["permutation"] = self.head(hidden, targets.gather(1, places(targets)))
+                losses["permutation"] = self.head(hidden, targets.gather(1, query_indices(targets)))
         return self.output(batch, hidden, losses, logits, carry={"content": x_BTD, "query": g_BQD})
 
     def stage(self, names: Collection[str]) -> Self:
@@ -112,24 +113,22 @@ class XLNet(Model):
 
 
 class QueryEmbedding(nn.Module):
-    """The learned vector with which the query stream starts; it is the same for all tokens."""
+    """Learned vector that starts the query stream, the same for all tokens."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.d_model))
         initial = initialiser(config, "encoder")
-        self.initial, self.roles = (
-            {"weight": initial("embedding", 1, config.d_model)},
-            {"weight": "embedding"},
-        )
+        self.initial = {"weight": initial("embedding", 1, config.d_model)}
+        self.roles = {"weight": "embedding"}
 
     def forward(self, like_BQ: Tensor) -> Tensor:
-        """[B, Q, D]."""
+        """Return the vector for each query, [B, Q, D]. like_BQ: of the queries' shape."""
         return self.weight.expand(*like_BQ.shape, -1)
 
 
 class TwoStreamStack(nn.Module):
-    """Embedding and blocks. The content stream ends before the last block, where only queries go on."""
+    """Embedding and blocks. The content stream ends before the last block if there are queries."""
 
     cp_plan = "local"
 
@@ -148,10 +147,12 @@ class TwoStreamStack(nn.Module):
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
         self.order = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
-        # The content stream goes through all depths but the last, so not through each use of the last block.
-        content = dict.fromkeys(self.order, 1.0) | {self.order[-1]: 1 - 1 / self.order.count(self.order[-1])}
+        # The content stream skips the last depth, one of the uses of the last block.
+        fractions = dict.fromkeys(self.order, 1.0) | {
+            self.order[-1]: 1 - 1 / self.order.count(self.order[-1])
+        }
         self.layers = nn.ModuleDict(
-            {str(i): TwoStreamBlock(config, i, content=content[str(i)]) for i in range(distinct)}
+            {str(i): TwoStreamBlock(config, i, content_fraction=fractions[str(i)]) for i in range(distinct)}
         )
         self.skip_rates = [config.drop_path * i / max(config.n_layers - 1, 1) for i in range(config.n_layers)]
         make_table = POSITIONS.get(config.position.name).score_bias
@@ -170,8 +171,12 @@ class TwoStreamStack(nn.Module):
         content: Tensor | None = None,
         query: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-        """Return hidden vectors of the content [B, T, D], of queries [B, Q, D] where something is predicted, and the
-        blocks' auxiliary losses. inputs: the field that the embedding reads. content, query: of the stage before."""
+        """Return hidden vectors of the content [B, T, D] and of the queries [B, Q, D], and the blocks' auxiliary
+        losses.
+
+        A stream that doesn't reach the end is None. inputs: the field that the embedding reads. content, query: from
+        the previous pipeline stage.
+        """
         x_BTD: Any = content
         g_BQD: Any = query
         losses = dict[str, Tensor]()
@@ -187,7 +192,7 @@ class TwoStreamStack(nn.Module):
             layer_query = None if query_stream is None else query_stream.at_layer(depth, skip_rate)
             outputs = block(x_BTD, g_BQD, table_RD, layer_content, layer_query)
             (x_BTD, g_BQD), losses = unpack(block, outputs, losses)
-        if self.dropout is not None:  # the stage with the end of the stack
+        if self.dropout is not None:  # only in the stage that ends the stack
             if query_stream is None:
                 x_BTD = self._finish(x_BTD, content_stream.sequence)
             else:
@@ -204,8 +209,8 @@ class TwoStreamStack(nn.Module):
         return view
 
     def split_points(self, path: str) -> list[SplitPoint]:
-        """Return those of embedding, query, blocks and end. The carry is "content" [B, T, D] and, where something is
-        predicted, "query" [B, Q, D]."""
+        """Return the split points of embedding, query, blocks and end. Stages exchange "content" [B, T, D] and, if
+        tokens are predicted, "query" [B, Q, D]."""
         content = {"content": CarrySpec("tokens", self.d_model)}
         query = {"query": CarrySpec("tokens", self.d_model, n_queries)}
         end = (f"{path}.dropout",) if self.norm is None else (f"{path}.norm", f"{path}.dropout")
@@ -232,15 +237,15 @@ class TwoStreamStack(nn.Module):
 
 
 class TwoStreamBlock(nn.Module):
-    """A transformer block that both streams go through with the same weights; both look at the content alone.
+    """Transformer block of both streams, with the same weights; both attend to the content.
 
-    content: the share of the block's uses in which the content stream goes through it, where something is predicted.
+    content_fraction: share of the block's uses that process the content stream, if tokens are predicted.
     """
 
-    def __init__(self, config: ModelConfig, depth: int, *, content: float) -> None:
+    def __init__(self, config: ModelConfig, depth: int, *, content_fraction: float) -> None:
         super().__init__()
         self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
-        self.content = content
+        self.content_fraction = content_fraction
         initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
         self.attn = TwoStreamAttention(config, initial)
@@ -248,12 +253,11 @@ class TwoStreamBlock(nn.Module):
         self.ffn = FFNS.get(config.ffn.name)(config, initial)
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Return the mean cost of a use: queries of both streams, those of the content ending before the last depth."""
-        share = PREDICTED_FRACTION if tokens.target_fraction is None else tokens.target_fraction
-        queries = tokens.with_count(tokens.n * (share + self.content))
-        return total_cost((self.attn_residual, self.ffn_residual, self.ffn), queries) + self.attn.cost(
-            queries, tokens.n
-        )
+        """Return the mean cost of a use, over the queries of both streams."""
+        predicted = PREDICTED_FRACTION if tokens.target_fraction is None else tokens.target_fraction
+        queries = tokens.with_count(tokens.n * (predicted + self.content_fraction))
+        sublayers = total_cost((self.attn_residual, self.ffn_residual, self.ffn), queries)
+        return sublayers + self.attn.cost(queries, tokens.n)
 
     def forward(
         self,
@@ -263,7 +267,7 @@ class TwoStreamBlock(nn.Module):
         content_stream: QueryStream | None,
         query_stream: QueryStream | None,
     ) -> tuple[Tensor | None, Tensor | None] | BlockOutput:
-        """The content and the query stream after the block, each where it goes through."""
+        """Return the content and the query stream after the block; None for a stream that doesn't pass through it."""
         extras = AuxiliaryCollector()
         keys_values = self.attn.content_keys_values(self.attn_residual.input_norm(x_BTD), table_RD)
 
@@ -282,81 +286,77 @@ class TwoStreamBlock(nn.Module):
 def streams_of(
     batch: Mapping[str, Tensor], sequence: SequenceMetadata
 ) -> tuple[QueryStream, QueryStream | None]:
-    """Return the content stream, in which tokens see those up to their own rank, and the query stream at tokens that
-    are predicted, which sees lower ranks. Without order and targets all see all, and there are no queries."""
+    """Return the content stream, whose tokens see ranks up to their own, and the query stream of the predicted tokens,
+    which sees lower ranks. Without order and targets, all tokens see one another, and there are no queries."""
     targets, row_positions = batch.get("targets"), batch.get("full_row_positions")
     zeros = torch.zeros_like(sequence.positions)
     full_zeros = zeros if row_positions is None else torch.zeros_like(row_positions)
 
-    def both(name: str) -> LocalAndFull:
+    def local_and_full(name: str) -> LocalAndFull:
         if name not in batch:
             return LocalAndFull(zeros, full_zeros)
-        return LocalAndFull(
-            batch[name], batch[name] if row_positions is None else needed(batch, f"full_row_{name}")
-        )
+        full = batch[name] if row_positions is None else needed(batch, f"full_row_{name}")
+        return LocalAndFull(batch[name], full)
 
-    segments = both("segments")
+    segments = local_and_full("segments")
     if "order" not in batch and targets is None:
-        return everywhere(sequence, segments), None
-    every_BQ = torch.arange(zeros.shape[1], device=zeros.device).expand_as(zeros)
-    numbers_BQ = every_BQ if targets is None else places(targets)
-    return two_streams(sequence, segments, both("order"), numbers_BQ, targets)
+        return content_stream_of(sequence, segments), None
+    indices_BQ = torch.arange(zeros.shape[1], device=zeros.device).expand_as(zeros)
+    if targets is not None:
+        indices_BQ = query_indices(targets)
+    return two_streams(sequence, segments, local_and_full("order"), indices_BQ, targets)
 
 
 def two_streams(
     sequence: SequenceMetadata,
     segments: LocalAndFull,
     order: LocalAndFull,
-    numbers_BQ: Tensor,
+    indices_BQ: Tensor,
     targets_BT: Tensor | None,
 ) -> tuple[QueryStream, QueryStream]:
-    """Return the content stream of all local tokens, which see ranks up to their own, and the query stream of tokens
-    `numbers_BQ`, which see lower ranks."""
-    query_order = LocalAndFull(order.local.gather(1, numbers_BQ) - 1, order.full)
-    # Queries must not drop the same elements as the content at the same place.
+    """Return the content stream of all local tokens, which see ranks up to their own, and the query stream of the
+    tokens at `indices_BQ`, which see lower ranks."""
+    query_order = LocalAndFull(order.local.gather(1, indices_BQ) - 1, order.full)
+    # Queries must not drop the same elements as the content of their token.
     keys = None if sequence.rng_keys is None else ~sequence.rng_keys
-    filled_BQ = sequence.non_padding_mask.long().gather(1, numbers_BQ) - 1
-    if targets_BT is not None:  # queries where nothing is predicted only fill the rows up
-        filled_BQ = filled_BQ.masked_fill(targets_BT.gather(1, numbers_BQ) == IGNORE, -1)
-    at_places = SequenceMetadata(sequence.positions.gather(1, numbers_BQ), filled_BQ, rng_keys=keys)
-    places_BQ = sequence.indices[numbers_BQ]
-    at_places.cached("indices", lambda: places_BQ)
+    documents_BQ = sequence.non_padding_mask.long().gather(1, indices_BQ) - 1  # 0, or −1 for padding
+    if targets_BT is not None:  # queries without a target are padding
+        documents_BQ = documents_BQ.masked_fill(targets_BT.gather(1, indices_BQ) == IGNORE, -1)
+    query_sequence = SequenceMetadata(sequence.positions.gather(1, indices_BQ), documents_BQ, rng_keys=keys)
+    row_indices_BQ = sequence.indices[indices_BQ]
+    query_sequence.cached("indices", lambda: row_indices_BQ)
     documents = documents_of(sequence)
     if documents is not None:
-        documents = LocalAndFull(documents.local.gather(1, numbers_BQ), documents.full)
-    segments_BQ = segments.local.gather(1, numbers_BQ)
-    query = QueryStream(
-        at_places, places_BQ, LocalAndFull(segments_BQ, segments.full), documents, query_order
-    )
-    return everywhere(sequence, segments, order), query
+        documents = LocalAndFull(documents.local.gather(1, indices_BQ), documents.full)
+    segments_BQ = segments.local.gather(1, indices_BQ)
+    query_segments = LocalAndFull(segments_BQ, segments.full)
+    query = QueryStream(query_sequence, row_indices_BQ, query_segments, documents, query_order)
+    return content_stream_of(sequence, segments, order), query
 
 
-def everywhere(
+def content_stream_of(
     sequence: SequenceMetadata, segments: LocalAndFull, order: LocalAndFull | None = None
 ) -> QueryStream:
-    """The content stream, of all tokens here. order: None: tokens see one another."""
-    places_BT = sequence.indices.expand_as(segments.local)
-    return QueryStream(sequence, places_BT, segments, documents_of(sequence), order)
+    """Return the content stream of all local tokens. order: None: tokens see one another."""
+    row_indices_BT = sequence.indices.expand_as(segments.local)
+    return QueryStream(sequence, row_indices_BT, segments, documents_of(sequence), order)
 
 
 def documents_of(sequence: SequenceMetadata) -> LocalAndFull | None:
-    """The documents of tokens here and of their rows; None where all see all."""
-    numbers = sequence.document_ids()
-    return None if numbers is None else LocalAndFull(*numbers)
+    """Return the documents of local tokens and of full rows; None if all tokens see one another."""
+    documents = sequence.document_ids()
+    return None if documents is None else LocalAndFull(*documents)
 
 
-def places(targets_BT: Tensor) -> Tensor:
-    """Return the places of the query stream [B, Q]: targets, padded with other places to the most targets of any
-    row."""
-    first_others_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
-    return first_others_BT[:, : n_queries({"targets": targets_BT})]
+def query_indices(targets_BT: Tensor) -> Tensor:
+    """Return the token indices of the query stream [B, Q]: those with targets, padded with others to equal numbers."""
+    targets_first_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
+    return targets_first_BT[:, : n_queries({"targets": targets_BT})]
 
 
 def n_queries(inputs: Mapping[str, Tensor]) -> int:
-    """Q: the most targets of a row, rounded up to whole groups."""
+    """Return Q: the largest number of targets of a row, rounded up to a multiple of `QUERY_MULTIPLE`."""
     targets_BT = inputs["targets"]
-    together, max_targets = (
-        gcd(targets_BT.shape[1], TOGETHER),
-        max(int((targets_BT != IGNORE).sum(1).max()), 1),
-    )
-    return -(-max_targets // together) * together
+    multiple = gcd(targets_BT.shape[1], QUERY_MULTIPLE)
+    max_targets = max(int((targets_BT != IGNORE).sum(1).max()), 1)
+    return -(-max_targets // multiple) * multiple

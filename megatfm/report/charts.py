@@ -9,12 +9,16 @@ from typing import Any, Literal
 from megatfm.report.run import Curve
 
 MAX_POINTS = 1500
+"""Largest number of points of a curve in the page."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve to draw. Kinds: `raw` values are drawn behind their `smooth` curve; `dots` marks each point; `other` is
-    another run's curve, drawn behind this run's."""
+    """A curve to draw.
+
+    Kinds: `raw` values are drawn behind their `smooth` curve; `dots` marks each point; `other` is another run's curve,
+    drawn behind this run's.
+    """
 
     name: str
     curve: Curve
@@ -73,9 +77,8 @@ class Chart:
     @property
     def steps(self) -> tuple[int, int]:
         """First and last step."""
-        return min(line.curve.steps[0] for line in self.lines), max(
-            line.curve.steps[-1] for line in self.lines
-        )
+        first = min(line.curve.steps[0] for line in self.lines)
+        return first, max(line.curve.steps[-1] for line in self.lines)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -141,9 +144,8 @@ def smooth(curve: Curve) -> Curve:
     for i, value in enumerate(curve.values):
         reach = min(count // 50, i)
         low, high = i - reach, min(i + reach + 1, count)
-        smoothed.append(
-            (sums[high] - sums[low]) / (counts[high] - counts[low]) if math.isfinite(value) else value
-        )
+        mean = (sums[high] - sums[low]) / max(counts[high] - counts[low], 1)
+        smoothed.append(mean if math.isfinite(value) else value)
     return Curve(curve.steps, smoothed)
 
 
@@ -184,9 +186,9 @@ def _summarize(line: Line) -> str:
     return f"{line.name}: {format_number(start)} at step {first:,}, {format_number(end)} at step {last:,}"
 
 
-def round_ticks(low: float, high: float, about: int) -> list[float]:
-    """Return round numbers between two limits, spaced by 1, 2 or 5 times a power of ten. about: their rough number."""
-    rough = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+def round_ticks(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` round numbers between two limits, spaced by 1, 2 or 5 times a power of ten."""
+    min_step = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(min_step))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= min_step)
     return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -76,54 +76,67 @@ class TimeShare:
     colour: int
 
 
-def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
-    """Return the charts of the curves that the run has. compared: name → run whose curves are drawn behind."""
-    compared = compared or {}
+@dataclass(frozen=True)
+class RunLines:
+    """Lines of a run's curves, each with those of other runs behind. compared: name → run."""
 
-    def behind(*path: str, name: str = "", is_smooth: bool = False) -> list[Line]:
-        curves = [(other, run.curve(*path)) for other, run in compared.items()]
+    run: Run
+    compared: Mapping[str, Run]
+
+    def behind(self, *path: str, name: str = "", is_smooth: bool = False) -> list[Line]:
+        """Return the curves at a path of the compared runs. name: appended to the names of the runs."""
+        curves = [(other, run.curve(*path)) for other, run in self.compared.items()]
         return [
             Line(other + name, smooth(curve) if is_smooth else curve, 6 - i % 5, "other", i + 1)
             for i, (other, curve) in enumerate(curves)
         ]
 
-    def evaluated(*key: str) -> list[Line]:
+    def evaluated(self, *key: str) -> list[Line]:
+        """Return the curves of a metric on each validation set."""
+        names = self.run.evaluated
         lines = [
-            Line(name, run.curve("evaluation", name, *key), 2 + i % 5, "dots")
-            for i, name in enumerate(run.evaluated)
+            Line(name, self.run.curve("evaluation", name, *key), 2 + i % 5, "dots")
+            for i, name in enumerate(names)
         ]
         return lines + [
-            line for name in run.evaluated for line in behind("evaluation", name, *key, name=f", {name}")
+            line for name in names for line in self.behind("evaluation", name, *key, name=f", {name}")
         ]
 
-    def smoothed(name: str, key: str) -> list[Line]:
-        curve = run.curve(key)
+    def smoothed(self, name: str, key: str) -> list[Line]:
+        """Return a raw curve and its smooth one."""
+        curve = self.run.curve(key)
         return [
             Line(name, curve, kind="raw"),
             Line(name, smooth(curve), kind="smooth"),
-            *behind(key, is_smooth=True),
+            *self.behind(key, is_smooth=True),
         ]
 
+
+def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
+    """Return the charts of the curves that the run has. compared: name → run whose curves are drawn behind."""
+    of = RunLines(run, compared or {})
     terms = [Line(name, smooth(run.curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.terms)]
     levels = [level for name in run.evaluated for level in baselines(run, name)]
-    drawn = (
-        chart("Loss", loss_unit(run), [*smoothed("training", "loss"), *evaluated("loss")]),
+    candidates = (
+        chart("Loss", loss_unit(run), [*of.smoothed("training", "loss"), *of.evaluated("loss")]),
         chart("Terms of the loss", "mean over their targets", terms),
         source_chart(run),
-        chart("Bits per byte", "held-out text", evaluated("bits_per_byte"), levels=levels),
+        chart("Bits per byte", "held-out text", of.evaluated("bits_per_byte"), levels=levels),
         *(
             chart(
                 metric_title(metric),
                 METRICS.get(metric, ("", "held-out examples"))[1],
-                evaluated("metrics", metric),
+                of.evaluated("metrics", metric),
             )
             for metric in run.metrics
         ),
-        *task_charts(run, compared),
+        *task_charts(run, of.compared),
         *position_charts(run),
-        chart("Gradient norm", "before clipping", smoothed("gradient norm", "grad_norm")),
-        chart("Learning rate", "", [Line("learning rate", run.curve("lr")), *behind("lr")], from_zero=True),
-        chart("Speed", "tokens per second", smoothed("speed", "tokens_per_second"), from_zero=True),
+        chart("Gradient norm", "before clipping", of.smoothed("gradient norm", "grad_norm")),
+        chart(
+            "Learning rate", "", [Line("learning rate", run.curve("lr")), *of.behind("lr")], from_zero=True
+        ),
+        chart("Speed", "tokens per second", of.smoothed("speed", "tokens_per_second"), from_zero=True),
         chart(
             "Utilization (MFU)",
             f"% of {run.environment.get('peak', 'what the devices could do')}",
@@ -138,7 +151,8 @@ def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
         mixture_chart(run),
         *layer_charts(run),
     )
-    return [replace(drawing, events=event_lines(run, *drawing.steps)) for drawing in drawn if drawing]
+    drawn = [candidate for candidate in candidates if candidate]
+    return [replace(drawing, events=event_lines(run, *drawing.steps)) for drawing in drawn]
 
 
 def event_lines(run: Run, first: int, last: int) -> list[EventLine]:
@@ -160,12 +174,12 @@ def mixture_chart(run: Run) -> Chart | None:
     phases = [(0.0, {name: float(source["weight"]) for name, source in sources.items()})]
     phases += [(float(change["tokens"]), change["weights"]) for change in data.get("mixture_schedule", [])]
 
-    def share(name: str, seen: float) -> float:
+    def percentage(name: str, seen: float) -> float:
         weights = [weights for begins, weights in phases if begins <= seen][-1]
         return 100 * float(weights.get(name, 0)) / sum(map(float, weights.values()))
 
     def curve(name: str) -> Curve:
-        return Curve(tokens.steps, [share(name, seen) for seen in tokens.values])
+        return Curve(tokens.steps, [percentage(name, seen) for seen in tokens.values])
 
     lines = [Line(name, curve(name), 1 + i % 6) for i, name in enumerate(sources)]
     return chart("Mixture", "% of the rows", lines, from_zero=True)
@@ -207,10 +221,12 @@ def _share_of_step(run: Run, *path: str) -> Curve:
     """Return a part of each step's time in percent."""
     part, steps = run.curve(*path), run.curve("step_seconds")
     seconds = dict(zip(steps.steps, steps.values, strict=True))
-    shares = [
-        (s, 100 * v / seconds[s]) for s, v in zip(part.steps, part.values, strict=True) if seconds.get(s)
-    ]
-    return Curve([step for step, _ in shares], [share for _, share in shares])
+    percentages = {
+        step: 100 * value / seconds[step]
+        for step, value in zip(part.steps, part.values, strict=True)
+        if seconds.get(step)
+    }
+    return Curve(list(percentages), list(percentages.values()))
 
 
 def scale(curve: Curve, factor: float) -> Curve:
@@ -224,9 +240,6 @@ def baselines(run: Run, name: str) -> list[ReferenceLine]:
     return [ReferenceLine(key, value) for key, value in table.items()] if isinstance(table, Mapping) else []
 
 
-# --- layers ---------------------------------------------------------------------------------------------------------
-
-
 def layer_charts(run: Run) -> list[Chart | None]:
     """Return one chart for each kind of layer statistics; None for those not recorded (see `log.layer_stats_every`)."""
     return [_layer_chart(run, kind, *labels) for kind, labels in KINDS.items()]
@@ -235,16 +248,16 @@ def layer_charts(run: Run) -> list[Chart | None]:
 def _layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
     paths = [path for path in run.curves if path[0] == "norms" and len(path) == 3 and path[2] == kind]
     paths.sort(key=lambda path: natural_key(path[1]))
-    drawn = evenly_spaced(paths, MAX_LAYERS)
-    colours = {path: 1 + i for i, path in enumerate(evenly_spaced(drawn, MAX_LEGEND))}
+    shown = evenly_spaced(paths, MAX_LAYERS)
+    colours = {path: 1 + i for i, path in enumerate(evenly_spaced(shown, MAX_LEGEND))}
     lines, colour = [], 1
-    for path in drawn:
+    for path in shown:
         colour = colours.get(path, colour)
         lines.append(
             Line(short_name(path[1]), run.curve(*path), colour, "line" if path in colours else "raw")
         )
-    shown_share = f", {len(drawn)} of {len(paths)} layers" if len(drawn) < len(paths) else ""
-    return chart(f"{title} by layer", f"{unit}{shown_share}", lines, from_zero=kind == "dropped")
+    selection = f", {len(shown)} of {len(paths)} layers" if len(shown) < len(paths) else ""
+    return chart(f"{title} by layer", f"{unit}{selection}", lines, from_zero=kind == "dropped")
 
 
 def evenly_spaced(items: Sequence[Item], limit: int) -> list[Item]:
@@ -264,9 +277,6 @@ def short_name(layer: str) -> str:
     return layer.replace(".layers.", " ")
 
 
-# --- experts --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class HeatMap:
     """A heat map for the template."""
@@ -284,12 +294,13 @@ class HeatMap:
 def expert_load_maps(run: Run) -> list[HeatMap]:
     """Return a heat map for each layer with experts, at most MAX_LAYERS, evenly spaced (`log.layer_stats_every`)."""
     layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
-    drawn = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
-    shown_share = f" · {len(drawn)} of {len(layers)} layers" if len(drawn) < len(layers) else ""
-    return [_map(run, layer, shown_share) for layer in drawn]
+    shown = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
+    selection = f" · {len(shown)} of {len(layers)} layers" if len(shown) < len(layers) else ""
+    return [_load_map(run, layer, selection) for layer in shown]
 
 
-def _map(run: Run, layer: str, shown_share: str) -> HeatMap:
+def _load_map(run: Run, layer: str, selection: str) -> HeatMap:
+    """Return the heat map of a layer. selection: appended to the unit."""
     keys = sorted(
         (path for path in run.curves if path[:3] == ("norms", layer, "load")), key=lambda path: int(path[3])
     )
@@ -297,27 +308,28 @@ def _map(run: Run, layer: str, shown_share: str) -> HeatMap:
     first, last = curves[0].steps[0], curves[0].steps[-1]
     columns = min(COLUMNS, len(curves[0].steps))
 
-    def across(step: float) -> float:
+    def column_of(step: float) -> float:
         return (columns - 1) * (step - first) / max(last - first, 1)
 
-    rows = [_means(curve, columns, [round(across(step)) for step in curve.steps]) for curve in curves]
+    rows = [_means(curve, columns, [round(column_of(step)) for step in curve.steps]) for curve in curves]
     height = len(rows)
-    named = range(0, height, max(1, math.ceil(height / 8)))
-    steps = [
-        step for step in round_ticks(first, max(last, first + 1), 6) if step == int(step) and step <= last
-    ]
+    labelled_experts = range(0, height, max(1, math.ceil(height / 8)))
+    ticks = round_ticks(first, max(last, first + 1), 6)
+    labelled_steps = [step for step in ticks if step == int(step) and step <= last]
     return HeatMap(
         title=f"Load of experts, {short_name(layer)}",
-        unit=f"choices, as a multiple of the mean{shown_share}",
+        unit=f"choices, as a multiple of the mean{selection}",
         picture=png([[colour(value) for value in row] for row in rows]),
-        x_ticks=[Tick(100 * (across(step) + 0.5) / columns, format_number(step)) for step in steps],
-        y_ticks=[Tick(100 * (place + 0.5) / height, str(place)) for place in named],
+        x_ticks=[
+            Tick(100 * (column_of(step) + 0.5) / columns, format_number(step)) for step in labelled_steps
+        ],
+        y_ticks=[Tick(100 * (expert + 0.5) / height, str(expert)) for expert in labelled_experts],
         summary=_summarize_loads(curves),
     )
 
 
 def _means(curve: Curve, columns: int, column_of_value: Sequence[int]) -> list[float]:
-    """Return the mean of the values in each column."""
+    """Return the mean of the finite values in each column; NaN for an empty one."""
     sums, counts = [0.0] * columns, [0] * columns
     for column, value in zip(column_of_value, curve.values, strict=True):
         if math.isfinite(value):
@@ -345,9 +357,8 @@ def colour(load: float) -> tuple[int, int, int, int]:
     """Return a load's colour (RGBA): blue below the mean, grey at it, orange above; transparent if unknown."""
     if not math.isfinite(load):
         return 0, 0, 0, 0
-    power = (
-        min(max(math.log2(load), COLOUR_STOPS[0][0]), COLOUR_STOPS[-1][0]) if load > 0 else COLOUR_STOPS[0][0]
-    )
+    lowest, highest = COLOUR_STOPS[0][0], COLOUR_STOPS[-1][0]
+    power = min(max(math.log2(load), lowest), highest) if load > 0 else lowest
     for (low, dark), (high, light) in pairwise(COLOUR_STOPS):
         if power <= high:
             share = (power - low) / (high - low)

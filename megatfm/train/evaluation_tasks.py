@@ -81,9 +81,9 @@ class TokenLossRecorder:
     parts: list[TokenLosses] = field(default_factory=list)
     _calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def new_losses(self, targets_BT: Tensor, at_M: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def new_losses(self, targets_BT: Tensor, indices_M: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return a tensor [M] into which a call of the head writes its losses."""
-        assert at_M is None  # causal heads compute all tokens
+        assert indices_M is None  # causal heads compute all tokens
         losses_M = targets_BT.new_zeros(targets_BT.numel(), dtype=dtype)
         self._calls.append((targets_BT, losses_M))
         return losses_M

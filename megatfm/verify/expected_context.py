@@ -8,6 +8,7 @@ the experts' outputs.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -46,6 +47,15 @@ SIDES = ("", "encoder_")
 """Prefixes of field names, one for each side of an encoder-decoder."""
 
 ALL_KEYS = ("DisentangledCore", "ShawCore")  # their biases need all keys at once
+
+
+@dataclass(frozen=True)
+class RankTraffic:
+    """Ledger of the rank at an index, and the micro-batch whose traffic it records."""
+
+    ledger: ExpectedTraffic
+    microbatch: int
+    index: int
 
 
 class ContextShards:
@@ -90,9 +100,8 @@ class ContextShards:
         owner = self._model.get_submodule(path.rpartition(".")[0])
         if not is_a(owner, "SoftMoE"):
             is_encoder = path.startswith("encoder.") and "encoder_" in self._positions_by_rank
-            return chosen_BTK[
-                :, torch.from_numpy(self._positions_by_rank["encoder_" if is_encoder else ""][rank])
-            ]
+            positions = self._positions_by_rank["encoder_" if is_encoder else ""][rank]
+            return chosen_BTK[:, torch.from_numpy(positions)]
         ranks, slots = self._config.parallel.cp, chosen_BTK.shape[1]
         share = -(-slots // ranks)
         no_expert: int = owner.experts.n_experts  # type: ignore[assignment, union-attr]
@@ -103,20 +112,19 @@ class ContextShards:
         self, ledger: ExpectedTraffic, microbatch: int, rank: int, calls: Sequence[Call]
     ) -> None:
         """Add the bytes that a rank sends for one micro-batch."""
+        traffic = RankTraffic(ledger, microbatch, rank)
         for call in calls:
             module = self._model.get_submodule(call.path)
             for name, method in self._METHODS.items():
                 if is_a(module, name):
-                    method(self, ledger, microbatch, rank, call, module)
+                    method(self, traffic, call, module)
                     break
             if call.path.endswith(".counted"):
                 recompute = self._config.train.recompute
                 times = 1 + (recompute == "full" and call.in_layer and call.saves_tensors_after)
                 ledger.all_reduce(CONTEXT, call.output_numel * self._reduction_bytes, times=times)
 
-    def _add_attention(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_attention(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add keys and values, or the latents that they are projected from."""
         is_latent = is_a(module, "LatentCore")
         qkv = latent_qkv(call) if is_latent else known_shapes(call.inputs[:3])
@@ -126,37 +134,33 @@ class ContextShards:
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
         if is_cross_attention(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
-            all_positions = [np.sort(np.concatenate(by_rank))] * len(by_rank)
-            self._add_point_to_point(ledger, rank, call, by_rank, all_positions, numel_per_token)
+            self._add_all_keys(rank, call, by_rank, numel_per_token)
             return
-        fetched = self._needed_keys(microbatch, call, module)
+        fetched = self._needed_keys(rank.microbatch, call, module)
         if sees_key_runs(pattern, sum(map(len, by_rank)), causal=causal):
             if not is_a(module, "LocalAttention"):  # its global queries run in a module of their own
-                self._add_global_queries(ledger, microbatch, call, qkv)
-            self._add_point_to_point(ledger, rank, call, by_rank, fetched, numel_per_token)
+                self._add_global_queries(rank, call, qkv)
+            self._add_point_to_point(rank, call, by_rank, fetched, numel_per_token)
             return
         share = self._fetched_share(by_rank, fetched)
         is_ring = 2 * share >= 1
         if self._is_ulysses(qkv, numel_per_token, None if is_ring else share):
-            self._add_ulysses(ledger, rank, call, qkv, by_rank)
+            self._add_ulysses(rank, call, qkv, by_rank)
         elif is_ring:
-            self._add_ring(ledger, rank, call, [len(positions) for positions in by_rank], numel_per_token)
+            self._add_ring(rank, call, [len(positions) for positions in by_rank], numel_per_token)
         else:
-            self._add_point_to_point(ledger, rank, call, by_rank, fetched, numel_per_token)
+            self._add_point_to_point(rank, call, by_rank, fetched, numel_per_token)
 
     @staticmethod
     def _fetched_share(by_rank: Sequence[Positions], fetched: Sequence[Positions]) -> Fraction:
         """Return the most keys that a rank fetches, as a share of the keys that a ring brings it."""
         c, length = len(by_rank), sum(map(len, by_rank))
         max_fetched = max(
-            len(np.setdiff1d(keys, local_positions))
-            for keys, local_positions in zip(fetched, by_rank, strict=True)
+            len(np.setdiff1d(keys, local)) for keys, local in zip(fetched, by_rank, strict=True)
         )
         return Fraction(max_fetched * c, (c - 1) * length)
 
-    def _add_ring(
-        self, ledger: ExpectedTraffic, rank: int, call: Call, tokens: Sequence[int], numel_per_token: int
-    ) -> None:
+    def _add_ring(self, rank: RankTraffic, call: Call, tokens: Sequence[int], numel_per_token: int) -> None:
         """Add a ring: at step s a rank sends the shard that rank − s started with, and gradients one step behind.
 
         Gradients are in float32 or wider. numel_per_token: elements per position, over all rows.
@@ -164,14 +168,15 @@ class ContextShards:
         size, c = self._compute_bytes, len(tokens)
         for step in range(c - 1):
             for _ in range(self._n_forwards(call) + call.has_gradient):
-                ledger.send(CONTEXT, tokens[(rank - step) % c] * numel_per_token * size)
+                rank.ledger.send(CONTEXT, tokens[(rank.index - step) % c] * numel_per_token * size)
             if call.has_gradient:
-                ledger.send(CONTEXT, tokens[(rank - step - 1) % c] * numel_per_token * max(4, size))
+                rank.ledger.send(
+                    CONTEXT, tokens[(rank.index - step - 1) % c] * numel_per_token * max(4, size)
+                )
 
     def _add_point_to_point(
         self,
-        ledger: ExpectedTraffic,
-        rank: int,
+        rank: RankTraffic,
         call: Call,
         by_rank: list[Positions],
         fetched: Sequence[Positions],
@@ -179,14 +184,21 @@ class ContextShards:
     ) -> None:
         """Add one message to each rank that fetches tokens from here, and one with gradients back to each owner."""
         for peer, peer_positions in enumerate(by_rank):
-            if peer == rank:
+            if peer == rank.index:
                 continue
-            n_sent = len(np.intersect1d(by_rank[rank], fetched[peer]))
-            n_received = len(np.intersect1d(peer_positions, fetched[rank]))
+            n_sent = len(np.intersect1d(by_rank[rank.index], fetched[peer]))
+            n_received = len(np.intersect1d(peer_positions, fetched[rank.index]))
             for _ in range(self._n_forwards(call) if n_sent else 0):
-                ledger.send(CONTEXT, n_sent * numel_per_token * self._compute_bytes)
+                rank.ledger.send(CONTEXT, n_sent * numel_per_token * self._compute_bytes)
             if n_received and call.has_gradient:
-                ledger.send(CONTEXT, n_received * numel_per_token * self._compute_bytes)
+                rank.ledger.send(CONTEXT, n_received * numel_per_token * self._compute_bytes)
+
+    def _add_all_keys(
+        self, rank: RankTraffic, call: Call, by_rank: list[Positions], numel_per_token: int
+    ) -> None:
+        """Add a fetch of all keys by each rank."""
+        all_positions = [np.sort(np.concatenate(by_rank))] * len(by_rank)
+        self._add_point_to_point(rank, call, by_rank, all_positions, numel_per_token)
 
     def _needed_keys(self, microbatch: int, call: Call, module: nn.Module) -> list[Positions]:
         """Return the keys that each rank's queries need; cached for layers with the same pattern and mask."""
@@ -201,22 +213,19 @@ class ContextShards:
         return self._needed_cache[key]
 
     def _add_ulysses(
-        self, ledger: ExpectedTraffic, rank: int, call: Call, qkv: Sequence[Shape], by_rank: list[Positions]
+        self, rank: RankTraffic, call: Call, qkv: Sequence[Shape], by_rank: list[Positions]
     ) -> None:  # fmt: skip
         """Add Ulysses' all-to-alls of queries, keys with values, and outputs, and of their gradients."""
         c, (n, k) = len(by_rank), self._heads(*qkv[:2])
         (rows, *_, h), (*_, v) = qkv[0], qkv[2]
-        local_rows = rows * len(by_rank[rank]) * (c - 1)
-        remote_rows = rows * sum(len(positions) for i, positions in enumerate(by_rank) if i != rank)
+        local_rows = rows * len(by_rank[rank.index]) * (c - 1)
+        remote_rows = rows * sum(len(positions) for i, positions in enumerate(by_rank) if i != rank.index)
         for width, to_heads in ((n // c * h, True), (max(k, c) // c * (h + v), True), (n // c * v, False)):
+            forward, backward = (local_rows, remote_rows) if to_heads else (remote_rows, local_rows)
             for _ in range(self._n_forwards(call)):
-                ledger.all_to_all(
-                    CONTEXT, (local_rows if to_heads else remote_rows) * width * self._compute_bytes
-                )
+                rank.ledger.all_to_all(CONTEXT, forward * width * self._compute_bytes)
             if call.has_gradient:
-                ledger.all_to_all(
-                    CONTEXT, (remote_rows if to_heads else local_rows) * width * self._compute_bytes
-                )
+                rank.ledger.all_to_all(CONTEXT, backward * width * self._compute_bytes)
 
     def _is_ulysses(self, qkv: Sequence[Shape], numel_per_token: int, share: Fraction | None) -> bool:
         """Return whether Ulysses is used: if configured, or if heads divide and it sends less.
@@ -229,19 +238,13 @@ class ContextShards:
             return parallel.cp_method == "ulysses"
         (heads, keys), c = self._heads(q, k), parallel.cp
         is_divisible = heads % c == 0 and (keys % c == 0 or c % keys == 0)
-        times = 3 if share is None else 2 * share
-        return (
-            is_divisible and 2 * (heads + max(keys, c)) * (q[3] + v[3]) * q[0] < times * c * numel_per_token
-        )
+        ulysses_numel = 2 * (heads + max(keys, c)) * (q[3] + v[3]) * q[0]
+        return is_divisible and ulysses_numel < (3 if share is None else 2 * share) * c * numel_per_token
 
-    def _add_global_attention(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
-        self._add_global_queries(ledger, microbatch, call, known_shapes(call.inputs[1:4]))
+    def _add_global_attention(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
+        self._add_global_queries(rank, call, known_shapes(call.inputs[1:4]))
 
-    def _add_global_queries(
-        self, ledger: ExpectedTraffic, microbatch: int, call: Call, qkv: Sequence[Shape]
-    ) -> None:
+    def _add_global_queries(self, rank: RankTraffic, call: Call, qkv: Sequence[Shape]) -> None:
         """Add global queries: all-reduced (other ranks add zeros); their outputs and log-sum-exps are all-gathered in
         float32 or wider; the backward pass reduces both gradients."""
         (rows, n, _, h), (*_, v) = qkv[0], qkv[2]
@@ -251,123 +254,100 @@ class ContextShards:
         for owner, positions in enumerate(by_rank):
             rank_of[positions] = owner
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
-        count = count_global_queries(pattern, self._rows(microbatch, side), rank_of, causal=causal)
+        count = count_global_queries(pattern, self._rows(rank.microbatch, side), rank_of, causal=causal)
+        if not count:
+            return
         queries = rows * n // self._config.parallel.tp * count
         sums = self._n_forward_sums(call) + call.has_gradient
-        ledger.all_reduce(CONTEXT, queries * h * size, times=bool(count) * sums)
-        ledger.all_reduce(CONTEXT, queries * v * size, times=bool(count) * call.has_gradient)
-        ledger.all_gather(
-            CONTEXT, queries * (v + 1) * max(4, size), times=bool(count) * self._n_forwards(call)
-        )
+        rank.ledger.all_reduce(CONTEXT, queries * h * size, times=sums)
+        rank.ledger.all_reduce(CONTEXT, queries * v * size, times=call.has_gradient)
+        rank.ledger.all_gather(CONTEXT, queries * (v + 1) * max(4, size), times=self._n_forwards(call))
 
-    def _add_linformer(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_linformer(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add sums of each document's projected keys and values over its tokens on all ranks."""
         options: Any = block_of(self._config, call.path).attention
-        documents = sum(1 for _ in self._rows(microbatch, self._side(call)).bounds())
-        self._add_key_sums(ledger, call, documents * 2 * options.projected_length)
+        documents = sum(1 for _ in self._rows(rank.microbatch, self._side(call)).bounds())
+        self._add_key_sums(rank, call, documents * 2 * options.projected_length)
 
-    def _add_compressed(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_compressed(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add sums of compressed keys and values, one for each block of `factor` tokens of a document; rows are padded
         to the most blocks."""
         options: Any = block_of(self._config, call.path).attention
-        rows = self._rows(microbatch, self._side(call))
+        rows = self._rows(rank.microbatch, self._side(call))
         n_blocks = [0] * rows.count
         for row, begin, end in rows.bounds():
             n_blocks[row] += -(-(end - begin) // options.factor)
-        self._add_key_sums(ledger, call, rows.count * max(n_blocks) * 2)
+        self._add_key_sums(rank, call, rows.count * max(n_blocks) * 2)
 
-    def _add_key_sums(self, ledger: ExpectedTraffic, call: Call, numel_per_head: int) -> None:
+    def _add_key_sums(self, rank: RankTraffic, call: Call, numel_per_head: int) -> None:
         """Add all-reduces of keys and values that summarise tokens of several ranks, forward and backward."""
         model = self._config.model
         elements = numel_per_head * model.head_width * model.attention.n_heads // self._config.parallel.tp
         times = self._n_forward_sums(call) + call.has_gradient
-        ledger.all_reduce(CONTEXT, elements * self._compute_bytes, times=times)
+        rank.ledger.all_reduce(CONTEXT, elements * self._compute_bytes, times=times)
 
-    def _add_soft_moe(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_soft_moe(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add a soft mixture: log-sum-exps are all-gathered, slots reduce-scattered, expert outputs all-gathered."""
         ranks, mixture = self._config.parallel.cp, self._model.get_submodule(call.path)
         (rows, _, d), (slots, _) = call.inputs[0] or (0, 0, 0), mixture.weight.shape  # type: ignore[misc]
-        documents = self._rows(microbatch, self._side(call)).documents
+        documents = self._rows(rank.microbatch, self._side(call)).documents
         slots *= 1 if documents is None else int(documents.max()) + 1
         rank_bytes = rows * -(-slots // ranks) * d * self._compute_bytes
         for shard_bytes in (rows * slots * self._reduction_bytes, rank_bytes):
-            ledger.all_gather(CONTEXT, shard_bytes, times=self._n_forwards(call))
-            ledger.reduce_scatter(CONTEXT, shard_bytes * ranks, times=call.has_gradient)
-        ledger.reduce_scatter(CONTEXT, rank_bytes * ranks, times=self._n_forward_sums(call))
-        ledger.all_gather(CONTEXT, rank_bytes, times=call.has_gradient)
+            rank.ledger.all_gather(CONTEXT, shard_bytes, times=self._n_forwards(call))
+            rank.ledger.reduce_scatter(CONTEXT, shard_bytes * ranks, times=call.has_gradient)
+        rank.ledger.reduce_scatter(CONTEXT, rank_bytes * ranks, times=self._n_forward_sums(call))
+        rank.ledger.all_gather(CONTEXT, rank_bytes, times=call.has_gradient)
 
-    def _add_gathered_keys(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_gathered_keys(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add the keys and values of full rows, which two-stream attention fetches."""
-        by_rank = self._positions_by_rank[""]
-        all_positions = [np.sort(np.concatenate(by_rank))] * len(by_rank)
-        self._add_point_to_point(
-            ledger, rank, call, by_rank, all_positions, self._numel_per_token(known_shapes(call.inputs[:2]))
-        )
+        numel_per_token = self._numel_per_token(known_shapes(call.inputs[:2]))
+        self._add_all_keys(rank, call, self._positions_by_rank[""], numel_per_token)
 
-    def _add_span_boundaries(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_span_boundaries(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add hidden states at the boundaries of masked spans that reach into another rank."""
-        fields, by_rank = self._microbatch(microbatch), self._positions_by_rank[""]
+        fields, by_rank = self._microbatch(rank.microbatch), self._positions_by_rank[""]
         fetched = span_boundaries(fields["span_left"], fields["span_right"], by_rank)
         (hidden,) = known_shapes(call.inputs[:1])
-        self._add_point_to_point(ledger, rank, call, by_rank, fetched, hidden[0] * hidden[2])
+        self._add_point_to_point(rank, call, by_rank, fetched, hidden[0] * hidden[2])
 
-    def _add_token_gather(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_token_gather(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add vectors of the encoder's row that tokens of another rank look up."""
-        fetched = visible_tokens(self._microbatch(microbatch), self._positions_by_rank[""])
+        fetched = visible_tokens(self._microbatch(rank.microbatch), self._positions_by_rank[""])
         (x,) = known_shapes(call.inputs[:1])
-        self._add_point_to_point(
-            ledger, rank, call, self._positions_by_rank["encoder_"], fetched, x[0] * x[2]
-        )
+        self._add_point_to_point(rank, call, self._positions_by_rank["encoder_"], fetched, x[0] * x[2])
 
-    def _add_row_sums(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_row_sums(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add all-reduces of token scores, or of sums over each image; rows are padded to the most images."""
         (rows, _, width), n_bytes = call.inputs[0] or (0, 0, 0), self._reduction_bytes
-        documents = self._rows(microbatch, self._side(call)).documents
+        documents = self._rows(rank.microbatch, self._side(call)).documents
         sums = 1 if documents is None else max(int(documents.max()) + 1, 1)
         if is_a(module, "RowScores"):
             sums, n_bytes = sum(map(len, self._positions_by_rank[""])), self._compute_bytes
-        ledger.all_reduce(CONTEXT, rows * sums * width * n_bytes, times=1 + call.has_gradient)
+        rank.ledger.all_reduce(CONTEXT, rows * sums * width * n_bytes, times=1 + call.has_gradient)
 
-    def _add_pooling(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_pooling(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add attention pooling: for each image and head the largest score, then sums of values and of weights."""
         (heads, width), (rows, *_) = known_shapes(call.inputs[:2])
-        documents = self._rows(microbatch, self._side(call)).documents
+        documents = self._rows(rank.microbatch, self._side(call)).documents
         images = 1 if documents is None else max(int(documents.max()) + 1, 1)
         n_bytes = rows * images * heads * self._reduction_bytes
-        ledger.all_reduce(CONTEXT, n_bytes)
-        ledger.all_reduce(CONTEXT, n_bytes * (width + 1), times=1 + call.has_gradient)
+        rank.ledger.all_reduce(CONTEXT, n_bytes)
+        rank.ledger.all_reduce(CONTEXT, n_bytes * (width + 1), times=1 + call.has_gradient)
 
-    def _add_expert_capacity(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_expert_capacity(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add messages of a rank's choices to all others, if experts have a capacity per row."""
         if module.capacity_factor is not None or module.fixed_capacity is not None:
-            for _ in range(self._n_forwards(call) * (self._config.parallel.cp - 1)):
-                ledger.send(CONTEXT, prod(call.inputs[2] or ()) * 8)
+            self._send_to_others(rank, call, prod(call.inputs[2] or ()) * 8)
 
-    def _add_expert_choice(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, call: Call, module: nn.Module
-    ) -> None:
+    def _add_expert_choice(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add messages of a rank's scores to all others, since experts choose among the tokens of full rows."""
         tokens, n_experts = prod((call.inputs[0] or ())[:-1]), int(module.n_experts)  # type: ignore[arg-type]
+        self._send_to_others(rank, call, tokens * n_experts * self._reduction_bytes)
+
+    def _send_to_others(self, rank: RankTraffic, call: Call, n_bytes: int) -> None:
         for _ in range(self._n_forwards(call) * (self._config.parallel.cp - 1)):
-            ledger.send(CONTEXT, tokens * n_experts * self._reduction_bytes)
+            rank.ledger.send(CONTEXT, n_bytes)
 
     @property
     def _compute_bytes(self) -> int:
@@ -411,7 +391,7 @@ class ContextShards:
         tp = self._config.parallel.tp
         return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent_shapes)
 
-    _METHODS: dict[str, Callable[["ContextShards", ExpectedTraffic, int, int, Call, nn.Module], None]] = {  # noqa: RUF012
+    _METHODS: dict[str, Callable[["ContextShards", RankTraffic, Call, nn.Module], None]] = {  # noqa: RUF012
         "GlobalAttention": _add_global_attention,
         "CompressedAttentionCore": lambda *_: None,  # its keys are on all ranks
         "DotProductAttention": _add_attention,

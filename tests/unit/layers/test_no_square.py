@@ -149,7 +149,7 @@ def kind_of(family: str, name: str) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
-        (block_sparse, "SCORES"),
+        (block_sparse, "MAX_SCORES"),
         (tile, "MAX_TILE_SCORES"),
         (block_plan, "MAX_MASK_PAIRS"),
         (reference, "MAX_SCORES"),
