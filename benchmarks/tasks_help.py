@@ -199,10 +199,10 @@ def format_page(scores: Mapping[str, Mapping[str, Sequence[float]]], args: argpa
     lines = [
         f"# Fine-tuning with and without pretraining, {common.today()}",
         "",
-        f"`benchmarks/tasks_help.py`: models of 2 layers, d_model {args.width}; {args.steps} steps of pretraining by Muon "
-        f"on 64 rows of 64 tokens, on one thread of {common.cpu_name()}; fine-tuning by AdamW at a learning rate of "
-        f"{args.lr:g} for all arms, on the first 64 tokens of each text, one subset of labels for all seeds, the last "
-        "checkpoint. The metric is accuracy on the test file.",
+        f"`benchmarks/tasks_help.py`: models of 2 layers, d_model {args.width}; {args.steps} steps of pretraining by "
+        f"Muon on 64 rows of 64 tokens, on one thread of {common.cpu_name()}; fine-tuning by AdamW at a learning rate "
+        f"of {args.lr:g} for all arms, on the first 64 tokens of each text, one subset of labels for all seeds, the "
+        "last checkpoint. The metric is accuracy on the test file.",
         "",
         "| Comparison | Task, labels, passes | Arm | Mean ± sd | Seeds |",
         "|---|---|---|---|---|",

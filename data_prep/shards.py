@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.corpus.inspect import MOST_VALUES, countable_fields
+from megatfm.corpus.inspect import MAX_VALUES, countable_fields
 from megatfm.corpus.manifest import MANIFEST, Manifest, TokenDtype
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.documents import Document
@@ -56,7 +56,7 @@ class Statistics:
                     if field != "domain"
                 ),
             ):
-                if name and (name in totals or len(totals) <= MOST_VALUES):
+                if name and (name in totals or len(totals) <= MAX_VALUES):
                     total = totals.setdefault(name, [0, 0, 0])
                     for column, value in enumerate((1, size, tokens)):
                         total[column] += value
@@ -112,7 +112,7 @@ class Statistics:
 
     def _countable(self) -> Iterator[tuple[str, dict[str, list[int]]]]:
         """Yield the fields that have few enough values to be counted."""
-        return ((name, totals) for name, totals in self._fields.items() if len(totals) <= MOST_VALUES)
+        return ((name, totals) for name, totals in self._fields.items() if len(totals) <= MAX_VALUES)
 
     def _vocabulary(self, tokenizer: Tokenizer) -> dict[str, Any]:
         order = np.argsort(-self._uses, kind="stable")[:MAX_LISTED].tolist()
