@@ -56,7 +56,7 @@ class CleanStage:
 
             def work(part: int) -> StageResult:
                 counts = StepStats(ExactDedup.title)
-                part_documents = read_documents(exact_dedup.piece(part))
+                part_documents = read_documents(exact_dedup.chunk_path(part))
                 documents_left = self._hash_documents(
                     remaining(part, part_documents, counts), self._hash_path(part)
                 )
@@ -79,7 +79,7 @@ class CleanStage:
 
             def tidy() -> None:
                 for index in range(len(chunks)):
-                    exact_dedup.piece(index).unlink(missing_ok=True)
+                    exact_dedup.chunk_path(index).unlink(missing_ok=True)
                     self._hash_path(index).unlink(missing_ok=True)
                 exact_dedup.remove_marks(duplicates)
 
@@ -200,8 +200,8 @@ class _ExactDedup(DedupPass):
         return _keys_path(self.folder, *self._chunks[part])
 
     def chunk_path(self, part: int) -> Path:
-        task, chunk_path = self._chunks[part]
-        return part_path(self.folder, _task_name(task), chunk_path)
+        task, chunk = self._chunks[part]
+        return part_path(self.folder, _task_name(task), chunk)
 
 
 def _task_name(part: int) -> str:
@@ -241,6 +241,6 @@ def _name_first_copies(
     dropped = step.dropped[ExactDedup.reason]
     for index, (source, (_, first)) in enumerate(zip(dropped.examples, examples, strict=True)):
         part = int(np.searchsorted(starts, first, "right")) - 1
-        documents = read_documents(exact_dedup.piece(part))
+        documents = read_documents(exact_dedup.chunk_path(part))
         document = next(islice(documents, first - int(starts[part]), None))
         dropped.examples[index] = f"{source} = {document.id}"
