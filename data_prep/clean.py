@@ -200,8 +200,8 @@ class _ExactDedup(DedupPass):
         return _keys_path(self.folder, *self._chunks[part])
 
     def chunk_path(self, part: int) -> Path:
-        task, chunk_path = self._chunks[part]
-        return part_path(self.folder, _task_name(task), chunk_path)
+        task, chunk = self._chunks[part]
+        return part_path(self.folder, _task_name(task), chunk)
 
 
 def _task_name(part: int) -> str:

@@ -176,7 +176,7 @@ class PackedDataset:
             **quarantine,
         }
 
-    def place(self, position: int) -> RowAddress:
+    def row_address(self, position: int) -> RowAddress:
         """Return the address of the row at a global position ≥ 0."""
         return self.order.row_address(position)
 

@@ -81,7 +81,7 @@ class Mixture:
         self.phases = tuple(phases)
         self._rows = list(self.sources.values())
         self.row_tokens, self.can_split_rows = self._rows[0].row_tokens, self._rows[0].can_split_rows
-        self._check_alike()
+        self._check_row_lengths()
         if not 0 < block * streams <= MAX_POINTS:
             raise UsageError(
                 f"data.mixture_block_rows = {block}: with {streams} streams that is more than {MAX_POINTS:,} "
@@ -131,14 +131,14 @@ class Mixture:
         consumed = self.rows_consumed(position)
         return ", ".join(f"{name} {n / len(self.sources[name]):.3f}" for name, n in consumed.items())
 
-    def place(self, position: int) -> tuple[str, int]:
-        """Return the source of the row at a global position, and the row's position in the order of that source."""
-        (at,) = interleave(np.array([position]), self.streams, self.turn).tolist()
-        turn, stream = divmod(at, self.streams)
-        number = int(np.searchsorted([span.first for span in self._spans], turn, side="right")) - 1
-        span = self._spans[number]
+    def source_position(self, position: int) -> tuple[str, int]:
+        """Return the source's name of the row at a global position, and the row's position in that source's order."""
+        (interleaved,) = interleave(np.array([position]), self.streams, self.turn).tolist()
+        turn, stream = divmod(interleaved, self.streams)
+        phase = int(np.searchsorted([span.first for span in self._spans], turn, side="right")) - 1
+        span = self._spans[phase]
         block, slot = divmod(turn - span.first, self.block)
-        slots = self._slots(number, stream, block)
+        slots = self._slots(phase, stream, block)
         source = int(slots.sources[slot])
         n_before = (
             int(span.consumed[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
@@ -164,18 +164,20 @@ class Mixture:
     def rows(self, positions: Sequence[int | None]) -> Fields:
         """Return the rows at global positions (see `RowDataset.rows`)."""
         padding = next(iter(self.sources)), None
-        places = [padding if position is None else self.place(position) for position in positions]
+        addresses = [
+            padding if position is None else self.source_position(position) for position in positions
+        ]
         batch: Fields = {}
         for name, source in self.sources.items():
-            indices = [number for number, (source_name, _) in enumerate(places) if source_name == name]
-            fields = source.rows([places[number][1] for number in indices]) if indices else {}
-            if len(indices) == len(places):
+            indices = [index for index, (source_name, _) in enumerate(addresses) if source_name == name]
+            fields = source.rows([addresses[index][1] for index in indices]) if indices else {}
+            if len(indices) == len(addresses):
                 return fields
             if not indices:
                 continue
             if not batch:
                 batch = {
-                    field: np.empty((len(places), *values.shape[1:]), values.dtype)
+                    field: np.empty((len(addresses), *values.shape[1:]), values.dtype)
                     for field, values in fields.items()
                 }
             check_same_fields(f"data.mixture.{name}", fields, batch)
@@ -183,7 +185,7 @@ class Mixture:
                 batch[field][indices] = values
         return batch
 
-    def _check_alike(self) -> None:
+    def _check_row_lengths(self) -> None:
         """Raise a UsageError for sources whose rows have other lengths; fields are compared when rows are joined."""
         for name, source in self.sources.items():
             if (source.row_tokens, source.can_split_rows) != (self.row_tokens, self.can_split_rows):

@@ -4,11 +4,9 @@
 build a `PackedBlock`, and `collate` copies its rows into a batch.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +14,10 @@ from numpy.typing import NDArray
 from megatfm.data.bin_packing import assign_rows, split_parts
 from megatfm.data.documents import InMemoryDocuments
 from megatfm.data.inner_documents import with_inner_documents
+from megatfm.data.row_store import RowStore, split_plain_fields
 from megatfm.data.sequences import (
-    PAD_DOCUMENT_ID,
     ChunkTable,
     DocumentSource,
-    Field,
     Fields,
     PackingConfig,
     batch_build_of,
@@ -29,133 +26,6 @@ from megatfm.data.sequences import (
     prefix_index,
     split_documents,
 )
-from megatfm.errors import MegatfmError
-
-LOOP_LIMIT = 12
-"""Rows of at most this many documents are numbered in a Python loop, which is faster than NumPy for so few."""
-
-
-class TypedField(NamedTuple):
-    """A field other than integers [length]: values [total, *shape], or [rows, *shape] for one value per row."""
-
-    field: Field
-    values: NDArray[Any]
-
-
-@dataclass(frozen=True, eq=False)
-class RowStore:
-    """One side of a block: its documents joined in row order. Rows are built when they are copied into a batch.
-
-    Finished rows would take several times the memory, and one block with a document of millions of tokens would evict
-    the blocks of other streams from the cache.
-    """
-
-    fields: Mapping[str, NDArray[np.integer]]
-    """The objective's plain integer fields, joined [total], of at most 32 bits."""
-    typed: Mapping[str, TypedField]
-    """The objective's other fields."""
-    starts: list[int]
-    """Starts of the documents, none of them empty, and the end of the last."""
-    bounds: list[int]
-    """Starts of the rows, and the end of the last."""
-    blank: list[bool] | None
-    """True for each document that is padding; None: there are none."""
-    fills: Mapping[str, float]
-    """Padding values of `fields`, followed by those of "documents" and "positions"."""
-    length: int
-    as_one_document: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the integer fields that `write_row` writes, in order."""
-        return tuple(self.fills)
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows of `length`."""
-        return len(self.bounds) - 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, about."""
-        arrays = [*self.fields.values(), *(field.values for field in self.typed.values())]
-        return sum(array.nbytes for array in arrays) + 36 * (len(self.starts) + len(self.bounds))
-
-    @property
-    def padding(self) -> "RowStore":
-        """A store without rows, so that every row of it is padding."""
-        fields = {name: field[:0].copy() for name, field in self.fields.items()}
-        empty = {name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()}
-        return replace(self, fields=fields, typed=empty, starts=[0], bounds=[0])
-
-    def allocate(self, rows: int) -> Fields:
-        """Allocate arrays [rows, …] for the `typed` fields."""
-        return {
-            name: np.empty(
-                (rows, *([self.length] if field.per == "tokens" else []), *field.shape), values.dtype
-            )
-            for name, (field, values) in self.typed.items()
-        }
-
-    def write_typed(self, number: int, target: Fields, row: int, at: int = 0) -> None:
-        """Write the `typed` fields of row `number` into row `row` of `target` from offset `at`, then padding."""
-        begin, n = self._extent(number)
-        for name, (field, values) in self.typed.items():
-            out = target[name]
-            if field.per == "row":
-                out[row] = values[number] if number < self.n_rows else field.pad_value
-            else:
-                out[row, at : at + n], out[row, at + n :] = values[begin : begin + n], field.pad_value
-
-    def _extent(self, number: int) -> tuple[int, int]:
-        """Return the start and length of a row; the length is 0 past the last row."""
-        begin, *ends = self.bounds[number : number + 2] or (0,)
-        return begin, ends[0] - begin if ends else 0
-
-    def write_row(
-        self, number: int, target: NDArray[np.int64], at: int = 0, documents: int = 0
-    ) -> tuple[int, int]:
-        """Write the integer fields [fields, length] of a row from offset `at`, then padding; all padding past the end.
-
-        documents: number of documents before `at`. Returns the end of the row, and the number of documents up to it.
-        """
-        begin, n = self._extent(number)
-        end = at + n
-        for values, out in zip(self.fields.values(), target, strict=False):
-            out[at:end] = values[begin : begin + n]
-        if end < self.length:
-            target[:, end:] = np.array(list(self.fills.values()))[:, None]
-        if not n:
-            return end, documents
-        documents_added = self._number(begin, target[-2, at:end], target[-1, at:end])
-        if at and self.as_one_document:
-            target[-1, at:end] += at if self.blank is None else at * (target[-2, at:end] != PAD_DOCUMENT_ID)
-        elif documents:
-            document_ids = target[-2, at:end]
-            document_ids += documents if self.blank is None else documents * (document_ids != PAD_DOCUMENT_ID)
-        return end, documents + documents_added
-
-    def _number(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-        """Write document ids and positions of a row that starts at `begin`; return its number of documents."""
-        n, ramp, starts = len(documents), _arange(self.length), self.starts
-        if self.as_one_document:
-            documents[:], positions[:] = 0, ramp[:n]
-            if self.blank is None:
-                return 1
-        first, end = bisect_right(starts, begin) - 1, bisect_left(starts, begin + n)
-        if end - first > LOOP_LIMIT and self.blank is None:
-            bounds = np.clip(np.array(starts[first : end + 1]) - begin, 0, n)
-            counts = np.diff(bounds)
-            documents[:] = np.repeat(ramp[: end - first], counts)
-            positions[:] = ramp[:n] - np.repeat(bounds[:-1], counts)
-            return end - first
-        for number in range(first, end):
-            chunk = slice(max(starts[number] - begin, 0), min(starts[number + 1] - begin, n))
-            if self.blank is not None and self.blank[number]:
-                documents[chunk], positions[chunk] = PAD_DOCUMENT_ID, 0
-            elif not self.as_one_document:
-                documents[chunk], positions[chunk] = number - first, ramp[: chunk.stop - chunk.start]
-        return end - first
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,9 +53,9 @@ class PackedBlock:
         """A block of no rows, so that every row of it is padding."""
         return PackedBlock(tuple(side.padding for side in self.sides))
 
-    def row(self, number: int) -> Fields:
+    def row(self, index: int) -> Fields:
         """Return the fields of a row, integers [length of the side] as int64; padding past the last row."""
-        return {name: rows[0] for name, rows in collate([[(self, number)]]).items()}
+        return {name: rows[0] for name, rows in collate([[(self, index)]]).items()}
 
 
 RowSources = Sequence[tuple[PackedBlock, int]]
@@ -198,15 +68,17 @@ def collate(rows: Sequence[RowSources]) -> Fields:
     All blocks must have the same packing settings.
     """
     fields: Fields = {}
-    for number, side in enumerate(rows[0][0][0].sides):
+    for side_index, side in enumerate(rows[0][0][0].sides):
         batch = np.empty((len(side.names), len(rows), side.length), np.int64)
         typed_fields = side.allocate(len(rows))
         for row, row_sources in enumerate(rows):
-            at = documents = 0
-            for block, part in row_sources:
+            offset = documents = 0
+            for block, source_row in row_sources:
                 if typed_fields:
-                    block.sides[number].write_typed(part, typed_fields, row, at)
-                at, documents = block.sides[number].write_row(part, batch[:, row], at, documents)
+                    block.sides[side_index].write_typed(source_row, typed_fields, row, offset)
+                offset, documents = block.sides[side_index].write_row(
+                    source_row, batch[:, row], offset, documents
+                )
         fields.update(zip(side.names, batch, strict=True))
         fields.update(typed_fields)
     return fields
@@ -292,9 +164,9 @@ class BinPackedRows:
         """Bytes in memory, excluding the documents."""
         return self._chunks.nbytes + self._bounds.nbytes
 
-    def row(self, number: int) -> PackedBlock:
+    def row(self, index: int) -> PackedBlock:
         """Build one row, as a block."""
-        return self._build_rows(number, number + 1)
+        return self._build_rows(index, index + 1)
 
     def all_rows(self) -> PackedBlock:
         """Build all rows."""
@@ -371,34 +243,3 @@ def pack_in_memory(
     if packing.objective.max_tokens is None:
         return pack_chunked(source, packing, order=order)
     return BinPackedRows(source, packing, 0).all_rows()
-
-
-def split_plain_fields(
-    fields: Mapping[str, NDArray[Any]], packing: PackingConfig
-) -> tuple[dict[str, NDArray[np.integer]], dict[str, TypedField]]:
-    """Split fields into plain integers [total], of at most 32 bits, and others. Raises a MegatfmError on overflow."""
-    field_of = {name: packing.field(name) for name in fields}
-    plain = {
-        name
-        for name, field in field_of.items()
-        if (field.per, field.shape, field.dtype) == ("tokens", (), "int64")
-    }
-    return (
-        {name: _as_int32(values, name) for name, values in fields.items() if name in plain},
-        {name: TypedField(field_of[name], values) for name, values in fields.items() if name not in plain},
-    )
-
-
-def _as_int32(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:
-    if values.dtype.itemsize < 4 or values.dtype == np.int32:
-        return values
-    if len(values) and not -(2**31) <= values.min() <= values.max() < 2**31:
-        raise MegatfmError(f"the objective's field {name!r} has values that do not fit 32-bit integers")
-    return values.astype(np.int32)
-
-
-@lru_cache(maxsize=64)
-def _arange(n: int) -> NDArray[np.int64]:
-    ramp = np.arange(n)
-    ramp.flags.writeable = False
-    return ramp

@@ -227,6 +227,31 @@ def check_compatible(
             f"and start from these weights with {shlex.quote(f'train.init_from={point.path}')}"
         )
     precision = _precision_change(point, current, instead)
+    changes_by_group = _group_changes(saved_values, current_values)
+    allowed = [line for group, lines in changes_by_group.items() if group in allow for line in lines]
+    refused_changes = {group: lines for group, lines in changes_by_group.items() if group not in allow}
+    refused_lines = [line for lines in refused_changes.values() for line in lines]
+    if unfit:
+        raise UsageError(
+            f"{point.path}: was saved by a run that differs: {'; '.join([*refused_lines, *allowed])}, so its weights "
+            f"don't fit ({unfit}), whatever resume.allow says: {instead}"
+        )
+    if refused_changes:
+        raise UsageError(
+            f"{point.path}: was saved by a run that differs: {'; '.join(refused_lines)}. "
+            f"{'Give the run another name, or accept' if same_run else 'Accept'} the change with "
+            f"resume.allow={','.join(sorted([*allow, *refused_changes]))}"
+        )
+    return [*allowed, *precision]
+
+
+def _group_changes(
+    saved_values: Mapping[str, Any], current_values: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """Return a line for each value that differs, by its group in `ALLOWABLE_CHANGES`; other values are ignored.
+
+    A group without any value in the checkpoint has a single line.
+    """
     groups_without_value = {
         name
         for name, prefixes in ALLOWABLE_CHANGES.items()
@@ -243,22 +268,7 @@ def check_compatible(
             name = CONFIG_KEYS.get(key, key).removeprefix("config.")
             line = f"{name}: {saved_values.get(key)!s:.200} → {current_values.get(key)!s:.200}"
             changes_by_group.setdefault(group, []).append(line)
-    allowed = [line for group, lines in changes_by_group.items() if group in allow for line in lines]
-    refused_changes = {group: lines for group, lines in changes_by_group.items() if group not in allow}
-    if unfit:
-        changes = "; ".join([*(line for lines in refused_changes.values() for line in lines), *allowed])
-        raise UsageError(
-            f"{point.path}: was saved by a run that differs: {changes}, so its weights don't fit ({unfit}), whatever "
-            f"resume.allow says: {instead}"
-        )
-    if refused_changes:
-        changes = "; ".join(line for lines in refused_changes.values() for line in lines)
-        raise UsageError(
-            f"{point.path}: was saved by a run that differs: {changes}. "
-            f"{'Give the run another name, or accept' if same_run else 'Accept'} the change with "
-            f"resume.allow={','.join(sorted([*allow, *refused_changes]))}"
-        )
-    return [*allowed, *precision]
+    return changes_by_group
 
 
 def _precision_change(point: ResumePoint, current: Mapping[str, Any], instead: str) -> list[str]:

@@ -315,7 +315,7 @@ def test_the_plan_is_the_same_however_many_documents_are_planned_at_once(
         for at_once in (1, 7, 2**18):
             monkeypatch.setattr("megatfm.data.packing_plan.SAMPLES_AT_ONCE", at_once)
             rows = PackedDataset(corpus, objective, sequence_length=64, seed=3)
-            plans.add(str([rows.place(position) for position in range(len(rows))]))
+            plans.add(str([rows.row_address(position) for position in range(len(rows))]))
         assert len(plans) == 1
 
 

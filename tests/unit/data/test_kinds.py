@@ -152,7 +152,7 @@ def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, wo
     mixture = Mixture({"a": rows(), "b": rows()}, [Phase(0, {"a": 1, "b": 2})], seed=1, streams=4)
     mixed = mixture.rows([*range(9), None])
     for position in range(9):
-        name, at = mixture.place(position)
+        name, at = mixture.source_position(position)
         expected = mixture.sources[name].rows([at])
         for field, values in expected.items():
             np.testing.assert_array_equal(mixed[field][position], values[0])

@@ -109,7 +109,7 @@ def test_up_to_256_ranks_read_the_corpus_once(causal_type: Any, ranks: int, batc
     rows = PackedDataset(corpus, causal_type(), sequence_length=16, seed=1, streams=choose_interleave(batch))
     share, reads = batch // ranks, 0
     held = 2 * max(1, -(-streams // ranks))
-    blocks = np.array([rows.place(position).block for position in range(len(rows))])
+    blocks = np.array([rows.row_address(position).block for position in range(len(rows))])
     for rank in range(ranks):
         cache: OrderedDict[int, None] = OrderedDict()
         mine = np.flatnonzero(np.arange(len(rows)) % batch // share == rank)

@@ -78,7 +78,7 @@ def test_every_epoch_has_every_row_and_every_token_once(
     assert rows.padding_fraction == pytest.approx(1 - total / (len(rows) * length))
 
     positions = range(epoch * len(rows), (epoch + 1) * len(rows))
-    places = [rows.place(position) for position in positions]
+    places = [rows.row_address(position) for position in positions]
     assert {place.epoch for place in places} == {epoch}
     assert len(set(places)) == len(rows)
 
@@ -180,9 +180,9 @@ def test_the_order_is_uniform(memory_corpus: Any, causal: Any) -> None:
     by_seed, by_epoch = np.zeros((8, 4)), np.zeros((8, 4))
     one = PackedDataset(corpus, causal, sequence_length=7, seed=7)
     for i in range(2000):
-        place = PackedDataset(corpus, causal, sequence_length=7, seed=i).place(0)
+        place = PackedDataset(corpus, causal, sequence_length=7, seed=i).row_address(0)
         by_seed[place.block, place.row] += 1
-        place = one.place(i * len(one))
+        place = one.row_address(i * len(one))
         by_epoch[place.block, place.row] += 1
     assert chi_square(by_seed) < 70
     assert chi_square(by_epoch) < 70
@@ -205,7 +205,7 @@ def test_every_whole_order_is_as_likely_as_any_other() -> None:
 
 def test_neighbours_come_from_different_streams(memory_corpus: Any, causal: Any) -> None:
     rows = PackedDataset(memory_corpus([[79]] * 40), causal, sequence_length=8, seed=0, streams=10)
-    blocks = [rows.place(position).block for position in range(len(rows))]
+    blocks = [rows.row_address(position).block for position in range(len(rows))]
     for start in range(0, len(blocks), 10):
         assert len(set(blocks[start : start + 10])) == 10, "each stream reads its own blocks"
     for stream in range(10):
@@ -228,7 +228,7 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
             ]
             segments = np.array_split(np.arange(23), streams)
             turns = [segment[turn] for turn in range(23) for segment in segments if turn < len(segment)]
-            actual = [rows.place(position) for position in range(epoch * 23, epoch * 23 + 23)]
+            actual = [rows.row_address(position) for position in range(epoch * 23, epoch * 23 + 23)]
             assert actual == [listed[i] for i in turns]
 
 
@@ -257,7 +257,7 @@ def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
     """No release may change the order of a run that it resumes."""
     corpus = memory_corpus([[7, 12, 30], [100], [3] * 20, [0, 64]])
     rows = PackedDataset(corpus, causal, sequence_length=16, seed=1234, streams=3)
-    first = [f"{place.block}.{place.row}" for place in map(rows.place, range(20))]
+    first = [f"{place.block}.{place.row}" for place in map(rows.row_address, range(20))]
     assert " ".join(first[:10]) == "3.1 1.4 2.0 3.3 1.1 2.2 3.0 1.3 2.4 3.4"
     assert " ".join(first[10:]) == "1.2 0.2 3.2 2.1 0.1 1.5 2.3 0.0 1.0 2.2"
     tokens = np.concatenate([rows.row(position)["tokens"] for position in range(60)])

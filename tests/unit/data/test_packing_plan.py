@@ -26,7 +26,7 @@ def open_rows(folder: Path, objective: Any, name: str | None = "causal", **optio
 
 
 def places(rows: PackedDataset) -> list[Any]:
-    return [rows.place(position) for position in range(len(rows))]
+    return [rows.row_address(position) for position in range(len(rows))]
 
 
 def test_a_plan_is_made_once(folder: Path, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
