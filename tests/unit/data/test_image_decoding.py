@@ -51,7 +51,7 @@ def test_rotations_of_cameras_are_applied(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     options = {"lossless": True} if kind == "webp" else {}
-    data = stored(Image.fromarray(noise()), images.FORMATS[kind], exif=exif, **options)
+    data = stored(Image.fromarray(noise()), images.PILLOW_FORMATS[kind], exif=exif, **options)
     with Image.open(io.BytesIO(data)) as image:
         expected = np.asarray(ImageOps.exif_transpose(image))
     assert expected.shape == ((34, 21, 3) if orientation > 4 else (21, 34, 3))
@@ -66,7 +66,7 @@ def test_transparent_pixels_lie_on_white() -> None:
     share = alpha[..., None] / 255
     expected = pixels * share + 255 * (1 - share)
     for kind, options in (("png", {}), ("webp", {"lossless": True, "exact": True})):
-        actual = np.asarray(decode(stored(rgba, images.FORMATS[kind], **options), kind, 3))
+        actual = np.asarray(decode(stored(rgba, images.PILLOW_FORMATS[kind], **options), kind, 3))
         assert np.abs(actual - expected).max() <= 1
         np.testing.assert_array_equal(actual[:3], 255)
         np.testing.assert_array_equal(actual[3:6], pixels[3:6])
@@ -99,7 +99,7 @@ def test_other_modes_become_rgb_or_grey() -> None:
 def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
     frames = [Image.fromarray(noise(seed=n)) for n in range(3)]
     options: dict[str, Any] = {"lossless": True} if kind == "webp" else {}
-    data = stored(frames[0], images.FORMATS[kind], save_all=True, append_images=frames[1:], **options)
+    data = stored(frames[0], images.PILLOW_FORMATS[kind], save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(data)) as image:
         assert image.n_frames == 3  # type: ignore[attr-defined]
     np.testing.assert_array_equal(np.asarray(decode(data, kind, 3)), np.asarray(frames[0]))
@@ -110,7 +110,7 @@ def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
 def test_cut_off_files_are_refused(kind: str, has_simplejpeg: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_simplejpeg:
         monkeypatch.setattr(images, "simplejpeg", None)
-    data = stored(Image.fromarray(noise(64, 64)), images.FORMATS[kind])
+    data = stored(Image.fromarray(noise(64, 64)), images.PILLOW_FORMATS[kind])
     for size in (0, 10, len(data) // 2, len(data) - 40):
         with pytest.raises(SampleError, match=rf"has a \.{kind} that can't be decoded"):
             decode(data[:size], kind, 3)

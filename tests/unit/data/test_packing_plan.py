@@ -210,7 +210,7 @@ def test_many_short_documents_are_numbered_as_few_are(
     few: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against numbers and positions counted token by token."""
-    monkeypatch.setattr("megatfm.data.packed_rows.LOOP_LIMIT", few)
+    monkeypatch.setattr("megatfm.data.row_store.LOOP_LIMIT", few)
     lengths = np.random.default_rng(0).integers(0, 9, 150)
     packed = pack_in_memory(
         [np.zeros(n, np.uint16) for n in lengths], PackingConfig(Causal(SPECIAL), (length,), 0)
