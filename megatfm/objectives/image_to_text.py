@@ -112,8 +112,8 @@ class ImageToText(Objective):
             )
         if places[0] >= self.max_text_tokens:
             raise SampleError(
-                f"has a prompt of {places[0] + 1} tokens, its image's included, and a row has {self.max_text_tokens}: raise "
-                "data.target_length"
+                f"has a prompt of {places[0] + 1} tokens, its image's included, and a row has "
+                f"{self.max_text_tokens}: raise data.target_length"
             )
         return int(places[0]) + 1
 
