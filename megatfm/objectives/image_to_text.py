@@ -91,8 +91,8 @@ class ImageToText(Objective):
         return np.stack([np.full_like(text_lengths, self.reader.n_tokens), text_lengths], axis=1)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
-        """Return image fields, `tokens` [begin, image token × patches, text], and `targets`: the next text tokens after a
-        prompt."""
+        """Return image fields, `tokens` [begin, image token × patches, text], and `targets`: next text tokens, after a
+        prompt if there is one."""
         images = self.reader.build(chunk.files, key)
         fields: dict[str, NDArray[Any]] = {f"encoder_{name}": values for name, values in images.items()}
         sequence = self.insert_image(chunk.tokens)
@@ -104,7 +104,10 @@ class ImageToText(Objective):
         return fields
 
     def prompt_length(self, sequence: NDArray[np.int64]) -> int:
-        """Return the number of tokens up to the end of the prompt. Raises SampleError for a text without one end in the row."""
+        """Return the number of tokens up to the end of the prompt.
+
+        Raises SampleError for a text without exactly one end in the row.
+        """
         places = np.flatnonzero(sequence == self.prompt_end)
         if len(places) != 1:
             raise SampleError(
@@ -151,6 +154,6 @@ class ImageToText(Objective):
         text[(text == self.image_token) | (text == self.prompt_end)] = plain % self.special.vocab_size
         if self.image_in_text:
             text = np.insert(text[: max(len(text) - 1, 0)], 0, self.image_token)
-        if has_prompt:
-            text[random.integers(self.in_text, len(text))] = self.prompt_end
+        if self.prompt_end is not None:
+            text[random.integers(int(self.image_in_text), len(text))] = self.prompt_end
         return DocumentChunk(text, files=random_image_files(random, self.reader))

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from megatfm import tokenizers
-from megatfm.tasks.frames import frame_of
+from megatfm.tasks.forms import build_frame
 from tests.support.task_folders import (
     FILLERS,
     NAMES,
@@ -91,7 +91,7 @@ def test_an_exported_head_gives_the_same_probabilities(
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").eval()
     assert type(model).__name__ == f"{name.partition('For')[0]}ForSequenceClassification"
     tokenizer = tokenizers.load(tmp_path / "exported")
-    frame = frame_of(tokenizer, is_causal=name.endswith("CausalLM"))
+    frame = build_frame(tokenizer, is_causal=name.endswith("CausalLM"))
     for row, prediction in zip(rows, predicted, strict=False):
         ids = torch.tensor(frame.wrap(tokenizer.encode(row["text"])).tokens)[None]
         with torch.no_grad():
