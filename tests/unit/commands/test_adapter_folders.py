@@ -13,7 +13,7 @@ HUB = "meta-llama/Llama-3.2-1B"
 COMMANDS = {
     "generate": ["generate", "adapter", "--prompt", "a"],
     "evaluate": ["evaluate", "adapter"],
-    "evaluate on tasks": ["evaluate", "adapter", "--task", "questions.jsonl"],
+    "evaluate on tasks": ["evaluate", "adapter", "--task", "questions.toml"],
     "predict": ["predict", "adapter", "train.csv"],
     "export": ["convert", "adapter", "out", "--to", "hf"],
     "to experts": ["convert", "adapter", "out", "--to", "moe", "--experts", "2"],
@@ -29,6 +29,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "topics.toml").write_text('name = "topics"\n[task]\ntrain = "train.csv"\n')
     (tmp_path / "train.csv").write_text("text,label\ngood,yes\nbad,no\n")
     (tmp_path / "questions.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}\n')
+    task = 'kind = "choice"\ndata = "questions.jsonl"\nprompt = "{{ question }}"\nchoices = "choices"\nanswer = "answer"\n'
+    (tmp_path / "questions.toml").write_text(task)
     write_adapter(tmp_path, HUB)
     return tmp_path
 
