@@ -29,8 +29,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "topics.toml").write_text('name = "topics"\n[task]\ntrain = "train.csv"\n')
     (tmp_path / "train.csv").write_text("text,label\ngood,yes\nbad,no\n")
     (tmp_path / "questions.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}\n')
-    task = 'kind = "choice"\ndata = "questions.jsonl"\nprompt = "{{ question }}"\nchoices = "choices"\nanswer = "answer"\n'
-    (tmp_path / "questions.toml").write_text(task)
+    (tmp_path / "questions.toml").write_text(
+        'kind = "choice"\ndata = "questions.jsonl"\nprompt = "{{ question }}"\nchoices = "choices"\nanswer = "answer"\n'
+    )
     write_adapter(tmp_path, HUB)
     return tmp_path
 
