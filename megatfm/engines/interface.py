@@ -270,6 +270,23 @@ class EngineSetup:
     pipeline: Pipeline | None = None
 
 
+class DynamicScale(Protocol):
+    """A factor of the loss in float16. can_fall: whether an overflow halves it, instead of ending the run."""
+
+    value: float
+
+    @property
+    def can_fall(self) -> bool: ...
+
+
+@runtime_checkable
+class ScalesLoss(Protocol):
+    """An engine that may scale losses; None: it doesn't, in this precision."""
+
+    @property
+    def loss_scale(self) -> DynamicScale | None: ...
+
+
 @runtime_checkable
 class RunsModel(Protocol):
     """An engine with the feature "samples"."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatfm.engines.interface import Arrays, Batch, Engine, LossFunction, LossTotals, RowSources
+from megatfm.engines.interface import Arrays, Batch, LossFunction, LossTotals, RowSources
 from megatfm.errors import MegatfmError
 from megatfm.layers.output_head import LMHead, RowLossRecorder
 from megatfm.ops.attention.varlen import cu_seqlens_from_documents
@@ -167,12 +167,6 @@ class LossScale:
         value, steps = state.get(SCALE_KEY), state.get(STEPS_KEY)
         if isinstance(value, Tensor) and isinstance(steps, Tensor):
             self.value, self._steps = value.item(), int(steps)
-
-
-def loss_scale_of(engine: Engine) -> LossScale | None:
-    """Return the scale of an engine that scales losses (float16), plugins' too; None if it doesn't."""
-    scale = getattr(engine, "loss_scale", None)
-    return scale if isinstance(scale, LossScale) else None
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatfm.checkpoint import ShardedTensor, file_io
 from megatfm.config import ResilienceConfig
-from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, RowSources
-from megatfm.engines.losses import loss_scale_of
+from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, RowSources, ScalesLoss
 from megatfm.errors import MegatfmError
 from megatfm.files import open_nofollow
 from megatfm.object_collectives import gather_errors, run_on_rank_0_raising
@@ -192,7 +191,7 @@ class LossGuard:
         MegatfmError after more than `resilience.max_skipped` skipped steps in a row.
         """
         was_skipped = step in self.decisions.skips
-        scale = loss_scale_of(engine)
+        scale = engine.loss_scale if isinstance(engine, ScalesLoss) else None
         old_scale, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
         norm = engine.step(lr, self.clip, skip=was_skipped)
         if math.isfinite(norm):

@@ -82,7 +82,9 @@ HF_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 def hf_decoder(name: str) -> Any:
     """One of HF_DECODERS, perturbed."""
     kind, values = HF_DECODERS[name]
-    model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values))
+    # By default experts are multiplied by torch's grouped_mm, which has no float64.
+    config = getattr(transformers, kind).config_class(**values, experts_implementation="eager")
+    model = getattr(transformers, kind)(config)
     if name == "t5-v1.1":
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     perturb(model)

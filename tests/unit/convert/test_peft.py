@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
     "mixtral": (lambda: hf_decoder("mixtral"), ["q_proj"]),
     "olmoe, outputs of experts alone": (lambda: hf_decoder("olmoe"), []),
     "gpt-oss": (lambda: hf_decoder("gpt-oss"), ["v_proj"]),
-    "deepseek-v3, inputs of experts": (lambda: hf_decoder("deepseek-v3"), ["shared_experts.up_proj"]),
+    "deepseek-v3, inputs of experts": (lambda: hf_decoder("deepseek-v3"), ["shared_experts.down_proj"]),
 }
 TARGET_PARAMETERS = {
     "mixtral": ["gate_up_proj", "down_proj"],
