@@ -10,13 +10,13 @@ import transformers
 
 from megatfm import tokenizers
 from megatfm.tasks.forms import build_frame
+from tests.support.small_models import run_command
 from tests.support.task_folders import (
     FILLERS,
     NAMES,
     TOWNS,
     WORDS_OF_QUESTIONS,
     read_lines,
-    run,
     save_bert,
     write_lines,
 )
@@ -83,7 +83,9 @@ def test_an_exported_head_gives_the_same_probabilities(
         rows.append({"text": text, "label": "town" if word in TOWNS else "name"})
     write_lines(tmp_path / "train.jsonl", rows)
     assert (
-        run("finetune", "task.toml", "--from", "start", "--export", "exported", f"model.extra_heads.{head}")
+        run_command(
+            "finetune", "task.toml", "--from", "start", "--export", "exported", f"model.extra_heads.{head}"
+        )
         == 0
     )
 

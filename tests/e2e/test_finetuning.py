@@ -14,8 +14,9 @@ import torch
 import transformers
 from tokenizers import models, pre_tokenizers, processors
 
-from megatfm import cli
 from megatfm.checkpoint.directory import list_checkpoints
+from tests.support.small_models import run_command
+from tests.support.task_folders import read_lines
 
 ANIMALS, TOOLS = (
     ["cat", "dog", "horse", "cow", "sheep", "goat"],
@@ -97,16 +98,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    return int(ended.value.code or 0)
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def their_probabilities(exported: Path, rows: Sequence[dict[str, str]]) -> torch.Tensor:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
     assert type(model).__name__ == "BertForSequenceClassification"
@@ -118,7 +109,7 @@ def their_probabilities(exported: Path, rows: Sequence[dict[str, str]]) -> torch
 
 
 def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("finetune", "task.toml", "--from", "bert", "--export", "exported") == 0
+    assert run_command("finetune", "task.toml", "--from", "bert", "--export", "exported") == 0
     output = capfd.readouterr()
     assert "sentence.classifier.weight [3, 32]" in output.err + output.out  # drawn; the pooler was taken over
     assert "sentence.pooler.weight" not in output.err + output.out
@@ -130,7 +121,7 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     shares = Counter(row["kind"] for row in pairs(21, 3))
     assert test["metrics"]["accuracy"] > max(shares.values()) / 21 + 0.1, "better than the largest class"
 
-    metrics = [row for row in lines(folder / "runs/things/metrics.jsonl") if "evaluation" in row]
+    metrics = [row for row in read_lines(folder / "runs/things/metrics.jsonl") if "evaluation" in row]
     by_step = {row["step"]: row["evaluation"]["validation"]["metrics"]["accuracy"] for row in metrics}
     best = max(by_step, key=lambda step: (by_step[step], -step))
     assert results["checkpoint"] == f"step-{best:08d}"
@@ -139,7 +130,7 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     assert kept == sorted({results["checkpoint"], f"step-{max(by_step):08d}"})
 
     rows = pairs(21, 3)
-    predictions = lines(folder / "runs/things/predictions/test.jsonl")
+    predictions = read_lines(folder / "runs/things/predictions/test.jsonl")
     wanted = their_probabilities(folder / "exported", rows)
     actual = torch.tensor([list(row["probabilities"].values()) for row in predictions])
     torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-6)
@@ -147,12 +138,12 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     assert sum(hits) / len(hits) == pytest.approx(test["metrics"]["accuracy"])
 
     # Once more: nothing is left to train. Labels of a file without any: the same predictions.
-    assert run("finetune", "task.toml", "--from", "bert") == 0
+    assert run_command("finetune", "task.toml", "--from", "bert") == 0
     (folder / "new.jsonl").write_text(
         "".join(json.dumps({key: row[key] for key in ("first", "second")}) + "\n" for row in rows)
     )
-    assert run("predict", "runs/things", "new.jsonl", "--out", "new.predictions.jsonl") == 0
-    assert lines(folder / "new.predictions.jsonl") == predictions
+    assert run_command("predict", "runs/things", "new.jsonl", "--out", "new.predictions.jsonl") == 0
+    assert read_lines(folder / "new.predictions.jsonl") == predictions
 
 
 def test_training_goes_on_from_a_head_for_the_same_labels(
@@ -169,8 +160,8 @@ def test_training_goes_on_from_a_head_for_the_same_labels(
     transformers.AutoTokenizer.from_pretrained("bert").save_pretrained("classifier")
     no_steps = ["optimizer.lr=1e-30", "task.epochs=1", "task.test=", "--export"]
 
-    assert run("finetune", "task.toml", "--from", "classifier", "name=same", *no_steps, "same") == 0
-    assert run("finetune", "task.toml", "--from", "runs/same", "name=again", *no_steps, "again") == 0
+    assert run_command("finetune", "task.toml", "--from", "classifier", "name=same", *no_steps, "same") == 0
+    assert run_command("finetune", "task.toml", "--from", "runs/same", "name=again", *no_steps, "again") == 0
     for exported in ("same", "again"):
         same = transformers.BertForSequenceClassification.from_pretrained(exported)
         assert torch.equal(same.classifier.weight, classifier.classifier.weight)
@@ -178,7 +169,7 @@ def test_training_goes_on_from_a_head_for_the_same_labels(
     for name in ("train", "validation"):
         text = (folder / f"{name}.csv").read_text()
         (folder / f"{name}.csv").write_text(re.sub("tool(?=[\r\n])", "zeug", text))
-    assert run("finetune", "task.toml", "--from", "classifier", "name=other", *no_steps, "other") == 0
+    assert run_command("finetune", "task.toml", "--from", "classifier", "name=other", *no_steps, "other") == 0
     other = transformers.BertForSequenceClassification.from_pretrained("other")
     assert not torch.equal(other.classifier.weight, classifier.classifier.weight)
     assert torch.equal(other.bert.pooler.dense.weight, classifier.bert.pooler.dense.weight)
@@ -205,7 +196,7 @@ def test_training_goes_on_from_a_head_for_the_same_labels(
 def test_a_wrong_task_is_refused_and_leaves_no_run(
     folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert run("finetune", "task.toml", "--from", "bert", *words) == 2
+    assert run_command("finetune", "task.toml", "--from", "bert", *words) == 2
     assert re.search(message, capfd.readouterr().err)
     assert not (folder / "runs/things/config.toml").exists()
 
@@ -235,8 +226,10 @@ def test_every_form_trains_from_nothing_and_predicts(folder: Path, form: str) ->
         "task.text_pair": "", "task.test": "", "task.epochs": "1", "data.tokenizer": "bert", **more,
     }  # fmt: skip
     model = f'{TINY}, family="{family}"}}'
-    assert run("finetune", "task.toml", model, *(f"{key}={value}" for key, value in words.items())) == 0
-    predictions = lines(folder / "runs/things/predictions/validation.jsonl")
+    assert (
+        run_command("finetune", "task.toml", model, *(f"{key}={value}" for key, value in words.items())) == 0
+    )
+    predictions = read_lines(folder / "runs/things/predictions/validation.jsonl")
     assert [row["row"] for row in predictions] == list(range(1, 9))
     assert all(row.keys() == fields for row in predictions)
     assert form != "tagging" or all(len(row["labels"]) == 3 for row in predictions)
@@ -277,19 +270,19 @@ def test_conversations_train_their_answers_alone(folder: Path, capfd: pytest.Cap
         *(f"{k}={v}" for k, v in words.items()),
     ]
     (folder / "chat.jinja").write_text(TEMPLATE)
-    assert run(*command) == 0
+    assert run_command(*command) == 0
     validation = json.loads((folder / "runs/things/task.json").read_text())["sets"]["validation"]
     assert validation["examples"] == 12
     assert validation["loss"] < 2.5, "less than ln 24, of which nothing was learnt"
     (corpus,) = {path.parent for path in folder.glob("runs/things/task/*/manifest.json")}
     capfd.readouterr()
-    assert run("data", "show", str(corpus), "--sample", "0") == 0
+    assert run_command("data", "show", str(corpus), "--sample", "0") == 0
     assert "[CLS]the cat[MASK][SEP]⟦a cat[MASK]⟧" in capfd.readouterr().out
 
 
 def test_several_seeds_are_summed_up(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["task.epochs=1", "task.test="]
-    assert run("finetune", "task.toml", "--from", "bert", "--seeds", "2", *words) == 0
+    assert run_command("finetune", "task.toml", "--from", "bert", "--seeds", "2", *words) == 0
     losses = [
         json.loads((folder / f"runs/things-seed-{seed}/task.json").read_text())["sets"]["validation"]["loss"]
         for seed in (0, 1)
@@ -297,5 +290,5 @@ def test_several_seeds_are_summed_up(folder: Path, capfd: pytest.CaptureFixture[
     assert losses[0] != losses[1]
     mean, deviation = sum(losses) / 2, abs(losses[0] - losses[1]) / 2**0.5
     assert f"{mean:.4f} ± {deviation:.4f}" in capfd.readouterr().out
-    assert run("finetune", "task.toml", "--from", "bert", "--seeds", "2", "train.seed=3") == 2
+    assert run_command("finetune", "task.toml", "--from", "bert", "--seeds", "2", "train.seed=3") == 2
     assert "each run has its own train.seed: leave that out" in capfd.readouterr().err

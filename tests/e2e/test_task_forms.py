@@ -10,12 +10,12 @@ import transformers
 
 from megatfm.inference import generated_answers
 from megatfm.inference.beam_search import beam_search
+from tests.support.small_models import run_command
 from tests.support.task_folders import (
     TOWNS,
     WORDS_OF_QUESTIONS,
     questions,
     read_lines,
-    run,
     save_bert,
     write_lines,
 )
@@ -95,7 +95,7 @@ def test_answers_are_extracted(folder: Path, no_answer: float) -> None:
         "task.epochs=2",
         f"task.no_answer={'true' if no_answer else 'false'}",
     ]
-    assert run("finetune", "task.toml", "--from", "bert", *words) == 0
+    assert run_command("finetune", "task.toml", "--from", "bert", *words) == 0
     test = results_of(folder)["test"]
     assert test["examples"] == 30
     assert test["metrics"]["f1"] > 0.9
@@ -119,7 +119,7 @@ def test_answers_are_extracted(folder: Path, no_answer: float) -> None:
     write_lines(
         folder / "new.jsonl", [{key: one[key] for key in ("id", "question", "context")} for one in truth]
     )
-    assert run("predict", "runs/task", "new.jsonl", "--out", "new.predictions.jsonl") == 0
+    assert run_command("predict", "runs/task", "new.jsonl", "--out", "new.predictions.jsonl") == 0
     assert read_lines(folder / "new.predictions.jsonl") == rows
 
 
@@ -143,7 +143,7 @@ def test_choices_are_chosen(folder: Path, family: str) -> None:
         start = [f'{TINY}, family="decoder"}}', "data.tokenizer=bert", "task.lm_weight=0.5"]
     else:
         start = ["--from", "bert", "--export", "exported"]
-    assert run("finetune", "task.toml", *start, *words) == 0
+    assert run_command("finetune", "task.toml", *start, *words) == 0
     validation = results_of(folder)["validation"]
     assert validation["examples"] == 20
     assert validation["metrics"]["accuracy"] == 1
@@ -177,7 +177,7 @@ def test_pairs_are_read_in_both_orders(folder: Path, form: str) -> None:
         write_lines(folder / f"{name}.jsonl", some)
     words = [f"task.form={form}", "task.both_orders=true", "task.text_pair=other", "task.epochs=2"]
     model = f'{TINY}, family="decoder"}}'
-    assert run("finetune", "task.toml", model, "data.tokenizer=bert", *words) == 0
+    assert run_command("finetune", "task.toml", model, "data.tokenizer=bert", *words) == 0
     sets = [read_lines(folder / f"runs/task/predictions/{name}.jsonl") for name in ("validation", "test")]
     for one, other in zip(*sets, strict=True):
         assert one.get("value", one.get("probability")) == pytest.approx(
@@ -203,7 +203,7 @@ def test_texts_are_answered_by_texts(
     ]  # fmt: skip
     if family == "decoder":
         task.remove("data.target_length=16")
-    assert run("finetune", "task.toml", f'{TINY}, family="{family}"}}', *task) == 0
+    assert run_command("finetune", "task.toml", f'{TINY}, family="{family}"}}', *task) == 0
     validation = results_of(folder)["validation"]
     assert validation["metrics"]["exact_match"] > 0.9
     assert validation["metrics"]["chrf"] > 80
@@ -211,7 +211,7 @@ def test_texts_are_answered_by_texts(
     predictions = read_lines(folder / "runs/task/predictions/validation.jsonl")
     assert sum(p["answer"] == row["target"] for p, row in zip(predictions, rows[:12], strict=True)) >= 11
     write_lines(folder / "new.jsonl", [{"source": row["source"]} for row in rows[:12]])
-    assert run("predict", "runs/task", "new.jsonl", "--out", "new.out.jsonl") == 0
+    assert run_command("predict", "runs/task", "new.jsonl", "--out", "new.out.jsonl") == 0
     assert read_lines(folder / "new.out.jsonl") == predictions
     searches = []
 
@@ -221,16 +221,16 @@ def test_texts_are_answered_by_texts(
 
     monkeypatch.setattr(generated_answers, "beam_search", search)
     options = ["--beams", "3", "--length-penalty", "0"]
-    assert run("predict", "runs/task", "new.jsonl", "--out", "three.jsonl", *options) == 0
+    assert run_command("predict", "runs/task", "new.jsonl", "--out", "three.jsonl", *options) == 0
     assert set(searches) == {(3, 1.0)}
     assert [row["answer"] for row in read_lines(folder / "three.jsonl")] == [
         row["answer"] for row in predictions
     ]
-    assert run("predict", "runs/task", "new.jsonl", "--beams", "0") == 2
+    assert run_command("predict", "runs/task", "new.jsonl", "--beams", "0") == 2
     assert "choose 1 or more beams" in capfd.readouterr().err
     corpus = next(iter(folder.glob("runs/task/task/*/manifest.json"))).parent
     capfd.readouterr()
-    assert run("data", "show", str(corpus), "--sample", "1") == 0
+    assert run_command("data", "show", str(corpus), "--sample", "1") == 0
     assert "and where was" in (shown := capfd.readouterr().out)
     assert "⟦Rome Oslo" in shown
 
@@ -268,10 +268,13 @@ def test_what_is_trained_is_shown(folder: Path, capfd: pytest.CaptureFixture[str
             "data.sequence_length=48",
         ]
         words += ['task.choices=["a","b"]'] if form == "multiple_choice" else []
-        assert run("finetune", "task.toml", "--from", "bert", "--prepare", *words) == 0
+        assert run_command("finetune", "task.toml", "--from", "bert", "--prepare", *words) == 0
         (corpus,) = {path.parent for path in folder.glob(f"runs/{form}/task/*/manifest.json")}
         capfd.readouterr()
-        assert run("data", "show", str(corpus), "--sample", "0", "--tokenizer", "bert/tokenizer.json") == 0
+        assert (
+            run_command("data", "show", str(corpus), "--sample", "0", "--tokenizer", "bert/tokenizer.json")
+            == 0
+        )
         shown = capfd.readouterr().out
         for part in expected[form]:
             assert part in shown, form
@@ -287,7 +290,7 @@ def test_exported_heads_predict_the_same(folder: Path, form: str) -> None:
     write_lines(folder / "train.jsonl", rows)
     write_lines(folder / "validation.jsonl", rows[:3])
     words = [f"task.form={form}", "task.test=", "task.epochs=1", "--export", "exported"]
-    assert run("finetune", "task.toml", "--from", "bert", *words) == 0
+    assert run_command("finetune", "task.toml", "--from", "bert", *words) == 0
     described = json.loads((folder / "exported/config.json").read_text())
     kind = "TokenClassification" if form == "tagging" else "SequenceClassification"
     model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(folder / "exported").eval()

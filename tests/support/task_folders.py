@@ -6,25 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers
 import torch
 import transformers
 from tokenizers import models, pre_tokenizers, processors
 
-from megatfm import cli
-
 TOWNS = ("Rome", "Oslo", "Kyiv", "Bern", "Lyon", "東京")
 NAMES = ("Anna", "Emil", "Dora", "Gustav")
 FILLERS = ("the", "old", "lamp", "was", "red", "and", "new", ".")
 MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-
-
-def run(*words: str) -> int:
-    """The exit code of a command."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    return int(ended.value.code or 0)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
