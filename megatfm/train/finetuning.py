@@ -126,7 +126,9 @@ def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     is_pooled = family == "encoder" and form not in ("tagging", "span_extraction")
     section: dict[str, Any] = {"name": kind or "text_classifier"}
     token = "all" if form == "tagging" else "last" if family == "decoder" else "first"
-    usual = {"pooler": "tanh" if is_pooled else "none", "token": token}
+    usual = {"pooler": "tanh" if is_pooled else "none"}
+    if form != "span_extraction":
+        section["token"] = token  # as the form has it, whatever the section of a config leaves at its default
     if kind is None:
         section |= {
             "classes": max(1, len(task.labels)),
@@ -134,7 +136,7 @@ def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
             "both_orders": task.both_orders,
         }
     options = configured.model_dump() if configured is not None and configured.name == section["name"] else {}
-    section = {**({} if form == "span_extraction" else usual), **options, **section}
+    section = {**usual, **options, **section}
     lm_head = {} if task.lm_weight else {"model.lm_head": {"name": "none", "bias": False}}
     objective: dict[str, Any] = {"name": kind or "text_classification"}
     if form != "span_extraction":

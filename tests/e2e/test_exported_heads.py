@@ -53,7 +53,10 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "ModernBertForMaskedLM": ({"local_attention": 8}, 'sentence={name="text_classifier",pooler="transform"}'),
     "DebertaForMaskedLM": (DEBERTA, 'sentence={name="text_classifier",pooler="gelu"}'),
     "ElectraForMaskedLM": ({"embedding_size": 16}, 'sentence={name="text_classifier",pooler="gelu"}'),
-    "LlamaForCausalLM": ({"bos_token_id": 2, "eos_token_id": 3}, 'score={name="text_classifier",bias=false}'),
+    "LlamaForCausalLM": (
+        {"bos_token_id": 2, "eos_token_id": 3},
+        'score={name="text_classifier",pooler="none",bias=false}',
+    ),
 }
 
 
