@@ -36,6 +36,7 @@ from megatfm.models.base import (
 )
 from megatfm.models.stack import make_sequence
 from megatfm.ops.cross_entropy import IGNORE
+from megatfm.ops.transfer import to_host
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
@@ -354,7 +355,7 @@ def places(targets_BT: Tensor) -> Tensor:
 
 def n_queries(inputs: Mapping[str, Tensor]) -> int:
     """Q: the most targets of a row, rounded up to whole groups."""
-    targets_BT = inputs["targets"]
+    targets_BT = to_host(inputs["targets"])
     together, max_targets = (
         gcd(targets_BT.shape[1], TOGETHER),
         max(int((targets_BT != IGNORE).sum(1).max()), 1),
