@@ -39,12 +39,15 @@ from megatfm.verify.shrink import random_batch
 
 ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 """Type of activations by `train.precision`; of the others bfloat16."""
-DATA_DEPENDENT_FAMILIES = ("electra",)
-"""Families, beside those of images, whose shapes depend on a batch's values: here on the masked tokens."""
+DATA_DEPENDENT_FAMILIES = ("electra", "xlnet")
+"""Families, beside those of images, whose shapes depend on a batch's values: here on the predicted tokens."""
+DATA_DEPENDENT_ATTENTIONS = ("longformer",)
+"""Attention layers whose shapes depend on a batch's values: here on the global tokens of each row."""
+LAST_BLOCK_DIFFERS = ("xlnet",)
+"""Families whose last block computes less: the content stream of XLNet ends before it."""
 NOT_ESTIMATED = {
     "two_towers": "its loss compares the samples of all ranks, which the estimate does not model",
     "vision_language": "no traced rank has been compared with its estimate",
-    "xlnet": "the modelled peak of a traced rank was 32 % too high",
 }
 """Family → why it has no estimate."""
 WITHOUT_VALUES = ("keys", "patches")
@@ -120,7 +123,7 @@ class LocalModel:
     def profile(self, micro_batch: int, cp: int) -> ModelProfile:
         """Run each kind of part once, forward and backward. cp: ranks that rows are cut over."""
         self._rows, self._cp = micro_batch, cp
-        splittable = cast(Splittable, self.model)
+        splittable, model = cast(Splittable, self.model), self.config.model
         blocks = {id(block) for block in transformer_blocks(self.model)}
         parts: dict[Hashable, PartProfile] = {}
         order: list[PartProfile] = []
@@ -131,12 +134,13 @@ class LocalModel:
             else:
                 fields, lengths = self._inputs(splittable.split_points, micro_batch, cp)
             written: dict[str, CarrySpec] = {}
+            last_block = f"encoder.layers.{model.n_layers - 1}" if model.family in LAST_BLOCK_DIFFERS else ""
             for point in splittable.split_points:
                 module = self.model.get_submodule(point.modules[0]) if point.modules else None
                 is_block = id(module) in blocks
                 carry = self._carry(splittable, point, written, fields, lengths)
                 key = (
-                    point.name.rpartition(".")[0] if is_block else point.name,
+                    point.name.rpartition(".")[0] if is_block and point.name != last_block else point.name,
                     type(module),
                     len(point.modules),
                     getattr(module, "kind", None),
@@ -335,7 +339,9 @@ class HostValues(TorchDispatchMode):
 
 def depends_on_values(config: Config) -> bool:
     """Whether shapes in a model's passes depend on the values of a batch."""
-    return config.model.family in DATA_DEPENDENT_FAMILIES or not reads_text(config.objective.name)
+    model = config.model
+    by_values = model.family in DATA_DEPENDENT_FAMILIES or model.attention.name in DATA_DEPENDENT_ATTENTIONS
+    return by_values or not reads_text(config.objective.name)
 
 
 def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:

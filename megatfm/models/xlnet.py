@@ -36,6 +36,7 @@ from megatfm.models.base import (
 )
 from megatfm.models.stack import make_sequence
 from megatfm.ops.cross_entropy import IGNORE
+from megatfm.ops.transfer import to_host
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
@@ -356,7 +357,7 @@ def query_indices(targets_BT: Tensor) -> Tensor:
 
 def n_queries(inputs: Mapping[str, Tensor]) -> int:
     """Return Q: the largest number of targets of a row, rounded up to a multiple of `QUERY_MULTIPLE`."""
-    targets_BT = inputs["targets"]
+    targets_BT = to_host(inputs["targets"])
     multiple = gcd(targets_BT.shape[1], QUERY_MULTIPLE)
     max_targets = max(int((targets_BT != IGNORE).sum(1).max()), 1)
     return -(-max_targets // multiple) * multiple

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatfm.ops.torch_private import is_fake
 from megatfm.parallel.collectives import all_gather_no_grad
 from megatfm.parallel.context_parallel import P2PExchange
 from megatfm.parallel.layout import replace_forward
@@ -20,10 +21,15 @@ class DataRing:
         self._group, self.size, self._rank = group, group.size(), group.rank()
 
     def lengths(self, n: int, device: torch.device) -> Sequence[int]:
-        """Return the sizes of the blocks that this rank holds after 0, 1, … rotations. n: its own. A collective."""
-        lengths_by_rank = (
-            all_gather_no_grad(torch.full((1,), n, device=device), self._group).flatten().tolist()
-        )
+        """Return the sizes of the blocks that this rank holds after 0, 1, … rotations. n: its own. A collective.
+
+        Fake tensors have no values: all blocks are taken for as large as this rank's.
+        """
+        gathered = all_gather_no_grad(torch.full((1,), n, device=device), self._group).flatten()
+        if is_fake(gathered):
+            gathered.cpu()  # a trace counts this host wait
+            return [n] * self.size
+        lengths_by_rank = gathered.tolist()
         return [lengths_by_rank[(self._rank - step) % self.size] for step in range(self.size)]
 
     def shift(self, tensors: Sequence[Tensor], length: int) -> list[Tensor]:

@@ -6,13 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatfm.config import Config, ParallelConfig, load_config, to_toml
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import estimator
+from megatfm.estimate.profile import fake_ranks
 from megatfm.estimate.traced import Traced, differences, run_trace
 from megatfm.imaginary.guard import build_guard
+from megatfm.parallel.data_ring import DataRing
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import random_batch, shrink
 from tests.support.workers import Workers
@@ -109,3 +114,9 @@ def test_the_guard_must_come_before_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
     )
     assert "must be loaded before torch" in done.stderr
+
+
+def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
+    with fake_ranks(3), FakeTensorMode():
+        ring = DataRing(dist.group.WORLD)
+        assert ring.lengths(5, torch.device("cpu")) == [5, 5, 5]
