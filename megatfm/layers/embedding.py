@@ -15,7 +15,7 @@ from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry
 
-# B batch, T tokens, E embedding width, D model width
+# B batch, T tokens, S tokens of another row, E embedding width, D model width
 
 EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry(
     "embedding (model.embedding.name)"
@@ -76,6 +76,16 @@ class EmbeddedTokens(nn.Module):
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         assert sequence.inserted is not None
         return ~sequence.inserted[0][..., None]
+
+
+class TokenGather(nn.Module):
+    """Vectors of one row at places of another: the seam at which context parallelism fetches those of other ranks."""
+
+    cp_plan = "token_gather"
+
+    def forward(self, x_BSE: Tensor, at_BT: Tensor, length: int) -> Tensor:
+        """[B, T, E], x at the indices `at` of full rows of `length` tokens; any token's vector at an index of −1."""
+        return x_BSE.gather(1, at_BT.clamp(min=0)[..., None].expand(-1, -1, x_BSE.shape[-1]))
 
 
 class InputEmbedding(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, PatchEmbeddingConfig, PixelDecoderConfig, require_variant
 from megatfm.errors import UsageError
-from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.embedding import InputEmbedding, TokenGather
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
@@ -21,7 +21,6 @@ from megatfm.layers.patch_embedding import normalisation
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.layers.token_gather import TokenGather
 from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.ops.transfer import moved, to_host

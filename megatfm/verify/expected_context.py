@@ -34,8 +34,9 @@ from megatfm.verify.expected_keys import (
     needed_keys,
     pattern_of,
     sees_key_runs,
+    span_boundaries,
+    visible_tokens,
 )
-from megatfm.verify.expected_lookups import span_boundaries, visible_tokens
 from megatfm.verify.module_calls import Call, Shape, known_shapes, latent_qkv
 from megatfm.verify.module_cuts import is_a
 from megatfm.verify.shrink import Arrays
@@ -93,6 +94,9 @@ class ContextShards:
             tokens = shard["span_left"].shape[1]
             shard["span_left"] = np.minimum(shard["span_left"], tokens)
             shard["span_right"] = np.minimum(shard["span_right"], np.arange(tokens)[::-1])
+        if "source" in shard:  # and lookups
+            shard["source"] = np.minimum(shard["source"], 0)
+            shard["documents"] = np.minimum(shard["documents"], shard["encoder_documents"].max())
         return shard
 
     def rank_choices(self, path: str, chosen_BTK: Tensor, rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keys that the queries of a rank need from other ranks, query by query: closed forms and the dense mask.
+"""Tokens that a rank needs from other ranks: keys of its queries, one by one, and tokens that its own look up.
 
 The closed form of a query is one or a few runs of keys of its document. It covers the keys that the plain model's mask
 lets the query see, and is wider where kernels fetch whole blocks or strides.
@@ -234,3 +234,43 @@ def assign_tokens(length: int, ranks: int, unit_size: int, *, is_zigzag: bool) -
         run = max(i for i in range(runs) if i * units // runs <= unit)
         positions_by_rank[min(run, runs - 1 - run) if is_zigzag else run].append(token)
     return [np.array(token_indices) for token_indices in positions_by_rank]
+
+
+def span_boundaries(
+    left: NDArray[Any], right: NDArray[Any], by_rank: Sequence[NDArray[Any]]
+) -> list[NDArray[Any]]:
+    """Return the tokens beside masked spans, by the rank that looks them up.
+
+    left, right: [B, T], distances of masked tokens to them, 0 elsewhere.
+    """
+    looked_up = []
+    for local_positions in by_rank:
+        boundaries: set[int] = set()
+        for row in range(len(left)):
+            for token in local_positions.tolist():
+                if left[row, token] > 0:
+                    boundaries |= {token - int(left[row, token]), token + int(right[row, token])}
+        looked_up.append(_sorted(boundaries))
+    return looked_up
+
+
+def visible_tokens(rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return the encoder's tokens that a masked autoencoder's decoder looks up, by rank.
+
+    rows: fields of a micro-batch; `source` [B, T] is the index among an image's visible tokens, −1 where masked.
+    """
+    images = rows.get("documents", np.zeros_like(rows["source"]))
+    encoder_images = rows.get("encoder_documents", np.zeros_like(rows["encoder_positions"]))
+    looked_up = []
+    for local_positions in by_rank:
+        tokens: set[int] = set()
+        for row, sources in enumerate(rows["source"]):
+            for token in local_positions[sources[local_positions] >= 0].tolist():
+                tokens_of_image = np.flatnonzero(encoder_images[row] == images[row, token])
+                tokens.add(int(tokens_of_image[sources[token]]))
+        looked_up.append(_sorted(tokens))
+    return looked_up
+
+
+def _sorted(tokens: set[int]) -> NDArray[Any]:
+    return np.array(sorted(tokens), np.int64)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
+from megatfm.layers import embedding
+from megatfm.layers.pixel_head import PixelsHead
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
 from megatfm.parallel import context_global_attention, context_parallel, parallelize, styles
@@ -74,6 +76,39 @@ def gradients_of_looked_up_tokens_stay_on_their_rank(patch: Patch) -> None:
     patch.setattr(context_parallel, "fetch", fetch)
 
 
+def masked_patches_keep_their_embedding(patch: Patch) -> None:
+    patch.setattr(
+        embedding.VisiblePatches,
+        "forward",
+        lambda self, sequence: torch.ones_like(sequence.masked)[..., None],
+    )
+
+
+def masks_are_one_token_late(patch: Patch) -> None:
+    real = embedding.require_masked
+    patch.setattr(embedding, "require_masked", lambda sequence: real(sequence).roll(1, 1))
+
+
+def visible_patches_count_in_the_loss(patch: Patch) -> None:
+    real = PixelsHead.forward
+
+    def forward(self: PixelsHead, hidden: Tensor, masked: Tensor, target: Tensor, **options: Any) -> Tensor:
+        return real(self, hidden, torch.ones_like(masked), target, **options)
+
+    patch.setattr(PixelsHead, "forward", forward)
+
+
+def squares_are_read_column_by_column(patch: Patch) -> None:
+    real = PixelsHead._to_patches
+
+    def to_patches(self: PixelsHead, pixels: Tensor, sequence: Any) -> Tensor:
+        side, factor = self.options.patch_size, self.factor
+        squares = pixels.unflatten(-1, (-1, factor, side, factor, side)).transpose(-4, -2)
+        return real(self, squares.flatten(-5), sequence)
+
+    patch.setattr(PixelsHead, "_to_patches", to_patches)
+
+
 CP2, TP2 = ParallelConfig(cp=2), ParallelConfig(tp=2)
 FAULTS: dict[Callable[[Patch], None], tuple[str, ParallelConfig, set[str]]] = {
     a_rank_s_grid_begins_at_the_row_s_first_token: ("rotary", CP2, EVERYTHING),
@@ -87,6 +122,10 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, ParallelConfig, set[str]]] = {
     scores_are_shifted_by_each_rank_s_largest: ("attention", CP2, {"encoder.*", "classifier.*"}),
     gradients_of_looked_up_tokens_stay_on_their_rank: ("mae", CP2, {"encoder.*", "decoder.*.projection.*"}),
     gradients_of_patches_are_not_summed: ("class", TP2, {"encoder.embedding.*.special"}),
+    masked_patches_keep_their_embedding: ("simmim", CP2, {"encoder.layers.*"}),
+    masks_are_one_token_late: ("simmim", CP2, {"encoder.embedding.*", "encoder.layers.*"}),
+    visible_patches_count_in_the_loss: ("simmim", CP2, {"pixels.*", "encoder.layers.*"}),
+    squares_are_read_column_by_column: ("simmim swin", TP2, {"pixels.*"}),
     a_rank_s_part_of_the_gradient_is_taken_for_all: ("mae", ParallelConfig(tp=3), {"encoder.*"}),
     gradients_of_copies_are_summed: ("mae", ParallelConfig(tp=2, sequence_parallel=False), {"encoder.*"}),
 }

@@ -18,7 +18,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megatfm.config import ParallelConfig
-from tests.parity import test_image_layouts, test_pipelines
+from tests.parity import test_image_layouts, test_llava_layouts, test_pipelines, test_two_towers
 from tests.support.context_models import (
     CONTEXT_LAYOUTS,
     CONTEXT_MODELS,
@@ -35,9 +35,10 @@ from tests.support.expert_models import (
     SCHEDULED_MODELS,
     expert_layouts_of,
 )
-from tests.support.image_models import IMAGE_MODELS
 from tests.support.layouts import FAMILY_LAYOUTS
+from tests.support.llava_models import LLAVA_MODELS
 from tests.support.models import FAMILY_NAMES
+from tests.support.tower_models import TOWER_MODELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "tested-layouts.md"
 BEGIN, END = "<!-- made by tests/support/layout_table.py -->", "<!-- end -->"
@@ -54,6 +55,9 @@ IMAGE_ROWS = {
     "simmim swin": "swin, simmim",
 }
 """Model of tests/support/image_models.py → its name in the table."""
+TOWER_ROWS = {name: f"two towers, {name}" for name in TOWER_MODELS}
+LLAVA_ROWS = {name: f"vision-language, {name}" for name in LLAVA_MODELS}
+"""Models of tests/support/tower_models.py and llava_models.py → their names."""
 ModelsByLayout = dict[str, set[str]]
 """Layout → models."""
 
@@ -169,18 +173,29 @@ def contexts_table() -> str:
     return "\n".join(lines)
 
 
+def image_cases() -> Iterator[tuple[str, str]]:
+    """Rows and layouts that the tests of models of images compare."""
+    for test, rows in (
+        (test_image_layouts, IMAGE_ROWS),
+        (test_two_towers, TOWER_ROWS),
+        (test_llava_layouts, LLAVA_ROWS),
+    ):
+        is_compared = getattr(test, "is_compared", lambda model, parallel: True)
+        for model, row in rows.items():
+            for ranks, layouts in test.LAYOUTS.items():
+                for parallel in layouts.values() if ranks > 1 else ():
+                    if is_compared(model, parallel):
+                        yield row, layout_name(parallel)
+
+
 def images_table() -> str:
-    """Rows are models of images, columns the layouts of tests/parity/test_image_layouts.py."""
-    layouts = [
-        p for ranks, layout_of in test_image_layouts.LAYOUTS.items() if ranks > 1 for p in layout_of.values()
-    ]
-    lines = [
-        f"| Model | {' | '.join(layout_name(p) for p in layouts)} |",
-        "|---" * (len(layouts) + 1) + "|",
-    ]
-    for model in IMAGE_MODELS:
-        marks = [TICK if test_image_layouts.is_compared(model, p) else "" for p in layouts]
-        lines.append(f"| {IMAGE_ROWS[model]} | {' | '.join(marks)} |")
+    """Rows are models with images, columns the layouts under which any of them is compared."""
+    compared = [*image_cases()]
+    layouts = [*dict.fromkeys(layout for _, layout in compared)]
+    lines = [f"| Model | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+    for row in dict.fromkeys(row for row, _ in compared):
+        marks = [TICK if (row, layout) in compared else "" for layout in layouts]
+        lines.append(f"| {row} | {' | '.join(marks)} |")
     return "\n".join(lines)
 
 

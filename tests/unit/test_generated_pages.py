@@ -3,7 +3,18 @@
 import importlib.util
 from pathlib import Path
 
-from tests.support.layout_table import PAGE, cases, covered_layouts, page, pipelines, table, test_pipelines
+from tests.support.image_models import IMAGE_MODELS
+from tests.support.layout_table import (
+    IMAGE_ROWS,
+    PAGE,
+    cases,
+    covered_layouts,
+    image_cases,
+    page,
+    pipelines,
+    table,
+    test_pipelines,
+)
 from tests.support.layouts import PIPELINE_SCHEDULES
 
 
@@ -19,6 +30,13 @@ def test_tested_layouts_are_those_that_parity_tests_compare() -> None:
     assert {"zero0", "zero1", "zero2", "zero3", "tp2", "tp4", "replicas × zero3", "pp4 zbv"} <= actual.keys()
     assert "xlnet" in actual["zero1"] & actual["tp2"] & actual["pp2 1f1b"]
     assert "albert" not in actual["pp4 zbv"], "there is no such case"
+
+
+def test_every_model_with_images_has_a_row() -> None:
+    compared = [*image_cases()]
+    assert IMAGE_ROWS.keys() == IMAGE_MODELS.keys()
+    assert {("two towers, softmax", "zero3"), ("vision-language, mlp", "pp2 1f1b × tp2")} <= {*compared}
+    assert ("swin, simmim", "cp2") not in compared
 
 
 def test_cases_follow_the_parametrization() -> None:

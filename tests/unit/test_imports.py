@@ -14,7 +14,12 @@ from tests.support.source_tree import FOLDERS, ROOT, module_of
 NO_RANKS = ("ops", "layers", "tokenizers", "corpus", "data", "models", "objectives", "data_prep")
 """Packages that do not use `torch.distributed`."""
 SHARED_BY_TESTS = ("tests.support", "tests.plugins")
-READ_BY_THE_LAYOUT_TABLE = ("tests.parity.test_pipelines", "tests.parity.test_image_layouts")
+READ_BY_THE_LAYOUT_TABLE = (
+    "tests.parity.test_pipelines",
+    "tests.parity.test_image_layouts",
+    "tests.parity.test_two_towers",
+    "tests.parity.test_llava_layouts",
+)
 """Test modules whose cases the table of layouts is made from."""
 AXES = {"pp", "dp_replicate", "dp_shard", "tp"}
 NAMES_AXES = (
