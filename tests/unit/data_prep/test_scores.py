@@ -74,7 +74,7 @@ def section(**values: Any) -> Section:
 
 
 def apply(text: str, **values: Any) -> Document | str:
-    return make_filter(section(**values))._rule.apply(Document("x", text), StepStats(""))
+    return make_filter(section(**values))._filter.apply(Document("x", text), StepStats(""))
 
 
 @pytest.fixture(scope="module")

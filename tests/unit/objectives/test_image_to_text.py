@@ -72,7 +72,7 @@ def test_random_texts_have_one_prompt_end(placement: str) -> None:
     random = np.random.default_rng(0)
     objective_ = objective(image_placement=placement, prompt_end_token_id=9)
     for _ in range(200):
-        fields = objective_.build_example(objective_.random_piece(random), KEY)
+        fields = objective_.build_example(objective_.random_chunk(random), KEY)
         assert (fields["tokens"] == 9).sum() == 1
 
 
