@@ -229,6 +229,9 @@ class ImageToTextObjective(ImageObjective):
     """Position of the image: before the text, or at its only `model.connector.image_token_id`."""
     begin_token: bool = True
     """Whether a text begins with the tokenizer's begin token; all end with its end token."""
+    prompt_end_token_id: Annotated[int, Field(ge=0)] | None = Field(default=None, examples=[32001])
+    """Id of the token that ends a prompt, which every text then has once: no loss is on this token and those before it.
+    Left out, texts have no prompt."""
 
 
 class SimMIMObjective(ImageObjective):

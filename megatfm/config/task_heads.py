@@ -6,6 +6,10 @@ from pydantic import Field, PositiveInt
 
 from megatfm.config.section import MAX_WIDTH, DropProbability, Section
 
+PoolerName = Literal["tanh", "gelu", "transform", "none"]
+"""tanh, gelu: a dense layer and this function (BERT; DeBERTa, ELECTRA). transform: a dense layer, the blocks'
+activation and a norm, as before the vocabulary (ModernBERT). none: the hidden vector as it is."""
+
 
 class TextClassifierHeadConfig(Section):
     """Classes of texts, from one token of each text, or of every token."""
@@ -16,8 +20,10 @@ class TextClassifierHeadConfig(Section):
     layers: list[int] = Field(default_factory=list, examples=[[-4, -3, -2, -1]])
     """Layers whose vectors are concatenated: 0 the embeddings, 1 the first block, −1 the last; left out, the vectors
     after the stack."""
-    pooler: Literal["tanh", "none"] = "tanh"
-    """BERT's dense layer and tanh before the classes, or the hidden vector as it is."""
+    pooler: PoolerName = "tanh"
+    """Layers before the classes."""
+    pooler_bias: bool = True
+    """A bias of the pooler's dense layer; ModernBERT has none."""
     loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
     """Loss: one of several classes, any number of classes, or numbers."""
     token: Literal["first", "last", "all"] = "first"
@@ -35,6 +41,10 @@ class SpanExtractionHeadConfig(Section):
     """First and last token of an answer in a text (Devlin et al. 2019, section 4.2)."""
 
     name: Literal["span_extraction"] = "span_extraction"
+    pooler: PoolerName = "none"
+    """Layers before both logits."""
+    pooler_bias: bool = True
+    """A bias of the pooler's dense layer; ModernBERT has none."""
     bias: bool = True
     """A bias for the first and for the last token."""
     dropout: DropProbability = 0.0
@@ -45,8 +55,10 @@ class MultipleChoiceHeadConfig(Section):
     """A score for each choice, from one token of the text with that choice (Devlin et al. 2019, section 4.4)."""
 
     name: Literal["multiple_choice"] = "multiple_choice"
-    pooler: Literal["tanh", "none"] = "tanh"
-    """BERT's dense layer and tanh before the score, or the hidden vector as it is."""
+    pooler: PoolerName = "tanh"
+    """Layers before the score."""
+    pooler_bias: bool = True
+    """A bias of the pooler's dense layer; ModernBERT has none."""
     token: Literal["first", "last"] = "first"
     """Token of a row that carries the score in a batch without targets: the last in decoders."""
     bias: bool = True

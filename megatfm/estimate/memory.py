@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from megatfm.config import Config
 from megatfm.estimate.part_profile import PartProfile
-from megatfm.estimate.weights import LocalWeight, RankBytes, rank_bytes
+from megatfm.estimate.weights import LocalWeight, RankBytes, number_bytes, pending_bytes, rank_bytes
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ def _moments(
     In a step of one micro-batch gradients come as activations go; else those of earlier ones are there.
     """
     moments, held = [], 0
+    size, compute = number_bytes(config)
+    copies = 1 + (size / compute if size > compute else 0)  # of a gradient: as computed, and its cast
     none_yet = 0 if one_pass else state.gradients
     for index in parts:
         moments.append(_Peak("forward", held + saved_bytes[index], profiles[index].forward_peak, none_yet))
@@ -134,7 +136,11 @@ def _moments(
         again = 0
         if profiles[index].is_block and config.train.recompute != "none":
             again = profiles[index].kept_bytes("none", compiled) - saved_bytes[index]
-        workspace = profiles[index].backward_peak + max(0, again) + state.unreduced
+        pending = pending_bytes(config, weights, parts, index)
+        passing = profiles[index].backward_peak
+        if config.parallel.zero < 2:
+            passing = max(passing, profiles[index].arrival_peak(copies, config.parallel.ep))
+        workspace = passing + max(0, again) + state.unreduced + pending
         moments.append(_Peak("backward", held, workspace, gradients))
         held -= saved_bytes[index]
     return moments

@@ -75,12 +75,16 @@ class Recording:
 
     def peak(self, without: Iterable[int] = ()) -> int:
         """Most bytes that were live at once, leaving out some storages that stay."""
+        return max(self.live_without(without), default=0)
+
+    def live_without(self, numbers: Iterable[int]) -> list[int]:
+        """Live bytes after each operator, leaving out some storages that stay."""
         live = list(self.live)
-        for number in without:
+        for number in numbers:
             first, n_bytes = self.born.get(number, (len(live), 0))
             for place in range(first, len(live)):
                 live[place] -= n_bytes
-        return max(live, default=0)
+        return live
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -106,6 +110,11 @@ class OperatorRecorder(TorchDispatchMode):
         finally:
             self.recording.left = self._live - self._base
             self.recording = before
+
+    def live_storages(self, recording: Recording) -> dict[int, int]:
+        """Return number → bytes of the storages that a pass made and that are still there."""
+        live = {number: self._sizes.get(key, 0) for key, number in self._numbers.items()}
+        return {number: live[number] for number in recording.born if number in live}
 
     def number(self, tensor: Tensor) -> int:
         """Return a number of the tensor's storage that no later storage gets."""

@@ -19,10 +19,21 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """A weight's gradient when a backward pass has computed it. live: bytes of the pass then, without gradients;
+    n_bytes: of the gradient, of all experts where `is_expert`."""
+
+    live: int
+    n_bytes: int
+    is_expert: bool
+
+
+@dataclass(frozen=True)
 class PartProfile:
     """A split point's passes. input_bytes: of the activations that come in; output_bytes: of those that go out.
 
-    forward_peak, backward_peak: most bytes that a pass has live beside what is kept. is_block: it lies in a stack.
+    forward_peak, backward_peak: most bytes that a pass has live beside what is kept. arrivals: of gradients of weights.
+    is_block: it lies in a stack.
     """
 
     name: str
@@ -33,8 +44,16 @@ class PartProfile:
     output_bytes: int
     forward_peak: int
     backward_peak: int
+    arrivals: Sequence[Arrival]
     is_block: bool
     weight_numbers: frozenset[int] = frozenset()
+
+    def arrival_peak(self, copies: float, ep: int) -> int:
+        """Most bytes that a backward pass has live while a gradient is added to earlier ones. copies: of the gradient,
+        in bytes as computed; ep: ranks that share the experts."""
+        return max(
+            (int(a.live + copies * a.n_bytes / (ep if a.is_expert else 1)) for a in self.arrivals), default=0
+        )
 
     def kept_bytes(self, recompute: str, compiled: bool) -> int:
         """Bytes that the part keeps between its passes. Parts that are no blocks keep all in every mode."""

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from megatfm.config import Config
 from megatfm.cost import TokenCounts
 from megatfm.errors import UsageError
-from megatfm.estimate.operators import Operator, OperatorRecorder, tensor_bytes
-from megatfm.estimate.part_profile import ModelProfile, PartProfile, SavedTensor
+from megatfm.estimate.operators import Operator, OperatorRecorder, Recording, tensor_bytes
+from megatfm.estimate.part_profile import Arrival, ModelProfile, PartProfile, SavedTensor
 from megatfm.estimate.stand_ins import AttentionStandIn, CrossEntropyStandIn, experts_by_shapes
-from megatfm.estimate.weights import experts_section
+from megatfm.estimate.weights import expert_names, experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.output_head import CrossEntropy, LMHead
@@ -103,6 +103,7 @@ class LocalModel:
             for module in self.model.modules():
                 if isinstance(module, LMHead) and module.sparse and not self._by_values:
                     replace_forward(module, partial(_predicted_alone, module, self._fraction))
+            self._expert_names = expert_names(self.model)
             self.layout: ModelLayout = parallelize(
                 self.model, mesh, sequence_parallel=parallel.sequence_parallel
             )
@@ -168,6 +169,11 @@ class LocalModel:
 
         with recorder.fresh() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
             output = model.stage({point.name}).forward(**fields, **carry)
+        outputs = [*(output.losses or {}).values(), *output.carried().values()]
+        output_numbers = {recorder.number(x) for x in outputs if x is not None}
+        for number, n_bytes in recorder.live_storages(forward).items():  # held by what will compute again
+            if number not in output_numbers:
+                saved.setdefault(number, SavedTensor(number, n_bytes))
         results = [*(output.losses or {}).values()]
         handed_on = {n: t for n, t in output.carried().items() if n in point.writes} if point.writes else {}
         results += handed_on.values()
@@ -175,7 +181,7 @@ class LocalModel:
         with recorder.fresh() as backward:
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        gradients = [recorder.number(p.grad) for p in self.model.parameters() if p.grad is not None]
+        peak, arrivals = self._backward_peak(backward)
         for parameter in self.model.parameters():
             parameter.grad = None
         return PartProfile(
@@ -186,10 +192,23 @@ class LocalModel:
             sum(tensor.nbytes for name, tensor in carry.items() if name in point.reads),
             sum(tensor.nbytes for tensor in handed_on.values()),
             max(0, forward.peak() - forward.left),
-            backward.peak(gradients),
+            peak,
+            arrivals,
             is_block,
             weight_numbers=weights,
         )
+
+    def _backward_peak(self, backward: Recording) -> tuple[int, list[Arrival]]:
+        """Return the most bytes that a backward pass has live beside gradients of weights, and how these arrive."""
+        number = self._recorder.number
+        gradients = {number(p.grad): name for name, p in self.model.named_parameters() if p.grad is not None}
+        live = backward.live_without(gradients)
+        arrivals = [
+            Arrival(live[backward.born[key][0]], backward.born[key][1], name in self._expert_names)
+            for key, name in gradients.items()
+            if key in backward.born
+        ]
+        return max(live, default=0), arrivals
 
     def _carry(
         self,

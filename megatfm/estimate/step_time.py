@@ -126,6 +126,8 @@ def step_time(
     boundary = max((profile.parts[stage[-1]].output_bytes for stage in stages[:-1]), default=0)
     data = _exposed_data(config, cluster, flows[busiest], axes, [times[i] for i in indices], microbatches)
     optimizer = optimizer_seconds(config, cluster, weights, indices)
+    exchanges = flows[busiest].select(flows[busiest].by_member)  # of whole tensors, which nothing hides
+    optimizer += axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
     sharded = parallel.grad_accumulation == "sharded"
     computed = _sums(times, indices, microbatches, sharded)
     if parallel.pp == 1:
@@ -262,15 +264,13 @@ def _exposed_data(
     """Time of what ZeRO 0 and 1 send that the last backward pass does not hide; in pipelines all of the reductions."""
     parallel = config.parallel
     data = (SHARD, REPLICATE, EXPERT_SHARD)
+    hideable = [key for key in flows.sent if key not in flows.by_member]
     if parallel.zero >= 2 and parallel.dp_shard * parallel.dp_replicate > 1:
         if parallel.pp == 1:
             return 0.0
-        reductions = Flows()
-        for key, n_bytes in flows.sent.items():
-            if key[1] != "all_gather":
-                reductions.sent[key], reductions.calls[key] = n_bytes, flows.calls[key]
+        reductions = flows.select([key for key in hideable if key[1] != "all_gather"])
         return axis_seconds(reductions, axes, cluster.node, data)
-    seconds = axis_seconds(flows, axes, cluster.node, data)
+    seconds = axis_seconds(flows.select(hideable), axes, cluster.node, data)
     if parallel.pp > 1:
         return seconds
     backward = sum(time.total(reduces=False)[1] for time in times)

@@ -10,6 +10,7 @@ from typing import Any
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.estimator import Estimate
+from megatfm.estimate.traffic import axes_of
 
 SECONDS = 1800
 """Longest time of a trace."""
@@ -75,8 +76,9 @@ def differences(estimate: Estimate, traced: Traced) -> list[tuple[str, int, int]
     rank, flows = estimate.memory[pipeline_rank], estimate.flows_by_rank[pipeline_rank]
     modelled = rank.total - rank.reserved
     pairs = [("stored weights", rank.weights, traced.facts["weights"]), ("peak", modelled, traced.peak)]
+    axes = axes_of(estimate.config.parallel)
     for key in sorted({*flows.sent, *traced.sent}):
-        both = flows.sent.get(key, 0), traced.sent.get(key, 0)
+        both = flows.of_rank(key, traced.facts["rank"], axes), traced.sent.get(key, 0)
         if max(both) >= 1 << 20:
             pairs.append((" ".join(key), *both))
     return pairs

@@ -4,15 +4,22 @@ By a ring of n ranks, for x bytes on each: all-gather of shards x: (n − 1)·x;
 all-reduce of x: 2(n − 1)/n·x. `tests/unit/estimate` holds these flows against executed ranks.
 """
 
+import heapq
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatfm.config import Config, ParallelConfig
 from megatfm.estimate.devices import Link, Node
-from megatfm.estimate.weights import LocalWeight
+from megatfm.estimate.weights import LocalWeight, number_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
+
+IntArray = NDArray[np.int64]
 
 BUCKET = 2**24
 """Elements that ZeRO 0 and 1 send in one message (`engines/native/replicated.py`)."""
@@ -29,16 +36,31 @@ class Axis:
 
 @dataclass
 class Flows:
-    """Bytes that a rank sends, and calls, by (axis, collective)."""
+    """Bytes that a rank sends, and calls, by (axis, collective). by_member: of each rank of the axis, where they
+    differ; `sent` then has the most."""
 
     sent: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    by_member: dict[tuple[str, str], Sequence[int]] = field(default_factory=dict)
 
     def add(self, axis: Axis, collective: str, n_bytes: float, times: int = 1) -> None:
         """Add so many collectives, each of which has this rank send so much."""
         if axis.size > 1 and times and n_bytes:
             self.sent[axis.name, collective] += int(n_bytes) * times
             self.calls[axis.name, collective] += times
+
+    def of_rank(self, key: tuple[str, str], rank: int, axes: Mapping[str, Axis]) -> int:
+        """Bytes that a rank, by its number among all, sends over an axis. key: (axis, collective)."""
+        if key not in self.by_member:
+            return self.sent.get(key, 0)
+        member = 0
+        for axis in (axes[name] for name in key[0].split(" × ")):
+            member = member * axis.size + rank // axis.stride % axis.size
+        return self.by_member[key][member]
+
+    def select(self, keys: Collection[tuple[str, str]]) -> "Flows":
+        """Return the flows with these keys."""
+        return Flows({k: self.sent[k] for k in keys}, {k: self.calls[k] for k in keys})
 
     def total(self, axis: str) -> int:
         """Bytes that are sent over an axis."""
@@ -102,7 +124,7 @@ def data_flows(
 ) -> None:
     """Add what ZeRO sends for the parameters of a rank's split points."""
     parallel, axes = config.parallel, axes_of(config.parallel)
-    size, compute = _sizes(config)
+    size, compute = number_bytes(config)
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     data_ranks = parallel.dp_shard * parallel.dp_replicate
     for is_expert in (False, True):
@@ -115,28 +137,26 @@ def data_flows(
             _sharded_optimizer_flows(flows, of_kind, shard, copies, size, compute)
         else:
             _fully_sharded_flows(flows, config, of_kind, shard, copies, microbatches)
-
-
-def _sizes(config: Config) -> tuple[int, int]:
-    """Return bytes of a stored and of a computed number."""
-    size = 8 if config.train.precision == "fp64" else 4
-    return size, size if config.train.precision in ("fp32", "fp64") else 2
+    _whole_tensor_flows(flows, config, stage_weights)
 
 
 def _replicated_flows(
     flows: Flows, weights: Sequence[LocalWeight], axes: Sequence[Axis], size: int, config: Config
 ) -> None:
-    several = [axis for axis in axes if axis.size > 1]
-    if not several:
-        return
-    ranks = math.prod(axis.size for axis in several)
+    joined = _joined(axes)
+    ranks = joined.size
     reduced = 2 if config.parallel.reduce_dtype == "bf16" else size
-    order = (PIPELINE, REPLICATE, SHARD, EXPERT_SHARD, EXPERT, CONTEXT, TENSOR)
-    name = " × ".join(sorted((axis.name for axis in several), key=order.index))
-    joined = Axis(name, ranks, min(axis.stride for axis in several))
     for bucket in _buckets([w for w in weights if w.is_trained]):
         n_bytes = sum(w.local for w in bucket) * reduced
         flows.add(joined, "all_reduce", 2 * n_bytes * (ranks - 1) // ranks)
+
+
+def _joined(axes: Iterable[Axis]) -> Axis:
+    """Join axes to one, named by those of several ranks from the outermost to the innermost."""
+    order = (PIPELINE, REPLICATE, SHARD, EXPERT_SHARD, EXPERT, CONTEXT, TENSOR)
+    several = sorted((axis for axis in axes if axis.size > 1), key=lambda axis: order.index(axis.name))
+    stride = min((axis.stride for axis in several), default=1)
+    return Axis(" × ".join(axis.name for axis in several), math.prod(axis.size for axis in several), stride)
 
 
 def _sharded_optimizer_flows(
@@ -165,17 +185,13 @@ def _fully_sharded_flows(
     microbatches: int,
 ) -> None:
     parallel, n = config.parallel, shard.size
-    size, compute = _sizes(config)
+    size, compute = number_bytes(config)
     reduced = 2 if parallel.reduce_dtype == "bf16" else size
     groups: dict[object, list[LocalWeight]] = defaultdict(list)
     for weight in weights:
         groups[weight.parts if weight.in_block else ()].append(weight)
-    ranks = math.prod(axis.size for axis in copies)
-    joined = Axis(
-        " × ".join(axis.name for axis in copies if axis.size > 1) or REPLICATE,
-        ranks,
-        min((axis.stride for axis in copies if axis.size > 1), default=1),
-    )
+    joined = _joined(copies)
+    ranks = joined.size
     for parts, group in groups.items():
         shard_numel = sum(w.shard(n) for w in group)
         trained = sum(w.shard(n) for w in group if w.is_trained)
@@ -185,6 +201,58 @@ def _fully_sharded_flows(
         flows.add(shard, "reduce_scatter", trained * n * reduced * (n - 1) // n, times)
         if ranks > 1:
             flows.add(joined, "all_reduce", 2 * trained * reduced * (ranks - 1) // ranks, times)
+
+
+def _whole_tensor_flows(flows: Flows, config: Config, weights: Sequence[LocalWeight]) -> None:
+    """Add what optimizers send that need whole tensors: gradients to a tensor's owner, new weights back.
+
+    Owners are the ranks of dp_shard and tp, with experts of cp too; the largest tensor first to the rank with least.
+    """
+    parallel, axes = config.parallel, axes_of(config.parallel)
+    axis = _joined((axes[SHARD], axes[TENSOR], *([axes[CONTEXT]] if parallel.ep > 1 else [])))
+    size, _ = number_bytes(config)
+    by_group: dict[int, list[LocalWeight]] = defaultdict(list)
+    for weight in weights:
+        if weight.whole_tensor_group is not None and weight.is_trained:
+            by_group[weight.whole_tensor_group].append(weight)
+    if axis.size == 1 or not by_group:
+        return
+    total = np.zeros(axis.size, dtype=np.int64)
+    for group in by_group.values():
+        load = [(0, member) for member in range(axis.size)]
+        for weight in sorted(group, key=lambda w: (-w.numel, w.name)):
+            numel, owner = heapq.heappop(load)
+            heapq.heappush(load, (numel + weight.numel, owner))
+            blocks, is_first = _blocks_by_member(parallel, weight)
+            gradients = blocks * is_first
+            gradients[owner] = blocks.sum() - blocks[owner]  # its new weights, to all others
+            total += gradients * size
+    key = axis.name, "all_to_all"
+    flows.sent[key] += int(total.max())
+    flows.calls[key] += 2 * len(by_group)
+    flows.by_member[key] = [int(n_bytes) for n_bytes in total]
+
+
+def _blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tuple[IntArray, IntArray]:
+    """Return the elements that each owner has of a weight after ZeRO, and 1 where it is the first with that block."""
+    sharded = parallel.zero > 0 and parallel.dp_shard * parallel.dp_replicate > 1
+    shards, n_experts = parallel.dp_shard, weight.numel
+    if weight.is_expert:
+        shards, n_experts = max(1, parallel.expert_mesh_size // parallel.ep), weight.numel // parallel.ep
+    seen, blocks, is_first = set(), [], []
+    for shard, context, tensor in product(
+        range(parallel.dp_shard), range(parallel.cp if parallel.ep > 1 else 1), range(parallel.tp)
+    ):
+        expert = 0
+        if weight.is_expert:
+            place = shard * parallel.cp + context
+            place = place * parallel.tp + tensor if parallel.expert_tp == "folded" else place
+            shard, expert = divmod(place, parallel.ep)
+        block = expert, shard if sharded else 0, tensor if weight.local < n_experts else 0
+        blocks.append(weight.shard(shards, shard) if sharded else weight.local)
+        is_first.append(block not in seen)
+        seen.add(block)
+    return np.array(blocks, dtype=np.int64), np.array(is_first, dtype=np.int64)
 
 
 def all_gathers(config: Config, in_block: bool, microbatches: int) -> int:

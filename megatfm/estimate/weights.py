@@ -10,6 +10,7 @@ from megatfm.config import Config, ModelConfig, ParallelConfig
 from megatfm.config.ffn import MoEConfig, SoftMoEConfig
 from megatfm.describe.description import optimizer_state_bytes
 from megatfm.layers.moe.experts import Experts
+from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import TENSOR
 from megatfm.split_points import SplitPoint
@@ -19,7 +20,8 @@ from megatfm.split_points import SplitPoint
 class LocalWeight:
     """A parameter as one rank has it before ZeRO. rows: along the dim that ZeRO cuts; optimizer_bytes: of the whole
     parameter's state; parts: indices of the split points that use it; numel: of the whole; is_partial: tensor-parallel
-    ranks have a share of its gradient each."""
+    ranks have a share of its gradient each; whole_tensor_group: number of the optimizer that needs it whole, else None.
+    """
 
     name: str
     numel: int
@@ -31,15 +33,17 @@ class LocalWeight:
     parts: tuple[int, ...]
     in_block: bool
     is_partial: bool = False
+    whole_tensor_group: int | None = None
 
     @property
     def local(self) -> int:
         """Elements on a rank before ZeRO."""
         return self.rows * self.row_numel
 
-    def shard(self, ranks: int) -> int:
-        """Elements of the fullest of so many ZeRO ranks."""
-        return -(-self.rows // ranks) * self.row_numel
+    def shard(self, ranks: int, rank: int = 0) -> int:
+        """Elements of one of so many ZeRO ranks; by default of the fullest."""
+        rows = -(-self.rows // ranks)
+        return max(0, min(rows, self.rows - rank * rows)) * self.row_numel
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,12 @@ def local_weights(
     """
     weight_bytes = 8 if config.train.precision == "fp64" else 4
     optimizer = optimizer_state_bytes(config, full, weight_bytes)
-    experts = {
-        f"{path}.{key}"
-        for path, module in local.named_modules()
-        if isinstance(module, Experts)
-        for key, _ in module.named_parameters(recurse=False)
+    experts = expert_names(local)
+    whole_tensor_groups = {
+        name: number
+        for number, group in enumerate(optimizer_groups(config.optimizer, full))
+        for name in group.names
+        if group.granularity == "whole_tensor"
     }
     holders: dict[int, list[int]] = {}
     for index, point in enumerate(points):
@@ -99,9 +104,20 @@ def local_weights(
                 tuple(holders.get(id(parameter), ())),
                 ".layers." in name,
                 TENSOR in layout[name].partial_axes,
+                whole_tensor_groups.get(name),
             )
         )
     return listed
+
+
+def expert_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of experts' stacked weights."""
+    return frozenset(
+        f"{path}.{key}"
+        for path, module in model.named_modules()
+        if isinstance(module, Experts)
+        for key, _ in module.named_parameters(recurse=False)
+    )
 
 
 def _expert_sizes(sizes: list[int], shape: Sequence[int], parallel: ParallelConfig) -> list[int]:
@@ -122,6 +138,21 @@ def _cut_dim(sizes: Sequence[int], is_expert: bool, ranks: int, zero: int) -> in
     return 1 if within else 0
 
 
+def number_bytes(config: Config) -> tuple[int, int]:
+    """Return bytes of a stored and of a computed number."""
+    size = 8 if config.train.precision == "fp64" else 4
+    return size, size if config.train.precision in ("fp32", "fp64") else 2
+
+
+def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], index: int) -> int:
+    """Bytes of gradients that a backward pass through split point `index` holds until all uses of their weight have
+    one, as tied tables'."""
+    used = [(w, [i for i in w.parts if i in parts]) for w in weights if w.is_trained and len(w.parts) > 1]
+    size, compute = number_bytes(config)
+    waiting = sum(w.local for w, uses in used if uses and uses[0] <= index < uses[-1])
+    return waiting * (size if config.parallel.zero < 2 else compute)
+
+
 def rank_bytes(
     config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], ahead: int = 1
 ) -> RankBytes:
@@ -130,7 +161,7 @@ def rank_bytes(
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     data_ranks = parallel.dp_shard * parallel.dp_replicate
     zero = parallel.zero if data_ranks > 1 else 0
-    size = 8 if train.precision == "fp64" else 4
+    size, compute = number_bytes(config)
     is_mixed = train.precision not in ("fp32", "fp64")
     shards = {w.name: _shards(w, parallel) if zero else 1 for w in stage_weights}
     stored = {w.name: w.shard(shards[w.name]) for w in stage_weights}
@@ -142,7 +173,6 @@ def rank_bytes(
     trained = [w for w in stage_weights if w.is_trained]
     gradients = sum(w.local if unsharded else stored[w.name] for w in trained) * size
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in trained)
-    compute = 2 if is_mixed else size
     blocks = _by_block(stage_weights)
     largest = sorted(blocks.values(), reverse=True)
     outside = sum(w.local for w in stage_weights if not w.in_block)

@@ -116,6 +116,8 @@ class ImaginaryGPU(TorchDispatchMode):
         copies = name in ("copy_", "_to_copy")
         waits_not = copies and bool(options.get("non_blocking") or (len(args) > 2 and args[2]))
         args, options = tree_map_only(Tensor, lambda x: self._by_shape(x, name, waits_not), (args, options))
+        if name == "add" and _accumulates():
+            func, name = torch.ops.aten.add_.Tensor, "add_"
         out = self._run(func, name, args, options)
         if name == "_to_copy" and out.device.type == "cpu":
             self.wait("copy to the host")
@@ -153,6 +155,12 @@ class ImaginaryGPU(TorchDispatchMode):
         if name not in FREE and func.namespace not in ("prim", "c10d", "_c10d_functional"):
             self.kernels[self.phase, name] += 1
         return out
+
+
+def _accumulates() -> bool:
+    """Whether autograd adds a gradient to earlier ones: in place, but for modes that look on."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().endswith("AccumulateGrad") and not torch.is_grad_enabled()
 
 
 def place() -> str:

@@ -114,11 +114,13 @@ class ChatPrompts:
     def split(self, prompt: str, answer: str) -> Continuation | None:
         """Return a rendered conversation and the answer after it, tokenized as one text; None after another text.
 
-        Raises UsageError for an answer that makes no token.
+        Its trailing spaces go to the answer, as in the harness. Raises UsageError for an answer that makes no token.
         """
         if prompt not in self._rendered:
             return None
-        context, joined = self._tokens(prompt), self._tokens(prompt + answer)
+        words = prompt.rstrip()
+        answer = prompt[len(words) :] + answer
+        context, joined = self._tokens(words), self._tokens(words + answer)
         is_prefix = joined[: len(context)] == context and len(joined) > len(context)
         targets = joined[len(context) :] if is_prefix else self._tokens(answer)
         if not targets:

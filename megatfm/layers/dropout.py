@@ -51,7 +51,8 @@ class Dropout(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): drops a sublayer's output for full rows, at the sequence's `skip_rate`."""
+    """Stochastic depth (Huang et al. 2016): drops a sublayer's output for full rows of text, or for each image of a
+    row, at the sequence's `skip_rate`."""
 
     tp_plan = (("", "local_token_dropout"),)
 
@@ -67,9 +68,12 @@ class DropPath(nn.Module):
         return x_BTD * scale_BT1.to(x_BTD.dtype)
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
-        """Return int64 [B, T], the same key for all tokens of a row."""
+        """Return int64 [B, T], the same key for all tokens of a row, or of an image; its first image has the row's."""
         keys_B = keyed.fold_in(rng_keys_of(sequence, "stochastic depth"), self.site)
-        return keys_B[:, None].expand(sequence.positions.shape)
+        keys_BT = keys_B[:, None].expand(sequence.positions.shape)
+        if (images_BT := sequence.image_numbers) is None:
+            return keys_BT
+        return keys_BT.where(images_BT <= 0, keyed.fold_in(keys_BT, images_BT))
 
 
 def rng_keys_of(sequence: SequenceMetadata, purpose: str) -> Tensor:

@@ -45,6 +45,10 @@ class MapSequence(SequenceMetadata):
             token_map.documents = document_ids_T.expand(token_map.positions.shape)
         return token_map
 
+    @property
+    def image_numbers(self) -> Tensor | None:
+        return self.documents  # smaller maps have no grid
+
     def downsampled(self, size: MapSize, previous: MapSize | None = None) -> "MapSequence":
         """Return the metadata of smaller maps of the same images.
 

@@ -191,6 +191,11 @@ class SequenceMetadata:
         return torch.ones_like(self.positions).bool() if self.documents is None else self.documents >= 0
 
     @property
+    def image_numbers(self) -> Tensor | None:
+        """Number of each token's image in its row, int64 [B, T], −1 for padding; None for text, or one image a row."""
+        return None if self.grid is None else self.documents
+
+    @property
     def full_non_padding_mask(self) -> Tensor:
         """Non-padding tokens of the full sequence, [B, S]."""
         return self.non_padding_mask

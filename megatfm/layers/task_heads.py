@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, default_cost
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Embedding, Linear
+from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
@@ -48,7 +50,7 @@ class RowScores(nn.Module):
 
 
 class TaskHead(nn.Module):
-    """A linear layer on tokens' vectors, after BERT's pooler (a dense layer and tanh) where the section has one."""
+    """A linear layer on tokens' vectors, after the pooler that the section names (`config.task_heads.PoolerName`)."""
 
     cp_plan = "local"
 
@@ -57,9 +59,15 @@ class TaskHead(nn.Module):
         initial, d = initialiser(config), config.d_model
         self.layers = tuple(getattr(section, "layers", ()))
         _check_layers(config, self.layers)
-        width, has_pooler = d * max(1, len(self.layers)), getattr(section, "pooler", "none") == "tanh"
-        self.pooler = Linear(width, d, initial("dense", width, d), bias=True) if has_pooler else None
-        width = d if has_pooler else width
+        width, kind = d * max(1, len(self.layers)), getattr(section, "pooler", "none")
+        has_norm = kind == "transform"
+        self.pooler: Linear | None = None
+        self.pooler_norm: nn.Module | None = make_norm(config, d) if has_norm else None
+        if kind != "none":
+            self.pooler = Linear(width, d, initial("dense", width, d), bias=section.pooler_bias)
+            width = d
+        name = config.ffn.activation if has_norm else kind
+        self.activation = torch.tanh if kind in ("tanh", "none") else ACTIVATIONS.get(name).function
         self.classifier = Linear(width, classes, initial("dense", width, classes), bias=section.bias)
         self.dropout: float = section.dropout
         columns: dict[str, int | slice[None, None, None]] = {"first": 0, "last": -1, "all": slice(None)}
@@ -73,7 +81,10 @@ class TaskHead(nn.Module):
 
     def pool(self, hidden: Tensor) -> Tensor:
         """The pooled vectors [..., D]."""
-        return hidden if self.pooler is None else torch.tanh(self.pooler(hidden))
+        if self.pooler is None:
+            return hidden
+        pooled: Tensor = self.activation(self.pooler(hidden))
+        return pooled if self.pooler_norm is None else self.pooler_norm(pooled)
 
     def pool_at(
         self,
@@ -244,7 +255,7 @@ class SpanExtractionHead(TaskHead):
         token_indices: Tensor | None = None,
     ) -> Tensor:
         if marks is None:
-            return self.classifier(hidden_BTD)
+            return self.classifier(self.pool(hidden_BTD))
         if sequence is None:
             raise MegatfmError(
                 "the head 'span_extraction' needs the sequence: a family passes it to Model.output"

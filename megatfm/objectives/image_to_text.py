@@ -61,8 +61,14 @@ class ImageToText(Objective):
         self.special, self.begin_token = special, config.begin_token
         self.image_in_text = config.image_placement == "in_text"
         self.image_token = model.connector.image_token_id
+        self.prompt_end = config.prompt_end_token_id
+        if self.prompt_end is not None and self.prompt_end in (self.image_token, special.bos):
+            raise UsageError(
+                f"objective.prompt_end_token_id = {self.prompt_end} is the image's token or the begin token: choose an "
+                "id that only ends prompts"
+            )
         self.max_text_tokens = row_lengths[1] if row_lengths[1:] else 2**31
-        if self.max_text_tokens < self.n_patches + self.begin_token + 1:
+        if self.max_text_tokens < self.n_patches + self.begin_token + 1 + (self.prompt_end is not None):
             raise UsageError(
                 f"data.target_length = {self.max_text_tokens} is too short for an image, which takes {self.n_patches} "
                 "tokens of the text's row, and a token of text: choose e.g. "
@@ -85,15 +91,34 @@ class ImageToText(Objective):
         return np.stack([np.full_like(text_lengths, self.reader.n_tokens), text_lengths], axis=1)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
-        """Return image fields, `tokens` [begin, image token × patches, text], and `targets`, the next text tokens."""
+        """Return image fields, `tokens` [begin, image token × patches, text], and `targets`: next text tokens, after a
+        prompt if there is one."""
         images = self.reader.build(chunk.files, key)
         fields: dict[str, NDArray[Any]] = {f"encoder_{name}": values for name, values in images.items()}
         sequence = self.insert_image(chunk.tokens)
         fields["tokens"] = sequence[:-1][: self.max_text_tokens]
-        fields["targets"] = np.where(sequence == self.image_token, IGNORE, sequence)[1:][
-            : self.max_text_tokens
-        ]
+        targets = np.where(sequence == self.image_token, IGNORE, sequence)
+        if self.prompt_end is not None:
+            targets[: self.prompt_length(sequence)] = IGNORE
+        fields["targets"] = targets[1:][: self.max_text_tokens]
         return fields
+
+    def prompt_length(self, sequence: NDArray[np.int64]) -> int:
+        """Return the number of tokens up to the end of the prompt.
+
+        Raises SampleError for a text without exactly one end in the row.
+        """
+        places = np.flatnonzero(sequence == self.prompt_end)
+        if len(places) != 1:
+            raise SampleError(
+                f"has {len(places)} prompt ends (token {self.prompt_end}), and objective.prompt_end_token_id wants 1"
+            )
+        if places[0] >= self.max_text_tokens:
+            raise SampleError(
+                f"has a prompt of {places[0] + 1} tokens, its image's included, and a row has "
+                f"{self.max_text_tokens}: raise data.target_length"
+            )
+        return int(places[0]) + 1
 
     def insert_image(self, text: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return begin token, text [n] with the image's tokens, and end token.
@@ -122,8 +147,13 @@ class ImageToText(Objective):
 
     def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         room = min(self.max_text_tokens - self.n_patches - self.begin_token, 64)
-        text = random.integers(self.special.vocab_size, size=random.integers(1, room + 1))
-        text[text == self.image_token] = (self.image_token + 1) % self.special.vocab_size
+        has_prompt = self.prompt_end is not None
+        text = random.integers(self.special.vocab_size, size=random.integers(1 + has_prompt, room + 1))
+        numbers = (self.image_token + offset for offset in (1, 2))
+        plain = next(n for n in numbers if n % self.special.vocab_size != self.prompt_end)
+        text[(text == self.image_token) | (text == self.prompt_end)] = plain % self.special.vocab_size
         if self.image_in_text:
             text = np.insert(text[: max(len(text) - 1, 0)], 0, self.image_token)
+        if self.prompt_end is not None:
+            text[random.integers(int(self.image_in_text), len(text))] = self.prompt_end
         return DocumentChunk(text, files=random_image_files(random, self.reader))

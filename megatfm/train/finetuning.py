@@ -150,7 +150,7 @@ def head_name(config: Config) -> str:
 
 def _train_head_beside_adapters(config: Config) -> Config:
     """Return the config with the task's head among the weights that are trained beside adapters."""
-    lora, pattern = config.model.lora, f"{HEAD_OF_FAMILY[config.model.family]}.*"
+    lora, pattern = config.model.lora, f"{head_name(config)}.*"
     if lora is None or pattern in lora.trained:
         return config
     return config.with_changes({"model.lora.trained": [*lora.trained, pattern]})
@@ -184,9 +184,15 @@ def has_same_head(config: Config, state: Mapping[str, Any]) -> bool:
     if not isinstance(saved, Mapping) or config.task is None:
         return False
     stored_section = (saved.get("model", {}).get("extra_heads") or {}).get(name)
-    section = config.model.extra_heads[name].model_dump(mode="json")
+    head = config.model.extra_heads[name]
+    section = head.model_dump(mode="json")
+    defaults = {
+        key: field.get_default(call_default_factory=True) for key, field in type(head).model_fields.items()
+    }
     if stored_section is None or any(
-        stored_section.get(key) != value for key, value in section.items() if key not in UNSTORED_OPTIONS
+        {**defaults, **stored_section}.get(key) != value
+        for key, value in section.items()
+        if key not in UNSTORED_OPTIONS
     ):
         return False
     return section["name"] != "text_classifier" or stored_labels(state) == config.task.labels

@@ -10,8 +10,11 @@ from transformers.models.modernbert import modeling_modernbert
 from megatfm.config import ModelConfig
 from tests.support.encoder_batches import (
     BERT_ENCODER,
+    DEBERTA,
+    DEBERTA_V3,
     ENCODER_OPTIONS,
     LENGTHS,
+    MODERNBERT,
     PAD,
     VOCABULARY,
     draw_tokens,
@@ -21,19 +24,6 @@ from tests.support.encoder_batches import (
 )
 from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair
 
-DEBERTA = {"attention.name": "deberta", "position.name": "deberta"}
-DEBERTA_V3 = {
-    **DEBERTA, "attention.name": "deberta_v2", "position.name": "deberta_v2", "position.buckets": 6,
-    "position.max_distance": 15,
-}  # fmt: skip
-MODERNBERT = {
-    "attention.name": "gqa", "norm.placement": "pre", "norm.bias": False, "norm.first_attention_norm": False,
-    "ffn.bias": False,
-    "ffn.activation": "geglu", "embedding.n_segments": 0, "lm_head.transform_bias": False,
-    "layer_types": ["global", "local", "local"],
-    "layer_type.global": {"position.theta": 500.0},
-    "layer_type.local": {"position.theta": 20.0, "attention.pattern": {"name": "window", "width": 4}},
-}  # fmt: skip
 MODELS = {
     "bert": ("BertForPreTraining", {"extra_heads.sentence.classes": 2}),
     "bert-without-sentences": ("BertForMaskedLM", {"ffn.activation": "gelu_tanh"}),

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import modeling_rope_utils
+from transformers.models.deberta import modeling_deberta
+from transformers.models.deberta_v2 import modeling_deberta_v2
+from transformers.models.llama import modeling_llama
 from transformers.models.longformer import modeling_longformer
+from transformers.models.mistral import modeling_mistral
+from transformers.models.modernbert import modeling_modernbert
 
 from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
@@ -14,7 +20,17 @@ from megatfm.models import build
 from megatfm.object_collectives import all_gather
 from megatfm.tasks.predictions import collect_predictions, engine_model
 from tests.support.batches import task_batch
-from tests.support.encoder_batches import BERT_ENCODER, PAD, draw_tokens, padded_batch
+from tests.support.encoder_batches import (
+    BERT_ENCODER,
+    DEBERTA,
+    DEBERTA_V3,
+    ENCODER_OPTIONS,
+    MODERNBERT,
+    PAD,
+    VOCABULARY,
+    draw_tokens,
+    padded_batch,
+)
 from tests.support.grids import cells
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import (
@@ -33,10 +49,19 @@ RELATIVES = {
     "Roberta": {"position.offset": PAD + 1, "embedding.n_segments": 1},
     "Albert": {"ffn.activation": "gelu_tanh", "embedding.dim": 10, "distinct_layers": 1},
 }
+RELATIVES["Electra"] = {"embedding.dim": 10}
 RELATIVES["Longformer"] = {
     **RELATIVES["Roberta"],
     "attention.name": "longformer", "attention.pattern": {"name": "longformer", "width": 6, "global_tokens": [0]},
 }  # fmt: skip
+OTHERS = {
+    "Deberta": {**DEBERTA, "position.max_distance": 15, "embedding.n_segments": 0},
+    "DebertaV2": {**DEBERTA_V3, "embedding.n_segments": 2},
+    "ModernBert": MODERNBERT,
+}
+"""Encoders with other positions than BERT's."""
+POOLERS = {"Deberta": "gelu", "DebertaV2": "gelu", "Electra": "gelu", "ModernBert": "transform"}
+"""Those of classifiers of sequences and of choices; BERT's is "tanh"."""
 SPAN, CHOICE = {"name": "span_extraction"}, {"name": "multiple_choice", "dropout": 0.0}
 HEADS_OF_CLASS = {
     "SequenceClassification": {"sentence": HEAD},
@@ -46,21 +71,52 @@ HEADS_OF_CLASS = {
 }
 UNDONE = {
     "MultipleChoice": ("classifier.bias",),
-    "QuestionAnswering": ("qa_outputs.bias", ".2.output.LayerNorm.bias"),
+    "QuestionAnswering": ("qa_outputs.bias", "classifier.bias", ".2.output.LayerNorm.bias"),
 }
 """Added to every choice, or token, a bias changes no softmax; before a linear layer neither."""
 CLASSES = [
     (relative, task)
     for task in HEADS_OF_CLASS
-    for relative in RELATIVES
-    if relative != "Longformer" or task == "SequenceClassification"
+    for relative in RELATIVES | OTHERS
+    if (relative != "Longformer" or task == "SequenceClassification")
+    and (relative != "Deberta" or task != "MultipleChoice")
 ]
-"""Longformer's others have no global token in transformers, or other ones."""
+"""Longformer's others have no global token in transformers, or other ones; DeBERTa has no class of choices there."""
+SCORE = {
+    "name": "text_classifier",
+    "classes": 3,
+    "pooler": "none",
+    "token": "last",
+    "bias": False,
+    "dropout": 0.0,
+}
+GPT = {
+    "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "attention.n_heads": 6, "ffn.d_ff": 96,
+    "norm.name": "layer_norm", "ffn.activation": "gelu_tanh", "attention.bias": True, "ffn.bias": True,
+    "position.name": "learned", "position.max_positions": 15,
+}  # fmt: skip
+LLAMA = {
+    "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "attention.n_heads": 6, "attention.n_kv_heads": 2,
+    "ffn.d_ff": 40, "position.theta": 500.0, "embedding.tied": False,
+}  # fmt: skip
+DECODERS = {
+    "OpenAIGPT": {**GPT, "norm.placement": "post"},
+    "GPT2": GPT,
+    "Llama": LLAMA,
+    "Mistral": {**LLAMA, "attention.pattern": {"name": "window", "width": 4}},
+}
+"""Decoders whose …ForSequenceClassification has our head."""
 LABELS = torch.tensor([2, 0, 1])
+MODELING = (
+    modeling_longformer, modeling_deberta, modeling_deberta_v2, modeling_modernbert, modeling_llama, modeling_mistral,
+    modeling_rope_utils,
+)  # fmt: skip
 
 
 def test_every_head_here_is_tried() -> None:
-    expected = {f"{relative}For{task}" for relative, task in CLASSES}
+    expected = {f"{relative}For{task}" for relative, task in CLASSES} | {
+        f"{name}ForSequenceClassification" for name in DECODERS
+    }
     assert {name for name in ARCHITECTURES.names() if TASK_CLASSES.fullmatch(name)} == expected
 
 
@@ -101,11 +157,17 @@ def in_one_row(fields: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("relative", "task"), CLASSES)
 def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) -> None:
-    heads = HEADS_OF_CLASS[task]
-    (module,) = heads
-    config = ModelConfig.from_dotted(BERT_ENCODER | RELATIVES[relative] | BARE | {"extra_heads": heads})
+    ((module, head),) = HEADS_OF_CLASS[task].items()
+    if task in ("SequenceClassification", "MultipleChoice") or relative == "ModernBert":
+        head = head | {"pooler": POOLERS.get(relative, "tanh"), "pooler_bias": relative != "ModernBert"}
+    options = (
+        BERT_ENCODER | RELATIVES[relative] if relative in RELATIVES else ENCODER_OPTIONS | OTHERS[relative]
+    )
+    config = ModelConfig.from_dotted(options | BARE | {"extra_heads": {module: head}})
     name = f"{relative}For{task}"
-    both, figures = pair(config, torch.float64, among=[name]), Figures()
+    figures = Figures()
+    with doubled(torch.float64, *MODELING):
+        both = pair(config, torch.float64, among=[name])
     assert type(both.theirs).__name__ == name
     batch = {
         key: value[:, :9]
@@ -113,7 +175,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
         if key not in ("labels", "attention_mask")
     }
     theirs, labels, ours = task_inputs(task, batch)
-    with doubled(torch.float64, modeling_longformer):
+    with doubled(torch.float64, *MODELING):
         expected = both.theirs(**theirs, **labels)
     segments = {"segments": batch["token_type_ids"]} if "token_type_ids" in batch else {}
     plain = both.ours(batch["input_ids"], **segments).predictions[module]
@@ -136,6 +198,28 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     expected.loss.backward()
     if relative != "Longformer":  # the first token's last queries are global: the others have no gradient
         figures.see_gradients(both, torch.float64, UNDONE.get(task, ()))
+
+
+@pytest.mark.parametrize("relative", DECODERS)
+def test_a_decoder_s_classes_are_transformers_s(relative: str) -> None:
+    name = f"{relative}ForSequenceClassification"
+    heads = {"lm_head.name": "none", "lm_head.bias": False, "extra_heads": {"score": SCORE}}
+    config = ModelConfig.from_dotted(DECODERS[relative] | heads)
+    figures = Figures()
+    with doubled(torch.float64, *MODELING):
+        both = pair(config, torch.float64, among=[name])
+    both.theirs.config.pad_token_id = PAD  # by which it finds the last tokens; none of these is padding
+    tokens = draw_tokens(VOCABULARY, 3, 9, seed=4, low=PAD + 1)
+    with doubled(torch.float64, *MODELING):
+        expected = both.theirs(tokens, labels=LABELS)
+    figures.see_logits(both.ours(tokens).predictions["score"], expected.logits, torch.float64)
+    targets = torch.full_like(tokens, -100)
+    targets[:, -1] = LABELS
+    (total,) = both.ours(tokens, sentence_targets=targets).losses.values()
+    figures.see_logits(total / len(LABELS), expected.loss, torch.float64)
+    (total / len(LABELS)).backward()
+    expected.loss.backward()
+    figures.see_gradients(both, torch.float64)
 
 
 def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
@@ -188,6 +272,7 @@ LAYOUTS = {
 }
 HEADS = {
     "classes": {"sentence": HEAD | {"classes": 2, "dropout": 0.3}},
+    "transform": {"sentence": HEAD | {"classes": 2, "dropout": 0.3, "pooler": "transform"}},
     "both orders": {"sentence": HEAD | {"classes": 2, "dropout": 0.3, "both_orders": True}},
     "choices": {"sentence": {"name": "multiple_choice", "dropout": 0.3}},
     "spans": {"span": {"name": "span_extraction", "dropout": 0.3}},

@@ -29,6 +29,19 @@ ENCODER_OPTIONS = {
 LEARNED_POSITIONS = {"attention.bias": True, "position.name": "learned", "position.max_positions": 15}
 """BERT's attention and positions; all but DeBERTa have them."""
 BERT_ENCODER = ENCODER_OPTIONS | LEARNED_POSITIONS
+DEBERTA = {"attention.name": "deberta", "position.name": "deberta"}
+DEBERTA_V3 = {
+    **DEBERTA, "attention.name": "deberta_v2", "position.name": "deberta_v2", "position.buckets": 6,
+    "position.max_distance": 15,
+}  # fmt: skip
+MODERNBERT = {
+    "attention.name": "gqa", "norm.placement": "pre", "norm.bias": False, "norm.first_attention_norm": False,
+    "ffn.bias": False,
+    "ffn.activation": "geglu", "embedding.n_segments": 0, "lm_head.transform_bias": False,
+    "layer_types": ["global", "local", "local"],
+    "layer_type.global": {"position.theta": 500.0},
+    "layer_type.local": {"position.theta": 20.0, "attention.pattern": {"name": "window", "width": 4}},
+}  # fmt: skip
 
 
 def draw_tokens(high: int, *shape: int, seed: int, low: int = 0) -> Tensor:

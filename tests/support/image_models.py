@@ -30,7 +30,7 @@ COMMON: dict[str, Any] = {
 }
 HEAD = {"extra_heads.classifier.n_classes": 5}
 IMAGE_MODELS = {
-    "class": ModelConfig.from_dotted(COMMON | HEAD | {"embedding.n_register_tokens": 1}),
+    "class": ModelConfig.from_dotted(COMMON | HEAD | {"embedding.n_register_tokens": 1, "drop_path": 0.4}),
     "mean": ModelConfig.from_dotted(
         COMMON | HEAD | {"extra_heads.classifier.pool": "class_mean", "extra_heads.classifier.hidden": True}
     ),
@@ -43,8 +43,8 @@ IMAGE_MODELS = {
         | {"position.name": "rope_2d", "attention.key_bias": False, "extra_heads.classifier.pool": "mean"}
     ),
     "mae": ModelConfig.from_dotted(
-        COMMON | {"family": "masked_autoencoder", "pixel_decoder.d_model": 12, "pixel_decoder.n_layers": 2,
-                  "pixel_decoder.n_heads": 6, "pixel_decoder.d_ff": 24}
+        COMMON | {"family": "masked_autoencoder", "drop_path": 0.4, "pixel_decoder.d_model": 12,
+                  "pixel_decoder.n_layers": 2, "pixel_decoder.n_heads": 6, "pixel_decoder.d_ff": 24}
     ),
     "simmim": ModelConfig.from_dotted(
         COMMON | {"embedding.mask_token": True, "extra_heads": {"pixels": {"name": "pixels", "stride": SIDE}}}

@@ -31,7 +31,7 @@ def sharded(gpus: int, *overrides: str) -> tuple[int, tuple[str, ...]]:
 
 LARGE: Mapping[str, tuple[int, Sequence[str]]] = {
     "gemma2-2b": sharded(32),
-    "gemma2-9b": sharded(64, "train.recompute=selective"),
+    "gemma2-9b": sharded(64, "train.recompute=selective", "parallel.grad_accumulation=sharded"),
     "gemma3-4b": sharded(32),
     "gpt3-2.7b": sharded(32),
     "gpt3-6.7b": sharded(64),
@@ -42,10 +42,7 @@ LARGE: Mapping[str, tuple[int, Sequence[str]]] = {
         256,
         ("parallel.zero=3", "parallel.tp=4", "parallel.dp_replicate=4", "parallel.grad_accumulation=sharded"),
     ),
-    "llama3-405b": (
-        1024,
-        ("parallel.tp=8", "parallel.pp=16", "parallel.zero=1", "train.recompute=selective"),
-    ),
+    "llama3-405b": (1024, ("parallel.tp=8", "parallel.pp=16", "parallel.zero=1", "train.recompute=full")),
     "mistral-7b": sharded(64, "parallel.grad_accumulation=sharded"),
     "mistral-7b-v0.1": sharded(64, "parallel.grad_accumulation=sharded"),
     "mixtral-8x7b": (128, ("parallel.ep=8", "parallel.pp=4", "parallel.zero=1")),

@@ -14,6 +14,7 @@ from megatfm.convert.architectures import llava as llava
 from megatfm.convert.architectures import modernbert as modernbert
 from megatfm.convert.architectures import moe_decoders as moe_decoders
 from megatfm.convert.architectures import sequence_classification as sequence_classification
+from megatfm.convert.architectures import simmim as simmim
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
 from megatfm.convert.architectures import swin as swin
 from megatfm.convert.architectures import t5 as t5

@@ -1,20 +1,23 @@
-"""Encoders with a task head: BertForSequenceClassification, …TokenClassification, …MultipleChoice, …QuestionAnswering,
-and those of related models.
+"""Models with a task head: BertFor… SequenceClassification, TokenClassification, MultipleChoice and
+QuestionAnswering, those of its relatives, and decoders that classify texts.
 
-Each is the bare model, its pooler if the class has one, and a linear layer. RoBERTa's and Longformer's sequence
-classifiers have a separate pooler.
+Each is the bare model, a pooler if the class has one, and a linear layer. RoBERTa's, Longformer's and ELECTRA's
+sequence classifiers have a separate pooler; ModernBERT's pooler is a dense layer, its activation and a norm.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatfm.config import Config, ModelConfig, TextClassifierHeadConfig
-from megatfm.convert.architecture import ARCHITECTURES, HEAD_PREFIXES, Rules, register_architecture
+from megatfm.convert.architecture import ARCHITECTURES, HEAD_PREFIXES, register_architecture
 from megatfm.convert.architectures import bert as bert  # registers the classes that these are based on
+from megatfm.convert.architectures import deberta as deberta
+from megatfm.convert.architectures import electra as electra
+from megatfm.convert.architectures import modernbert as modernbert
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
-from megatfm.convert.hf_config import Json, Key, used
+from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
 from megatfm.convert.weight_mapping import WeightMapping, rename_linear
 from megatfm.errors import UsageError
 
@@ -24,34 +27,106 @@ PROBLEMS = {
     "squared_error": "regression",
 }
 """Loss of a head → problem_type of config.json."""
+TASKS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
+"""Ends of the classes' names."""
+POOLED_TASKS = ("SequenceClassification", "MultipleChoice")
+UnusedTensors = Callable[[Mapping[str, Any], Container[str]], Sequence[str]]
 LABELS: dict[str, Key] = {
     "id2label": used(None, dict, None),
     "num_labels": used(None, int, None),
     "problem_type": used(None, str, None),
 }
 DROPOUT: dict[str, Key] = {"classifier_dropout": used(None, float, int, None)}
-HeadReader = Callable[[Json, ModelConfig], Json]
-HeadWriter = Callable[[Any], Json]
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """Names of a head's tensors in files: its last layer, and the pooler and its norm where the class has them."""
+
+    classifier: str
+    pooler: str = ""
+    norm: str = ""
+    has_bias: bool = True
+
+    def rules(self, module: str, config: ModelConfig) -> Sequence[WeightMapping]:
+        """Map the head `module`."""
+        has_bias = getattr(config.extra_heads[module], "pooler_bias", True)
+        norm_bias = bool(getattr(config.norm, "bias", True))
+        return [
+            *(rename_linear(f"{module}.pooler", self.pooler, bias=has_bias) if self.pooler else []),
+            *(rename_linear(f"{module}.pooler_norm", self.norm, bias=norm_bias) if self.norm else []),
+            *rename_linear(f"{module}.classifier", self.classifier, bias=self.has_bias),
+        ]
+
+    def matches(self, pattern: str) -> bool:
+        """Return whether a regular expression matches a tensor of the head."""
+        names = (name for name in (self.pooler, self.norm, self.classifier) if name)
+        return any(re.search(pattern, f"{name}.weight") for name in names)
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """A head of ours, as a class of transformers has it.
+
+    options: what the class decides of it. dropout: key of config.json for its dropout; empty: the model's. module: name
+    of the head in our model. pooler_bias: key of config.json for its pooler's bias; empty: there is always one.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dropout: str = "classifier_dropout"
+    module: str = "sentence"
+    pooler_bias: str = ""
+
+    def read(self, hf_config: Json, config: ModelConfig) -> Json:
+        """Return our head. One label without a problem_type is a number, as there. Raises UsageError."""
+        dropout = hf_config.get(self.dropout) if self.dropout else None
+        head = {
+            "name": self.name,
+            "dropout": config.dropout if dropout is None else float(dropout),
+            **self.options,
+            **({"pooler_bias": hf_config[self.pooler_bias]} if self.pooler_bias else {}),
+        }
+        return head | _read_labels(hf_config) if self.name == "text_classifier" else head
+
+    def write(self, head: Any) -> Json:
+        """Return the keys of config.json that a head decides. Raises UsageError for another kind of head."""
+        if head.name != self.name or getattr(head, "both_orders", False):
+            raise UsageError(f"the class has a head {self.name!r}, over one text or pair")
+        written = label_keys([], head) if self.name == "text_classifier" else {}
+        for key, value in ((self.dropout, head.dropout), (self.pooler_bias, head.pooler_bias)):
+            if key:
+                written[key] = value
+        return written
 
 
 def register_task_class(
-    name: str, base: str, module: str, read_head: HeadReader, write_head: HeadWriter, tensors: Sequence[str],
-    keys: dict[str, Key],
-) -> None:  # fmt: skip
-    """Register a class: that of `base` with another head.
+    name: str,
+    base: str,
+    head_format: HeadFormat,
+    tensors: HeadTensors,
+    keys: Mapping[str, Key],
+    unused_tensors: UnusedTensors | None = None,
+) -> None:
+    """Register a class: that of `base`, with a head of a task in place of its own.
 
-    module: name of the head in megatfm. tensors: names of the pooler, if there is one, and of the linear layer.
-    write_head: raises UsageError for another kind of head. keys: of config.json, for the head.
+    keys: of config.json that the head reads. unused_tensors: as in `Architecture`, for files whose head we lack, which
+    open as the bare model.
     """
-    architecture = ARCHITECTURES.get(base)
+    architecture, module = ARCHITECTURES.get(base), head_format.module
 
     def read(hf_config: Json) -> ModelConfig:
         config = architecture.config_from_hf(
             {key: value for key, value in hf_config.items() if key not in keys}
         )
-        head = read_head(hf_config, config)
+        is_bare = unused_tensors is not None and bool(unused_tensors(hf_config, ()))
+        heads = {} if is_bare else {module: head_format.read(hf_config, config)}
         return config.with_changes(
-            {"lm_head": {"name": "none", "bias": False}, "extra_heads": {module: head}}
+            {
+                "lm_head": {"name": "none", "bias": False},
+                "embedding": {"tied": True},
+                "extra_heads": heads,
+            }
         )
 
     def write(config: ModelConfig) -> Json:
@@ -59,113 +134,42 @@ def register_task_class(
             raise UsageError(
                 f"a {name} has one head: model.extra_heads has {', '.join(config.extra_heads) or 'none'}"
             )
-        return {**architecture.config_to_hf(config), **write_head(config.extra_heads[module])}
+        return {**architecture.config_to_hf(config), **head_format.write(config.extra_heads[module])}
 
+    def rules(config: ModelConfig) -> Sequence[WeightMapping]:
+        body = [
+            replace(rule, tied_names=())
+            for rule in architecture.weight_mappings(config)
+            if not rule.megatfm[0].startswith(HEAD_PREFIXES)
+        ]
+        return [*body, *(tensors.rules(module, config) if config.extra_heads else [])]
+
+    ignored_tensors = tuple(p for p in architecture.ignored_tensors if not tensors.matches(p))
+    adapted = replace(
+        architecture,
+        keys={**architecture.keys, **keys},
+        config_from_hf=read,
+        config_to_hf=write,
+        weight_mappings=rules,
+        ignored_tensors=ignored_tensors,
+    )
     register_architecture(
-        name,
-        replace(
-            architecture,
-            keys={**architecture.keys, **keys},
-            config_from_hf=read,
-            config_to_hf=write,
-            weight_mappings=_with_head(architecture.weight_mappings, module, tensors),
-            ignored_tensors=tuple(
-                pattern
-                for pattern in architecture.ignored_tensors
-                if not any(re.search(pattern, f"{tensor}.weight") for tensor in tensors)
-            ),
-        ),
+        name, replace(adapted, unused_tensors=unused_tensors) if unused_tensors else adapted
     )
 
 
-def _with_head(rules: Rules, module: str, tensors: Sequence[str]) -> Rules:
-    parts = ["pooler", "classifier"][-len(tensors) :]
-    head: Sequence[WeightMapping] = [
-        rule
-        for part, tensor in zip(parts, tensors, strict=True)
-        for rule in rename_linear(f"{module}.{part}", tensor, bias=True)
-    ]
-    return lambda config: [
-        *(
-            replace(rule, tied_names=())
-            for rule in rules(config)
-            if not rule.megatfm[0].startswith(HEAD_PREFIXES)
-        ),
-        *head,
-    ]
-
-
-def read_classifier(
-    hf_config: Json, config: ModelConfig, *, pooler: str = "tanh", token: str = "first"
-) -> Json:
-    """Return megatfm's section of a classifier head. As in transformers, one label without problem_type is
-    regression."""
+def _read_labels(hf_config: Json) -> Json:
     labels, count = hf_config.get("id2label"), hf_config.get("num_labels")
     losses = {problem: loss for loss, problem in PROBLEMS.items()}
     classes = count if count is not None else 2 if labels is None else len(labels)
     problem = hf_config.get("problem_type") or PROBLEMS["squared_error" if classes == 1 else "cross_entropy"]
     if problem not in losses:
         raise UsageError(f"config.json: problem_type = {problem!r}: megatfm has {', '.join(losses)}")
-    return {
-        "name": "text_classifier",
-        "classes": classes,
-        "loss": losses[problem],
-        "pooler": pooler,
-        "token": token,
-        "dropout": _dropout(hf_config, config),
-    }
-
-
-def write_classifier(head: Any, *, pooler: str = "tanh", token: str = "first") -> Json:
-    """Return the keys of config.json for a head. Raises UsageError for another kind of head."""
-    if not isinstance(head, TextClassifierHeadConfig) or head.both_orders:
-        raise UsageError("the class has a head 'text_classifier', over one text or pair")
-    if (head.pooler, head.token) != (pooler, token):
-        raise UsageError(f"the class has a head with pooler = {pooler!r} and token = {token!r}")
-    return {**label_keys([], head), "classifier_dropout": head.dropout}
-
-
-def read_token_classifier(hf_config: Json, config: ModelConfig) -> Json:
-    """Return megatfm's section of a token classifier."""
-    return read_classifier(hf_config, config, pooler="none", token="all")
-
-
-def write_token_classifier(head: Any) -> Json:
-    """Return the keys of a token classifier. Raises UsageError for another kind of head."""
-    return write_classifier(head, pooler="none", token="all")
-
-
-def read_choices(hf_config: Json, config: ModelConfig) -> Json:
-    """Return megatfm's section of a multiple-choice head."""
-    return {"name": "multiple_choice", "dropout": _dropout(hf_config, config)}
-
-
-def write_choices(head: Any) -> Json:
-    """Return the keys of a multiple-choice head. Raises UsageError for another kind of head."""
-    if head.name != "multiple_choice" or head.pooler != "tanh":
-        raise UsageError("the class has a head 'multiple_choice' with a pooler")
-    return {"classifier_dropout": head.dropout}
-
-
-def read_spans(hf_config: Json, config: ModelConfig) -> Json:
-    """Return megatfm's section of a question-answering head."""
-    return {"name": "span_extraction"}
-
-
-def write_spans(head: Any) -> Json:
-    """Return the keys of a question-answering head. Raises UsageError for another kind of head."""
-    if head.name != "span_extraction":
-        raise UsageError("the class has a head 'span_extraction'")
-    return {}
-
-
-def _dropout(hf_config: Json, config: ModelConfig) -> float:
-    dropout = hf_config.get("classifier_dropout")
-    return config.dropout if dropout is None else float(dropout)
+    return {"classes": classes, "loss": losses[problem]}
 
 
 def label_keys(labels: Sequence[str], head: Any) -> Json:
-    """Return the keys of config.json for the labels of a classifier head, or for the values of a regression.
+    """Return the keys of config.json that name what a classifier's head predicts, and how many there are of it.
 
     labels: names; if empty, LABEL_0, LABEL_1, …
     """
@@ -185,30 +189,122 @@ def task_labels(config: Config) -> Json:
     return label_keys(config.task.labels, heads[0]) if config.task and heads else {}
 
 
-# Pooler and linear layer of sequence classifiers, and pooler of other classes. Longformer has no other classes here:
-# in transformers, its first token is global only in sequence classifiers.
-FAMILIES = {
-    "Bert": (["bert.pooler.dense", "classifier"], "bert.pooler.dense"),
-    "Roberta": (["classifier.dense", "classifier.out_proj"], "roberta.pooler.dense"),
-    "Albert": (["albert.pooler", "classifier"], "albert.pooler"),
-    "Longformer": (["classifier.dense", "classifier.out_proj"], None),
+MEAN_POOLED = (r"^head\.", r"^classifier\.")
+
+
+def mean_pooled_tensors(hf_config: Mapping[str, Any], names: Container[str]) -> Sequence[str]:
+    """Return patterns of a ModernBERT's head that reads the mean of all tokens, which no head of ours does."""
+    return MEAN_POOLED if hf_config.get("classifier_pooling") == "mean" else ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """Heads of a family's classes. pooler: of classifiers of sequences and of choices. tensors: of the classes' heads,
+    by the end of their names; a class that is left out computes something that we lack. keys: of config.json that all
+    read. pooled_keys: those that classes with a pooler of one token read besides."""
+
+    pooler: str
+    tensors: Mapping[str, HeadTensors]
+    keys: Mapping[str, Key] = field(default_factory=lambda: DROPOUT)
+    token_pooler: str = "none"
+    dropout: str = "classifier_dropout"
+    pooler_bias: str = ""
+    pooled_keys: Mapping[str, Key] = field(default_factory=dict)
+
+
+WORDS, ANSWERS = HeadTensors("classifier"), HeadTensors("qa_outputs")
+ROBERTA_CLASSIFIER = HeadTensors("classifier.out_proj", "classifier.dense")
+CONTEXT_POOLER = HeadTensors("classifier", "pooler.dense")
+TRANSFORMED = HeadTensors("classifier", "head.dense", "head.norm")
+CONTEXT_DROPOUT: Mapping[str, Key] = {"cls_dropout": used(None, float, int, None)}
+CONTEXT_KEYS: Mapping[str, Key] = {
+    "pooler_hidden_act": supported_values("gelu"),
+    **ignored("pooler_dropout", "pooler_hidden_size"),
 }
-for family, (classifier_tensors, pooler_tensor) in FAMILIES.items():
-    masked, classes = f"{family}ForMaskedLM", LABELS | DROPOUT
-    register_task_class(
-        f"{family}ForSequenceClassification", masked, "sentence", read_classifier, write_classifier,
-        classifier_tensors, classes,
-    )  # fmt: skip
-    if pooler_tensor is None:
-        continue
-    register_task_class(
-        f"{family}ForTokenClassification", masked, "sentence", read_token_classifier, write_token_classifier,
-        ["classifier"], classes,
-    )  # fmt: skip
-    register_task_class(
-        f"{family}ForMultipleChoice", masked, "sentence", read_choices, write_choices,
-        [pooler_tensor, "classifier"], DROPOUT,
-    )  # fmt: skip
-    register_task_class(
-        f"{family}ForQuestionAnswering", masked, "span", read_spans, write_spans, ["qa_outputs"], {}
-    )
+SUMMARY_KEYS: Mapping[str, Key] = {
+    "summary_type": supported_values("first"),
+    "summary_use_proj": supported_values(True),
+    "summary_activation": supported_values("gelu"),
+}
+TRANSFORMED_DROPOUT: Mapping[str, Key] = {"classifier_dropout": used(0.0, float, int)}
+
+
+def _tensors(sequences: HeadTensors, choices: HeadTensors | None = None) -> Mapping[str, HeadTensors]:
+    """Return the tensors of a family's classes. choices: None: there is no such class."""
+    by_task = {
+        "SequenceClassification": sequences,
+        "TokenClassification": WORDS,
+        "QuestionAnswering": ANSWERS,
+    }
+    return by_task | ({"MultipleChoice": choices} if choices else {})
+
+
+# In transformers Longformer's first token is global in classifiers of sequences alone: its other classes compute
+# something else.
+FAMILIES = {
+    "Bert": Family("tanh", _tensors(*[HeadTensors("classifier", "bert.pooler.dense")] * 2)),
+    "Roberta": Family(
+        "tanh", _tensors(ROBERTA_CLASSIFIER, HeadTensors("classifier", "roberta.pooler.dense"))
+    ),
+    "Albert": Family("tanh", _tensors(*[HeadTensors("classifier", "albert.pooler")] * 2)),
+    "Longformer": Family("tanh", {"SequenceClassification": ROBERTA_CLASSIFIER}),
+    "Deberta": Family(
+        "gelu", _tensors(CONTEXT_POOLER), CONTEXT_DROPOUT, dropout="cls_dropout", pooled_keys=CONTEXT_KEYS
+    ),
+    "DebertaV2": Family(
+        "gelu",
+        _tensors(CONTEXT_POOLER, CONTEXT_POOLER),
+        CONTEXT_DROPOUT,
+        dropout="cls_dropout",
+        pooled_keys=CONTEXT_KEYS,
+    ),
+    "Electra": Family(
+        "gelu",
+        _tensors(ROBERTA_CLASSIFIER, HeadTensors("classifier", "sequence_summary.summary")),
+        pooled_keys=SUMMARY_KEYS,
+    ),
+    "ModernBert": Family(
+        "transform",
+        dict.fromkeys(TASKS, TRANSFORMED),
+        TRANSFORMED_DROPOUT,
+        token_pooler="transform",
+        pooler_bias="classifier_bias",
+        pooled_keys={"classifier_pooling": supported_values("cls", "mean")},
+    ),
+}
+
+
+def _head_format(family: Family, task: str) -> HeadFormat:
+    is_pooled = task in POOLED_TASKS
+    options: Json = {"pooler": family.pooler if is_pooled else family.token_pooler}
+    if task == "QuestionAnswering":
+        return HeadFormat("span_extraction", options | {"dropout": 0.0}, "", "span", family.pooler_bias)
+    if task == "MultipleChoice":
+        return HeadFormat("multiple_choice", options, family.dropout, pooler_bias=family.pooler_bias)
+    options |= {"token": "first" if is_pooled else "all"}
+    return HeadFormat("text_classifier", options, family.dropout, pooler_bias=family.pooler_bias)
+
+
+for family_name, family in FAMILIES.items():
+    for task, head_tensors in family.tensors.items():
+        is_pooled = task in POOLED_TASKS
+        register_task_class(
+            f"{family_name}For{task}",
+            f"{family_name}ForMaskedLM",
+            _head_format(family, task),
+            head_tensors,
+            {
+                **family.keys,
+                **(family.pooled_keys if is_pooled else {}),
+                **(LABELS if "Classification" in task else {}),
+            },
+            mean_pooled_tensors if family_name == "ModernBert" and is_pooled else None,
+        )
+
+# A decoder tells the class from a text's last token, without a bias.
+SCORE = HeadFormat(
+    "text_classifier", {"pooler": "none", "token": "last", "bias": False}, dropout="", module="score"
+)
+for base in ("OpenAIGPTLMHeadModel", "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"):
+    name = re.sub(r"LMHeadModel|ForCausalLM", "ForSequenceClassification", base)
+    register_task_class(name, base, SCORE, HeadTensors("score", has_bias=False), LABELS)

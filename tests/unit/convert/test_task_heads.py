@@ -11,6 +11,7 @@ from torch import Tensor
 
 import megatfm
 from megatfm import checkpoint
+from megatfm.convert.architecture import architecture_for
 from megatfm.convert.convert import convert
 from megatfm.errors import UsageError
 from megatfm.train.finetuning import stored_labels
@@ -22,15 +23,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Roberta": HF_ENCODERS["RobertaForMaskedLM"],
     "Albert": HF_ENCODERS["AlbertForMaskedLM"],
     "Longformer": {"attention_window": 4, "type_vocab_size": 1},
+    "Deberta": HF_ENCODERS["DebertaForMaskedLM"],
+    "DebertaV2": HF_ENCODERS["DebertaV2ForMaskedLM"],
+    "Electra": HF_ENCODERS["ElectraForMaskedLM"],
+    "ModernBert": {**HF_ENCODERS["ModernBertForMaskedLM"], "classifier_pooling": "cls", "norm_bias": True},
 }
 TASKS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
 CLASSES = [
     f"{family}For{task}"
     for family in FAMILIES
     for task in TASKS
-    if family != "Longformer" or task == "SequenceClassification"
+    if (family != "Longformer" or task == "SequenceClassification")
+    and hasattr(transformers, f"{family}For{task}")
 ]
 """Longformer's other classes have other global tokens in transformers: they open as the bare model."""
+GPT_SIZES = {"vocab_size": 60, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
+LLAMA_SIZES = {**SMALL_ENCODER, "num_key_value_heads": 2, "tie_word_embeddings": False}
+DECODERS: dict[str, dict[str, Any]] = {
+    "OpenAIGPTForSequenceClassification": GPT_SIZES,
+    "GPT2ForSequenceClassification": GPT_SIZES,
+    "LlamaForSequenceClassification": LLAMA_SIZES,
+    "MistralForSequenceClassification": {**LLAMA_SIZES, "sliding_window": 5},
+}
 LABELS = {0: "sports", 1: "文化", 2: "a b"}
 
 
@@ -39,7 +53,8 @@ def save_folder(folder: Path, name: str, **options: Any) -> transformers.PreTrai
     kind = getattr(transformers, name)
     family = name.partition("For")[0]
     labels = {"id2label": LABELS} if "Classification" in name else {}
-    model = perturbed(kind(kind.config_class(**(SMALL_ENCODER | FAMILIES[family] | labels | options))))
+    sizes = DECODERS[name] | {"pad_token_id": 0} if name in DECODERS else SMALL_ENCODER | FAMILIES[family]
+    model = perturbed(kind(kind.config_class(**(sizes | labels | options))))
     model.save_pretrained(folder)
     return model.eval()
 
@@ -60,7 +75,7 @@ def head_logits(folder: Path) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [*CLASSES, *DECODERS])
 def test_a_folder_opens_with_its_head(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = reference_logits(save_folder(tmp_path / "theirs", name))
     assert expected.shape[0] == len(ENCODER_TOKENS)
@@ -89,6 +104,40 @@ def test_a_pooler_that_the_class_does_not_use_is_ignored(name: str, tmp_path: Pa
         tmp_path, lambda t: t.update({f"{prefix}.pooler.dense.weight": torch.full((24, 24), torch.nan)})
     )
     torch.testing.assert_close(head_logits(tmp_path), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "MultipleChoice"])
+def test_a_modernbert_that_pools_by_the_mean_opens_bare(
+    task: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_folder(tmp_path, f"ModernBertFor{task}", classifier_pooling="mean")
+    output = megatfm.load(tmp_path)(ENCODER_TOKENS)
+    assert output.predictions is None
+    expected = model.model(ENCODER_TOKENS).last_hidden_state
+    torch.testing.assert_close(output.hidden, expected, rtol=1e-5, atol=1e-5)
+    assert "classifier.bias" in caplog.text
+
+
+def test_a_modernbert_s_dense_layer_may_have_a_bias(tmp_path: Path) -> None:
+    expected = reference_logits(
+        save_folder(
+            tmp_path / "theirs", "ModernBertForTokenClassification", classifier_bias=True, norm_bias=False
+        )
+    )
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    for folder in ("theirs", "ours", "back"):
+        torch.testing.assert_close(head_logits(tmp_path / folder), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_decoder_s_head_with_a_bias_is_refused_by_name(tmp_path: Path) -> None:
+    save_folder(tmp_path / "theirs", "GPT2ForSequenceClassification")
+    model = megatfm.load(tmp_path / "theirs")
+    config = model.config.with_changes({"extra_heads.score.bias": True})
+    with pytest.raises(
+        UsageError, match=r"GPT2ForSequenceClassification, lacks model.extra_heads.score.bias = True$"
+    ):
+        architecture_for(config)
 
 
 def test_a_head_that_the_files_lack_leaves_the_bare_model(

@@ -6,6 +6,7 @@ from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.describe.per_rank import rank_state
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, estimator
+from megatfm.estimate.traffic import axes_of
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import random_batch, shrink
 from tests.support.workers import Workers
@@ -66,6 +67,38 @@ def check_flows(workers: Workers, config: Config) -> None:
 )
 def test_a_step_sends_what_executed_ranks_send(workers: Workers, name: str, recompute: str) -> None:
     check_flows(workers, small("llama3-8b", LAYOUTS[name], recompute=recompute))
+
+
+@pytest.mark.parametrize(
+    ("preset", "optimizer", "parallel"),
+    [
+        ("albert-base", "lamb", ParallelConfig(dp_shard=3, zero=1)),
+        ("llama3-8b", "muon", ParallelConfig(dp_shard=2, tp=2)),
+        ("mixtral-8x7b", "muon", ParallelConfig(dp_shard=4, ep=2, zero=1)),
+    ],
+    ids=["lamb zero1", "muon zero3 × tp2", "muon zero1 × ep2"],
+)
+def test_whole_tensors_travel_to_their_owners_and_back(
+    workers: Workers, preset: str, optimizer: str, parallel: ParallelConfig
+) -> None:
+    config = small(preset, parallel).with_changes({"optimizer": {"name": optimizer, "lr": 0.01}})
+    by_rank = workers.run(executed, ranks_of(parallel), config, ranks_of(parallel))
+    estimate, axes = estimated(config), axes_of(parallel)
+    for rank, executed_flows in enumerate(by_rank):
+        modelled = estimate.flows_by_rank[rank * parallel.pp // ranks_of(parallel)]
+        assert modelled.by_member
+        for key in modelled.by_member:
+            assert modelled.of_rank(key, rank, axes) == executed_flows[key], (rank, key)
+
+
+def test_what_chunks_of_attention_hold_is_counted() -> None:
+    """Disentangled attention of many tokens runs in chunks, which hold the keys' scores of positions until computed
+    again: [rows, heads, tokens, positions]."""
+    config = load_config("deberta-base", ["model.n_layers=1", "train.precision=bf16", "model.vocab_size=999"])
+    with estimator(config, load_cluster("h100", 1)) as opened:
+        block = next(part for part in opened.profile(opened.base).parts if part.is_block)
+    scores = config.train.micro_batch * 12 * 512 * 1024 * 2
+    assert [tensor.n_bytes for tensor in block.saved].count(scores) == 1
 
 
 @pytest.mark.parametrize("zero", [0, 1])

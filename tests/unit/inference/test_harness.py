@@ -250,9 +250,10 @@ def test_a_chat_template_renders_as_transformers_does(tmp_path: Path, fake_harne
         options = {"add_generation_prompt": asks, "continue_final_message": not asks}
         assert text == reference.apply_chat_template(messages, tokenize=False, **options)
         ids = reference(text, add_special_tokens=False)["input_ids"]
-        targets = reference(" größer", add_special_tokens=False)["input_ids"]
+        n_context = len(reference(text.rstrip(), add_special_tokens=False)["input_ids"])
+        joined = reference(f"{text} größer", add_special_tokens=False)["input_ids"]
         ((log_probability, _),) = model.loglikelihood(instances([(text, " größer")]))
-        (expected,) = score(loaded.model, [Continuation(ids, targets)])
+        (expected,) = score(loaded.model, [Continuation(joined[:n_context], joined[n_context:])])
         assert log_probability == pytest.approx(expected.log_probability, rel=1e-5)
         (generated,) = model.generate_until(instances([(text, {"until": ["t"], "max_gen_toks": 5})]))
         assert generated == generate_texts(loaded, [TextRequest(ids, 5, ("t",))])[0]

@@ -55,6 +55,32 @@ def test_the_image_stands_before_the_text_or_where_the_text_says() -> None:
     assert build([IMG], **in_text, begin_token=False) == (image, [*none[1:], EOS])
 
 
+def test_a_prompt_has_no_loss() -> None:
+    """Nor has the token that ends it; the first token of the answer is predicted from there."""
+    image, none, end = [IMG] * 4, [NONE] * 4, 9
+    assert build([7, end, 8], prompt_end_token_id=end) == (
+        [BOS, *image, 7, end, 8],
+        [*none, NONE, NONE, 8, EOS],
+    )
+    in_text = {"image_placement": "in_text", "prompt_end_token_id": end}
+    assert build([7, IMG, end, 8], **in_text) == ([BOS, 7, *image, end, 8], [NONE, *none, NONE, 8, EOS])
+    assert build([IMG, 7, end], **in_text) == ([BOS, *image, 7, end], [*none, NONE, NONE, EOS])
+
+
+@pytest.mark.parametrize("placement", ["before_text", "in_text"])
+def test_random_texts_have_one_prompt_end(placement: str) -> None:
+    random = np.random.default_rng(0)
+    objective_ = objective(image_placement=placement, prompt_end_token_id=9)
+    for _ in range(200):
+        fields = objective_.build_example(objective_.random_piece(random), KEY)
+        assert (fields["tokens"] == 9).sum() == 1
+
+
+def test_a_prompt_end_that_is_another_token_is_refused() -> None:
+    with pytest.raises(UsageError, match="prompt_end_token_id = 55 is the image's token or the begin token"):
+        objective(prompt_end_token_id=IMG)
+
+
 def test_a_long_text_is_cut_off_at_the_row() -> None:
     assert build([7, 8, 9, 10], lengths=(10, 7)) == ([BOS, *[IMG] * 4, 7, 8], [*[NONE] * 4, 7, 8, 9])
 
@@ -89,6 +115,9 @@ def test_rows_hold_samples_side_by_side() -> None:
         ([7, IMG], {}, "names its image 1 times .* 'before_text' wants 0"),
         ([7, 8], {"image_placement": "in_text"}, "names its image 0 times .* 'in_text' wants 1"),
         ([IMG, 7, IMG], {"image_placement": "in_text"}, "names its image 2 times"),
+        ([7, 8], {"prompt_end_token_id": 9}, "has 0 prompt ends .* wants 1"),
+        ([9, 8, 9], {"prompt_end_token_id": 9}, "has 2 prompt ends"),
+        ([7] * 8 + [9], {"prompt_end_token_id": 9, "lengths": (10, 12)}, "has a prompt of 14 tokens"),
         (
             [7] * 9 + [IMG],
             {"image_placement": "in_text", "lengths": (10, 12)},
