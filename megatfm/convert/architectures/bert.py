@@ -141,9 +141,9 @@ def read_bert_pretraining(hf_config: Json) -> ModelConfig:
     return read_encoder(hf_config, **{"extra_heads.sentence.classes": 2})
 
 
-def bert_rules(config: ModelConfig) -> list[WeightMapping]:
+def bert_rules(config: ModelConfig, pooler: str = "bert.pooler.dense") -> list[WeightMapping]:
     sentence = [
-        *rename_linear("sentence.pooler", "bert.pooler.dense", bias=True),
+        *rename_linear("sentence.pooler", pooler, bias=True),
         *rename_linear("sentence.classifier", "cls.seq_relationship", bias=True),
     ]
     return [

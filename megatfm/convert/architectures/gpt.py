@@ -14,9 +14,7 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import WeightMapping, concat, per_layer, rename, rename_linear, transpose
 from megatfm.errors import UsageError
 
-GPT2_KEYS = SUMMARY_KEYS | {
-    "vocab_size": used(50257),
-    "n_positions": used(1024),
+GPT_KEYS = SUMMARY_KEYS | {
     "n_embd": used(768),
     "n_layer": used(12),
     "n_head": used(12),
@@ -29,6 +27,11 @@ GPT2_KEYS = SUMMARY_KEYS | {
     "max_position_embeddings": alias("n_positions"),
     "num_attention_heads": alias("n_head"),
     "num_hidden_layers": alias("n_layer"),
+}
+"""Keys of config.json that GPT-1 and GPT-2 share."""
+GPT2_KEYS = GPT_KEYS | {
+    "vocab_size": used(50257),
+    "n_positions": used(1024),
     "n_inner": used(None, int, None),
     "activation_function": used("gelu_new"),
     "scale_attn_weights": supported_values(True),
@@ -139,21 +142,9 @@ register_architecture(
 
 GPT1_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "swish", "swish": "swish"}
 """Activations of GPT-1 in transformers, whose "gelu" is the tanh form → in megatfm."""
-GPT1_KEYS = SUMMARY_KEYS | {
+GPT1_KEYS = GPT_KEYS | {
     "vocab_size": used(40478),
     "n_positions": used(512),
-    "n_embd": used(768),
-    "n_layer": used(12),
-    "n_head": used(12),
-    "layer_norm_epsilon": used(1e-5),
-    "resid_pdrop": used(0.1),
-    "attn_pdrop": used(0.1),
-    "initializer_range": used(0.02),
-    "tie_word_embeddings": used(True),
-    "hidden_size": alias("n_embd"),
-    "max_position_embeddings": alias("n_positions"),
-    "num_attention_heads": alias("n_head"),
-    "num_hidden_layers": alias("n_layer"),
     "afn": used("gelu"),
     **ignored("embd_pdrop", "n_ctx", "n_special", "predict_special_tokens"),
 }

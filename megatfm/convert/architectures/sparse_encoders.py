@@ -9,11 +9,11 @@ from megatfm.config import BigBirdPatternConfig, LongformerPatternConfig, ModelC
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.bert import (
     AFTER_ATTENTION,
-    BLOCK,
     ENCODER_KEYS,
     POSITION_IDS,
     ROBERTA_KEYS,
     SELF_ATTENTION,
+    bert_rules,
     embedding_rules,
     head_rules,
     read_encoder,
@@ -78,21 +78,7 @@ def big_bird_notes(config: ModelConfig) -> list[str]:
 
 
 def big_bird_rules(config: ModelConfig) -> list[WeightMapping]:
-    sentence = [
-        *rename_linear("sentence.pooler", "bert.pooler", bias=True),
-        *rename_linear("sentence.classifier", "cls.seq_relationship", bias=True),
-    ]
-    return [
-        *embedding_rules("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
-        *per_layer(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
-        *head_rules(
-            "cls.predictions.transform.dense",
-            "cls.predictions.transform.LayerNorm",
-            "cls.predictions.bias",
-            copies=["cls.predictions.decoder.bias"],
-        ),
-        *(sentence if "sentence" in config.extra_heads else []),
-    ]
+    return bert_rules(config, pooler="bert.pooler")
 
 
 register_architecture(
