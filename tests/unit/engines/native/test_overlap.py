@@ -54,7 +54,9 @@ def compare_overlapped() -> None:
             assert sent >= 3, "of the layers, while that of the embedding is not there yet"
             with pytest.MonkeyPatch.context() as late:
                 late.setattr(
-                    Replicated, "begin", lambda self, is_last: self.start_pipeline_step(keep_unsharded=False)
+                    Replicated,
+                    "start_microbatch",
+                    lambda self, is_last: self.start_pipeline_step(keep_unsharded=False),
                 )
                 afterwards, same_flows, none = one_step(parallel)
             assert (none, flows) == (0, same_flows)
