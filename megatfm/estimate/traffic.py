@@ -239,7 +239,8 @@ def _blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tuple[In
     shards, n_experts = parallel.dp_shard, weight.numel
     if weight.is_expert:
         shards, n_experts = max(1, parallel.expert_mesh_size // parallel.ep), weight.numel // parallel.ep
-    seen, blocks, is_first = set(), [], []
+    seen = set[tuple[int, int, int]]()
+    blocks, is_first = list[int](), list[bool]()
     for shard, context, tensor in product(
         range(parallel.dp_shard), range(parallel.cp if parallel.ep > 1 else 1), range(parallel.tp)
     ):

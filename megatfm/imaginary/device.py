@@ -159,8 +159,8 @@ class ImaginaryGPU(TorchDispatchMode):
 
 def _accumulates() -> bool:
     """Whether autograd adds a gradient to earlier ones: in place, but for modes that look on."""
-    node = torch._C._current_autograd_node()
-    return node is not None and node.name().endswith("AccumulateGrad") and not torch.is_grad_enabled()
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and str(node.name()).endswith("AccumulateGrad") and not torch.is_grad_enabled()
 
 
 def place() -> str:
