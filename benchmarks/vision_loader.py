@@ -13,9 +13,11 @@ Pictures of 500 × 375 pixels become training batches of 224: decoded, a random 
 All run in one process; CPU seconds are of all of its threads. With simplejpeg installed, ours decodes by it.
 """
 
+import argparse
 import io
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,86 @@ def by_hand(image: Image.Image) -> torch.Tensor:
     return pixels.sub_(mean).div_(std)
 
 
+def write_corpora(folder: str, pictures: list[bytes]) -> None:
+    """Write the pictures with labels to our shards, FOLDER/ours, and to webdataset's tar, FOLDER/theirs.tar."""
+    with (
+        ShardWriter(Path(folder, "ours"), tokenizer_hash="none", token_dtype="uint16") as writer,
+        webdataset.TarWriter(f"{folder}/theirs.tar") as tar,
+    ):
+        for number, data in enumerate(pictures):
+            files = {"jpg": data, "cls": b"%d" % (number % 1000)}
+            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files)
+            tar.write({"__key__": f"{number:06d}", **files})
+        writer.finish({})
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """An epoch of each side over the pictures that `write_corpora` wrote to a folder. transform: webdataset's."""
+
+    folder: str
+    corpus: Corpus
+    pictures: list[bytes]
+    result: Objective
+    transform: Callable[[Image.Image], torch.Tensor]
+
+    def ours(self) -> None:
+        n = len(self.pictures)
+        assert sum(len(batch["labels"]) for batch in ours(self.corpus, self.result, n // BATCH)) == n
+
+    def theirs(self) -> None:
+        stream = webdataset.WebDataset(f"{self.folder}/theirs.tar", shardshuffle=False, empty_check=False)
+        rows = (
+            stream.decode("pil")
+            .to_tuple("jpg", "cls")
+            .map_tuple(self.transform, lambda label: label)
+            .batched(BATCH)
+        )
+        assert sum(len(labels) for _, labels in rows) == len(self.pictures)
+
+    def decoding(self) -> None:
+        for data in self.pictures:
+            with Image.open(io.BytesIO(data)) as image:
+                image.convert("RGB")
+
+    def bare(self) -> None:
+        reader = self.result.reader  # type: ignore[attr-defined]
+        for number, data in enumerate(self.pictures):
+            reader.build({"jpg": data}, ChunkKey(0, 0, number, 0))
+
+
+def make_page(args: argparse.Namespace, pictures: list[bytes], peer: str) -> common.Page:
+    """Start the page of results. peer: the library of webdataset's transforms."""
+    n = len(pictures)
+    return common.Page(
+        common.dated(args.out, "vision-loader.md"),
+        f"# Images a second of the loader, {common.today()}",
+        "",
+        f"`python benchmarks/vision_loader.py --images {args.images} --rounds {args.rounds}`: {common.system()}, "
+        f"{common.cpu_name()}; {n} JPEGs of 500 × 375, {sum(map(len, pictures)) // n:,} bytes each; Pillow "
+        f"{version('pillow')}, simplejpeg "
+        f"{'present' if images.simplejpeg else 'absent'}; webdataset {webdataset.__version__}, {peer}. Ratios are "
+        "the others' seconds over ours, of pairs in turns: median, lowest, highest.",
+        "",
+        "| Beside | CPU seconds | | | wall | | | ours, images/s of CPU |",
+        "|---|---|---|---|---|---|---|---|",
+    )
+
+
+def compare_row(name: str, ours: common.Step, other: common.Step, n_images: int, rounds: int) -> str:
+    """Time a side against ours in turns; returns its row of the page."""
+    rates: list[float] = []
+
+    def our_side() -> dict[str, float]:
+        seconds = common.timed(ours)()
+        rates.append(n_images / seconds["cpu"])
+        return seconds
+
+    ratios = common.summarize(common.compare(our_side, common.timed(other), rounds))
+    cells = [f"{ratios[clock + end]:.2f}" for clock in ("cpu", "wall") for end in ("", "_lowest", "_highest")]
+    return f"| {name} | {' | '.join(cells)} | {np.median(rates[2:]):,.0f} |"
+
+
 def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--images", type=int, default=512)
@@ -125,73 +207,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     n = args.images // BATCH * BATCH
-    pictures, result = [photo(number) for number in range(n)], objective()
+    pictures = [photo(number) for number in range(n)]
     transform, peer = torchvision_transforms()
     with tempfile.TemporaryDirectory() as folder:
-        with (
-            ShardWriter(Path(folder, "ours"), tokenizer_hash="none", token_dtype="uint16") as writer,
-            webdataset.TarWriter(f"{folder}/theirs.tar") as tar,
-        ):
-            for number, data in enumerate(pictures):
-                label = number % 1000
-                files = {"jpg": data, "cls": b"%d" % label}
-                writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files)
-                tar.write({"__key__": f"{number:06d}", **files})
-            writer.finish({})
+        write_corpora(folder, pictures)
         corpus = Corpus.open(Path(folder, "ours"))
-
-        def their_epoch() -> None:
-            stream = webdataset.WebDataset(f"{folder}/theirs.tar", shardshuffle=False, empty_check=False)
-            rows = (
-                stream.decode("pil")
-                .to_tuple("jpg", "cls")
-                .map_tuple(transform, lambda label: label)
-                .batched(BATCH)
-            )
-            assert sum(len(labels) for _, labels in rows) == n
-
-        def our_epoch() -> None:
-            assert sum(len(batch["labels"]) for batch in ours(corpus, result, n // BATCH)) == n
-
-        def decode_epoch() -> None:
-            for data in pictures:
-                with Image.open(io.BytesIO(data)) as image:
-                    image.convert("RGB")
-
-        def bare_epoch() -> None:
-            reader = result.reader  # type: ignore[attr-defined]
-            for number, data in enumerate(pictures):
-                reader.build({"jpg": data}, ChunkKey(0, 0, number, 0))
-
-        sides = {"webdataset": their_epoch, "decoding": decode_epoch, "bare": bare_epoch}
-        page = common.Page(
-            common.dated(args.out, "vision-loader.md"),
-            f"# Images a second of the loader, {common.today()}",
-            "",
-            f"`python benchmarks/vision_loader.py --images {args.images} --rounds {args.rounds}`: {common.system()}, "
-            f"{common.cpu_name()}; {n} JPEGs of 500 × 375, {sum(map(len, pictures)) // n:,} bytes each; Pillow "
-            f"{version('pillow')}, simplejpeg "
-            f"{'present' if images.simplejpeg else 'absent'}; webdataset {webdataset.__version__}, {peer}. Ratios are "
-            "the others' seconds over ours, of pairs in turns: median, lowest, highest.",
-            "",
-            "| Beside | CPU seconds | | | wall | | | ours, images/s of CPU |",
-            "|---|---|---|---|---|---|---|---|",
-        )
+        epochs = Epochs(folder, corpus, pictures, objective(), transform)
+        sides = {"webdataset": epochs.theirs, "decoding": epochs.decoding, "bare": epochs.bare}
+        page = make_page(args, pictures, peer)
         for name, side in sides.items():
-            rates: list[float] = []
-
-            def our_side(rates: list[float] = rates) -> dict[str, float]:
-                spent = common.timed(our_epoch)()
-                rates.append(n / spent["cpu"])
-                return spent
-
-            ratios = common.summarize(common.compare(our_side, common.timed(side), args.rounds))
-            cells = [
-                f"{ratios[clock + end]:.2f}"
-                for clock in ("cpu", "wall")
-                for end in ("", "_lowest", "_highest")
-            ]
-            page.add(f"| {name} | {' | '.join(cells)} | {np.median(rates[2:]):,.0f} |")
+            page.add(compare_row(name, epochs.ours, side, n, args.rounds))
 
 
 if __name__ == "__main__":
