@@ -150,7 +150,7 @@ def head_name(config: Config) -> str:
 
 def _train_head_beside_adapters(config: Config) -> Config:
     """Return the config with the task's head among the weights that are trained beside adapters."""
-    lora, pattern = config.model.lora, f"{HEAD_OF_FAMILY[config.model.family]}.*"
+    lora, pattern = config.model.lora, f"{head_name(config)}.*"
     if lora is None or pattern in lora.trained:
         return config
     return config.with_changes({"model.lora.trained": [*lora.trained, pattern]})
