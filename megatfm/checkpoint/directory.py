@@ -1,5 +1,6 @@
 """Directories of checkpoints: find the newest intact one, apply retention, remove leftovers of killed saves."""
 
+import json
 import logging
 import re
 import secrets
@@ -38,6 +39,44 @@ def find_latest(folder: Path, *, hashes: bool = False) -> Path | None:
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """Owner and name, as the Hugging Face Hub names a model."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a folder in PEFT's format, which holds an adapter and not its model."""
+
+
+def is_peft_folder(path: str | Path) -> bool:
+    """Whether a path is a folder with an adapter in PEFT's format."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise UsageError for a folder with an adapter in PEFT's format: its model is elsewhere."""
+    if is_peft_folder(path):
+        base = base_of_adapter(path)
+        raise UsageError(
+            f"{path}: holds an adapter in PEFT's format, and not its model{f', {base}' if base else ''}: join them, "
+            f"`megatfm convert {path} NEW --to megatfm --base BASE`, and give NEW; {describe_base(base)}"
+        )
+
+
+def base_of_adapter(path: Path) -> str | None:
+    """Return what an adapter's folder says that its model is: a path, or a name on the Hugging Face Hub."""
+    try:
+        config = json.loads((path / ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError):
+        return None
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    return base if isinstance(base, str) else None
+
+
+def describe_base(base: str | None) -> str:
+    """Return what folder BASE, the model of an adapter, is, and how to have it."""
+    if base is None:
+        return "BASE is the Hugging Face folder of its model, which adapter_config.json doesn't name"
+    if (Path(base) / METADATA_FILENAME).is_file() or (Path(base) / "checkpoints").is_dir():
+        return f"BASE comes from `megatfm convert {base} BASE --to hf`"
+    if HUB_NAME.fullmatch(base) and not Path(base).parent.exists():
+        return f"BASE is the folder of {base}, which `hf download {base} --local-dir BASE` fetches"
+    return f"BASE is the Hugging Face folder of {base}"
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -49,6 +88,8 @@ def find_checkpoint(path: str | Path) -> Path:
     if (path / "metadata.json").is_file():
         return path
     newest = find_latest(path / "checkpoints") if path.is_dir() else None
+    if newest is None:
+        refuse_adapter(path)
     if newest is None and (path / "config.json").is_file():
         raise UsageError(
             f"{path} is in the Hugging Face format: convert it with `megatfm convert {path} NEW --to megatfm`"

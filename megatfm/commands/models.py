@@ -246,7 +246,10 @@ def convert_command(args: argparse.Namespace) -> int:
     if args.to in ("peft", "megatfm") and (lines := _convert_adapters(args)):
         return _print_result(args.target, lines[0], lines[1:])
     if args.base:
-        raise UsageError("--base is for an adapter in PEFT's format (adapter_config.json): leave it out")
+        raise UsageError(
+            "--base is for an adapter in PEFT's format (adapter_config.json) and --to megatfm: leave it out, or "
+            f"convert in two steps, --to megatfm --base {args.base} and then --to {args.to}"
+        )
     first, *notes = convert(
         args.source,
         args.target,
@@ -260,10 +263,12 @@ def convert_command(args: argparse.Namespace) -> int:
 def _convert_adapters(args: argparse.Namespace) -> list[str]:
     """Convert to or from PEFT's format, or merge adapters of ours; returns nothing for a source without any."""
     from megatfm import checkpoint
+    from megatfm.checkpoint.directory import is_peft_folder
     from megatfm.convert.convert import read_config
     from megatfm.convert.hf_checkpoint import is_hf_folder
     from megatfm.convert.merge_adapters import merge
-    from megatfm.convert.peft import from_peft, is_peft_folder, to_peft
+    from megatfm.convert.peft import to_peft
+    from megatfm.convert.peft_import import from_peft
 
     if is_peft_folder(args.source):
         if args.to == "peft":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
+from megatfm.checkpoint.directory import is_peft_folder
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
@@ -94,7 +95,7 @@ def _check_is_megatfm_model(source: Path) -> None:
     try:
         checkpoint.find_checkpoint(source)
     except UsageError as error:
-        if not source.exists():
+        if not source.exists() or is_peft_folder(source):
             raise
         raise UsageError(
             f"{source}: holds no model: the Hugging Face format has a {CONFIG}; for megatfm's it is "

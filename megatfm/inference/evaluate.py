@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import checkpoint
+from megatfm.checkpoint.directory import refuse_adapter
 from megatfm.config import ParallelConfig, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
@@ -40,6 +41,7 @@ def evaluate_run(
     Under several processes all take part, and rank 0 has the results.
     """
     if not (run_dir / "config.toml").is_file():
+        refuse_adapter(run_dir)
         raise UsageError(
             f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart"
         )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatfm import checkpoint
+from megatfm.checkpoint.directory import refuse_adapter
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.engines.interface import RunsModel
 from megatfm.errors import MegatfmError, UsageError
@@ -148,6 +149,7 @@ def _stored_threshold(run_dir: Path) -> float:
 def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
     """Return a run's config, on one replica per process, and its tokenizer. Raises UsageError."""
     if not (run_dir / "config.toml").is_file():
+        refuse_adapter(run_dir)
         raise UsageError(
             f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/topics"
         )

@@ -10,20 +10,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import modeling_rope_utils
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 
+from megatfm.checkpoint.directory import ADAPTER_CONFIG
 from megatfm.convert.convert import convert
 from megatfm.convert.load import load_model as load_hf
 from megatfm.convert.merge_adapters import merge
-from megatfm.convert.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, from_peft, to_peft
+from megatfm.convert.peft import ADAPTER_WEIGHTS, flatten_experts, to_peft
+from megatfm.convert.peft_import import from_peft
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.text import load_model
+from megatfm.layers.lora import is_factor
 from tests.support.hf_decoders import decoder_logits, hf_decoder
 from tests.support.hf_encoders import ENCODER_TOKENS, first_logits, hf_encoder
 from tests.support.hf_folders import hf_gpt2, hf_llama
 from tests.support.reference_gradients import doubled
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:fan_in_fan_out is set to False:UserWarning"
+    "ignore:`is_gradient_checkpointing`:FutureWarning",
+    "ignore:fan_in_fan_out is set to False:UserWarning",
+    # PEFT looks for these among modules alone, and uses them for parameters, too.
+    "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning",
 )
 
 MODELS: dict[str, tuple[Any, list[str]]] = {
@@ -34,7 +41,18 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
     "t5": (lambda: hf_decoder("t5"), ["q", "v", "wi"]),
     "bert": (lambda: hf_encoder("BertForMaskedLM"), ["query", "value", "attention.output.dense"]),
     "modernbert": (lambda: hf_encoder("ModernBertForMaskedLM"), ["Wqkv", "Wo"]),
+    "mixtral": (lambda: hf_decoder("mixtral"), ["q_proj"]),
+    "olmoe, outputs of experts alone": (lambda: hf_decoder("olmoe"), []),
+    "gpt-oss": (lambda: hf_decoder("gpt-oss"), ["v_proj"]),
+    "deepseek-v3, inputs of experts": (lambda: hf_decoder("deepseek-v3"), ["o_proj"]),
 }
+TARGET_PARAMETERS = {
+    "mixtral": ["gate_up_proj", "down_proj"],
+    "olmoe, outputs of experts alone": ["mlp.experts.down_proj"],
+    "gpt-oss": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "deepseek-v3, inputs of experts": ["gate_up_proj"],
+}
+"""Model → its parameters of experts that are adapted, too."""
 
 
 def adapter(model: Any, folder: Path, targets: list[str], **options: Any) -> Any:
@@ -67,13 +85,13 @@ def logits(model: Any, *, is_megatfm: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_an_adapter_of_peft_is_ours_and_theirs_again(name: str, tmp_path: Path) -> None:
     draw, targets = MODELS[name]
-    theirs = adapter(draw(), tmp_path, targets)
+    theirs = adapter(draw(), tmp_path, targets, target_parameters=TARGET_PARAMETERS.get(name))
     from_peft(tmp_path / "adapter", tmp_path / "ours")
     expected = logits(theirs).detach()
     ours = load_model(tmp_path / "ours")
     torch.testing.assert_close(logits(ours, is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5)
     assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
-        n for n, _ in ours.named_parameters() if ".lora." in n
+        n for n, _ in ours.named_parameters() if is_factor(n)
     }
 
     to_peft(tmp_path / "ours", tmp_path / "back")
@@ -87,7 +105,7 @@ def test_an_adapter_of_peft_is_ours_and_theirs_again(name: str, tmp_path: Path) 
     )
     merge(tmp_path / "ours", tmp_path / "plain")
     plain = load_model(tmp_path / "plain")
-    assert not any(".lora." in n for n, _ in plain.named_parameters())
+    assert not any(is_factor(n) for n, _ in plain.named_parameters())
     torch.testing.assert_close(logits(plain, is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5)
 
 
@@ -125,6 +143,48 @@ def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
     assert all(p.grad is None for n, p in ours.named_parameters() if ".lora." not in n)
 
 
+def test_gradients_of_experts_are_those_of_peft(tmp_path: Path) -> None:
+    """A of both halves of `gate_up_proj` is one in PEFT, so its gradient is the sum of ours."""
+    with doubled(torch.float64, modeling_mixtral, modeling_rope_utils):
+        model = hf_decoder("mixtral").double()
+        model.config._experts_implementation = "eager"  # others have no float64
+        theirs = adapter(model, tmp_path, [], target_parameters=TARGET_PARAMETERS["mixtral"]).double()
+        torch.tanh(logits(theirs)).square().sum().backward()
+    from_peft(tmp_path / "adapter", tmp_path / "ours")
+    ours = load_model(tmp_path / "ours", dtype="float64")
+    torch.tanh(logits(ours, is_megatfm=True)).square().sum().backward()
+    named = dict(ours.named_parameters())
+    grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert len(grads) == 8
+    for layer in range(2):
+        prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
+        for wrapper, keys in (("base_layer.", ("w_gate", "w_up")), ("", ("w_down",))):
+            a_grads, b_grads = (
+                [named[f"decoder.layers.{layer}.ffn.experts.{key}_lora_{x}"].grad for key in keys]
+                for x in "ab"
+            )
+            a, b = flatten_experts(sum(a_grads), torch.cat(b_grads, dim=1))
+            for letter, actual in (("A", a), ("B", b)):
+                expected = grads[f"{prefix}.{wrapper}lora_{letter}.default.weight"]
+                torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_experts_of_older_files_are_refused(tmp_path: Path) -> None:
+    adapter(hf_decoder("mixtral"), tmp_path, [], target_parameters=["down_proj"])
+    path = tmp_path / "adapter" / ADAPTER_CONFIG
+    written = json.loads(path.read_text())
+    for version in ("0.18.1", None):
+        path.write_text(json.dumps({**written, "peft_version": version}))
+        with pytest.raises(UsageError, match=r"written by a PEFT before 0\.19\.0"):
+            from_peft(tmp_path / "adapter", tmp_path / "ours")
+    path.write_text(json.dumps(written))
+    tensors = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    name = next(name for name in tensors if name.endswith("lora_B.weight"))
+    save_file({**tensors, name: tensors[name][:, 1:].contiguous()}, tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    with pytest.raises(MegatfmError, match=r"mlp\.experts\.down_proj are not those of 5 experts"):
+        from_peft(tmp_path / "adapter", tmp_path / "ours")
+
+
 def test_ranks_and_scales_by_matrix(tmp_path: Path) -> None:
     theirs = adapter(
         hf_llama(), tmp_path, ["q_proj", "v_proj"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 8},
@@ -153,8 +213,11 @@ def test_other_weights_that_are_trained(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora = True"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
-        ({"target_parameters": ["experts.up"]}, "target_parameters"),
-        ({"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}, "give the folder of that model as --base"),
+        (
+            {"base_model_name_or_path": "meta-llama/Llama-3.2-1B"},
+            "its model is in no folder here: give --base BASE; .*hf download meta-llama/Llama-3.2-1B",
+        ),
+        ({"base_model_name_or_path": None}, "its model is in no folder here: .*doesn't name"),
     ],
 )
 def test_what_is_no_adapter_of_ours_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:

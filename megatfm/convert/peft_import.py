@@ -1,0 +1,279 @@
+"""Low-rank adapters from PEFT's files, on the Hugging Face model that they are of, as a model of ours with adapters.
+
+An adapter of one of transformers' matrices that holds several of ours becomes one for each: rows of B, the same A.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatfm import checkpoint, tokenizers
+from megatfm.checkpoint import file_io
+from megatfm.checkpoint.directory import ADAPTER_CONFIG, base_of_adapter, describe_base
+from megatfm.config import ModelConfig, to_toml
+from megatfm.convert import tokenizer_files
+from megatfm.convert.convert import check_is_new, config_comment, converted_tensors, meta_shapes, new_folder
+from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder, read_json
+from megatfm.convert.peft import (
+    ADAPTER_WEIGHTS,
+    FIRST_VERSION_OF_LAYOUT,
+    PREFIX,
+    Factors,
+    module_rules,
+    shortest_names,
+    unflatten_experts,
+    wrapper_names,
+)
+from megatfm.convert.starting_config import starting_config
+from megatfm.convert.weight_mapping import WeightMapping
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.layers.lora import adaptable_matrices, factor_names, lora_targets
+from megatfm.models import MODELS
+from megatfm.version import __version__
+
+UNSUPPORTED = {
+    "use_dora": False, "bias": "none", "lora_bias": False, "use_qalora": False, "layer_replication": None,
+    "trainable_token_indices": None, "megatron_config": None, "alora_invocation_tokens": None,
+}  # fmt: skip
+"""Options of PEFT that add to, or change, what is computed → their value where they don't."""
+MERGE = "merge it by PEFT's merge_and_unload, and convert the merged model"
+
+
+def from_peft(source: str | Path, target: str | Path, base: str | Path | None = None) -> list[str]:
+    """Write a PEFT adapter and the model that it is of, in one new folder, as a model of ours with adapters.
+
+    base: the model's Hugging Face folder, where adapter_config.json names none that is on the disk. Raises UsageError
+    for what our adapters are not, MegatfmError for damaged files.
+    """
+    source, target = Path(source), Path(target)
+    check_is_new(target)
+    adapter_config = read_json(source / ADAPTER_CONFIG)
+    for key, neutral in {"peft_type": "LORA", **UNSUPPORTED}.items():
+        if (value := adapter_config.get(key, neutral)) not in (neutral, None, False, {}, []):
+            raise UsageError(
+                f"{source / ADAPTER_CONFIG}: {key} = {value!r}, which adapters here don't have: {MERGE}"
+            )
+    opened = _open_base(source, base)
+    factors, saved = _read_factors(source, opened)
+    rank = max(a.shape[-2] for a, _, _ in factors.values())
+    scale = _usual([scale for _, _, scale in factors.values()])
+    with torch.device("meta"):
+        plain = MODELS.get(opened.config.family)(opened.config)
+    options = {
+        "rank": rank,
+        "alpha": scale * rank,
+        "dropout": float(adapter_config.get("lora_dropout") or 0.0),
+        "targets": [],
+        "trained": list(saved),
+    }
+    paths = [name.removesuffix(".weight") for name in factors]
+    if set(paths) != set(lora_targets(plain, [])):
+        options["targets"] = shortest_names(paths, list(adaptable_matrices(plain)))
+    model = opened.config.with_changes({"lora": options})
+    adapters = {
+        name: tensor
+        for weight, (a, b, own_scale) in factors.items()
+        for name, tensor in zip(factor_names(weight), _padded(a, b * (own_scale / scale), rank), strict=True)
+    }
+    with new_folder(target) as folder:
+        _write(opened, model, {**adapters, **saved}, folder, target, source)
+    return [f"{opened.name} with adapters of {len(factors)} matrices, rank {rank}", *opened.notes]
+
+
+def _open_base(source: Path, base: str | Path | None) -> HfFolder:
+    named = base_of_adapter(source)
+    places = [Path(base)] if base else [Path(named), source / named] if named else []
+    place = next((place for place in places if is_hf_folder(place)), None)
+    if place is None:
+        problem = f"--base {base} is no Hugging Face folder" if base else "its model is in no folder here"
+        raise UsageError(f"{source}: {problem}: give --base BASE; {describe_base(named)}")
+    return HfFolder(place)
+
+
+def _usual(scales: Sequence[float]) -> float:
+    return max(set(scales), key=scales.count)
+
+
+def _padded(a: Tensor, b: Tensor, rank: int) -> Factors:
+    """Return A and B of a higher rank, whose product is the same."""
+    more = rank - a.shape[-2]
+    return torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
+
+
+def _read_factors(
+    source: Path, opened: HfFolder
+) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor]]:
+    """Return A, B and scale by name of our weights, and other weights by name."""
+    adapter_config, tensors = read_json(source / ADAPTER_CONFIG), _read_tensors(source / ADAPTER_WEIGHTS)
+    rules = {name: rule for rule in opened.rules for name in rule.hf}
+    rules |= {name: rule for rule in _module_rules(opened) for name in rule.hf}
+    parameters = _adapted_parameters(adapter_config, opened)
+    factors: dict[str, tuple[Tensor, Tensor, float]] = {}
+    others: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(PREFIX):
+            raise MegatfmError(
+                f"{source / ADAPTER_WEIGHTS}: {name} doesn't start with {PREFIX}: not PEFT's file"
+            )
+        module = name.removeprefix(PREFIX)
+        if module.endswith(".lora_A.weight"):
+            module = module.removesuffix(".lora_A.weight")
+            b = tensors.get(f"{PREFIX}{module}.lora_B.weight")
+            if b is None:
+                raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: {name} has no lora_B beside it")
+            weight = parameters.get(module, f"{module}.weight")
+            rule = _rule_of(rules, weight, opened, source)
+            pair = _unflatten(tensor, b, rule, opened, source) if module in parameters else (tensor, b)
+            scale = _scale(adapter_config, weight.removesuffix(".weight"), pair[0].shape[-2])
+            ours, is_transposed = _ours(rule, *pair, source)
+            if module in parameters and not is_transposed:
+                _check_layout(adapter_config, weight, source)
+            factors |= {our_name: (*our_pair, scale) for our_name, our_pair in ours.items()}
+        elif not module.endswith(".lora_B.weight"):
+            others[module] = tensor
+    saved: dict[str, Tensor] = {}
+    for name in others:
+        rule = _rule_of(rules, name, opened, source)
+        if all(hf in others for hf in rule.hf):
+            saved |= dict(zip(rule.megatfm, rule.from_hf([others[hf] for hf in rule.hf]), strict=True))
+    if not factors:
+        raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: holds no lora_A and lora_B")
+    return factors, saved
+
+
+def _module_rules(opened: HfFolder) -> Sequence[WeightMapping]:
+    return module_rules(opened.architecture, opened.config) or opened.rules
+
+
+def _adapted_parameters(adapter_config: Mapping[str, Any], opened: HfFolder) -> dict[str, str]:
+    """Return the module that PEFT keeps an adapter under → name of the parameter that it is of."""
+    targets = adapter_config.get("target_parameters") or []
+    chosen = [
+        name
+        for rule in _module_rules(opened)
+        for name in rule.hf
+        if any(name == target or name.endswith(f".{target}") for target in targets)
+    ]
+    return {wrapper: name for name, wrapper in wrapper_names(chosen).items()}
+
+
+def _unflatten(a: Tensor, b: Tensor, rule: WeightMapping, opened: HfFolder, source: Path) -> Factors:
+    n_experts = meta_shapes(opened.config)[rule.megatfm[0]][0]
+    if a.shape[0] % n_experts or b.shape[1:] != a.shape[:1]:
+        raise MegatfmError(
+            f"{source / ADAPTER_WEIGHTS}: A {list(a.shape)} and B {list(b.shape)} of {rule.hf[0]} are not those of "
+            f"{n_experts} experts: export the adapter again"
+        )
+    return unflatten_experts(a, b, n_experts)
+
+
+def _check_layout(adapter_config: Mapping[str, Any], name: str, source: Path) -> None:
+    """Raise UsageError for an adapter of experts that an older PEFT wrote, in which A and B change places."""
+    version = str(adapter_config.get("peft_version") or "0")
+    first, second = (
+        [int(number) for number in re.findall(r"\d+", text)[:2]]
+        for text in (version, FIRST_VERSION_OF_LAYOUT)
+    )
+    if first < second:
+        raise UsageError(
+            f"{source / ADAPTER_CONFIG}: adapts {name}, and was written by a PEFT before {FIRST_VERSION_OF_LAYOUT} "
+            f"(peft_version), where A and B of experts stood for something else: {MERGE}"
+        )
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UsageError(f"{path}: there is no such file: adapters are read from safetensors only")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118  # no mapping
+    except (SafetensorError, OSError) as error:
+        raise MegatfmError(f"{path}: can't read it: {error}") from None
+
+
+def _rule_of(rules: Mapping[str, WeightMapping], name: str, opened: HfFolder, source: Path) -> WeightMapping:
+    rule = rules.get(name) or rules.get(opened.architecture.base_model_prefix + name)
+    if rule is None:
+        raise UsageError(
+            f"{source / ADAPTER_WEIGHTS}: {name} is no weight of a {opened.name} that megatfm knows: {MERGE}"
+        )
+    return rule
+
+
+def _scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return alpha / rank of a module, as PEFT's patterns and options say."""
+    alpha = float(adapter_config.get("lora_alpha", 8))
+    for pattern, value in (adapter_config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = float(value)
+            break
+    return alpha / (rank**0.5 if adapter_config.get("use_rslora") else rank)
+
+
+def _ours(rule: WeightMapping, a: Tensor, b: Tensor, source: Path) -> tuple[dict[str, Factors], bool]:
+    """Return the adapters of our matrices that one of theirs holds, and whether it is stored as [d_in, d_out]."""
+    product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
+    for transposed in (False, True):
+        try:
+            parts = rule.from_hf([b.mT if transposed else b])
+            deltas = rule.from_hf([product.mT if transposed else product]) if product is not None else []
+        except (RuntimeError, ValueError, IndexError):
+            continue
+        if len(parts) == len(deltas) == len(rule.megatfm) and all(
+            part.shape[-1] == a.shape[-2]
+            and torch.allclose(part.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
+            for part, delta in zip(parts, deltas, strict=True)
+        ):
+            pairs = [(a, part.contiguous()) for part in parts]
+            return dict(zip(rule.megatfm, pairs, strict=True)), transposed
+    raise UsageError(
+        f"{source}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: {MERGE}"
+    )
+
+
+def _write(
+    opened: HfFolder,
+    model: ModelConfig,
+    changed: Mapping[str, Tensor],
+    folder: Path,
+    target: Path,
+    source: Path,
+) -> None:
+    """Write base and adapters as a checkpoint, with config and tokenizer."""
+    tokenizer_file, notes = tokenizer_files.to_megatfm(opened.path, folder)
+    opened.notes += notes
+    shapes = meta_shapes(model)
+    length = opened.json.get(opened.architecture.max_length_key) or model.position.limit
+    config = starting_config(target, model, tokenizer_file, length)
+    state: dict[str, JsonValue] = {
+        "origin": tokenizer_files.record_origin(
+            opened.path, opened.name, opened.json, opened.architecture.config_to_hf(opened.config)
+        ),
+        "base": {"checkpoint": str(opened.path.absolute())},
+        "step": 0,
+        "megatfm": __version__,
+        "config": config.model_dump(mode="json"),
+        "tokenizer": tokenizers.load(folder / tokenizer_file).hash if tokenizer_file else None,
+    }
+    for name, tensor in changed.items():
+        if shapes.get(name) != tuple(tensor.shape):
+            raise MegatfmError(
+                f"{source}: would make {name} {list(tensor.shape)}, but the model has {list(shapes.get(name, ()))}"
+            )
+
+    def all_tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in converted_tensors(opened, meta_shapes(opened.config)):
+            if name not in changed:
+                yield f"model.{name}", tensor
+        for name, tensor in changed.items():
+            yield f"model.{name}", tensor
+
+    checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, all_tensors(), state)
+    header = config_comment(f"{opened.name} and its adapter", family=model.family)
+    file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(config)).encode())])
