@@ -26,7 +26,7 @@ def fold_in(keys: Tensor, value: Tensor | int) -> Tensor:
     mixed = (keys ^ steps).add_(GOLDEN)
     mixed.bitwise_xor_(_shift(mixed, 30)).mul_(MULTIPLIER_1)
     mixed.bitwise_xor_(_shift(mixed, 27)).mul_(MULTIPLIER_2)
-    return mixed.bitwise_xor_(_shift(mixed, 31))
+    return mixed ^ _shift(mixed, 31)  # a new tensor: that of an empty broadcast may have strides of 0
 
 
 def dropout(x: Tensor, rate: float, keys: Tensor, first: int = 0) -> Tensor:
