@@ -55,6 +55,9 @@ SOME: dict[str, tuple[int, list[Config]]] = {
     "contexts": (10, [case("bert", "train.recompute=full", zero=1, dp_shard=1, cp=2)]),
     "pipelines": (10, [case("bert", zero=1, dp_shard=1, pp=2)]),
     "experts": (10, [case("moe", zero=2, dp_shard=2, ep=2)]),
+    "heads of tasks": (2, [case("bert, classes", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
+    "heads of tasks in decoders": (2, [case("decoder, classes", zero=stage, dp_shard=2) for stage in (0, 3)]),
+    "adapters of experts": (2, [case("moe, adapters", zero=2, dp_shard=2, ep=2)]),
     "second copies": (2, [case("decoder", "deepspeed.zero_hpz_partition_size=2", zero=3, dp_shard=4)]),
     "tensors": (2, [case("t5", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
@@ -64,6 +67,9 @@ MORE: dict[str, tuple[int, list[Config]]] = {
     "experts, contexts": (10, [case("moe", zero=stage, dp_shard=2, ep=2, cp=2) for stage in (1, 3)]),
     "experts, pipelines": (10, [case("moe", zero=0, dp_shard=2, ep=2, pp=2)]),
     "windows, contexts": (10, [case("windows", zero=1, dp_shard=1, cp=2)]),
+    "heads of tasks in decoders, too": (10, [case("decoder, classes", zero=z, dp_shard=2) for z in (1, 2)]),
+    "heads of tasks, tensors": (10, [case("bert, classes", zero=3, dp_shard=2, tp=2)]),
+    "adapters of experts, too": (10, [case("moe, adapters", zero=z, dp_shard=2, ep=2) for z in (0, 1, 3)]),
     "recomputed": (10, [case("bert", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
 

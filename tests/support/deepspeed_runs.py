@@ -31,7 +31,21 @@ FAMILIES = {
     "t5": "t5-small",
     "moe": "mixtral-8x7b",
     "windows": "gemma3-1b",
+    "bert, classes": "bert-base",
+    "decoder, classes": "quickstart",
+    "moe, adapters": "mixtral-8x7b",
 }
+CLASSIFIER = ["objective={name='text_classification'}", "model.lm_head={name='none'}"]
+CHANGES = {
+    "bert, classes": [*CLASSIFIER, "model.extra_heads={sentence={name='text_classifier',classes=3}}"],
+    "decoder, classes": [
+        *CLASSIFIER,
+        "model.extra_heads={score={name='text_classifier',classes=3,pooler='none',token='last'}}",
+    ],
+    "moe, adapters": ["model.lora={rank=2,alpha=4.0,targets=['experts.w_*','wq']}"],
+}
+"""Family → what it has besides its preset, or in the place of its own head and objective."""
+VARIANTS = {"windows", *CHANGES}
 OPTIMIZERS: dict[str, list[str]] = {
     # As large as the largest gradients, so that an update is off by as much as its gradient is.
     "adamw": ["optimizer.name=adamw", "optimizer.eps=1e-2"],
@@ -59,7 +73,8 @@ RATE = 2.0**10
 
 def small(family: str, *overrides: str, **parallel: Any) -> Config:
     """A small config of a family, which fits its layout."""
-    base = ["data.tokenizer=t", "data.train=d", "train.precision=fp32", *OPTIMIZERS["adamw"], *overrides]
+    base = ["data.tokenizer=t", "data.train=d", "train.precision=fp32", *OPTIMIZERS["adamw"]]
+    base += [*CHANGES.get(family, []), *overrides]
     keys = {"engine": "deepspeed", **parallel}
     return shrink(
         load_config(FAMILIES[family], [*base, *(f"parallel.{key}={value}" for key, value in keys.items())])
@@ -231,9 +246,9 @@ def stages(family: str, layout: str, optimizer: str) -> list[Config]:
 
 
 def grid() -> Iterator[tuple[str, str]]:
-    """Families and the layouts that they have. Windows are another decoder: only where they are asked for."""
-    for family in FAMILIES:
-        for layout in LAYOUTS if family != "windows" else ():
+    """Families and the layouts that they have, less variants of decoder and BERT: only where they are asked for."""
+    for family in (family for family in FAMILIES if family not in VARIANTS):
+        for layout in LAYOUTS:
             if has(family, layout):
                 yield family, layout
 
