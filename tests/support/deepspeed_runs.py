@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatfm.config import Config, load_config
 from megatfm.engines.interface import Engine
+from megatfm.layers.lora import is_factor
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.verify.rank_processes import _microbatches
@@ -170,8 +171,10 @@ def run(config: Config, steps: int, **parallel: Any) -> Run:
 
 
 def alone(config: Config, steps: int) -> tuple[Run, dict[str, Tensor]]:
-    """The native engine on one device, and the first gradients by plain autograd in float64."""
-    return run(config, steps, **ALONE), dict(reference_step(config, random_batch(config)).gradients)
+    """The native engine on one device, and the first gradients of what is trained, by plain autograd in float64."""
+    gradients = reference_step(config, random_batch(config)).gradients
+    trained = {n: g for n, g in gradients.items() if config.model.lora is None or is_factor(n)}
+    return run(config, steps, **ALONE), trained
 
 
 def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

@@ -145,5 +145,5 @@ def test_what_a_start_left_that_died_while_meeting_is_no_answer() -> None:
 def test_ranks_that_do_not_come() -> None:
     store, at_once = dist.HashStore(), timedelta(seconds=0.2)
     restart_store(store, 0, 2, at_once)
-    with pytest.raises(MegatfmError, match=r"rank 0 of 2 did not start_ranks within 0\.2 s"):
+    with pytest.raises(MegatfmError, match=r"rank 0 of 2 did not start within 0\.2 s"):
         restart_store(store, 1, 2, at_once)
