@@ -198,7 +198,7 @@ def mean_pooled_tensors(hf_config: Mapping[str, Any], names: Container[str]) -> 
 
 
 @dataclass(frozen=True)
-class Family:
+class FamilyHeads:
     """Heads of a family's classes. pooler: of classifiers of sequences and of choices. tensors: of the classes' heads,
     by the end of their names; a class that is left out computes something that we lack. keys: of config.json that all
     read. pooled_keys: those that classes with a pooler of one token read besides."""
@@ -242,28 +242,28 @@ def _tensors(sequences: HeadTensors, choices: HeadTensors | None = None) -> Mapp
 # In transformers Longformer's first token is global in classifiers of sequences alone: its other classes compute
 # something else.
 FAMILIES = {
-    "Bert": Family("tanh", _tensors(*[HeadTensors("classifier", "bert.pooler.dense")] * 2)),
-    "Roberta": Family(
+    "Bert": FamilyHeads("tanh", _tensors(*[HeadTensors("classifier", "bert.pooler.dense")] * 2)),
+    "Roberta": FamilyHeads(
         "tanh", _tensors(ROBERTA_CLASSIFIER, HeadTensors("classifier", "roberta.pooler.dense"))
     ),
-    "Albert": Family("tanh", _tensors(*[HeadTensors("classifier", "albert.pooler")] * 2)),
-    "Longformer": Family("tanh", {"SequenceClassification": ROBERTA_CLASSIFIER}),
-    "Deberta": Family(
+    "Albert": FamilyHeads("tanh", _tensors(*[HeadTensors("classifier", "albert.pooler")] * 2)),
+    "Longformer": FamilyHeads("tanh", {"SequenceClassification": ROBERTA_CLASSIFIER}),
+    "Deberta": FamilyHeads(
         "gelu", _tensors(CONTEXT_POOLER), CONTEXT_DROPOUT, dropout="cls_dropout", pooled_keys=CONTEXT_KEYS
     ),
-    "DebertaV2": Family(
+    "DebertaV2": FamilyHeads(
         "gelu",
         _tensors(CONTEXT_POOLER, CONTEXT_POOLER),
         CONTEXT_DROPOUT,
         dropout="cls_dropout",
         pooled_keys=CONTEXT_KEYS,
     ),
-    "Electra": Family(
+    "Electra": FamilyHeads(
         "gelu",
         _tensors(ROBERTA_CLASSIFIER, HeadTensors("classifier", "sequence_summary.summary")),
         pooled_keys=SUMMARY_KEYS,
     ),
-    "ModernBert": Family(
+    "ModernBert": FamilyHeads(
         "transform",
         dict.fromkeys(TASKS, TRANSFORMED),
         TRANSFORMED_DROPOUT,
@@ -274,7 +274,7 @@ FAMILIES = {
 }
 
 
-def _head_format(family: Family, task: str) -> HeadFormat:
+def _head_format(family: FamilyHeads, task: str) -> HeadFormat:
     is_pooled = task in POOLED_TASKS
     options: Json = {"pooler": family.pooler if is_pooled else family.token_pooler}
     if task == "QuestionAnswering":
