@@ -56,8 +56,8 @@ def needless_sum():
     base.all_reduce_partial_gradients = twice
 
 def needless_reduction():
-    real = fully_sharded.FullySharded.begin
-    fully_sharded.FullySharded.begin = lambda data, is_last: real(data, True)
+    real = fully_sharded.FullySharded.start_microbatch
+    fully_sharded.FullySharded.start_microbatch = lambda data, is_last: real(data, True)
 
 def frozen_weights_are_gathered():
     real = replicated.Replicated.weights_changed
