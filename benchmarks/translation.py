@@ -30,8 +30,8 @@ def main() -> None:
     parser.add_argument("texts", type=Path, help="folder that debian_texts.py wrote")
     parser.add_argument("--work", type=common.output_folder, required=True, help="folder of the run")
     parser.add_argument("--out", type=common.output_folder, help="folder of the dated page")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=400, help="of the test file that are translated")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=200, help="of the test file that are translated")
     parser.add_argument("--width", type=int, default=128, help="d_model")
     parser.add_argument("--layers", type=int, default=2, help="of encoder and decoder each")
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -43,8 +43,8 @@ def main() -> None:
         "",
         f"`benchmarks/translation.py`: {args.layers} + {args.layers} layers, d_model {args.width}, dropout "
         f"{args.dropout}, label smoothing 0.1, {args.epochs} passes over the training file, one thread of "
-        f"{common.cpu_name()}; the first {args.rows} rows of the test file. Seconds are of the search alone with one "
-        "start of the process, on a machine with other work.",
+        f"{common.cpu_name()}; the first {args.rows} rows of the test file. Seconds are of the "
+        "whole command, on a machine with other work.",
         "",
         "| Beams | Length penalty | BLEU | chrF | Length of output / reference | Seconds |",
         "|---|---|---|---|---|---|",

@@ -199,14 +199,19 @@ def answer_form(folder: Path, family: str, beams: int) -> list[tuple[list[str], 
     return [(list(answers.answers), answers.summarise(references)["metrics"]) for answers in results]
 
 
-@pytest.mark.parametrize(("family", "beams"), [("decoder", 1), ("decoder", 3), ("encoder_decoder", 2)])
+@pytest.mark.parametrize(
+    ("family", "beams", "distinct"), [("decoder", 1, 6), ("decoder", 3, 6), ("encoder_decoder", 2, 3)]
+)
 def test_generated_answers_and_their_metrics_are_the_same(
-    workers: Workers, folder: Path, family: str, beams: int
+    workers: Workers, folder: Path, family: str, beams: int, distinct: int
 ) -> None:
-    """BLEU, chrF and exact match follow from the texts, so all are equal to the last bit."""
+    """BLEU, chrF and exact match follow from the texts, so all are equal to the last bit.
+
+    distinct: least number of different answers, since a model that always says the same would show nothing.
+    """
     (alone,) = workers.run(answer_form, 1, folder, family, beams)
     answers, metrics = alone[0]
-    assert len(set(answers)) > 5
+    assert len(set(answers)) >= distinct
     assert metrics.keys() == set(TEXT_METRICS)
     for ranks in (1, 2, 3):
         for results in workers.run(answer_form, ranks, folder, family, beams) if ranks > 1 else [alone]:
