@@ -90,7 +90,9 @@ def test_the_server_answers_with_the_same_label_and_refuses_bad_requests(folder:
     for row, expected in zip(read_rows(folder / "new.csv"), predictions(folder), strict=True):
         answer = post(address, json.dumps({"text": row["text"]}).encode())
         assert answer["label"] == expected["label"]
-        assert answer["score"] == pytest.approx(expected["probabilities"][answer["label"]], abs=1e-5)
+        assert answer["score"] == pytest.approx(
+            expected["probabilities"][answer["label"]], abs=5e-3
+        )  # the run predicts in bfloat16 where a CPU has it
     for body in (b"", b"not JSON", b"[]", b'{"text": 3}', b'{"text": " "}', b'{"other": "words"}'):
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(address, body)
