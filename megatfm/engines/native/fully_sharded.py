@@ -8,7 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
@@ -135,6 +140,9 @@ def _shard(
             reshard_after_forward=reshard,
             shard_placement_fn=shard_dim,
         )
+    # Generation runs the encoder without the model's forward, which would gather the weights outside of blocks.
+    if hasattr(model, "encode"):
+        register_fsdp_forward_method(model, "encode")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global count, so gradients are summed, not averaged. FSDP2 would
