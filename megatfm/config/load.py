@@ -239,15 +239,15 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     if first["type"].startswith("union_tag"):
         choices = first.get("ctx", {}).get("expected_tags", "")
         return f"{key}.name: unknown or missing; choose one of {choices}{n_more}"
-    shown = repr(value)
-    shown = f"{shown[:80]}…" if len(shown) > 100 else shown
+    text = repr(value)
+    text = f"{text[:80]}…" if len(text) > 100 else text
     if sections_of(section, path[-1]):
         message = "this is a section"
     elif first["type"] in ("list_type", "tuple_type"):
         message = "this is a list"
     elif first["type"] == "missing":
         message = "has too few elements"
-    return f"{key} = {shown}: {message[0].lower()}{message[1:]}{_example(section, path)}{n_more}"
+    return f"{key} = {text}: {message[0].lower()}{message[1:]}{_example(section, path)}{n_more}"
 
 
 def _locate(

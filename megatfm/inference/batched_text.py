@@ -43,7 +43,7 @@ class NumberedPrompts:
 
     @property
     def shape(self) -> Hashable:
-        """What requests of one block have in common: padded lengths and options."""
+        """Padded lengths and options that requests of one block share."""
         request, encoder = self.request, self.prompts.encoder
         n_encoder = padded_length(len(encoder[0])) if encoder else 0
         n_tokens = padded_length(len(self.prompts.tokens[0]))

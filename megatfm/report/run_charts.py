@@ -248,15 +248,15 @@ def layer_charts(run: Run) -> list[Chart | None]:
 def _layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
     paths = [path for path in run.curves if path[0] == "norms" and len(path) == 3 and path[2] == kind]
     paths.sort(key=lambda path: natural_key(path[1]))
-    shown = evenly_spaced(paths, MAX_LAYERS)
-    colours = {path: 1 + i for i, path in enumerate(evenly_spaced(shown, MAX_LEGEND))}
+    charted_layers = evenly_spaced(paths, MAX_LAYERS)
+    colours = {path: 1 + i for i, path in enumerate(evenly_spaced(charted_layers, MAX_LEGEND))}
     lines, colour = [], 1
-    for path in shown:
+    for path in charted_layers:
         colour = colours.get(path, colour)
         lines.append(
             Line(short_name(path[1]), run.curve(*path), colour, "line" if path in colours else "raw")
         )
-    selection = f", {len(shown)} of {len(paths)} layers" if len(shown) < len(paths) else ""
+    selection = f", {len(charted_layers)} of {len(paths)} layers" if len(charted_layers) < len(paths) else ""
     return chart(f"{title} by layer", f"{unit}{selection}", lines, from_zero=kind == "dropped")
 
 
@@ -294,9 +294,11 @@ class HeatMap:
 def expert_load_maps(run: Run) -> list[HeatMap]:
     """Return a heat map for each layer with experts, at most MAX_LAYERS, evenly spaced (`log.layer_stats_every`)."""
     layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
-    shown = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
-    selection = f" · {len(shown)} of {len(layers)} layers" if len(shown) < len(layers) else ""
-    return [_load_map(run, layer, selection) for layer in shown]
+    charted_layers = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
+    selection = (
+        f" · {len(charted_layers)} of {len(layers)} layers" if len(charted_layers) < len(layers) else ""
+    )
+    return [_load_map(run, layer, selection) for layer in charted_layers]
 
 
 def _load_map(run: Run, layer: str, selection: str) -> HeatMap:

@@ -62,7 +62,7 @@ def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[s
 
 
 def compare_recomputed(names: Sequence[str]) -> None:
-    """As `compare`, with blocks whose forward pass, and what travels in it, is run again."""
+    """Compare with blocks whose forward pass and its traffic run again in the backward pass."""
     for name, recomputed in zip(names, itertools.cycle(("full", "selective")), strict=False):
         config, batch, model, objective, loss = context_case(name)
         engine = build_engine(config, ParallelConfig(cp=2), ADAMW, recomputed=recomputed)
@@ -142,7 +142,7 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
 
 
 def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
-    """As `compare`, with blocks that are compiled but for what travels; how many calls of dynamo's made graphs."""
+    """Compare with blocks compiled but for their traffic; return how many calls of dynamo made graphs."""
     graphs = [0]
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
@@ -197,7 +197,7 @@ Step = tuple[float, dict[str, Tensor], dict[str, Tensor]]
 
 
 def next_step(name: str, folder: Path, source: Path | None) -> Step:
-    """Of an engine that has taken a step and saved into a folder, or that goes on from what was saved."""
+    """State of an engine that takes a step and saves it, or goes on from the saved one."""
     config, batch, _, objective, _ = context_case(name)
     ranks = torch.distributed.get_world_size()
     # Full attention by ring; auto would take heads.
@@ -235,7 +235,7 @@ def far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, flo
 
 
 def moments(step: Step) -> dict[str, Tensor]:
-    """What AdamW keeps; weights themselves move by the sign of gradients that are all but 0."""
+    """AdamW's state; weights themselves move by the sign of gradients that are all but 0."""
     actual = {key: value for key, value in step[2].items() if "exp_avg" in key}
     assert actual
     return actual

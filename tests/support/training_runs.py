@@ -72,7 +72,7 @@ def final_state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 MUON_STATE = ("momentum_buffer", "exp_avg_sq")
-"""What Muon keeps of matrices, and AdamW of the others."""
+"""State of Muon for matrices, and of AdamW for other weights."""
 
 
 def assert_bitwise_equal(first: Path, second: Path, state: Sequence[str] = MUON_STATE) -> None:

@@ -1,4 +1,4 @@
-"""What models learn: tasks made by rule, each trained once at a size that means nothing, and the worth of context."""
+"""Learning of models: tasks made by rule, each trained once at a size that means nothing, and the worth of context."""
 
 import json
 from pathlib import Path

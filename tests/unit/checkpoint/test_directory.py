@@ -252,7 +252,7 @@ LOOKS = ("stat", "lstat", "open", "listdir", "scandir")
 
 @contextmanager
 def lagging(root: Path) -> Iterator[None]:
-    """What others make under `root` is there for this process only a while after it first looks for it."""
+    """Files that others write under `root` become visible to this process only a while after its first look."""
     mine: set[str] = set()
     first: dict[str, float] = {}
     real = {name: getattr(os, name) for name in (*LOOKS, "mkdir", "rename")}
