@@ -122,7 +122,7 @@ def evaluate(args: argparse.Namespace, run: Path) -> dict:
     """Return the results of every number of shots."""
     tasks = [word for shots in SHOTS for word in ("--task", str(args.work / f"shots-{shots}.toml"))]
     megatfm("evaluate", str(run), *tasks)
-    return json.loads((run / "evaluation_tasks.json").read_text())
+    return json.loads((run / "evaluation_tasks.json").read_text())["tasks"]
 
 
 def megatfm(*words: str) -> None:
