@@ -6,6 +6,7 @@ found to be wrong for want of one.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import pytest
 import torch
@@ -67,16 +68,26 @@ REAL = {
 }
 
 
+class Options(TypedDict, total=False):
+    """How an engine differs from the default one; all but the first two are its own arguments."""
+
+    zero: int
+    fp8: str
+    recompute_mode: str
+    compile_blocks: bool
+    graphs: CudaGraphs | None
+
+
 def engine_on(
-    device: str, precision: str, model_config: ModelConfig = UNTIED_MODEL, **options: object
+    device: str, precision: str, model_config: ModelConfig = UNTIED_MODEL, **options: Unpack[Options]
 ) -> NativeEngine:
-    parallel = ParallelConfig(zero=options.pop("zero", 3), dp_shard=1)  # type: ignore[arg-type]
+    parallel = ParallelConfig(zero=options.pop("zero", 3), dp_shard=1)
     mesh = build_mesh(parallel, 1, device)
-    how = options.pop("fp8", None)
+    scaling = options.pop("fp8", None)
     with torch.device("meta"):
         model = build(model_config)
-    if how:
-        convert_to_fp8(model, rowwise=how == "rowwise")
+    if scaling:
+        convert_to_fp8(model, rowwise=scaling == "rowwise")
     groups = optimizer_groups(ADAMW, model)
     layout = parallelize(model, mesh, sequence_parallel=True)
     return NativeEngine(
@@ -99,7 +110,7 @@ def gradients_are_near(
     model: ModelConfig = UNTIED_MODEL,
     length: int = LENGTH,
     bound: float | None = None,
-    **options: object,
+    **options: Unpack[Options],
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     engine = engine_on(device, precision, model, **options)
@@ -122,15 +133,15 @@ def in_a_group() -> None:
         torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
 
 
-CASES = {
+CASES: dict[str, tuple[str, Options]] = {
     "float32": ("fp32", {}),
     "float32, zero 1": ("fp32", {"zero": 1}),
     "bfloat16": ("bf16", {}),
     "bfloat16, zero 0": ("bf16", {"zero": 0}),
     "float16, scaled": ("fp16", {}),
-    "bfloat16, recomputed": ("bf16", {"recomputed": "full"}),
+    "bfloat16, recomputed": ("bf16", {"recompute_mode": "full"}),
     "bfloat16, compiled": ("bf16", {"compile_blocks": True}),
-    "bfloat16, compiled and recomputed": ("bf16", {"compile_blocks": True, "recomputed": "selective"}),
+    "bfloat16, compiled and recomputed": ("bf16", {"compile_blocks": True, "recompute_mode": "selective"}),
 }
 
 
