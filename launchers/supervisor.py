@@ -98,15 +98,15 @@ class _ChildGroup:
     def capture_signals(self) -> Iterator[None]:
         """Collect signals, for `forward_signals`, instead of dying of them."""
 
-        def receive(number: int, _: FrameType | None) -> None:
-            self._received.append(number)
+        def receive(signum: int, _: FrameType | None) -> None:
+            self._received.append(signum)
 
-        original_handlers = {number: signal.signal(number, receive) for number in FORWARDED}
+        original_handlers = {signum: signal.signal(signum, receive) for signum in FORWARDED}
         try:
             yield
         finally:
-            for number, handler in original_handlers.items():
-                signal.signal(number, handler)
+            for signum, handler in original_handlers.items():
+                signal.signal(signum, handler)
 
     def start(self) -> None:
         """Start every child in its own process group, so that Ctrl-C reaches it only through `forward_signals`.
@@ -139,16 +139,16 @@ class _ChildGroup:
     def forward_signals(self) -> None:
         """Send each received signal to the children, once per signal. A second SIGINT ends them."""
         while self._received:
-            number = self._received.pop(0)
-            if number in self._forwarded:
-                if number == signal.SIGINT:
+            signum = self._received.pop(0)
+            if signum in self._forwarded:
+                if signum == signal.SIGINT:
                     self._terminate_at = time.monotonic()
                 continue
-            self._forwarded.add(number)
-            if number == signal.SIGINT and self._is_foreground and os.tcgetpgrp(0) == os.getpgrp():
+            self._forwarded.add(signum)
+            if signum == signal.SIGINT and self._is_foreground and os.tcgetpgrp(0) == os.getpgrp():
                 continue  # Ctrl-C: the terminal has signalled the child directly
             for child in self.running:
-                process, stop_signal = self.processes[child.name], child.stop_signal or number
+                process, stop_signal = self.processes[child.name], child.stop_signal or signum
                 if process.poll() is not None:  # another process may have its pid by now
                     continue
                 if child.forward_signal:
@@ -190,7 +190,7 @@ class _ChildGroup:
 
     def _translate_code(self, child: Child, code: int) -> int:
         """Return a child's exit code; EXIT_REQUEUE if a forwarded signal killed it before it had a handler."""
-        sent_signals = {int(child.stop_signal or number) for number in self._forwarded}
+        sent_signals = {int(child.stop_signal or signum) for signum in self._forwarded}
         return EXIT_REQUEUE if {-code, code - 128} & sent_signals else code
 
     def kill(self) -> None:
@@ -253,11 +253,11 @@ def _is_stopped(pid: int) -> bool:
     return state in (b"T", b"t")
 
 
-def _signal_name(number: int) -> str:
+def _signal_name(signum: int) -> str:
     try:
-        return f"killed by {signal.Signals(number).name}"
+        return f"killed by {signal.Signals(signum).name}"
     except ValueError:
-        return f"killed by signal {number}"
+        return f"killed by signal {signum}"
 
 
 def _before_exec(child: Child) -> Callable[[], None]:

@@ -48,10 +48,10 @@ def run_agent(processes: int, argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="megatfm-agent-") as codes:
         stopped_before_start: list[int] = []
 
-        def deliver(pid: int, number: int) -> None:
-            has_started = signal_workers(pid, number) or any(Path(codes).iterdir())
+        def deliver(pid: int, signum: int) -> None:
+            has_started = signal_workers(pid, signum) or any(Path(codes).iterdir())
             if not has_started:  # so there is nothing to save
-                stopped_before_start.append(number)
+                stopped_before_start.append(signum)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -83,12 +83,12 @@ def torchrun_command(environment: Mapping[str, str], processes: int, argv: Seque
     ]
 
 
-def signal_workers(pid: int, number: int) -> bool:
+def signal_workers(pid: int, signum: int) -> bool:
     """Send a signal to torchrun's workers; return whether it has any yet."""
     workers = list(_workers(pid))
     for worker in workers:
         with contextlib.suppress(psutil.Error):  # it has just ended
-            worker.send_signal(number)
+            worker.send_signal(signum)
     return bool(workers)
 
 

@@ -216,7 +216,7 @@ UNSUPPORTED_KEYS = {
     "amp": "set train.precision",
     "autotuning": "the layout is the config's",
     "checkpoint": "megatfm writes its own format: set [checkpoint]",
-    "compile.deepcompile": f"{_CUDA}, and its reductions replace those that are proven",
+    "compile.deepcompile": f"{_CUDA}, and its reductions replace those that are tested",
     "compression_training": "megatfm has none",
     "curriculum_learning": "set data.rampup",
     "data_efficiency": "set data.rampup and data.train",

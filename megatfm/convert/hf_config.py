@@ -108,7 +108,7 @@ def check_table_keys(name: str, table: Mapping[str, Any], known_keys: Iterable[s
             )
 
 
-OPTIONAL_STR, OPTIONAL_INT, OPTIONAL_LIST = (str, type(None)), (int, type(None)), (list, type(None))
+OPTIONAL_STR = (str, type(None))
 TOKEN_IDS = (int, list, type(None))
 """Types of one token id or several."""
 

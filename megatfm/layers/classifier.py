@@ -1,4 +1,4 @@
-"""Classes of images: pools over an image's tokens, and the head that classifies what they give."""
+"""Classes of images: pools over an image's tokens, and the head that classifies the pooled vectors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,10 +30,10 @@ class ImageMean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.all_reduce = nn.Identity()  # where sums over some tokens of images become those over all
+        self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
     def forward(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """[M, D] of the images with a token at `at_M`, counted over all rows."""
+        """Return vectors [M, D] of the images with a token at index `at_M`, counted over all rows."""
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
         sums_BID = self.all_reduce(_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
         row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
@@ -63,12 +63,12 @@ class AttentionPool(nn.Module):
         self.w_down = Linear(d_ff, d, initial("ffn_out", d_ff, d), bias=True)
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Keys and values are of all tokens, the rest of one token of each row."""
+        """Cost of keys and values of all tokens, and of the rest for one token of each row."""
         head_cost = total_cost((self.wq, self.wo, self.norm, self.w_up, self.w_down), tokens.with_count(1))
         return total_cost((self.wk, self.wv), tokens) + head_cost
 
     def forward(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """[M, D] of the images with a token at `at_M`, counted over all rows."""
+        """Return vectors [M, D] of the images with a token at index `at_M`, counted over all rows."""
         q_NH = self.wq(self.query)[0].unflatten(-1, (self.n_heads, -1))
         k_BTNH, v_BTNH = (w(hidden_BTD).unflatten(-1, (self.n_heads, -1)) for w in (self.wk, self.wv))
         is_member_BIT = _members(sequence, sequence, with_special=True)
@@ -83,37 +83,37 @@ class PoolingAttention(nn.Module):
     cp_plan = "pooling_attention"
 
     def forward(self, q_NH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
-        """[B, I, N, H] by the tokens of each image, `is_member`; one without tokens gets numbers that no one uses."""
+        """Return [B, I, N, H], over the tokens of each image (`is_member`). Images without tokens get unused values."""
         weights_BINT = self.scores(q_NH, k_BTNH, is_member_BIT).softmax(-1).to(v_BTNH.dtype)
         return torch.einsum("bint,btnh->binh", weights_BINT, v_BTNH)
 
     @staticmethod
     def scores(q_NH: Tensor, k_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
-        """[B, I, N, T] in float32 at least; tokens of other images have the least number."""
+        """Return [B, I, N, T] in float32 at least; tokens of other images have the lowest finite value."""
         precise = torch.promote_types(k_BTNH.dtype, torch.float32)
         scores_BNT = torch.einsum("nh,btnh->bnt", q_NH, k_BTNH).to(precise) * q_NH.shape[-1] ** -0.5
-        # The least number, not −∞: a row may have fewer images than another, and a softmax over none would be NaN.
+        # Not −∞: a row may have fewer images than another, and a softmax over no tokens would be NaN.
         return scores_BNT[:, None].masked_fill(~is_member_BIT[:, :, None], torch.finfo(precise).min)
 
 
 def _members(
     sequence: SequenceMetadata, full_sequence: SequenceMetadata, *, with_special: bool = False
 ) -> Tensor:
-    """Boolean [B, I, T], which of a sequence's tokens are an image's patches. whole: the batch's, for its images."""
-    numbers_I1 = torch.arange(full_sequence.max_documents_per_row, device=sequence.positions.device)[:, None]
-    members_BIT = _documents(sequence)[:, None] == numbers_I1
+    """Return boolean [B, I, T]: which tokens of a sequence are patches of each image. full_sequence: of full rows."""
+    images_I1 = torch.arange(full_sequence.max_documents_per_row, device=sequence.positions.device)[:, None]
+    members_BIT = _documents(sequence)[:, None] == images_I1
     if with_special or sequence.grid is None:
         return members_BIT
     return members_BIT & (sequence.grid[..., 0] >= 0)[:, None]
 
 
 def _documents(sequence: SequenceMetadata) -> Tensor:
-    """Number of each token's image in its row [B, T], −1 of padding."""
+    """Return the index of each token's image in its row [B, T], −1 for padding."""
     return torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
 
 
 def _image_index(sequence: SequenceMetadata, at_M: Tensor) -> Tensor:
-    """Index [M] among all rows' images, of images by a token of each."""
+    """Return the indices [M], among all rows' images, of the images with a token at index `at_M`."""
     row_M = at_M // sequence.positions.shape[1]
     return row_M * sequence.max_documents_per_row + _documents(sequence).flatten()[at_M]
 
@@ -121,7 +121,7 @@ def _image_index(sequence: SequenceMetadata, at_M: Tensor) -> Tensor:
 OnClasses = Callable[[Tensor, Tensor], None]
 """Receives logits [M, C] and labels [M] of a micro-batch's images in evaluation, in the order of rows."""
 METRICS = (1, 5)
-"""An image counts as right in the k-th of these where its label is among the k likeliest classes."""
+"""Values of k of the metrics `topk`: the share of images whose label is among the k likeliest classes."""
 
 
 @HEADS.register("classifier")
@@ -171,9 +171,9 @@ class ClassifierHead(nn.Module):
         mixed_labels: Tensor | None = None,
         label_weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Logits [images, C] of all images in the order of rows, or, given labels, the summed cross-entropy.
+        """Return the logits [images, C] of all images in the order of rows, or, given labels, the summed cross-entropy.
 
-        In evaluation also how many images are right: `top1`, and `top5` where there are more classes. Raises
+        In evaluation also the numbers of right images: `top1`, and `top5` if there are more than five classes. Raises
         MegatfmError in a model that doesn't pass its sequence on.
         """
         if sequence is None:
@@ -203,7 +203,7 @@ class ClassifierHead(nn.Module):
         return F.cross_entropy(logits_MC, labels_M, reduction="none", label_smoothing=smoothing)
 
     def _logits(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """[M, C] of the images whose first tokens are at `at_M`."""
+        """Return logits [M, C] of the images whose first tokens are at `at_M`."""
         pooled = [hidden_BTD.flatten(0, 1)[at_M]] if self.reads_class_token else []
         if self.pool is not None:
             pooled.append(self.pool(hidden_BTD, at_M, sequence))
@@ -223,12 +223,12 @@ def n_right(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
 
 
 def _first_tokens(sequence: SequenceMetadata) -> Tensor:
-    """Indices [images] of images' first tokens, counted over all rows."""
+    """Return the indices [images] of images' first tokens, counted over all rows."""
     host = sequence.on_host()
     is_first_BT = (host.positions == 0) & (_documents(host) >= 0)
     return _indices(sequence.positions, is_first_BT)
 
 
 def _indices(like: Tensor, chosen_BT: Tensor) -> Tensor:
-    """Indices of chosen tokens, found on the host, which has to know how many there are, on another's device."""
+    """Return chosen tokens' indices on the device of `like`, computed on the host, since shapes depend on them."""
     return moved(chosen_BT.flatten().nonzero()[:, 0], like.device)

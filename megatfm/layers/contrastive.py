@@ -1,4 +1,4 @@
-"""Features of images and captions, and the seam at which those of a global batch are compared."""
+"""Features of images and captions, and the loss that compares those of a global batch."""
 
 import math
 from collections.abc import Sequence
@@ -80,8 +80,8 @@ class Temperature(nn.Module):
     def forward(self) -> dict[str, Tensor]:
         """`scale` [1], and `bias` [1] if there is one."""
         log_scale = self.log_scale.to(torch.promote_types(self.log_scale.dtype, torch.float32))
-        numbers = {"scale": log_scale.clamp(max=self.max_log_scale).exp()}
-        return numbers if self.bias is None else numbers | {"bias": self.bias.to(log_scale.dtype)}
+        factors = {"scale": log_scale.clamp(max=self.max_log_scale).exp()}
+        return factors if self.bias is None else factors | {"bias": self.bias.to(log_scale.dtype)}
 
 
 class ContrastiveLoss(nn.Module):

@@ -79,12 +79,12 @@ class EmbeddedTokens(nn.Module):
 
 
 class TokenGather(nn.Module):
-    """Vectors of one row at places of another: the seam at which context parallelism fetches those of other ranks."""
+    """Looks up vectors of another row by index; context parallelism fetches those of other ranks."""
 
     cp_plan = "token_gather"
 
     def forward(self, x_BSE: Tensor, at_BT: Tensor, length: int) -> Tensor:
-        """[B, T, E], x at the indices `at` of full rows of `length` tokens; any token's vector at an index of −1."""
+        """Return [B, T, E]: x at the indices `at` of full rows of `length` tokens; any vector for an index of −1."""
         return x_BSE.gather(1, at_BT.clamp(min=0)[..., None].expand(-1, -1, x_BSE.shape[-1]))
 
 

@@ -1,6 +1,6 @@
-"""Low-rank adapters beside matrices (Hu et al. 2022, "LoRA"): which get one, what it computes, merging it.
+"""Low-rank adapters beside matrices (Hu et al. 2022, "LoRA"): which matrices get one, its computation, and merging.
 
-A matrix stays what it is, under its name. The adapter of a linear layer is the module `lora` in it, with the matrices
+A matrix keeps its module and name. The adapter of a linear layer is the module `lora` in it, with the matrices
 `lora.a.weight` [rank, d_in] and `lora.b.weight` [d_out, rank]. Those of experts, whose matrices are stacked as `w_up`
 and so on, are `w_up_lora_a` [experts, rank, d_in] and `w_up_lora_b` [experts, d_out, rank].
 """
@@ -22,7 +22,7 @@ from megatfm.registry import did_you_mean
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's A or B."""
+    """Return whether a parameter is an adapter's A or B, by its name."""
     return name.endswith((".lora.a.weight", ".lora.b.weight", "_lora_a", "_lora_b"))
 
 
@@ -103,7 +103,7 @@ def lora_targets(model: nn.Module, patterns: Sequence[str]) -> dict[str, Linear 
         linears = {path: module for path, module in in_blocks.items() if isinstance(module, Linear)}
         if not linears:
             raise UsageError(
-                "model.lora: the model's blocks have no linear layer, so adapters have no place: leave it out"
+                "model.lora: the model's blocks have no linear layer, so none can have an adapter: leave it out"
             )
         return {**linears}
     chosen = set[str]()
@@ -131,7 +131,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _no_target(pattern: str, model: nn.Module, matrices: Sequence[str]) -> str:
-    """Say why a pattern chooses no matrix."""
+    """Return the message for a pattern that chooses no matrix."""
     ends = sorted({path.rpartition(".")[2] for path in matrices})
     for path, module in model.named_modules():
         if _matches(path, pattern):
@@ -157,7 +157,7 @@ def _prepare_dropout(model: nn.Module, chosen: Mapping[str, Linear | Experts]) -
                 f"model.lora.dropout: {path} holds the matrices of several experts, whose inputs can't be dropped: "
                 "leave it out of model.lora.targets, or set dropout = 0"
             )
-        block = next((block for place, block in blocks.items() if path.startswith(f"{place}.")), None)
+        block = next((block for prefix, block in blocks.items() if path.startswith(f"{prefix}.")), None)
         if block is None or ".cross." in path:
             raise UsageError(
                 f"model.lora.dropout: {path} lies in no block, or reads another sequence than its block: leave it out "

@@ -3,7 +3,7 @@
 The loss of a pair is −log σ(β Δ), where Δ is how much more the model than the reference prefers the chosen answer: the
 log-ratio of chosen to rejected minus that of the reference, summed over the answers' tokens. It follows from the
 tokens' cross-entropy, so the head is run twice: without gradients, for these, and with each token weighted by the
-derivative of its pair's loss. No layout has to know more of it than of a cross-entropy.
+derivative of its pair's loss. Layouts treat it like a cross-entropy.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# B rows, T tokens, M tokens of all rows, S places for pairs of a row
+# B rows, T tokens, M tokens of all rows, S pairs of a row at most
 
 PREFERENCE_TERMS = ("preference", "reward_accuracy", "reward_margin")
-"""Sums over pairs: the loss; how many are preferred as they should be; β Δ."""
+"""Sums over pairs: the loss, the number of pairs with Δ > 0, and β Δ."""
 PAIR_FIELDS = ("pairs", "reference")
-"""Fields of the batch that pairs are told by, beside the targets."""
+"""Fields of the batch that describe pairs, beside the targets."""
 TokenLoss = Callable[[Tensor | None, Tensor | None], Tensor]
-"""(losses [M] to fill, weights [M]) → the sum of the tokens' losses, each by its weight."""
+"""(losses [M] to fill, weights [M]) → weighted sum of the tokens' losses."""
 
 
 FIRST_TARGET = 2
@@ -30,10 +30,10 @@ the chosen sequence; −1: of the rejected one; 0: padding."""
 
 
 class PairFields(NamedTuple):
-    """Fields [B, T] of a batch of pairs; of the rows' T tokens this rank may have some.
+    """Fields [B, T] of a batch of pairs, at this rank's T tokens of the rows.
 
     side: as FIRST_TARGET says. reference: the reference's log-ratio of chosen to rejected at FIRST_TARGET, 0 elsewhere.
-    documents: two numbers for each pair, the chosen first. n_slots: at least the pairs of a row.
+    documents: two numbers for each pair, the chosen first. n_slots: an upper bound of a row's pairs.
     """
 
     side_BT: Tensor
@@ -43,7 +43,7 @@ class PairFields(NamedTuple):
 
 
 class PairSums(nn.Module):
-    """Numbers [B, S] of rows, summed over the ranks that share these: the seam of context parallelism."""
+    """The identity on values [B, S] of pairs; context parallelism sums them over the ranks that share a row."""
 
     cp_plan = "all_reduce"
 
@@ -57,7 +57,7 @@ class PairSums(nn.Module):
 
 @dataclass(frozen=True)
 class Preference:
-    """beta: strength β. label_smoothing: share of pairs that are taken to be labelled the wrong way round."""
+    """Options of the loss. beta: β. label_smoothing: assumed share of pairs with swapped labels."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -65,29 +65,29 @@ class Preference:
 
 def preference_terms(
     token_loss: TokenLoss,
-    add_up: Callable[[Tensor], Tensor],
+    sum_over_ranks: Callable[[Tensor], Tensor],
     pairs: PairFields,
     options: Preference,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Sums of PREFERENCE_TERMS [3] over the pairs of a micro-batch; the first has gradients.
+    """Return the sums [3] of PREFERENCE_TERMS over the pairs of a micro-batch; the first has gradients.
 
-    add_up: sums numbers of rows over the ranks that share these. dtype: in which losses are summed.
+    sum_over_ranks: sums values of pairs over the ranks that share a row. dtype: that of the sums.
     """
     rows, length = pairs.side_BT.shape
     losses_M = torch.zeros(rows * length, dtype=dtype, device=pairs.side_BT.device)
     with torch.no_grad():
         token_loss(losses_M, None)
-    # The two documents of a pair have the numbers 2 n and 2 n + 1 in their row, whose tokens ranks may share.
+    # The documents of pair n are 2 n and 2 n + 1 in their row. Ranks may share the row's tokens.
     slots_BT = pairs.documents_BT.clamp(min=0) // 2
-    gained_BT = -pairs.side_BT.sign() * losses_M.view(rows, length) - pairs.reference_BT.to(dtype)
+    log_ratios_BT = -pairs.side_BT.sign() * losses_M.view(rows, length) - pairs.reference_BT.to(dtype)
     empty_BS = losses_M.new_zeros(rows, pairs.n_slots)
-    margins_BS = options.beta * add_up(empty_BS.scatter_add(1, slots_BT, gained_BT))
-    is_counted_BS = empty_BS.scatter_add(1, slots_BT, (pairs.side_BT == FIRST_TARGET).to(dtype))
+    margins_BS = options.beta * sum_over_ranks(empty_BS.scatter_add(1, slots_BT, log_ratios_BT))
+    counts_BS = empty_BS.scatter_add(1, slots_BT, (pairs.side_BT == FIRST_TARGET).to(dtype))
     share = options.label_smoothing
     losses_BS = -(1 - share) * F.logsigmoid(margins_BS) - share * F.logsigmoid(-margins_BS)
     values_3BS = torch.stack([losses_BS, (margins_BS > 0).to(dtype), margins_BS])
-    terms = (values_3BS * is_counted_BS).sum((1, 2))  # a pair on several ranks is counted on one
+    terms = (values_3BS * counts_BS).sum((1, 2))  # a pair on several ranks is counted on one
     if not torch.is_grad_enabled():
         return terms
     slopes_BS = share * torch.sigmoid(margins_BS) - (1 - share) * torch.sigmoid(-margins_BS)

@@ -21,32 +21,32 @@ from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops import keyed_random as keyed
 from megatfm.ops.cross_entropy import IGNORE
 
-# B batch, T tokens, S tokens of whole rows, N tokens with a score, M examples or tokens with a label, D model width, C
+# B batch, T tokens, S tokens of full rows, N tokens with a score, M examples or tokens with a label, D model width, C
 # classes
 
 OnLogits = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Receives examples [M], words [M], logits [M, C] and targets [M] or [M, C] of a micro-batch in evaluation. Words are
-choices or tokens, and targets which are right, where an example is to choose among those."""
+"""Receives examples [M], words [M], logits [M, C] and targets [M] or [M, C] of a micro-batch in evaluation. If an
+example chooses among candidates, words are their indices (choices or tokens), and targets mark the right ones."""
 
 DROPOUT_SITE = zlib.crc32(b"task head")
 
 
 class RowScores(nn.Module):
-    """Scores of tokens by their places in whole rows: the seam at which ranks that share rows put theirs together."""
+    """Scores of the tokens of full rows. Context parallelism sums them over the ranks that share a row."""
 
     cp_plan = "all_reduce"
 
     def __init__(self) -> None:
         super().__init__()
-        self.all_reduce = nn.Identity()  # where scores of some tokens become those of all
+        self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
     def forward(self, scores_BTC: Tensor, row_length: int, token_indices: Tensor | None) -> Tensor:
-        """Scores [B, S, C] of whole rows. token_indices [T]: where these tokens stand in them; None: they are all."""
+        """Return scores [B, S, C] of full rows. token_indices [T]: indices of the T tokens in them; None: T = S."""
         if token_indices is None:
             return scores_BTC
         empty_BSC = scores_BTC.new_zeros(len(scores_BTC), row_length, scores_BTC.shape[-1])
-        placed_BSC: Tensor = self.all_reduce(empty_BSC.index_copy(1, token_indices, scores_BTC))
-        return placed_BSC
+        full_BSC: Tensor = self.all_reduce(empty_BSC.index_copy(1, token_indices, scores_BTC))
+        return full_BSC
 
 
 class TaskHead(nn.Module):
@@ -80,7 +80,7 @@ class TaskHead(nn.Module):
         return default_cost(self, tokens.with_count(1))
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """The pooled vectors [..., D]."""
+        """Return the pooled vectors [..., D]."""
         if self.pooler is None:
             return hidden
         pooled: Tensor = self.activation(self.pooler(hidden))
@@ -94,7 +94,7 @@ class TaskHead(nn.Module):
         keys: Tensor | None,
         indices: Tensor | None,
     ) -> Tensor:
-        """The pooled vectors [M, D] of some tokens, dropped out in training by where they stand in their rows."""
+        """Return the pooled vectors [M, D] of some tokens; dropout in training depends on their positions in rows."""
         pooled_MD = self.pool(hidden_BTD[rows_M, columns_M])
         if self.training and self.dropout > 0 and keys is not None:
             at_M = columns_M if indices is None else indices[columns_M]
@@ -107,10 +107,10 @@ class TaskHead(nn.Module):
 class TextClassifier(TaskHead):
     """Logits of one token of each row [B, C] or of all [B, T, C], or, given targets, the summed loss of all labels.
 
-    targets: classes [B, T], −100 where there is none; with other losses numbers [B, T, C] at the tokens with a label,
-    which `examples` tells: [B, T], the number of the example there, −1 elsewhere. words [B, T]: the number of the word
-    in the example. With `both_orders` each example has two such tokens, where `parts` [B, T] is 0 and 1; their logits
-    are added up, and the label is that of the first.
+    targets: classes [B, T], −100 where there is none; for other losses values [B, T, C]. examples [B, T]: the index of
+    the example at a token with a label, −1 elsewhere. words [B, T]: the index of the word in the example. With
+    `both_orders` each example has two such tokens, where `parts` [B, T] is 0 and 1; their logits are added, and the
+    label is that of the first.
     """
 
     reads = ("sentence_targets",)
@@ -169,9 +169,9 @@ class TextClassifier(TaskHead):
 class MultipleChoiceHead(TaskHead):
     """Scores [B, 1] of one token of each row, or, given targets, the summed cross-entropy of the right choices.
 
-    An example is several texts, one for each choice, of which a token carries the score: `examples` [B, T] is the
-    number of the example there, −1 elsewhere, and `parts` the number of the choice. targets [B, T]: the number of the
-    right choice at the first of these tokens, −100 elsewhere. Choices may differ in number from example to example.
+    An example has a text for each choice, and one token of each text carries its score: there, `examples` [B, T] is the
+    index of the example (−1 elsewhere) and `parts` that of the choice. targets [B, T]: the index of the right choice at
+    the first of these tokens, −100 elsewhere. Examples may have different numbers of choices.
     """
 
     reads = ("choice_targets",)
@@ -212,7 +212,7 @@ class MultipleChoiceHead(TaskHead):
         choices_MS = row_examples[rows_M] == examples[rows_M, columns_M][:, None]
         right_MS = choices_MS & (row_parts[rows_M] == targets[rows_M, columns_M][:, None])
         if self.on_logits is not None:
-            _tell(self.on_logits, scores_BS1[rows_M], choices_MS, examples[rows_M, columns_M],
+            _report_candidates(self.on_logits, scores_BS1[rows_M], choices_MS, examples[rows_M, columns_M],
                   row_parts[rows_M], right_MS.long())  # fmt: skip
         return pointer_loss(scores_BS1[rows_M, :, 0], choices_MS, right_MS.long().argmax(1))
 
@@ -223,7 +223,7 @@ class SpanExtractionHead(TaskHead):
     mean of both, over the tokens of each text.
 
     marks [B, T]: 1 at the first token of a text's answer, 2 at its last, 3 at both in one, 0 elsewhere; the text's own
-    first token has 3 where it has no answer. examples [B, T]: the text's number at its first token, −1 elsewhere.
+    first token has 3 where it has no answer. examples [B, T]: the text's index at its first token, −1 elsewhere.
     """
 
     reads = ("answer_marks",)
@@ -272,9 +272,14 @@ class SpanExtractionHead(TaskHead):
         text_MS = row_documents[rows_M] == row_documents[rows_M, first_M][:, None]
         marks_MS = row_marks[rows_M].where(text_MS, 0)
         if self.on_logits is not None:
-            places_MS = torch.arange(text_MS.shape[1], device=text_MS.device) - first_M[:, None]
-            _tell(
-                self.on_logits, scores_BSC[rows_M], text_MS, examples[rows_M, columns_M], places_MS, marks_MS
+            positions_MS = torch.arange(text_MS.shape[1], device=text_MS.device) - first_M[:, None]
+            _report_candidates(
+                self.on_logits,
+                scores_BSC[rows_M],
+                text_MS,
+                examples[rows_M, columns_M],
+                positions_MS,
+                marks_MS,
             )
         losses = (
             pointer_loss(scores_BSC[rows_M, :, side], text_MS, (marks_MS & mark > 0).long().argmax(1))
@@ -283,47 +288,47 @@ class SpanExtractionHead(TaskHead):
         return torch.stack([*losses]).mean()
 
 
-def _tell(
-    on_logits: OnLogits, scores_MSC: Tensor, candidates_MS: Tensor, examples_M: Tensor, numbers_MS: Tensor,
+def _report_candidates(
+    on_logits: OnLogits, scores_MSC: Tensor, candidates_MS: Tensor, examples_M: Tensor, indices_MS: Tensor,
     marks_MS: Tensor,
 ) -> None:  # fmt: skip
-    """Tell the scores of all candidates: choices, or tokens of a text, with their numbers and which are right."""
+    """Pass on the scores of all candidates (choices, or tokens of a text), with their indices and marks."""
     examples_MS = examples_M[:, None].expand_as(candidates_MS)
-    on_logits(*(x[candidates_MS] for x in (examples_MS, numbers_MS, scores_MSC, marks_MS)))
+    on_logits(*(x[candidates_MS] for x in (examples_MS, indices_MS, scores_MSC, marks_MS)))
 
 
 def pointer_loss(scores_MS: Tensor, candidates_MS: Tensor, right_M: Tensor) -> Tensor:
-    """Sum of the cross-entropies of choosing column `right_M` among each row's candidates, in float32 or more."""
+    """Return the summed cross-entropy of choosing column `right_M` among each row's candidates, in float32 at least."""
     precise_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
     masked_MS = precise_MS.masked_fill(~candidates_MS, torch.finfo(precise_MS.dtype).min)
     return F.cross_entropy(masked_MS, right_M, reduction="sum")
 
 
 def _check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
-    """Raise a UsageError for layers that the model lacks, or a family that gives those of its stack to no head."""
+    """Raise a UsageError for layers that the model lacks, or a family whose heads get no layers."""
     depth = config.encoder_layers if config.family == "encoder" else config.n_layers
     if layers and config.family not in ("encoder", "decoder"):
         raise UsageError(
             f"model.extra_heads: layers = {list(layers)} is for model.family = 'encoder' and 'decoder', not "
             f"{config.family!r}: leave layers out"
         )
-    for number in layers:
-        if not -depth - 1 <= number <= depth:
+    for layer in layers:
+        if not -depth - 1 <= layer <= depth:
             raise UsageError(
                 f"model.extra_heads: layers = {list(layers)}: the model has {depth} blocks, so that layers are 0 to "
-                f"{depth}, or −1 to −{depth + 1} from the last: there is no {number}"
+                f"{depth}, or −1 to −{depth + 1} from the last: there is no {layer}"
             )
 
 
 def summed_loss(loss: str, logits_MC: Tensor, targets: Tensor) -> Tensor:
-    """Sum of a loss over labelled tokens, each the mean over its classes, in float32 or more.
+    """Return the sum of a loss over labelled tokens, each the mean over its classes, in float32 at least.
 
-    targets: classes [M] of cross-entropy, numbers [M, C] of the others.
+    targets: classes [M] for cross-entropy, values [M, C] for the others.
     """
     precise_MC = logits_MC.to(torch.promote_types(logits_MC.dtype, torch.float32))
     if loss == "cross_entropy":
         return F.cross_entropy(precise_MC, targets, reduction="sum")
-    numbers_MC, classes = targets.to(precise_MC.dtype), logits_MC.shape[-1]
+    values_MC, classes = targets.to(precise_MC.dtype), logits_MC.shape[-1]
     if loss == "binary_cross_entropy":
-        return F.binary_cross_entropy_with_logits(precise_MC, numbers_MC, reduction="sum") / classes
-    return F.mse_loss(precise_MC, numbers_MC, reduction="sum") / classes
+        return F.binary_cross_entropy_with_logits(precise_MC, values_MC, reduction="sum") / classes
+    return F.mse_loss(precise_MC, values_MC, reduction="sum") / classes

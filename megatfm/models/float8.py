@@ -14,7 +14,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.linear import Linear
 from megatfm.ops.fp8 import ALIGNMENT, fp8_linear
 
-BLOCK = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<number>\d+)\.")
+BLOCK = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<index>\d+)\.")
 
 
 def fp8_linears(model: nn.Module) -> dict[str, Linear]:
@@ -22,14 +22,14 @@ def fp8_linears(model: nn.Module) -> dict[str, Linear]:
     linears: dict[str, tuple[str, int, Linear]] = {}
     for path, module in model.named_modules():
         if isinstance(module, Linear) and (block := BLOCK.match(path)) and ".lora." not in path:
-            linears[path] = block["stack"], int(block["number"]), module
+            linears[path] = block["stack"], int(block["index"]), module
     last: dict[str, int] = {}
-    for stack, number, _ in linears.values():
-        last[stack] = max(number, last.get(stack, 0))
+    for stack, index, _ in linears.values():
+        last[stack] = max(index, last.get(stack, 0))
     return {
         path: module
-        for path, (stack, number, module) in linears.items()
-        if 0 < number < last[stack] and not any(dim % ALIGNMENT for dim in module.weight.shape)
+        for path, (stack, index, module) in linears.items()
+        if 0 < index < last[stack] and not any(dim % ALIGNMENT for dim in module.weight.shape)
     }
 
 

@@ -105,7 +105,7 @@ def _image_starts(sequence: SequenceMetadata) -> Tensor:
     return slots_BI[:, :max_images]
 
 
-class PixelHead(nn.Module):
+class PixelDecoderHead(nn.Module):
     """Predicted pixels [B, T, K], or, given the patches, the sum over masked ones of their mean squared error."""
 
     tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))
@@ -165,7 +165,7 @@ class MaskedAutoencoder(Model):
         self.decoder = Stack(
             smaller, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, smaller))
         )
-        self.pixels = PixelHead(config, smaller)
+        self.pixels = PixelDecoderHead(config, smaller)
         self.runs_head = True
         encoder_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(config)))
         self.accept("source", *sequence_fields(config), *encoder_fields, targets=("patches",))

@@ -34,7 +34,7 @@ class GlobalQueries:
 
     row_indices: Tensor
     """Row indices of all global queries [G]."""
-    local_numbers: Tensor
+    local_positions: Tensor
     """Positions of this rank's queries in `row_indices`."""
     local_indices: Tensor
     """Positions of this rank's queries among its tokens."""
@@ -60,10 +60,10 @@ def add_global_attention(
 ) -> Tensor:  # fmt: skip
     """Return `out` [B, N, T, V] with the attention of global queries to all keys written at their positions."""
     device = q_BNTH.device
-    numbers = moved(global_queries.local_numbers, device)
+    positions = moved(global_queries.local_positions, device)
     local = moved(global_queries.local_indices, device)
     zeros = q_BNTH.new_zeros(*q_BNTH.shape[:2], len(global_queries.row_indices), q_BNTH.shape[3])
-    local_q = zeros.index_copy(2, numbers, q_BNTH[:, :, local])
+    local_q = zeros.index_copy(2, positions, q_BNTH[:, :, local])
     q_BNGH = copy_to_group(reduce_from_group(local_q, contexts.group), contexts.group)
     queries = sequence.with_queries_at(
         ("global queries", core.pattern), moved(global_queries.row_indices, device)
@@ -75,21 +75,21 @@ def add_global_attention(
     out_BNGV: Tensor = _AllKeysAttention.apply(
         q_BNGH, k_BKTH, v_BKTV, bias, dropout_keys, sinks, plan, contexts
     )
-    return out_BNTV.index_copy(2, local, out_BNGV[:, :, numbers])
+    return out_BNTV.index_copy(2, local, out_BNGV[:, :, positions])
 
 
 def make_global_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of a core that gets only global queries, with separate projections of keys (Longformer)."""
 
     def forward(
-        heads_BNTV: Tensor, q_BNGH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, places_BG: Tensor, found_BG: Tensor,
+        heads_BNTV: Tensor, q_BNGH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, indices_BG: Tensor, exists_BG: Tensor,
         sequence: Any,
     ) -> Tensor:  # fmt: skip
         core_: Any = core
-        is_global_BT = _mask_at(places_BG, found_BG, k_BNTH.shape[2])
-        host_mask_BT = _mask_at(to_host(places_BG), to_host(found_BG), k_BNTH.shape[2])
-        index = places_BG[:, None, :, None].expand(q_BNGH.shape)
-        q_BNTH = torch.zeros_like(k_BNTH).scatter(2, index, q_BNGH.where(found_BG[:, None, :, None], 0))
+        is_global_BT = _mask_at(indices_BG, exists_BG, k_BNTH.shape[2])
+        host_mask_BT = _mask_at(to_host(indices_BG), to_host(exists_BG), k_BNTH.shape[2])
+        index = indices_BG[:, None, :, None].expand(q_BNGH.shape)
+        q_BNTH = torch.zeros_like(k_BNTH).scatter(2, index, q_BNGH.where(exists_BG[:, None, :, None], 0))
         out = _attend_to_local_keys(core_, q_BNTH, k_BNTH, v_BNTV, host_mask_BT, sequence, contexts)
         key = "global queries", type(core_), core_.pattern
         queries = sequence.cached(key, lambda: GlobalQueries.of(core_, contexts, sequence))
@@ -117,9 +117,9 @@ def make_pooling_forward(core: nn.Module, contexts: ContextParallel) -> Callable
     return forward
 
 
-def _mask_at(places_BG: Tensor, found_BG: Tensor, tokens: int) -> Tensor:
-    """Return boolean [B, T], true at the given positions that are marked as found."""
-    return found_BG.new_zeros(len(found_BG), tokens).scatter(1, places_BG, found_BG)
+def _mask_at(indices_BG: Tensor, exists_BG: Tensor, tokens: int) -> Tensor:
+    """Return boolean [B, T], true at the token indices that exist."""
+    return exists_BG.new_zeros(len(exists_BG), tokens).scatter(1, indices_BG, exists_BG)
 
 
 def _attend_to_local_keys(
@@ -130,13 +130,13 @@ def _attend_to_local_keys(
 
     host_mask: boolean [B, T] in host memory, the global tokens.
     """
-    numbers = host_mask_BT.any(0).nonzero()[:, 0]
-    if not len(numbers):
+    columns = host_mask_BT.any(0).nonzero()[:, 0]
+    if not len(columns):
         return torch.zeros_like(v_BNTV)
     key_indices, device = contexts.token_indices(sequence.length)[contexts.rank], q_BNTH.device
-    at = moved(numbers, device)
+    at = moved(columns, device)
     queries = sequence.with_queries_at(
-        ("local global queries", core.pattern), moved(key_indices[numbers], device)
+        ("local global queries", core.pattern), moved(key_indices[columns], device)
     )
     dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
     plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNTH[:, :, at])

@@ -80,10 +80,10 @@ def build_context_parallel(
     if mesh.size(CONTEXT) == 1:
         return None
     unit = mesh.size(TENSOR) if sequence_parallel else 1
-    return ContextParallel(mesh.group(CONTEXT), zigzag_rule(model), unit, method)
+    return ContextParallel(mesh.group(CONTEXT), make_zigzag_predicate(model), unit, method)
 
 
-def zigzag_rule(model: nn.Module) -> Callable[[int], bool]:
+def make_zigzag_predicate(model: nn.Module) -> Callable[[int], bool]:
     """Return a function of the row length that says whether the split should be zig-zag.
 
     It should if later tokens attend to more keys than earlier ones, also in a window as wide as the row.

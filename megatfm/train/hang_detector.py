@@ -18,8 +18,8 @@ class Heartbeat:
     """State of a rank, sent every few seconds and at each change of phase.
 
     ticks: number of calls of `RankMonitor.tick`, which all ranks make in the same order. age: seconds since the last
-    progress. waiting: whether the main thread is inside a collective, and so waits for others. place: line of megatfm
-    that it executes.
+    progress. waiting: whether the main thread is inside a collective, and so waits for others. location: the
+    line of megatfm that it executes.
     """
 
     step: int = 0
@@ -27,7 +27,7 @@ class Heartbeat:
     ticks: int = 0
     age: float = 0.0
     waiting: bool = False
-    place: str = ""
+    location: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,10 @@ class HangDetector:
         if silent:
             reason = f"no sign of life for {seconds:.0f} s: it was stopped, or its machine is gone"
         else:
-            place = f" ({blamed[0].heartbeat.place})" if blamed[0].heartbeat.place else ""
-            reason = f"has made no progress for {seconds:.0f} s{place}; its stack is in the log of the rank"
+            location = f" ({blamed[0].heartbeat.location})" if blamed[0].heartbeat.location else ""
+            reason = (
+                f"has made no progress for {seconds:.0f} s{location}; its stack is in the log of the rank"
+            )
         ranks_text = ", ".join(rank.describe() for rank in blamed[:8])
         more = f" and {len(blamed) - 8} more" if len(blamed) > 8 else ""
         return self._blame(blamed, f"{ranks_text}{more}: {reason}", hung=True)

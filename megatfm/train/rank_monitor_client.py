@@ -286,8 +286,12 @@ class RankMonitor:
             self._progress, self._last_progress = progress, now
         save_thread = self.save_thread_id() if self._phase == "save" else None
         frames = sys._current_frames()
-        is_waiting, place = _describe_thread(frames.get(save_thread or self._main) or frames.get(self._main))
-        return Heartbeat(self._step, self._phase, self._ticks, now - self._last_progress, is_waiting, place)
+        is_waiting, location = _describe_thread(
+            frames.get(save_thread or self._main) or frames.get(self._main)
+        )
+        return Heartbeat(
+            self._step, self._phase, self._ticks, now - self._last_progress, is_waiting, location
+        )
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock:

@@ -90,24 +90,24 @@ class StopSignals:
         self._pending.start_copy()
 
     def _finish(self) -> tuple[str | None, bool]:
-        number, any_busy = self._read_result()
+        signum, any_busy = self._read_result()
         self._pending = None
-        return signal.Signals(int(number)).name if number else None, bool(any_busy)
+        return signal.Signals(int(signum)).name if signum else None, bool(any_busy)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-        self._received = signal.Signals(number)
+        self._received = signal.Signals(signum)
 
     def _exit_if_stuck(self) -> None:
         interrupts = 0
         while interrupts < 2:
             with contextlib.suppress(OSError):
-                if not (numbers := self._wakeup_reader.recv(64)):
+                if not (signums := self._wakeup_reader.recv(64)):
                     return
-                interrupts += numbers.count(signal.SIGINT)
+                interrupts += signums.count(signal.SIGINT)
         if not self._exited.wait(GRACE_SECONDS):
             os.write(2, b"error: interrupted while stuck, so nothing is saved\n")
             os._exit(INTERRUPTED)

@@ -209,7 +209,7 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
     ),
     "Connector": (("w_in", "sequence_parallel"), ("w_out", "sequence_parallel")),
     "VisionLanguage": (("image_vectors", "gather_output_for_tokens"),),
-    "PixelHead": (("", "gather_input_replicated"), ("*", "replicated")),
+    "PixelDecoderHead": (("", "gather_input_replicated"), ("*", "replicated")),
 }
 """Class → pattern of submodule names ("" for itself) and style."""
 

@@ -220,11 +220,6 @@ class LinformerAttention(HeadProjections):
         ]
         return torch.cat([torch.cat(outputs, 2) for outputs in rows])
 
-    def reduced_numel(self, row: SequenceMetadata) -> int:
-        """Elements of one head that context parallelism all-reduces: the projected keys and values of each document."""
-        n_documents = int((row.positions_in_document()[0] == 0).expand(len(row.positions), -1).sum())
-        return n_documents * 2 * self.head_dim * self.rank
-
 
 class SequenceProjection(nn.Module):
     """A projection along the sequence [P, R], shared by all heads of a layer or of all layers."""

@@ -262,10 +262,6 @@ class CompressedAttention(HeadProjections):
         heads_BNTH = self.core(q_BNTH, k_BNSH, v_BNSH, sequence, positions_BS)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
-    def reduced_numel(self, row: SequenceMetadata) -> int:
-        """Elements of one head that context parallelism all-reduces."""
-        return len(row.positions) * compress_blocks(row, self.factor).positions.shape[1] * 2 * self.head_dim
-
 
 class CompressedAttentionCore(DotProductAttention):
     """Attention to compressed keys, all of which are on every rank, whichever tokens the rank has."""

@@ -18,7 +18,12 @@ from megatfm.layers.attention.patterns.mask import PatternMask, global_query_ind
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
-from megatfm.parallel.context_parallel import ContextParallel, split_batch, token_indices, zigzag_rule
+from megatfm.parallel.context_parallel import (
+    ContextParallel,
+    make_zigzag_predicate,
+    split_batch,
+    token_indices,
+)
 from megatfm.parallel.parallelize import check_context_plans
 from megatfm.verify.shrink import random_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
@@ -161,7 +166,7 @@ def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     with torch.device("meta"):
         model = build(config.model)
     check_context_plans(model)
-    compare_cuts(batch, folded=zigzag_rule(model)(config.data.sequence_length))
+    compare_cuts(batch, folded=make_zigzag_predicate(model)(config.data.sequence_length))
 
 
 @pytest.mark.parametrize("model_name", ["class", "mae", "simmim"])
@@ -207,7 +212,7 @@ def test_rows_are_folded_where_later_tokens_see_more() -> None:
     folded = set()
     for name, sections in PATTERN_MODELS.items():
         with torch.device("meta"):
-            if zigzag_rule(build(ModelConfig.from_dotted(sections)))(24):
+            if make_zigzag_predicate(build(ModelConfig.from_dotted(sections)))(24):
                 folded.add(name)
     assert folded == {
         "alternating", "strided", "fixed", "compressed", "local, compressed and experts",
@@ -221,8 +226,13 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
     for section in ({"name": "window", "width": 256}, {"name": "chunked", "size": 256}):
         with torch.device("meta"):
             model = build(ModelConfig.from_dotted(**base, **{"attention.pattern": section}))
-        assert [zigzag_rule(model)(length) for length in (32, 256, 257, 512)] == [True, True, False, False]
-        is_folded_at = zigzag_rule(model)
+        assert [make_zigzag_predicate(model)(length) for length in (32, 256, 257, 512)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
+        is_folded_at = make_zigzag_predicate(model)
         for ranks in (2, 3, 5, 8):
             pairs = {int((indices + 1).sum()) for indices in token_indices(240, ranks, is_folded_at(240))}
             assert len(pairs) == 1, (section, ranks)
@@ -263,17 +273,6 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -
             assert set(seen.nonzero()[:, 0].tolist()) <= set(actual.tolist())
     assert sent[0] == sent[1]
     assert max(sent[0][1]) < 384 * 3 // 4, "less than all"
-
-
-def test_what_linformer_sums_does_not_grow_with_the_row() -> None:
-    """Nor what travels for it, which is that."""
-    with torch.device("meta"):
-        attn = build(ModelConfig.from_dotted(**PATTERN_MODELS["linformer"])).get_submodule(
-            "encoder.layers.0.attn"
-        )
-    rows = [SequenceMetadata(torch.arange(length)[None]) for length in (7, 12)]
-    short, long = (cast(Any, attn).reduced_numel(row) for row in rows)
-    assert short == long == 2 * 3 * cast(Any, attn).head_dim, "keys and values of rank 3"
 
 
 AXES: dict[str, dict[str, Any]] = {

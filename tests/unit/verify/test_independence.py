@@ -15,7 +15,7 @@ import torch
 import megatfm.layers
 import megatfm.models
 from megatfm.config import Config, load_config
-from megatfm.parallel.context_parallel import token_indices, zigzag_rule
+from megatfm.parallel.context_parallel import make_zigzag_predicate, token_indices
 from megatfm.train.build import build_model, plan_pipeline_split
 from megatfm.verify import expected
 from megatfm.verify.expected_context import ContextShards
@@ -32,7 +32,7 @@ FILES = [
 CHECKED = ("megatfm.parallel", "megatfm.layers", "megatfm.engines.native")
 """Rooms that cause the traffic."""
 THEIRS = {"key_ranges", "reachable_keys", "global_queries", "global_query_indices"}
-THEIRS |= {"reduced_numel", "token_indices", "simplify", "has_uneven_work", "plan_fetch", "fetch_plan"}
+THEIRS |= {"token_indices", "simplify", "has_uneven_work", "plan_fetch", "fetch_plan"}
 """Names by which these rooms say themselves what is sent."""
 
 
@@ -121,4 +121,4 @@ def test_rows_are_folded_where_the_ranks_fold_them() -> None:
         tokens = np.zeros((4, 64), np.int64)
         batch = {"positions": tokens, "encoder_positions": tokens}
         rank_0 = ContextShards(config, model, batch)._positions_by_rank[""][0]
-        assert zigzag_rule(model)(64) == (rank_0[-1] == 63)
+        assert make_zigzag_predicate(model)(64) == (rank_0[-1] == 63)
