@@ -1,8 +1,8 @@
 """Memory and time of opening a corpus and planning its rows, by documents: `python benchmarks/corpus_memory.py`.
 
-Nothing but indexes is real: shards are empty space on disk, and one index stands for all. What it prints is the peak of
-a fresh process beyond what its imports take, after opening the corpus and after planning. With `--ranks`: what so many
-processes hold together (the sum of their proportional set sizes, in which a page that several map counts once) when
+Only indexes are real: shards are empty space on disk, and all share one index. The figures are the peak memory of a
+fresh process beyond its imports, after opening the corpus and after planning. With `--ranks`: the memory of that many
+processes together (the sum of their proportional set sizes, in which a page that several map counts once) when
 each has opened the corpus and looked up the documents of blocks that lie anywhere in it; with indexes of their own, and
 with shared ones.
 """
@@ -35,7 +35,7 @@ PER_FRAME = 250
 
 
 class ObjectiveStub:
-    """An objective of one more token than a piece has: cut at row ends, or whole in rows of `max_tokens` + 1."""
+    """An objective whose sequences have a token more than the text: cut at row ends, or complete (`max_tokens`)."""
 
     field_prefixes = ("",)
     padding_values = MappingProxyType[str, int]({})
@@ -53,7 +53,7 @@ class ObjectiveStub:
 
 
 def write_corpus(folder: Path, documents: int) -> None:
-    """Write a corpus of about so many documents, of 500 tokens on average."""
+    """Write a corpus of at least `documents` documents, of 500 tokens on average."""
     random = np.random.default_rng(0)
     tokens = np.minimum(random.lognormal(5.6, 1.1, SHARD_DOCUMENTS).astype(np.int64) + 1, 100_000)
     samples = np.zeros(SHARD_DOCUMENTS, sample_dtype(10))
@@ -108,7 +108,7 @@ def measure(folder: Path) -> None:
 
 
 def read_held_memory() -> int:
-    """Return the memory of this process, in bytes; of pages that n processes map, the n-th part."""
+    """Return the memory of this process in bytes; a page that n processes map counts as its n-th part (Pss)."""
     return common.read_memory("Pss", "smaps_rollup")
 
 
@@ -164,7 +164,7 @@ def print_ranks(documents: int, ranks: int) -> None:
 def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
-    parser.add_argument("--ranks", type=int, help="measure what so many processes hold together")
+    parser.add_argument("--ranks", type=int, help="measure the memory of this many processes together")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:

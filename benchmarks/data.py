@@ -55,7 +55,7 @@ class Contender(NamedTuple):
 
 
 def make_contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
-    """All that take part, by name."""
+    """Return all contenders by name."""
     corpus, plain = Corpus.open(folder / "ours"), Corpus.open(folder / "tars")
     tars = sorted(str(path) for path in (folder / "tars").glob("*.tar"))
     objective, seeds = Causal(SPECIAL), iter(range(10**9))
@@ -119,7 +119,7 @@ def make_contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
 
 
 def find_sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
-    """Start and end of each sample's tokens in a plain tar."""
+    """Return start and end of each sample's tokens in a plain tar."""
     starts = index.samples["offset"] + np.repeat(index.offsets[:-1], index.frames["samples"])
     return list(
         zip(starts.tolist(), (starts + 2 * index.samples["tokens"].astype(np.int64)).tolist(), strict=True)
@@ -127,7 +127,7 @@ def find_sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
 
 
 def read_with_streaming(folder: Path, seed: int) -> int:
-    """Tokens of the samples that MosaicML Streaming reads."""
+    """Read by MosaicML Streaming; return the number of tokens."""
     from streaming import StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
@@ -141,7 +141,7 @@ def read_with_streaming(folder: Path, seed: int) -> int:
 
 
 def pack_as_usual(documents: Iterator[np.ndarray]) -> int:
-    """The rows that megatfm makes, as one writes it for other loaders: a buffer to which documents are added."""
+    """Pack documents into rows like megatfm's, with a buffer as for other loaders; return the number of tokens."""
     fields, read, batch = [np.zeros(0, np.int64)] * 4, 0, []
     for number, ids in enumerate(documents):
         framed = np.concatenate([[SPECIAL.bos], ids, [SPECIAL.eos]]).astype(np.int64)
@@ -164,7 +164,7 @@ def pack_as_usual(documents: Iterator[np.ndarray]) -> int:
 
 
 def measure_wait(folder: Path, step_seconds: float = 0.05, steps: int = 40) -> float:
-    """Seconds a step that a trainer waits for its rows, after the first, if it is busy elsewhere for so long."""
+    """Return the seconds a step that a trainer waits for its rows if its step takes `step_seconds`."""
     packed = PackedDataset(Corpus.open(folder / "ours"), Causal(SPECIAL), sequence_length=LENGTH, seed=0)
     with DataLoader(packed, global_batch=BATCH, micro_batch=BATCH) as loader:
         next(loader)
@@ -176,7 +176,7 @@ def measure_wait(folder: Path, step_seconds: float = 0.05, steps: int = 40) -> f
 
 
 def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[dict[str, tuple[float, float]]]:
-    """Tokens a second and a CPU second of every contender, in each round."""
+    """Return tokens a second and tokens a CPU second of every contender, by round."""
     rounds, begin = list[dict[str, tuple[float, float]]](), time.perf_counter()
     for number in range(most + 1):
         speeds = {}

@@ -34,7 +34,7 @@ VOCABULARY = 8000
 
 
 def iter_texts(most: int, places: list[str]) -> Iterator[str]:
-    """Up to `most` bytes of text files, each text once."""
+    """Yield distinct texts of files, up to `most` bytes."""
     digests, total = set[bytes](), 0
     for place in (*PLACES, *places):
         for folder, folders, names in os.walk(place):
@@ -61,7 +61,7 @@ def iter_texts(most: int, places: list[str]) -> Iterator[str]:
 
 
 def tokenize(documents: list[str]) -> Iterator[np.ndarray]:
-    """uint16 tokens of each document."""
+    """Yield the uint16 tokens of each document."""
     model, sample = io.BytesIO(), random.Random(0).sample(documents, min(len(documents), 300))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in sample for line in text.splitlines()[:400] if len(line) < 2000),
@@ -116,7 +116,7 @@ def write_corpora(folder: Path, megabytes: float, places: list[str], mosaic: boo
 
 
 def make_mds_subset(folder: Path, shards: int) -> Path:
-    """The first shards of MosaicML's as a data set of its own."""
+    """Return a folder with the first of MosaicML's shards as a data set."""
     full, part = folder / "mds", folder / f"mds-{shards}"
     if not part.exists():
         part.mkdir()
@@ -130,7 +130,7 @@ def make_mds_subset(folder: Path, shards: int) -> Path:
 
 
 def import_mosaic(folder: str) -> None:
-    """Let `import streaming` find the library; what it imports of torchvision, it needs for images only."""
+    """Let `import streaming` find the library, with stubs of torchvision, which it needs for images only."""
     sys.path.append(folder)
     names = (
         "torchvision",

@@ -2,7 +2,7 @@
 
     python benchmarks/dedup.py --gigabytes 1 2 4 8 --rounds 3 --out benchmarks/results
 
-What is measured is the search itself, on hashes as they come of distinct synthetic text with repeats: 12.5 million
+The search alone is measured, on hashes like those of synthetic text with repeats: 12.5 million
 lines a GB (80 bytes a line; a tenth of them is one line, a tenth repeats others), and 200,000 signatures of documents a
 GB (5 KB a document; a tenth copies of others, with a tenth of the hashes changed). What comes before and after,
 scanning and thinning text, passes over it once each: `prep.py` measures its speed. Each measurement is a process of its
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def measure(kind: str, size: float, memory: int, parent: Path | None) -> Figures:
-    """A measurement in a process of its own."""
+    """Measure in a separate process."""
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         again = [sys.executable, __file__, "--one", kind, folder, str(size), str(memory)]
         done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
@@ -110,7 +110,7 @@ def measure_here(kind: str, folder: Path, size: float, memory: int) -> Figures:
         "near of text": (make_text, find_near_of_text),
         "datatrove": (make_text, find_by_datatrove),
     }[kind]
-    # What is made is not measured, so it is made by another process.
+    # Another process prepares the input, so that this one's figures exclude it.
     child = os.fork()
     if child == 0:
         prepare(folder, size)
@@ -277,7 +277,7 @@ def _count_marked(
     find: Callable[[Any, Any], dict[str, Any]],
     parts: int = PARTS,
 ) -> int:
-    """The number of rows that are marked."""
+    """Return the number of rows that are marked as duplicates."""
     from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable
 
     def run(
@@ -300,7 +300,7 @@ def summarize(measurements: dict[tuple[str, float, int], list[Figures]]) -> dict
     }
 
     def fit_slopes(kind: str, memory: int) -> dict[str, float]:
-        """Exponents by least squares over the logarithms: 1 is linear."""
+        """Return exponents of growth by least squares over logarithms; 1 is linear."""
         points = sorted(
             (case[1], figures) for case, figures in medians.items() if case[0] == kind and case[2] == memory
         )

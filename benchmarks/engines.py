@@ -70,7 +70,7 @@ BLOCK = 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """Work of the processes: steps of these configs by turns, on so many ranks."""
+    """Work of the processes: steps of these configs in turns."""
 
     configs: dict[str, Config]
     ranks: int
@@ -80,13 +80,13 @@ class Job:
 
 
 def load_case(engine: str, words: Sequence[str], ranks: int) -> Config:
-    """The config that the command line would give; each rank has two micro-batches."""
+    """Load the config as the command line does; each rank has two micro-batches."""
     layout = [f"parallel.engine={engine}", f"parallel.dp_shard={ranks}", f"train.global_batch={4 * ranks}"]
     return load_config(PRESET, [*SMALL, *layout, *words])
 
 
 def make_step(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], Any]]:
-    """An engine, and a step of it."""
+    """Build an engine; return it and a function that takes a step."""
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
     engine = build_engine(
         config, build_mesh(config.parallel, job.ranks, job.device), device, config.train.precision
@@ -105,14 +105,14 @@ def make_step(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[],
 
 
 def read_peak_memory(device: str) -> int:
-    """Bytes, since `forget`."""
+    """Return the peak memory in bytes since `reset_peak_memory`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return common.read_memory("VmHWM")
 
 
 def reset_peak_memory(device: str) -> None:
-    """Begin to look for the peak anew."""
+    """Reset the peak memory."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -120,7 +120,7 @@ def reset_peak_memory(device: str) -> None:
 
 
 def count_file_bytes() -> Counter[str]:
-    """Counts, from now on, the bytes that this process reads from DeepSpeed's files and writes to them."""
+    """Count from now on the bytes that this process reads from and writes to DeepSpeed's files."""
     files = importlib.import_module("megatfm.engines.deepspeed.nvme_offload")
     genuine, moved = files.SyncIOHandle._transfer, Counter[str]()
 
@@ -171,7 +171,7 @@ def run_rank(rank: int, job: Job, answers: Any) -> None:
 
 
 def run_ranks(configs: dict[str, Config], args: argparse.Namespace, rounds: int) -> dict[int, Any]:
-    """Answers of `work` by rank."""
+    """Return the answers of `run_rank` by rank."""
     with TemporaryDirectory() as folder, mp.Manager() as manager:
         answers = manager.dict()
         job = Job(configs, args.ranks, rounds, args.device, f"{folder}/store")
@@ -180,7 +180,7 @@ def run_ranks(configs: dict[str, Config], args: argparse.Namespace, rounds: int)
 
 
 def measure_case(case: str, words: Sequence[str], offloaded: Sequence[str], args: argparse.Namespace) -> str:
-    """A line of the table."""
+    """Measure a case; return its row of the table."""
     extra = {"native": [], "deepspeed": list(offloaded)}
     configs = {name: load_case(name, [*words, *extra[name], *args.set], args.ranks) for name in ENGINES}
     timed = run_ranks(configs, args, args.rounds)[0]
@@ -204,7 +204,7 @@ def measure_case(case: str, words: Sequence[str], offloaded: Sequence[str], args
 
 
 def measure_disk(folder: Path) -> float:
-    """Bytes a second that a folder's disk takes and gives by itself, half written and half read."""
+    """Return the bytes a second of a folder's disk alone, half written and half read."""
     path, block, number = folder / "plain", mmap.mmap(-1, BLOCK), 256
     start = time.perf_counter()
     for flags, move in ((os.O_CREAT | os.O_WRONLY, os.writev), (os.O_RDONLY, os.readv)):
@@ -218,7 +218,7 @@ def measure_disk(folder: Path) -> float:
 
 
 def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
-    """Add a table of DeepSpeed's places for what it offloads."""
+    """Add a table of DeepSpeed's offload targets."""
     words = ["train.precision=fp32", "parallel.zero=3", f"deepspeed.nvme_path={args.offload}"]
     configs = {
         place: load_case(

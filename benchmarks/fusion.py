@@ -39,7 +39,7 @@ CASES = {
 
 
 def load_case(case: str) -> ModelConfig:
-    """A model of one block."""
+    """Return the config of a case with one block."""
     preset, smaller = CASES[case]
     return load_config(preset, [*smaller, *ONE_BLOCK]).model
 
@@ -53,7 +53,7 @@ class WrittenKernel(NamedTuple):
 
 @contextmanager
 def record_kernels() -> Iterator[list[WrittenKernel]]:
-    """Within, compiling on a CPU writes Triton, and running notes the kernels and does nothing."""
+    """Context manager in which a CPU compiles to Triton, and running a kernel only records it."""
     from torch._functorch import config as functorch
     from torch._inductor import async_compile, config
 
@@ -82,7 +82,7 @@ def record_kernels() -> Iterator[list[WrittenKernel]]:
 def list_kernels(
     config: ModelConfig, dtype: torch.dtype = torch.float32
 ) -> tuple[list[WrittenKernel], list[WrittenKernel]]:
-    """A block's kernels in the order in which they run: forward, backward."""
+    """Return a block's kernels in the order in which they run: forward, backward."""
     model = build(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
@@ -115,7 +115,7 @@ def format_report() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the lists, and write them where asked to."""
+    """Print the lists, and write them with --out."""
     parser = common.make_parser(__doc__)
     parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-fusion.md")
     args = parser.parse_args(arguments)

@@ -45,7 +45,7 @@ CASES = (Case(8, 16, 64, 32), Case(32, 16, 64, 24), Case(8, 200, 256, 16), Case(
 
 
 def make_sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
-    """Return what each side does in a round; gives the new tokens [rows, new_tokens]."""
+    """Return a function for each side, which returns the new tokens [rows, new_tokens]."""
     reference = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa").eval()
     model, prompts = load_model(folder), case.draw_prompts(reference.config.vocab_size)
     longest = max(map(len, prompts))
@@ -69,7 +69,7 @@ def make_sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
 def measure_ratios(folder: Path, case: Case, rounds: int) -> dict[str, float]:
     """Return the median, the lowest and the highest ratio by each clock. Raises AssertionError where tokens differ."""
     both = make_sides(folder, case)
-    assert torch.equal(both["transformers"](), both["megatfm"]()), "the two make other tokens"
+    assert torch.equal(both["transformers"](), both["megatfm"]()), "the sides generate different tokens"
     return summarize(compare(make_side(both["megatfm"]), make_side(both["transformers"]), rounds))
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py --case 124m --out benchmarks/results
 
-124M, 350M, 1.3B and 6.7B parameters, bfloat16, AdamW, compiled blocks. Random tokens: a step costs the same whatever
-they are; a row is one document, or packed with documents of 256 tokens as the loader packs them. "Wanted" was written
+124M, 350M, 1.3B and 6.7B parameters, bfloat16, AdamW, compiled blocks. Random tokens: a step costs the same with
+any tokens; a row is one document, or packed with documents of 256 tokens as the loader packs them. "Wanted" was written
 before a GPU was there. MFU is FLOPs of the model, none of what is computed again, over what the GPU could do: 6N +
 12Lhs a token with the whole attention matrix, 6N + 6Lhs with the half that a causal model needs.
 """
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def how(self) -> str:
-        """Settings that are not the usual ones."""
+        """Settings that differ from the defaults of this script."""
         settings = [word.removeprefix("train.") for word in self.overrides if word not in DENSE]
         return ", ".join([*settings, *["packed"] * self.packed, *["eager"] * self.eager])
 
@@ -107,7 +107,7 @@ def format_target(case: Case) -> str:
 
 
 def load_case(case: Case, *, tiny: bool) -> Config:
-    """The preset, with what a benchmark needs: sizes of rows and batch, no dropout, one data rank."""
+    """Load the preset with the sizes of rows and batch, no dropout, and one data rank."""
     sizes = [f"model.position.max_positions={case.length}", f"data.sequence_length={case.length}"]
     batch = [
         f"train.micro_batch={case.rows}",
@@ -119,7 +119,7 @@ def load_case(case: Case, *, tiny: bool) -> Config:
 
 
 def draw_batch(case: Case, vocabulary: int) -> dict[str, Any]:
-    """A batch as the loader gives it."""
+    """Draw a batch like the loader's."""
     tokens = torch.randint(
         0, vocabulary, (case.rows, case.length + 1), generator=torch.Generator().manual_seed(0)
     )
@@ -132,7 +132,7 @@ def draw_batch(case: Case, vocabulary: int) -> dict[str, Any]:
 
 
 def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> Row:
-    """The median of some steps, after three that compile and fill caches."""
+    """Measure `steps` steps after three to warm up; return the row with their median."""
     config = load_case(case, tiny=tiny)
     precision = config.train.precision if config.train.precision.startswith("fp8") else "bf16"
     engine = build_engine(config, build_mesh(config.parallel, 1, device.type), device, precision)

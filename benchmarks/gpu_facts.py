@@ -66,7 +66,7 @@ class Shape:
 
 
 def time_calls(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median, the device waited for."""
+    """Return the median seconds of a call, device work included."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(3):
         run()
@@ -93,7 +93,7 @@ def measure_matmuls(device: torch.device, repeats: int, shrink: int) -> Iterator
 
 
 def measure_cross_entropy(device: torch.device, repeats: int) -> Iterator[str]:
-    """The Triton kernel of the cross-entropy, as GPT-2 124M calls it; on a CPU there is none."""
+    """Time the Triton kernel of the cross-entropy, as GPT-2 124M calls it; nothing on a CPU."""
     if device.type == "cpu":
         return
     from megatfm.ops.cross_entropy_triton import to_gradients
@@ -141,7 +141,7 @@ def attend_with_flex(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
 
 
 def attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
-    """torch.nn.attention.varlen: all documents behind one another."""
+    """Attend by torch.nn.attention.varlen to all documents, concatenated."""
     from torch.nn.attention.varlen import varlen_attn
 
     length = shape.tokens // shape.documents
@@ -208,7 +208,7 @@ def _run_passes(
 
 
 def _compute_reference(inputs: list[Tensor], grad_output: Tensor, shape: Shape) -> tuple[Tensor, ...]:
-    """Output and gradients in float32, by the products written out, a row at a time."""
+    """Return output and gradients in float32 by SDPA's math backend, a row at a time."""
     parts_of: list[list[Tensor]] = [[], [], [], []]
     row = Shape(shape.name, 1, shape.heads, shape.tokens, shape.width, shape.documents)
     mask = make_mask(make_sequence(row, grad_output.device))

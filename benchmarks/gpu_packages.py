@@ -1,4 +1,4 @@
-"""Installs what a script needs and this Python lacks beside the torch that is there, into a separate folder.
+"""Installs missing packages into a separate folder, beside the torch that is there.
 
     python benchmarks/gpu_packages.py FOLDER [--wheels WHEELS]
 
@@ -29,7 +29,7 @@ TORCH_PACKAGES = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 
 
 def find_missing(requirements: Iterable[str]) -> list[str]:
-    """Requirements that are not met here, with what those need."""
+    """Return the requirements that are not met here, dependencies included."""
     queue, checked, unmet = [Requirement(line) for line in requirements], set(), []
     while queue:
         requirement = queue.pop()
@@ -58,7 +58,7 @@ def find_missing(requirements: Iterable[str]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Install until nothing is missing; 1 with a line that says what can't be had."""
+    """Install until nothing is missing; return 1 after an error that names what can't be installed."""
     parser = common.make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--wheels", type=Path)

@@ -24,7 +24,7 @@ SIZED = ["model.d_model=768", "model.ffn.d_ff=2048", "model.n_layers=12", "model
 
 
 class Stages:
-    """Runs commands of megatfm in a folder, and writes down what became of them."""
+    """Runs commands of megatfm in a folder, and writes their outcomes to a page."""
 
     def __init__(self, folder: Path, result: Path | None) -> None:
         self.folder, self.failed = folder, False
@@ -47,7 +47,7 @@ class Stages:
     def run(
         self, stage: str, words: list[str], expected: int = 0, stop: tuple[Path, int] | None = None
     ) -> None:
-        """One command. stop: the run and the step after which it is told to save and stop."""
+        """Run a command. stop: run directory, and the step after which to stop it by SIGTERM."""
         start, last = time.monotonic(), ""
         with open(self.folder / "log.txt", "ab+") as log:
             begin = log.tell()
@@ -72,7 +72,7 @@ class Stages:
 
 
 def read_losses(run: Path) -> dict[int, str]:
-    """Step → loss and norm as they stand in the metrics."""
+    """Return step → loss and gradient norm, as text, from metrics.jsonl."""
     path = run / "metrics.jsonl"
     complete_lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     records = (json.loads(line) for line in complete_lines if line)
@@ -80,7 +80,7 @@ def read_losses(run: Path) -> dict[int, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print and write a table; 1 where a stage failed or a number differs."""
+    """Print and write a table; return 1 if a stage failed or a number differs."""
     parser = common.make_parser(__doc__)
     parser.add_argument(
         "--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?"

@@ -36,7 +36,7 @@ class KernelResources:
 
 
 def compile_cross_entropy(element: str, *, capped: bool = False, smoothed: bool = False) -> KernelResources:
-    """The gradient of the cross-entropy, of logits in `element` (Triton's name of a type)."""
+    """Compile the cross-entropy for logits of type `element` (Triton's name)."""
     pointers = {"logits_MV": f"*{element}", "targets_M": "*i64", "losses_M": "*fp32"}
     numbers = {"stride": "i32", "vocabulary": "i32", "softcap": "fp32", "smoothing": "fp32"}
     fixed = {"IGNORE": -100, "CAPPED": capped, "SMOOTHED": smoothed, "BLOCK": cross_entropy_triton.BLOCK}
@@ -47,7 +47,7 @@ def compile_cross_entropy(element: str, *, capped: bool = False, smoothed: bool 
 def compile_kernel(
     kernel: Any, signature: dict[str, str], fixed: dict[str, Any], warps: int
 ) -> KernelResources:
-    """Compile for sm_90, and read what ptxas reports."""
+    """Compile for sm_90; return the resources that ptxas reports."""
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
     binary = triton.compile(source, target=TARGET, options={"num_warps": warps})
     ptxas = get_ptxas(TARGET.arch).path

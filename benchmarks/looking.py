@@ -2,8 +2,8 @@
 
     python benchmarks/looking.py --out benchmarks/results
 
-A decoder of 12 blocks on one process, batches of 2,048 tokens in rows of 512; eager, since compiled blocks have no
-place to look at their outputs. Each round takes a step of either kind; medians of the ratios within a round.
+A decoder of 12 blocks on one process, batches of 2,048 tokens in rows of 512; eager, since outputs of compiled blocks
+can't be observed. Each round takes a step of either kind; medians of the ratios within a round.
 `log.layer_stats_every = N` pays the extra once in N steps.
 """
 
@@ -40,7 +40,7 @@ def load_model_config(width: int) -> Config:
 
 
 def time_step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) -> float:
-    """Seconds of one optimizer step."""
+    """Return the seconds of one optimizer step."""
     start = time.perf_counter()
     engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), record_activations=looks)
     if looks:
@@ -50,7 +50,7 @@ def time_step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) ->
 
 
 def measure(width: int, rounds: int) -> list[float]:
-    """Steps with norms over steps without, round by round."""
+    """Return the ratios of steps with norms to steps without, by round."""
     config = load_model_config(width)
     engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), "fp32")
     tokens = torch.randint(0, 8192, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))

@@ -12,8 +12,8 @@ Routing: random weights choose nearly evenly; `--skew` lets the logits fall by e
 transformers is left out then). The busiest expert's load is stated. Memory is what is kept between the forward and the
 backward pass, without weights, by token.
 
-"bare products" are the matrix products that each of these mixtures has to make in a step, three for a weight matrix,
-one `torch.mm` after the other into memory that is there already, with even loads: no attention, norm, activation,
+"bare products" are the matmuls of a step of each of these mixtures, three for a weight matrix, one `torch.mm` after the
+other into allocated memory, with even loads: no attention, norm, activation,
 gather, loss or optimizer. As long as torch multiplies, no step can be shorter, so transformers' ratio by it bounds
 every ratio to transformers.
 """
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
 
 
 def build_megatfm(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
-    """A decoder of ours, dense where no experts are given."""
+    """Build a megatfm decoder; dense without `ffn`."""
     section = {"d_ff": args.d_ff}
     if ffn:
         section = {
@@ -96,7 +96,7 @@ class BareMatmuls:
                 self._products.append((left, right, left.new_empty(len(left), right.shape[1])))
 
     def time(self) -> float:
-        """CPU seconds over all threads."""
+        """Return the CPU seconds of all products, over all threads."""
 
         def multiply() -> None:
             for left, right, out in self._products:
@@ -106,7 +106,7 @@ class BareMatmuls:
 
 
 def build_mixtral(args: argparse.Namespace, dtype: torch.dtype, experts: str) -> Candidate:
-    """transformers' Mixtral with the same shapes; experts: its implementation of them."""
+    """Build transformers' Mixtral with the same shapes. experts: implementation of the experts."""
     config = transformers.MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=args.width,
@@ -125,13 +125,13 @@ def build_mixtral(args: argparse.Namespace, dtype: torch.dtype, experts: str) ->
 
 
 def skew_router(router: Any, nats: float) -> None:
-    """Let its logits fall by expert, from 0 to so many nats."""
+    """Let a router's logits fall by expert, from 0 to −`nats`."""
     logits, slope_E = router.logits, torch.linspace(0, -nats, len(router.weight))
     router.logits = lambda x_BTD: logits(x_BTD) + slope_E
 
 
 def time_step(candidate: Candidate, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
-    """CPU seconds of a step over all threads."""
+    """Return the CPU seconds of a step, over all threads."""
 
     def step() -> None:
         candidate.loss(tokens).backward()
@@ -142,7 +142,7 @@ def time_step(candidate: Candidate, optimizer: torch.optim.Optimizer, tokens: Te
 
 
 def measure_saved_bytes(candidate: Candidate, tokens: Tensor) -> int:
-    """Bytes that the backward pass needs, each storage once, without weights."""
+    """Return the bytes saved for the backward pass, each storage once, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in candidate.model.parameters()}
     stored: dict[int, int] = {}
     alive = []
@@ -160,13 +160,13 @@ def measure_saved_bytes(candidate: Candidate, tokens: Tensor) -> int:
 
 
 def compute_imbalance(candidate: Candidate) -> float:
-    """The busiest expert's load by the mean, the mean over blocks."""
+    """Return the largest load of an expert as a multiple of the mean load, averaged over blocks."""
     loads = [m.observed["load"].double() for m in candidate.model.modules() if isinstance(m, MoE)]
     return statistics.fmean(float(load.max() / load.mean()) for load in loads)
 
 
 def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
-    """Rows of the table for a type of numbers."""
+    """Yield the rows of the table for a dtype."""
     dtype = DTYPES[name]
     router = {"name": "top_k"}
     sides = {

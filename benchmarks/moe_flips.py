@@ -56,12 +56,12 @@ Choices = dict[tuple[int, str, int, int], frozenset[int]]
 
 
 def make_model() -> ModelConfig:
-    """A model of which every layout takes part of a row."""
+    """Return the config of a model that every layout can run."""
     return ModelConfig.model_validate({**EXPERT_MODELS["by batch"].model_dump(), "dropout": 0.0})
 
 
 def draw_batch(config: ModelConfig, number: int) -> dict[str, Tensor]:
-    """Rows of one document each."""
+    """Draw a batch whose rows are one document each."""
     batch, generator = family_batch(config), torch.Generator().manual_seed(number)
     rows, length = batch["tokens"].shape
     drawn = torch.randint(1, config.vocab_size, (rows, length + 1), generator=generator)
@@ -70,7 +70,7 @@ def draw_batch(config: ModelConfig, number: int) -> dict[str, Tensor]:
 
 
 def record_choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
-    """Experts of the tokens that this rank routes."""
+    """Return the chosen experts of the tokens that this rank routes."""
     config, experts_chosen = make_model(), Choices()
     engine = build_engine(config, parallel, precision=precision)
     number = 0
@@ -105,7 +105,7 @@ def record_all_choices(ranks: int, precision: str, batches: int) -> dict[str, Ch
 
 
 def format_rows(choices_of_ranks: list[Mapping[str, Choices]], ranks: int, precision: str) -> list[str]:
-    """Lines of the table."""
+    """Format the lines of the table."""
     merged = {
         name: {key: experts for rank in choices_of_ranks for key, experts in rank[name].items()}
         for name in choices_of_ranks[0]
@@ -121,7 +121,7 @@ def format_rows(choices_of_ranks: list[Mapping[str, Choices]], ranks: int, preci
 
 
 def main() -> None:
-    """Print a table, and write it where asked to."""
+    """Print a table, and write it with --out."""
     parser = common.make_parser(__doc__)
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=LAYOUTS)

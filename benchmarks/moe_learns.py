@@ -73,7 +73,7 @@ class Outcome(NamedTuple):
 def make_overrides(
     ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path
 ) -> list[str]:
-    """Settings of a run, as on the command line."""
+    """Return the overrides of a run."""
     section = {"d_ff": D_FF} if ffn is None else ffn
     return [
         *QUIET, f"model.ffn={common.format_toml(section)}", f"train.steps={steps}", f"train.seed={seed}",
@@ -82,7 +82,7 @@ def make_overrides(
 
 
 def train(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> Outcome:
-    """Train in a process of its own, unless that was done, and read the record."""
+    """Train in a separate process unless that is done, and read metrics.jsonl."""
     words = make_overrides(ffn, corpora, steps, seed, run)
     record = run / "metrics.jsonl"
     if not record.exists() or '"evaluation"' not in record.read_text():
@@ -106,7 +106,7 @@ def train(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, r
 
 
 def format_row(name: str, seeds: list[Outcome], dense: list[Outcome]) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     losses = [outcome.loss for outcome in seeds]
     loads = [load for outcome in seeds for load in outcome.loads]
     better = [expected.loss - run.loss for run, expected in zip(seeds, dense, strict=True)]

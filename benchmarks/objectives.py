@@ -46,7 +46,7 @@ CASES = {
 
 
 class CorpusStub:
-    """A corpus in memory, in which the same documents come again and again."""
+    """A corpus in memory that repeats the same documents."""
 
     folder = fingerprint = "random"
 
@@ -68,7 +68,7 @@ class CorpusStub:
 
 
 class Partners:
-    """Other documents, as many as a block has."""
+    """Other documents of the block."""
 
     def __init__(self, documents: list[NDArray[np.uint16]]) -> None:
         self.documents, self.lengths = documents, np.array([len(document) for document in documents])
@@ -98,7 +98,7 @@ def make_objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
 
 
 def time_best_of_three(run: Callable[[], object]) -> float:
-    """CPU seconds, the best of three."""
+    """Return the CPU seconds of the fastest of three calls."""
     return min(common.time_call(run, time.process_time) for _ in range(3))
 
 

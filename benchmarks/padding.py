@@ -31,7 +31,7 @@ HEADERS = 2048
 
 
 def write_corpus(folder: Path, middle: int, spread: float, tokens: int) -> None:
-    """A corpus of documents of random ids."""
+    """Write a corpus of documents of random ids with log-normal lengths."""
     draw = np.random.default_rng(0)
     lengths = np.maximum(1, draw.lognormal(np.log(middle), spread, 3 * tokens // middle)).astype(np.int64)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
@@ -43,7 +43,7 @@ def write_corpus(folder: Path, middle: int, spread: float, tokens: int) -> None:
 
 
 def compute_old_padding(lengths: NDArray[np.int64], row: int) -> tuple[float, float]:
-    """Padding, cut and with whole sequences, in rows that span no blocks of 256 KiB of tar, 2 KiB a document."""
+    """Return the padding of cut rows and of complete sequences if rows don't span blocks of 256 KiB of tar."""
     ends = np.cumsum(2 * lengths + HEADERS) // 2**18
     blocks = np.split(lengths, np.flatnonzero(np.diff(ends)) + 1)
     cut = sum(-(-int(block.sum()) // row) for block in blocks)

@@ -75,7 +75,7 @@ class Blocks(nn.Module):
 
 
 class MovedBytes(TorchDispatchMode):
-    """While entered, adds up the bytes that such operators read and write."""
+    """Dispatch mode that counts the bytes that the operators MOVES read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class MovedBytes(TorchDispatchMode):
 
 
 class CallSeconds:
-    """While entered, adds up the CPU seconds that pass inside calls of the process group."""
+    """Context manager that adds up the CPU seconds spent in calls of the process group."""
 
     METHODS = (
         "_allgather_base",
@@ -151,7 +151,7 @@ def make_blocks(width: int, layers: int, parallel: ParallelConfig, parts: int) -
 def make_pass(
     blocks: nn.Module, data: DataParallel | None, width: int, tokens: int, held: int
 ) -> Callable[[], None]:
-    """One forward and backward pass of a row; held: of its tokens, those that are here between blocks."""
+    """Return a function that runs a forward and a backward pass of a row. held: tokens on this rank between blocks."""
     layout = SequenceMetadata(torch.arange(tokens)[None], None)
     x_BTD = torch.randn(1, held, width, requires_grad=True)
 
@@ -169,7 +169,7 @@ def make_pass(
 
 
 def make_plain_blocks(width: int, layers: int, parts: int) -> Blocks:
-    """Without any layout."""
+    """Make blocks without a layout."""
     blocks = Blocks(build(make_model_config(width, layers, parts)))
     for parameter in blocks.parameters():
         nn.init.normal_(parameter, std=0.02)
@@ -177,13 +177,13 @@ def make_plain_blocks(width: int, layers: int, parts: int) -> Blocks:
 
 
 def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors in memory, each storage once."""
+    """Return the bytes of tensors, each storage once."""
     storages = [t.untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def measure_saved_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, held: int) -> int:
-    """Bytes in memory between a forward and a backward pass, but for the weights that always do."""
+    """Return the bytes held between a forward and a backward pass, without weights."""
     weights = {t.untyped_storage().data_ptr() for t in list_local_tensors(blocks, data)}
     stored: list[Tensor] = []
 
@@ -202,32 +202,32 @@ def measure_saved_bytes(blocks: nn.Module, data: DataParallel, width: int, token
 
 
 def list_local_tensors(blocks: nn.Module, data: DataParallel) -> list[Tensor]:
-    """The weights that this rank holds all the time."""
+    """Return the weights that this rank always holds."""
     weights = [p.to_local() if isinstance(p, DTensor) else p for p in blocks.parameters()]
     return [*(w.detach() for w in weights), *data.local.values()]
 
 
 def count_state_bytes(blocks: nn.Module, data: DataParallel) -> int:
-    """After a backward pass: weights, gradients, and two moments as Adam has them."""
+    """Return the bytes of weights, gradients and Adam's two moments after a backward pass."""
     moments = 2 * sum(t.nbytes for t in data.local.values())
     return count_storage_bytes([*list_local_tensors(blocks, data), *data.gradients().values()]) + moments
 
 
 def count_moved_bytes(run: Callable[[], None]) -> int:
-    """Bytes that one pass moves."""
+    """Return the bytes that a pass moves."""
     with MovedBytes() as moved:
         run()
     return moved.bytes
 
 
 def measure_copy_rate() -> float:
-    """Bytes read and written a second by a large copy: the best of several."""
+    """Return the bytes a second, read and written, of a large copy: the fastest of several."""
     source, target = torch.zeros(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
     return 2 * COPY_BYTES / min(time_calls(lambda: target.copy_(source), 1) for _ in range(5))
 
 
 def time_calls(run: Callable[[], object], times: int) -> float:
-    """CPU seconds of a call, the mean of so many."""
+    """Return the mean CPU seconds of `times` calls."""
 
     def repeat() -> None:
         for _ in range(times):
@@ -237,7 +237,7 @@ def time_calls(run: Callable[[], object], times: int) -> float:
 
 
 def compare(name: str, width: int, args: argparse.Namespace) -> str:
-    """A row of the table."""
+    """Measure a layout; return its row of the table."""
     parallel = LAYOUTS[name]
     blocks, data = make_blocks(width, args.layers, parallel, 1)
     held = args.tokens // (parallel.tp if parallel.sequence_parallel else 1)

@@ -32,7 +32,7 @@ FILTERS = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "pii", "langu
 ENCODERS = ("byte-bpe", "sentencepiece-bpe")
 TRAIN_BYTES = 8 * 10**6
 COMPARED = 40
-"""One of so many documents is encoded by the tokenizer itself, which is slow, and compared."""
+"""Every n-th document is also encoded by the tokenizer itself, which is slow, and compared."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure_rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int) -> dict[str, list[float]]:
-    """The speeds of all rounds. What encodes runs in processes of its own, on the other core."""
+    """Return the speeds of all rounds by stage. Encoders run in processes of their own, on the other core."""
     speeds: dict[str, list[float]] = {}
     for kind in ENCODERS:
         train(folder / kind, kind, parts[0], vocabulary)
@@ -75,7 +75,7 @@ def measure_rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int
 
 
 def encode_cold(folder: Path) -> list[tuple[str, float]]:
-    """Names and speeds of the encoders, each in a process that begins cold."""
+    """Return names and speeds of the encoders, each in a fresh process."""
     named_speeds: list[tuple[str, float]] = []
     for kind in ENCODERS:
         again = [sys.executable, __file__, "--encode", str(folder / kind), str(folder / "texts.json")]
@@ -85,7 +85,7 @@ def encode_cold(folder: Path) -> list[tuple[str, float]]:
 
 
 def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """Name and speed of each stage on these documents; the order changes by chance."""
+    """Yield the name and speed of each stage on these documents, in random order."""
     from pydantic import TypeAdapter
 
     from megatfm.config.prep_steps import DedupConfig, StepConfig
@@ -133,13 +133,13 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
 
 
 def train(folder: Path, kind: str, documents: Sequence[str], vocabulary: int) -> None:
-    """Put a tokenizer for text like this into a folder."""
+    """Train a tokenizer on some of the documents."""
     from itertools import accumulate
 
     from megatfm.config.prep import TokenizerConfig
     from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 
-    # Of each no more than a hundredth, so that no long document is most of it.
+    # At most a hundredth from each document, so that no long one dominates.
     starts = [text[: TRAIN_BYTES // 100] for text in documents]
     sizes = accumulate(map(len, starts))
     sample = (text for text, size in zip(starts, sizes, strict=True) if size < TRAIN_BYTES)
@@ -149,7 +149,7 @@ def train(folder: Path, kind: str, documents: Sequence[str], vocabulary: int) ->
 
 
 def encode(folder: Path, path: Path) -> str:
-    """Speed of the fast encoder, cold, with writing shards, and of the tokenizer on a part of the same, as JSON."""
+    """Return the speeds of the fast encoder, shards included, and of the tokenizer on a part of the text, as JSON."""
     from megatfm import tokenizers
     from megatfm.corpus.writer import ShardWriter
     from megatfm.data_prep.fast_encode import FastEncoder
@@ -185,7 +185,7 @@ def count_megabytes(documents: Sequence[str]) -> float:
 
 
 def iter_batches(documents: Sequence[str]) -> Iterator[list[str]]:
-    """About 4 MB at a time, as prep does."""
+    """Yield batches of about 4 MB, as prep does."""
     batch: list[str] = []
     for text in documents:
         batch.append(text)

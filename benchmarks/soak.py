@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> Path:
-    """A small corpus of the standard library's sources, made in a process of its own: making it may start threads."""
+    """Prepare a small corpus of the standard library's sources in a child process, since prep may start threads."""
     corpus = folder / "corpus"
 
     def make() -> None:
@@ -98,7 +98,7 @@ def prepare(folder: Path) -> Path:
 def train_with_kills(
     corpus: Path, folder: Path, seconds: float, between: float, world: int, seed: int
 ) -> dict[str, Any]:
-    """Train for so long; every now and then one rank is killed, the others are ended, and all start again."""
+    """Train for `seconds`; at random intervals kill one rank, end the others, and restart all."""
     folder.mkdir()
     config = folder / "kill_series.toml"
     config.write_text(kill_series.CONFIG.replace("CORPUS", str(corpus)))
@@ -162,7 +162,7 @@ def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
 
 
 def read_last_step(run: Path) -> dict[str, Any]:
-    """The last step in the record."""
+    """Return the last complete line of metrics.jsonl."""
     path = run / "metrics.jsonl"
     if path.exists():
         with path.open("rb") as file:

@@ -37,11 +37,11 @@ MISSING = (
 )
 """Operators of torchvision's wheel that a CPU torch doesn't load."""
 LIBRARY = torch.library.Library("torchvision", "DEF")
-"""Kept, for the operators go with it."""
+"""Kept alive, since it owns the operators."""
 
 
 def build_transformers_model(model: ModelConfig) -> nn.Module:
-    """Logits of pixel values, by transformers."""
+    """Build transformers' ViT as a module from pixel values to logits."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
@@ -63,7 +63,7 @@ def build_transformers_model(model: ModelConfig) -> nn.Module:
 
 
 def build_timm_model(model: ModelConfig) -> nn.Module:
-    """Logits of pixel values, by timm."""
+    """Build timm's ViT as a module from pixel values to logits."""
     from timm.models.vision_transformer import VisionTransformer
 
     return VisionTransformer(
@@ -73,7 +73,7 @@ def build_timm_model(model: ModelConfig) -> nn.Module:
 
 
 def make_peer_step(side: str, model: ModelConfig, pixels: Tensor, labels: Tensor, precision: str) -> Step:
-    """A step as a training script has it."""
+    """Return a step as in a plain training script."""
     network = {"transformers": build_transformers_model, "timm": build_timm_model}[side](model)
     matrices = [p for p in network.parameters() if p.dim() > 1]
     vectors = [p for p in network.parameters() if p.dim() == 1]
@@ -95,7 +95,7 @@ def make_peer_step(side: str, model: ModelConfig, pixels: Tensor, labels: Tensor
 
 
 def make_megatfm_step(args: argparse.Namespace, pixels: Tensor, labels: Tensor, precision: str) -> Step:
-    """A step of the engine that `megatfm train` builds, with rows as the loader gives them."""
+    """Return a step of the engine that `megatfm train` builds, on rows like the loader's."""
     rows = len(pixels)
     quiet = ["model.drop_path=0", "model.extra_heads.classifier.label_smoothing=0", "data.images.mixup=0"]
     sizes = [f"train.micro_batch={rows}", f"train.global_batch={rows}", "data.images.cutmix=0"]
@@ -124,7 +124,7 @@ def make_megatfm_step(args: argparse.Namespace, pixels: Tensor, labels: Tensor, 
 
 
 def serve_steps(job: argparse.Namespace) -> None:
-    """Take a step for each line read."""
+    """Take a step for each line of stdin, and print its seconds."""
     torch.set_num_threads(job.threads)
     for schema in MISSING:  # transformers, too, imports torchvision where it is there
         LIBRARY.define(schema)

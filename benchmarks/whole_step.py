@@ -70,7 +70,7 @@ class PlainGPT(nn.Module):
 
 
 def make_plain_step(tokens: Tensor, precision: str, compiled: bool) -> Step:
-    """A step as a short training script has it."""
+    """Return a step as in a short training script."""
     model = PlainGPT(tokens.shape[1] - 1)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -92,7 +92,7 @@ def make_plain_step(tokens: Tensor, precision: str, compiled: bool) -> Step:
 
 
 def make_megatfm_step(tokens: Tensor, precision: str, compiled: bool, overrides: list[str]) -> Step:
-    """A step of the engine that `megatfm train` builds, with rows as the loader gives them."""
+    """Return a step of the engine that `megatfm train` builds, on rows like the loader's."""
     rows, length = tokens.shape[0], tokens.shape[1] - 1
     config = load_config(
         "gpt2-124m",
@@ -122,7 +122,7 @@ def make_megatfm_step(tokens: Tensor, precision: str, compiled: bool, overrides:
 
 
 def serve_steps(job: argparse.Namespace) -> None:
-    """Take a step for each line read."""
+    """Take a step for each line of stdin, and print its seconds."""
     torch.set_num_threads(job.threads)
     if job.theirs != "plain":
         keep_freed_memory(torch.device("cpu"))
@@ -139,7 +139,7 @@ def serve_steps(job: argparse.Namespace) -> None:
 
 
 def measure_row(precision: str, state: str, expected: str, args: argparse.Namespace) -> str:
-    """A line of the table."""
+    """Measure a case; return its row of the table."""
     job = {**vars(args), "precision": precision, "state": state, "out": None}
     jobs = {**job, "theirs": None}, {**job, "theirs": expected}
     figures, first = common.compare_processes(__file__, *jobs, args.pairs, args.rounds)

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure_row(language: str, share: float) -> tuple[float, ...]:
-    """Means over all rounds: exact and estimated similarity, share taken for near, share of evaluation texts found."""
+    """Return means over rounds: exact and estimated similarity, shares of near texts and found evaluation texts."""
     results = []
     for seed in range(ROUNDS):
         text = draw_text(language, CHARACTERS, seed)
@@ -79,7 +79,7 @@ def measure_row(language: str, share: float) -> tuple[float, ...]:
 
 
 def is_found(language: str, share: float, seed: int) -> bool:
-    """Tell whether an evaluation text with some other characters is found within a document."""
+    """Return whether an evaluation text with replaced characters is found in a document."""
     text = draw_text(language, EVALUATION, seed + 1000)
     gap = "" if language in UNSPACED else " "
     around = [draw_text(language, 500, seed + at) for at in (2000, 3000)]

@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 
 def compute_entropy(corpus: Path) -> float:
-    """Entropy of the frequencies of a corpus's tokens, in nats."""
+    """Return the entropy of a corpus's token frequencies, in nats."""
     opened = Corpus.open(corpus)
     counts = sum(
         np.bincount(tokens, minlength=4096)
@@ -52,7 +52,7 @@ def compute_entropy(corpus: Path) -> float:
 
 
 def make_overrides(preset: str, corpora: Path, steps: int, run: Path) -> list[str]:
-    """Settings of a run, as on the command line."""
+    """Return the overrides of a run."""
     return [
         *SMALL, *MODELS[preset], f"train.steps={steps}", f"run_dir={run}", f"data.train={corpora}/train",
         f"data.validation={{ held-out = '{corpora}/validation' }}", f"data.tokenizer={corpora}/tokenizer.model",
@@ -60,7 +60,7 @@ def make_overrides(preset: str, corpora: Path, steps: int, run: Path) -> list[st
 
 
 def train_and_evaluate(preset: str, corpora: Path, steps: int, run: Path) -> dict[str, float]:
-    """Train in a process of its own; each term of the loss on held-out text after the last step."""
+    """Train in a separate process; return each loss term on held-out text after the last step."""
     words = make_overrides(preset, corpora, steps, run)
     subprocess.run([sys.executable, "-m", "megatfm", "train", preset, *words], check=True)
     result = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["held-out"]

@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make_gpt2_losses(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
-    """Next-token loss of all tokens; theirs shifts the targets by itself."""
+    """Return both sides' next-token loss of all tokens; transformers shifts the targets itself."""
     config = transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
     reference = _prepare(
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), dtype, compiled
@@ -41,7 +41,7 @@ def make_gpt2_losses(rows: int, length: int, dtype: torch.dtype, compiled: bool)
 
 
 def make_bert_losses(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
-    """Masked language model on 15 % of the tokens, and next-sentence prediction."""
+    """Return both sides' loss of masked tokens (15 %) and next-sentence prediction."""
     config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
     reference = transformers.BertForPreTraining._from_config(config, attn_implementation="sdpa")
     reference = _prepare(reference, dtype, compiled)
@@ -77,7 +77,7 @@ def _prepare(model: nn.Module, dtype: torch.dtype, compiled: bool) -> nn.Module:
 
 
 def make_pass(loss: Loss) -> Step:
-    """Forward and backward."""
+    """Return a function that runs a forward and a backward pass."""
     return lambda: loss().backward()
 
 
