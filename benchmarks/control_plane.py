@@ -127,11 +127,11 @@ def wait_for_bye(lines: Sequence[JsonConnection]) -> None:
         selector.register(line, selectors.EVENT_READ)
     while waiting:
         for key, _ in selector.select(5.0):
-            line: Any = key.fileobj
-            messages = line.receive()
+            connection: Any = key.fileobj
+            messages = connection.receive()
             if messages is None or any("bye" in message for message in messages):
-                waiting.discard(line)
-                selector.unregister(line)
+                waiting.discard(connection)
+                selector.unregister(connection)
     selector.close()
 
 

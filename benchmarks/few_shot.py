@@ -13,6 +13,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import common
 
@@ -115,7 +116,7 @@ def pretrain(args: argparse.Namespace, width: int) -> Path:
     return folder
 
 
-def evaluate(args: argparse.Namespace, run: Path) -> dict:
+def evaluate(args: argparse.Namespace, run: Path) -> dict[str, Any]:
     """Return the results of every number of shots."""
     tasks = [word for shots in SHOTS for word in ("--task", str(args.work / f"shots-{shots}.toml"))]
     common.run_megatfm("evaluate", str(run), *tasks)
