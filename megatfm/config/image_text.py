@@ -203,12 +203,7 @@ def check_vision_language(model: "ModelConfig") -> None:
 
 
 def check_layout(config: "Config") -> None:
-    """Raise ValueError for layouts in which no rank has all features of a global batch, or all images of a row."""
-    if config.model.family == VISION_LANGUAGE and config.parallel.cp > 1:
-        raise ValueError(
-            f"parallel.cp = {config.parallel.cp}: model.family = {VISION_LANGUAGE!r} puts the images of a row into its "
-            "tokens, and needs both rows on one rank: set parallel.cp = 1, and use parallel.dp_shard, tp or pp"
-        )
+    """Raise ValueError for layouts in which no rank has all features of a global batch."""
     if config.model.family != FAMILY:
         return
     parallel = config.parallel
