@@ -28,6 +28,7 @@ from megatfm.verify.expected_keys import (
     assign_tokens,
     block_of,
     count_global_queries,
+    image_vectors,
     is_causal,
     is_cross_attention,
     is_imbalanced,
@@ -97,6 +98,11 @@ class ContextShards:
         if "source" in shard:  # and lookups
             shard["source"] = np.minimum(shard["source"], 0)
             shard["documents"] = np.minimum(shard["documents"], shard["encoder_documents"].max())
+        if self._config.model.connector is not None:  # and as many image tokens as patches: none
+            image_token = self._config.model.connector.image_token_id
+            is_image = shard["tokens"] == image_token
+            shard["tokens"] = np.where(is_image, abs(image_token - 1), shard["tokens"])
+            shard["encoder_positions"] = np.zeros_like(shard["encoder_positions"])
         return shard
 
     def rank_choices(self, path: str, chosen_BTK: Tensor, rank: int) -> Tensor:
@@ -317,7 +323,13 @@ class ContextShards:
 
     def _add_token_gather(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add vectors of the encoder's row that tokens of another rank look up."""
-        fetched = visible_tokens(self._microbatch(rank.microbatch), self._positions_by_rank[""])
+        fields, by_rank = self._microbatch(rank.microbatch), self._positions_by_rank[""]
+        connector, tower = self._config.model.connector, self._config.model.vision_tower
+        if connector is None or tower is None:
+            fetched = visible_tokens(fields, by_rank)
+        else:
+            n_special = tower.embedding.n_special_tokens
+            fetched = image_vectors(fields, by_rank, connector.image_token_id, n_special)
         (x,) = known_shapes(call.inputs[:1])
         self._add_point_to_point(rank, call, self._positions_by_rank["encoder_"], fetched, x[0] * x[2])
 

@@ -272,5 +272,26 @@ def visible_tokens(rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[A
     return looked_up
 
 
+def image_vectors(
+    rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[Any]], image_token: int, n_special: int
+) -> list[NDArray[Any]]:
+    """Return the tokens of the image rows that the text's image tokens stand for, by rank.
+
+    rows: fields of a micro-batch. The k-th image token of a row stands for its k-th patch. n_special: class and register
+    tokens of each image.
+    """
+    looked_up: list[set[int]] = [set() for _ in by_rank]
+    for row, tokens in enumerate(rows["tokens"]):
+        is_patch = (rows["encoder_positions"][row] >= n_special) & (rows["encoder_documents"][row] >= 0)
+        patch_of_place = dict(
+            zip(
+                np.flatnonzero(tokens == image_token).tolist(), np.flatnonzero(is_patch).tolist(), strict=True
+            )
+        )
+        for patches, local_positions in zip(looked_up, by_rank, strict=True):
+            patches |= {patch_of_place[at] for at in local_positions.tolist() if at in patch_of_place}
+    return [_sorted(patches) for patches in looked_up]
+
+
 def _sorted(tokens: set[int]) -> NDArray[Any]:
     return np.array(sorted(tokens), np.int64)

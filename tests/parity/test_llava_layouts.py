@@ -67,7 +67,8 @@ def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, fl
 
 
 @pytest.mark.parametrize(
-    ("name", "layouts", "ranks"), cells_by_ranks(LLAVA_MODELS, LAYOUTS, rounds=2, always=["one process", "cp"])
+    ("name", "layouts", "ranks"),
+    cells_by_ranks(LLAVA_MODELS, LAYOUTS, rounds=2, always=["one process", "cp"]),
 )
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     for wrong in workers.run(compare, ranks, name, layouts, ranks, timeout=240.0):
