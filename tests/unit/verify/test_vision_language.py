@@ -12,6 +12,7 @@ CASES = {
     "context parallel": ["parallel.cp=2"],
     "context and tensor parallel": ["parallel.cp=2", "parallel.tp=2", "data.sequence_length=578"],
     "context parallel on three ranks, recomputed": ["parallel.cp=3", "train.recompute=full"],
+    "context parallel, a window of text": ["parallel.cp=2", 'model.attention.pattern={name="window", width=5}'],
     "context parallel in a pipeline": ["parallel.cp=2", "parallel.pp=2", "objective.image_placement=in_text"],
     "frozen encoder in context parallelism": ["parallel.cp=2", FROZEN],
     "frozen encoder in tensor parallelism, recomputed": [
