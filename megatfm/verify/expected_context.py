@@ -28,6 +28,7 @@ from megatfm.verify.expected_keys import (
     assign_tokens,
     block_of,
     count_global_queries,
+    image_vectors,
     is_causal,
     is_cross_attention,
     is_imbalanced,
@@ -97,6 +98,15 @@ class ContextShards:
         if "source" in shard:  # and lookups
             shard["source"] = np.minimum(shard["source"], 0)
             shard["documents"] = np.minimum(shard["documents"], shard["encoder_documents"].max())
+        if self._config.model.contrastive is not None:  # and as many images as captions: one, or none
+            shard["documents"] = np.minimum(shard["documents"], 0)
+            has_caption = shard["documents"].max(axis=1, keepdims=True)
+            shard["encoder_documents"] = np.zeros_like(shard["encoder_documents"]) + has_caption
+        if self._config.model.connector is not None:  # and as many image tokens as patches: none
+            image_token = self._config.model.connector.image_token_id
+            is_image = shard["tokens"] == image_token
+            shard["tokens"] = np.where(is_image, abs(image_token - 1), shard["tokens"])
+            shard["encoder_positions"] = np.zeros_like(shard["encoder_positions"])
         return shard
 
     def rank_choices(self, path: str, chosen_BTK: Tensor, rank: int) -> Tensor:
@@ -317,7 +327,13 @@ class ContextShards:
 
     def _add_token_gather(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add vectors of the encoder's row that tokens of another rank look up."""
-        fetched = visible_tokens(self._microbatch(rank.microbatch), self._positions_by_rank[""])
+        fields, by_rank = self._microbatch(rank.microbatch), self._positions_by_rank[""]
+        connector, tower = self._config.model.connector, self._config.model.vision_tower
+        if connector is None or tower is None:
+            fetched = visible_tokens(fields, by_rank)
+        else:
+            n_special = tower.embedding.n_special_tokens
+            fetched = image_vectors(fields, by_rank, connector.image_token_id, n_special)
         (x,) = known_shapes(call.inputs[:1])
         self._add_point_to_point(rank, call, self._positions_by_rank["encoder_"], fetched, x[0] * x[2])
 
@@ -326,7 +342,9 @@ class ContextShards:
         (rows, _, width), n_bytes = call.inputs[0] or (0, 0, 0), self._reduction_bytes
         documents = self._rows(rank.microbatch, self._side(call)).documents
         sums = 1 if documents is None else max(int(documents.max()) + 1, 1)
-        if is_a(module, "RowScores"):
+        if is_a(module, "BoundaryVector"):
+            n_bytes = self._compute_bytes
+        elif is_a(module, "RowScores"):
             sums, n_bytes = sum(map(len, self._positions_by_rank[""])), self._compute_bytes
         rank.ledger.all_reduce(CONTEXT, rows * sums * width * n_bytes, times=1 + call.has_gradient)
 
@@ -373,7 +391,7 @@ class ContextShards:
 
     def _side(self, call: Call) -> str:
         """Return the field prefix of the side that supplies the keys."""
-        is_in_encoder = call.path.startswith("encoder.") or is_cross_attention(call.path)
+        is_in_encoder = call.path.startswith(("encoder.", "image_features.")) or is_cross_attention(call.path)
         return "encoder_" if is_in_encoder and "encoder_" in self._positions_by_rank else ""
 
     def _microbatch(self, microbatch: int) -> Arrays:
@@ -405,6 +423,7 @@ class ContextShards:
         "SpanBoundaryGather": _add_span_boundaries,
         "TokenGather": _add_token_gather,
         "ImageMean": _add_row_sums,
+        "BoundaryVector": _add_row_sums,
         "PoolingAttention": _add_pooling,
         "RowScores": _add_row_sums,
         "LinformerAttention": _add_linformer,

@@ -26,6 +26,7 @@ from megatfm.config import (
     StridedPatternConfig,
     WindowPatternConfig,
 )
+from megatfm.config.image_text import image_tower
 from megatfm.config.section import Section
 
 Runs = Sequence[tuple[int, int]]
@@ -71,7 +72,9 @@ def block_of(config: Config, path: str) -> ModelConfig:
     if mtp := re.match(r"future\.(\d+)\.", path):
         return config.model.layer_config(config.model.n_layers + int(mtp[1]) - 1)
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
-    return config.model.layer_config(int(layer[1]) if layer else 0)
+    has_image_tower = config.model.vision_tower is not None and path.startswith("encoder.")
+    model = image_tower(config.model) if has_image_tower else config.model
+    return model.layer_config(int(layer[1]) if layer else 0)
 
 
 def pattern_of(config: Config, path: str) -> Section:
@@ -82,8 +85,11 @@ def pattern_of(config: Config, path: str) -> Section:
 
 def is_causal(config: Config, path: str) -> bool:
     """Return whether queries see only earlier tokens of their row."""
-    return config.model.family == "decoder" or (
-        config.model.family in ("encoder_decoder", "vision_language") and not path.startswith("encoder.")
+    model = config.model
+    if model.text_tower is not None:
+        return model.text_tower.causal and path.startswith("text.")
+    return model.family == "decoder" or (
+        model.family in ("encoder_decoder", "vision_language") and not path.startswith("encoder.")
     )
 
 
@@ -270,6 +276,27 @@ def visible_tokens(rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[A
                 tokens.add(int(tokens_of_image[sources[token]]))
         looked_up.append(_sorted(tokens))
     return looked_up
+
+
+def image_vectors(
+    rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[Any]], image_token: int, n_special: int
+) -> list[NDArray[Any]]:
+    """Return the tokens of the image rows that the text's image tokens stand for, by rank.
+
+    rows: fields of a micro-batch. The k-th image token of a row stands for its k-th patch. n_special: class and
+    register tokens of each image.
+    """
+    looked_up: list[set[int]] = [set() for _ in by_rank]
+    for row, tokens in enumerate(rows["tokens"]):
+        is_patch = (rows["encoder_positions"][row] >= n_special) & (rows["encoder_documents"][row] >= 0)
+        patch_of_place = dict(
+            zip(
+                np.flatnonzero(tokens == image_token).tolist(), np.flatnonzero(is_patch).tolist(), strict=True
+            )
+        )
+        for patches, local_positions in zip(looked_up, by_rank, strict=True):
+            patches |= {patch_of_place[at] for at in local_positions.tolist() if at in patch_of_place}
+    return [_sorted(patches) for patches in looked_up]
 
 
 def _sorted(tokens: set[int]) -> NDArray[Any]:
