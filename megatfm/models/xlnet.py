@@ -70,7 +70,11 @@ class XLNet(Model):
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         # Attention compares segments, even if the embedding has none.
         self.add_heads(embedding.table)
-        self.accept(self.reads, *sequence_fields(config), "segments", "order", targets=("targets",))
+        if config.extra_heads and self.encoder.query is not None:
+            self.encoder.query.requires_grad_(False)  # nothing is predicted, so that it has no part in the loss
+        predicted = () if config.extra_heads else ("order",)
+        targets = () if config.extra_heads else ("targets",)
+        self.accept(self.reads, *sequence_fields(config), "segments", *predicted, targets=targets)
         self.split_points = [
             *self.encoder.split_points("encoder", has_queries=not config.extra_heads),
             *([SplitPoint("head", ("head",), ("query",))] if self.runs_head else []),

@@ -206,7 +206,8 @@ def weights_to_load(config: Config) -> list[str]:
     elif is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored):
         head_patterns = [f"{head}.pooler.*"]
     has_lm_head = config.task and config.task.lm_weight and any(n.startswith("model.head.") for n in stored)
-    return [f"{config.model.family}.*", *head_patterns, *["head.*"] * bool(has_lm_head)]
+    stack = "encoder" if config.model.family == "xlnet" else config.model.family
+    return [f"{stack}.*", *head_patterns, *["head.*"] * bool(has_lm_head)]
 
 
 def has_same_head(config: Config, state: Mapping[str, Any]) -> bool:
