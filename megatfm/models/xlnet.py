@@ -71,7 +71,9 @@ class XLNet(Model):
         # Attention compares segments, even if the embedding has none.
         self.add_heads(embedding.table)
         if config.extra_heads and self.encoder.query is not None:
-            self.encoder.query.requires_grad_(False)  # nothing is predicted, so that it has no part in the loss
+            self.encoder.query.requires_grad_(
+                False
+            )  # nothing is predicted, so that it has no part in the loss
         predicted = () if config.extra_heads else ("order",)
         targets = () if config.extra_heads else ("targets",)
         self.accept(self.reads, *sequence_fields(config), "segments", *predicted, targets=targets)
