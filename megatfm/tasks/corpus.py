@@ -42,12 +42,21 @@ class TaskCorpus:
 
 
 def read_labels(task: TaskConfig) -> list[str]:
-    """Return a task's labels in the order of the classes, from the config or else from the training file."""
+    """Return a task's labels in the order of the classes, from the config or else from the training file.
+
+    Raises UsageError for a single class, of which every text would be a sure case.
+    """
     if task.labels or task.form not in ("classification", "multilabel", "tagging"):
         return list(task.labels)
     rows = read_rows(task.train)
     require_columns(task.train, rows, {"task.label": task.label})
-    return collect_labels(task, rows)
+    labels = collect_labels(task, rows)
+    if len(labels) < 2 and task.form != "multilabel":
+        raise UsageError(
+            f"{task.train}: all rows have the label {labels[0]!r}, so that there is nothing to learn: add rows of "
+            "another label, or name all labels in task.labels"
+        )
+    return labels
 
 
 def prepare_corpus(

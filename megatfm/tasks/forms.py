@@ -269,7 +269,14 @@ LABEL_READERS: Mapping[str, Callable[[RowEncoder, int, Row], Any]] = {
 
 def class_index(path: str, row_number: int, label: Any, labels: Sequence[str]) -> int:
     """Return the class of a row's label. Raises UsageError for an unlisted one."""
-    name = label_text(label)
+    name = "" if label is None else label_text(label)
+    if isinstance(label, list | Mapping):
+        raise UsageError(
+            f"{path}, row {row_number}: label {label!r:.60} is no single label: give one, or set task.form = "
+            "'multilabel' for lists"
+        )
+    if not name and name not in labels:
+        raise UsageError(f"{path}, row {row_number}: has no label: give one, or take the row out")
     if name not in labels:
         listed = ", ".join(labels[:MAX_SHOWN]) + (", …" if len(labels) > MAX_SHOWN else "")
         raise UsageError(
@@ -325,7 +332,7 @@ def collect_labels(task: TaskConfig, rows: Sequence[Row]) -> list[str]:
     separator = LABEL_SEPARATOR if task.form == "multilabel" else None
     names: set[str] = set()
     for row in rows:
-        value = row[task.label]
+        value = row.get(task.label)
         if task.form != "classification" and isinstance(value, str):
             value = value.split(separator)
         names |= {
@@ -335,6 +342,11 @@ def collect_labels(task: TaskConfig, rows: Sequence[Row]) -> list[str]:
     if not names:
         raise UsageError(
             f"{task.train}: column {task.label!r} is empty: name the column of the labels in task.label"
+        )
+    if missing := sorted(name for name in names if name.lower() == "nan"):
+        raise UsageError(
+            f"{task.train}: column {task.label!r} has the label {missing[0]!r}, as missing values are written: mend "
+            "its rows, or name all labels in task.labels if it is one"
         )
     return sorted(
         names, key=lambda name: (0, int(name), name) if name.lstrip("-").isdigit() else (1, 0, name)
