@@ -16,9 +16,10 @@ from megatfm.errors import UsageError
 from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.memory import RankMemory, rank_memory
 from megatfm.estimate.part_profile import ModelProfile
-from megatfm.estimate.profile import LocalModel, fake_ranks
+from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.schedule import Timeline
 from megatfm.estimate.stalls import checkpoint_stall, data_stall
+from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.step_time import StepTime, step_time
 from megatfm.estimate.traffic import Flows
 from megatfm.estimate.weights import LocalWeight, local_weights
@@ -202,8 +203,8 @@ class Estimator:
             by_rank[rank][stage_index] = indices[stage_index]
         return by_rank, rank_of, indices
 
-    def points(self, config: Config) -> Sequence[SplitPoint]:
-        """Split points of the model."""
+    def split_points(self, config: Config) -> Sequence[SplitPoint]:
+        """Return the split points of the model."""
         return cast(Splittable, self._model(config).model).split_points
 
     def pipeline(self, config: Config) -> Pipeline:

@@ -11,8 +11,8 @@ from jinja2 import Environment, StrictUndefined
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import GIB, Cluster
 from megatfm.estimate.estimator import Estimate, Estimator
-from megatfm.estimate.failures import failure_line
 from megatfm.estimate.memory import RankMemory
+from megatfm.estimate.stalls import failure_line
 from megatfm.estimate.text import causes, heading, speed, verdict
 from megatfm.files import atomic_write
 

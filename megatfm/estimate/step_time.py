@@ -5,10 +5,15 @@ from dataclasses import dataclass, fields
 
 from megatfm.config import Config
 from megatfm.estimate.devices import Cluster
-from megatfm.estimate.expert_traffic import context_flows, expert_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
-from megatfm.estimate.rank_flows import parts_of, rank_flows, recomputed_operators
+from megatfm.estimate.rank_flows import (
+    context_flows,
+    expert_flows,
+    parts_of,
+    rank_flows,
+    recomputed_operators,
+)
 from megatfm.estimate.roofline import Seconds, pass_seconds
 from megatfm.estimate.schedule import Timeline, simulate
 from megatfm.estimate.stalls import fullest_share

@@ -173,8 +173,7 @@ def rank_bytes(
     trained = [w for w in stage_weights if w.is_trained]
     gradients = sum(w.local if unsharded else stored[w.name] for w in trained) * size
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in trained)
-    blocks = _by_block(stage_weights)
-    largest = sorted(blocks.values(), reverse=True)
+    largest = sorted(numel_by_block(stage_weights).values(), reverse=True)
     outside = sum(w.local for w in stage_weights if not w.in_block)
     gathered = unreduced = 0
     if zero == 3 and not parallel.splits_backward:
@@ -191,8 +190,8 @@ def _shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
     return _expert_shards(parallel) if weight.is_expert else parallel.dp_shard
 
 
-def _by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
-    """Block (the split points that run it) → its elements."""
+def numel_by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
+    """Return block (the split points that run it) → elements on a rank before ZeRO."""
     sums: dict[tuple[int, ...], int] = {}
     for weight in weights:
         if weight.in_block:

@@ -14,7 +14,7 @@ from megatfm.config import Config, ParallelConfig, load_config, to_toml
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import estimator
-from megatfm.estimate.profile import fake_ranks
+from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.traced import Traced, differences, run_trace
 from megatfm.imaginary.guard import build_guard
 from megatfm.parallel.data_ring import DataRing
