@@ -8,8 +8,8 @@ from megatfm.estimate.devices import Cluster
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
 from megatfm.estimate.rank_flows import (
-    context_flows,
-    expert_flows,
+    add_context_flows,
+    add_expert_flows,
     parts_of,
     rank_flows,
     recomputed_operators,
@@ -20,10 +20,10 @@ from megatfm.estimate.stalls import fullest_share
 from megatfm.estimate.traffic import (
     Axis,
     Flows,
-    all_gathers,
     axes_of,
     axis_seconds,
     collective_seconds,
+    count_all_gathers,
 )
 from megatfm.estimate.weights import LocalWeight, rank_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
@@ -179,8 +179,8 @@ def part_time(
     again, sent_again = _recomputed(config, cluster, part, tp, compiled=fused, fp8=fp8)
     exposed = ASYNC_TP_EXPOSED if parallel.async_tp else 1.0
     flows = Flows()
-    context_flows(flows, config, part, axes[CONTEXT], 1)
-    expert_flows(flows, config, part, axes[EXPERT], 1)
+    add_context_flows(flows, config, part, axes[CONTEXT], 1)
+    add_expert_flows(flows, config, part, axes[EXPERT], 1)
     experts = axis_seconds(flows, axes, node, (EXPERT,))
     gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
     weight_flops = _weight_gradient_flops(part)
@@ -244,7 +244,7 @@ def _zero_seconds(
         axis = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
         of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
         shard = sum(w.shard(axis.size) for w in of_part)
-        if shard and all_gathers(config, True, 1) > 1:
+        if shard and count_all_gathers(config, True, 1) > 1:
             gather += collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
         if shard and parallel.pp == 1:
             reduce += collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))

@@ -10,7 +10,7 @@ from megatfm.estimate.recorded import Recorded
 from megatfm.estimate.search import SearchResult
 from megatfm.estimate.step_time import StepTime
 from megatfm.estimate.traced import Traced
-from megatfm.estimate.traffic import axes_of, in_node
+from megatfm.estimate.traffic import axes_of, ranks_in_node
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def traffic_table(estimate: Estimate) -> "Table":
         table.add_column(name, justify="right" if name in ("calls", "GB") else "left")
     for (name, collective), n_bytes in sorted(estimate.flows.sent.items()):
         last = axes[name.split(" × ")[0]]
-        link = node.within if in_node(last, node) == last.size and "×" not in name else node.between
+        link = node.within if ranks_in_node(last, node) == last.size and "×" not in name else node.between
         table.add_row(
             name,
             collective,
