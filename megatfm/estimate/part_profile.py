@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatfm.estimate.operators import Operator
-from megatfm.split_points import SplitPoint
 
 SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
 """Operators whose outputs selective recomputation saves, beside sums over tensor-parallel ranks."""
@@ -100,4 +99,3 @@ class ModelProfile:
     """Profiles of all split points in order; blocks of a kind share one object."""
 
     parts: Sequence[PartProfile]
-    points: Sequence[SplitPoint]

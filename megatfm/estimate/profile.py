@@ -156,7 +156,7 @@ class LocalModel:
                     parts[key] = self._run(splittable, point, fields, carry, is_block)
                 order.append(parts[key])
                 written |= point.writes
-        return ModelProfile(order, splittable.split_points)
+        return ModelProfile(order)
 
     def _run(
         self,

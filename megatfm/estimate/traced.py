@@ -1,4 +1,4 @@
-"""An estimate held against a rank that takes a real step on the imaginary GPU, in a process of its own."""
+"""Compares an estimate with a rank that takes real steps on the imaginary GPU, in a separate process."""
 
 import json
 import subprocess
@@ -12,19 +12,19 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.estimator import Estimate
 from megatfm.estimate.traffic import axes_of
 
-SECONDS = 1800
-"""Longest time of a trace."""
+TIMEOUT = 1800
+"""Seconds after which a trace is stopped."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A trace, as `megatfm.imaginary` prints it, of a step of `microbatches`."""
+    """Trace of a rank. facts: JSON that `megatfm.imaginary` prints (see `megatfm.imaginary.trace.Trace`)."""
 
     facts: Mapping[str, Any]
 
     @property
     def peak(self) -> int:
-        """Most bytes of the device at once, in passes or optimizer."""
+        """Most bytes on the device at once, in passes or optimizer."""
         return max(self.facts["passes"], self.facts["optimizer"])
 
     @property
@@ -34,14 +34,14 @@ class Traced:
 
 
 def enough_microbatches(estimate: Estimate) -> int:
-    """Micro-batches after which a step's memory grows no more: what a pipeline holds, else two."""
+    """Return a number of micro-batches beyond which memory grows no more: as many as a pipeline holds, else two."""
     parallel = estimate.config.parallel
-    most = 2 * parallel.pp * parallel.stages_per_rank if parallel.pp > 1 else 2
-    return min(estimate.microbatches, most)
+    enough = 2 * parallel.pp * parallel.stages_per_rank if parallel.pp > 1 else 2
+    return min(estimate.microbatches, enough)
 
 
 def overrides_of(config: Config, gpus: int, microbatches: int) -> list[str]:
-    """Overrides with which a config is traced, and estimated beside: few micro-batches, no compiling."""
+    """Return the overrides of a trace and of its estimate: few micro-batches, no compilation."""
     rows = microbatches * config.train.micro_batch * config.parallel.dp_shard * config.parallel.dp_replicate
     return [
         f"train.global_batch={rows}",
@@ -51,36 +51,36 @@ def overrides_of(config: Config, gpus: int, microbatches: int) -> list[str]:
 
 
 def run_trace(source: str, overrides: Sequence[str], gpus: int, rank: int) -> Traced:
-    """Trace one rank. Raises UsageError for a rank that there is not, MegatfmError with the reason where it fails."""
+    """Trace one rank. Raises UsageError for a rank that does not exist, MegatfmError with the reason if it fails."""
     if not 0 <= rank < gpus:
         raise UsageError(f"--rank {rank}: there are ranks 0 to {gpus - 1}")
     command = [sys.executable, "-m", "megatfm.imaginary", source, "--world", str(gpus), "--rank", str(rank)]
     command += ["--steps", "2"]  # the first one makes the state of the optimizer
     try:
-        done = subprocess.run(
-            [*command, *overrides], capture_output=True, text=True, timeout=SECONDS, check=False
+        process = subprocess.run(
+            [*command, *overrides], capture_output=True, text=True, timeout=TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
-        raise MegatfmError(f"the traced rank took longer than {SECONDS} s: trace fewer layers") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise MegatfmError(f"the traced rank took longer than {TIMEOUT} s: trace fewer layers") from None
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or ["no message"]
         raise MegatfmError(
-            f"the traced rank ended with {done.returncode}: {lines[-1].removeprefix('error: ')}"
+            f"the traced rank ended with {process.returncode}: {lines[-1].removeprefix('error: ')}"
         )
-    return Traced(json.loads(done.stdout.strip().splitlines()[-1]))
+    return Traced(json.loads(process.stdout.strip().splitlines()[-1]))
 
 
 def differences(estimate: Estimate, traced: Traced) -> list[tuple[str, int, int]]:
-    """Pair what was modelled with what was traced, in bytes: memory, then each flow that is not of a few bytes."""
+    """Return (name, modelled bytes, traced bytes) of memory, and of each flow of a mebibyte or more."""
     pipeline_rank = _pipeline_rank(estimate, traced)
     rank, flows = estimate.memory[pipeline_rank], estimate.flows_by_rank[pipeline_rank]
     modelled = rank.total - rank.reserved
     pairs = [("stored weights", rank.weights, traced.facts["weights"]), ("peak", modelled, traced.peak)]
     axes = axes_of(estimate.config.parallel)
     for key in sorted({*flows.sent, *traced.sent}):
-        both = flows.of_rank(key, traced.facts["rank"], axes), traced.sent.get(key, 0)
-        if max(both) >= 1 << 20:
-            pairs.append((" ".join(key), *both))
+        sent, traced_sent = flows.of_rank(key, traced.facts["rank"], axes), traced.sent.get(key, 0)
+        if max(sent, traced_sent) >= 1 << 20:
+            pairs.append((" ".join(key), sent, traced_sent))
     return pairs
 
 

@@ -25,7 +25,7 @@ def costs(stages: int) -> dict[str, list[float]]:
 def test_the_bubble_of_1f1b(ranks: int, microbatches: int) -> None:
     actual = simulate("1f1b", ranks, 1, microbatches, range(ranks), costs(ranks), 0.0)
     assert actual.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1), rel=1e-12)
-    assert actual.held == {rank: min(ranks - rank, microbatches) for rank in range(ranks)}
+    assert actual.in_flight == {rank: min(ranks - rank, microbatches) for rank in range(ranks)}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"])
