@@ -124,6 +124,13 @@ class Estimator:
             config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled
         )
         reserved = int(self.cluster.device.reserved_gib * 2**30)
+        sent_bytes = {
+            stage: profile.parts[indices[-1]].output_bytes
+            for stage, (indices, sender, receiver) in enumerate(
+                zip(stages, rank_of, rank_of[1:], strict=False)
+            )
+            if sender != receiver
+        }
         memory = [
             rank_memory(
                 config,
@@ -131,6 +138,7 @@ class Estimator:
                 parts,
                 profile.parts,
                 step.in_flight,
+                sent_bytes,
                 rank,
                 microbatches,
                 compiled=compiled,

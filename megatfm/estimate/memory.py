@@ -69,6 +69,7 @@ def rank_memory(
     parts_by_stage: Mapping[int, Sequence[int]],
     profiles: Sequence[PartProfile],
     in_flight: Mapping[int, int],
+    sent_bytes: Mapping[int, int],
     pipeline_rank: int,
     microbatches: int,
     *,
@@ -77,7 +78,8 @@ def rank_memory(
 ) -> RankMemory:
     """Estimate the fullest moment of a rank's step: while its first stage runs, and others wait for a backward pass.
 
-    parts_by_stage: of this rank; in_flight: by stage.
+    parts_by_stage: of this rank; in_flight: by stage; sent_bytes: by stage that sends to another rank. It keeps what it
+    sent, at which its backward pass starts.
     """
     parts = [index for indices in parts_by_stage.values() for index in indices]
     state = rank_bytes(config, weights, parts)
@@ -87,6 +89,7 @@ def rank_memory(
         max(0, in_flight.get(stage, 1) - (place == 0)) * sum(saved_bytes[i] for i in indices)
         for place, (stage, indices) in enumerate(parts_by_stage.items())
     )
+    waiting += sum(in_flight.get(stage, 1) * sent_bytes.get(stage, 0) for stage in parts_by_stage)
     running_stage = next(iter(parts_by_stage.values()), ())
     is_single_pass = config.parallel.pp == 1 and microbatches == 1
     moments = _moments(config, weights, running_stage, profiles, saved_bytes, state, is_single_pass, compiled)
@@ -94,7 +97,7 @@ def rank_memory(
     constant = state.at_rest + reserved
     phase_peaks = {moment.phase: moment.bytes for moment in sorted(moments, key=lambda moment: moment.bytes)}
     by_phase = {phase: constant + state.gathered + waiting + n for phase, n in phase_peaks.items()}
-    by_phase["optimizer"] = constant + state.gradients
+    by_phase["optimizer"] = constant + state.reduced + state.regathered
     return RankMemory(
         pipeline_rank,
         state.weights,

@@ -115,7 +115,8 @@ class QuickScores:
             microbatches,
             rank_of,
         )
-        saved = by_rank(by_stage(passes.saved) * in_flight)
+        is_sender = np.append(stage_rank[1:] != stage_rank[:-1], False)
+        saved = by_rank((by_stage(passes.saved) + is_sender * passes.boundary) * in_flight)
         n_bytes = self._state_bytes(config, microbatches, dense, experts, outside, block) + saved
         seconds = self._seconds(
             config, microbatches, axes, passes, forward, backward, weight_part, dense, experts

@@ -47,8 +47,9 @@ class LocalWeight:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on a rank. gradients: accumulated in a step; gathered: the most that ZeRO 2 and 3 gather at once beside
-    stored shards; unreduced: gradients of the largest block before they are reduced."""
+    """Bytes on a rank. gradients: accumulated in a step; reduced: those that the optimizer reads; gathered: the most
+    that ZeRO 2 and 3 gather at once beside stored shards; regathered: new weights that ZeRO 1 gathers after the
+    optimizer; unreduced: gradients of the largest block before they are reduced."""
 
     weights: int
     copies: int
@@ -56,6 +57,8 @@ class RankBytes:
     optimizer: int
     gathered: int
     unreduced: int
+    reduced: int
+    regathered: int
 
     @property
     def at_rest(self) -> int:
@@ -184,7 +187,9 @@ def rank_bytes(
     if zero >= 2 and not unsharded:
         unreduced = (largest[0] if largest else outside) * (compute + size)
     copies = unsharded_numel * 2 if zero < 2 and is_mixed else 0
-    return RankBytes(weight_bytes, copies, gradients, optimizer, gathered, unreduced)
+    reduced = sum(stored[w.name] for w in trained) * size
+    regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute if zero == 1 else 0
+    return RankBytes(weight_bytes, copies, gradients, optimizer, gathered, unreduced, reduced, regathered)
 
 
 def _shards(weight: LocalWeight, parallel: ParallelConfig) -> int:

@@ -120,3 +120,23 @@ def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
     with fake_ranks(3), FakeTensorMode():
         ring = DataRing(dist.group.WORLD)
         assert ring.lengths(5, torch.device("cpu")) == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [
+        (["parallel.pp=4", "parallel.zero=1", "train.recompute=full", "train.global_batch=32"], 8),
+        (["parallel.dp_shard=8", "train.global_batch=16"], 8),
+    ],
+    ids=["pipeline zero1", "zero3"],
+)
+def test_every_phase_is_as_full_as_modelled(layout: list[str], world: int) -> None:
+    """A pipeline's first rank keeps what it sent until the backward pass; optimizers see reduced gradients, and ZeRO 1
+    gathers the new weights after them."""
+    overrides = ["model.n_layers=8", "train.micro_batch=1", "train.compile=false", *layout]
+    trace = run_trace("llama3-8b", overrides, world, 1)
+    with estimator(load_config("llama3-8b", overrides), load_cluster("h100", world)) as opened:
+        rank = opened.estimate(opened.base).memory[0]
+    passes = max(rank.by_phase["forward"], rank.by_phase["backward"]) - rank.reserved
+    assert passes == pytest.approx(trace.facts["passes"], rel=0.015)
+    assert rank.by_phase["optimizer"] - rank.reserved == pytest.approx(trace.facts["optimizer"], rel=0.01)
