@@ -128,7 +128,9 @@ def _moments(
     """
     moments, saved = [], 0
     size, compute = number_bytes(config)
-    copies = 1 + (size / compute if size > compute else 0)  # of a gradient: as computed, and its cast
+    copies = [1.0, size / compute] if size > compute else [1.0]  # of a gradient: as computed, and its cast
+    if is_single_pass:
+        copies.pop()  # it becomes the accumulated gradient
     gradients = 0 if is_single_pass else state.gradients
     for index in parts:
         moments.append(
@@ -146,7 +148,7 @@ def _moments(
             recomputed = max(0, profiles[index].saved_bytes("none", compiled) - saved_bytes[index])
         pass_peak = profiles[index].backward_peak
         if config.parallel.zero < 2:
-            pass_peak = max(pass_peak, profiles[index].accumulation_peak(copies, config.parallel.ep))
+            pass_peak = max(pass_peak, profiles[index].accumulation_peak(sum(copies), config.parallel.ep))
         pending = pending_bytes(config, weights, parts, index)
         workspace = pass_peak + recomputed + state.unreduced + pending
         moments.append(_Moment("backward", saved, workspace, gradients))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.estimator import Estimate
-from megatfm.estimate.traffic import axes_of
+from megatfm.estimate.traffic import Axis, axes_of, join_axes
+from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD
 
 TIMEOUT = 1800
 """Seconds after which a trace is stopped."""
@@ -76,12 +78,33 @@ def differences(estimate: Estimate, traced: Traced) -> list[tuple[str, int, int]
     rank, flows = estimate.memory[pipeline_rank], estimate.flows_by_rank[pipeline_rank]
     modelled = rank.total - rank.reserved
     pairs = [("stored weights", rank.weights, traced.facts["weights"]), ("peak", modelled, traced.peak)]
-    axes = axes_of(estimate.config.parallel)
-    for key in sorted({*flows.sent, *traced.sent}):
-        sent, traced_sent = flows.of_rank(key, traced.facts["rank"], axes), traced.sent.get(key, 0)
+    axes, modelled_sent = axes_of(estimate.config.parallel), Counter[tuple[str, str]]()
+    for axis, collective in flows.sent:
+        key = traced_axis(axis, axes), collective
+        modelled_sent[key] += flows.of_rank((axis, collective), traced.facts["rank"], axes)
+    for key in sorted({*modelled_sent, *traced.sent}):
+        sent, traced_sent = modelled_sent[key], traced.sent.get(key, 0)
         if max(sent, traced_sent) >= 1 << 20:
             pairs.append((" ".join(key), sent, traced_sent))
     return pairs
+
+
+def traced_axis(name: str, axes: Mapping[str, Axis]) -> str:
+    """Return the name under which a trace counts the traffic of an axis, or of joint axes.
+
+    If `ep` covers all ranks of one axis, they share a process group, named by that axis; a group over several axes with
+    the ranks of `ep` is named `ep`.
+    """
+    expert = axes[EXPERT]
+    if expert.size == 1 or axes[EXPERT_SHARD].size > 1:
+        return name
+    if name == EXPERT:
+        same = (
+            axis.name for axis in axes.values() if (axis.size, axis.stride) == (expert.size, expert.stride)
+        )
+        return next((axis for axis in same if axis != EXPERT), EXPERT)
+    joint = join_axes(axes[part] for part in name.split(" × "))
+    return EXPERT if " × " in name and (joint.size, joint.stride) == (expert.size, expert.stride) else name
 
 
 def _pipeline_rank(estimate: Estimate, traced: Traced) -> int:

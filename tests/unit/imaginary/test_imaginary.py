@@ -15,9 +15,11 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import estimator
 from megatfm.estimate.stand_ins import fake_ranks
-from megatfm.estimate.traced import Traced, differences, run_trace
+from megatfm.estimate.traced import Traced, differences, run_trace, traced_axis
+from megatfm.estimate.traffic import axes_of
 from megatfm.imaginary.guard import build_guard
 from megatfm.parallel.data_ring import DataRing
+from megatfm.parallel.mesh import CONTEXT, EXPERT, SHARD, build_mesh
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import random_batch, shrink
 from tests.support.workers import Workers
@@ -140,3 +142,24 @@ def test_every_phase_is_as_full_as_modelled(layout: list[str], world: int) -> No
     passes = max(rank.by_phase["forward"], rank.by_phase["backward"]) - rank.reserved
     assert passes == pytest.approx(trace.facts["passes"], rel=0.015)
     assert rank.by_phase["optimizer"] - rank.reserved == pytest.approx(trace.facts["optimizer"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [
+        (ParallelConfig(dp_shard=4, ep=4), "dp_shard"),
+        (ParallelConfig(dp_shard=4, ep=2), "ep"),
+        (ParallelConfig(dp_shard=1, cp=4, ep=4), "cp"),
+        (ParallelConfig(dp_shard=2, cp=2, ep=4), "ep"),
+        (ParallelConfig(dp_shard=2, tp=2, ep=4, expert_tp="folded"), "ep"),
+    ],
+)
+def test_an_axis_is_named_as_its_process_group_is(parallel: ParallelConfig, name: str) -> None:
+    axes, ranks = axes_of(parallel), parallel.dp_shard * parallel.cp * parallel.tp
+    with fake_ranks(ranks):
+        mesh = build_mesh(parallel, ranks, "cpu")
+        names = mesh.group_names(mesh.shard_axes, mesh.data_axes)
+        assert names[str(mesh.group(EXPERT).group_name)] == traced_axis(EXPERT, axes) == name
+        if parallel.dp_shard > 1 and parallel.cp > 1:
+            joint = str(mesh.flat_group((SHARD, CONTEXT)).group_name)
+            assert names[joint] == traced_axis("dp_shard × cp", axes)
