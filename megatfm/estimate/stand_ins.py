@@ -58,7 +58,8 @@ class CrossEntropyStandIn(torch.autograd.Function):
             LOGITS_BYTES // (width * hidden_MD.element_size()) // ROW_ALIGNMENT * ROW_ALIGNMENT, ROW_ALIGNMENT
         )
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), width)
-        into_hidden, into_weight = torch.empty_like(hidden_MD), None
+        needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
+        into_hidden, into_weight = torch.empty_like(hidden_MD) if needs_hidden else None, None
         for start in range(0, len(hidden_MD), chunk):
             hidden = hidden_MD[start : start + chunk]
             logits = buffer[: len(hidden), :rows]
@@ -71,18 +72,22 @@ class CrossEntropyStandIn(torch.autograd.Function):
                 del values
             else:
                 note("cross_entropy", "pointwise", 0, (logits,), (logits,))
-            into_hidden[start : start + chunk] = logits @ weight_WD
-            product = logits.T @ hidden
-            into_weight = product if into_weight is None else into_weight.float().add_(product)
-        assert into_weight is not None
-        ctx.save_for_backward(into_hidden, into_weight.to(weight_WD.dtype))
+            if into_hidden is not None:
+                into_hidden[start : start + chunk] = logits @ weight_WD
+            if needs_weight:
+                product = logits.T @ hidden
+                into_weight = product if into_weight is None else into_weight.float().add_(product)
+        into_weight = None if into_weight is None else into_weight.to(weight_WD.dtype)
+        ctx.save_for_backward(into_hidden, into_weight)
         ctx.bias = bias_W
         return hidden_MD.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        into_hidden, into_weight = (saved.mul_(gradient.to(saved.dtype)) for saved in ctx.saved_tensors)
-        into_bias = None if ctx.bias is None else torch.empty_like(ctx.bias)
+        into_hidden, into_weight = (
+            None if saved is None else saved.mul_(gradient.to(saved.dtype)) for saved in ctx.saved_tensors
+        )
+        into_bias = torch.empty_like(ctx.bias) if ctx.needs_input_grad[4] else None
         return None, None, into_hidden, into_weight, into_bias
 
 
@@ -100,9 +105,13 @@ class ExpertsStandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         x_MI, weight_GOI, _ = ctx.saved_tensors
-        into_x, into_weight = torch.empty_like(x_MI), torch.empty_like(weight_GOI)
-        _note_groups(ctx.note, gradient, weight_GOI, into_x, weight_GOI)
-        _note_groups(ctx.note, gradient, x_MI, into_weight, weight_GOI)
+        into_x = into_weight = None
+        if ctx.needs_input_grad[1]:
+            into_x = torch.empty_like(x_MI)
+            _note_groups(ctx.note, gradient, weight_GOI, into_x, weight_GOI)
+        if ctx.needs_input_grad[2]:
+            into_weight = torch.empty_like(weight_GOI)
+            _note_groups(ctx.note, gradient, x_MI, into_weight, weight_GOI)
         return None, into_x, into_weight, None
 
 
