@@ -1,4 +1,4 @@
-"""Tokens that a rank needs from other ranks: keys of its queries, one by one, and tokens that its own look up.
+"""Tokens that a rank needs from other ranks: keys of its queries, one by one, and tokens that its own tokens look up.
 
 The closed form of a query is one or a few runs of keys of its document. It covers the keys that the plain model's mask
 lets the query see, and is wider where kernels fetch whole blocks or strides.
@@ -7,6 +7,7 @@ lets the query see, and is wider where kernels fetch whole blocks or strides.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,7 @@ from megatfm.config import (
 )
 from megatfm.config.image_text import image_tower
 from megatfm.config.section import Section
+from megatfm.verify.module_calls import Shape
 
 Runs = Sequence[tuple[int, int]]
 """Half-open runs of keys (first, end), which may reach beyond the document."""
@@ -297,6 +299,34 @@ def image_vectors(
         for patches, local_positions in zip(looked_up, by_rank, strict=True):
             patches |= {patch_of_place[at] for at in local_positions.tolist() if at in patch_of_place}
     return [_sorted(patches) for patches in looked_up]
+
+
+def fetched_share(by_rank: Sequence[NDArray[Any]], fetched: Sequence[NDArray[Any]]) -> Fraction:
+    """Return the most keys that a rank fetches, as a share of the keys that a ring brings it."""
+    c, length = len(by_rank), sum(map(len, by_rank))
+    max_fetched = max(len(np.setdiff1d(keys, local)) for keys, local in zip(fetched, by_rank, strict=True))
+    return Fraction(max_fetched * c, (c - 1) * length)
+
+
+def is_ulysses(config: Config, qkv: Sequence[Shape], numel_per_token: int, share: Fraction | None) -> bool:
+    """Return whether Ulysses is used: if configured, or if heads divide and it sends less.
+
+    A ring sends three times the keys and values, a fetch twice a share of them, Ulysses twice 1/c of queries, keys,
+    values and outputs. share: of a fetch; None for a ring.
+    """
+    parallel, (q, k, v) = config.parallel, qkv
+    if parallel.cp_method != "auto":
+        return parallel.cp_method == "ulysses"
+    (heads, keys), c = local_heads(config, q, k), parallel.cp
+    is_divisible = heads % c == 0 and (keys % c == 0 or c % keys == 0)
+    ulysses_numel = 2 * (heads + max(keys, c)) * (q[3] + v[3]) * q[0]
+    return is_divisible and ulysses_numel < (3 if share is None else 2 * share) * c * numel_per_token
+
+
+def local_heads(config: Config, q: Shape, k: Shape) -> tuple[int, int]:
+    """Return the query and key heads of a tensor-parallel rank."""
+    tp = config.parallel.tp
+    return q[1] // tp, max(1, k[1] // tp)
 
 
 def _sorted(tokens: set[int]) -> NDArray[Any]:
