@@ -2,8 +2,8 @@
 
     python benchmarks/attention.py --out benchmarks/results [--parts speed --dtypes float32 --only window]
 
-One row of 2 heads of 64 channels, one thread, whose own processor time is told; freed memory is kept as `megatfm train`
-keeps it. Each round runs every case once, in another order; medians of the ratios within a round are quoted, which
+One row of 2 heads of 64 channels, one thread, whose CPU time is measured; freed memory is kept as `megatfm train` keeps
+it. Each round runs every case once, in another order; medians of the ratios within a round are quoted, which
 other work on the machine disturbs little. What a call measures is added to the results of its day, so that a table can
 be made by several calls, of `--parts`, `--lengths`, `--dtypes` and `--only` (beginnings of cases' names).
 
@@ -41,7 +41,7 @@ from megatfm.train.profiling import keep_freed_memory
 WINDOW, DOCUMENT = 512, 1000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MASKED = 4096
-"""Longer rows are not compared with a dense mask, of which there are as many numbers as pairs."""
+"""Longest row that is compared with a dense mask, whose size is quadratic."""
 
 PACKED = (1000, 250, 64, 32)
 """Tokens of documents in rows that are compared with one document."""
@@ -52,33 +52,35 @@ UNEQUAL = 16, 500
 Times = dict[str, list[float]]
 
 
-def by_blocks(pattern: AttentionPattern, length: int, document: int = 0) -> Case:
-    """document: tokens of each; 0: the row is one; −1: as many as are drawn."""
+def make_block_sparse_case(pattern: AttentionPattern, length: int, document: int = 0) -> Case:
+    """Return block-sparse attention by a pattern. document: tokens of each; 0: one a row; −1: drawn."""
     places = torch.arange(length)[None]
-    documents = unequal(length) if document < 0 else places // document if document else None
+    documents = draw_document_numbers(length) if document < 0 else places // document if document else None
     mask = PatternMask(pattern, SequenceMetadata(places, documents), 0, HEADS)
     return lambda q, k, v: block_sparse.block_sparse_attention(q, k, v, mask, None, AttentionOptions(), None)
 
 
-def unequal(length: int) -> Tensor:
-    """Numbers [1, length] of documents of drawn lengths."""
+def draw_document_numbers(length: int) -> Tensor:
+    """Draw document numbers [1, length], with lengths between both of UNEQUAL."""
     drawn = torch.randint(*UNEQUAL, (length // UNEQUAL[0],), generator=torch.Generator().manual_seed(0))
     return torch.arange(len(drawn)).repeat_interleave(drawn)[None, :length]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_densely(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def cases(length: int) -> dict[str, Case]:
+def make_cases(length: int) -> dict[str, Case]:
     by_name: dict[str, Case] = {
-        "dense": dense,
-        f"window {WINDOW}": by_blocks(Window(WINDOW - 1), length),
-        f"window {WINDOW}, documents of {DOCUMENT}": by_blocks(Window(WINDOW - 1), length, DOCUMENT),
-        f"full, documents of {DOCUMENT}": by_blocks(Full(causal=True), length, DOCUMENT),
-        "chunked 1024": by_blocks(Chunked(1024, causal=True), length),
-        "bigbird": by_blocks(BigBird(64, 3, 0, HEADS), length),
-        f"longformer {WINDOW}": by_blocks(Longformer(WINDOW // 2, (0,)), length),
+        "dense": attend_densely,
+        f"window {WINDOW}": make_block_sparse_case(Window(WINDOW - 1), length),
+        f"window {WINDOW}, documents of {DOCUMENT}": make_block_sparse_case(
+            Window(WINDOW - 1), length, DOCUMENT
+        ),
+        f"full, documents of {DOCUMENT}": make_block_sparse_case(Full(causal=True), length, DOCUMENT),
+        "chunked 1024": make_block_sparse_case(Chunked(1024, causal=True), length),
+        "bigbird": make_block_sparse_case(BigBird(64, 3, 0, HEADS), length),
+        f"longformer {WINDOW}": make_block_sparse_case(Longformer(WINDOW // 2, (0,)), length),
     }
     if length <= MASKED:
         mask = PatternMask(Window(WINDOW - 1), SequenceMetadata(torch.arange(length)[None])).mask()
@@ -88,124 +90,129 @@ def cases(length: int) -> dict[str, Case]:
     return by_name
 
 
-def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
+def draw_inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(1, HEADS, length, WIDTH, dtype=dtype).requires_grad_() for _ in range(3)]
 
 
-def seconds(case: Case, tensors: Sequence[Tensor]) -> float:
-    """CPU seconds of a forward and a backward pass; the clock's would include other work."""
+def time_passes(case: Case, tensors: Sequence[Tensor]) -> float:
+    """Return the CPU seconds of a forward and a backward pass; wall time would include other work."""
     start = time.thread_time()
     output = case(*tensors)
     torch.autograd.grad(output, tensors, torch.ones_like(output))
     return time.thread_time() - start
 
 
-def rounds(timed: Mapping[str, Callable[[], float]], count: int) -> Times:
-    """Seconds of each, in turns, after a first round that makes tables and allocates."""
+def time_rounds(timed: Mapping[str, Callable[[], float]], count: int) -> Times:
+    """Return the seconds of each function by round, in turns, after a round to warm up."""
     times: Times = {name: [] for name in timed}
     for number in range(count + 1):
-        for name in common.shuffle(timed, number):
+        for name in common.shuffle_order(timed, number):
             elapsed = timed[name]()
             if number:
                 times[name].append(elapsed)
     return times
 
 
-def ratio(times: Times, over: str, under: str) -> float:
-    """The median within rounds."""
-    return common.median_ratio(times[over], times[under])
+def compute_ratio(times: Times, over: str, under: str) -> float:
+    """Return the median over rounds of the ratio of two cases."""
+    return common.compute_median_ratio(times[over], times[under])
 
 
-def speed(args: argparse.Namespace, name: str, length: int) -> dict[str, dict[str, float]]:
-    """The median ratio, by case, of dense causal attention's time to its own, and its median microseconds a token."""
-    tensors = inputs(length, DTYPES[name])
-    chosen = {key: case for key, case in cases(length).items() if key == "dense" or args.wanted(key)}
-    times = rounds(
-        {key: lambda case=case: seconds(case, tensors) for key, case in chosen.items()}, args.rounds
+def measure_speed(args: argparse.Namespace, name: str, length: int) -> dict[str, dict[str, float]]:
+    """Return for each case how many times as fast as dense attention it is (median), and microseconds a token."""
+    tensors = draw_inputs(length, DTYPES[name])
+    chosen = {key: case for key, case in make_cases(length).items() if key == "dense" or args.wanted(key)}
+    times = time_rounds(
+        {key: lambda case=case: time_passes(case, tensors) for key, case in chosen.items()}, args.rounds
     )
     return {
         key: {
-            "times_dense": ratio(times, "dense", key),
+            "times_dense": compute_ratio(times, "dense", key),
             "us_per_token": statistics.median(seconds_taken) / length * 1e6,
         }
         for key, seconds_taken in times.items()
     }
 
 
-def flat(args: argparse.Namespace, name: str, case: str) -> dict[str, dict[str, float]]:
-    """Microseconds a token by length, and their median ratio to those of the shortest."""
+def measure_flatness(args: argparse.Namespace, name: str, case: str) -> dict[str, dict[str, float]]:
+    """Return microseconds a token by length, and their median ratio to the shortest length."""
     timed = {}
     for length in args.lengths:
         case_and_inputs = (
-            layers.linformer(length, DTYPES[name])
+            layers.make_linformer(length, DTYPES[name])
             if case == "linformer 128"
-            else (cases(length)[case], inputs(length, DTYPES[name]))
+            else (make_cases(length)[case], draw_inputs(length, DTYPES[name]))
         )
-        timed[str(length)] = lambda case_and_inputs=case_and_inputs: seconds(*case_and_inputs)
-    times, shortest = rounds(timed, args.rounds), str(args.lengths[0])
+        timed[str(length)] = lambda case_and_inputs=case_and_inputs: time_passes(*case_and_inputs)
+    times, shortest = time_rounds(timed, args.rounds), str(args.lengths[0])
     return {
         key: {
             "us_per_token": statistics.median(seconds_taken) / int(key) * 1e6,
-            "of_the_shortest": ratio(times, key, shortest) * int(shortest) / int(key),
+            "of_the_shortest": compute_ratio(times, key, shortest) * int(shortest) / int(key),
         }
         for key, seconds_taken in times.items()
     }
 
 
-def packed(args: argparse.Namespace, name: str, length: int) -> dict[str, float]:
-    """Speed of rows of documents as a multiple of one document of all tokens, full and in a window."""
-    tensors, ratios = inputs(length, DTYPES[name]), {}
+def measure_packed(args: argparse.Namespace, name: str, length: int) -> dict[str, float]:
+    """Return the speed of rows of documents as a multiple of one document's, for full attention and a window."""
+    tensors, ratios = draw_inputs(length, DTYPES[name]), {}
     for key, pattern in (("full", Full(causal=True)), (f"window {WINDOW}", Window(WINDOW - 1))):
         if args.wanted(key):
-            single = dense if key == "full" else by_blocks(pattern, length)
-            chosen = {"one": single, **{str(n): by_blocks(pattern, length, n) for n in PACKED}}
-            chosen["{} to {}".format(*UNEQUAL)] = by_blocks(pattern, length, -1)
-            timed = {n: lambda case=case: seconds(case, tensors) for n, case in chosen.items()}
-            times = rounds(timed, args.rounds)
-            ratios |= {f"{key}, documents of {n}": ratio(times, "one", n) for n in chosen if n != "one"}
+            single = attend_densely if key == "full" else make_block_sparse_case(pattern, length)
+            chosen = {"one": single, **{str(n): make_block_sparse_case(pattern, length, n) for n in PACKED}}
+            chosen["{} to {}".format(*UNEQUAL)] = make_block_sparse_case(pattern, length, -1)
+            timed = {n: lambda case=case: time_passes(case, tensors) for n, case in chosen.items()}
+            times = time_rounds(timed, args.rounds)
+            ratios |= {
+                f"{key}, documents of {n}": compute_ratio(times, "one", n) for n in chosen if n != "one"
+            }
     return ratios
 
 
-def peak(name: str, length: int) -> int:
-    """Bytes that a case takes at most beside its inputs, by Linux' own account, whose peak is set back before."""
+def measure_peak_memory(name: str, length: int) -> int:
+    """Return the peak memory of a case beside its inputs, in bytes (VmHWM, reset before)."""
     torch.set_num_threads(1)
-    case, tensors = layers.of_memory(name, length) or (cases(length)[name], inputs(length, torch.float32))
+    case, tensors = layers.make_memory_case(name, length) or (
+        make_cases(length)[name],
+        draw_inputs(length, torch.float32),
+    )
     common.reset_peak_memory()
     before = common.read_memory("VmRSS")
-    seconds(case, tensors)
+    time_passes(case, tensors)
     return common.read_memory("VmHWM") - before
 
 
-def alone(function: Callable[[str, int], int], *arguments: object) -> int:
-    """Run a function in a new process, which has no memory left over from another case."""
+def run_in_new_process(function: Callable[[str, int], int], *arguments: object) -> int:
+    """Run a function in a new process, which holds no memory of another case."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def measure_parts(args: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
-    """Measure all parts: keys of the figures in the results, and the figures."""
+    """Measure all parts; yield keys of the figures in the results, and the figures."""
     for part in args.parts:
         if part == "memory":
-            for name in (*cases(MASKED), *layers.OF_MEMORY):
+            for name in (*make_cases(MASKED), *layers.MEMORY_CASES):
                 for length in args.lengths if args.wanted(name) else ():
                     if "mask" not in name or length <= MASKED:
-                        yield [part, name, str(length)], alone(peak, name, length)
+                        yield [part, name, str(length)], run_in_new_process(measure_peak_memory, name, length)
             continue
         for dtype in args.dtypes:
             if part == "flat":
                 for name in (f"window {WINDOW}", "bigbird", f"longformer {WINDOW}", "linformer 128"):
                     if args.wanted(name):
-                        yield [part, dtype, name], flat(args, dtype, name)
+                        yield [part, dtype, name], measure_flatness(args, dtype, name)
             for length in args.lengths if part in ("speed", "packed") else ():
                 yield (
                     [part, dtype, str(length)],
-                    {"speed": speed, "packed": packed}[part](args, dtype, length),
+                    {"speed": measure_speed, "packed": measure_packed}[part](args, dtype, length),
                 )
             for length in args.lengths if part in ("linformer", "peers") else ():
-                layers_compared = layers.compared(part, length, DTYPES[dtype])
+                layers_compared = layers.make_compared_cases(part, length, DTYPES[dtype])
                 chosen = {key: case for key, case in layers_compared.items() if args.wanted(key)}
-                times = rounds(
-                    {key: lambda case=case: seconds(*case) for key, case in chosen.items()}, args.rounds
+                times = time_rounds(
+                    {key: lambda case=case: time_passes(*case) for key, case in chosen.items()}, args.rounds
                 )
                 against = (
                     {key: key.removeprefix("transformers' ") for key in times} if part == "peers" else {}
@@ -213,7 +220,7 @@ def measure_parts(args: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
                 yield (
                     [part, dtype, str(length)],
                     {
-                        f"{key} / {against.get(key, 'linformer 128')}": ratio(
+                        f"{key} / {against.get(key, 'linformer 128')}": compute_ratio(
                             times, key, against.get(key, "linformer 128")
                         )
                         for key in times
@@ -236,7 +243,7 @@ def add_to_results(path: Path, where: Sequence[str], figures: Any) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = common.make_parser(__doc__)
     parts = ["speed", "flat", "packed", "linformer", "peers", "memory"]
-    parser.add_argument("--out", type=common.output_folder)
+    parser.add_argument("--out", type=common.make_output_folder)
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
@@ -249,8 +256,8 @@ def main(arguments: list[str] | None = None) -> None:
     keep_freed_memory(torch.device("cpu"))
     for where, figures in measure_parts(args):
         print(*where, json.dumps(figures), file=sys.stderr, flush=True)
-        if path := common.dated(args.out, "attention.json"):
-            add_to_results(path, ["machine"], f"{common.cpu_name()}, 1 thread, torch {torch.__version__}")
+        if path := common.make_dated_path(args.out, "attention.json"):
+            add_to_results(path, ["machine"], f"{common.get_cpu_name()}, 1 thread, torch {torch.__version__}")
             add_to_results(path, ["rounds", where[0]], args.rounds)
             add_to_results(path, where, figures)
 

@@ -18,15 +18,15 @@ ALL_AT_ONCE = 4096
 its scores fill the memory."""
 
 Case = Callable[..., Tensor]
-Made = tuple[Case, Sequence[Tensor]]
+CaseWithInputs = tuple[Case, Sequence[Tensor]]
 
 
-def heads(length: int, dtype: torch.dtype) -> list[Tensor]:
+def draw_heads(length: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(1, HEADS, length, WIDTH, dtype=dtype).requires_grad_() for _ in range(3)]
 
 
-def layer(length: int, **changes: object) -> nn.Module:
-    """Attention of an encoder."""
+def make_layer(length: int, **changes: object) -> nn.Module:
+    """Build the attention of an encoder, with random weights."""
     config = {
         "family": "encoder", "vocab_size": 7, "d_model": D_MODEL, "n_layers": 1, "attention.n_heads": HEADS,
         "attention.bias": True, "position.name": "none", "ffn.d_ff": 8, **changes,
@@ -38,23 +38,23 @@ def layer(length: int, **changes: object) -> nn.Module:
     return attention
 
 
-def linformer(length: int, dtype: torch.dtype) -> Made:
-    """The attention of a layer from its heads on, whose projections along the sequence have gradients, too."""
+def make_linformer(length: int, dtype: torch.dtype) -> CaseWithInputs:
+    """Return Linformer attention of heads, and inputs: heads and the projections along the sequence."""
     options = {
         "attention.name": "linformer",
         "attention.max_length": length,
         "attention.projected_length": RANK,
     }
-    attn = layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
+    attn = make_layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
     sketches = attn.of_keys.weight, attn.of_values.weight
     return lambda q, k, v, *projections: attn._attend_documents(projections, q, k, v, None), [
-        *heads(length, dtype),
+        *draw_heads(length, dtype),
         *sketches,
     ]
 
 
 class _ByQueries(torch.autograd.Function):
-    """Attention that is not fused, some queries at a time, whose gradients are computed with its output."""
+    """Unfused attention of a block of queries at a time; its gradients are computed with its output."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -79,11 +79,11 @@ class _ByQueries(torch.autograd.Function):
         return ctx.saved_tensors
 
 
-def unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention_reference(q, k, v) if q.shape[2] <= ALL_AT_ONCE else _ByQueries.apply(q, k, v)
 
 
-def transformers_longformer(length: int, dtype: torch.dtype) -> Made:
+def make_transformers_longformer(length: int, dtype: torch.dtype) -> CaseWithInputs:
     from transformers import LongformerConfig
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
@@ -95,10 +95,10 @@ def transformers_longformer(length: int, dtype: torch.dtype) -> Made:
     mask = torch.zeros(1, length, dtype=dtype)
     mask[0, 0] = 1
     at = {"is_index_masked": mask < 0, "is_index_global_attn": mask > 0, "is_global_attn": True}
-    return lambda x, *_: attention(x, attention_mask=mask, **at)[0], _of(attention, length, dtype)
+    return lambda x, *_: attention(x, attention_mask=mask, **at)[0], _draw_inputs(attention, length, dtype)
 
 
-def transformers_bigbird(length: int, dtype: torch.dtype) -> Made:
+def make_transformers_bigbird(length: int, dtype: torch.dtype) -> CaseWithInputs:
     from transformers import BigBirdConfig
     from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
 
@@ -112,45 +112,47 @@ def transformers_bigbird(length: int, dtype: torch.dtype) -> Made:
     )
     return (
         lambda x, *_: attention(x, band, of_queries, of_keys, blocked, blocked)[0],
-        _of(attention, length, dtype),
+        _draw_inputs(attention, length, dtype),
     )
 
 
-def ours(pattern: dict[str, object], length: int, dtype: torch.dtype, name: str = "gqa") -> Made:
-    attention = layer(length, **{"attention.name": name, "attention.pattern": pattern}).to(dtype)
+def make_layer_case(
+    pattern: dict[str, object], length: int, dtype: torch.dtype, name: str = "gqa"
+) -> CaseWithInputs:
+    attention = make_layer(length, **{"attention.name": name, "attention.pattern": pattern}).to(dtype)
     sequence = SequenceMetadata(torch.arange(length)[None])
-    return lambda x, *_: attention(x, sequence), _of(attention, length, dtype)
+    return lambda x, *_: attention(x, sequence), _draw_inputs(attention, length, dtype)
 
 
-def _of(module: nn.Module, length: int, dtype: torch.dtype) -> list[Tensor]:
+def _draw_inputs(module: nn.Module, length: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(1, length, D_MODEL, dtype=dtype).requires_grad_(), *module.parameters()]
 
 
-LAYERS: dict[str, Callable[[int, torch.dtype], Made]] = {
-    "transformers' longformer layer": transformers_longformer,
-    "longformer layer": lambda length, dtype: ours(
+LAYERS: dict[str, Callable[[int, torch.dtype], CaseWithInputs]] = {
+    "transformers' longformer layer": make_transformers_longformer,
+    "longformer layer": lambda length, dtype: make_layer_case(
         {"name": "longformer", "width": 512, "global_tokens": [0]}, length, dtype, "longformer"
     ),
-    "transformers' bigbird layer": transformers_bigbird,
-    "bigbird layer": lambda length, dtype: ours({"name": "bigbird"}, length, dtype),
+    "transformers' bigbird layer": make_transformers_bigbird,
+    "bigbird layer": lambda length, dtype: make_layer_case({"name": "bigbird"}, length, dtype),
 }
-OF_MEMORY = ("linformer 128", *LAYERS)
+MEMORY_CASES = ("linformer 128", *LAYERS)
 
 
-def compared(part: str, length: int, dtype: torch.dtype) -> dict[str, Made]:
-    """linformer: it, and attention to all tokens, fused or not. peers: layers with their projections."""
+def make_compared_cases(part: str, length: int, dtype: torch.dtype) -> dict[str, CaseWithInputs]:
+    """Return the cases of a part. linformer: it and full attention, fused or not; peers: layers with projections."""
     if part == "peers":
         return {name: make(length, dtype) for name, make in LAYERS.items()}
-    tensors = heads(length, dtype)
+    tensors = draw_heads(length, dtype)
     return {
-        "linformer 128": linformer(length, dtype),
-        "unfused": (unfused, tensors),
+        "linformer 128": make_linformer(length, dtype),
+        "unfused": (attend_unfused, tensors),
         "fused": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), tensors),
     }
 
 
-def of_memory(name: str, length: int) -> Made | None:
-    """Linformer or a layer by name; None for a pattern."""
+def make_memory_case(name: str, length: int) -> CaseWithInputs | None:
+    """Return Linformer or a layer by name; None for a pattern."""
     if name == "linformer 128":
-        return linformer(length, torch.float32)
+        return make_linformer(length, torch.float32)
     return LAYERS[name](length, torch.float32) if name in LAYERS else None

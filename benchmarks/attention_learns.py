@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import common
 import torch
-from attention_tasks import LISTOPS, NONE, Batch, Expressions, ListOps, Recall, Text
+from attention_tasks import IGNORED, LISTOPS, Batch, Expressions, ListOps, Recall, Text
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
@@ -32,7 +32,7 @@ from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 
 Models = dict[str, dict[str, Any]]
-Found = dict[str, Any]
+Figures = dict[str, Any]
 SMALL = {
     "d_model": 64, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 128, "norm.name": "rms_norm",
     "init.name": "xavier",
@@ -55,56 +55,59 @@ class Sizes(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Number of the first draw: seeds share none."""
+        """Return the seed of the first row; runs of different seeds share no row."""
         return (self.seed - 1) * 2**20
 
 
 FULL_SIZE = {"listops": Sizes(4096, 120, 60), "recall": Sizes(8192, 240, 64), "text": Sizes(2048, 100, 16)}
 
 
-def patterns(length: int, near: int, positions: str) -> Models:
-    """Models by name. length: the longest row; near: a window; positions: of encoders, and where no others go."""
+def make_models(length: int, near: int, positions: str) -> Models:
+    """Return overrides of each model by name.
+
+    length: tokens of the longest row; near: width of windows; positions: of encoders and of compressed attention.
+    """
     elsewhere = {"position.name": positions}
     if positions == "learned":
         elsewhere["position.max_positions"] = length
     encoder = {"family": "encoder", "lm_head.bias": True, **elsewhere}
 
-    def of(model: dict[str, Any], **pattern: Any) -> dict[str, Any]:
+    def with_pattern(model: dict[str, Any], **pattern: Any) -> dict[str, Any]:
         return {**model, "attention.pattern": pattern}
 
     blocks = {"block_size": max(near // 4, 2), "n_random_blocks": 3}
     window = {"name": "window", "width": near}
     return {
         "full": {},
-        "window": of({}, **window),
+        "window": with_pattern({}, **window),
         "window, then full": {
             "layer_types": ["near", "all"], "layer_type.near.attention.pattern": window, "layer_type.all": {},
         },
-        "dilated": of({}, **window, dilation=8),
-        "chunked": of({}, name="chunked", size=near),
+        "dilated": with_pattern({}, **window, dilation=8),
+        "chunked": with_pattern({}, name="chunked", size=near),
         "chunked, then full": {
             "layer_types": ["near", "all"], "layer_type.near.attention.pattern": {"name": "chunked", "size": near},
             "layer_type.all": {},
         },
-        "strided": of({}, name="strided", stride=near),
-        "fixed": of({}, name="fixed", stride=near, n_summary_tokens=4),
-        "bigbird of a decoder": of({}, name="bigbird", **blocks),
+        "strided": with_pattern({}, name="strided", stride=near),
+        "fixed": with_pattern({}, name="fixed", stride=near, n_summary_tokens=4),
+        "bigbird of a decoder": with_pattern({}, name="bigbird", **blocks),
         "local, then compressed": {
             **elsewhere, "layer_types": ["local", "compressed"],
             "layer_type.local.attention.pattern": {"name": "chunked", "size": near},
             "layer_type.compressed.attention.name": "compressed",
         },
         "full, encoder": encoder,
-        "window, encoder": of(encoder, **window),
-        "bigbird": of(encoder, name="bigbird", **blocks),
-        "longformer": of(encoder, name="longformer", width=near, global_tokens=[0]),
+        "window, encoder": with_pattern(encoder, **window),
+        "bigbird": with_pattern(encoder, name="bigbird", **blocks),
+        "longformer": with_pattern(encoder, name="longformer", width=near, global_tokens=[0]),
         "linformer": {**encoder, "attention.name": "linformer", "attention.max_length": length,
                       "attention.projected_length": max(length // 32, 8), "attention.share": "headwise"},
     }  # fmt: skip
 
 
 def train(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: float = 3e-3) -> nn.Module:
-    """A model after as many steps of AdamW, warmed up over a tenth of them."""
+    """Train a model by AdamW, warmed up over a tenth of the steps."""
     steps = sizes.steps
     network = build(ModelConfig.from_dotted({**SMALL, **model})).train()
     initialise(network, sizes.seed)
@@ -112,7 +115,7 @@ def train(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: f
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     recent: list[float] = []
     for step, batch in enumerate(islice(batches, steps), 1):
-        asked = (batch["targets"] != NONE).sum()
+        asked = (batch["targets"] != IGNORED).sum()
         loss = torch.stack([*network(**batch).losses.values()]).sum() / asked
         optimizer.zero_grad()
         loss.backward()
@@ -125,83 +128,84 @@ def train(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: f
     return network.eval()
 
 
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """[asked, classes] and what is right, [asked]."""
+def compute_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits [questions, classes] at targets that aren't ignored."""
     inputs = {name: values for name, values in batch.items() if name != "targets"}
     with torch.no_grad():
         logits: Tensor = model(**inputs).logits
-    return logits[batch["targets"] != NONE]
+    return logits[batch["targets"] != IGNORED]
 
 
-def share_right(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float | int]:
-    """The share of the questions of some rows that is answered."""
+def measure_accuracy(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float | int]:
+    """Return the share of questions that are answered correctly, and their number."""
     right = asked = 0
     for batch in batches:
-        targets = batch["targets"][batch["targets"] != NONE]
-        right += int((logits_of(model, batch).argmax(-1) == targets).sum())
+        targets = batch["targets"][batch["targets"] != IGNORED]
+        right += int((compute_logits(model, batch).argmax(-1) == targets).sum())
         asked += len(targets)
     return {"right": round(right / asked, 3), "of": asked}
 
 
-def listops(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
-    """Accuracy of each pattern, trained on expressions that grow, and of guesses that look at nothing or at the first
-    operator."""
+def learn_listops(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Figures]]:
+    """Yield the accuracy of each pattern, trained on expressions that grow, and that of guesses without a model."""
     bounds = ((10, 100), (100, 500), (500, 2000)) if sizes.length > 2001 else ((5, 20), (10, 30), (20, 60))
     stages = [
         (ListOps(sizes.length, Expressions(*bound)), part) for bound, part in zip(bounds, GROW, strict=True)
     ]
     task = stages[-1][0]
-    yield "guesses", task.guesses(sizes.judged * 50, 2)
-    for name, model in patterns(sizes.length, max(sizes.length // 32, 8), "learned").items():
+    yield "guesses", task.measure_guesses(sizes.judged * 50, 2)
+    for name, model in make_models(sizes.length, max(sizes.length // 32, 8), "learned").items():
         if only and name not in only:
             continue
         encoder = "family" in model
         start = time.process_time()
         batches = chain.from_iterable(
-            islice(stage.rows(sizes.first + i, encoder=encoder), round(sizes.steps * part))
+            islice(stage.iter_batches(sizes.first + i, encoder=encoder), round(sizes.steps * part))
             for i, (stage, part) in enumerate(stages)
         )
         network = train({**model, "vocab_size": LISTOPS}, batches, sizes)
         spent = time.process_time() - start
         shares = {
-            "{} to {} tokens".format(*bound): share_right(
-                network, islice(stage.rows(9, encoder=encoder), max(sizes.judged // (3 - i) ** 2, 1))
+            "{} to {} tokens".format(*bound): measure_accuracy(
+                network, islice(stage.iter_batches(9, encoder=encoder), max(sizes.judged // (3 - i) ** 2, 1))
             )
             for i, (bound, (stage, _)) in enumerate(zip(bounds, stages, strict=True))
         }
         yield name, {**shares, "seconds": spent}
 
 
-def recall(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Found]]:
-    """Answers in the longest rows by how far back the fact is, trained on rows that double. No model has positions:
-    what a fact says does not depend on its place, and rotations would have to be learnt for each length."""
+def learn_recall(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Figures]]:
+    """Yield each pattern's accuracy in the longest rows by distance, trained on rows that double.
+
+    No model has positions: facts don't depend on them, and rotations would have to be learnt for each length.
+    """
     task, near = Recall(), sizes.length // 16
     lengths = [2**n for n in range(6, 32) if 2**n < sizes.length]
     short, steps_a_length = sizes.steps // 2, sizes.steps // 2 // (len(lengths) + 1)
     course = [lengths[0]] * short + [length for length in lengths[1:] for _ in range(steps_a_length)]
     course += [sizes.length] * (sizes.steps - len(course))
-    for name, model in patterns(sizes.length, near, "none").items():
+    for name, model in make_models(sizes.length, near, "none").items():
         if only and name not in only:
             continue
         start = time.process_time()
         batches = (
-            task.rows(sizes.length // length, length, sizes.first + step)
+            task.draw_batch(sizes.length // length, length, sizes.first + step)
             for step, length in enumerate(course)
         )
         settings = {**model, "vocab_size": task.vocabulary, "position.name": "none"}
         network = train(settings, batches, sizes)
         spent = time.process_time() - start
-        yield name, {**by_distance(network, task, sizes, near), "seconds": spent}
+        yield name, {**measure_by_distance(network, task, sizes, near), "seconds": spent}
 
 
-def by_distance(model: nn.Module, task: Recall, sizes: Sizes, near: int) -> Found:
-    """The share of questions answered by how far back the fact lies, in stretches that begin with a window."""
+def measure_by_distance(model: nn.Module, task: Recall, sizes: Sizes, near: int) -> Figures:
+    """Return the accuracy by the distance from question to fact; the first range is the window."""
     bounds = [0, *(2**n * near for n in range(20) if 2**n * near < sizes.length), sizes.length]
     right, asked = torch.zeros(len(bounds) - 1), torch.zeros(len(bounds) - 1)
     for row in range(sizes.judged):
-        batch = task.rows(1, sizes.length, 2**40 + row)
-        which = torch.bucketize(task.distances(batch), torch.tensor(bounds[1:-1]), right=True)
-        is_right = logits_of(model, batch).argmax(-1) == batch["targets"][batch["targets"] != NONE]
+        batch = task.draw_batch(1, sizes.length, 2**40 + row)
+        which = torch.bucketize(task.find_distances(batch), torch.tensor(bounds[1:-1]), right=True)
+        is_right = compute_logits(model, batch).argmax(-1) == batch["targets"][batch["targets"] != IGNORED]
         right.index_add_(0, which, is_right.float())
         asked.index_add_(0, which, torch.ones(len(which)))
     stretches = {
@@ -211,20 +215,22 @@ def by_distance(model: nn.Module, task: Recall, sizes: Sizes, near: int) -> Foun
     return {**stretches, "all": {"right": round(float(right.sum() / asked.sum()), 3), "of": int(asked.sum())}}
 
 
-def by_position(model: nn.Module, text: Text, rows: int) -> dict[str, float]:
-    """Nats a byte, by how many bytes come before, in stretches that double."""
+def measure_by_position(model: nn.Module, text: Text, rows: int) -> dict[str, float]:
+    """Return the loss in nats a byte by the number of bytes before it, in ranges that double."""
     total = torch.zeros(text.length)
     for row in range(rows):
-        batch = text.rows(1, 2**40 + row, held_out=True)
-        total += nn.functional.cross_entropy(logits_of(model, batch), batch["targets"][0], reduction="none")
+        batch = text.draw_batch(1, 2**40 + row, held_out=True)
+        total += nn.functional.cross_entropy(
+            compute_logits(model, batch), batch["targets"][0], reduction="none"
+        )
     bounds = [0, *(2**n for n in range(6, 20) if 2**n < text.length), text.length]
     return {
         f"{low} to {high}": round(float(total[low:high].mean()) / rows, 4) for low, high in pairwise(bounds)
     }
 
 
-def loss_by_context(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tuple[str, Found]]:
-    """The loss of decoders of four blocks that see all, a window, or a window in three blocks of four."""
+def learn_text(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Yield the loss of decoders of four blocks: full attention, windows, and windows in three blocks of four."""
     text, near = Text(folder, sizes.length), max(sizes.length // 32, 8)
     window = {"name": "window", "width": near}
     models: Models = {
@@ -238,18 +244,22 @@ def loss_by_context(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tup
         if only and name not in only:
             continue
         start = time.process_time()
-        batches = (text.rows(max(8192 // sizes.length, 1), step) for step in count(sizes.first))
+        batches = (text.draw_batch(max(8192 // sizes.length, 1), step) for step in count(sizes.first))
         wider = {"vocab_size": 256, "n_layers": 4, "d_model": 96, "ffn.d_ff": 256}
         network = train({**wider, **model}, batches, sizes)
         spent = time.process_time() - start
         yield (
             name,
-            {"width": near, "nats a byte": by_position(network, text, sizes.judged), "seconds": spent},
+            {
+                "width": near,
+                "nats a byte": measure_by_position(network, text, sizes.judged),
+                "seconds": spent,
+            },
         )
 
 
-def add_to_results(out: Path, task: str, settings: Found, name: str, figures: Found) -> None:
-    """Add what a model has come to, to the results of the day with the same settings."""
+def add_to_results(out: Path, task: str, settings: Figures, name: str, figures: Figures) -> None:
+    """Add a model's figures to the results of the day with the same settings."""
     path = out / f"{settings['date']}-attention-learns-{task}.json"
     previous = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     models = previous["models"] if {**previous, "models": None} == {**settings, "models": None} else {}
@@ -259,22 +269,27 @@ def add_to_results(out: Path, task: str, settings: Found, name: str, figures: Fo
 def main(arguments: list[str] | None = None) -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("task", choices=FULL_SIZE)
-    parser.add_argument("--out", type=common.output_folder)
+    parser.add_argument("--out", type=common.make_output_folder)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--sizes", nargs=3, type=int, metavar=("LENGTH", "STEPS", "JUDGED"))
-    parser.add_argument("--seed", type=int, default=1, help="results of others than 1 are told by it")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="of weights and rows; a seed other than 1 is added to the names in the result",
+    )
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes = (Sizes(*args.sizes) if args.sizes else FULL_SIZE[args.task])._replace(seed=args.seed)
-    tasks: dict[str, Callable[[], Iterator[tuple[str, Found]]]] = {
-        "listops": lambda: listops(args.only, sizes),
-        "recall": lambda: recall(args.only, sizes),
-        "text": lambda: loss_by_context(args.only, sizes, args.folder),
+    tasks: dict[str, Callable[[], Iterator[tuple[str, Figures]]]] = {
+        "listops": lambda: learn_listops(args.only, sizes),
+        "recall": lambda: learn_recall(args.only, sizes),
+        "text": lambda: learn_text(args.only, sizes, args.folder),
     }
     settings = {
         "date": common.today(),
-        "machine": f"{common.cpu_name()}, 1 thread, torch {torch.__version__}",
+        "machine": f"{common.get_cpu_name()}, 1 thread, torch {torch.__version__}",
         "length": sizes.length,
         "steps": sizes.steps,
         "judged": sizes.judged,

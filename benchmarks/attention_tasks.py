@@ -11,7 +11,7 @@ from torch import Tensor
 Batch = dict[str, Tensor]
 """Inputs of a model by name, and its targets: −100 where nothing is asked."""
 
-NONE = -100
+IGNORED = -100
 LISTOPS = 17
 """Tokens: MIN, MAX, MED, SM, the closing bracket, ten digits, a token before the expression and one after it."""
 
@@ -50,10 +50,10 @@ class Expressions:
             for _ in range(random.randint(2, self.arguments))
         ]
         tokens.append(CLOSE)
-        return self._value(operator, sorted(values))
+        return self._evaluate(operator, sorted(values))
 
     @staticmethod
-    def _value(operator: int, values: list[int]) -> int:
+    def _evaluate(operator: int, values: list[int]) -> int:
         middle = (values[len(values) // 2] + values[(len(values) - 1) // 2]) // 2
         return (values[0], values[-1], middle, sum(values) % 10)[operator]
 
@@ -66,13 +66,13 @@ class ListOps:
     length: int
     expressions: Expressions = Expressions()
 
-    def rows(self, seed: int, *, encoder: bool) -> Iterator[Batch]:
-        """Without end; the same for every model."""
+    def iter_batches(self, seed: int, *, encoder: bool) -> Iterator[Batch]:
+        """Yield batches of one row without end, the same for every model."""
         random = Random(seed)
         waiting: tuple[list[int], int] | None = None
         while True:
             tokens = torch.full((1, self.length), AFTER)
-            documents, targets = torch.full_like(tokens, -1), torch.full_like(tokens, NONE)
+            documents, targets = torch.full_like(tokens, -1), torch.full_like(tokens, IGNORED)
             positions, filled, number = torch.arange(self.length)[None].clone(), 0, 0
             while True:
                 text, value = waiting or self.expressions.draw(random)
@@ -87,8 +87,8 @@ class ListOps:
             positions[0, filled:] = torch.arange(self.length - filled) % (self.expressions.shorter_than + 1)
             yield {"tokens": tokens, "documents": documents, "positions": positions, "targets": targets}
 
-    def guesses(self, count: int, seed: int) -> dict[str, float]:
-        """The share of rows that one value answers, and that the best value for each outermost operator answers."""
+    def measure_guesses(self, count: int, seed: int) -> dict[str, float]:
+        """Return the accuracy of guessing one value, and of guessing by the outermost operator."""
         random = Random(seed)
         drawn = [self.expressions.draw(random) for _ in range(count)]
         table = torch.zeros(LISTOPS, 10)
@@ -113,8 +113,8 @@ class Recall:
     def vocabulary(self) -> int:
         return self.facts * self.values + self.facts + self.fillers
 
-    def rows(self, count: int, length: int, seed: int) -> Batch:
-        """Rows of so many tokens."""
+    def draw_batch(self, count: int, length: int, seed: int) -> Batch:
+        """Draw a batch [count, length]."""
         random = torch.Generator().manual_seed(seed)
         keys = torch.stack([torch.randperm(self.facts, generator=random) for _ in range(count)])
         values = torch.randint(self.values, (count, self.facts), generator=random)
@@ -125,12 +125,12 @@ class Recall:
         tokens.scatter_(1, places, keys * self.values + values)
         asked = torch.stack([torch.randperm(self.facts, generator=random) for _ in range(count)])
         tokens[:, -self.facts :] = self.facts * self.values + keys.gather(1, asked)
-        targets = torch.full_like(tokens, NONE)
+        targets = torch.full_like(tokens, IGNORED)
         targets[:, -self.facts :] = values.gather(1, asked)
         return {"tokens": tokens, "targets": targets}
 
-    def distances(self, batch: Batch) -> Tensor:
-        """Tokens from the fact to each question of one row, int64 [facts]."""
+    def find_distances(self, batch: Batch) -> Tensor:
+        """Return the distance in tokens from the fact to each question of a batch's first row, int64 [facts]."""
         row = batch["tokens"][0]
         places = (row < self.facts * self.values).nonzero()[:, 0]
         of_key = torch.empty(self.facts, dtype=torch.int64)
@@ -150,15 +150,15 @@ class Text:
             cut = len(long_enough[0]) * (held_out - 1) // held_out
             long_enough = [long_enough[0][:cut], long_enough[0][cut:]]
         self.length = length
-        self.kept, self.held = (
+        self.training, self.held_out = (
             long_enough[: -max(len(long_enough) // held_out, 1)],
             long_enough[-max(len(long_enough) // held_out, 1) :],
         )
 
-    def rows(self, count: int, seed: int, *, held_out: bool = False) -> Batch:
-        """Pieces of files, each from a place drawn at random."""
+    def draw_batch(self, count: int, seed: int, *, held_out: bool = False) -> Batch:
+        """Draw a batch [count, length] of spans of files, each from a random offset."""
         random = torch.Generator().manual_seed(seed)
-        files = self.held if held_out else self.kept
+        files = self.held_out if held_out else self.training
         sizes = torch.tensor([float(len(file)) for file in files])
         pieces = []
         for which in torch.multinomial(sizes, count, replacement=True, generator=random).tolist():

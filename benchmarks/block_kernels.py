@@ -21,7 +21,7 @@ from unittest.mock import patch
 import common
 import torch
 import triton
-from fusion import WrittenKernel, kernels
+from fusion import WrittenKernel, list_kernels
 from kernels import KernelResources, compile_kernel
 from torch._inductor.runtime import triton_heuristics
 
@@ -30,7 +30,7 @@ from megatfm.config import ModelConfig, load_config
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARPS = 4
 BLOCKS = {"XBLOCK": 256, "YBLOCK": 1, "ZBLOCK": 1}
-REDUCED = {"XBLOCK": 1, "YBLOCK": 1, "R0_BLOCK": 1024, "R1_BLOCK": 1}
+REDUCTION_BLOCKS = {"XBLOCK": 1, "YBLOCK": 1, "R0_BLOCK": 1024, "R1_BLOCK": 1}
 DECORATORS = ("pointwise", "reduction", "persistent_reduction")
 ONE_BLOCK = ["model.n_layers=1", "model.vocab_size=128"]
 PRESETS: dict[str, list[str]] = {
@@ -46,8 +46,8 @@ PRESETS: dict[str, list[str]] = {
 """Preset → what is smaller than in it. A width that is no power of two, and whose quarter fills no vectors."""
 
 
-def config_of(preset: str) -> ModelConfig:
-    """A model of one block."""
+def load_preset(preset: str) -> ModelConfig:
+    """Return the config of a preset with one block."""
     return load_config(preset, [*ONE_BLOCK, *PRESETS[preset]]).model
 
 
@@ -76,16 +76,16 @@ def compile_ahead(written: WrittenKernel) -> KernelResources:
         module = load_module(written, Path(folder))
         kernel, hints = next(value for value in vars(module).values() if isinstance(value, tuple))
         meta = hints["triton_meta"]
-        blocks = REDUCED if "r0_" in hints["size_hints"] else BLOCKS
+        blocks = REDUCTION_BLOCKS if "r0_" in hints["size_hints"] else BLOCKS
         signature: dict[str, str] = meta["signature"]
         fixed = {name: blocks[name] for name, kind in signature.items() if kind == "constexpr"}
         return compile_kernel(kernel, signature, fixed | meta["constants"], WARPS)
 
 
-def kernels_of_preset(preset: str, dtype: str) -> Iterator[tuple[str, WrittenKernel, KernelResources]]:
-    """Forward or backward, a kernel, and what it takes; a kernel that runs twice once."""
+def compile_preset(preset: str, dtype: str) -> Iterator[tuple[str, WrittenKernel, KernelResources]]:
+    """Yield "forward" or "backward", each kernel once, and its resources."""
     for way, written_kernels in zip(
-        ("forward", "backward"), kernels(config_of(preset), DTYPES[dtype]), strict=True
+        ("forward", "backward"), list_kernels(load_preset(preset), DTYPES[dtype]), strict=True
     ):
         for written in dict.fromkeys(written_kernels):
             yield way, written, compile_ahead(written)
@@ -96,10 +96,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = common.make_parser(__doc__)
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=PRESETS)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-block-kernels.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-block-kernels.md")
     args = parser.parse_args(arguments)
     page = common.Page(
-        common.dated(args.out, "block-kernels.md"),
+        common.make_dated_path(args.out, "block-kernels.md"),
         f"# Kernels of compiled blocks on sm_90, {common.today()}",
         "",
         f"torch {torch.__version__}, Triton {triton.__version__}, without a GPU: compiled, not run. `python "
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     for preset in args.presets:
         for dtype in args.dtypes:
-            kernels_used = list(kernels_of_preset(preset, dtype))
+            kernels_used = list(compile_preset(preset, dtype))
             for way in ("forward", "backward"):
                 uses = [use for at, _, use in kernels_used if at == way]
                 registers, spilled = max(use.registers for use in uses), sum(use.spilled for use in uses)

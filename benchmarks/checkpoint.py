@@ -34,7 +34,7 @@ BLOCK = 8 * 2**20
 PRODUCTS = 40
 RESULT = Path(__file__).parent / "results" / f"{common.today()}-checkpoint.json"
 Read = tuple[str, Callable[[], object], bool]
-"""Name, what is timed, and whether all ranks do it."""
+"""Name, function that is timed, and whether all ranks call it."""
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument(
-        "--out", type=common.output_file, default=RESULT, help="where to write the result as JSON"
+        "--out", type=common.make_output_file, default=RESULT, help="where to write the result as JSON"
     )
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
@@ -59,7 +59,7 @@ def main() -> None:
         shutil.rmtree(args.folder)
     facts = {
         "date": common.today(),
-        "machine": common.system(),
+        "machine": common.describe_system(),
         "torch": torch.__version__,
         "gigabytes": args.gigabytes,
         "rounds": args.rounds,
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def report(rounds: list[dict[str, float]], world: int) -> dict[str, Any]:
-    """Medians over the rounds, of seconds and of the ratios that are asked for."""
+    """Print and return the medians over rounds of seconds and ratios."""
     seconds = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
 
     def ratio(value: Callable[[dict[str, float]], float]) -> float:
@@ -92,11 +92,11 @@ def report(rounds: list[dict[str, float]], world: int) -> dict[str, Any]:
 
 
 def measure(rank: int, world: int, folder: Path, size: int, rounds: int, answers: Any) -> None:
-    """One rank of one number of ranks."""
+    """Run all rounds on one rank; rank 0 puts the seconds into `answers`."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store-{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    bench, target = Bench(rank, folder, state(rank, world, size)), folder / f"on-{world}"
+    bench, target = Bench(rank, folder, make_state(rank, world, size)), folder / f"on-{world}"
     rounds_measured = []
     with (
         checkpoint.Saver(target, keep=1) as background,
@@ -105,7 +105,7 @@ def measure(rank: int, world: int, folder: Path, size: int, rounds: int, answers
         background.save(0, bench.tensors, {})  # takes the memory
         background.wait_for_save()
         for number in range(rounds):
-            rounds_measured.append(bench.round(number, background, plain))
+            rounds_measured.append(bench.run_round(number, background, plain))
     if rank == 0:
         answers.put(rounds_measured)
     dist.barrier()
@@ -114,39 +114,41 @@ def measure(rank: int, world: int, folder: Path, size: int, rounds: int, answers
 
 @dataclass
 class Bench:
-    """One rank's part of a round, in which it takes each measure once."""
+    """Measurements of one rank. seconds: by measure, of the current round."""
 
     rank: int
     folder: Path
     tensors: dict[str, checkpoint.ShardedTensor | torch.Tensor]
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def round(self, number: int, background: checkpoint.Saver, plain: checkpoint.Saver) -> dict[str, float]:
-        """Seconds by measure; every other round backwards."""
+    def run_round(
+        self, number: int, background: checkpoint.Saver, plain: checkpoint.Saver
+    ) -> dict[str, float]:
+        """Take each measure once, in reverse order every other round; return seconds by measure."""
         self.seconds = {}
         writes = (
-            self.dd_writes,
-            lambda: self.dd_writes("oflag=direct"),
-            lambda: self.timed("save", lambda: plain.save(2 * number + 1, self.tensors, {})),
+            self.write_with_dd,
+            lambda: self.write_with_dd("oflag=direct"),
+            lambda: self.time_work("save", lambda: plain.save(2 * number + 1, self.tensors, {})),
         )
-        for write in common.alternate(writes, number):
+        for write in common.alternate_order(writes, number):
             write()
-        self.timed("step", step)
+        self.time_work("step", multiply_matrices)
         newest = self.step_that_saves(2 * number + 2, background)
         reads: tuple[Read, ...] = (
-            ("dd read", lambda: self.dd_reads(newest), False),
-            ("dd read, direct", lambda: self.dd_reads(newest, "iflag=direct"), False),
+            ("dd read", lambda: self.read_with_dd(newest), False),
+            ("dd read, direct", lambda: self.read_with_dd(newest, "iflag=direct"), False),
             ("load", lambda: checkpoint.load(newest, self.tensors), True),
         )
-        for name, read, by_all in common.alternate(reads, number):
+        for name, read, by_all in common.alternate_order(reads, number):
             if self.rank == 0:
                 for path in newest.iterdir():
                     file_io.drop_page_cache(path)
-            self.timed(name, read, by_all)
+            self.time_work(name, read, by_all)
         return self.seconds
 
-    def timed(self, name: str, work: Callable[[], object], by_all: bool = True) -> None:
-        """From when all ranks are there until all are done. by_all: else by rank 0 alone."""
+    def time_work(self, name: str, work: Callable[[], object], by_all: bool = True) -> None:
+        """Record the seconds of a call between barriers. by_all: on all ranks, else on rank 0 alone."""
         dist.barrier()
         start = time.perf_counter()
         if by_all or self.rank == 0:
@@ -155,7 +157,7 @@ class Bench:
         self.seconds[name] = time.perf_counter() - start
 
     def step_that_saves(self, number: int, saver: checkpoint.Saver) -> Path:
-        """A step beside which a save begins; returns the checkpoint, once it is there."""
+        """Take a step beside which a save begins; return the checkpoint, once it is complete."""
         blocked = 0.0
 
         def both() -> None:
@@ -163,13 +165,13 @@ class Bench:
             start = time.perf_counter()
             saver.save(number, self.tensors, {}, wait_for_staging=False)
             blocked = time.perf_counter() - start
-            step()
+            multiply_matrices()
             start = time.perf_counter()
             saver.wait_for_staging()
             blocked += time.perf_counter() - start
 
         start = time.perf_counter()
-        self.timed("step that saves", both)
+        self.time_work("step that saves", both)
         self.seconds["blocked"] = blocked
         path = saver.wait_for_save()
         dist.barrier()
@@ -177,36 +179,36 @@ class Bench:
         assert path is not None
         return path
 
-    def dd_writes(self, *words: str) -> None:
+    def write_with_dd(self, *words: str) -> None:
         size = sum(
             checkpoint.ShardedTensor.from_tensor(tensor).tensor.nbytes for tensor in self.tensors.values()
         )
         file, size = self.folder / "dd", size * dist.get_world_size()
         name = "dd write, direct" if words else "dd write"
-        self.timed(name, lambda: dd("/dev/zero", file, size, "conv=fsync", *words), by_all=False)
+        self.time_work(name, lambda: run_dd("/dev/zero", file, size, "conv=fsync", *words), by_all=False)
         if self.rank == 0:
             file.unlink()
 
-    def dd_reads(self, checkpoint: Path, *words: str) -> None:
+    def read_with_dd(self, checkpoint: Path, *words: str) -> None:
         for path in sorted(checkpoint.glob("*.safetensors")):
-            dd(path, Path("/dev/null"), path.stat().st_size, *words)
+            run_dd(path, Path("/dev/null"), path.stat().st_size, *words)
 
 
-def step() -> None:
+def multiply_matrices() -> None:
     """Multiply matrices, as a training step does meanwhile."""
     values = torch.ones(1024, 1024)
     for _ in range(PRODUCTS):
         values @ values
 
 
-def dd(source: str | Path, target: Path, size: int, *words: str) -> None:
+def run_dd(source: str | Path, target: Path, size: int, *words: str) -> None:
     count = f"count={-(-size // BLOCK)}"
     command = ["dd", f"if={source}", f"of={target}", f"bs={BLOCK}", count, "status=none", *words]
     subprocess.run(command, check=True)
 
 
-def state(rank: int, world: int, size: int) -> dict[str, checkpoint.ShardedTensor | torch.Tensor]:
-    """Weights and two moments of a model of matrices of 4,096 columns, cut by rows."""
+def make_state(rank: int, world: int, size: int) -> dict[str, checkpoint.ShardedTensor | torch.Tensor]:
+    """Return weights and two moments of matrices of 4,096 columns, sharded by rows."""
     columns, layers = 4096, 16
     rows = max(1, size // (4 * columns * layers * 3 * world))
     draw = torch.Generator().manual_seed(rank)

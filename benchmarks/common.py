@@ -1,7 +1,8 @@
 """Arguments, results, machine facts and turns, shared by the scripts of this folder; needs Python alone.
 
-What is timed takes turns, round by round: other work on the machine meets all sides alike, so the ratios within a round
-mean something where the seconds do not."""
+Sides take turns, round by round: other work on the machine disturbs all alike, so ratios within a round are reliable
+where seconds are not.
+"""
 
 import argparse
 import json
@@ -9,6 +10,8 @@ import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
@@ -16,33 +19,33 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-"""The CPU's is over all threads, and says more on a machine that others use."""
+"""The CPU clock counts all threads, and is disturbed less by other work on the machine."""
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
-"""Instructions by which products are made, the best first."""
+"""Instructions for matmuls, the best first."""
 
 Item = TypeVar("Item")
 Step = Callable[[], object]
 Side = Callable[[], dict[str, float]]
-"""Takes a step, and gives its seconds by each of the clocks."""
+"""A function that takes a step and returns its seconds by clock."""
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is a script's docstring, line by line."""
+    """Return a parser whose help is a script's docstring, line by line."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
-def output_folder(path: str) -> Path:
-    """A folder, made when the command is read: an hour's figures are not lost for want of one. A type for argparse."""
+def make_output_folder(path: str) -> Path:
+    """Make a folder when the command line is parsed, before anything is measured. A type for argparse."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def output_file(path: str) -> Path:
-    """A path whose folder is made when the command is read. A type for argparse."""
-    output_folder(str(Path(path).parent))
+def make_output_file(path: str) -> Path:
+    """Return a path after its folder is made. A type for argparse."""
+    make_output_folder(str(Path(path).parent))
     return Path(path)
 
 
@@ -50,20 +53,29 @@ def today() -> str:
     return date.today().isoformat()
 
 
-def dated(folder: Path | None, name: str) -> Path | None:
-    """The path of a result of today: FOLDER/DATE-NAME; None where no folder is given."""
+def make_dated_path(folder: Path | None, name: str) -> Path | None:
+    """Return FOLDER/DATE-NAME, the path of a result of today; None without a folder."""
     return folder and folder / f"{today()}-{name}"
 
 
 def write_text(path: Path | None, text: str) -> None:
-    """Write a result, where a path is given."""
+    """Write a result; nothing without a path."""
     if path:
         path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
 def write_json(path: Path | None, value: object, indent: int = 1) -> None:
-    """Write a result, where a path is given."""
+    """Write a result; nothing without a path."""
     write_text(path, json.dumps(value, indent=indent))
+
+
+def run_megatfm(*words: str) -> None:
+    """Run a command of megatfm on one thread; its output is shown only where it fails. Raises SystemExit."""
+    command = [sys.executable, "-m", "megatfm", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{finished.stdout[-2000:]}{finished.stderr[-4000:]}")
 
 
 class Page:
@@ -80,8 +92,8 @@ class Page:
         write_text(self.path, "\n".join(self.lines))
 
 
-def cpu_name(*, instructions: bool = False) -> str:
-    """Its name, where Linux says it, else its architecture; with the best instructions for products that it has."""
+def get_cpu_name(*, instructions: bool = False) -> str:
+    """Return the CPU's name, or its architecture if Linux names none. instructions: add the best one for matmuls."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     facts = dict(reversed([[word.strip() for word in line.split(":", 1)] for line in lines if ":" in line]))
@@ -91,55 +103,54 @@ def cpu_name(*, instructions: bool = False) -> str:
     return name + best * instructions
 
 
-def system() -> str:
-    """The operating system, and how many cores it has."""
+def describe_system() -> str:
+    """Return the operating system and the number of cores."""
     return f"{platform.platform()}, {os.cpu_count()} cores"
 
 
-def device_name(device: str) -> str:
-    """The name of the GPU that torch uses; "a CPU" elsewhere."""
+def get_device_name(device: str) -> str:
+    """Return the name of the GPU that torch uses; "a CPU" elsewhere."""
     import torch
 
     return torch.cuda.get_device_name() if device == "cuda" else "a CPU"
 
 
 def read_memory(key: str, file: str = "status") -> int:
-    """Bytes of this process by Linux' account: VmRSS now, VmHWM at most; Pss of smaps_rollup: a page that n processes
-    map counts as its n-th part."""
+    """Return a figure of /proc/self in bytes: VmRSS (resident), VmHWM (its peak), or Pss of `smaps_rollup`."""
     lines = Path("/proc/self", file).read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def reset_peak_memory() -> None:
-    """Let VmHWM begin at what is held now."""
+    """Reset VmHWM to the present resident memory."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def alternate(items: Iterable[Item], number: int) -> list[Item]:
-    """The order of a round: every other one is backwards."""
+def alternate_order(items: Iterable[Item], number: int) -> list[Item]:
+    """Return the items in order, reversed every other round."""
     return list(items)[:: 1 if number % 2 else -1]
 
 
-def shuffle(items: Iterable[Item], number: int) -> list[Item]:
-    """The order of a round, drawn by its number."""
+def shuffle_order(items: Iterable[Item], number: int) -> list[Item]:
+    """Return the items in an order that is drawn by the round's number."""
     ordered = list(items)
     return random.Random(number).sample(ordered, len(ordered))
 
 
-def seconds(run: Step, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds that a call takes."""
+def time_call(run: Step, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds that a call takes."""
     start = clock()
     run()
     return clock() - start
 
 
-def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the ratios within rounds."""
+def compute_median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """Return the median of the ratios within rounds."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
-def timed(step: Step) -> Side:
-    """A step in this process."""
+def make_side(step: Step) -> Side:
+    """Return a side that takes its steps in this process."""
 
     def side() -> dict[str, float]:
         start = {name: clock() for name, clock in CLOCKS.items()}
@@ -150,20 +161,20 @@ def timed(step: Step) -> Side:
 
 
 def compare(actual: Side, expected: Side, rounds: int) -> dict[str, list[float]]:
-    """Their seconds over ours by each clock, round by round, after two steps to warm up; who goes first alternates."""
+    """Return expected / actual seconds by clock and round, after two steps to warm up; who goes first alternates."""
     sides = {"ours": actual, "theirs": expected}
     for side in sides.values():
         side(), side()
     ratios: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
     for number in range(rounds):
-        elapsed = {name: sides[name]() for name in alternate(sides, number)}
+        elapsed = {name: sides[name]() for name in alternate_order(sides, number)}
         for clock, values in ratios.items():
             values.append(elapsed["theirs"][clock] / elapsed["ours"][clock])
     return ratios
 
 
 def summarize(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median, the lowest and the highest by each clock."""
+    """Return the median, the lowest and the highest by clock."""
     return {
         f"{clock}{suffix}": choose(values)
         for clock, values in ratios.items()
@@ -171,14 +182,54 @@ def summarize(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
     }
 
 
-def inline_toml(value: object) -> str:
-    """A value as a config's inline TOML."""
+class SideProcess:
+    """A side in a process of its own, which takes a step for each line it is sent, and answers with its seconds.
+
+    The process runs the script with `--job` and the job in JSON. first: wall seconds of its first step.
+    """
+
+    def __init__(self, script: str, job: Mapping[str, object]) -> None:
+        command = [sys.executable, script, "--job", json.dumps(job)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.first = self()["wall"]
+
+    def __call__(self) -> dict[str, float]:
+        assert self._process.stdin
+        assert self._process.stdout
+        print(file=self._process.stdin, flush=True)
+        seconds: dict[str, float] = json.loads(self._process.stdout.readline())
+        return seconds
+
+    def close(self) -> None:
+        """End the process, and wait for it."""
+        self._process.communicate()
+
+
+def compare_processes(
+    script: str, ours: Mapping[str, object], theirs: Mapping[str, object], pairs: int, rounds: int
+) -> tuple[dict[str, float], tuple[float, float]]:
+    """Compare two jobs of a script in several pairs of processes, since two processes of the same code differ.
+
+    Returns the summary of the ratios of all rounds, and the seconds of the last pair's first steps: theirs, ours.
+    """
+    ratios: dict[str, list[float]] = {}
+    for _ in range(pairs):
+        sides = SideProcess(script, ours), SideProcess(script, theirs)
+        for clock, values in compare(*sides, rounds).items():
+            ratios.setdefault(clock, []).extend(values)
+        for side in sides:
+            side.close()
+    return summarize(ratios), (sides[1].first, sides[0].first)
+
+
+def format_toml(value: object) -> str:
+    """Format a value as inline TOML."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {inline_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {format_toml(item)}" for key, item in value.items()) + "}"
     return json.dumps(value)
 
 
-def moe_section(
+def make_moe_section(
     d_ff: int,
     router: Mapping[str, object],
     *,
@@ -187,6 +238,6 @@ def moe_section(
     n_shared_experts: int = 0,
     **more: Any,
 ) -> dict[str, object]:
-    """Settings of experts with as many active weights as a dense network of d_ff; shared ones count as active."""
+    """Return a config of experts with as many active weights as a dense network of `d_ff`, shared ones included."""
     sizes = {"d_ff": d_ff // (top_k + n_shared_experts), "n_experts": experts, "top_k": top_k}
     return {"name": "moe", **sizes, "n_shared_experts": n_shared_experts, **more, "router": router}

@@ -2,9 +2,9 @@
 
     python benchmarks/context_traffic.py [--rows 8192 32768 131072] [--ranks 2 4 8 16] [--draws 8]
 
-Rows are filled with documents of exponentially distributed lengths. Of causal attention in folded rows, one row a
-micro-batch: what the rank that gets most, gets in both passes of a layer, around a ring as before and as it is chosen
-now, and the exchanges that it takes part in. A token's keys and values are 8 heads of 128 each, in bfloat16; a ring
+Rows are filled with documents of exponentially distributed lengths. Causal attention, zigzag shards, one row a
+micro-batch. The figures are those of the rank that receives most, in both passes of a layer: bytes with a ring, bytes
+with the method that is chosen, and exchanges. A token's keys and values are 8 heads of 128 each, in bfloat16; a ring
 sends their gradients in float32.
 """
 
@@ -50,8 +50,8 @@ class Traffic:
     plan_ms: float
 
 
-def row_of(length: int, mean: int, random: np.random.Generator) -> SequenceMetadata:
-    """One row of documents; the last is cut at its end."""
+def draw_row(length: int, mean: int, random: np.random.Generator) -> SequenceMetadata:
+    """Draw a row of documents; the last is cut at the row's end."""
     documents = torch.zeros(1, length, dtype=torch.int64)
     if mean != ROW_LENGTH:
         ends = np.cumsum(np.maximum(1, random.exponential(mean, 8 * length // mean + 64)).astype(np.int64))
@@ -60,7 +60,7 @@ def row_of(length: int, mean: int, random: np.random.Generator) -> SequenceMetad
 
 
 def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
-    """Around a ring, and as it is chosen."""
+    """Count the traffic of a ring, and of the method that context parallelism chooses."""
     length, dealt = row.length, token_indices(row.length, ranks, is_zigzag=True)
     start = time.perf_counter()
     needs = [reachable_keys(PATTERN, row, at) for at in dealt]
@@ -76,8 +76,8 @@ def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
     return Traffic(ring, now, fetched, exchanges, plan_ms)
 
 
-def lines(rows: list[int], ranks: list[int], draws: int) -> Iterator[str]:
-    """A table in Markdown: medians over draws."""
+def format_table(rows: list[int], ranks: list[int], draws: int) -> Iterator[str]:
+    """Yield the lines of a table: medians over draws."""
     yield "| row | cp | mean document | needed, MB | ring, MB | now, MB | ring ÷ now | exchanges | fetched | plan, ms |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for length in rows:
@@ -86,7 +86,7 @@ def lines(rows: list[int], ranks: list[int], draws: int) -> Iterator[str]:
                 if mean >= length:
                     continue
                 random = np.random.default_rng(length + size)
-                traffic = [count_traffic(row_of(length, mean, random), size) for _ in range(draws)]
+                traffic = [count_traffic(draw_row(length, mean, random), size) for _ in range(draws)]
                 ring, now, needed, plan = (
                     statistics.median(getattr(x, name) for x in traffic)
                     for name in ("ring", "now", "needed", "plan_ms")
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--draws", type=int, default=8)
     args = parser.parse_args()
-    for line in lines(args.rows, args.ranks, args.draws):
+    for line in format_table(args.rows, args.ranks, args.draws):
         print(line, flush=True)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/control_plane.py --ranks 64 256 1024 --out benchmarks/results
 
-Of the monitor: rank 0's thread with a connection for each rank, and with one for each node of 8 ranks, through which a
-relay speaks for them. Of the start: ranks that meet in a store, and then name one that never came. Seconds of CPU of
-the thread or process that is asked, unless "wall" is in the name; it shares the machine with the clients.
+The monitor: rank 0's thread with a connection for each rank, and with one for each node of 8 ranks, whose relay sends
+for them. The start: ranks that meet in a store, and ranks that wait for a missing one. Seconds are CPU seconds of the
+server's thread or process, unless "wall" is in the name; clients run on the same machine.
 """
 
 import json
@@ -33,7 +33,7 @@ from megatfm.train.rank_monitor_server import RankMonitorServer
 
 PER_NODE = 8
 ROUNDS = 5
-SIGN = Heartbeat(
+HEARTBEAT = Heartbeat(
     1, "step", 1, 0.01, True, "megatfm/engines/native/engine.py:141, in forward_backward"
 ).__dict__
 
@@ -41,7 +41,7 @@ SIGN = Heartbeat(
 def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
-    parser.add_argument("--out", type=common.output_folder)
+    parser.add_argument("--out", type=common.make_output_folder)
     args = parser.parse_args()
     raise_descriptor_limit(4 * max(args.ranks))
     threading.stack_size(256 * 1024)
@@ -61,8 +61,8 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-    result = {"system": common.system(), "cpu": common.cpu_name(), "rows": rows}
-    common.write_json(common.dated(args.out, "control-plane.json"), result)
+    result = {"system": common.describe_system(), "cpu": common.get_cpu_name(), "rows": rows}
+    common.write_json(common.make_dated_path(args.out, "control-plane.json"), result)
 
 
 def measure_monitor(ranks: int, relays: Sequence[int]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def measure_monitor(ranks: int, relays: Sequence[int]) -> dict[str, Any]:
     server.start()
     clock = time.pthread_getcpuclockid(server.ident or 0)
     start = time.perf_counter()
-    lines = {relay: dial(listener, relay) for relay in dict.fromkeys(relays)}
+    lines = {relay: connect(listener, relay) for relay in dict.fromkeys(relays)}
     while server._n_identified < len(lines):
         time.sleep(0.01)
     connect_wall = time.perf_counter() - start
@@ -82,7 +82,7 @@ def measure_monitor(ranks: int, relays: Sequence[int]) -> dict[str, Any]:
         members.setdefault(relay, []).append(rank)
     before = time.clock_gettime(clock)
     for number in range(ROUNDS):
-        sign = {"heartbeat": {**SIGN, "ticks": number + 1}}
+        sign = {"heartbeat": {**HEARTBEAT, "ticks": number + 1}}
         for relay, line in lines.items():
             line.send(
                 {"relayed": [(rank, sign) for rank in members[relay]]} if len(members[relay]) > 1 else sign
@@ -114,7 +114,7 @@ def measure_monitor(ranks: int, relays: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def dial(listener: socket.socket, rank: int) -> JsonConnection:
+def connect(listener: socket.socket, rank: int) -> JsonConnection:
     line = JsonConnection(socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=60))
     line.send({"rank": rank, "token": "token"})
     return line
@@ -136,7 +136,7 @@ def wait_for_bye(lines: Sequence[JsonConnection]) -> None:
 
 
 def measure_diagnosis(ranks: int) -> dict[str, Any]:
-    """A look at healthy ranks, and what is said where all but rank 0 are silent."""
+    """Measure a diagnosis of healthy ranks, and one where all but rank 0 are silent."""
     hosts = [f"n{rank // PER_NODE:05d}" for rank in range(ranks)]
     detector = HangDetector(hosts, 30.0, 3.0, 0.0)
     for rank in range(ranks):
@@ -157,10 +157,10 @@ def measure_diagnosis(ranks: int) -> dict[str, Any]:
 
 
 def measure_start(ranks: int) -> dict[str, Any]:
-    """Ranks that meet; then all but the last, which is named."""
-    meet_cpu, errors = meet(ranks, range(ranks), 60.0)
+    """Measure a start of all ranks, and one at which the last rank is missing."""
+    meet_cpu, errors = time_meeting(ranks, range(ranks), 60.0)
     assert not errors, errors[:1]
-    _, errors = meet(ranks, range(ranks - 1), 5.0)
+    _, errors = time_meeting(ranks, range(ranks - 1), 5.0)
     return {
         "meet_cpu_s": round(meet_cpu, 3),
         "name_the_missing": sorted(set(errors)),
@@ -168,7 +168,7 @@ def measure_start(ranks: int) -> dict[str, Any]:
     }
 
 
-def meet(world_size: int, present: Sequence[int], seconds: float) -> tuple[float, list[str]]:
+def time_meeting(world_size: int, present: Sequence[int], seconds: float) -> tuple[float, list[str]]:
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     errors: list[str] = []
 

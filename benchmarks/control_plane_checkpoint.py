@@ -29,7 +29,7 @@ from megatfm.train.build import build_model
 
 T = TypeVar("T")
 Shapes = dict[str, tuple[tuple[int, ...], int | None]]
-"""Name → global shape, and the dim that tensor parallelism cuts."""
+"""Name → global shape, and the dim that tensor parallelism shards."""
 TP = 8
 
 
@@ -38,19 +38,24 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
     parser.add_argument("--replicas", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--out", type=common.output_folder)
+    parser.add_argument("--out", type=common.make_output_folder)
     args = parser.parse_args()
-    shapes = shapes_of_model(args.layers)
+    shapes = load_shapes(args.layers)
     rows = []
     for replicas in args.replicas:
         for ranks in args.ranks:
             rows.append(measure(shapes, ranks, replicas))
             print(json.dumps(rows[-1]), flush=True)
-    result = {"system": common.system(), "cpu": common.cpu_name(), "layers": args.layers, "rows": rows}
-    common.write_json(common.dated(args.out, "control-plane-checkpoint.json"), result)
+    result = {
+        "system": common.describe_system(),
+        "cpu": common.get_cpu_name(),
+        "layers": args.layers,
+        "rows": rows,
+    }
+    common.write_json(common.make_dated_path(args.out, "control-plane-checkpoint.json"), result)
 
 
-def shapes_of_model(layers: int) -> Shapes:
+def load_shapes(layers: int) -> Shapes:
     config = load_config("llama3-70b", [f"model.n_layers={layers}"])
     with torch.device("meta"):
         model = build_model(config)
@@ -61,8 +66,8 @@ def shapes_of_model(layers: int) -> Shapes:
     }
 
 
-def shards_of_rank(shapes: Shapes, rank: int, tp: int, shards: int) -> Iterator[tuple[str, ShardedTensor]]:
-    """Weights, moments and step counts of a rank; ranks `tp · shards` apart are replicas."""
+def iter_shards(shapes: Shapes, rank: int, tp: int, shards: int) -> Iterator[tuple[str, ShardedTensor]]:
+    """Yield weights, moments and step counts of a rank; ranks `tp · shards` apart are replicas."""
     zero = torch.zeros(())
     part, shard = rank % tp, rank // tp % shards
     for name, (shape, dim) in shapes.items():
@@ -83,7 +88,7 @@ def shards_of_rank(shapes: Shapes, rank: int, tp: int, shards: int) -> Iterator[
         yield f"rng.{rank}.{kind}", ShardedTensor.from_tensor(zero.expand(size))
 
 
-def seconds(work: Callable[[], T]) -> tuple[float, T]:
+def time_work(work: Callable[[], T]) -> tuple[float, T]:
     start = time.process_time()
     result = work()
     return round(time.process_time() - start, 3), result
@@ -91,30 +96,30 @@ def seconds(work: Callable[[], T]) -> tuple[float, T]:
 
 def measure(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
     shards = ranks // TP // replicas
-    describe_s, (groups, cuts) = seconds(lambda: group_shards(dict(shards_of_rank(shapes, 0, TP, shards))))
+    describe_s, (groups, cuts) = time_work(lambda: group_shards(dict(iter_shards(shapes, 0, TP, shards))))
     gathered = len(
         pickle.dumps([(digest(group), its_cuts) for group, its_cuts in zip(groups, cuts, strict=True)])
     )
     by_digest: dict[bytes, Any] = {}
     described = []
     for rank in range(ranks):
-        groups, cuts = group_shards(dict(shards_of_rank(shapes, rank, TP, shards)))
+        groups, cuts = group_shards(dict(iter_shards(shapes, rank, TP, shards)))
         shared = [by_digest.setdefault(digest(group), group) for group in groups]
         described.append(list(zip(shared, cuts, strict=True)))
     names = len(pickle.dumps(list(by_digest.values())))
-    merge_s, plan = seconds(lambda: merge_plans(described))
+    merge_s, plan = time_work(lambda: merge_plans(described))
     message = pickle.dumps(plan)
-    receive_s, plan = seconds(lambda: pickle.loads(message))
-    items_s, _ = seconds(lambda: WritePlan(plan, ranks - 1).items)
+    receive_s, plan = time_work(lambda: pickle.loads(message))
+    items_s, _ = time_work(lambda: WritePlan(plan, ranks - 1).items)
     results = [write_result(plan, rank) for rank in range(ranks)]
     loads = [sum(item.nbytes for item in WritePlan(plan, rank).items) for rank in range(0, ranks, 7)]
     reported = len(pickle.dumps((results[-1], None)))
     state: dict[str, Any] = {"step": 1}
-    build_s, content = seconds(lambda: writer.build_metadata(1, state, plan, results))
-    encode_s, raw = seconds(lambda: encode_metadata(content))
-    parse_s, content = seconds(lambda: parse_metadata(Path("step-00000001"), raw))
-    elsewhere = dict(shards_of_rank(shapes, ranks // 3, TP // 2, ranks // 4 // replicas))
-    reader_s, reader = seconds(lambda: Reader(Path("step-00000001"), content, elsewhere))
+    build_s, content = time_work(lambda: writer.build_metadata(1, state, plan, results))
+    encode_s, raw = time_work(lambda: encode_metadata(content))
+    parse_s, content = time_work(lambda: parse_metadata(Path("step-00000001"), raw))
+    elsewhere = dict(iter_shards(shapes, ranks // 3, TP // 2, ranks // 4 // replicas))
+    reader_s, reader = time_work(lambda: Reader(Path("step-00000001"), content, elsewhere))
     return {
         "ranks": ranks,
         "replicas": replicas,

@@ -34,7 +34,7 @@ SHARD_DOCUMENTS = 250_000
 PER_FRAME = 250
 
 
-class Sequences:
+class ObjectiveStub:
     """An objective of one more token than a piece has: cut at row ends, or whole in rows of `max_tokens` + 1."""
 
     field_prefixes = ("",)
@@ -52,7 +52,7 @@ class Sequences:
         raise NotImplementedError
 
 
-def write(folder: Path, documents: int) -> None:
+def write_corpus(folder: Path, documents: int) -> None:
     """Write a corpus of about so many documents, of 500 tokens on average."""
     random = np.random.default_rng(0)
     tokens = np.minimum(random.lognormal(5.6, 1.1, SHARD_DOCUMENTS).astype(np.int64) + 1, 100_000)
@@ -86,49 +86,49 @@ def write(folder: Path, documents: int) -> None:
     Manifest(token_dtype="uint16", tokenizer_hash="t", shards=tuple(shards), provenance={}).save(folder)
 
 
-def peak() -> int:
+def read_peak_memory() -> int:
     """Return the most memory that this process has had, in bytes."""
     return common.read_memory("VmHWM")
 
 
 def measure(folder: Path) -> None:
     """Open and plan, and print a row of the table."""
-    before, start = peak(), time.perf_counter()
+    before, start = read_peak_memory(), time.perf_counter()
     corpus = Corpus.open(folder)
     cells = [
         f"{corpus.n_samples:,}",
-        f"{(peak() - before) / 1e6:,.0f} MB",
+        f"{(read_peak_memory() - before) / 1e6:,.0f} MB",
         f"{time.perf_counter() - start:.1f} s",
     ]
     for max_tokens in (None, 2047):
         start = time.perf_counter()
-        build_packing_plan(corpus, Sequences(max_tokens), [2048], 0)
-        cells += [f"{(peak() - before) / 1e6:,.0f} MB", f"{time.perf_counter() - start:.1f} s"]
+        build_packing_plan(corpus, ObjectiveStub(max_tokens), [2048], 0)
+        cells += [f"{(read_peak_memory() - before) / 1e6:,.0f} MB", f"{time.perf_counter() - start:.1f} s"]
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def held_bytes() -> int:
+def read_held_memory() -> int:
     """Return the memory of this process, in bytes; of pages that n processes map, the n-th part."""
     return common.read_memory("Pss", "smaps_rollup")
 
 
-def be_a_rank(rank: int, folder: Path, cache: Path | None, lookups: int, barrier: Any, answers: Any) -> None:
+def run_rank(rank: int, folder: Path, cache: Path | None, lookups: int, barrier: Any, answers: Any) -> None:
     """Open the corpus and look up blocks; put the bytes held, and the seconds of both, when all ranks are as far."""
-    before = held_bytes()
+    before = read_held_memory()
     barrier.wait()
     start = time.perf_counter()
     corpus = Corpus.open(folder, ShardCacheConfig(cache) if cache else None)
     opened = time.perf_counter() - start
     barrier.wait()
     gc.collect()
-    at_opening = held_bytes() - before
+    at_opening = read_held_memory() - before
     start = time.perf_counter()
     for block in np.random.default_rng(rank).integers(0, corpus.n_blocks, lookups).tolist():
         corpus.block_lengths(block)
     looked_up = time.perf_counter() - start
     gc.collect()
     barrier.wait()
-    answers.put((at_opening, held_bytes() - before, opened, looked_up / lookups))
+    answers.put((at_opening, read_held_memory() - before, opened, looked_up / lookups))
     barrier.wait()
 
 
@@ -137,7 +137,7 @@ def measure_ranks(folder: Path, ranks: int, cache: Path | None, lookups: int) ->
     context = multiprocessing.get_context("spawn")
     barrier, answers = context.Barrier(ranks), context.Queue()
     arguments = (folder, cache, lookups, barrier, answers)
-    processes = [context.Process(target=be_a_rank, args=(rank, *arguments)) for rank in range(ranks)]
+    processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()
     at_opening, at_end, opened, looked_up = zip(*(answers.get() for _ in processes), strict=True)
@@ -155,7 +155,7 @@ def print_ranks(documents: int, ranks: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder, cache = Path(place) / "corpus", Path(place) / "cache"
         folder.mkdir()
-        write(folder, documents)
+        write_corpus(folder, documents)
         print(f"| own indexes | {measure_ranks(folder, ranks, None, 300)} |", flush=True)
         for title in ("shared, first start", "shared, later starts"):
             print(f"| {title} | {measure_ranks(folder, ranks, cache, 20_000)} |", flush=True)
@@ -178,7 +178,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|", flush=True)
     for documents in args.documents:
         with tempfile.TemporaryDirectory() as place:
-            write(Path(place), documents)
+            write_corpus(Path(place), documents)
             subprocess.run([sys.executable, __file__, "--measure", place], check=True)
 
 

@@ -29,7 +29,7 @@ import common
 import numpy as np
 import webdataset as wds
 import zstandard
-from data_corpus import VOCABULARY, part_of_mds, with_mosaic, write
+from data_corpus import VOCABULARY, import_mosaic, make_mds_subset, write_corpora
 
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.shard_index import ShardIndex
@@ -41,7 +41,7 @@ from megatfm.objectives.causal import Causal
 
 LENGTH, BATCH = 2048, 32
 LEAST_ROUNDS = 5
-PART = 2
+N_SLOW_SHARDS = 2
 """Shards of 64 MB that the slower libraries read."""
 SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=VOCABULARY)
 RAW, MAPPED, BY_SAMPLE = "raw zstd", "mmap, 256 KB at a time", "mmap, a sample at a time"
@@ -54,20 +54,20 @@ class Contender(NamedTuple):
     against: str
 
 
-def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
+def make_contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
     """All that take part, by name."""
     corpus, plain = Corpus.open(folder / "ours"), Corpus.open(folder / "tars")
     tars = sorted(str(path) for path in (folder / "tars").glob("*.tar"))
     objective, seeds = Causal(SPECIAL), iter(range(10**9))
-    spans = list(map(sample_spans, plain.indexes))
+    spans = list(map(find_sample_spans, plain.indexes))
 
-    def raw() -> int:
+    def read_raw() -> int:
         unpack = zstandard.ZstdDecompressor()
         for block in range(corpus.n_blocks):
             unpack.decompress(corpus.frame_bytes(block))
         return corpus.n_tokens
 
-    def mapped(by_sample: bool) -> int:
+    def read_mapped(by_sample: bool) -> int:
         for path, samples in zip(tars, spans, strict=True):
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 pieces = ((at, at + 2**18) for at in range(0, len(data), 2**18))
@@ -75,44 +75,50 @@ def contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
                     _ = data[start:end]
         return plain.n_tokens
 
-    def samples(of: Corpus) -> int:
+    def read_samples(of: Corpus) -> int:
         documents = ShuffledDocuments(of, seed=next(seeds))
         return sum(len(next(documents)[1]) for _ in range(of.n_samples))
 
-    def rows(of: Corpus) -> int:
+    def read_rows(of: Corpus) -> int:
         packed = PackedDataset(of, objective, sequence_length=LENGTH, seed=next(seeds))
         with DataLoader(packed, global_batch=BATCH, micro_batch=BATCH, end_position=len(packed)) as loader:
             for _ in loader:
                 pass
         return of.n_tokens
 
-    def webdataset() -> Iterator[np.ndarray]:
-        data = wds.WebDataset(tars[:PART], shardshuffle=PART, seed=next(seeds), empty_check=False)
+    def iter_webdataset() -> Iterator[np.ndarray]:
+        data = wds.WebDataset(
+            tars[:N_SLOW_SHARDS], shardshuffle=N_SLOW_SHARDS, seed=next(seeds), empty_check=False
+        )
         return (sample["tokens.npy"] for sample in data.shuffle(1000).decode())
 
     by_name = {
-        RAW: Contender(raw, RAW),
-        "megatfm samples, zstd": Contender(lambda: samples(corpus), RAW),
-        "megatfm samples, zstd, with opening": Contender(lambda: samples(Corpus.open(folder / "ours")), RAW),
-        MAPPED: Contender(lambda: mapped(False), BY_SAMPLE),
-        BY_SAMPLE: Contender(lambda: mapped(True), BY_SAMPLE),
+        RAW: Contender(read_raw, RAW),
+        "megatfm samples, zstd": Contender(lambda: read_samples(corpus), RAW),
+        "megatfm samples, zstd, with opening": Contender(
+            lambda: read_samples(Corpus.open(folder / "ours")), RAW
+        ),
+        MAPPED: Contender(lambda: read_mapped(False), BY_SAMPLE),
+        BY_SAMPLE: Contender(lambda: read_mapped(True), BY_SAMPLE),
         "megatfm samples, tar, first epoch": Contender(
-            lambda: samples(Corpus.open(folder / "tars")), BY_SAMPLE
+            lambda: read_samples(Corpus.open(folder / "tars")), BY_SAMPLE
         ),
-        "megatfm samples, tar, later": Contender(lambda: samples(plain), BY_SAMPLE),
-        "webdataset samples, tar": Contender(lambda: sum(map(len, webdataset())), BY_SAMPLE),
-        f"megatfm rows of {LENGTH}, zstd": Contender(lambda: rows(corpus), RAW),
+        "megatfm samples, tar, later": Contender(lambda: read_samples(plain), BY_SAMPLE),
+        "webdataset samples, tar": Contender(lambda: sum(map(len, iter_webdataset())), BY_SAMPLE),
+        f"megatfm rows of {LENGTH}, zstd": Contender(lambda: read_rows(corpus), RAW),
         f"megatfm rows of {LENGTH}, zstd, with opening": Contender(
-            lambda: rows(Corpus.open(folder / "ours")), RAW
+            lambda: read_rows(Corpus.open(folder / "ours")), RAW
         ),
-        f"webdataset rows of {LENGTH}, tar": Contender(lambda: packed_as_usual(webdataset()), RAW),
+        f"webdataset rows of {LENGTH}, tar": Contender(lambda: pack_as_usual(iter_webdataset()), RAW),
     }
     if mosaic:
-        by_name["MosaicML Streaming samples"] = Contender(lambda: streaming(folder, next(seeds)), RAW)
+        by_name["MosaicML Streaming samples"] = Contender(
+            lambda: read_with_streaming(folder, next(seeds)), RAW
+        )
     return by_name
 
 
-def sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
+def find_sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
     """Start and end of each sample's tokens in a plain tar."""
     starts = index.samples["offset"] + np.repeat(index.offsets[:-1], index.frames["samples"])
     return list(
@@ -120,13 +126,13 @@ def sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
     )
 
 
-def streaming(folder: Path, seed: int) -> int:
+def read_with_streaming(folder: Path, seed: int) -> int:
     """Tokens of the samples that MosaicML Streaming reads."""
     from streaming import StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
     data = StreamingDataset(
-        local=str(part_of_mds(folder, PART)), shuffle=True, batch_size=1, shuffle_seed=seed
+        local=str(make_mds_subset(folder, N_SLOW_SHARDS)), shuffle=True, batch_size=1, shuffle_seed=seed
     )
     tokens = sum(len(sample["tokens"]) for sample in data)
     del data
@@ -134,7 +140,7 @@ def streaming(folder: Path, seed: int) -> int:
     return tokens
 
 
-def packed_as_usual(documents: Iterator[np.ndarray]) -> int:
+def pack_as_usual(documents: Iterator[np.ndarray]) -> int:
     """The rows that megatfm makes, as one writes it for other loaders: a buffer to which documents are added."""
     fields, read, batch = [np.zeros(0, np.int64)] * 4, 0, []
     for number, ids in enumerate(documents):
@@ -157,7 +163,7 @@ def packed_as_usual(documents: Iterator[np.ndarray]) -> int:
     return read
 
 
-def wait_per_step(folder: Path, step_seconds: float = 0.05, steps: int = 40) -> float:
+def measure_wait(folder: Path, step_seconds: float = 0.05, steps: int = 40) -> float:
     """Seconds a step that a trainer waits for its rows, after the first, if it is busy elsewhere for so long."""
     packed = PackedDataset(Corpus.open(folder / "ours"), Causal(SPECIAL), sequence_length=LENGTH, seed=0)
     with DataLoader(packed, global_batch=BATCH, micro_batch=BATCH) as loader:
@@ -174,7 +180,7 @@ def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[dict[
     rounds, begin = list[dict[str, tuple[float, float]]](), time.perf_counter()
     for number in range(most + 1):
         speeds = {}
-        for name in common.shuffle(runs, number):
+        for name in common.shuffle_order(runs, number):
             start, start_cpu = time.perf_counter(), time.process_time()
             tokens = runs[name].run()
             speeds[name] = tokens / (time.perf_counter() - start), tokens / (time.process_time() - start_cpu)
@@ -187,7 +193,9 @@ def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[dict[
     return rounds
 
 
-def table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple[float, float]]]) -> str:
+def format_table(
+    folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple[float, float]]]
+) -> str:
     """The result, as a page."""
     facts = json.loads((folder / "facts.json").read_text())
     disk = sum(shard.bytes for shard in Corpus.open(folder / "ours").manifest.shards)
@@ -196,9 +204,9 @@ def table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple
         "",
         f"{facts['documents']:,} documents, {facts['bytes']:,} bytes of text, {facts['tokens']:,} tokens; {disk:,} "
         f"bytes on disk as zstd frames, made in {facts['seconds']:.0f} s.",
-        f"`python benchmarks/data.py`; {common.cpu_name()}, {os.cpu_count()} cores, Python "
+        f"`python benchmarks/data.py`; {common.get_cpu_name()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, NumPy {np.__version__}, webdataset {wds.__version__}. Medians of {len(rounds)} "
-        f"interleaved rounds. webdataset and Streaming read {PART} of the shards of 64 MB, the others all.",
+        f"interleaved rounds. webdataset and Streaming read {N_SLOW_SHARDS} of the shards of 64 MB, the others all.",
         "",
         "| | M tokens/s | M tokens/CPU s | speed against | in parts of it |",
         "|---|---|---|---|---|",
@@ -207,7 +215,7 @@ def table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple
         wall, processor = (statistics.median(speeds[name][i] for speeds in rounds) for i in (0, 1))
         share = statistics.median(speeds[name][0] / speeds[against][0] for speeds in rounds)
         lines.append(f"| {name} | {wall / 1e6:.1f} | {processor / 1e6:.1f} | {against} | {share:.2f} |")
-    waited = wait_per_step(folder)
+    waited = measure_wait(folder)
     lines += [
         "",
         f"A trainer whose step of {BATCH} rows takes 50 ms waits {1e3 * waited:.2f} ms a step for its data.",
@@ -225,17 +233,17 @@ def main() -> None:
         "--seconds", type=float, default=400, help="after which no round begins, but for five"
     )
     parser.add_argument("--mosaic", metavar="FOLDER")
-    parser.add_argument("--out", type=common.output_folder, metavar="FOLDER", help="for DATE-data.md")
+    parser.add_argument("--out", type=common.make_output_folder, metavar="FOLDER", help="for DATE-data.md")
     args = parser.parse_args()
     if args.mosaic:
-        with_mosaic(args.mosaic)
+        import_mosaic(args.mosaic)
     folder = Path(args.corpus)
     if not (folder / "facts.json").exists():
-        write(folder, args.megabytes, args.places, bool(args.mosaic))
-    runs = contenders(folder, bool(args.mosaic))
-    report = table(folder, runs, measure(runs, args.rounds, args.seconds))
+        write_corpora(folder, args.megabytes, args.places, bool(args.mosaic))
+    runs = make_contenders(folder, bool(args.mosaic))
+    report = format_table(folder, runs, measure(runs, args.rounds, args.seconds))
     print(report)
-    common.write_text(common.dated(args.out, "data.md"), report)
+    common.write_text(common.make_dated_path(args.out, "data.md"), report)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ KINDS = {
 VOCABULARY = 8000
 
 
-def texts(most: int, places: list[str]) -> Iterator[str]:
+def iter_texts(most: int, places: list[str]) -> Iterator[str]:
     """Up to `most` bytes of text files, each text once."""
     digests, total = set[bytes](), 0
     for place in (*PLACES, *places):
@@ -78,10 +78,10 @@ def tokenize(documents: list[str]) -> Iterator[np.ndarray]:
             yield np.array(ids, np.uint16)
 
 
-def write(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> None:
+def write_corpora(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> None:
     """Write the same samples for every contender, and their numbers into facts.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    start, documents = time.perf_counter(), list(texts(int(megabytes * 1e6), places))
+    start, documents = time.perf_counter(), list(iter_texts(int(megabytes * 1e6), places))
     random.Random(0).shuffle(documents)
     size, tokens = sum(len(text.encode()) for text in documents), 0
     (folder / "tars").mkdir()
@@ -115,7 +115,7 @@ def write(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> No
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def part_of_mds(folder: Path, shards: int) -> Path:
+def make_mds_subset(folder: Path, shards: int) -> Path:
     """The first shards of MosaicML's as a data set of its own."""
     full, part = folder / "mds", folder / f"mds-{shards}"
     if not part.exists():
@@ -129,7 +129,7 @@ def part_of_mds(folder: Path, shards: int) -> Path:
     return part
 
 
-def with_mosaic(folder: str) -> None:
+def import_mosaic(folder: str) -> None:
     """Let `import streaming` find the library; what it imports of torchvision, it needs for images only."""
     sys.path.append(folder)
     names = (

@@ -40,21 +40,23 @@ class Package(NamedTuple):
 def main() -> None:
     """Fetch the lists, and write all files."""
     parser = common.make_parser(__doc__)
-    parser.add_argument("out", type=common.output_folder)
+    parser.add_argument("out", type=common.make_output_folder)
     parser.add_argument("--language", help="of translations, for example de")
     args = parser.parse_args()
     packages, translations = read_packages(args.language)
-    rows = [("topics", *row) for row in topics(packages)] + [("pairs", *row) for row in pairs(packages)]
+    rows = [("topics", *row) for row in iter_topics(packages)] + [
+        ("pairs", *row) for row in iter_pairs(packages)
+    ]
     rows += [("translation", *row) for row in translations]
     lines: dict[str, list[str]] = {}
     for kind, source, row in rows:
-        lines.setdefault(f"{kind}.{split_of(source)}", []).append(json.dumps(row, ensure_ascii=False))
+        lines.setdefault(f"{kind}.{choose_split(source)}", []).append(json.dumps(row, ensure_ascii=False))
     for name, content in sorted(lines.items()):
         common.write_text(args.out / f"{name}.jsonl", "\n".join(content))
         print(f"{name}: {len(content):,} rows")
 
 
-def split_of(source: str) -> str:
+def choose_split(source: str) -> str:
     """Return the split of a source package: a twentieth each is for validation and test."""
     bucket = int.from_bytes(hashlib.sha256(source.encode()).digest()[:4], "big") % 20
     return {0: "validation", 1: "test"}.get(bucket, "train")
@@ -70,32 +72,32 @@ def read_packages(language: str | None) -> tuple[list[Package], list[tuple[str, 
         options = ["-o", f"Dir::State::lists={folder}", "-o", "APT::Sandbox::User=root"]
         language_option = f"Acquire::Languages={','.join(languages)}"
         subprocess.run(["apt-get", "-qq", *options, "-o", language_option, "update"], check=True)
-        available = output_of("apt-cache", *options, "dumpavail")
+        available = capture_output("apt-cache", *options, "dumpavail")
         for name in languages:
             for path in sorted(lists.glob(f"*_i18n_Translation-{name}*")):
-                for fields in stanzas(output_of("/usr/lib/apt/apt-helper", "cat-file", str(path))):
+                for fields in iter_stanzas(capture_output("/usr/lib/apt/apt-helper", "cat-file", str(path))):
                     if body := fields.get(f"Description-{name}"):
                         texts.setdefault((fields["Package"], fields.get("Description-md5", "")), {})[name] = (
                             body
                         )
     english = {package: bodies["en"] for (package, _), bodies in texts.items() if "en" in bodies}
     by_description: dict[str, Package] = {}
-    for fields in stanzas(available):
+    for fields in iter_stanzas(available):
         synopsis, _, body = english.get(fields["Package"], "").partition("\n")
         description = unwrap(body)
         source = fields.get("Source", fields["Package"]).split()[0]
         section = fields.get("Section", "").rpartition("/")[2]
         if len(description) >= MIN_CHARACTERS:
             by_description.setdefault(description, Package(source, section, synopsis.strip(), description))
-    return list(by_description.values()), list(translated(texts, language)) if language else []
+    return list(by_description.values()), list(iter_translations(texts, language)) if language else []
 
 
-def output_of(*command: str) -> str:
+def capture_output(*command: str) -> str:
     """Return what a command prints."""
     return subprocess.run(command, capture_output=True, check=True).stdout.decode("utf-8", "replace")
 
 
-def stanzas(text: str) -> Iterator[dict[str, str]]:
+def iter_stanzas(text: str) -> Iterator[dict[str, str]]:
     """Yield the fields of each package in a control file."""
     for block in text.split("\n\n"):
         fields: dict[str, str] = {}
@@ -116,7 +118,7 @@ def unwrap(body: str) -> str:
     return re.sub(r"[ \t]*\n(?!\n)[ ]?", " ", paragraphs).replace("  ", " ").strip()
 
 
-def topics(packages: list[Package]) -> Iterator[tuple[str, Mapping[str, str]]]:
+def iter_topics(packages: list[Package]) -> Iterator[tuple[str, Mapping[str, str]]]:
     """Yield source and row of each package in a section with enough texts."""
     counts = Counter(package.section for package in packages)
     for package in packages:
@@ -124,17 +126,17 @@ def topics(packages: list[Package]) -> Iterator[tuple[str, Mapping[str, str]]]:
             yield package.source, {"text": package.description, "label": package.section}
 
 
-def pairs(packages: list[Package]) -> Iterator[tuple[str, Mapping[str, str]]]:
+def iter_pairs(packages: list[Package]) -> Iterator[tuple[str, Mapping[str, str]]]:
     """Yield source and row of each package: half with their own descriptions, half with another's of the same split."""
     draw = random.Random(0)
     groups: dict[tuple[str, str], list[Package]] = {}
     splits: dict[str, list[Package]] = {}
     for package in packages:
-        split = split_of(package.source)
+        split = choose_split(package.source)
         groups.setdefault((split, package.section), []).append(package)
         splits.setdefault(split, []).append(package)
     for package in packages:
-        split, other = split_of(package.source), package
+        split, other = choose_split(package.source), package
         if draw.random() < 0.5:
             for _ in range(100):  # a section may hold one source alone
                 is_same_section = draw.random() < SAME_SECTION_SHARE
@@ -146,7 +148,7 @@ def pairs(packages: list[Package]) -> Iterator[tuple[str, Mapping[str, str]]]:
             yield package.source, {"first": package.synopsis, "second": other.description, "label": label}
 
 
-def translated(
+def iter_translations(
     texts: Mapping[tuple[str, str], Mapping[str, str]], language: str
 ) -> Iterator[tuple[str, Mapping[str, str]]]:
     """Yield package and row of each distinct pair of paragraphs of similar length."""

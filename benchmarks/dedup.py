@@ -45,7 +45,7 @@ MODULES = {
     "datatrove": ("datatrove.pipeline.dedup",),
 }
 
-Measured = dict[str, Any]
+Figures = dict[str, Any]
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
         "--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one"
     )
     parser.add_argument(
-        "--out", type=common.output_folder, help="folder for DATE-dedup.json; left out, it is printed"
+        "--out", type=common.make_output_folder, help="folder for DATE-dedup.json; left out, it is printed"
     )
     parser.add_argument(
         "--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS
@@ -79,28 +79,28 @@ def main() -> None:
         )
     ]
     cases += [(kind, args.text / 1000, LARGE) for kind in ("near of text", "datatrove")]
-    measurements: dict[tuple[str, float, int], list[Measured]] = {case: [] for case in cases}
+    measurements: dict[tuple[str, float, int], list[Figures]] = {case: [] for case in cases}
     for number in range(args.rounds):
-        for case in common.alternate(cases, number):
+        for case in common.alternate_order(cases, number):
             measurements[case].append(measure(*case, args.folder))
             print(*case, measurements[case][-1], file=sys.stderr)
-    report = json.dumps(summary(measurements), indent=1)
+    report = json.dumps(summarize(measurements), indent=1)
     if args.out is None:
         print(report)
     else:
-        common.write_text(common.dated(args.out, "dedup.json"), report)
+        common.write_text(common.make_dated_path(args.out, "dedup.json"), report)
 
 
-def measure(kind: str, size: float, memory: int, parent: Path | None) -> Measured:
+def measure(kind: str, size: float, memory: int, parent: Path | None) -> Figures:
     """A measurement in a process of its own."""
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         again = [sys.executable, __file__, "--one", kind, folder, str(size), str(memory)]
         done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
-    figures: Measured = json.loads(done.stdout)
+    figures: Figures = json.loads(done.stdout)
     return figures
 
 
-def measure_here(kind: str, folder: Path, size: float, memory: int) -> Measured:
+def measure_here(kind: str, folder: Path, size: float, memory: int) -> Figures:
     import psutil
 
     prepare, run = {
@@ -293,32 +293,32 @@ def _count_marked(
     return sum(int(marks.read(at, min(at + step, len(rows))).sum()) for at in range(0, len(rows), step))
 
 
-def summary(measurements: dict[tuple[str, float, int], list[Measured]]) -> dict[str, Any]:
+def summarize(measurements: dict[tuple[str, float, int], list[Figures]]) -> dict[str, Any]:
     medians = {
         case: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
         for case, rounds in measurements.items()
     }
 
-    def slopes(kind: str, memory: int) -> dict[str, float]:
+    def fit_slopes(kind: str, memory: int) -> dict[str, float]:
         """Exponents by least squares over the logarithms: 1 is linear."""
         points = sorted(
             (case[1], figures) for case, figures in medians.items() if case[0] == kind and case[2] == memory
         )
         return {
-            key: round(slope([size for size, _ in points], [figures[key] for _, figures in points]), 3)
+            key: round(fit_slope([size for size, _ in points], [figures[key] for _, figures in points]), 3)
             for key in ("seconds", "read", "written", "disk")
         }
 
-    def ratio(one: tuple[str, float, int], other: tuple[str, float, int]) -> float:
+    def compute_ratio(one: tuple[str, float, int], other: tuple[str, float, int]) -> float:
         over, under = ([round_["seconds"] for round_ in measurements[case]] for case in (one, other))
-        return round(common.median_ratio(over, under), 3)
+        return round(common.compute_median_ratio(over, under), 3)
 
     sizes = sorted({case[1] for case in measurements if case[0] == "lines"})
     text = next(case[1] for case in measurements if case[0] == "datatrove")
     names = ("numpy", "scipy", "duckdb", "datatrove")
     return {
         "date": common.today(),
-        "machine": f"{common.cpu_name()}, {os.cpu_count()} cores, one used",
+        "machine": f"{common.get_cpu_name()}, {os.cpu_count()} cores, one used",
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
         "memory_bytes": {"large": LARGE, "small": SMALL},
         "medians": [
@@ -326,24 +326,24 @@ def summary(measurements: dict[tuple[str, float, int], list[Measured]]) -> dict[
             for (kind, size, memory), figures in medians.items()
         ],
         "slopes": {
-            f"{kind}, {memory // 2**20} MiB": slopes(kind, memory)
+            f"{kind}, {memory // 2**20} MiB": fit_slopes(kind, memory)
             for kind in ("lines", "near")
             for memory in (LARGE, SMALL)
             if len(sizes) > 1
         },
         "small over large memory": {
-            f"{kind}, {size:g} GB": ratio((kind, size, SMALL), (kind, size, LARGE))
+            f"{kind}, {size:g} GB": compute_ratio((kind, size, SMALL), (kind, size, LARGE))
             for kind in ("lines", "near")
             for size in sizes
         },
         "duckdb over ours": {
-            f"{size:g} GB": ratio(("duckdb", size, SMALL), ("lines", size, SMALL)) for size in sizes
+            f"{size:g} GB": compute_ratio(("duckdb", size, SMALL), ("lines", size, SMALL)) for size in sizes
         },
-        "datatrove over ours": ratio(("datatrove", text, LARGE), ("near of text", text, LARGE)),
+        "datatrove over ours": compute_ratio(("datatrove", text, LARGE), ("near of text", text, LARGE)),
     }
 
 
-def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+def fit_slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 

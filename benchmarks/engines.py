@@ -79,13 +79,13 @@ class Job:
     store: str
 
 
-def config_of(engine: str, words: Sequence[str], ranks: int) -> Config:
+def load_case(engine: str, words: Sequence[str], ranks: int) -> Config:
     """The config that the command line would give; each rank has two micro-batches."""
     layout = [f"parallel.engine={engine}", f"parallel.dp_shard={ranks}", f"train.global_batch={4 * ranks}"]
     return load_config(PRESET, [*SMALL, *layout, *words])
 
 
-def stepper(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], Any]]:
+def make_step(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], Any]]:
     """An engine, and a step of it."""
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
     engine = build_engine(
@@ -104,14 +104,14 @@ def stepper(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], A
     return engine, step
 
 
-def peak(device: str) -> int:
+def read_peak_memory(device: str) -> int:
     """Bytes, since `forget`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return common.read_memory("VmHWM")
 
 
-def forget(device: str) -> None:
+def reset_peak_memory(device: str) -> None:
     """Begin to look for the peak anew."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -119,7 +119,7 @@ def forget(device: str) -> None:
         common.reset_peak_memory()
 
 
-def count_files() -> Counter[str]:
+def count_file_bytes() -> Counter[str]:
     """Counts, from now on, the bytes that this process reads from DeepSpeed's files and writes to them."""
     files = importlib.import_module("megatfm.engines.deepspeed.nvme_offload")
     genuine, moved = files.SyncIOHandle._transfer, Counter[str]()
@@ -132,7 +132,7 @@ def count_files() -> Counter[str]:
     return moved
 
 
-def work(rank: int, job: Job, answers: Any) -> None:
+def run_rank(rank: int, job: Job, answers: Any) -> None:
     """One rank: (name → seconds by round and clock), peak memory of all, bytes sent in a step by name."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
@@ -142,18 +142,18 @@ def work(rank: int, job: Job, answers: Any) -> None:
     dist.init_process_group(
         backend, store=dist.FileStore(job.store, job.ranks), rank=rank, world_size=job.ranks
     )
-    forget(job.device)
-    files = count_files()
-    before, steps, sent = peak(job.device), {}, {}
+    reset_peak_memory(job.device)
+    files = count_file_bytes()
+    before, steps, sent = read_peak_memory(job.device), {}, {}
     for name, config in job.configs.items():
-        engine, steps[name] = stepper(config, job, rank)
+        engine, steps[name] = make_step(config, job, rank)
         steps[name]()
         with TrafficCounter(engine.process_groups()) as traffic:
             steps[name]()
         sent[name] = sum(flow.sent_bytes for flow in traffic.flows())
     steps_taken: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
     for number in range(job.rounds):
-        for name in common.alternate(steps, number):
+        for name in common.alternate_order(steps, number):
             dist.barrier()
             files.clear()
             wall, cpu = time.perf_counter(), time.process_time()
@@ -163,27 +163,27 @@ def work(rank: int, job: Job, answers: Any) -> None:
             dist.barrier()
             seconds = time.perf_counter() - wall, time.process_time() - cpu
             steps_taken[name].append((*seconds, files["bytes"]))
-    answers[rank] = steps_taken, peak(job.device) - before, sent
+    answers[rank] = steps_taken, read_peak_memory(job.device) - before, sent
     del engine, steps
     gc.collect()  # engines, while they can still ask who they are
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(configs: dict[str, Config], args: argparse.Namespace, rounds: int) -> dict[int, Any]:
+def run_ranks(configs: dict[str, Config], args: argparse.Namespace, rounds: int) -> dict[int, Any]:
     """Answers of `work` by rank."""
     with TemporaryDirectory() as folder, mp.Manager() as manager:
         answers = manager.dict()
         job = Job(configs, args.ranks, rounds, args.device, f"{folder}/store")
-        mp.start_processes(work, (job, answers), nprocs=args.ranks, start_method="forkserver")
+        mp.start_processes(run_rank, (job, answers), nprocs=args.ranks, start_method="forkserver")
         return dict(answers)
 
 
-def row(case: str, words: Sequence[str], offloaded: Sequence[str], args: argparse.Namespace) -> str:
+def measure_case(case: str, words: Sequence[str], offloaded: Sequence[str], args: argparse.Namespace) -> str:
     """A line of the table."""
     extra = {"native": [], "deepspeed": list(offloaded)}
-    configs = {name: config_of(name, [*words, *extra[name], *args.set], args.ranks) for name in ENGINES}
-    timed = run(configs, args, args.rounds)[0]
+    configs = {name: load_case(name, [*words, *extra[name], *args.set], args.ranks) for name in ENGINES}
+    timed = run_ranks(configs, args, args.rounds)[0]
     clocks = [
         [
             expected[i] / actual[i]
@@ -192,7 +192,8 @@ def row(case: str, words: Sequence[str], offloaded: Sequence[str], args: argpars
         for i in (0, 1)
     ]
     memory = {
-        name: {r: a[1] / 1e6 for r, a in run({name: configs[name]}, args, 2).items()} for name in ENGINES
+        name: {r: a[1] / 1e6 for r, a in run_ranks({name: configs[name]}, args, 2).items()}
+        for name in ENGINES
     }
     held = " / ".join(", ".join(f"{memory[name][r]:,.0f}" for r in range(args.ranks)) for name in ENGINES)
     sent = " / ".join(f"{timed[2][name] / 1e6:,.1f}" for name in ENGINES)
@@ -202,7 +203,7 @@ def row(case: str, words: Sequence[str], offloaded: Sequence[str], args: argpars
     )
 
 
-def disk(folder: Path) -> float:
+def measure_disk(folder: Path) -> float:
     """Bytes a second that a folder's disk takes and gives by itself, half written and half read."""
     path, block, number = folder / "plain", mmap.mmap(-1, BLOCK), 256
     start = time.perf_counter()
@@ -220,7 +221,7 @@ def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
     """Add a table of DeepSpeed's places for what it offloads."""
     words = ["train.precision=fp32", "parallel.zero=3", f"deepspeed.nvme_path={args.offload}"]
     configs = {
-        place: config_of(
+        place: load_case(
             "deepspeed",
             [
                 *words,
@@ -232,8 +233,8 @@ def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
         )
         for place in PLACES
     }
-    answers = run(configs, args, args.rounds)
-    steps_of, disk_speed = answers[0][0], disk(args.offload)
+    answers = run_ranks(configs, args, args.rounds)
+    steps_of, disk_speed = answers[0][0], measure_disk(args.offload)
     elements = sum(p.numel() for p in build(configs["none"].model).parameters()) // args.ranks
     page.add(
         "",
@@ -242,13 +243,16 @@ def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
     )
     for place in PLACES:
         clock, plain = ([step[0] for step in steps_of[at]] for at in (place, "none"))
-        extra, ratio = [a - b for a, b in zip(clock, plain, strict=True)], common.median_ratio(clock, plain)
+        extra, ratio = (
+            [a - b for a, b in zip(clock, plain, strict=True)],
+            common.compute_median_ratio(clock, plain),
+        )
         moved = {"none": 0, "cpu": 8 * elements}.get(
             place, statistics.median(step[2] for step in steps_of[place])
         )
         longer = statistics.median(extra)
         speed = f"{moved / longer / 1e6:,.0f}" if moved and longer > 0 else "–"
-        held = [a[1] / 1e6 for _, a in sorted(run({place: configs[place]}, args, 2).items())]
+        held = [a[1] / 1e6 for _, a in sorted(run_ranks({place: configs[place]}, args, 2).items())]
         page.add(
             f"| {place} | {ratio:.2f} | {moved / 1e6:,.1f} | {speed} | {', '.join(f'{mb:,.0f}' for mb in held)} |"
         )
@@ -264,7 +268,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=[*CASES, "fp32, zero 2, offloaded"])
     parser.add_argument("--set", nargs="*", default=[], help="settings of both that are not the defaults")
     parser.add_argument("--offload", type=Path, help="a folder on a local disk: measure offloading, too")
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     args = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = args.device
     multiprocessing.set_start_method("forkserver")
@@ -285,7 +289,7 @@ def main() -> None:
     page = common.Page(args.out, *heading)
     for case in args.cases:
         name = case.removesuffix(", offloaded")
-        page.add(row(case, CASES[name], [OFFLOADED] if name != case else [], args))
+        page.add(measure_case(case, CASES[name], [OFFLOADED] if name != case else [], args))
     if args.offload:
         args.offload.mkdir(parents=True, exist_ok=True)
         add_offloading(page, args)

@@ -10,10 +10,7 @@ the same section. `megatfm evaluate` picks the likeliest by byte; chance is 0.25
 
 import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,22 +26,22 @@ def main() -> None:
     """Pretrain as far as it isn't done, evaluate each size with each number of shots, write the page."""
     parser = common.make_parser(__doc__)
     parser.add_argument("texts", type=Path, help="folder that debian_texts.py wrote")
-    parser.add_argument("--work", type=common.output_folder, required=True, help="folder of the runs")
+    parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder of the runs")
     parser.add_argument(
         "--corpus", type=Path, required=True, help="what tasks_help.py prepared: its WORK/corpus"
     )
-    parser.add_argument("--out", type=common.output_folder, help="folder of the dated page")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--questions", type=int, default=500)
     args = parser.parse_args()
     questions = list(make_questions(args.texts / "topics.test.jsonl"))[: args.questions]
     page = common.Page(
-        common.dated(args.out, "few-shot.md"),
+        common.make_dated_path(args.out, "few-shot.md"),
         f"# Which text goes on: shots against model size, {common.today()}",
         "",
-        f"`benchmarks/few_shot.py`: decoders of 2 layers, {args.steps} steps of 16 rows of 256 tokens, one thread of "
-        f"{common.cpu_name()}; {len(questions)} questions with 4 choices of one section. Accuracy by bits per byte, "
-        "with its 95 % interval; bits per byte of the right texts.",
+        f"`benchmarks/few_shot.py`: decoders of 2 layers, {args.steps} steps of 16 rows of 256 tokens, one thread "
+        f"of {common.get_cpu_name()}; {len(questions)} questions with 4 choices of one section. Accuracy by bits per "
+        "byte, with its 95 % interval; bits per byte of the right texts.",
         "",
         "| d_model | Shots | Accuracy | Interval | Bits per byte |",
         "|---|---|---|---|---|",
@@ -98,7 +95,7 @@ def pretrain(args: argparse.Namespace, width: int) -> Path:
     """Pretrain a decoder, as far as it isn't done; return its run."""
     folder = args.work / f"decoder-{width}"
     if not (folder / "done").exists():
-        megatfm(
+        common.run_megatfm(
             *("train", "quickstart", f"name=decoder-{width}", f"run_dir={folder}", "model.n_layers=2"),
             *(
                 f"model.d_model={width}",
@@ -121,15 +118,8 @@ def pretrain(args: argparse.Namespace, width: int) -> Path:
 def evaluate(args: argparse.Namespace, run: Path) -> dict:
     """Return the results of every number of shots."""
     tasks = [word for shots in SHOTS for word in ("--task", str(args.work / f"shots-{shots}.toml"))]
-    megatfm("evaluate", str(run), *tasks)
+    common.run_megatfm("evaluate", str(run), *tasks)
     return json.loads((run / "evaluation_tasks.json").read_text())["tasks"]
-
-
-def megatfm(*words: str) -> None:
-    """Run one command on one thread."""
-    subprocess.run(
-        [sys.executable, "-m", "megatfm", *words], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--row", type=int, default=256, help="data.sequence_length, in tokens")
     parser.add_argument("--width", type=int, default=256, help="of the model")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--out", type=common.output_folder, help="folder of the dated page")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
     parser.add_argument("--job", help="what a process is to do, in JSON: for the script itself")
     args = parser.parse_args()
     if args.job:
@@ -50,11 +50,11 @@ def main() -> None:
     import transformers
 
     page = common.Page(
-        common.dated(args.out, "finetuning-speed.md"),
+        common.make_dated_path(args.out, "finetuning-speed.md"),
         f"# Fine-tuning against Hugging Face's Trainer, {common.today()}",
         "",
         f"`benchmarks/finetuning_speed.py`: a BERT of {args.layers} layers, width {args.width}, float32, one thread of "
-        f"{common.cpu_name()}, transformers {transformers.__version__}; {args.examples} examples, at most {LENGTH} "
+        f"{common.get_cpu_name()}, transformers {transformers.__version__}; {args.examples} examples, at most {LENGTH} "
         f"tokens each, rows of {args.row} tokens, {args.rounds} rounds.",
         "",
         "| Texts | Tokens an example | Rows a step | Trainer / megatfm, CPU | lowest – highest | clock |",
@@ -152,7 +152,7 @@ def train_by_transformers(job: dict[str, Any]) -> dict[str, float]:
         job["folder"], num_train_epochs=1, report_to=[], use_cpu=True, disable_tqdm=True
     )
     trainer = Trainer(model, arguments, DataCollatorWithPadding(tokenizer), train_dataset=examples)  # type: ignore[arg-type]
-    with timer() as elapsed:
+    with Timer() as elapsed:
         trainer.train()
     return elapsed
 
@@ -170,7 +170,7 @@ def train_by_megatfm(job: dict[str, Any]) -> dict[str, float]:
 
     def timed_loop(trainer: Trainer, *args: Any) -> int:
         nonlocal elapsed
-        with timer() as elapsed:
+        with Timer() as elapsed:
             return loop(trainer, *args)
 
     Trainer.train = timed_loop  # type: ignore[method-assign]
@@ -190,7 +190,7 @@ def train_by_megatfm(job: dict[str, Any]) -> dict[str, float]:
     return elapsed
 
 
-class timer:
+class Timer:
     """Clock and CPU seconds of a block, as a dict that is filled at its end."""
 
     def __enter__(self) -> dict[str, float]:

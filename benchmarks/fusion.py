@@ -38,7 +38,7 @@ CASES = {
 """Name → preset, and what is smaller than in it."""
 
 
-def config_of(case: str) -> ModelConfig:
+def load_case(case: str) -> ModelConfig:
     """A model of one block."""
     preset, smaller = CASES[case]
     return load_config(preset, [*smaller, *ONE_BLOCK]).model
@@ -79,7 +79,7 @@ def record_kernels() -> Iterator[list[WrittenKernel]]:
     torch._dynamo.reset()
 
 
-def kernels(
+def list_kernels(
     config: ModelConfig, dtype: torch.dtype = torch.float32
 ) -> tuple[list[WrittenKernel], list[WrittenKernel]]:
     """A block's kernels in the order in which they run: forward, backward."""
@@ -96,15 +96,15 @@ def kernels(
         return forward, ran[len(forward) :]
 
 
-def report() -> str:
+def format_report() -> str:
     lines = [
         f"# Kernels of a compiled block, {common.today()}",
         "",
-        f"{common.cpu_name()}, torch {torch.__version__}, written by inductor for Triton and "
+        f"{common.get_cpu_name()}, torch {torch.__version__}, written by inductor for Triton and "
         "not run; `python benchmarks/fusion.py`. Matrix products and attention, which libraries do, are not counted.",
     ]
     for case in CASES:
-        for way, written_kernels in zip(("forward", "backward"), kernels(config_of(case)), strict=True):
+        for way, written_kernels in zip(("forward", "backward"), list_kernels(load_case(case)), strict=True):
             lines += [
                 "",
                 f"{case}, {way}: {len(written_kernels)}",
@@ -117,11 +117,11 @@ def report() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the lists, and write them where asked to."""
     parser = common.make_parser(__doc__)
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-fusion.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-fusion.md")
     args = parser.parse_args(arguments)
-    text = report()
+    text = format_report()
     print(text)
-    common.write_text(common.dated(args.out, "fusion.md"), text)
+    common.write_text(common.make_dated_path(args.out, "fusion.md"), text)
     return 0
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Page, compare, cpu_name, make_parser, output_file, summarize, timed, today
+from common import Page, compare, get_cpu_name, make_output_file, make_parser, make_side, summarize, today
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers import __version__ as transformers_version
@@ -34,7 +34,7 @@ class Case:
     longest: int
     new_tokens: int
 
-    def prompts(self, vocabulary: int) -> list[Tensor]:
+    def draw_prompts(self, vocabulary: int) -> list[Tensor]:
         """Draw prompts of evenly spread lengths."""
         random = torch.Generator().manual_seed(0)
         lengths = torch.linspace(self.shortest, self.longest, self.rows).round().int().tolist()
@@ -44,10 +44,10 @@ class Case:
 CASES = (Case(8, 16, 64, 32), Case(32, 16, 64, 24), Case(8, 200, 256, 16), Case(1, 32, 32, 32))
 
 
-def sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
+def make_sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
     """Return what each side does in a round; gives the new tokens [rows, new_tokens]."""
     reference = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa").eval()
-    model, prompts = load_model(folder), case.prompts(reference.config.vocab_size)
+    model, prompts = load_model(folder), case.draw_prompts(reference.config.vocab_size)
     longest = max(map(len, prompts))
     ids, mask = (torch.zeros(case.rows, longest, dtype=torch.int64) for _ in range(2))
     for row, prompt in enumerate(prompts):
@@ -66,11 +66,11 @@ def sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
     return {"transformers": by_transformers, "megatfm": by_megatfm}
 
 
-def ratios(folder: Path, case: Case, rounds: int) -> dict[str, float]:
+def measure_ratios(folder: Path, case: Case, rounds: int) -> dict[str, float]:
     """Return the median, the lowest and the highest ratio by each clock. Raises AssertionError where tokens differ."""
-    both = sides(folder, case)
+    both = make_sides(folder, case)
     assert torch.equal(both["transformers"](), both["megatfm"]()), "the two make other tokens"
-    return summarize(compare(timed(both["megatfm"]), timed(both["transformers"]), rounds))
+    return summarize(compare(make_side(both["megatfm"]), make_side(both["transformers"]), rounds))
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--out", type=output_file)
+    parser.add_argument("--out", type=make_output_file)
     args = parser.parse_args()
     torch.manual_seed(0)
     config = GPT2Config(
@@ -91,8 +91,9 @@ def main() -> None:
         args.out,
         f"# Greedy generation against transformers, {today()}",
         "",
-        f"{cpu_name()}, {torch.get_num_threads()} threads, other work on the machine: load {os.getloadavg()[0]:.0f} on "
-        f"{os.cpu_count()} cores. torch {torch.__version__}, transformers {transformers_version}.",
+        f"{get_cpu_name()}, {torch.get_num_threads()} threads, other work on the machine: load "
+        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. torch {torch.__version__}, "
+        f"transformers {transformers_version}.",
         f"GPT-2 of {args.layers} layers, width {args.width}, {args.vocabulary:,} tokens, float32. {args.rounds} "
         "interleaved rounds.",
         "Ratio: transformers' seconds / megatfm's, median (lowest to highest) over rounds.",
@@ -103,7 +104,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         GPT2LMHeadModel(config).save_pretrained(folder)
         for case in CASES:
-            measured = ratios(Path(folder), case, args.rounds)
+            measured = measure_ratios(Path(folder), case, args.rounds)
             cells = [
                 f"{measured[clock]:.2f} ({measured[f'{clock}_lowest']:.2f} to {measured[f'{clock}_highest']:.2f})"
                 for clock in ("cpu", "wall")

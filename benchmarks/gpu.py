@@ -93,20 +93,20 @@ class Row:
     memory: float
     mfu: tuple[float, float] | None
 
-    def text(self) -> str:
+    def format(self) -> str:
         case = self.case
         mfu = "– | –" if self.mfu is None else " | ".join(f"{100 * share:.1f} %" for share in self.mfu)
         return (
             f"| {case.preset} | {self.parameters:,} | {case.length:,} | {case.rows} | {case.how} | "
-            f"{self.tokens_per_second:,.0f} | {wanted(case)} | {self.memory / 1e9:.2f} | {mfu} |"
+            f"{self.tokens_per_second:,.0f} | {format_target(case)} | {self.memory / 1e9:.2f} | {mfu} |"
         )
 
 
-def wanted(case: Case) -> str:
+def format_target(case: Case) -> str:
     return "" if case.target_tokens_per_second is None else f"{case.target_tokens_per_second:,}"
 
 
-def config_of(case: Case, *, tiny: bool) -> Config:
+def load_case(case: Case, *, tiny: bool) -> Config:
     """The preset, with what a benchmark needs: sizes of rows and batch, no dropout, one data rank."""
     sizes = [f"model.position.max_positions={case.length}", f"data.sequence_length={case.length}"]
     batch = [
@@ -118,7 +118,7 @@ def config_of(case: Case, *, tiny: bool) -> Config:
     return load_config(case.preset, [*sizes, *batch, *plain, *case.overrides, *(SHRUNK if tiny else [])])
 
 
-def batch_of(case: Case, vocabulary: int) -> dict[str, Any]:
+def draw_batch(case: Case, vocabulary: int) -> dict[str, Any]:
     """A batch as the loader gives it."""
     tokens = torch.randint(
         0, vocabulary, (case.rows, case.length + 1), generator=torch.Generator().manual_seed(0)
@@ -133,10 +133,10 @@ def batch_of(case: Case, vocabulary: int) -> dict[str, Any]:
 
 def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> Row:
     """The median of some steps, after three that compile and fill caches."""
-    config = config_of(case, tiny=tiny)
+    config = load_case(case, tiny=tiny)
     precision = config.train.precision if config.train.precision.startswith("fp8") else "bf16"
     engine = build_engine(config, build_mesh(config.parallel, 1, device.type), device, precision)
-    batch = batch_of(case, config.model.vocab_size or 0)
+    batch = draw_batch(case, config.model.vocab_size or 0)
     objective = Causal(SpecialTokens(bos=1, eos=2, pad=0))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -159,8 +159,8 @@ def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> Row:
     return Row(case, description.parameters, rate, memory_bytes(device), mfu)
 
 
-def report(title: str, lines: list[str], device: torch.device) -> str:
-    where = common.device_name(device.type)
+def format_report(title: str, lines: list[str], device: torch.device) -> str:
+    where = common.get_device_name(device.type)
     headings = (
         "Model",
         "Parameters",
@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?"
     )
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-gpu-CASE.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-CASE.md")
     args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
     if not dist.is_initialized():
@@ -207,19 +207,21 @@ def main(arguments: list[str] | None = None) -> int:
         lines: list[str] = []
         for case in TINY if args.tiny else CASES[title]:
             try:
-                lines.append(measure(case, device, args.steps, tiny=args.tiny).text())
+                lines.append(measure(case, device, args.steps, tiny=args.tiny).format())
             except Exception as error:
                 first = str(error).partition("\n")[0].replace("|", "/")[:200]
                 message = f"{type(error).__name__}: {first}"
                 lines.append(
                     f"| {case.preset} | | {case.length:,} | {case.rows} | {case.how} | {message} | "
-                    f"{wanted(case)} | | | |"
+                    f"{format_target(case)} | | | |"
                 )
                 failed = 1
             print(lines[-1], flush=True)
             torch._dynamo.reset()
-            common.write_text(common.dated(args.out, f"gpu-{title}.md"), report(title, lines, device))
-        print(f"\n{report(title, lines, device)}")
+            common.write_text(
+                common.make_dated_path(args.out, f"gpu-{title}.md"), format_report(title, lines, device)
+            )
+        print(f"\n{format_report(title, lines, device)}")
     return failed
 
 

@@ -65,7 +65,7 @@ class Shape:
         return 7 * 2 * pairs * self.width
 
 
-def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def time_calls(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The median, the device waited for."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(3):
@@ -73,26 +73,26 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
     rounds = []
     for _ in range(repeats):
         wait()
-        rounds.append(common.seconds(lambda: (run(), wait())))
+        rounds.append(common.time_call(lambda: (run(), wait())))
     return statistics.median(rounds)
 
 
-def copies(device: torch.device, repeats: int, elements: int) -> Iterator[str]:
+def measure_copies(device: torch.device, repeats: int, elements: int) -> Iterator[str]:
     a, b = (torch.zeros(elements, dtype=torch.bfloat16, device=device) for _ in range(2))
-    rate = 2 * a.nbytes / seconds(lambda: b.copy_(a), device, repeats)
+    rate = 2 * a.nbytes / time_calls(lambda: b.copy_(a), device, repeats)
     yield f"| copy of {a.nbytes / 1e9:.2f} GB | {rate / 1e12:.2f} TB/s read and written | 4.3 |"
 
 
-def products(device: torch.device, repeats: int, shrink: int) -> Iterator[str]:
+def measure_matmuls(device: torch.device, repeats: int, shrink: int) -> Iterator[str]:
     for name, ((m, k, n), expected) in PRODUCTS.items():
         a = torch.randn(m // shrink, k // shrink, device=device, dtype=torch.bfloat16)
         b = torch.randn(n // shrink, k // shrink, device=device, dtype=torch.bfloat16)
         flops = 2 * a.shape[0] * a.shape[1] * b.shape[0]
-        rate = flops / seconds(lambda a=a, b=b: F.linear(a, b), device, repeats)
+        rate = flops / time_calls(lambda a=a, b=b: F.linear(a, b), device, repeats)
         yield f"| {name} | {rate / 1e12:,.1f} TFLOP/s | {expected} |"
 
 
-def losses(device: torch.device, repeats: int) -> Iterator[str]:
+def measure_cross_entropy(device: torch.device, repeats: int) -> Iterator[str]:
     """The Triton kernel of the cross-entropy, as GPT-2 124M calls it; on a CPU there is none."""
     if device.type == "cpu":
         return
@@ -105,86 +105,90 @@ def losses(device: torch.device, repeats: int) -> Iterator[str]:
     def run() -> Tensor:
         return to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
 
-    milliseconds = 1e3 * seconds(run, device, repeats)
+    milliseconds = 1e3 * time_calls(run, device, repeats)
     yield f"| cross-entropy of {tokens:,} tokens over {vocabulary:,} | {milliseconds:.2f} ms | {expected} |"
 
 
-def with_backend(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Shape], Tensor]:
+def make_sdpa_kernel(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Shape], Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
         if shape.documents > 1 and backend not in (
             SDPBackend.EFFICIENT_ATTENTION,
             SDPBackend.CUDNN_ATTENTION,
         ):
             raise NotImplementedError("takes no mask of documents")
-        mask = None if shape.documents == 1 else visible(sequence(shape, q.device))
+        mask = None if shape.documents == 1 else make_mask(make_sequence(shape, q.device))
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
     return run
 
 
-def sequence(shape: Shape, device: torch.device) -> SequenceMetadata:
+def make_sequence(shape: Shape, device: torch.device) -> SequenceMetadata:
     index = torch.arange(shape.tokens, device=device).expand(shape.rows, -1)
     length = shape.tokens // shape.documents
     return SequenceMetadata(index % length, None if shape.documents == 1 else index // length)
 
 
-def visible(row: SequenceMetadata) -> Tensor:
+def make_mask(row: SequenceMetadata) -> Tensor:
     causal = torch.ones(row.length, row.length, dtype=torch.bool, device=row.positions.device).tril()
     return causal & row.same_document() if row.documents is not None else causal
 
 
-def by_flex(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
+def attend_with_flex(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
     """Flex attention as the models call it."""
-    mask = PatternMask(Full(causal=True), sequence(shape, q.device), 0, shape.heads)
+    mask = PatternMask(Full(causal=True), make_sequence(shape, q.device), 0, shape.heads)
     return flex(q, k, v, mask, None, AttentionOptions(), None)
 
 
-def by_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
+def attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
     """torch.nn.attention.varlen: all documents behind one another."""
     from torch.nn.attention.varlen import varlen_attn
 
     length = shape.tokens // shape.documents
     starts = torch.arange(0, shape.rows * shape.tokens + 1, length, dtype=torch.int32, device=q.device)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    causal = {"window_size": (-1, 0)} if "window_size" in _parameters(varlen_attn) else {"is_causal": True}
+    causal = (
+        {"window_size": (-1, 0)} if "window_size" in _list_parameters(varlen_attn) else {"is_causal": True}
+    )
     output = varlen_attn(*flat, starts, starts, length, length, **causal)
     return output.unflatten(0, (shape.rows, -1)).transpose(1, 2)
 
 
-def _parameters(function: Callable[..., object]) -> set[str]:
+def _list_parameters(function: Callable[..., object]) -> set[str]:
     import inspect
 
     return set(inspect.signature(function).parameters)
 
 
 KERNELS = {
-    "flash": with_backend(SDPBackend.FLASH_ATTENTION),
-    "cudnn": with_backend(SDPBackend.CUDNN_ATTENTION),
-    "efficient": with_backend(SDPBackend.EFFICIENT_ATTENTION),
-    "flex": by_flex,
-    "varlen": by_varlen,
+    "flash": make_sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+    "cudnn": make_sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+    "efficient": make_sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+    "flex": attend_with_flex,
+    "varlen": attend_with_varlen,
 }
 
 
-def attention(device: torch.device, repeats: int, shapes: list[Shape]) -> Iterator[str]:
+def measure_attention(device: torch.device, repeats: int, shapes: list[Shape]) -> Iterator[str]:
     for shape in shapes:
         size = (shape.rows, shape.heads, shape.tokens, shape.width)
         inputs = [
             torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         ]
         grad_output = torch.randn(size, device=device, dtype=torch.bfloat16)
-        exact = _reference(inputs, grad_output, shape) if shape.tokens <= 2048 else None
+        exact = _compute_reference(inputs, grad_output, shape) if shape.tokens <= 2048 else None
         for name, kernel in KERNELS.items():
             head = f"| {shape.name}, {shape.documents} documents a row | {name} "
             try:
-                output, *gradients = _passes(kernel, inputs, grad_output, shape)
+                output, *gradients = _run_passes(kernel, inputs, grad_output, shape)
                 finite = all(bool(x.isfinite().all()) for x in (output, *gradients))
                 error = (
-                    "–" if exact is None else f"{max(map(_relative_error, (output, *gradients), exact)):.1e}"
+                    "–"
+                    if exact is None
+                    else f"{max(map(_compute_relative_error, (output, *gradients), exact)):.1e}"
                 )
-                rate = shape.flops / seconds(
-                    lambda kernel=kernel, inputs=inputs, grad_output=grad_output, shape=shape: _passes(
+                rate = shape.flops / time_calls(
+                    lambda kernel=kernel, inputs=inputs, grad_output=grad_output, shape=shape: _run_passes(
                         kernel, inputs, grad_output, shape
                     ),
                     device,
@@ -196,18 +200,18 @@ def attention(device: torch.device, repeats: int, shapes: list[Shape]) -> Iterat
                 yield f"{head}| {type(error).__name__}: {first} | {EXPECTED[name]} | | |"
 
 
-def _passes(
+def _run_passes(
     kernel: Callable[..., Tensor], inputs: list[Tensor], grad_output: Tensor, shape: Shape
 ) -> tuple[Tensor, ...]:
     output = kernel(*inputs, shape)
     return output, *torch.autograd.grad(output, inputs, grad_output)
 
 
-def _reference(inputs: list[Tensor], grad_output: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+def _compute_reference(inputs: list[Tensor], grad_output: Tensor, shape: Shape) -> tuple[Tensor, ...]:
     """Output and gradients in float32, by the products written out, a row at a time."""
     parts_of: list[list[Tensor]] = [[], [], [], []]
     row = Shape(shape.name, 1, shape.heads, shape.tokens, shape.width, shape.documents)
-    mask = visible(sequence(row, grad_output.device))
+    mask = make_mask(make_sequence(row, grad_output.device))
     for number in range(shape.rows):
         leaves = [x[number : number + 1].detach().float().requires_grad_() for x in inputs]
         with sdpa_kernel(SDPBackend.MATH):
@@ -221,7 +225,7 @@ def _reference(inputs: list[Tensor], grad_output: Tensor, shape: Shape) -> tuple
     return tuple(torch.cat(parts) for parts in parts_of)
 
 
-def _relative_error(values: Tensor, exact: Tensor) -> float:
+def _compute_relative_error(values: Tensor, exact: Tensor) -> float:
     return float((values.detach().float() - exact).norm() / exact.norm())
 
 
@@ -230,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = common.make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small shapes on the CPU: does the script work?")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-gpu-facts.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-facts.md")
     args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
     repeats, elements, shrink = (1, 2**12, 256) if args.tiny else (args.repeats, 2**31, 1)
@@ -239,18 +243,21 @@ def main(arguments: list[str] | None = None) -> int:
         shapes = [Shape("tiny", 2, 2, 256, 64, documents) for documents in (1, 2)]
     torch.manual_seed(0)
     page = common.Page(
-        common.dated(args.out, "gpu-facts.md"),
+        common.make_dated_path(args.out, "gpu-facts.md"),
         f"# What a GPU can do, {common.today()}",
         "",
-        f"{common.device_name(device.type)}, torch {torch.__version__}.",
+        f"{common.get_device_name(device.type)}, torch {torch.__version__}.",
     )
     tables = [
-        ("| Copies and products | measured | expected |\n|---|---|---|", copies(device, repeats, elements)),
-        (None, products(device, repeats, shrink)),
-        (None, losses(device, repeats)),
+        (
+            "| Copies and products | measured | expected |\n|---|---|---|",
+            measure_copies(device, repeats, elements),
+        ),
+        (None, measure_matmuls(device, repeats, shrink)),
+        (None, measure_cross_entropy(device, repeats)),
         (
             "| Attention, both passes | kernel | TFLOP/s | expected | finite | error |\n|---|---|---|---|---|---|",
-            attention(device, repeats, shapes),
+            measure_attention(device, repeats, shapes),
         ),
     ]
     for heading, rows in tables:

@@ -24,11 +24,11 @@ except ImportError:  # a bare Python has what pip brings along
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.120", "transformers>=5.0"]
-OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
+TORCH_PACKAGES = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 """Packages that belong to the installed torch."""
 
 
-def missing(requirements: Iterable[str]) -> list[str]:
+def find_missing(requirements: Iterable[str]) -> list[str]:
     """Requirements that are not met here, with what those need."""
     queue, checked, unmet = [Requirement(line) for line in requirements], set(), []
     while queue:
@@ -37,7 +37,7 @@ def missing(requirements: Iterable[str]) -> list[str]:
         if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             continue
         name = requirement.name.lower().replace("_", "-")
-        if name in checked or OF_TORCH.fullmatch(name):
+        if name in checked or TORCH_PACKAGES.fullmatch(name):
             continue
         checked.add(name)
         try:
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     source = ["--no-index", "--find-links", str(args.wheels)] if args.wheels else []
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-q", "--no-deps"]
     tried: list[str] = []
-    while names := missing([*project["dependencies"], *TESTS]):
+    while names := find_missing([*project["dependencies"], *TESTS]):
         command = [*pip, *source, "--upgrade", "--target", str(args.folder), *names]
         if names == tried or subprocess.run(command, check=False).returncode:
             folder = "these packages are not in WHEELS" if args.wheels else "pip can't install these packages"

@@ -28,7 +28,7 @@ class Stages:
 
     def __init__(self, folder: Path, result: Path | None) -> None:
         self.folder, self.failed = folder, False
-        where = common.device_name("cuda" if torch.cuda.is_available() else "cpu")
+        where = common.get_device_name("cuda" if torch.cuda.is_available() else "cpu")
         self.page = common.Page(
             result,
             f"# A run, a stop, a resume, {common.today()}",
@@ -39,7 +39,7 @@ class Stages:
             "|---|---|---|---|",
         )
 
-    def tell(self, stage: str, expected: str, outcome: str, seconds: float, *, right: bool) -> None:
+    def add_row(self, stage: str, expected: str, outcome: str, seconds: float, *, right: bool) -> None:
         self.failed = self.failed or not right
         marked = outcome if right else f"**{outcome}**"
         self.page.add(f"| {stage} | {expected} | {marked} | {seconds:.0f} |")
@@ -58,7 +58,7 @@ class Stages:
                 stderr=subprocess.STDOUT,
             )
             while stop and process.poll() is None:
-                if len(losses(stop[0])) >= stop[1]:
+                if len(read_losses(stop[0])) >= stop[1]:
                     process.send_signal(signal.SIGTERM)
                     break
                 time.sleep(0.1)
@@ -68,10 +68,10 @@ class Stages:
             last = output[-1][:160].replace("|", "/") if output else ""
         right = code == expected
         outcome = f"exit {code}" + ("" if right else f": {last}")
-        self.tell(stage, f"exit {expected}", outcome, time.monotonic() - start, right=right)
+        self.add_row(stage, f"exit {expected}", outcome, time.monotonic() - start, right=right)
 
 
-def losses(run: Path) -> dict[int, str]:
+def read_losses(run: Path) -> dict[int, str]:
     """Step → loss and norm as they stand in the metrics."""
     path = run / "metrics.jsonl"
     complete_lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
@@ -87,9 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--text", type=Path, help="a folder of text instead of Python's own sources")
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-gpu-run.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-run.md")
     args = parser.parse_args(arguments)
-    result = common.dated(args.out and args.out.resolve(), "gpu-run.md")
+    result = common.make_dated_path(args.out and args.out.resolve(), "gpu-run.md")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         stages = Stages(folder, result)
@@ -110,14 +110,14 @@ def main(arguments: list[str] | None = None) -> int:
             stages.run(f"train: {name}", words, 75 if stop else 0, stop)
             if stop:
                 stages.run("resume", words)
-        uninterrupted, stopped = losses(folder / "runs/whole"), losses(folder / "runs/stopped")
+        uninterrupted, stopped = read_losses(folder / "runs/whole"), read_losses(folder / "runs/stopped")
         differ = [
             step for step in range(1, args.steps + 1) if uninterrupted.get(step, 0) != stopped.get(step, 1)
         ]
         outcome = (
             f"all {args.steps} alike" if not differ else f"{len(differ)} differ, from step {differ[0]} on"
         )
-        stages.tell("losses and norms, to the bit", "all alike", outcome, 0, right=not differ)
+        stages.add_row("losses and norms, to the bit", "all alike", outcome, 0, right=not differ)
         stages.run("generate", ["generate", "runs/stopped", "--prompt", "def ", "--max-tokens", "40"])
     return int(stages.failed)
 

@@ -13,8 +13,8 @@ SHAPE = (16384, 4096)
 """One matrix of a 6.7B feed-forward network."""
 
 
-def seconds(kind: Normal | TruncatedNormal, threads: int) -> float:
-    return common.seconds(lambda: draw(kind, 0, "weight", SHAPE, (0, 0), SHAPE, threads))
+def time_drawing(kind: Normal | TruncatedNormal, threads: int) -> float:
+    return common.time_call(lambda: draw(kind, 0, "weight", SHAPE, (0, 0), SHAPE, threads))
 
 
 def main() -> None:
@@ -23,9 +23,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
     for kind in (Normal(0.02), TruncatedNormal(0.02)):
-        rounds = [(seconds(kind, 1), seconds(kind, args.threads)) for _ in range(args.rounds)]
+        rounds = [(time_drawing(kind, 1), time_drawing(kind, args.threads)) for _ in range(args.rounds)]
         single, several = zip(*rounds, strict=True)
-        ratio, rate = common.median_ratio(single, several), SHAPE[0] * SHAPE[1] / statistics.median(single)
+        ratio, rate = (
+            common.compute_median_ratio(single, several),
+            SHAPE[0] * SHAPE[1] / statistics.median(single),
+        )
         print(f"{type(kind).__name__}: {args.threads} threads / 1: {ratio:.2f} (1: {rate / 1e6:.0f} M/s)")
 
 

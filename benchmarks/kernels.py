@@ -35,7 +35,7 @@ class KernelResources:
     shared: int
 
 
-def softmax(element: str, *, capped: bool = False, smoothed: bool = False) -> KernelResources:
+def compile_cross_entropy(element: str, *, capped: bool = False, smoothed: bool = False) -> KernelResources:
     """The gradient of the cross-entropy, of logits in `element` (Triton's name of a type)."""
     pointers = {"logits_MV": f"*{element}", "targets_M": "*i64", "losses_M": "*fp32"}
     numbers = {"stride": "i32", "vocabulary": "i32", "softcap": "fp32", "smoothing": "fp32"}
@@ -67,7 +67,7 @@ def compile_kernel(
 def main() -> None:
     """Compile all, print a table and write it."""
     parser = common.make_parser(__doc__)
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     args = parser.parse_args()
     moved = 3 * TOKENS * VOCABULARY
     lines = [
@@ -82,7 +82,7 @@ def main() -> None:
     ]
     for element, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
         for how, options in (("", {}), (", soft cap, smoothed", {"capped": True, "smoothed": True})):
-            use, total = softmax(element, **options), moved * size
+            use, total = compile_cross_entropy(element, **options), moved * size
             lines.append(
                 f"| cross-entropy, {element}{how} | {use.registers} | {use.spilled} | {use.shared} B | "
                 f"{total / 1e9:.2f} GB | {1e3 * total / COPIED:.2f} ms |"

@@ -23,7 +23,7 @@ from megatfm.train.build import build_engine
 LENGTH, ROWS = 512, 4
 
 
-def config_of(width: int) -> Config:
+def load_model_config(width: int) -> Config:
     sizes = [
         f"model.d_model={width}",
         f"model.ffn.d_ff={4 * width}",
@@ -39,7 +39,7 @@ def config_of(width: int) -> Config:
     return load_config("gpt2-124m", [*sizes, *other_settings, *batch])
 
 
-def step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) -> float:
+def time_step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) -> float:
     """Seconds of one optimizer step."""
     start = time.perf_counter()
     engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), record_activations=looks)
@@ -51,14 +51,14 @@ def step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) -> floa
 
 def measure(width: int, rounds: int) -> list[float]:
     """Steps with norms over steps without, round by round."""
-    config = config_of(width)
+    config = load_model_config(width)
     engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), "fp32")
     tokens = torch.randint(0, 8192, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     ratios = []
     for place in range(1 + rounds):
-        order = common.alternate((False, True), place)
-        seconds = {looks: step(engine, batch, looks=looks) for looks in order}
+        order = common.alternate_order((False, True), place)
+        seconds = {looks: time_step(engine, batch, looks=looks) for looks in order}
         if place:  # the first allocates
             ratios.append(seconds[True] / seconds[False])
     return ratios
@@ -68,11 +68,11 @@ def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 768])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-looking.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-looking.md")
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     page = common.Page(
-        common.dated(args.out, "looking.md"),
+        common.make_dated_path(args.out, "looking.md"),
         f"# What norms by layer cost, {common.today()}",
         "",
         f"`python benchmarks/looking.py`, {args.rounds} rounds, torch {torch.__version__}, "

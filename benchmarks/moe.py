@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
     loss: Callable[[Tensor], Tensor]
 
 
-def ours(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
+def build_megatfm(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
     """A decoder of ours, dense where no experts are given."""
     section = {"d_ff": args.d_ff}
     if ffn:
@@ -81,7 +81,7 @@ def ours(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> Candidate:
     return Candidate(model, loss)
 
 
-class BareProducts:
+class BareMatmuls:
     """The products of a step's weight matrices, of rows [M, I] with W [O, I]: x Wᵀ, g W and gᵀ x."""
 
     def __init__(self, args: argparse.Namespace, dtype: torch.dtype) -> None:
@@ -95,17 +95,17 @@ class BareProducts:
             for left, right in ((x, w.T), (g, w), (g.T, x)):
                 self._products.append((left, right, left.new_empty(len(left), right.shape[1])))
 
-    def seconds(self) -> float:
+    def time(self) -> float:
         """CPU seconds over all threads."""
 
         def multiply() -> None:
             for left, right, out in self._products:
                 torch.mm(left, right, out=out)
 
-        return common.seconds(multiply, time.process_time)
+        return common.time_call(multiply, time.process_time)
 
 
-def mixtral(args: argparse.Namespace, dtype: torch.dtype, experts: str) -> Candidate:
+def build_mixtral(args: argparse.Namespace, dtype: torch.dtype, experts: str) -> Candidate:
     """transformers' Mixtral with the same shapes; experts: its implementation of them."""
     config = transformers.MixtralConfig(
         vocab_size=VOCABULARY,
@@ -130,7 +130,7 @@ def skew_router(router: Any, nats: float) -> None:
     router.logits = lambda x_BTD: logits(x_BTD) + slope_E
 
 
-def seconds(candidate: Candidate, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
+def time_step(candidate: Candidate, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
     """CPU seconds of a step over all threads."""
 
     def step() -> None:
@@ -138,10 +138,10 @@ def seconds(candidate: Candidate, optimizer: torch.optim.Optimizer, tokens: Tens
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return common.seconds(step, time.process_time)
+    return common.time_call(step, time.process_time)
 
 
-def kept_bytes(candidate: Candidate, tokens: Tensor) -> int:
+def measure_saved_bytes(candidate: Candidate, tokens: Tensor) -> int:
     """Bytes that the backward pass needs, each storage once, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in candidate.model.parameters()}
     stored: dict[int, int] = {}
@@ -159,7 +159,7 @@ def kept_bytes(candidate: Candidate, tokens: Tensor) -> int:
     return sum(stored.values())
 
 
-def skew_of(candidate: Candidate) -> float:
+def compute_imbalance(candidate: Candidate) -> float:
     """The busiest expert's load by the mean, the mean over blocks."""
     loads = [m.observed["load"].double() for m in candidate.model.modules() if isinstance(m, MoE)]
     return statistics.fmean(float(load.max() / load.mean()) for load in loads)
@@ -170,27 +170,27 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
     dtype = DTYPES[name]
     router = {"name": "top_k"}
     sides = {
-        "dropless": ours(args, dtype, router=router),
-        "dense": ours(args, dtype),
-        "capacity 1.25": ours(args, dtype, router=router, capacity_factor=1.25),
+        "dropless": build_megatfm(args, dtype, router=router),
+        "dense": build_megatfm(args, dtype),
+        "capacity 1.25": build_megatfm(args, dtype, router=router, capacity_factor=1.25),
     }
     if args.compiled:
-        sides["dropless, compiled"] = compiled = ours(args, dtype, router=router)
+        sides["dropless, compiled"] = compiled = build_megatfm(args, dtype, router=router)
         compile_all(transformer_blocks(compiled.model), autotune=False)
     if not args.skew:
         for experts in args.experts_implementations:
-            sides[f"transformers, {experts}"] = mixtral(args, dtype, experts)
+            sides[f"transformers, {experts}"] = build_mixtral(args, dtype, experts)
     optimizers = {
         side: torch.optim.AdamW(candidate.model.parameters(), fused=True) for side, candidate in sides.items()
     }
-    bare = BareProducts(args, dtype)
+    bare = BareMatmuls(args, dtype)
     seconds_taken: dict[str, list[float]] = {side: [] for side in (*sides, BARE)}
     names = list(seconds_taken)
     for number in range(-args.warmup, args.rounds):
         tokens = torch.randint(VOCABULARY, (args.rows, args.length + 1))
         first = number % len(names)
         for side in names[first:] + names[:first]:
-            spent = bare.seconds() if side == BARE else seconds(sides[side], optimizers[side], tokens)
+            spent = bare.time() if side == BARE else time_step(sides[side], optimizers[side], tokens)
             if number >= 0:
                 seconds_taken[side].append(spent)
     tokens = torch.randint(VOCABULARY, (args.rows, args.length + 1))
@@ -205,8 +205,10 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
             side,
             f"{tokens[:, 1:].numel() / statistics.median(seconds_taken[side]):,.0f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{kept_bytes(candidate, tokens) / tokens[:, 1:].numel() / 1e3:.1f}" if candidate else "",
-            f"{skew_of(candidate):.2f}"
+            f"{measure_saved_bytes(candidate, tokens) / tokens[:, 1:].numel() / 1e3:.1f}"
+            if candidate
+            else "",
+            f"{compute_imbalance(candidate):.2f}"
             if candidate and any(isinstance(m, MoE) for m in candidate.model.modules())
             else "",
         )
@@ -234,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="transformers': eager, batched_mm, grouped_mm",
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     parser.add_argument("--compiled", action="store_true", help="dropless under train.compile as well")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)

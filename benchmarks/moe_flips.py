@@ -29,10 +29,10 @@ from tests.support.expert_parity import moe_layers, objective_for
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
-ALONE = "data ranks"
+DATA_RANKS = "data ranks"
 LAYOUTS: dict[int, dict[str, ParallelConfig]] = {
     2: {
-        ALONE: ParallelConfig(dp_shard=2, zero=1),
+        DATA_RANKS: ParallelConfig(dp_shard=2, zero=1),
         "ep2": EXPERT_LAYOUTS[2]["ep2, zero1"],
         "tp2": TP2,
         **EXPERT_TP_LAYOUTS[2],
@@ -41,7 +41,7 @@ LAYOUTS: dict[int, dict[str, ParallelConfig]] = {
         "pp2": ParallelConfig(pp=2),
     },
     4: {
-        ALONE: ParallelConfig(dp_shard=4, zero=1),
+        DATA_RANKS: ParallelConfig(dp_shard=4, zero=1),
         "ep4": EXPERT_LAYOUTS[4]["ep4, zero1"],
         "ep2 × tp2": EXPERT_LAYOUTS[4]["ep2 × tp2"],
         "ep4 of 2 × tp2": EXPERT_TP_LAYOUTS[4]["ep4 of 2 × tp2, zero1"],
@@ -55,12 +55,12 @@ Choices = dict[tuple[int, str, int, int], frozenset[int]]
 """Chosen experts by batch, block, row and position."""
 
 
-def model() -> ModelConfig:
+def make_model() -> ModelConfig:
     """A model of which every layout takes part of a row."""
     return ModelConfig.model_validate({**EXPERT_MODELS["by batch"].model_dump(), "dropout": 0.0})
 
 
-def batch_of(config: ModelConfig, number: int) -> dict[str, Tensor]:
+def draw_batch(config: ModelConfig, number: int) -> dict[str, Tensor]:
     """Rows of one document each."""
     batch, generator = family_batch(config), torch.Generator().manual_seed(number)
     rows, length = batch["tokens"].shape
@@ -69,9 +69,9 @@ def batch_of(config: ModelConfig, number: int) -> dict[str, Tensor]:
     return {**batch, **places, "tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
 
 
-def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
+def record_choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
     """Experts of the tokens that this rank routes."""
-    config, experts_chosen = model(), Choices()
+    config, experts_chosen = make_model(), Choices()
     engine = build_engine(config, parallel, precision=precision)
     number = 0
 
@@ -93,24 +93,24 @@ def choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
     for path, module in moe_layers(engine.model).items():
         module.router.register_forward_hook(note(path))
     for number in range(batches):
-        batch = batch_of(config, number)
+        batch = draw_batch(config, number)
         engine.forward_backward(microbatches(engine, batch), objective_for(config, batch))
         engine.zero_grad()
     return experts_chosen
 
 
-def all_choices(ranks: int, precision: str, batches: int) -> dict[str, Choices]:
+def record_all_choices(ranks: int, precision: str, batches: int) -> dict[str, Choices]:
     """Choices by layout."""
-    return {name: choices(parallel, precision, batches) for name, parallel in LAYOUTS[ranks].items()}
+    return {name: record_choices(parallel, precision, batches) for name, parallel in LAYOUTS[ranks].items()}
 
 
-def rows_of(choices_of_ranks: list[Mapping[str, Choices]], ranks: int, precision: str) -> list[str]:
+def format_rows(choices_of_ranks: list[Mapping[str, Choices]], ranks: int, precision: str) -> list[str]:
     """Lines of the table."""
     merged = {
         name: {key: experts for rank in choices_of_ranks for key, experts in rank[name].items()}
         for name in choices_of_ranks[0]
     }
-    plain, lines = merged.pop(ALONE), []
+    plain, lines = merged.pop(DATA_RANKS), []
     for name, other_choices in merged.items():
         assert other_choices.keys() == plain.keys(), name
         flipped = sum(other_choices[key] != experts for key, experts in plain.items())
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     args = parser.parse_args()
     page = common.Page(
         args.out,
@@ -140,8 +140,10 @@ def main() -> None:
     workers = Workers()
     for precision in args.precisions:
         for ranks in args.ranks:
-            choices_of_ranks = workers.run(all_choices, ranks, ranks, precision, args.batches, timeout=500.0)
-            page.add(*rows_of(choices_of_ranks, ranks, precision))
+            choices_of_ranks = workers.run(
+                record_all_choices, ranks, ranks, precision, args.batches, timeout=500.0
+            )
+            page.add(*format_rows(choices_of_ranks, ranks, precision))
 
 
 if __name__ == "__main__":

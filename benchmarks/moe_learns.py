@@ -33,7 +33,7 @@ WARM = 0.2
 """Share of the steps that counts as warm-up for the balance."""
 
 
-moe = partial(common.moe_section, D_FF)
+moe = partial(common.make_moe_section, D_FF)
 """A section of experts with as many active weights as the dense network."""
 
 EVEN = {"name": "deepseek_v3", "bias_update_rate": 0.01}
@@ -70,18 +70,20 @@ class Outcome(NamedTuple):
     dropped: float
 
 
-def overrides(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> list[str]:
+def make_overrides(
+    ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path
+) -> list[str]:
     """Settings of a run, as on the command line."""
     section = {"d_ff": D_FF} if ffn is None else ffn
     return [
-        *QUIET, f"model.ffn={common.inline_toml(section)}", f"train.steps={steps}", f"train.seed={seed}",
+        *QUIET, f"model.ffn={common.format_toml(section)}", f"train.steps={steps}", f"train.seed={seed}",
         f"run_dir={run}", f"data.corpus={corpora}",
     ]  # fmt: skip
 
 
-def learn(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> Outcome:
+def train(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> Outcome:
     """Train in a process of its own, unless that was done, and read the record."""
-    words = overrides(ffn, corpora, steps, seed, run)
+    words = make_overrides(ffn, corpora, steps, seed, run)
     record = run / "metrics.jsonl"
     if not record.exists() or '"evaluation"' not in record.read_text():
         subprocess.run([sys.executable, "-m", "megatfm", "train", "quickstart-moe", *words], check=True)
@@ -103,7 +105,7 @@ def learn(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, r
     )
 
 
-def row(name: str, seeds: list[Outcome], dense: list[Outcome]) -> str:
+def format_row(name: str, seeds: list[Outcome], dense: list[Outcome]) -> str:
     """A row of the table."""
     losses = [outcome.loss for outcome in seeds]
     loads = [load for outcome in seeds for load in outcome.loads]
@@ -127,7 +129,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="names, or their beginnings")
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     parser.add_argument("--runs", type=Path, help="keep runs in this folder, and take those that are there")
     args = parser.parse_args()
     chosen = [
@@ -153,10 +155,10 @@ def main() -> None:
         for name in chosen:
             folders = [runs_folder / f"{every.index(name)}-{seed}" for seed in args.seeds]
             outcomes[name] = [
-                learn(MODELS[name], args.corpus.resolve(), args.steps, seed, run)
+                train(MODELS[name], args.corpus.resolve(), args.steps, seed, run)
                 for seed, run in zip(args.seeds, folders, strict=True)
             ]
-            page.add(row(name, outcomes[name], outcomes["dense"]))
+            page.add(format_row(name, outcomes[name], outcomes["dense"]))
 
 
 if __name__ == "__main__":

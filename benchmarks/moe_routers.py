@@ -26,36 +26,36 @@ WARM = 36
 """Steps that do not count for the balance."""
 
 
-moe = partial(common.moe_section, D_FF)
+make_moe = partial(common.make_moe_section, D_FF)
 """A section of experts with as many active weights as the dense network."""
 
 EVEN = {"name": "deepseek_v3", "bias_update_rate": 0.01}
 TOP_K = {"name": "top_k", "aux_loss_coef": 0.1}
 MODELS: dict[str, dict[str, object]] = {
     "dense": {"d_ff": D_FF},
-    "`deepseek_v3`, `bias_update_rate` 0.01": moe(EVEN),
-    "`top_k`, `balance` 0.1": moe(TOP_K),
-    "`top_k`, `balance` 0.01": moe({"name": "top_k", "aux_loss_coef": 0.01}),
-    "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
-    "`top_k`, nothing that balances": moe({"name": "top_k"}),
-    "`top_k`, `balance` 0.1, `capacity` 1.25": moe(TOP_K, capacity_factor=1.25),
-    "`switch`, `balance` 0.1, `capacity` 1.25": moe(
+    "`deepseek_v3`, `bias_update_rate` 0.01": make_moe(EVEN),
+    "`top_k`, `balance` 0.1": make_moe(TOP_K),
+    "`top_k`, `balance` 0.01": make_moe({"name": "top_k", "aux_loss_coef": 0.01}),
+    "`top_k`, `sequence_balance` 0.1": make_moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
+    "`top_k`, nothing that balances": make_moe({"name": "top_k"}),
+    "`top_k`, `balance` 0.1, `capacity` 1.25": make_moe(TOP_K, capacity_factor=1.25),
+    "`switch`, `balance` 0.1, `capacity` 1.25": make_moe(
         {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity_factor=1.25
     ),
-    "`gshard`, `balance` 0.1": moe({"name": "gshard", "aux_loss_coef": 0.1}),
-    "`noisy_top_k`, `importance`, `load` 0.1": moe(
+    "`gshard`, `balance` 0.1": make_moe({"name": "gshard", "aux_loss_coef": 0.1}),
+    "`noisy_top_k`, `importance`, `load` 0.1": make_moe(
         {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
     ),
-    "`hash`": moe({"name": "hash"}),
-    "`deepseek_v3`, 16 experts of half the width, 4 chosen": moe(EVEN, experts=16, top_k=4),
-    "`deepseek_v3`, one shared, one of 8 chosen": moe(EVEN, top_k=1, n_shared_experts=1),
+    "`hash`": make_moe({"name": "hash"}),
+    "`deepseek_v3`, 16 experts of half the width, 4 chosen": make_moe(EVEN, experts=16, top_k=4),
+    "`deepseek_v3`, one shared, one of 8 chosen": make_moe(EVEN, top_k=1, n_shared_experts=1),
 }
 
 
-def row(name: str, ffn: Mapping[str, object]) -> str:
+def measure_row(name: str, ffn: Mapping[str, object]) -> str:
     """Train, and make a row of the table."""
     small = [f"{key}={value}" for key, value in SMALL_MOE.items() if not key.startswith("model.ffn")]
-    config = load_config(MOE_PRESET, [f"model.ffn={common.inline_toml(ffn)}", *small])
+    config = load_config(MOE_PRESET, [f"model.ffn={common.format_toml(ffn)}", *small])
     metrics = curves(config.model_dump())
     loads = metrics.get("busiest", [])[WARM:]
     cells = (
@@ -69,7 +69,7 @@ def row(name: str, ffn: Mapping[str, object]) -> str:
 def main() -> None:
     """Train all, print a table and write it."""
     parser = common.make_parser(__doc__)
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     args = parser.parse_args()
     page = common.Page(
         args.out,
@@ -82,7 +82,7 @@ def main() -> None:
     )
     with distributed.distributed_session(device="cpu"):
         for name, ffn in MODELS.items():
-            page.add(row(name, ffn))
+            page.add(measure_row(name, ffn))
 
 
 if __name__ == "__main__":

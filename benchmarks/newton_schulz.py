@@ -13,7 +13,7 @@ from megatfm.optim.matrix_optimizers import newton_schulz
 SHAPES = ((160, 160), (160, 640), (512, 512), (512, 2048), (1024, 1024))
 
 
-def seconds(x: torch.Tensor, in_bf16: bool) -> float:
+def time_iteration(x: torch.Tensor, in_bf16: bool) -> float:
     """Time one orthogonalisation of a matrix."""
 
     def run() -> None:
@@ -21,7 +21,7 @@ def seconds(x: torch.Tensor, in_bf16: bool) -> float:
         if x.device.type == "cuda":
             torch.cuda.synchronize()
 
-    return common.seconds(run)
+    return common.time_call(run)
 
 
 def main() -> None:
@@ -32,13 +32,13 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in SHAPES:
         x = torch.randn(shape, generator=generator).to(args.device)
-        seconds(x, True), seconds(x, False)
-        pairs = [(seconds(x, True), seconds(x, False)) for _ in range(args.rounds)]
+        time_iteration(x, True), time_iteration(x, False)
+        pairs = [(time_iteration(x, True), time_iteration(x, False)) for _ in range(args.rounds)]
         bf16, full = zip(*pairs, strict=True)
         bf16_ms, full_ms = (1e3 * statistics.median(times) for times in (bf16, full))
         print(
             f"{shape[0]} × {shape[1]}: bf16 {bf16_ms:.2f} ms, float32 {full_ms:.2f} ms, "
-            f"{common.median_ratio(full, bf16):.2f} times as long"
+            f"{common.compute_median_ratio(full, bf16):.2f} times as long"
         )
 
 

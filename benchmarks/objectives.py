@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-class Documents:
+class CorpusStub:
     """A corpus in memory, in which the same documents come again and again."""
 
     folder = fingerprint = "random"
@@ -77,7 +77,7 @@ class Partners:
         return self.documents[number]
 
 
-def objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
+def make_objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
     values = load_config("quickstart").model_dump() | {"objective": {"name": name}}
     parts = {
         "encoder": {
@@ -97,14 +97,14 @@ def objective(name: str, family: str, rows: tuple[int, ...]) -> Objective:
     return build_objective(Config.model_validate(values).objective, model, SPECIAL, rows)
 
 
-def seconds(run: Callable[[], object]) -> float:
+def time_best_of_three(run: Callable[[], object]) -> float:
     """CPU seconds, the best of three."""
-    return min(common.seconds(run, time.process_time) for _ in range(3))
+    return min(common.time_call(run, time.process_time) for _ in range(3))
 
 
-def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
+def measure_row(corpus: CorpusStub, name: str, family: str, n_rows: int) -> str:
     rows = (512, 128) if family == "encoder_decoder" else (512,)
-    task = objective(name, family, rows)
+    task = make_objective(name, family, rows)
     n = min(task.max_tokens or 512, 512)
     text, partners = (
         np.resize(corpus.read_block(0)[0][1], n),
@@ -128,13 +128,16 @@ def row(corpus: Documents, name: str, family: str, n_rows: int) -> str:
     def pack() -> None:
         plan().rows(range(n_rows))
 
-    planning = seconds(plan)
+    planning = time_best_of_three(plan)
     sequences = sum(-(-corpus.lengths() // task.max_tokens)) if task.max_tokens else corpus.n_samples
     read = plan().rows(range(n_rows))
     real = [read[f"{side}documents"] >= 0 for side in task.field_prefixes]
-    packing, fill = sum(map(np.sum, real)) / (seconds(pack) - planning), [np.mean(side) for side in real]
+    packing, fill = (
+        sum(map(np.sum, real)) / (time_best_of_three(pack) - planning),
+        [np.mean(side) for side in real],
+    )
     return (
-        f"| {name} | {family} | {BUILT * n / seconds(build) / 1e6:.1f} | {packing / 1e6:.1f} | "
+        f"| {name} | {family} | {BUILT * n / time_best_of_three(build) / 1e6:.1f} | {packing / 1e6:.1f} | "
         f"{planning / sequences * 1e6:.1f} | {', '.join(f'{share:.1%}' for share in fill)} |"
     )
 
@@ -144,14 +147,14 @@ def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--documents", type=int, default=64_000)
     parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-objectives.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-objectives.md")
     args = parser.parse_args()
-    corpus = Documents(args.documents)
+    corpus = CorpusStub(args.documents)
     page = common.Page(
-        common.dated(args.out, "objectives.md"),
+        common.make_dated_path(args.out, "objectives.md"),
         f"# Objectives, {common.today()}",
         "",
-        f"`python benchmarks/objectives.py`, {common.cpu_name(instructions=True)}, NumPy {np.__version__}, "
+        f"`python benchmarks/objectives.py`, {common.get_cpu_name(instructions=True)}, NumPy {np.__version__}, "
         f"{args.documents:,} documents, {args.rows:,} rows.",
         "",
         "| Objective | Family | `build`, M tokens/s | packed, M tokens/s | plan, µs a sequence | filled, by side |",
@@ -159,7 +162,7 @@ def main() -> None:
     )
     for name, families in CASES.items():
         for family in families:
-            page.add(row(corpus, name, family, args.rows))
+            page.add(measure_row(corpus, name, family, args.rows))
 
 
 if __name__ == "__main__":

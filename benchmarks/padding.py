@@ -30,7 +30,7 @@ HEADERS = 2048
 """Bytes of tar that each document had: two headers, and what fills their contents to whole blocks."""
 
 
-def write(folder: Path, middle: int, spread: float, tokens: int) -> None:
+def write_corpus(folder: Path, middle: int, spread: float, tokens: int) -> None:
     """A corpus of documents of random ids."""
     draw = np.random.default_rng(0)
     lengths = np.maximum(1, draw.lognormal(np.log(middle), spread, 3 * tokens // middle)).astype(np.int64)
@@ -42,7 +42,7 @@ def write(folder: Path, middle: int, spread: float, tokens: int) -> None:
         writer.finish({})
 
 
-def before(lengths: NDArray[np.int64], row: int) -> tuple[float, float]:
+def compute_old_padding(lengths: NDArray[np.int64], row: int) -> tuple[float, float]:
     """Padding, cut and with whole sequences, in rows that span no blocks of 256 KiB of tar, 2 KiB a document."""
     ends = np.cumsum(2 * lengths + HEADERS) // 2**18
     blocks = np.split(lengths, np.flatnonzero(np.diff(ends)) + 1)
@@ -65,12 +65,12 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for kind, (middle, spread) in KINDS.items():
         with tempfile.TemporaryDirectory() as place:
-            write(Path(place) / "corpus", middle, spread, args.tokens)
+            write_corpus(Path(place) / "corpus", middle, spread, args.tokens)
             corpus = Corpus.open(Path(place) / "corpus")
             lengths = corpus.lengths() + 1
             disk = sum(shard.bytes for shard in corpus.manifest.shards) / corpus.n_tokens
             for row in (size for size in ROWS if size <= args.longest):
-                was, now = before(lengths, row), padding(lengths, corpus.blocks, row)
+                was, now = compute_old_padding(lengths, row), padding(lengths, corpus.blocks, row)
                 figures = [f"{100 * share:.2f} %" for pair in zip(was, now, strict=True) for share in pair]
                 print(f"| {kind} | {row:,} | {' | '.join(figures)} | {disk:.2f} |", flush=True)
 

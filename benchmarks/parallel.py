@@ -125,7 +125,7 @@ class CallSeconds:
         return call
 
 
-def model_config(width: int, layers: int, parts: int) -> ModelConfig:
+def make_model_config(width: int, layers: int, parts: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=64,
         d_model=width,
@@ -135,10 +135,10 @@ def model_config(width: int, layers: int, parts: int) -> ModelConfig:
     )
 
 
-def blocks_of(width: int, layers: int, parallel: ParallelConfig, parts: int) -> tuple[Blocks, DataParallel]:
+def make_blocks(width: int, layers: int, parallel: ParallelConfig, parts: int) -> tuple[Blocks, DataParallel]:
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
-        model = build(model_config(width, layers, parts))
+        model = build(make_model_config(width, layers, parts))
     layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel)
     zero_options = ZeroOptions(parallel.zero, parallel.grad_accumulation)
     blocks = Blocks(model)
@@ -148,7 +148,7 @@ def blocks_of(width: int, layers: int, parallel: ParallelConfig, parts: int) -> 
     return blocks, data
 
 
-def passes(
+def make_pass(
     blocks: nn.Module, data: DataParallel | None, width: int, tokens: int, held: int
 ) -> Callable[[], None]:
     """One forward and backward pass of a row; held: of its tokens, those that are here between blocks."""
@@ -168,23 +168,23 @@ def passes(
     return run
 
 
-def plain_blocks(width: int, layers: int, parts: int) -> Blocks:
+def make_plain_blocks(width: int, layers: int, parts: int) -> Blocks:
     """Without any layout."""
-    blocks = Blocks(build(model_config(width, layers, parts)))
+    blocks = Blocks(build(make_model_config(width, layers, parts)))
     for parameter in blocks.parameters():
         nn.init.normal_(parameter, std=0.02)
     return blocks
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
+def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors in memory, each storage once."""
     storages = [t.untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def kept_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, held: int) -> int:
+def measure_saved_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, held: int) -> int:
     """Bytes in memory between a forward and a backward pass, but for the weights that always do."""
-    weights = {t.untyped_storage().data_ptr() for t in local_tensors(blocks, data)}
+    weights = {t.untyped_storage().data_ptr() for t in list_local_tensors(blocks, data)}
     stored: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -195,68 +195,68 @@ def kept_bytes(blocks: nn.Module, data: DataParallel, width: int, tokens: int, h
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layout = SequenceMetadata(torch.arange(tokens)[None], None)
         result = blocks(torch.randn(1, held, width, requires_grad=True), layout)
-    size = storage_bytes(t for t in stored if t.untyped_storage().data_ptr() not in weights)
+    size = count_storage_bytes(t for t in stored if t.untyped_storage().data_ptr() not in weights)
     result.sum().backward()
     data.reduce()
     return size
 
 
-def local_tensors(blocks: nn.Module, data: DataParallel) -> list[Tensor]:
+def list_local_tensors(blocks: nn.Module, data: DataParallel) -> list[Tensor]:
     """The weights that this rank holds all the time."""
     weights = [p.to_local() if isinstance(p, DTensor) else p for p in blocks.parameters()]
     return [*(w.detach() for w in weights), *data.local.values()]
 
 
-def state_bytes(blocks: nn.Module, data: DataParallel) -> int:
+def count_state_bytes(blocks: nn.Module, data: DataParallel) -> int:
     """After a backward pass: weights, gradients, and two moments as Adam has them."""
     moments = 2 * sum(t.nbytes for t in data.local.values())
-    return storage_bytes([*local_tensors(blocks, data), *data.gradients().values()]) + moments
+    return count_storage_bytes([*list_local_tensors(blocks, data), *data.gradients().values()]) + moments
 
 
-def moved_bytes(run: Callable[[], None]) -> int:
+def count_moved_bytes(run: Callable[[], None]) -> int:
     """Bytes that one pass moves."""
     with MovedBytes() as moved:
         run()
     return moved.bytes
 
 
-def copy_rate() -> float:
+def measure_copy_rate() -> float:
     """Bytes read and written a second by a large copy: the best of several."""
     source, target = torch.zeros(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
-    return 2 * COPY_BYTES / min(seconds(lambda: target.copy_(source), 1) for _ in range(5))
+    return 2 * COPY_BYTES / min(time_calls(lambda: target.copy_(source), 1) for _ in range(5))
 
 
-def seconds(run: Callable[[], object], times: int) -> float:
+def time_calls(run: Callable[[], object], times: int) -> float:
     """CPU seconds of a call, the mean of so many."""
 
     def repeat() -> None:
         for _ in range(times):
             run()
 
-    return common.seconds(repeat, time.process_time) / times
+    return common.time_call(repeat, time.process_time) / times
 
 
 def compare(name: str, width: int, args: argparse.Namespace) -> str:
     """A row of the table."""
     parallel = LAYOUTS[name]
-    blocks, data = blocks_of(width, args.layers, parallel, 1)
+    blocks, data = make_blocks(width, args.layers, parallel, 1)
     held = args.tokens // (parallel.tp if parallel.sequence_parallel else 1)
-    actual = passes(blocks, data, width, args.tokens, held)
-    plain = plain_blocks(width, args.layers, parallel.tp)
-    reference = passes(plain, None, width, args.tokens, args.tokens)
+    actual = make_pass(blocks, data, width, args.tokens, held)
+    plain = make_plain_blocks(width, args.layers, parallel.tp)
+    reference = make_pass(plain, None, width, args.tokens, args.tokens)
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with TrafficCounter({str(mesh.group(axis).group_name): axis for axis in AXES}) as traffic:
         actual()
     reference()
     flows = traffic.flows()
-    moved = (moved_bytes(actual) - moved_bytes(reference)) / args.layers
+    moved = (count_moved_bytes(actual) - count_moved_bytes(reference)) / args.layers
     rounds = []
     for _ in range(args.rounds):
         with CallSeconds() as inside:
-            layout_time = seconds(actual, args.times)
-        times = layout_time, inside.seconds / args.times, seconds(reference, args.times)
+            layout_time = time_calls(actual, args.times)
+        times = layout_time, inside.seconds / args.times, time_calls(reference, args.times)
         rounds.append([1e3 * value / args.layers for value in times])
-    held_bytes = kept_bytes(blocks, data, width, args.tokens, held)
+    held_bytes = measure_saved_bytes(blocks, data, width, args.tokens, held)
     cells = (
         name,
         width,
@@ -269,7 +269,7 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
         sum(flow.calls for flow in flows),
         f"{sum(flow.sent_bytes for flow in flows) / 1e6:.2f}",
         f"{held_bytes / args.layers / 1e6:.2f}",
-        f"{state_bytes(blocks, data) / args.layers / 1e6:.2f}",
+        f"{count_state_bytes(blocks, data) / args.layers / 1e6:.2f}",
     )
     data.zero_grad()
     return f"| {' | '.join(map(str, cells))} |"
@@ -284,15 +284,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--times", type=int, default=5, help="passes in a round")
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-parallel.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-parallel.md")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory(torch.device("cpu"))  # as in training
-    args.copy_rate = copy_rate()
+    args.copy_rate = measure_copy_rate()
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     page = common.Page(
-        common.dated(args.out, "parallel.md"),
+        common.make_dated_path(args.out, "parallel.md"),
         f"# Blocks under a layout, {common.today()}",
         "",
         f"torch {torch.__version__}, one thread of {os.cpu_count()} cores, float32, eager, {args.layers} blocks, "

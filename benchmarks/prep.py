@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import common
-from data_corpus import texts
+from data_corpus import iter_texts
 
 PIECE = 8192
 FILTERS = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "pii", "language")
@@ -41,24 +41,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-prep.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-prep.md")
     parser.add_argument("--encode", nargs=2, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.encode:
         print(encode(*map(Path, args.encode)))
         return
     # Documents are shuffled, so that every round has text of all kinds.
-    documents = list(texts(args.megabytes * 10**6, args.places))
+    documents = list(iter_texts(args.megabytes * 10**6, args.places))
     random.Random(0).shuffle(documents)
     parts = [documents[number :: args.rounds] for number in range(args.rounds)]
     with TemporaryDirectory() as name:
-        speeds = rounds(parts, Path(name), args.vocabulary)
-    page = write(speeds, sum(len(text.encode()) for text in documents), len(documents), args)
+        speeds = measure_rounds(parts, Path(name), args.vocabulary)
+    page = format_page(speeds, sum(len(text.encode()) for text in documents), len(documents), args)
     print(page)
-    common.write_text(common.dated(args.out, "prep.md"), page)
+    common.write_text(common.make_dated_path(args.out, "prep.md"), page)
 
 
-def rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int) -> dict[str, list[float]]:
+def measure_rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int) -> dict[str, list[float]]:
     """The speeds of all rounds. What encodes runs in processes of its own, on the other core."""
     speeds: dict[str, list[float]] = {}
     for kind in ENCODERS:
@@ -95,7 +95,7 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
     from megatfm.data_prep.filters.text import FixUnicode
 
     records = [Document(str(number), text) for number, text in enumerate(documents)]
-    size = megabytes(documents)
+    size = count_megabytes(documents)
     quarter = records[::4]
     pieces = [
         Document(f"{document.id}.{at}", document.text[at : at + PIECE])
@@ -103,23 +103,26 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
         for at in range(0, len(document.text) - PIECE + 1, PIECE)
     ]
 
-    def step(apply: Any) -> Callable[[], object]:
+    def make_step(apply: Any) -> Callable[[], object]:
         return lambda: [apply(document) for document in records]
 
-    def scan(name: str, over: Sequence[Document]) -> Callable[[], object]:
+    def make_scan(name: str, over: Sequence[Document]) -> Callable[[], object]:
         search = make_dedup_method(TypeAdapter(DedupConfig).validate_python({"name": name}))
         return lambda: list(search.compute_keys(over))
 
     stages: dict[str, tuple[Callable[[], object], float]] = {
-        "fix unicode, MB/s": (step(FixUnicode()), size),
+        "fix unicode, MB/s": (make_step(FixUnicode()), size),
         "hashes for exact duplicates, MB/s": (lambda: list(ExactDedup().compute_keys(records)), size),
-        "MinHash with shingling, thousand documents of 8 KB/s": (scan("minhash", pieces), len(pieces) / 1000),
-        "lines, scan, MB/s": (scan("lines", records), size),
-        "substrings, scan, MB/s": (scan("exact_substrings", quarter), megabytes(documents[::4])),
+        "MinHash with shingling, thousand documents of 8 KB/s": (
+            make_scan("minhash", pieces),
+            len(pieces) / 1000,
+        ),
+        "lines, scan, MB/s": (make_scan("lines", records), size),
+        "substrings, scan, MB/s": (make_scan("exact_substrings", quarter), count_megabytes(documents[::4])),
     }
     for name in FILTERS:
         config = TypeAdapter(StepConfig).validate_python({"name": name})
-        stages[f"{name}, MB/s"] = (step(make_filter(config)), size)
+        stages[f"{name}, MB/s"] = (make_step(make_filter(config)), size)
     order = list(stages)
     random.shuffle(order)
     for name in order:
@@ -154,14 +157,14 @@ def encode(folder: Path, path: Path) -> str:
     documents: list[str] = json.loads(path.read_text(encoding="utf-8"))
     reference = tokenizers.load(folder)
     fast = FastEncoder(reference, folder)
-    size = megabytes(documents)
+    size = count_megabytes(documents)
     begin = time.process_time()
     with (
         TemporaryDirectory() as shards,
         ShardWriter(shards, tokenizer_hash=reference.hash, token_dtype=reference.token_dtype) as writer,
     ):
         number = 0
-        for batch in batches(documents):
+        for batch in iter_batches(documents):
             for text, ids in zip(batch, fast.encode_batch(batch, 1), strict=True):
                 writer.add(f"{number:09d}", ids, "", len(text))
                 number += 1
@@ -170,18 +173,18 @@ def encode(folder: Path, path: Path) -> str:
     sample = documents[::COMPARED]
     begin = time.process_time()
     expected = reference.encode_batch(sample, 1)
-    own_speed = megabytes(sample) / (time.process_time() - begin)
-    actual = [ids for batch in batches(sample) for ids in fast.encode_batch(batch, 1)]
+    own_speed = count_megabytes(sample) / (time.process_time() - begin)
+    actual = [ids for batch in iter_batches(sample) for ids in fast.encode_batch(batch, 1)]
     assert all(a.tolist() == b.tolist() for a, b in zip(actual, expected, strict=True)), "the ids differ"
     names = f"tokenize to shards, {folder.name}, cold, MB/s", f"the tokenizer's own {folder.name}, MB/s"
     return json.dumps(dict(zip(names, (speed, own_speed), strict=True)))
 
 
-def megabytes(documents: Sequence[str]) -> float:
+def count_megabytes(documents: Sequence[str]) -> float:
     return sum(len(text.encode()) for text in documents) / 1e6
 
 
-def batches(documents: Sequence[str]) -> Iterator[list[str]]:
+def iter_batches(documents: Sequence[str]) -> Iterator[list[str]]:
     """About 4 MB at a time, as prep does."""
     batch: list[str] = []
     for text in documents:
@@ -193,10 +196,10 @@ def batches(documents: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def write(speeds: dict[str, list[float]], size: int, count: int, args: argparse.Namespace) -> str:
+def format_page(speeds: dict[str, list[float]], size: int, count: int, args: argparse.Namespace) -> str:
     names = ("numpy", "rensa", "gigatoken", "pyarrow", "tokenizers", "sentencepiece", "py3langid", "ftfy")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
-    machine = common.cpu_name()
+    machine = common.get_cpu_name()
     more = f" --places ({len(args.places)} more folders)" if args.places else ""
     lines = [
         f"# Preparing text, {common.today()}\n",

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--between", type=float, default=20.0, help="seconds between kills, on average")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=common.output_file, help="where to write the result as JSON")
+    parser.add_argument("--out", type=common.make_output_file, help="where to write the result as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.empty(1, device="meta").to(torch.float64)  # slow the first time
@@ -61,11 +61,13 @@ def main() -> None:
                 corpus, folder / "kills", kill_series.shares(args.kills), args.seed
             )
         print("kills:", json.dumps(kills), flush=True)
-        fire = under_fire(corpus, folder / "fire", args.minutes * 60, args.between, args.ranks, args.seed)
+        fire = train_with_kills(
+            corpus, folder / "fire", args.minutes * 60, args.between, args.ranks, args.seed
+        )
         print("under fire:", json.dumps(fire))
     facts = {
         "date": common.today(),
-        "machine": common.system(),
+        "machine": common.describe_system(),
         "torch": torch.__version__,
         "command": f"benchmarks/soak.py --kills {args.kills} --minutes {args.minutes} --between {args.between}",
         "kills": kills,
@@ -93,7 +95,7 @@ def prepare(folder: Path) -> Path:
     return corpus
 
 
-def under_fire(
+def train_with_kills(
     corpus: Path, folder: Path, seconds: float, between: float, world: int, seed: int
 ) -> dict[str, Any]:
     """Train for so long; every now and then one rank is killed, the others are ended, and all start again."""
@@ -111,13 +113,15 @@ def under_fire(
         start = time.time()
         pids = start_ranks(words, world, folder)
         starts += 1
-        while (last := last_line(run))["time"] < start and time.time() < start + kill_series.PATIENCE_SECONDS:
+        while (last := read_last_step(run))[
+            "time"
+        ] < start and time.time() < start + kill_series.PATIENCE_SECONDS:
             time.sleep(0.01)
         assert last["time"] > start, (folder / "said-0").read_text()
         starting += last["time"] - last["step_seconds"] - start
         due = min(time.monotonic() + draw.uniform(0.5, 1.5) * between, begin + seconds)
         time.sleep(max(0.0, due - time.monotonic()))
-        reached = last_line(run)["step"]
+        reached = read_last_step(run)["step"]
         os.kill(draw.choice(pids), signal.SIGKILL)
         for pid in pids:  # as a launcher does, once one has ended
             os.kill(pid, signal.SIGKILL)
@@ -157,7 +161,7 @@ def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
     return pids
 
 
-def last_line(run: Path) -> dict[str, Any]:
+def read_last_step(run: Path) -> dict[str, Any]:
     """The last step in the record."""
     path = run / "metrics.jsonl"
     if path.exists():

@@ -12,11 +12,8 @@ deviation over seeds. Finished runs are kept in WORK: the same command goes on.
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,8 +85,8 @@ def main() -> None:
     """Prepare, pretrain and compare, as far as it isn't done yet; rewrite the page after every run."""
     parser = common.make_parser(__doc__)
     parser.add_argument("texts", type=Path, help="folder that debian_texts.py wrote")
-    parser.add_argument("--work", type=common.output_folder, required=True, help="folder for runs")
-    parser.add_argument("--out", type=common.output_folder, help="folder of the dated page")
+    parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder for runs")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
@@ -114,14 +111,14 @@ def main() -> None:
         for name, arm, run in runs:
             scores.setdefault(name, {}).setdefault(arm, []).append(run.result())
             print(f"{name}  {arm}: {run.result():.4f}", flush=True)
-            common.write_text(common.dated(args.out, "tasks-help.md"), format_page(scores, args))
+            common.write_text(common.make_dated_path(args.out, "tasks-help.md"), format_page(scores, args))
 
 
 def prepare(texts: Path, work: Path) -> None:
     """Tokenize the training texts into WORK/corpus, once."""
     corpus = work / "corpus"
     if not (corpus / "tokenizer.json").exists():
-        megatfm(
+        common.run_megatfm(
             *("prep", "quickstart-data", f"out={corpus}", f"read.folder={texts}"),
             *('read.include=["topics.train.jsonl"]', "split.validation=0.02"),
             *("tokenizer.kind=byte-bpe", "tokenizer.vocab_size=4096"),
@@ -133,7 +130,7 @@ def pretrain(args: argparse.Namespace, model: str) -> None:
     folder, corpus = args.work / model, args.work / "corpus"
     if (folder / "done").exists():
         return
-    megatfm(
+    common.run_megatfm(
         *("train", "quickstart", f"name={model}", f"run_dir={folder}", *ARCHITECTURE, *TRAINING),
         *(f"model.d_model={args.width}", f"model.ffn.d_ff={3 * args.width}", *PRETRAINING[model]),
         *(f"data.train={corpus}/train", f'data.validation={{held-out="{corpus}/validation"}}'),
@@ -148,11 +145,11 @@ def finetune(args: argparse.Namespace, comparison: Comparison, arm: Arm, seed: i
     name = "-".join(words).translate({ord(character): "_" for character in '."=*[]'})
     folder = args.work / name
     if not (folder / "task.json").exists():
-        megatfm(
+        common.run_megatfm(
             *("finetune", "--from", str(args.work / arm.model), f"name={name}", f"run_dir={folder}"),
-            *(f"task.train={labelled_subset(args.texts, args.work, comparison)}", *comparison.columns),
+            *(f"task.train={get_subset_path(args.texts, args.work, comparison)}", *comparison.columns),
             f"task.test={args.texts / comparison.task}.test.jsonl",
-            f"task.labels={json.dumps(all_labels(args.texts, comparison.task))}",
+            f"task.labels={json.dumps(read_labels(args.texts, comparison.task))}",
             *("task.too_long=truncate", f"task.epochs={comparison.epochs}", f"train.seed={seed}"),
             *("optimizer.name=adamw", f"optimizer.lr={args.lr}", "lr_schedule.name=linear"),
             *("lr_schedule.warmup_steps=20", "train.global_batch=16", "train.micro_batch=16"),
@@ -163,13 +160,13 @@ def finetune(args: argparse.Namespace, comparison: Comparison, arm: Arm, seed: i
     return float(next(iter(metrics.values())))
 
 
-def all_labels(texts: Path, task: str) -> list[str]:
+def read_labels(texts: Path, task: str) -> list[str]:
     """Return the labels of the full training file: a subset may lack some."""
     lines = (texts / f"{task}.train.jsonl").read_text(encoding="utf-8").splitlines()
     return sorted({json.loads(line)["label"] for line in lines})
 
 
-def labelled_subset(texts: Path, work: Path, comparison: Comparison) -> Path:
+def get_subset_path(texts: Path, work: Path, comparison: Comparison) -> Path:
     """Return the training file with as many labelled examples as the comparison takes."""
     if not comparison.n_labels:
         return texts / f"{comparison.task}.train.jsonl"
@@ -178,20 +175,11 @@ def labelled_subset(texts: Path, work: Path, comparison: Comparison) -> Path:
 
 def write_labelled_subset(texts: Path, work: Path, comparison: Comparison) -> None:
     """Draw the training file of a comparison, the same for every arm and seed."""
-    path = labelled_subset(texts, work, comparison)
+    path = get_subset_path(texts, work, comparison)
     if not path.exists():
         lines = (texts / f"{comparison.task}.train.jsonl").read_text(encoding="utf-8").splitlines()
         chosen = random.Random(0).sample(lines, comparison.n_labels)
         path.write_text("\n".join(chosen) + "\n", encoding="utf-8")
-
-
-def megatfm(*words: str) -> None:
-    """Run one command on one thread; its output is shown only where it fails."""
-    command = [sys.executable, "-m", "megatfm", *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if finished.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{finished.stdout[-2000:]}{finished.stderr[-4000:]}")
 
 
 def format_page(scores: Mapping[str, Mapping[str, Sequence[float]]], args: argparse.Namespace) -> str:
@@ -200,9 +188,9 @@ def format_page(scores: Mapping[str, Mapping[str, Sequence[float]]], args: argpa
         f"# Fine-tuning with and without pretraining, {common.today()}",
         "",
         f"`benchmarks/tasks_help.py`: models of 2 layers, d_model {args.width}; {args.steps} steps of pretraining by "
-        f"Muon on 64 rows of 64 tokens, on one thread of {common.cpu_name()}; fine-tuning by AdamW at a learning rate "
-        f"of {args.lr:g} for all arms, on the first 64 tokens of each text, one subset of labels for all seeds, the "
-        "last checkpoint. The metric is accuracy on the test file.",
+        f"Muon on 64 rows of 64 tokens, on one thread of {common.get_cpu_name()}; fine-tuning by AdamW at a learning "
+        f"rate of {args.lr:g} for all arms, on the first 64 tokens of each text, one subset of labels for all seeds, "
+        "the last checkpoint. The metric is accuracy on the test file.",
         "",
         "| Comparison | Task, labels, passes | Arm | Mean ± sd | Seeds |",
         "|---|---|---|---|---|",

@@ -11,9 +11,6 @@ A finished training run in WORK is kept: the same command goes on.
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -28,8 +25,8 @@ def main() -> None:
     """Train as far as it isn't done, translate by each search, and write the page."""
     parser = common.make_parser(__doc__)
     parser.add_argument("texts", type=Path, help="folder that debian_texts.py wrote")
-    parser.add_argument("--work", type=common.output_folder, required=True, help="folder of the run")
-    parser.add_argument("--out", type=common.output_folder, help="folder of the dated page")
+    parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder of the run")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--rows", type=int, default=200, help="of the test file that are translated")
     parser.add_argument("--width", type=int, default=128, help="d_model")
@@ -38,12 +35,12 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     args = parser.parse_args()
     page = common.Page(
-        common.dated(args.out, "translation.md"),
+        common.make_dated_path(args.out, "translation.md"),
         f"# English to German by a small Transformer, {common.today()}",
         "",
         f"`benchmarks/translation.py`: {args.layers} + {args.layers} layers, d_model {args.width}, dropout "
         f"{args.dropout}, label smoothing 0.1, {args.epochs} passes over the training file, one thread of "
-        f"{common.cpu_name()}; the first {args.rows} rows of the test file. Seconds are of the "
+        f"{common.get_cpu_name()}; the first {args.rows} rows of the test file. Seconds are of the "
         "whole command, on a machine with other work.",
         "",
         "| Beams | Length penalty | BLEU | chrF | Length of output / reference | Seconds |",
@@ -74,7 +71,7 @@ def train(args: argparse.Namespace) -> None:
         both.write_text(
             "\n".join(json.dumps(row, ensure_ascii=False) for row in texts) + "\n", encoding="utf-8"
         )
-        megatfm(
+        common.run_megatfm(
             *("prep", "quickstart-data", f"out={corpus}", f"read.folder={both.parent}"),
             *('read.include=["both.jsonl"]', "split.validation=0.01"),
             *("tokenizer.kind=byte-bpe", "tokenizer.vocab_size=6000"),
@@ -135,26 +132,19 @@ keep = 1
 sinks = []
 """
     )
-    megatfm("finetune", str(config))
+    common.run_megatfm("finetune", str(config))
 
 
 def translate(work: Path, test: Path, beams: int, penalty: float) -> tuple[list[str], float]:
     """Translate the test file; return the texts and the seconds of the command."""
     out = work / f"beams-{beams}-{penalty}.jsonl"
     started = time.perf_counter()
-    megatfm(
+    common.run_megatfm(
         *("predict", str(work / "model"), str(test), "--out", str(out)),
         *("--beams", str(beams), "--length-penalty", str(penalty)),
     )
     elapsed = time.perf_counter() - started
     return [json.loads(line)["answer"] for line in out.read_text(encoding="utf-8").splitlines()], elapsed
-
-
-def megatfm(*words: str) -> None:
-    """Run one command on one thread."""
-    subprocess.run(
-        [sys.executable, "-m", "megatfm", *words], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ operators whose absence stops its import beside a CPU torch are declared.
 
 import argparse
 import json
-import subprocess
 import sys
 from typing import Any
 
 import common
 import torch
 import torch.nn.functional as F
-from common import Step, compare, cpu_name, summarize, timed
+from common import Step, get_cpu_name, make_side
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, load_config
@@ -41,7 +40,7 @@ LIBRARY = torch.library.Library("torchvision", "DEF")
 """Kept, for the operators go with it."""
 
 
-def transformers_model(model: ModelConfig) -> nn.Module:
+def build_transformers_model(model: ModelConfig) -> nn.Module:
     """Logits of pixel values, by transformers."""
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -63,7 +62,7 @@ def transformers_model(model: ModelConfig) -> nn.Module:
     return Logits()
 
 
-def timm_model(model: ModelConfig) -> nn.Module:
+def build_timm_model(model: ModelConfig) -> nn.Module:
     """Logits of pixel values, by timm."""
     from timm.models.vision_transformer import VisionTransformer
 
@@ -73,9 +72,9 @@ def timm_model(model: ModelConfig) -> nn.Module:
     ).train()  # fmt: skip
 
 
-def theirs(side: str, model: ModelConfig, pixels: Tensor, labels: Tensor, precision: str) -> Step:
+def make_peer_step(side: str, model: ModelConfig, pixels: Tensor, labels: Tensor, precision: str) -> Step:
     """A step as a training script has it."""
-    network = {"transformers": transformers_model, "timm": timm_model}[side](model)
+    network = {"transformers": build_transformers_model, "timm": build_timm_model}[side](model)
     matrices = [p for p in network.parameters() if p.dim() > 1]
     vectors = [p for p in network.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -95,7 +94,7 @@ def theirs(side: str, model: ModelConfig, pixels: Tensor, labels: Tensor, precis
     return step
 
 
-def ours(args: argparse.Namespace, pixels: Tensor, labels: Tensor, precision: str) -> Step:
+def make_megatfm_step(args: argparse.Namespace, pixels: Tensor, labels: Tensor, precision: str) -> Step:
     """A step of the engine that `megatfm train` builds, with rows as the loader gives them."""
     rows = len(pixels)
     quiet = ["model.drop_path=0", "model.extra_heads.classifier.label_smoothing=0", "data.images.mixup=0"]
@@ -124,29 +123,7 @@ def ours(args: argparse.Namespace, pixels: Tensor, labels: Tensor, precision: st
     return step
 
 
-class Process:
-    """A side, in a process that takes a step for each line it is sent."""
-
-    def __init__(self, side: str, precision: str, args: argparse.Namespace) -> None:
-        job = {**vars(args), "side": side, "precision": precision, "out": None}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--job", json.dumps(job)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self()
-
-    def __call__(self) -> dict[str, float]:
-        assert self._process.stdin
-        assert self._process.stdout
-        print(file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
-
-    def end(self) -> None:
-        """Have it end, and wait."""
-        self._process.communicate()
-
-
-def work(job: argparse.Namespace) -> None:
+def serve_steps(job: argparse.Namespace) -> None:
     """Take a step for each line read."""
     torch.set_num_threads(job.threads)
     for schema in MISSING:  # transformers, too, imports torchvision where it is there
@@ -157,9 +134,11 @@ def work(job: argparse.Namespace) -> None:
     labels = torch.randint(1000, (job.rows,))
     with distributed.distributed_session(600, "cpu", 600):
         if job.side == "megatfm":
-            side = timed(ours(job, pixels, labels, job.precision))
+            side = make_side(make_megatfm_step(job, pixels, labels, job.precision))
         else:
-            side = timed(theirs(job.side, load_config(job.preset).model, pixels, labels, job.precision))
+            side = make_side(
+                make_peer_step(job.side, load_config(job.preset).model, pixels, labels, job.precision)
+            )
         for _ in sys.stdin:
             print(json.dumps(side()), flush=True)
 
@@ -177,17 +156,17 @@ def main() -> None:
         "--theirs", nargs="+", default=["transformers", "timm"], choices=["transformers", "timm"]
     )
     parser.add_argument("--set", nargs="*", default=[], help="settings of ours that are not the preset's")
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     parser.add_argument("--job", help="what a process is to do, in JSON: for the script itself")
     args = parser.parse_args()
     if args.job:
-        work(argparse.Namespace(**json.loads(args.job)))
+        serve_steps(argparse.Namespace(**json.loads(args.job)))
         return
     page = common.Page(
         args.out,
         f"# A whole step of {args.preset}, {common.today()}",
         "",
-        f"torch {torch.__version__}, {cpu_name(instructions=True)}, {args.threads} threads, {args.rows} images of "
+        f"torch {torch.__version__}, {get_cpu_name(instructions=True)}, {args.threads} threads, {args.rows} images of "
         f"{SIZE} × {SIZE}, {args.pairs} pairs of processes, {args.rounds} rounds each"
         f"{', ' + ' '.join(args.set) if args.set else ''}; `python benchmarks/vision.py`, whose head says how it is "
         "measured.",
@@ -197,13 +176,9 @@ def main() -> None:
     )
     for precision in args.precisions:
         for side in args.theirs:
-            ratios: dict[str, list[float]] = {}
-            for _ in range(args.pairs):
-                mine, other = Process("megatfm", precision, args), Process(side, precision, args)
-                for clock, values in compare(mine, other, args.rounds).items():
-                    ratios.setdefault(clock, []).extend(values)
-                mine.end(), other.end()
-            figures = summarize(ratios)
+            job = {**vars(args), "precision": precision, "out": None}
+            jobs = {**job, "side": "megatfm"}, {**job, "side": side}
+            figures, _ = common.compare_processes(__file__, *jobs, args.pairs, args.rounds)
             page.add(
                 f"| {precision} | {side} | **{figures['wall']:.2f}** | {figures['wall_lowest']:.2f} – "
                 f"{figures['wall_highest']:.2f} | {figures['cpu']:.2f} |"

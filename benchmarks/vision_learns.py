@@ -180,7 +180,7 @@ def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("images", type=Path)
     parser.add_argument("--work", type=Path, default=Path("runs/vision-learns"))
-    parser.add_argument("--out", type=common.output_folder)
+    parser.add_argument("--out", type=common.make_output_folder)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--pretraining-steps", type=int, default=1000)
     parser.add_argument("--few-steps", type=int, default=200)
@@ -206,7 +206,7 @@ def main() -> None:
         runs["swin"].append(train(plan, "swin", "train", plan.steps, seed, *SWIN))
     text = report(args, counts, runs)
     print(text)
-    common.write_text(common.dated(args.out, "vision-learns.md"), text)
+    common.write_text(common.make_dated_path(args.out, "vision-learns.md"), text)
 
 
 def report(

@@ -43,7 +43,7 @@ TOKENS = 1 + (SIZE // PATCH) ** 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def photo(number: int) -> bytes:
+def draw_photo(number: int) -> bytes:
     """A JPEG with structure at every scale, of about 4 bits a pixel, as photos have."""
     random, pixels = np.random.default_rng(number), np.zeros((375, 500, 3), np.float32)
     for octave in range(2, 9):
@@ -57,7 +57,7 @@ def photo(number: int) -> bytes:
     return out.getvalue()
 
 
-def objective() -> Objective:
+def make_objective() -> Objective:
     model = ModelConfig.from_dotted({
         "family": "encoder", "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8,
         "embedding.name": "patches", "embedding.patch_size": PATCH, "lm_head.name": "none",
@@ -73,15 +73,15 @@ def objective() -> Objective:
     )
 
 
-def ours(corpus: Corpus, result: Objective, n_batches: int) -> Iterator[dict[str, Any]]:
+def iter_batches(corpus: Corpus, result: Objective, n_batches: int) -> Iterator[dict[str, Any]]:
     rows = PackedDataset(corpus, result, sequence_length=TOKENS, seed=0, streams=32)
     with DataLoader(rows, global_batch=BATCH, micro_batch=BATCH, end_position=n_batches * BATCH) as loader:
         for (batch,) in loader:
             yield batch
 
 
-def torchvision_transforms() -> tuple[Callable[[Image.Image], torch.Tensor], str]:
-    """Four transforms of torchvision, or the same by hand where it is not installed."""
+def make_transforms() -> tuple[Callable[[Image.Image], torch.Tensor], str]:
+    """Return four transforms of torchvision, or the same by hand where it isn't installed, and their name."""
     try:
         # A wheel for another device than torch's lacks operators that its import asks for, and no transform needs.
         library = torch.library.Library("torchvision", "DEF")
@@ -97,10 +97,10 @@ def torchvision_transforms() -> tuple[Callable[[Image.Image], torch.Tensor], str
         ])  # fmt: skip
         return composed, f"torchvision {__version__}"
     except (ImportError, RuntimeError):
-        return by_hand, "torchvision's four transforms by Pillow and torch"
+        return transform_by_hand, "torchvision's four transforms by Pillow and torch"
 
 
-def by_hand(image: Image.Image) -> torch.Tensor:
+def transform_by_hand(image: Image.Image) -> torch.Tensor:
     random = np.random
     area = image.width * image.height * random.uniform(0.08, 1.0)
     ratio = np.exp(random.uniform(np.log(3 / 4), np.log(4 / 3)))
@@ -142,11 +142,11 @@ class Epochs:
     result: Objective
     transform: Callable[[Image.Image], torch.Tensor]
 
-    def ours(self) -> None:
+    def read_ours(self) -> None:
         n = len(self.pictures)
-        assert sum(len(batch["labels"]) for batch in ours(self.corpus, self.result, n // BATCH)) == n
+        assert sum(len(batch["labels"]) for batch in iter_batches(self.corpus, self.result, n // BATCH)) == n
 
-    def theirs(self) -> None:
+    def read_webdataset(self) -> None:
         stream = webdataset.WebDataset(f"{self.folder}/theirs.tar", shardshuffle=False, empty_check=False)
         rows = (
             stream.decode("pil")
@@ -156,12 +156,12 @@ class Epochs:
         )
         assert sum(len(labels) for _, labels in rows) == len(self.pictures)
 
-    def decoding(self) -> None:
+    def decode(self) -> None:
         for data in self.pictures:
             with Image.open(io.BytesIO(data)) as image:
                 image.convert("RGB")
 
-    def bare(self) -> None:
+    def build_bare(self) -> None:
         reader = self.result.reader  # type: ignore[attr-defined]
         for number, data in enumerate(self.pictures):
             reader.build({"jpg": data}, ChunkKey(0, 0, number, 0))
@@ -171,12 +171,13 @@ def make_page(args: argparse.Namespace, pictures: list[bytes], peer: str) -> com
     """Start the page of results. peer: the library of webdataset's transforms."""
     n = len(pictures)
     return common.Page(
-        common.dated(args.out, "vision-loader.md"),
+        common.make_dated_path(args.out, "vision-loader.md"),
         f"# Images a second of the loader, {common.today()}",
         "",
-        f"`python benchmarks/vision_loader.py --images {args.images} --rounds {args.rounds}`: {common.system()}, "
-        f"{common.cpu_name()}; {n} JPEGs of 500 × 375, {sum(map(len, pictures)) // n:,} bytes each; Pillow "
-        f"{version('pillow')}, simplejpeg "
+        f"`python benchmarks/vision_loader.py --images {args.images} --rounds {args.rounds}`: "
+        f"{common.describe_system()}, {common.get_cpu_name()}; {n} JPEGs of 500 × 375, "
+        f"{sum(map(len, pictures)) // n:,} bytes each; "
+        f"Pillow {version('pillow')}, simplejpeg "
         f"{'present' if images.simplejpeg else 'absent'}; webdataset {webdataset.__version__}, {peer}. Ratios are "
         "the others' seconds over ours, of pairs in turns: median, lowest, highest.",
         "",
@@ -190,11 +191,11 @@ def compare_row(name: str, ours: common.Step, other: common.Step, n_images: int,
     rates: list[float] = []
 
     def our_side() -> dict[str, float]:
-        seconds = common.timed(ours)()
+        seconds = common.make_side(ours)()
         rates.append(n_images / seconds["cpu"])
         return seconds
 
-    ratios = common.summarize(common.compare(our_side, common.timed(other), rounds))
+    ratios = common.summarize(common.compare(our_side, common.make_side(other), rounds))
     cells = [f"{ratios[clock + end]:.2f}" for clock in ("cpu", "wall") for end in ("", "_lowest", "_highest")]
     return f"| {name} | {' | '.join(cells)} | {np.median(rates[2:]):,.0f} |"
 
@@ -203,20 +204,20 @@ def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=common.output_folder)
+    parser.add_argument("--out", type=common.make_output_folder)
     args = parser.parse_args()
     torch.set_num_threads(1)
     n = args.images // BATCH * BATCH
-    pictures = [photo(number) for number in range(n)]
-    transform, peer = torchvision_transforms()
+    pictures = [draw_photo(number) for number in range(n)]
+    transform, peer = make_transforms()
     with tempfile.TemporaryDirectory() as folder:
         write_corpora(folder, pictures)
         corpus = Corpus.open(Path(folder, "ours"))
-        epochs = Epochs(folder, corpus, pictures, objective(), transform)
-        sides = {"webdataset": epochs.theirs, "decoding": epochs.decoding, "bare": epochs.bare}
+        epochs = Epochs(folder, corpus, pictures, make_objective(), transform)
+        sides = {"webdataset": epochs.read_webdataset, "decoding": epochs.decode, "bare": epochs.build_bare}
         page = make_page(args, pictures, peer)
         for name, side in sides.items():
-            page.add(compare_row(name, epochs.ours, side, n, args.rounds))
+            page.add(compare_row(name, epochs.read_ours, side, n, args.rounds))
 
 
 if __name__ == "__main__":

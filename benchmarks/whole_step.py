@@ -14,13 +14,12 @@ but for the first step, which compiles.
 
 import argparse
 import json
-import subprocess
 import sys
 
 import common
 import torch
 import torch.nn.functional as F
-from common import Step, compare, cpu_name, summarize, timed
+from common import Step, get_cpu_name, make_side
 from torch import Tensor, nn
 
 from megatfm.config import load_config
@@ -70,7 +69,7 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
 
 
-def plain(tokens: Tensor, precision: str, compiled: bool) -> Step:
+def make_plain_step(tokens: Tensor, precision: str, compiled: bool) -> Step:
     """A step as a short training script has it."""
     model = PlainGPT(tokens.shape[1] - 1)
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -92,7 +91,7 @@ def plain(tokens: Tensor, precision: str, compiled: bool) -> Step:
     return step
 
 
-def ours(tokens: Tensor, precision: str, compiled: bool, overrides: list[str]) -> Step:
+def make_megatfm_step(tokens: Tensor, precision: str, compiled: bool, overrides: list[str]) -> Step:
     """A step of the engine that `megatfm train` builds, with rows as the loader gives them."""
     rows, length = tokens.shape[0], tokens.shape[1] - 1
     config = load_config(
@@ -122,29 +121,7 @@ def ours(tokens: Tensor, precision: str, compiled: bool, overrides: list[str]) -
     return step
 
 
-class Process:
-    """A side, in a process that takes a step for each line it is sent. theirs: "plain" or "alike"; None: ours."""
-
-    def __init__(self, expected: str | None, precision: str, state: str, args: argparse.Namespace) -> None:
-        job = {**vars(args), "theirs": expected, "precision": precision, "state": state, "out": None}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--job", json.dumps(job)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.first = self()["wall"]
-
-    def __call__(self) -> dict[str, float]:
-        assert self._process.stdin
-        assert self._process.stdout
-        print(file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
-
-    def end(self) -> None:
-        """Have it end, and wait."""
-        self._process.communicate()
-
-
-def work(job: argparse.Namespace) -> None:
+def serve_steps(job: argparse.Namespace) -> None:
     """Take a step for each line read."""
     torch.set_num_threads(job.threads)
     if job.theirs != "plain":
@@ -154,25 +131,21 @@ def work(job: argparse.Namespace) -> None:
     compiled = job.state == "compiled"
     with distributed.distributed_session(600, "cpu", 600):
         if job.theirs:
-            side = timed(plain(tokens, job.precision, compiled))
+            side = make_side(make_plain_step(tokens, job.precision, compiled))
         else:
-            side = timed(ours(tokens, job.precision, compiled, job.set))
+            side = make_side(make_megatfm_step(tokens, job.precision, compiled, job.set))
         for _ in sys.stdin:
             print(json.dumps(side()), flush=True)
 
 
-def row(precision: str, state: str, expected: str, args: argparse.Namespace) -> str:
+def measure_row(precision: str, state: str, expected: str, args: argparse.Namespace) -> str:
     """A line of the table."""
-    ratios: dict[str, list[float]] = {}
-    for _ in range(args.pairs):
-        mine, other = Process(None, precision, state, args), Process(expected, precision, state, args)
-        for clock, values in compare(mine, other, args.rounds).items():
-            ratios.setdefault(clock, []).extend(values)
-        mine.end(), other.end()
-    figures = summarize(ratios)
+    job = {**vars(args), "precision": precision, "state": state, "out": None}
+    jobs = {**job, "theirs": None}, {**job, "theirs": expected}
+    figures, first = common.compare_processes(__file__, *jobs, args.pairs, args.rounds)
     return (
         f"| {precision} | {state} | {expected} | **{figures['wall']:.2f}** | {figures['wall_lowest']:.2f} – "
-        f"{figures['wall_highest']:.2f} | {figures['cpu']:.2f} | {other.first:.0f} / {mine.first:.0f} |"
+        f"{figures['wall_highest']:.2f} | {figures['cpu']:.2f} | {first[0]:.0f} / {first[1]:.0f} |"
     )
 
 
@@ -188,17 +161,17 @@ def main() -> None:
     parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
     parser.add_argument("--theirs", nargs="+", default=["plain", "alike"], choices=["plain", "alike"])
     parser.add_argument("--set", nargs="*", default=[], help="settings of ours that are not the defaults")
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     parser.add_argument("--job", help="what a process is to do, in JSON: for the script itself")
     args = parser.parse_args()
     if args.job:
-        work(argparse.Namespace(**json.loads(args.job)))
+        serve_steps(argparse.Namespace(**json.loads(args.job)))
         return
     page = common.Page(
         args.out,
         f"# A whole step, {common.today()}",
         "",
-        f"torch {torch.__version__}, {cpu_name(instructions=True)}, {args.threads} threads, "
+        f"torch {torch.__version__}, {get_cpu_name(instructions=True)}, {args.threads} threads, "
         f"{args.rows} rows of {args.length} tokens, {args.pairs} pairs of processes, "
         f"{args.rounds} rounds each{', ' + ' '.join(args.set) if args.set else ''}; "
         "`python benchmarks/whole_step.py`, "
@@ -210,7 +183,7 @@ def main() -> None:
     for precision in args.precisions:
         for state in args.states:
             for reference in args.theirs:
-                page.add(row(precision, state, reference, args))
+                page.add(measure_row(precision, state, reference, args))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ EVALUATION = 120
 
 def main() -> None:
     parser = common.make_parser(__doc__)
-    parser.add_argument("--out", type=common.output_folder, help="folder for DATE-words.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-words.md")
     args = parser.parse_args()
     lines = [
         f"# Near duplicates and evaluation texts by language, {common.today()}",
@@ -50,16 +50,16 @@ def main() -> None:
     ]
     for language in LETTERS:
         for share in SHARES:
-            exact, estimated, near, share_found = row(language, share)
+            exact, estimated, near, share_found = measure_row(language, share)
             lines.append(
                 f"| {language} | {share:.1%} | {exact:.2f} | {estimated:.2f} | {near:.0%} | {share_found:.0%} |"
             )
     report = "\n".join(lines) + "\n"
     print(report)
-    common.write_text(common.dated(args.out, "words.md"), report)
+    common.write_text(common.make_dated_path(args.out, "words.md"), report)
 
 
-def row(language: str, share: float) -> tuple[float, ...]:
+def measure_row(language: str, share: float) -> tuple[float, ...]:
     """Means over all rounds: exact and estimated similarity, share taken for near, share of evaluation texts found."""
     results = []
     for seed in range(ROUNDS):
@@ -68,7 +68,12 @@ def row(language: str, share: float) -> tuple[float, ...]:
         a, b = signatures([text, other], 5, 112)
         estimated = float((a == b).mean())
         results.append(
-            (similarity(language, text, other), estimated, estimated >= 0.75, is_found(language, share, seed))
+            (
+                compute_similarity(language, text, other),
+                estimated,
+                estimated >= 0.75,
+                is_found(language, share, seed),
+            )
         )
     return tuple(np.mean(results, axis=0).tolist())
 
@@ -99,7 +104,7 @@ def edit(text: str, share: float, seed: int) -> str:
     return "".join(letters)
 
 
-def similarity(language: str, text: str, other: str) -> float:
+def compute_similarity(language: str, text: str, other: str) -> float:
     length = 20 if language == "Thai" else 5
     first, second = (
         {tuple(units[at : at + length]) for at in range(len(units) - length + 1)}

@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def entropy(corpus: Path) -> float:
+def compute_entropy(corpus: Path) -> float:
     """Entropy of the frequencies of a corpus's tokens, in nats."""
     opened = Corpus.open(corpus)
     counts = sum(
@@ -51,7 +51,7 @@ def entropy(corpus: Path) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def overrides(preset: str, corpora: Path, steps: int, run: Path) -> list[str]:
+def make_overrides(preset: str, corpora: Path, steps: int, run: Path) -> list[str]:
     """Settings of a run, as on the command line."""
     return [
         *SMALL, *MODELS[preset], f"train.steps={steps}", f"run_dir={run}", f"data.train={corpora}/train",
@@ -59,9 +59,9 @@ def overrides(preset: str, corpora: Path, steps: int, run: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def held_out(preset: str, corpora: Path, steps: int, run: Path) -> dict[str, float]:
+def train_and_evaluate(preset: str, corpora: Path, steps: int, run: Path) -> dict[str, float]:
     """Train in a process of its own; each term of the loss on held-out text after the last step."""
-    words = overrides(preset, corpora, steps, run)
+    words = make_overrides(preset, corpora, steps, run)
     subprocess.run([sys.executable, "-m", "megatfm", "train", preset, *words], check=True)
     result = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["held-out"]
     return result.get("terms") or {"loss": result["loss"]}
@@ -72,13 +72,13 @@ def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart"))
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     args = parser.parse_args()
     corpora, rows = args.corpus.resolve(), list[str]()
-    known = entropy(corpora / "validation")
+    known = compute_entropy(corpora / "validation")
     with TemporaryDirectory() as folder:
         for preset in MODELS:
-            for term, loss in held_out(preset, corpora, args.steps, Path(folder) / preset).items():
+            for term, loss in train_and_evaluate(preset, corpora, args.steps, Path(folder) / preset).items():
                 rows.append(f"| `{preset}` | {term} | {loss:.3f} |")
     page = "\n".join(
         [

@@ -14,7 +14,7 @@ from platform import python_version
 import common
 import torch
 import transformers
-from common import Step, compare, cpu_name, summarize, timed
+from common import Step, compare, get_cpu_name, make_side, summarize
 from torch import nn
 
 from megatfm.config import load_config
@@ -25,13 +25,13 @@ Loss = Callable[[], torch.Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def gpt2(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
+def make_gpt2_losses(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
     """Next-token loss of all tokens; theirs shifts the targets by itself."""
     config = transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
-    reference = _ready(
+    reference = _prepare(
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), dtype, compiled
     )
-    model = _ready(_ours("gpt2-124m"), dtype, compiled)
+    model = _prepare(_build_megatfm("gpt2-124m"), dtype, compiled)
     tokens = torch.randint(0, 50257, (rows, length + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return (
@@ -40,12 +40,12 @@ def gpt2(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Lo
     )
 
 
-def bert(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
+def make_bert_losses(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
     """Masked language model on 15 % of the tokens, and next-sentence prediction."""
     config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
     reference = transformers.BertForPreTraining._from_config(config, attn_implementation="sdpa")
-    reference = _ready(reference, dtype, compiled)
-    model = _ready(_ours("bert-base"), dtype, compiled)
+    reference = _prepare(reference, dtype, compiled)
+    model = _prepare(_build_megatfm("bert-base"), dtype, compiled)
     tokens = torch.randint(0, 30522, (rows, length))
     targets = tokens.where(torch.rand(rows, length) < 0.15, -100)
     sentence = torch.full_like(tokens, -100)
@@ -61,22 +61,22 @@ def bert(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Lo
     )
 
 
-MODELS = {"gpt2-124m": gpt2, "bert-base": bert}
+MODELS = {"gpt2-124m": make_gpt2_losses, "bert-base": make_bert_losses}
 
 
-def _ours(preset: str) -> nn.Module:
+def _build_megatfm(preset: str) -> nn.Module:
     overrides = [f"model.{rate}=0" for rate in ("dropout", "attention.dropout", "ffn.dropout")]
     model = build(load_config(preset, overrides).model)
     initialise(model, 0)
     return model
 
 
-def _ready(model: nn.Module, dtype: torch.dtype, compiled: bool) -> nn.Module:
+def _prepare(model: nn.Module, dtype: torch.dtype, compiled: bool) -> nn.Module:
     model = model.to(dtype).train()
     return torch.compile(model) if compiled else model  # type: ignore[return-value]
 
 
-def passes(loss: Loss) -> Step:
+def make_pass(loss: Loss) -> Step:
     """Forward and backward."""
     return lambda: loss().backward()
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
-    parser.add_argument("--out", type=common.output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = []
@@ -101,7 +101,9 @@ def main() -> None:
                 torch.manual_seed(0)
                 torch._dynamo.reset()
                 actual, expected = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
-                figures = summarize(compare(timed(passes(actual)), timed(passes(expected)), args.rounds))
+                figures = summarize(
+                    compare(make_side(make_pass(actual)), make_side(make_pass(expected)), args.rounds)
+                )
                 row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **figures}
                 results.append(row)
                 print(
@@ -114,7 +116,7 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": python_version(),
-            "processor": cpu_name(instructions=True),
+            "processor": get_cpu_name(instructions=True),
             "threads": args.threads,
             "rows": args.rows,
             "length": args.length,

@@ -27,13 +27,19 @@ COMMANDS = {
     "predict": ("megatfm.commands.finetuning", "predict labels for a file's rows by a fine-tuned run"),
     "launch": ("megatfm.commands.training", "start training on this machine, under MPI or as a SLURM job"),
     "status": ("megatfm.commands.runs", "show runs: queue, step, loss, speed, time left, restarts"),
-    "logs": ("megatfm.commands.runs", "show the logs of a run that matter; -f follows them"),
+    "logs": (
+        "megatfm.commands.runs",
+        "show a run's logs: the job's or rank 0's, and those of ranks with errors; -f follows them",
+    ),
     "cancel": (
         "megatfm.commands.runs",
         "end a run's jobs and processes; the run saves first if time is left",
     ),
     "generate": ("megatfm.commands.models", "sample text from a run"),
-    "convert": ("megatfm.commands.models", "to and from the Hugging Face format"),
+    "convert": (
+        "megatfm.commands.models",
+        "convert to and from the Hugging Face format, or to a mixture of experts",
+    ),
     "evaluate": (
         "megatfm.commands.evaluation",
         "evaluate a run's loss and bits per byte, beside gzip and xz; or a model on tasks, without training",

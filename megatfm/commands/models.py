@@ -23,20 +23,30 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run directory or a checkpoint, e.g. runs/quickstart, or a Hugging Face folder",
     )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue (none)")
-    parser.add_argument("--image", metavar="FILE", help="of a vision-language model: the image of the prompt")
-    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="at most so many (200)")
+    parser.add_argument("--image", metavar="FILE", help="image of the prompt, for a vision-language model")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest token (0.8)"
+        "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (200)"
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; 0: all (0)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="temperature of sampling; 0: always the likeliest token (0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K likeliest tokens; 0: from all (0)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=0.95,
         metavar="P",
-        help="the likeliest that hold this probability (0.95)",
+        help="sample from the likeliest tokens that together have probability P (0.95)",
     )
     parser.add_argument(
         "--num-beams",
@@ -56,7 +66,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--bos",
         choices=("auto", "bos", "none"),
         default="auto",
-        help="before a decoder's prompt: what stood there in its training, the mark that begins a text, nothing (auto)",
+        help="token before a decoder's prompt; auto: as in its training; bos: the token that begins a text (auto)",
     )
     parser.add_argument(
         "--chat",
@@ -67,18 +77,18 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--sentinel",
         choices=("auto", "always", "never"),
         default="auto",
-        help="add <extra_0> to a prompt of span corruption that has none; auto: of models trained so here (auto)",
+        help="add <extra_0> to a prompt of span corruption that has none; auto: if the model learnt it here (auto)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another text (0)")
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to make (1)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the samples (0)")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to generate (1)")
     add_trust_argument(parser)
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="of the weights; auto: as they are stored (auto)",
+        help="dtype of the weights; auto: as stored (auto)",
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one (auto)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if available (auto)")
 
 
 def generate_command(args: argparse.Namespace) -> int:
@@ -209,7 +219,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         metavar="FOLDER",
-        help="the Hugging Face folder of the model that SRC, a PEFT adapter, is of",
+        help="if SRC is a PEFT adapter: the Hugging Face folder of its base model",
     )
     add_trust_argument(parser)
     experts = parser.add_argument_group("with --to moe")
@@ -223,11 +233,11 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="noise on experts' weights, as a multiple of their spread (0)",
     )
-    experts.add_argument("--seed", type=int, metavar="N", help="of noise and routers (0)")
+    experts.add_argument("--seed", type=int, metavar="N", help="seed of noise and routers (0)")
 
 
 def convert_command(args: argparse.Namespace) -> int:
-    """Convert, and say what came of it."""
+    """Convert, and print where the result is."""
     from megatfm.convert.convert import convert
     from megatfm.convert.upcycle import Upcycling, upcycle
 

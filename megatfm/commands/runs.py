@@ -130,7 +130,11 @@ def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--lines", type=int, default=20, metavar="N", help="print the last N lines of each file (20)"
     )
-    parser.add_argument("--all", action="store_true", help="all ranks, not only those with errors")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="print the logs of all ranks, not only of rank 0 and those with errors",
+    )
 
 
 def logs_command(args: argparse.Namespace) -> int:

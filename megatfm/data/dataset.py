@@ -136,7 +136,7 @@ class PackedDataset:
         self.order = make_row_order(
             plan.sizes,
             seed=self.seed,
-            cycle_length=self.streams,
+            streams=self.streams,
             turn=turn,
             shuffle=shuffle,
             length=sequence_length if plan.groups is None else 1,

@@ -16,7 +16,7 @@ from megatfm.corpus.byte_cache import ByteCache, nbytes
 from megatfm.rng import permutation
 
 Ints = NDArray[np.int64]
-MAX_GROUPS = 2**20
+MAX_UNITS = 2**20
 """Largest number of shuffled units held in memory. In larger corpora a unit is a run of blocks, not one block."""
 
 
@@ -114,7 +114,7 @@ class _Table(NamedTuple):
 class RowOrder:
     """A reproducible, endless order of the rows of a corpus; `len` is the number of rows in an epoch.
 
-    1. Each epoch permutes the units, which are runs of consecutive blocks (one block each, up to `MAX_GROUPS` units),
+    1. Each epoch permutes the units, which are runs of consecutive blocks (one block each, up to `MAX_UNITS` units),
        and then the blocks inside each unit.
     2. The epoch is cut into rows of `length`. Rows may span blocks, so only the last row of an epoch may be shorter.
     3. The rows are split into `streams` contiguous segments, which are read round-robin, `turn` rows at a time.
@@ -130,28 +130,28 @@ class RowOrder:
 
     def __init__(
         self,
-        group_sizes: Ints,
-        block_group: int,
+        unit_sizes: Ints,
+        blocks_per_unit: int,
         block_sizes: BlockSizes,
         *,
         seed: int,
-        cycle_length: int,
+        streams: int,
         shuffle: bool,
         turn: int = 1,
         length: int = 1,
     ) -> None:
-        """group_sizes [n]: size of each unit of `block_group` blocks; the last unit may have fewer blocks."""
+        """unit_sizes [n]: size of each unit of `blocks_per_unit` blocks; the last unit may have fewer blocks."""
         self.seed, self.streams, self.turn, self.shuffle, self.length = (
             seed,
-            cycle_length,
+            streams,
             turn,
             shuffle,
             length,
         )
-        self._unit_sizes, self._unit, self._block_sizes = group_sizes, block_group, block_sizes
-        self.size = int(group_sizes.sum())
+        self._unit_sizes, self._blocks_per_unit, self._block_sizes = unit_sizes, blocks_per_unit, block_sizes
+        self.size = int(unit_sizes.sum())
         # For two epochs, since the loader may fetch ahead into the next one.
-        self._epochs: ByteCache[int, _Table] = ByteCache(4 * (group_sizes.nbytes + 8), nbytes)
+        self._epochs: ByteCache[int, _Table] = ByteCache(4 * (unit_sizes.nbytes + 8), nbytes)
         self._units: ByteCache[tuple[int, int], _Table] = ByteCache(2**25, nbytes)
         self._rows: ByteCache[tuple[int, int], list[int]] = ByteCache(2**23, _list_bytes)
 
@@ -189,7 +189,7 @@ class RowOrder:
     def _find(self, epoch: int, at: Ints) -> tuple[Ints, Ints]:
         """Return the blocks [n] that contain offsets `at` [n] of an epoch, and the offsets [n] inside those blocks."""
         blocks, offsets = _find(self._table(epoch), at)
-        if self._unit > 1:
+        if self._blocks_per_unit > 1:
             units = blocks.copy()
             for unit in np.unique(units).tolist():
                 is_in_unit = units == unit
@@ -206,7 +206,7 @@ class RowOrder:
         rows, longer = divmod(len(self), self.streams)
         begin, end = ((stream + after) * rows + min(stream + after, longer) for after in (0, 1))
         for number, at, stop in _runs(self._table(epoch), begin + turns, end):
-            if self._unit == 1:
+            if self._blocks_per_unit == 1:
                 yield number, at, stop
             else:
                 yield from _runs(self._unit_table(epoch, number), at, stop)
@@ -248,8 +248,8 @@ class RowOrder:
         return _Table(units, _sums(self._unit_sizes[units]))
 
     def _in_unit(self, epoch: int, unit: int) -> _Table:
-        first = unit * self._unit
-        sizes = self._block_sizes(first, first + self._unit)
+        first = unit * self._blocks_per_unit
+        sizes = self._block_sizes(first, first + self._blocks_per_unit)
         n = len(sizes)
         blocks = permutation(n, self.seed, "blocks of a unit", epoch, unit) if self.shuffle else np.arange(n)
         return _Table(first + blocks, _sums(sizes[blocks]))
@@ -262,11 +262,11 @@ class RowOrder:
         return permutation(rows, self.seed, "rows", slot.epoch, slot.block).tolist()
 
 
-def interleave(k: Ints, cycle_length: int, turn: Ints | int) -> Ints:
+def interleave(k: Ints, streams: int, turn: Ints | int) -> Ints:
     """Map positions `k` [n] that take `turn` rows per stream to positions that take one row per stream."""
-    rounds, at = np.divmod(k, cycle_length * turn)
+    rounds, at = np.divmod(k, streams * turn)
     stream, row = np.divmod(at, turn)
-    positions: Ints = np.asarray((rounds * turn + row) * cycle_length + stream, np.int64)
+    positions: Ints = np.asarray((rounds * turn + row) * streams + stream, np.int64)
     return positions
 
 
@@ -274,22 +274,24 @@ def make_row_order(
     sizes: NDArray[np.integer],
     *,
     seed: int,
-    cycle_length: int,
+    streams: int,
     shuffle: bool,
     turn: int = 1,
     length: int = 1,
-    max_units: int = MAX_GROUPS,
+    max_units: int = MAX_UNITS,
 ) -> RowOrder:
     """Make the row order of blocks of `sizes` [n_blocks], in tokens to cut into rows of `length`, or in whole rows."""
-    unit = -(-len(sizes) // max_units)
-    starts = np.arange(0, len(sizes), unit)
-    unit_sizes = np.asarray(sizes if unit == 1 else np.add.reduceat(sizes, starts, dtype=np.int64), np.int64)
+    blocks_per_unit = -(-len(sizes) // max_units)
+    starts = np.arange(0, len(sizes), blocks_per_unit)
+    unit_sizes = np.asarray(
+        sizes if blocks_per_unit == 1 else np.add.reduceat(sizes, starts, dtype=np.int64), np.int64
+    )
     return RowOrder(
         unit_sizes,
-        unit,
+        blocks_per_unit,
         _Slices(sizes),
         seed=seed,
-        cycle_length=cycle_length,
+        streams=streams,
         shuffle=shuffle,
         turn=turn,
         length=length,

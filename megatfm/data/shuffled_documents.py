@@ -33,7 +33,7 @@ class ShuffledDocuments(Iterator[Numbered]):
         self, corpus: Corpus, *, seed: int, streams: int = 64, position: int = 0, threads: int = 2
     ) -> None:
         self.corpus = corpus
-        self.order = make_row_order(np.diff(corpus.blocks), seed=seed, cycle_length=streams, shuffle=True)
+        self.order = make_row_order(np.diff(corpus.blocks), seed=seed, streams=streams, shuffle=True)
         self.position = position
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="megatfm-samples")
         self._streams = self._epoch()

@@ -30,12 +30,12 @@ class ImageMean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.summed = nn.Identity()  # where sums over some tokens of images become those over all
+        self.all_reduce = nn.Identity()  # where sums over some tokens of images become those over all
 
     def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
         """[M, D] of the images of these indices (`document_index`)."""
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
-        sums_BID = self.summed(_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
+        sums_BID = self.all_reduce(_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
         row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
         counts_BI1 = _members(row, sequence).sum(-1, keepdim=True).clamp(min=1)
         means_BID = (sums_BID / counts_BI1).to(hidden_BTD.dtype)

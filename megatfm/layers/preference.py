@@ -49,10 +49,10 @@ class PairSums(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.summed = nn.Identity()
+        self.all_reduce = nn.Identity()
 
     def forward(self, values_BS: Tensor) -> Tensor:
-        return self.summed(values_BS)
+        return self.all_reduce(values_BS)
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,14 @@ class RowScores(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.summed = nn.Identity()  # where scores of some tokens become those of all
+        self.all_reduce = nn.Identity()  # where scores of some tokens become those of all
 
     def forward(self, scores_BTC: Tensor, row_length: int, token_indices: Tensor | None) -> Tensor:
         """Scores [B, S, C] of whole rows. token_indices [T]: where these tokens stand in them; None: they are all."""
         if token_indices is None:
             return scores_BTC
         empty_BSC = scores_BTC.new_zeros(len(scores_BTC), row_length, scores_BTC.shape[-1])
-        placed_BSC: Tensor = self.summed(empty_BSC.index_copy(1, token_indices, scores_BTC))
+        placed_BSC: Tensor = self.all_reduce(empty_BSC.index_copy(1, token_indices, scores_BTC))
         return placed_BSC
 
 

@@ -159,7 +159,7 @@ def exchange_and_attend(
         return ring_attention(core, q, kv, kv_format, bias, sequence, steps, contexts)
     steps = [RingStep(("fetched", core.pattern), fetch_plan.indices)]
     out = ring_attention(core, q, fetch(kv, fetch_plan), kv_format, bias, sequence, steps, contexts)
-    key = "wide", type(core), core.pattern
+    key = "global queries", type(core), core.pattern
     global_queries = sequence.cached(key, lambda: GlobalQueries.of(core, contexts, sequence))
     if global_queries is None:
         return out

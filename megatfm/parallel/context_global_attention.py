@@ -65,7 +65,9 @@ def add_global_attention(
     zeros = q_BNTH.new_zeros(*q_BNTH.shape[:2], len(global_queries.row_indices), q_BNTH.shape[3])
     local_q = zeros.index_copy(2, numbers, q_BNTH[:, :, local])
     q_BNGH = copy_to_group(reduce_from_group(local_q, contexts.group), contexts.group)
-    queries = sequence.with_queries_at(("wide", core.pattern), moved(global_queries.row_indices, device))
+    queries = sequence.with_queries_at(
+        ("global queries", core.pattern), moved(global_queries.row_indices, device)
+    )
     dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
     key_indices = contexts.token_indices(sequence.length)[contexts.rank]
     plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNGH)
@@ -89,7 +91,7 @@ def make_global_forward(core: nn.Module, contexts: ContextParallel) -> Callable[
         index = places_BG[:, None, :, None].expand(q_BNGH.shape)
         q_BNTH = torch.zeros_like(k_BNTH).scatter(2, index, q_BNGH.where(found_BG[:, None, :, None], 0))
         out = _attend_to_local_keys(core_, q_BNTH, k_BNTH, v_BNTV, host_mask_BT, sequence, contexts)
-        key = "wide", type(core_), core_.pattern
+        key = "global queries", type(core_), core_.pattern
         queries = sequence.cached(key, lambda: GlobalQueries.of(core_, contexts, sequence))
         if queries is not None:
             out = add_global_attention(core_, out, q_BNTH, k_BNTH, v_BNTV, None, sequence, queries, contexts)
@@ -133,7 +135,9 @@ def _attend_to_local_keys(
         return torch.zeros_like(v_BNTV)
     key_indices, device = contexts.token_indices(sequence.length)[contexts.rank], q_BNTH.device
     at = moved(numbers, device)
-    queries = sequence.with_queries_at(("wide here", core.pattern), moved(key_indices[numbers], device))
+    queries = sequence.with_queries_at(
+        ("local global queries", core.pattern), moved(key_indices[numbers], device)
+    )
     dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
     plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNTH[:, :, at])
     out: Tensor = _LocalKeysAttention.apply(q_BNTH[:, :, at], k_BNTH, v_BNTV, dropout_keys, plan)

@@ -18,7 +18,7 @@ any number of segments. Rows that match nothing are allowed, for submodules that
 | gather_kv | passes keys and values to attention that needs the full row | gathers them |
 | span_boundary | looks up the tokens beside masked spans | fetches them |
 | token_gather | looks up tokens of another row | fetches them |
-| all_reduce | sums over tokens, in its submodule `summed` | adds the sums over ranks |
+| all_reduce | sums over tokens, in its submodule `all_reduce` | adds the sums over ranks |
 | moe | has capacity, expert choice or balance by full rows | gathers the values that these depend on |
 | soft_moe | computes slots as means over all tokens | adds means up, and divides slots among ranks |
 
@@ -306,7 +306,9 @@ def install_context_parallel(model: nn.Module, contexts: ContextParallel) -> Non
         if plan in FORWARDS:
             replace_forward(module, FORWARDS[plan](module, contexts))
         elif plan == "all_reduce":
-            replace_forward(module.get_submodule("summed"), partial(_summed, group=contexts.group))
+            replace_forward(
+                module.get_submodule("all_reduce"), partial(_all_reduce_both_passes, group=contexts.group)
+            )
         elif plan == "moe":
             install_moe(module, contexts)
         elif plan == "soft_moe":
@@ -323,7 +325,7 @@ def disable_compile_of_attention(block: nn.Module) -> None:
             replace_forward(module, torch.compiler.disable(module.forward))
 
 
-def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+def _all_reduce_both_passes(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over ranks in both passes: each rank uses the sum in a different way."""
     return copy_to_group(reduce_from_group(x, group), group)
 
@@ -352,7 +354,7 @@ def _modules_with_context_plan(model: nn.Module) -> Iterator[tuple[str, nn.Modul
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if module in in_blocks:
-            if name in ("attn", "cross", "ffn", "core", "wide"):
+            if name in ("attn", "cross", "ffn", "core", "global_core"):
                 yield path, module
         elif ("." not in path and path and not type(module).__module__.startswith("torch.")) or (
             path.startswith("future.") and path.count(".") == 1

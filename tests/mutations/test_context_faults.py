@@ -94,7 +94,7 @@ def gradients_of_wide_queries_stay(patch: Patch) -> None:
 
 
 def a_stretch_is_not_summed(patch: Patch) -> None:
-    patch.setattr(parallelize, "_summed", lambda x, group: x)
+    patch.setattr(parallelize, "_all_reduce_both_passes", lambda x, group: x)
 
 
 def a_document_s_boundary_is_lost_at_a_cut(patch: Patch) -> None:

@@ -36,7 +36,7 @@ def a_rank_s_grid_begins_at_the_row_s_first_token(patch: Patch) -> None:
 
 
 def a_mean_is_of_one_rank_s_patches(patch: Patch) -> None:
-    patch.setattr(parallelize, "_summed", lambda x, group: x)
+    patch.setattr(parallelize, "_all_reduce_both_passes", lambda x, group: x)
 
 
 def a_pool_attends_to_one_rank_s_tokens(patch: Patch) -> None:

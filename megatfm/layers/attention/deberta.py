@@ -82,7 +82,7 @@ class DisentangledAttention(_Projections):
         farthest = config.position.max_distance
         self.wq_position = Linear(d, width, initial("query", d, width), bias=True)
         self.wk_position = Linear(d, width, initial("key", d, width))
-        self.core = DisentangledCore(config, pattern, partial(_clamped, farthest=farthest), 2 * farthest)
+        self.core = DisentangledCore(config, pattern, partial(_clamp_to_row, farthest=farthest), 2 * farthest)
 
     def position_projections(self) -> tuple[Linear, Linear]:
         """Return projections that only positions use."""
@@ -103,7 +103,7 @@ class DisentangledSharedAttention(_Projections):
                 "'deberta_v2' and family = 'encoder'"
             )
         n, farthest = config.position.buckets, config.position.max_distance
-        self.core = DisentangledCore(config, pattern, partial(_bucketed, n=n, farthest=farthest), 2 * n)
+        self.core = DisentangledCore(config, pattern, partial(_bucket_to_row, n=n, farthest=farthest), 2 * n)
 
 
 class DisentangledCore(nn.Module):
@@ -163,12 +163,12 @@ class DisentangledCore(nn.Module):
         return attend_in_chunks(attend, q_BNTH, k_BNSH.shape[2], "disentangled")
 
 
-def _clamped(distances: Tensor, farthest: int) -> Tensor:
+def _clamp_to_row(distances: Tensor, farthest: int) -> Tensor:
     """Return the row of the table of positions for each distance."""
     return (distances + farthest).clamp(0, 2 * farthest - 1)
 
 
-def _bucketed(distances: Tensor, n: int, farthest: int) -> Tensor:
+def _bucket_to_row(distances: Tensor, n: int, farthest: int) -> Tensor:
     """Return the row of the table of positions for each distance."""
     return (log_bucket_position(distances, n, farthest) + n).clamp(0, 2 * n - 1)
 

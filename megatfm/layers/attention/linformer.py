@@ -99,7 +99,7 @@ class LinformerAttention(HeadProjections):
         self.of_values = projection(options, initial) if options.share in ("none", "headwise") else None
         self.variant = AttentionOptions(options.scale, dropout=options.dropout)
         self.dropout = Dropout(options.dropout, "attention")
-        self.summed = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
+        self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
     def forward(
         self,
@@ -209,7 +209,7 @@ class LinformerAttention(HeadProjections):
                     for x, weight in zip((k_BNTH, v_BNTH), projections, strict=True)
                 ]
                 projected.append(torch.cat(keys_values, -1))
-        k_MNRH, v_MNRH = self.summed(torch.cat(projected)).chunk(2, -1)
+        k_MNRH, v_MNRH = self.all_reduce(torch.cat(projected)).chunk(2, -1)
         results = []
         for i, at in enumerate(documents):
             rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]

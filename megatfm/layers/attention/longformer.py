@@ -59,7 +59,7 @@ class LongformerAttention(nn.Module):
             for name, values in initial_weights.items():
                 self.add_module(f"w{name}{suffix}", Linear(d, width, values, bias=options.bias))
         self.wo = Linear(width, d, initial("out", width, d), bias=options.bias)
-        self.core, self.wide = (
+        self.core, self.global_core = (
             LocalAttention(config, initial, pattern),
             GlobalAttention(config, initial, pattern),
         )
@@ -80,7 +80,7 @@ class LongformerAttention(nn.Module):
         x_BGD = x_BTD.gather(1, indices_BG[..., None].expand(-1, -1, x_BTD.shape[2]))
         q_BNGH = self._heads("wq_global", x_BGD)
         k_BNTH, v_BNTH = self._heads("wk_global", x_BTD), self._heads("wv_global", x_BTD)
-        heads_BNTH = self.wide(heads_BNTH, q_BNGH, k_BNTH, v_BNTH, indices_BG, exists_BG, sequence)
+        heads_BNTH = self.global_core(heads_BNTH, q_BNGH, k_BNTH, v_BNTH, indices_BG, exists_BG, sequence)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def _global_indices(self, sequence: SequenceMetadata, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -229,7 +229,7 @@ class CompressedAttention(HeadProjections):
         self.of_keys = Convolution(shape, fixed("key", *fan))
         self.of_values = Convolution(shape, fixed("value", *fan))
         self.core = CompressedAttentionCore(config, initial, MemoryCompressedPattern(options.factor))
-        self.summed = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
+        self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
     def forward(
         self,
@@ -253,7 +253,7 @@ class CompressedAttention(HeadProjections):
             k_BNTH, v_BNTH = cache.update(k_BNTH, v_BNTH, keeps=self.factor)
         blocks = compress_blocks(sequence.after_eviction(k_BNTH.shape[2]), self.factor, n_new)
         k_BNSH, v_BNSH = self.of_keys(k_BNTH, blocks), self.of_values(v_BNTH, blocks)
-        k_BNSH, v_BNSH = self.summed(torch.cat([k_BNSH, v_BNSH], -1)).chunk(2, -1)
+        k_BNSH, v_BNSH = self.all_reduce(torch.cat([k_BNSH, v_BNSH], -1)).chunk(2, -1)
         positions_BS = blocks.positions
         if cache is not None:
             k_BNSH, v_BNSH, positions_BS = cache.append_compressed(

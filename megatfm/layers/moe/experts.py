@@ -136,11 +136,11 @@ class Experts(nn.Module):
 
     tp_plan = (
         ("", "expert_parallel"),
-        ("gathered", "gather_expert_input"),
+        ("gather_input", "gather_expert_input"),
         ("gather_row", "gather_choices"),
         ("split_row", "split_choices"),
-        ("taken", "split_kept_choices"),
-        ("summed", "reduce_expert_output"),
+        ("split_kept", "split_kept_choices"),
+        ("reduce_output", "reduce_expert_output"),
     )
 
     is_compiled = False
@@ -183,7 +183,7 @@ class Experts(nn.Module):
         self.down_bias_scale = 1.0  # below 1 if several tensor-parallel ranks add the bias
         self.lora_scale = 1.0
         # Expert and tensor parallelism gather tokens, drop masks and outputs here.
-        self.gathered, self.taken, self.summed = nn.Identity(), nn.Identity(), nn.Identity()
+        self.gather_input, self.split_kept, self.reduce_output = nn.Identity(), nn.Identity(), nn.Identity()
         # Ranks that share a row gather its choices, and take their part of the result, here.
         self.gather_row, self.split_row = RowSeam(), RowSeam()
 
@@ -238,7 +238,7 @@ class Experts(nn.Module):
 
         overlap_with: a function to run during the all-to-all of expert parallelism.
         """
-        x_BTD, weights_BTK, choices_BTK = map(self.gathered, (x_BTD, weights_BTK, choices_BTK))
+        x_BTD, weights_BTK, choices_BTK = map(self.gather_input, (x_BTD, weights_BTK, choices_BTK))
         is_within_BTK = choices_BTK < self.n_experts
         if self.has_capacity:
             full_choices_BSK = self.gather_row(choices_BTK, sequence)
@@ -256,7 +256,9 @@ class Experts(nn.Module):
         overlap_arguments = () if overlap_with is None else (overlap_with,)
         outputs_RD = rows.zero_undefined(self.run_experts(rows.dispatch(x_ND), offs_E, *overlap_arguments))
         outputs_RD = outputs_RD * weights_BTK.flatten().index_select(0, rows.order)[:, None]
-        return self.summed(rows.combine(outputs_RD, len(x_ND)).view_as(x_BTD)), self.taken(is_within_BTK)
+        return self.reduce_output(rows.combine(outputs_RD, len(x_ND)).view_as(x_BTD)), self.split_kept(
+            is_within_BTK
+        )
 
     def _local_expert_index(self, choices_M: Tensor) -> Tensor:
         """Return the index of each choice among the experts that this rank reaches; −1 for other experts, or beyond."""

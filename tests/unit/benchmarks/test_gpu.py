@@ -38,7 +38,7 @@ def test_cases_are_of_the_sizes_that_they_claim() -> None:
     counts = {}
     for title, cases in module.CASES.items():
         for case in cases:
-            config = module.config_of(case, tiny=False)
+            config = module.load_case(case, tiny=False)
             with torch.device("meta"):
                 model = build(config.model)
             counts.setdefault(title, set()).add(sum(p.numel() for p in model.parameters()))
@@ -82,8 +82,8 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_found_with_what_that_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("gpu_packages")
-    assert module.missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
-    assert module.missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]
+    assert module.find_missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
+    assert module.find_missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]
     there = metadata.distribution
 
     def without_pluggy(name: str) -> metadata.Distribution:
@@ -92,5 +92,5 @@ def test_what_is_missing_is_found_with_what_that_needs(monkeypatch: pytest.Monke
         return there(name)
 
     monkeypatch.setattr(metadata, "distribution", without_pluggy)
-    (needed,) = module.missing(["pytest"])
+    (needed,) = module.find_missing(["pytest"])
     assert needed.startswith("pluggy")

@@ -60,7 +60,7 @@ def test_expressions_are_those_of_long_range_arena(tasks: Any) -> None:
 def test_rows_ask_what_can_be_known(tasks: Any) -> None:
     listops = tasks.ListOps(256, tasks.Expressions(20, 60))
     for encoder in (False, True):
-        batch = next(listops.rows(3, encoder=encoder))
+        batch = next(listops.iter_batches(3, encoder=encoder))
         documents, targets = batch["documents"][0], batch["targets"][0]
         for number in range(int(documents.max()) + 1):
             at = (documents == number).nonzero()[:, 0]
@@ -69,13 +69,13 @@ def test_rows_ask_what_can_be_known(tasks: Any) -> None:
             assert batch["positions"][0, at].tolist() == list(range(len(at)))
         assert (targets >= 0).sum() == documents.max() + 1 > 3
     recall = tasks.Recall(facts=5)
-    batch = recall.rows(3, 40, 1)
+    batch = recall.draw_batch(3, 40, 1)
     for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
         facts = dict(divmod(token, recall.values) for token in tokens if token < 5 * recall.values)
         assert len(facts) == 5
         for token, target in zip(tokens[-5:], targets[-5:], strict=True):
             assert target == facts[token - 5 * recall.values]
-    for at, distance in enumerate(recall.distances(batch).tolist(), 35):
+    for at, distance in enumerate(recall.find_distances(batch).tolist(), 35):
         fact = int(batch["tokens"][0, at - distance])
         assert fact // recall.values == batch["tokens"][0, at] - 5 * recall.values
 
@@ -127,7 +127,7 @@ class Seen(nn.Module):
 @pytest.mark.parametrize("context", [16, 32, 64])
 def test_each_target_is_judged_once_from_half_of_a_context_to_all_of_it(worth: Any, context: int) -> None:
     n, first, end = 400, 65, 385
-    losses = worth.losses(Seen(n), torch.arange(n - 1), context, first, end)
+    losses = worth.compute_losses(Seen(n), torch.arange(n - 1), context, first, end)
     place = torch.arange(first, end)
     before = (context // 2 + 1 + (place - 1) % (context // 2)) / 8
     right = (before.exp() + n - 1).log() - before
@@ -136,7 +136,7 @@ def test_each_target_is_judged_once_from_half_of_a_context_to_all_of_it(worth: A
 
 def test_means_are_by_how_far_back_a_token_occurred_last(worth: Any) -> None:
     text = torch.randint(0, 90, (300,), generator=torch.Generator().manual_seed(7))
-    back = worth.distances(text)
+    back = worth.find_distances(text)
     for place, token in enumerate(text.tolist()):
         earlier = [place - at for at in range(place) if text[at] == token]
         assert back[place] == min(earlier, default=0)
@@ -149,7 +149,7 @@ def test_means_are_by_how_far_back_a_token_occurred_last(worth: Any) -> None:
     for context in (16, 32, 64):
         mean = sum(group["of"] * group["nats"][context] for group in groups) / means["all"]["of"]
         assert mean == pytest.approx(means["all"]["nats"][context], abs=1e-3)
-        losses = worth.losses(Seen(91), text, context, 65, 289)
+        losses = worth.compute_losses(Seen(91), text, context, 65, 289)
         near = (back[65:289] > 0) & (back[65:289] <= 16)
         mean = means["1 to 16 back"]["nats"][context]
         assert mean == pytest.approx(float(losses[near].mean()), abs=1e-3)

@@ -133,7 +133,7 @@ def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest
     }.items():
         monkeypatch.setattr(f"megatfm.{name}", value)
     monkeypatch.setattr(memory, "SHARD_DOCUMENTS", 10_000)
-    memory.write(tmp_path, 200_000)
+    memory.write_corpus(tmp_path, 200_000)
     Corpus.open(tmp_path)  # what is imported and cached meanwhile doesn't count
     tracemalloc.start()
     corpus = Corpus.open(tmp_path)
@@ -141,7 +141,7 @@ def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest
     peaks = []
     for max_tokens in (None, 2047):
         tracemalloc.reset_peak()
-        planned = build_packing_plan(corpus, memory.Sequences(max_tokens), [2048], 0)
+        planned = build_packing_plan(corpus, memory.ObjectiveStub(max_tokens), [2048], 0)
         peaks.append(tracemalloc.get_traced_memory()[1])
     tracemalloc.stop()
     assert corpus.n_samples == 200_000

@@ -283,7 +283,7 @@ def test_a_process_lets_go_of_what_it_has_read(
     monkeypatch.setattr(memory, "SHARD_DOCUMENTS", 10_000)
     monkeypatch.setattr(index_cache, "MAPPED_BYTES", 2**18)
     (tmp_path / "large").mkdir()
-    memory.write(tmp_path / "large", 400_000)
+    memory.write_corpus(tmp_path / "large", 400_000)
     corpus = Corpus.open(tmp_path / "large", cache._replace(limit=10**7))
     lengths = corpus.lengths()
     (path,) = files(cache)

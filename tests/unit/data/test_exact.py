@@ -216,7 +216,7 @@ def test_the_order_of_a_trillion_samples_fits_in_little_memory() -> None:
         return np.full(end - begin, rows_per_block)
 
     tracemalloc.start()
-    order = RowOrder(sizes, unit, block_rows, seed=1, cycle_length=64, shuffle=True)
+    order = RowOrder(sizes, unit, block_rows, seed=1, streams=64, shuffle=True)
     assert len(order) > 10**12
     n = len(order)
     places = [order.row_address(int(share * n)) for share in np.random.default_rng(0).random(300)]
@@ -234,7 +234,7 @@ def test_units_of_many_blocks_have_every_row_once(memory_corpus: Any) -> None:
     for max_units in (7, 30, 100):
         for turn in (1, 3):
             order = make_row_order(
-                counts, seed=5, cycle_length=6, shuffle=True, turn=turn, max_units=max_units
+                counts, seed=5, streams=6, shuffle=True, turn=turn, max_units=max_units
             )
             for epoch in (0, 2):
                 row_counts = Counter(order.row_address(epoch * len(order) + k) for k in range(len(order)))
@@ -250,7 +250,7 @@ def test_units_of_many_blocks_are_uniform(memory_corpus: Any) -> None:
     counts = np.full(24, 2)
     for max_units in (6, 24):
         first = [
-            make_row_order(counts, seed=s, cycle_length=1, shuffle=True, max_units=max_units)
+            make_row_order(counts, seed=s, streams=1, shuffle=True, max_units=max_units)
             .row_address(0)
             .block
             for s in range(2400)

@@ -194,9 +194,9 @@ def test_every_whole_order_is_as_likely_as_any_other() -> None:
     orders = {order: number for number, order in enumerate(itertools.permutations(range(4)))}
     for rows, which in ((np.ones(4, np.int64), 1), (np.full(1, 4), 2)):
         by_seed, by_epoch = np.zeros(24), np.zeros(24)
-        one = make_row_order(rows, seed=7, cycle_length=1, shuffle=True)
+        one = make_row_order(rows, seed=7, streams=1, shuffle=True)
         for i in range(1200):
-            order = make_row_order(rows, seed=i, cycle_length=1, shuffle=True)
+            order = make_row_order(rows, seed=i, streams=1, shuffle=True)
             by_seed[orders[tuple(order.row_address(k)[which] for k in range(4))]] += 1
             by_epoch[orders[tuple(one.row_address(4 * i + k)[which] for k in range(4))]] += 1
         assert chi_square(by_seed) < 58
@@ -235,7 +235,7 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
 @pytest.mark.parametrize("max_units", [7, 100])
 def test_runs_are_what_a_stream_reads(max_units: int) -> None:
     counts = np.random.default_rng(0).integers(0, 9, 100)
-    order = make_row_order(counts, seed=5, cycle_length=6, shuffle=True, max_units=max_units)
+    order = make_row_order(counts, seed=5, streams=6, shuffle=True, max_units=max_units)
     for epoch in (0, 3):
         for stream in range(6):
             local = range(epoch * len(order) + stream, (epoch + 1) * len(order), 6)
