@@ -19,9 +19,9 @@ from megatfm.config import Config, load_config
 from megatfm.estimate.calibrate import (
     DTYPES,
     Clock,
-    _product,
+    _matmul,
+    matmul_shapes,
     measure_device,
-    product_shapes,
     write_table,
 )
 from megatfm.estimate.devices import NODE, load_cluster
@@ -44,7 +44,7 @@ def held_out(count: int, seed: int) -> list[tuple[int, int, int]]:
     """Shapes, of multiples of 16, drawn between the smallest and the largest of the table's sizes."""
     draw, largest = (
         random.Random(seed),
-        max(product_shapes("cpu"), key=lambda shape: shape[0] * shape[1] * shape[2]),
+        max(matmul_shapes("cpu"), key=lambda shape: shape[0] * shape[1] * shape[2]),
     )
     most, shapes = largest[0] * largest[1] * largest[2], list[tuple[int, int, int]]()
     while len(shapes) < count:
@@ -56,8 +56,8 @@ def held_out(count: int, seed: int) -> list[tuple[int, int, int]]:
 
 def products(precision: str, rounds: int, count: int) -> None:
     """Print the errors of held-out products."""
-    device, known, others = torch.device("cpu"), product_shapes("cpu"), held_out(count, 3)
-    functions = [_product(shape, DTYPES[precision], device) for shape in (*known, *others)]
+    device, known, others = torch.device("cpu"), matmul_shapes("cpu"), held_out(count, 3)
+    functions = [_matmul(shape, DTYPES[precision], device) for shape in (*known, *others)]
     seconds = Clock(device).fastest(functions, rounds)
     table = [[*shape, t] for shape, t in zip(known, seconds, strict=False)]
     errors = []

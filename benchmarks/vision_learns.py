@@ -4,8 +4,9 @@
 
 IMAGES: a folder with train.tar, validation.tar and test.tar of square grey images, 32 pixels a side, with a .cls each,
 as the webdataset library writes them. A ViT and a Swin transformer learn all training images. Then a masked autoencoder
-learns without labels, once, and its encoder and a new one are trained on a few images of each class, with the same
-recipe, over several seeds.
+learns without labels, once, and its encoder and a new one are trained on a few images of each class over several
+seeds. Each of the two takes the learning rate, of those in --scales, that is best on the validation images with the
+first seed.
 Each run is `megatfm train` on one thread, its figure top-1 accuracy on test.tar. Runs that the work folder holds are
 not repeated. CPU seconds are those of the whole command, evaluation included.
 """
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,13 +112,18 @@ def prepare_corpus(plan: Plan, name: str, samples: list[tuple[str, bytes, bytes]
         folder.mkdir(parents=True, exist_ok=True)
         with tarfile.open(folder / "images.tar", "w") as tar:
             for key, image, label in samples:
-                for extension, content in (("png", image), ("cls", label)):
-                    header = tarfile.TarInfo(f"{key}.{extension}")
-                    header.size = len(content)
-                    tar.addfile(header, io.BytesIO(content))
+                add_file(tar, f"{key}.png", image)
+                add_file(tar, f"{key}.cls", label)
         words = (f"read.folder={folder}", "split.validation_files=", "split.validation=0")
         command("prep", "quickstart-vision-data", *words, f"out={plan.work / 'corpora' / name}")
     return len(samples)
+
+
+def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Append a file to a tar."""
+    header = tarfile.TarInfo(name)
+    header.size = len(content)
+    tar.addfile(header, io.BytesIO(content))
 
 
 def command(*words: str) -> float:
@@ -134,7 +140,7 @@ def command(*words: str) -> float:
 
 
 def train(plan: Plan, name: str, corpus: str, steps: int, seed: int, *words: str) -> dict[str, Any]:
-    """Train once; returns top-1 accuracy on the test images, or the loss where there is none, and CPU seconds."""
+    """Train once; return top-1 accuracy on test and validation images, or the loss without any, and CPU seconds."""
     folder = plan.work / f"{name}-{seed}"
     result = folder / "learned.json"
     if not result.exists():
@@ -142,18 +148,31 @@ def train(plan: Plan, name: str, corpus: str, steps: int, seed: int, *words: str
         changes = [
             f"name={folder.name}", f"run_dir={folder}", f"train.seed={seed}", f"train.steps={steps}",
             f"data.train={plan.corpus(corpus)}/train", *CLASSIFIER,
-            f"data.validation={{test='{plan.corpus('test')}/train'}}",
+            f"data.validation={{test='{plan.corpus('test')}/train',held_out='{plan.corpus('validation')}/train'}}",
             f'model.extra_heads={{classifier={{name="classifier",n_classes={n_classes},pool="mean"}}}}', *words,
         ]  # fmt: skip
         by_key = {word.partition("=")[0]: word for word in changes}  # a later word wins
         seconds = command("train", "quickstart-vision", *by_key.values())
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        test = lines[-1].get("evaluation", {}).get("test", {})
-        figures = {"top1": test["metrics"]["top1"]} if test else {"loss": lines[-1]["loss"]}
+        sets = lines[-1].get("evaluation", {})
+        figures = {name: values["metrics"]["top1"] for name, values in sets.items()} or {
+            "loss": lines[-1]["loss"]
+        }
         result.write_text(json.dumps({**figures, "cpu_seconds": round(seconds), "steps": steps}))
     figures = json.loads(result.read_text())
     print(name, seed, figures, flush=True)
     return dict(figures)
+
+
+def train_on_few(plan: Plan, name: str, scale: float, seed: int, words: Sequence[str]) -> dict[str, Any]:
+    """Train on a few images of each class, the preset's learning rates multiplied by `scale`."""
+    rates = (f"optimizer.lr={1e-2 * scale:g}", f"optimizer.matrix_lr={2e-2 * scale:g}")
+    return train(plan, f"{name}-{scale:g}", f"few-{seed}", plan.few_steps, seed, *VIT_4, *rates, *words)
+
+
+def best_scale(plan: Plan, name: str, scales: Sequence[float], words: Sequence[str]) -> float:
+    """Return the scale of the learning rates that is best on the validation images with the first seed."""
+    return max(scales, key=lambda scale: train_on_few(plan, name, scale, 0, words)["held_out"])
 
 
 def main() -> None:
@@ -168,15 +187,20 @@ def main() -> None:
     parser.add_argument("--per-class", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3, help="of the comparison with few labels (3)")
     parser.add_argument("--supervised-seeds", type=int, default=2)
+    parser.add_argument(
+        "--scales", type=float, nargs="+", default=[1, 0.3, 0.1], help="of the preset's learning rates"
+    )
     args = parser.parse_args()
     plan = Plan(args.work, args.images, args.steps, args.pretraining_steps, args.few_steps, args.per_class)
     counts = prepare(plan)
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     runs["mae"].append(train(plan, "mae", "train", plan.pretraining_steps, 0, *MAE))
     start = (f"train.init_from={plan.work / 'mae-0'}", "train.init_include=encoder.*")
-    for seed in range(args.seeds):
-        for name, words in {"scratch": (), "pretrained": start}.items():
-            runs[name].append(train(plan, name, f"few-{seed}", plan.few_steps, seed, *VIT_4, *words))
+    for name, words in {"scratch": (), "pretrained": start}.items():
+        scale = best_scale(plan, name, args.scales, words)
+        for seed in range(args.seeds):
+            runs[name].append(train_on_few(plan, name, scale, seed, words))
+            runs[name][-1]["scale"] = scale
     for seed in range(args.supervised_seeds):
         runs["vit"].append(train(plan, "vit", "train", plan.steps, seed, *VIT_8))
         runs["swin"].append(train(plan, "swin", "train", plan.steps, seed, *SWIN))
@@ -197,12 +221,16 @@ def report(
     }  # fmt: skip
     rows = []
     for name, (title, labels) in titles.items():
-        values = [run["top1"] for run in runs[name]]
+        values = [run["test"] for run in runs[name]]
         if not values:
             continue
+        if "scale" in runs[name][0]:
+            title += f", learning rates × {runs[name][0]['scale']:g}"
         seconds = statistics.mean(run["cpu_seconds"] for run in runs[name])
         figures = " ".join(f"{100 * value:.1f}" for value in values)
         mean = f"{100 * statistics.mean(values):.1f}"
+        if len(values) > 1:
+            mean += f" ± {100 * statistics.stdev(values):.1f}"
         rows.append(
             f"| {title} | {labels} | {runs[name][0]['steps']:,} | {seconds:.0f} | {figures} | {mean} |"
         )
@@ -218,7 +246,7 @@ def report(
         f"Pretraining without labels: {args.pretraining_steps:,} steps once, {pretraining} CPU seconds. The seeds "
         "after it differ in labelled images, classifier and order.",
         "",
-        "| Model | Labels | Steps | CPU s | Top-1, % | Mean |",
+        "| Model | Labels | Steps | CPU s | Top-1, % | Mean ± sd |",
         "|---|---|---|---|---|---|",
         *rows,
         "",

@@ -177,7 +177,7 @@ class SplitWriter(ExitStack):
                 size,
                 document_members,
                 fields,
-                self._image_size(document_members),
+                *self._images(document_members),
             )
             start, self._number = start + count, self._number + 1
             id_parts, corpus_documents = by_corpus.setdefault(corpus, ([], []))
@@ -186,13 +186,13 @@ class SplitWriter(ExitStack):
         for corpus, (id_parts, corpus_documents) in by_corpus.items():
             self._statistics[corpus].add(np.concatenate(id_parts), corpus_documents)
 
-    def _image_size(self, members: Mapping[str, bytes]) -> tuple[int, int] | None:
-        """Return height and width of an imported image; None for other corpora."""
+    def _images(self, members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
+        """Return height and width of an imported image, and the number of images; None for other corpora."""
         if self._stages.config.read.format != "images":
-            return None
-        from megatfm.corpus.image_size import upright_size
+            return None, None
+        from megatfm.corpus.image_size import image_extensions, upright_size
 
-        return upright_size(members)
+        return upright_size(members), len(image_extensions(members))
 
     def finish(self, provenance: Mapping[str, Any]) -> StageResult:
         """Commit all corpora. Returns the description of the split, and of each corpus if there are several."""

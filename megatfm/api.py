@@ -134,7 +134,7 @@ class Model:
         beams: int = 0,
         length_penalty: float = 0.6,
         seed: int = 0,
-        begin: Literal["auto", "bos", "none"] = "auto",
+        begin: Literal["auto", "bos", "none", "chat"] = "auto",
         sentinel: Literal["auto", "always", "never"] = "auto",
         image: str | Path | None = None,
     ) -> str:

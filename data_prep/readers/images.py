@@ -1,26 +1,31 @@
 """Images with class, metadata and caption: neighbouring files, or members of a tar, that differ in their extensions.
 
 An image is a `.jpg`, `.jpeg`, `.png` or `.webp`; a `.cls` has the number of its class, a `.json` any metadata, a
-`.txt` its caption. All are checked, and none is changed.
+`.txt` its caption. In a tar a sample may have several images, `KEY.0.jpg`, `KEY.1.jpg` and so on. All are checked, and
+none is changed.
 """
 
 import io
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
 from megatfm.config.prep import ReadConfig
+from megatfm.corpus.image_size import PILLOW_FORMATS as IMAGES
+from megatfm.corpus.image_size import image_extensions, image_format
 from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, get_nested
 from megatfm.data_prep.readers.webdataset import read_samples
 
-IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
-EXTENSIONS = (*IMAGES, *SIDECAR_EXTENSIONS)
+MAX_IMAGES = 64
+"""Largest number of images of a sample."""
+NUMBERED_IMAGES = [f"{number}.{extension}" for number in range(MAX_IMAGES + 1) for extension in IMAGES]
+EXTENSIONS = frozenset((*IMAGES, *SIDECAR_EXTENSIONS, *NUMBERED_IMAGES))
 MAX_PIXELS = 2**26
 """Pixels of the largest image; decoding a larger one would take over 200 MB. Nothing is decoded here."""
 
@@ -30,7 +35,7 @@ _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ISO 10918-1, table B.
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """An image and the files beside it, by their extensions, the image first; `text` is the caption."""
+    """An image, or several, and the files beside it, by their extensions, images first; `text` is the caption."""
 
     key: str
     members: Mapping[str, bytes]
@@ -73,13 +78,12 @@ def read_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> Image
 
 def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageRecord | Bad:
     """Return the checked record of an image's files, or the reason why they are unusable."""
-    images = [extension for extension in members if extension in IMAGES]
-    if len(images) != 1:
-        return Bad(
-            key, f"has {' and '.join(f'.{extension}' for extension in images) or 'no image'}, not one image"
-        )
-    if fault := _image_fault(members[images[0]], IMAGES[images[0]]):
-        return Bad(key, f"has a .{images[0]} that {fault}")
+    images = image_extensions(members)
+    if fault := _number_fault(images):
+        return Bad(key, fault)
+    for image in images:
+        if fault := _image_fault(members[image], image_format(image)):
+            return Bad(key, f"has a .{image} that {fault}")
     if not _NUMBER.fullmatch(members.get("cls", b"0")):
         return Bad(key, "has a .cls that is no number of a class")
     try:
@@ -95,6 +99,19 @@ def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> I
         text = caption
     order = [*images, *(extension for extension in SIDECAR_EXTENSIONS if extension in members)]
     return ImageRecord(key, {extension: members[extension] for extension in order}, text)
+
+
+def _number_fault(images: Sequence[str]) -> str | None:
+    """Return the reason why these images, in their order, are no sample's, as a phrase after "it", or None."""
+    names, numbers = (
+        " and ".join(f".{image}" for image in images),
+        [image.rpartition(".")[0] for image in images],
+    )
+    if not images or (len(images) > 1 and "" in numbers):
+        return f"has {names or 'no image'}, not one image, or several with numbers as in .0.jpg and .1.jpg"
+    if len(set(map(int, filter(None, numbers)))) < len(list(filter(None, numbers))):
+        return f"has two images of one number: {names}"
+    return f"has {len(images)} images, over {MAX_IMAGES}" if len(images) > MAX_IMAGES else None
 
 
 def _image_fault(data: bytes, format_: str) -> str | None:

@@ -2,7 +2,7 @@
 
 import json
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -56,7 +56,7 @@ def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         yield record
 
 
-def read_samples(path: Path, extensions: Sequence[str]) -> Iterator[tuple[str, list[TarMember]]]:
+def read_samples(path: Path, extensions: Container[str]) -> Iterator[tuple[str, list[TarMember]]]:
     """Yield key and members of each sample: consecutive members whose names agree up to the first dot.
 
     extensions: of the members to read. Raises BadFileError at damage.
@@ -117,7 +117,7 @@ class _StrictTarInfo(tarfile.TarInfo):
 
 
 def _read_members(
-    tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], extensions: Sequence[str]
+    tar: tarfile.TarFile, members: Iterable[tarfile.TarInfo], extensions: Container[str]
 ) -> list[TarMember]:
     """Read the members of a sample, together at most MAX_RECORD_BYTES."""
     tar_members: list[TarMember] = []
@@ -131,7 +131,7 @@ def _read_members(
 
 
 def _read_member(
-    tar: tarfile.TarFile, member: tarfile.TarInfo, extensions: Sequence[str], max_bytes: int
+    tar: tarfile.TarFile, member: tarfile.TarInfo, extensions: Container[str], max_bytes: int
 ) -> TarMember:
     extension = _split(member.name)[1]
     if not member.isfile():

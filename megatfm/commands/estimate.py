@@ -195,7 +195,7 @@ def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
 
 
 def _print(opened_estimator: "Estimator", estimate: "Estimate") -> None:
-    from megatfm.estimate.failures import failure_line
+    from megatfm.estimate.stalls import failure_line
     from megatfm.estimate.text import heading, memory_table, speed, time_table, traffic_table, verdict
 
     for line in (*heading(estimate), verdict(estimate), *speed(estimate), failure_line(estimate)):
@@ -236,8 +236,7 @@ def add_explain_oom_arguments(parser: argparse.ArgumentParser) -> None:
 def explain_oom_command(args: argparse.Namespace) -> int:
     """Print a run's predicted memory by phase and owner, what it recorded, and which settings to change."""
     from megatfm.estimate.recorded import read_recorded, run_estimator
-    from megatfm.estimate.recorded_text import phases_table, recorded_lines
-    from megatfm.estimate.text import heading, memory_table, verdict
+    from megatfm.estimate.text import heading, memory_table, phases_table, recorded_lines, verdict
     from megatfm.launchers.status import resolve_run_dir
 
     folder = resolve_run_dir(args.folder)

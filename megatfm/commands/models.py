@@ -69,6 +69,11 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="token before a decoder's prompt; auto: as in its training; bos: the token that begins a text (auto)",
     )
     parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message, in the model's chat template; the answer follows",
+    )
+    parser.add_argument(
         "--sentinel",
         choices=("auto", "always", "never"),
         default="auto",
@@ -92,6 +97,9 @@ def generate_command(args: argparse.Namespace) -> int:
         raise UsageError("--max-tokens and --num-samples: choose 1 or more")
     if args.num_beams < 0 or (args.num_beams and args.num_samples > 1):
         raise UsageError("--num-beams: choose 1 or more, and no --num-samples: beam search finds one text")
+    if args.chat and args.bos != "auto":
+        raise UsageError("--chat: the template decides what stands before the prompt: leave --bos out")
+    begin, separator = ("chat", "\n") if args.chat else (args.bos, "")
     from megatfm.convert.electra_pair import is_electra_folder
     from megatfm.convert.hf_checkpoint import is_hf_folder
     from megatfm.convert.load import load_model as load_hf
@@ -111,11 +119,11 @@ def generate_command(args: argparse.Namespace) -> int:
             args.max_tokens,
             args.num_beams,
             args.length_penalty,
-            args.bos,
+            begin,
             args.sentinel,
             args.image,
         )
-        print(f"{args.prompt}{text}")
+        print(f"{args.prompt}{separator}{text}")
         _append_samples(loaded, args.prompt, [text])
         return 0
     sampling = Sampling(
@@ -129,13 +137,13 @@ def generate_command(args: argparse.Namespace) -> int:
         args.max_tokens,
         args.num_samples,
         show,
-        args.bos,
+        begin,
         args.sentinel,
         args.image,
     )
     if args.num_samples > 1:
         for number, text in enumerate(texts, start=1):
-            print(f"--- sample {number} of {args.num_samples}\n{args.prompt}{text}")
+            print(f"--- sample {number} of {args.num_samples}\n{args.prompt}{separator}{text}")
     else:
         print()
     _append_samples(loaded, args.prompt, texts)

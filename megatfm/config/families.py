@@ -46,8 +46,7 @@ FAMILIES = {
         other_names=("t5", "bart", "seq2seq", "encoder-decoder"),
     ),
     "xlnet": Family(
-        frozenset({"mup"}),
-        heads_refusal="whose query stream ends with what it predicts",
+        frozenset({"extra_heads.sentence", "mup"}),
         allows_no_lm_head=True,
     ),
     "electra": Family(

@@ -203,18 +203,9 @@ def check_vision_language(model: "ModelConfig") -> None:
 
 
 def check_layout(config: "Config") -> None:
-    """Raise ValueError for layouts in which no rank has all features of a global batch, or all images of a row."""
-    if config.model.family == VISION_LANGUAGE and config.parallel.cp > 1:
+    """Raise ValueError for layouts in which no rank has all features of a global batch."""
+    if config.model.family == FAMILY and config.parallel.pp > 1:
         raise ValueError(
-            f"parallel.cp = {config.parallel.cp}: model.family = {VISION_LANGUAGE!r} puts the images of a row into its "
-            "tokens, and needs both rows on one rank: set parallel.cp = 1, and use parallel.dp_shard, tp or pp"
+            f"parallel.pp = {config.parallel.pp}: model.family = {FAMILY!r} needs all features of the global batch at "
+            "once: set parallel.pp = 1, and use parallel.dp_shard, dp_replicate, cp or tp"
         )
-    if config.model.family != FAMILY:
-        return
-    parallel = config.parallel
-    for axis, size in (("pp", parallel.pp), ("cp", parallel.cp)):
-        if size > 1:
-            raise ValueError(
-                f"parallel.{axis} = {size}: model.family = {FAMILY!r} needs all features of the global batch at once, "
-                f"and each row on one rank: set parallel.{axis} = 1, and use parallel.dp_shard, dp_replicate or tp"
-            )

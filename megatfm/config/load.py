@@ -63,7 +63,7 @@ def load(
         )
     files = read_files(config_class, path_or_preset)
     values = merge_files(config_class, files)
-    values |= _with_adapters(replaced_sections or {}, values)
+    values |= _with_kept_options(replaced_sections or {}, values, files[0].values)
     if not replaced_sections and is_vocab_size_of_preset(files):
         drop_preset_vocab_size(values, overrides)
     apply_overrides(config_class, values, overrides)
@@ -87,12 +87,22 @@ def load(
     return config
 
 
-def _with_adapters(replaced_sections: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the replaced sections; a replaced model keeps the file's `[model.lora]`."""
-    model, file_model = replaced_sections.get("model"), values.get("model")
-    if not isinstance(model, Mapping) or not isinstance(file_model, Mapping) or "lora" not in file_model:
+def _with_kept_options(
+    replaced_sections: Mapping[str, Any], values: Mapping[str, Any], own_values: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the replaced sections; a replaced model keeps `[model.lora]`, and a task's `[model.extra_heads]`.
+
+    own_values: of the file alone, without those of the preset that it extends, whose heads are another model's.
+    """
+    model, file_model, own_model = (
+        section.get("model") for section in (replaced_sections, values, own_values)
+    )
+    if not isinstance(model, Mapping) or not isinstance(file_model, Mapping):
         return replaced_sections
-    return {**replaced_sections, "model": {**model, "lora": file_model["lora"]}}
+    kept = {"lora": file_model["lora"]} if "lora" in file_model else {}
+    if values.get("task") and isinstance(own_model, Mapping) and "extra_heads" in own_model:
+        kept["extra_heads"] = {**(model.get("extra_heads") or {}), **own_model["extra_heads"]}
+    return {**replaced_sections, "model": {**model, **kept}}
 
 
 def _check_command(

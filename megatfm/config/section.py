@@ -302,6 +302,8 @@ def _types_in(annotation: Any) -> list[Any]:
 
 def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
     """Return what to write in place of a bool where a number belongs, also in lists and tables; "" if all is well."""
+    if not isinstance(value, bool | list | tuple | Mapping):
+        return ""  # nearly every value; a deep model's layers validate thousands
     kinds = _types_in(annotation)
     if isinstance(value, bool):
         numbers = [kind for kind in kinds if kind in (int, float) or type(kind) in (int, float)]

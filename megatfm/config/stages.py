@@ -136,8 +136,9 @@ def check_image_rows(config: "Config") -> None:
     length, parallel = config.data.sequence_length, config.parallel
     if parallel.cp > 1:
         raise ValueError(
-            f"parallel.cp = {parallel.cp}: family = 'hierarchical' needs whole images on each rank: use dp_shard, tp "
-            "or pp"
+            f"parallel.cp = {parallel.cp}: family = 'hierarchical' needs whole images on each rank, because windows "
+            "and merged patches lie across any cut, and the last map is often a single window: set parallel.cp = 1, "
+            "and use parallel.dp_shard, tp or pp"
         )
     if length % (rows * columns):
         raise ValueError(

@@ -137,7 +137,8 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         labels = task_labels(config) if "problem_type" in part.hf_config else {}
         restored = tokenizer_files.restore_origin(part_origin, part.hf_config | labels)
         hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
-        if isinstance(generation := part_origin.get("generation"), dict):
+        generation = tokenizer_files.generation_config(part_origin, config, model_folder, hf_config)
+        if generation:
             write_json(model_folder / tokenizer_files.GENERATION, generation)
         if (key := part.architecture.max_length_key) and key not in hf_config:
             hf_config[key] = config.data.sequence_length

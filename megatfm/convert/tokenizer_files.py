@@ -17,6 +17,7 @@ from megatfm.config import Config
 from megatfm.convert.hf_checkpoint import read_json, write_json
 from megatfm.convert.hf_config import Json
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.tasks.chat import TEMPLATE_FILE, answer_end_tokens
 from megatfm.tokenizers import Tokenizer
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -54,14 +55,26 @@ def to_hf(
         )
     copy_tokenizer(path, folder)
     notes: list[str] = []
+    if config.task is not None and config.task.chat_template is not None:
+        notes += _copy_chat_template(Path(config.task.chat_template), folder)
     if not (folder / TOKENIZER_CONFIG).is_file():
-        notes = _write_tokenizer_config(tokenizer, folder, config.model.family)
+        notes += _write_tokenizer_config(tokenizer, folder, config.model.family)
     if config.model.embedding.n_segments > 1 and config.task is not None:
         _enable_segment_ids(folder / TOKENIZER_CONFIG)
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
     if config.model.family == "encoder_decoder":
         ids["decoder_start_token_id"] = tokenizer.pad
     return notes, ids
+
+
+def _copy_chat_template(path: Path, folder: Path) -> list[str]:
+    """Copy the template that a run was trained with; returns a note if the file is gone."""
+    if not path.is_file():
+        return [
+            f"no chat template: task.chat_template = {path} is gone: put it into the folder as {TEMPLATE_FILE}"
+        ]
+    file_io.write_file(folder / TEMPLATE_FILE, [memoryview(path.read_bytes())])
+    return []
 
 
 def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
@@ -166,6 +179,24 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
     file = source / GENERATION
     generation = {"generation": read_json(file)} if file.is_file() else {}
     return {"name": name, "config": differing, **generation}
+
+
+def generation_config(
+    origin: Mapping[str, Any], config: Config, folder: Path, hf_config: Mapping[str, Any]
+) -> Json:
+    """Return generation_config.json: the origin's, with the end token of answers for a model that learnt to chat.
+
+    folder: with the tokenizer that was written. Empty if there is nothing to say.
+    """
+    stored = origin.get("generation")
+    generation: Json = dict(stored) if isinstance(stored, dict) else {}
+    path = tokenizers.find_tokenizer_file(folder)
+    ends = answer_end_tokens(config.task, path, tokenizers.load(path)) if path is not None else ()
+    ids = generation.get("eos_token_id", hf_config.get("eos_token_id"))
+    listed = [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
+    if missing := [token for token in ends if token not in listed]:
+        generation["eos_token_id"] = [*listed, *missing]
+    return generation
 
 
 def restore_origin(origin: Mapping[str, Any], written_config: Mapping[str, Any]) -> Json:

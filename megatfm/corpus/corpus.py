@@ -121,26 +121,6 @@ class Corpus:
             lengths[max(shard_start, 0) : max(shard_start, 0) + len(part_tokens)] = part_tokens
         return lengths
 
-    def image_sizes(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return upright heights and widths [n, 2] of the images of the samples in blocks `begin` to `end` − 1.
-
-        Raises a UsageError if an index lacks image sizes.
-        """
-        sizes = []
-        while begin < end:
-            shard = self._locate(begin)[0]
-            first, last = self.shard_blocks(shard).start, self.shard_blocks(shard).stop
-            index, stop = self.indexes.complete(shard), min(end, last)
-            if not index.has_image_sizes:
-                raise UsageError(
-                    f"{self._path(shard)}: its index lacks the sizes of images, which data.images.max_patches needs: "
-                    "prepare the corpus again, or set data.images.size"
-                )
-            rows = index.samples[slice(*index.first_samples[[begin - first, stop - first]].tolist())]
-            sizes.append(np.stack([rows["height"], rows["width"]], axis=1).astype(np.int64))
-            begin = stop
-        return np.concatenate(sizes) if sizes else np.empty((0, 2), np.int64)
-
     def check_tokenizer(self, tokenizer_hash: str) -> None:
         """Raise a UsageError unless the corpus was written with the tokenizer of this hash."""
         if tokenizer_hash != self.tokenizer_hash:
@@ -203,7 +183,7 @@ class Corpus:
         entries = index.frame_samples(frame)
         starts = (index.offsets[frame] + entries["offset"]).tolist()
         sizes = (entries["tokens"].astype(np.int64) * dtype.itemsize).tolist()
-        first, path, descriptor = int(self.blocks[block]), self._path(shard), self.store.open(entry)
+        first, path, descriptor = int(self.blocks[block]), self.shard_path(shard), self.store.open(entry)
         try:
             for row in rows:
                 data = read_at(descriptor, path, starts[row], sizes[row], self.store.remedy)
@@ -261,7 +241,7 @@ class Corpus:
         entries = index.frame_samples(frame)
         starts = [*(entries["offset"][row : row + 2].astype(np.int64) - PAYLOAD_OFFSET).tolist(), len(data)]
         key = entries["key"][row].decode("ascii", "replace")
-        image_sample = read_image_files(data, starts[0], starts[1], self._path(shard))
+        image_sample = read_image_files(data, starts[0], starts[1], self.shard_path(shard))
         source = f"{self.manifest.shards[shard].file}/{image_sample.key}"
         return Sample(
             int(self.blocks[block]) + row, key, source, 0, tokens, self._labels.apply(image_sample.files)
@@ -307,7 +287,7 @@ class Corpus:
         keys = self.indexes.complete(shard).samples["key"]
         name = keys[sample - int(self.blocks[self._first_blocks[shard]])].decode("ascii", "replace")
         return (
-            f"{self._path(shard)}: sample {sample} (key {name}, frame {frame})",
+            f"{self.shard_path(shard)}: sample {sample} (key {name}, frame {frame})",
             f'; to train without it, put "{sample}" into the corpus\'s quarantine (data.quarantine)',
         )
 
@@ -320,6 +300,11 @@ class Corpus:
     def shard_blocks(self, shard: int) -> range:
         """Return the indexes of a shard's blocks."""
         return range(*map(int, self._first_blocks[shard : shard + 2]))
+
+    def shard_of(self, block: int) -> tuple[int, range]:
+        """Return the number of the shard that has a block, and the indexes of its blocks."""
+        shard = self._locate(block)[0]
+        return shard, self.shard_blocks(shard)
 
     def _locate(self, block: int) -> tuple[int, int]:
         if not 0 <= block < self.n_blocks:
@@ -383,7 +368,8 @@ class Corpus:
         except BadFrame as error:
             raise self._damage_error(shard, frame, str(error)) from error
 
-    def _path(self, shard: int) -> Path:
+    def shard_path(self, shard: int) -> Path:
+        """Return the path of a shard, or of its copy if it is remote."""
         return self.store.path(self.manifest.shards[shard])
 
     def _damage_error(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
@@ -394,6 +380,6 @@ class Corpus:
         location = f"{sample_name} in frame {frame} at byte {self.indexes[shard].offsets[frame]}"
         block_samples = f'"{self.blocks[block]}-{self.blocks[block + 1] - 1}"'
         return MegatfmError(
-            f"{self._path(shard)}: {location}: damaged: {reason}: {self.store.remedy}; to train without them, put "
+            f"{self.shard_path(shard)}: {location}: damaged: {reason}: {self.store.remedy}; to train without them, put "
             f"{block_samples} into the corpus's quarantine (data.quarantine)"
         )

@@ -1,12 +1,15 @@
 """Size and orientation of a stored image, from its header. The only module of this package that needs Pillow."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from io import BytesIO
 
 from PIL import ExifTags, Image
 
 PILLOW_FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 """Extension of a stored image → Pillow's name of its format."""
+NUMBERED = re.compile(r"(?:([0-9]{1,4})\.)?([a-z]+)")
+"""Extension of one of a sample's files, with its number where the sample has several images (`0.jpg`, `1.jpg`)."""
 FIRST_SIDEWAYS = 5
 """First of the EXIF orientations that swap width and height."""
 
@@ -18,16 +21,31 @@ def orientation(image: Image.Image) -> int:
     return int(image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
+def image_extensions(extensions: Iterable[str]) -> list[str]:
+    """Return the extensions of images, in the order of their numbers; one without a number is the first."""
+    numbers = {
+        extension: int(match[1] or -1)
+        for extension in extensions
+        if (match := NUMBERED.fullmatch(extension)) and match[2] in PILLOW_FORMATS
+    }
+    return sorted(numbers, key=numbers.__getitem__)
+
+
+def image_format(extension: str) -> str:
+    """Return Pillow's name of the format of an image's extension, `jpg` or `0.jpg`."""
+    return PILLOW_FORMATS[extension.rpartition(".")[2]]
+
+
 def upright_size(files: Mapping[str, bytes]) -> tuple[int, int] | None:
     """Return height and width in pixels of a sample's image, turned upright.
 
-    files: the sample's files by extension. Returns None if none is an image, or its header can't be read.
+    files: the sample's files by extension. Returns None if they have not one image, or its header can't be read.
     """
-    for extension, data in files.items():
-        if extension in PILLOW_FORMATS:
-            try:
-                image = Image.open(BytesIO(data), formats=[PILLOW_FORMATS[extension]])
-                return image.size if orientation(image) >= FIRST_SIDEWAYS else image.size[::-1]
-            except Exception:  # Pillow raises many kinds; decoding reports the damage
-                return None
-    return None
+    images = image_extensions(files)
+    if len(images) != 1:
+        return None
+    try:
+        image = Image.open(BytesIO(files[images[0]]), formats=[image_format(images[0])])
+        return image.size if orientation(image) >= FIRST_SIDEWAYS else image.size[::-1]
+    except Exception:  # Pillow raises many kinds; decoding reports the damage
+        return None

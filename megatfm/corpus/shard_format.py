@@ -27,7 +27,7 @@ from megatfm.errors import MegatfmError
 
 # WebDataset ends a key at its first dot; without dots and slashes a key is also a safe file name.
 KEY = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_KEY_LENGTH}}}")
-EXTENSION = re.compile(r"[a-z0-9]{1,16}")
+EXTENSION = re.compile(r"([0-9]{1,4}\.)?[a-z0-9]{1,16}")
 END_OF_ARCHIVE = bytes(2 * tarfile.BLOCKSIZE)
 PAYLOAD_OFFSET = tarfile.BLOCKSIZE + NPY_HEADER_BYTES
 """Bytes from the start of a sample to its tokens."""

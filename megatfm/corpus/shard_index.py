@@ -27,13 +27,18 @@ NPY_HEADER_BYTES = 128
 FRAME_DTYPE = np.dtype([("compressed", "<u4"), ("uncompressed", "<u4"), ("samples", "<u4")])
 
 
-def sample_dtype(key_width: int, has_image_sizes: bool = False) -> np.dtype[Any]:
+IMAGE_SIZES, IMAGE_COUNTS = ("height", "width"), ("images",)
+"""Columns of samples with one image each, and of those with several."""
+
+
+def sample_dtype(key_width: int, image_columns: Sequence[str] = ()) -> np.dtype[Any]:
     """Return the type of an index's table of samples.
 
     `offset`: start of the tokens in the uncompressed frame; `tokens`: their number; `text_bytes`: UTF-8 bytes of the
-    sample's text; `height`, `width`: pixels of its upright image, if every sample has one.
+    sample's text; `height`, `width`: pixels of its upright image, if every sample has one; `images`: number of its
+    images, if a sample has several.
     """
-    image = [("height", "<u4"), ("width", "<u4")] if has_image_sizes else []
+    image = [(column, "<u4") for column in image_columns]
     columns = [("offset", "<u4"), ("tokens", "<u4"), ("text_bytes", "<u8"), ("key", f"S{key_width}")]
     return np.dtype(columns + image)
 
@@ -81,6 +86,11 @@ class ShardIndex:
         """True if the index holds the image size of every sample."""
         return "height" in (self.samples.dtype.names or ())
 
+    @property
+    def has_image_counts(self) -> bool:
+        """True if the index holds the number of images of every sample."""
+        return "images" in (self.samples.dtype.names or ())
+
     def without_keys(self) -> "ShardIndex":
         """Return a copy with only the samples' spans, which take 8 bytes each; keys and text sizes take 20 more."""
         spans = np.empty(len(self.samples), SPAN_DTYPE)
@@ -111,8 +121,8 @@ class ShardIndex:
 
     @property
     def _schema_version(self) -> int:
-        if self.has_image_sizes:
-            return 4
+        if self.has_image_sizes or self.has_image_counts:
+            return 4 if self.has_image_sizes else 5
         return 3 if self.has_packed_frames else 1 if self.frame_hashes is None else 2
 
     @classmethod
@@ -122,7 +132,7 @@ class ShardIndex:
         Raises a MegatfmError whose message is only the reason; the caller adds the file.
         """
         max_bytes = 256 + shard.samples * (
-            FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH, True).itemsize
+            FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH, IMAGE_SIZES).itemsize
         )
         try:
             if not 0 < zstandard.frame_content_size(data) <= max_bytes:
@@ -130,16 +140,16 @@ class ShardIndex:
             content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
             counts_end = content.index(b"\n") + 1
             counts = json.loads(content[:counts_end])
-            known_versions = ((4,) if shard.files_only else (2,)) if shard.foreign else (1, 3, 4)
+            known_versions = ((4,) if shard.files_only else (2,)) if shard.foreign else (1, 3, 4, 5)
             if (schema_version := counts["schema_version"]) not in known_versions:
                 raise MegatfmError(
-                    f"schema version {schema_version!r} is not known here, only 1, 3 and 4 (foreign: 2 and 4)"
+                    f"schema version {schema_version!r} is not known here, only 1, 3, 4 and 5 (foreign: 2 and 4)"
                 )
-            has_hashes = shard.foreign or (shard.is_raw and schema_version in (3, 4))
+            has_hashes = shard.foreign or (shard.is_raw and schema_version in (3, 4, 5))
             n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
             if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
                 raise MegatfmError(f"its counts are absurd: {counts}")
-            samples = sample_dtype(key_width, schema_version == 4)
+            samples = sample_dtype(key_width, {4: IMAGE_SIZES, 5: IMAGE_COUNTS}.get(schema_version, ()))
             samples_at = counts_end + n_frames * FRAME_DTYPE.itemsize
             hashes_at = samples_at + n_samples * samples.itemsize
             index = cls(

@@ -20,7 +20,7 @@ from megatfm.corpus.files import open_regular_file, regular_file_size, write_who
 from megatfm.corpus.manifest import FOREIGN_SHARD, NO_TOKENIZER, CorpusShard, IndexFile, Manifest
 from megatfm.corpus.safe_tar import tar_members
 from megatfm.corpus.shard_format import KEY, PAYLOAD_OFFSET
-from megatfm.corpus.shard_index import FRAME_DTYPE, ShardIndex, frame_hash, sample_dtype
+from megatfm.corpus.shard_index import FRAME_DTYPE, IMAGE_SIZES, ShardIndex, frame_hash, sample_dtype
 from megatfm.corpus.webdataset_index import (
     FRAME_BYTES,
     IndexReport,
@@ -194,7 +194,7 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
             hashes.append(frame_hash(data))
     if not rows:
         raise UsageError(f"{path}: holds no samples")
-    samples_table = np.array(rows, sample_dtype(max(len(row[3]) for row in rows), has_image_sizes=True))
+    samples_table = np.array(rows, sample_dtype(max(len(row[3]) for row in rows), IMAGE_SIZES))
     encoded = ShardIndex(np.array(frames, FRAME_DTYPE), samples_table, np.array(hashes, "<u8")).encode()
     name = index_name(path)
     write_whole(path.with_name(name), encoded)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -32,7 +32,15 @@ from megatfm.corpus.shard_format import (
     encode_packed_documents,
     encode_sample,
 )
-from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
+from megatfm.corpus.shard_index import (
+    FRAME_DTYPE,
+    IMAGE_COUNTS,
+    IMAGE_SIZES,
+    MAX_FRAME_BYTES,
+    ShardIndex,
+    frame_hash,
+    sample_dtype,
+)
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import fsync_directory
 
@@ -95,12 +103,14 @@ class ShardWriter:
         members: Mapping[str, bytes] = MappingProxyType({}),
         fields: Mapping[str, Any] = MappingProxyType({}),
         image_size: tuple[int, int] | None = None,
+        n_images: int | None = None,
     ) -> None:
         """Append a sample: `tokens` [n] of a text of `text_bytes` UTF-8 bytes that was read from `source`.
 
         key: name of the sample in the tar, up to 80 letters, digits, `_` and `-`; unique in a shard. members: its files
-        by extension, up to 16 lower-case letters and digits, such as `{"jpg": data}`. fields: metadata, as JSON.
-        image_size: height and width of its image in pixels; a shard's index holds them if all its samples have one.
+        by extension, up to 16 lower-case letters and digits, such as `{"jpg": data}`, or `{"0.jpg": data}` where there
+        are several. fields: metadata, as JSON. image_size: height and width of its image in pixels; a shard's index
+        holds them if all its samples have one. n_images: their number, which it holds if any sample has several.
 
         Raises a MegatfmError if a value breaks these rules, or an id doesn't fit `token_dtype`.
         """
@@ -113,7 +123,10 @@ class ShardWriter:
                 )
         sample = Sample(0, key, source, text_bytes, self._to_stored_dtype(key, tokens), members, fields)
         pending = _PendingSample(
-            sample, None if self._options.pack and not members else encode_sample(sample), image_size
+            sample,
+            None if self._options.pack and not members else encode_sample(sample),
+            image_size,
+            n_images,
         )
         if pending.size + len(END_OF_ARCHIVE) > MAX_FRAME_BYTES:
             raise MegatfmError(f"sample {key} ({source}) takes over {MAX_FRAME_BYTES} bytes: cut its text")
@@ -191,6 +204,7 @@ class _PendingSample(NamedTuple):
     data: bytes | None
     """Its encoded members; None if it may share members with others."""
     image_size: tuple[int, int] | None = None
+    n_images: int | None = None
 
     @property
     def size(self) -> int:
@@ -218,6 +232,7 @@ class _OpenShard:
         self._has_packed_frames = False
         self._samples: dict[str, tuple[int, int, int]] = {}
         self._image_sizes: list[tuple[int, int]] = []
+        self._image_counts: list[int] = []
         self.written = 0
 
     def add(self, pending: _PendingSample) -> None:
@@ -232,6 +247,7 @@ class _OpenShard:
         # Its offset is known when the frame ends.
         self._samples[sample.key] = (0, len(sample.tokens), sample.text_bytes)
         self._image_sizes += [pending.image_size] if pending.image_size else []
+        self._image_counts += [] if pending.n_images is None else [pending.n_images]
         self._frame.append(pending)
         self._frame_bytes += size
         self.written += size
@@ -239,15 +255,14 @@ class _OpenShard:
     def commit(self) -> CorpusShard:
         self._end_frame(END_OF_ARCHIVE)
         self._file.commit()
-        has_sizes = len(self._image_sizes) == len(self._samples) and not self._has_packed_frames
-        sizes: list[tuple[int, ...]] = list(self._image_sizes) if has_sizes else [()] * len(self._samples)
+        image_columns, images = self._image_table()
         rows = [
-            (*location, key.encode(), *size)
-            for (key, location), size in zip(self._samples.items(), sizes, strict=True)
+            (*location, key.encode(), *image)
+            for (key, location), image in zip(self._samples.items(), images, strict=True)
         ]
         index = ShardIndex(
             np.array(self._frames, FRAME_DTYPE),
-            np.array(rows, sample_dtype(max(map(len, self._samples)), has_sizes)),
+            np.array(rows, sample_dtype(max(map(len, self._samples)), image_columns)),
             None if self._options.compress else np.array(self._hashes, "<u8"),
             self._has_packed_frames or not self._options.compress,
         )
@@ -269,6 +284,15 @@ class _OpenShard:
     def discard(self) -> None:
         self._file.discard()
 
+    def _image_table(self) -> tuple[Sequence[str], list[tuple[int, ...]]]:
+        """Return the names of the index's columns on images, and their values for each sample."""
+        n_samples, counts = len(self._samples), self._image_counts
+        if len(counts) == n_samples and max(counts) > 1 and not self._has_packed_frames:
+            return IMAGE_COUNTS, [(count,) for count in counts]
+        if len(self._image_sizes) == n_samples and not self._has_packed_frames:
+            return IMAGE_SIZES, list(self._image_sizes)
+        return (), [()] * n_samples
+
     def _end_frame(self, end: bytes = b"") -> None:
         data = self._encoded_frame() + end
         stored = self._compressor.compress(data) if self._options.compress else data
@@ -282,7 +306,7 @@ class _OpenShard:
         """Return the frame's tar members, and record where each sample's tokens start in them."""
         offset, parts = PAYLOAD_OFFSET, []
         packed = self._frame[0].data is None and len(self._frame) > 1
-        for sample, data, _ in self._frame:
+        for sample, data, *_ in self._frame:
             _, *counts = self._samples[sample.key]
             self._samples[sample.key] = (offset, counts[0], counts[1])
             if packed:

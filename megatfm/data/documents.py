@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.byte_cache import ByteCache
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.image_columns import ImageColumns
 from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import UsageError
 
@@ -58,7 +59,12 @@ class BlockDocuments(Sequence[NDArray[Any]]):
     @cached_property
     def image_sizes(self) -> NDArray[np.int64]:
         """Height and width of each document's image, from the index alone."""
-        return self._corpus.image_sizes(self._begin, self._end)
+        return ImageColumns(self._corpus, self._begin, self._end).image_sizes
+
+    @cached_property
+    def image_counts(self) -> NDArray[np.int64]:
+        """Number of each document's images, from the index alone."""
+        return ImageColumns(self._corpus, self._begin, self._end).image_counts
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -120,6 +126,15 @@ class InMemoryDocuments(list[NDArray[Any]]):
 
         sizes = [upright_size(self.members(number)) or (1, 1) for number in range(len(self))]
         return np.array(sizes, np.int64).reshape(-1, 2)
+
+    @cached_property
+    def image_counts(self) -> NDArray[np.int64]:
+        """Number of each document's images, from the names of its files."""
+        from megatfm.corpus.image_size import image_extensions
+
+        return np.array(
+            [len(image_extensions(self.members(number))) for number in range(len(self))], np.int64
+        )
 
     def measure(self, chunk_sizes: Callable[[DocumentChunk], tuple[int, int]] | None) -> None:
         """Replace `image_sizes` by the two sizes that an objective computes for each document, if it does."""

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megatfm.corpus.image_size import PILLOW_FORMATS, orientation
-from megatfm.data.image_transforms import Size, Transform
+from megatfm.corpus.image_size import PILLOW_FORMATS, image_extensions, image_format, orientation
+from megatfm.data.image_transforms import Key, Size, Transform
+from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import Field
 from megatfm.errors import SampleError
 from megatfm.rng import ChunkKey
@@ -113,7 +114,7 @@ class ImageReader:
         grids = native_grid(sizes, self.layout.patch_size, self.max_patches)
         return self.layout.n_special + grids.prod(axis=1)
 
-    def read(self, files: Mapping[str, bytes], key: ChunkKey) -> Pixels:
+    def read(self, files: Mapping[str, bytes], key: Key) -> Pixels:
         """Pixels [H, W, C]. Raises SampleError for files that hold no readable image."""
         extension = find_image(files)
         image = decode(files[extension], extension, self.layout.channels)
@@ -126,9 +127,22 @@ class ImageReader:
             image = image.resize(size, self.filter)
         return to_array(image)
 
-    def build(self, files: Mapping[str, bytes], key: ChunkKey) -> dict[str, NDArray[Any]]:
+    def build(self, files: Mapping[str, bytes], key: Key) -> dict[str, NDArray[Any]]:
         """The image's tokens, as `PatchLayout.fields` declares."""
         return self.layout.build(self.read(files, key))
+
+    def build_several(self, files: Mapping[str, bytes], key: ChunkKey) -> dict[str, NDArray[Any]]:
+        """The tokens of all images of a sample, in the order of their numbers, and `begins`: 1 where one after the
+        first begins. Raises SampleError for files without an image."""
+        extensions = image_extensions(files) or [find_image(files)]
+        images = []
+        for number, extension in enumerate(extensions):
+            image_key = (*key, "image", number) if number else key
+            images.append(self.build({extension: files[extension]}, image_key))
+        fields = {name: np.concatenate([image[name] for image in images]) for name in images[0]}
+        begins = np.zeros(len(fields["grid"]), np.int64)
+        begins[np.cumsum([len(image["grid"]) for image in images])[:-1]] = 1
+        return {**fields, BEGINS: begins}
 
     def _target_size(self, image: Image.Image) -> Size:
         if self.size is not None:
@@ -154,7 +168,7 @@ def native_grid(sizes: NDArray[np.int64], patch_size: int, max_patches: int) -> 
 
 def find_image(files: Mapping[str, bytes]) -> str:
     """The extension of a sample's only image."""
-    extensions = [extension for extension in files if extension in PILLOW_FORMATS]
+    extensions = image_extensions(files)
     if len(extensions) != 1:
         stored = ", ".join(f".{extension}" for extension in files) or "no file"
         raise SampleError(
@@ -167,7 +181,7 @@ def find_image(files: Mapping[str, bytes]) -> str:
 def decode(data: bytes, extension: str, channels: int) -> Image.Image:
     """The image in RGB, or grey for one channel. Raises SampleError for what is damaged, or too large."""
     try:
-        image = _decode_plain_jpeg(data) if PILLOW_FORMATS[extension] == "JPEG" else None
+        image = _decode_plain_jpeg(data) if image_format(extension) == "JPEG" else None
         return convert(image or _decode_any(data, extension), channels)
     except SampleError:
         raise
@@ -182,7 +196,7 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
 
 def _decode_any(data: bytes, extension: str) -> Image.Image:
     """An upright image by Pillow."""
-    image: Image.Image = Image.open(io.BytesIO(data), formats=[PILLOW_FORMATS[extension]])
+    image: Image.Image = Image.open(io.BytesIO(data), formats=[image_format(extension)])
     if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError
     turn = TURNS.get(orientation(image))

@@ -1,6 +1,7 @@
 """Sequences that hold several documents: packing keeps them in one row, and attention keeps them apart.
 
-A pair of answers stays in one row this way. An objective with `max_tokens` adds the field `begins`; packing removes it.
+A pair of answers stays in one row this way, and the images of one text. An objective with `max_tokens` adds the field
+`begins`; packing removes it.
 """
 
 from typing import Any
@@ -13,13 +14,17 @@ BEGINS = "begins"
 
 
 def with_inner_documents(
-    fields: dict[str, NDArray[Any]], starts: NDArray[np.int64], blank: NDArray[np.bool_] | None
+    fields: dict[str, NDArray[Any]],
+    starts: NDArray[np.int64],
+    blank: NDArray[np.bool_] | None,
+    prefix: str = "",
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
     """Return document starts [n + 1] and a padding mask [n] for sequences at `starts` [P + 1].
 
-    fields: joined fields of all sequences; `begins` is removed from it. blank [P]: sequences that are padding.
+    fields: joined fields of all sequences; `begins`, with the side's prefix, is removed from it. blank [P]: sequences
+    that are padding.
     """
-    begins = fields.pop(BEGINS, None)
+    begins = fields.pop(prefix + BEGINS, None)
     if begins is None:
         return starts, blank
     within = np.union1d(starts, np.flatnonzero(begins))

@@ -147,8 +147,7 @@ class BinPackedRows:
     def __init__(self, documents: DocumentSource, packing: PackingConfig, epoch: int) -> None:
         self._documents, self._packing, self._epoch = documents, packing, epoch
         lengths, first = documents.lengths, documents.first
-        sizes = lambda: documents.image_sizes  # noqa: E731
-        chunks = split_documents(lengths, packing.objective, first, packing.seed, sizes).without_empty()
+        chunks = split_documents(lengths, packing.objective, first, packing.seed, documents).without_empty()
         rows = assign_rows(packing.objective, chunks.lengths, packing.row_lengths)
         order = np.argsort(rows, kind="stable")
         self._chunks: ChunkTable = chunks.take(order)
@@ -207,7 +206,8 @@ def lay_out_rows(
             for name in names
         }
         starts = np.concatenate([[0], np.cumsum(chunks.lengths[order, side])])
-        inner, blanks = with_inner_documents(fields, starts, None if blank is None else blank[order])
+        blank_sequences = None if blank is None else blank[order]
+        inner, blanks = with_inner_documents(fields, starts, blank_sequences, prefixes[side])
         plain, typed_fields = split_plain_fields(fields, packing)
         document_starts, of_documents = split_parts(inner, plain.get("parts"))
         sides.append(

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.image_columns import ImageColumns
 from megatfm.data.bin_packing import MUCH_PADDING, assign_rows, group_blocks
 from megatfm.data.sequences import ChunkTable, PackingObjective, needs_own_row, split_documents
 from megatfm.errors import MegatfmError, UsageError
@@ -216,8 +216,8 @@ class _Planner:
 
     def _sequences(self, begin: int, end: int) -> ChunkTable:
         first, n_tokens = int(self.corpus.blocks[begin]), self.corpus.lengths(begin, end)
-        sizes = partial(_image_sizes, self.corpus, begin, end)
-        return split_documents(n_tokens, self.objective, first, self.seed, sizes).without_empty()
+        images = ImageColumns(self.corpus, begin, end)
+        return split_documents(n_tokens, self.objective, first, self.seed, images).without_empty()
 
     def _count_texts(self, begin: int, starts: NDArray[np.int64], chunks: ChunkTable) -> NDArray[np.int64]:
         """Count the non-empty documents of each block [n], from the chunks that `_planned` yields."""
@@ -253,8 +253,10 @@ class _Planner:
         while begin < len(blocks) - 1:
             end = max(begin + 1, int(np.searchsorted(blocks, blocks[begin] + SAMPLES_AT_ONCE, "right")) - 1)
             first = int(blocks[begin])
-            sizes = partial(_image_sizes, self.corpus, begin, end)
-            chunks = split_documents(self.corpus.lengths(begin, end), self.objective, first, self.seed, sizes)
+            images = ImageColumns(self.corpus, begin, end)
+            chunks = split_documents(
+                self.corpus.lengths(begin, end), self.objective, first, self.seed, images
+            )
             yield begin, np.searchsorted(chunks.documents, blocks[begin : end + 1] - first), chunks
             begin = end
 
@@ -267,7 +269,3 @@ class _Planner:
                 f"the objective makes sequences of lengths {chunks.lengths[at].tolist()} of {n_tokens} tokens, for "
                 f"rows of {list(self.row_lengths)}: its max_tokens = {self.objective.max_tokens} is wrong"
             )
-
-
-def _image_sizes(corpus: Corpus, begin: int, end: int) -> NDArray[np.int64]:
-    return corpus.image_sizes(begin, end)

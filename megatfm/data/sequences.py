@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatfm.corpus.image_columns import ImageIndex
 from megatfm.errors import MegatfmError, SampleError
 from megatfm.rng import ChunkKey, chunk_keys
 
@@ -26,6 +27,10 @@ BatchBuild = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]
 """Builds the concatenated fields [total] of many documents, equal to `PackingObjective.build_example` of each."""
 ImageLengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """Computes sequence lengths [D] from the heights and widths of images [D, 2]."""
+
+
+CountedLengths = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+"""Computes sequence lengths [D, sides] from the numbers of tokens and of images [D]."""
 
 
 class OtherDocuments(Protocol):
@@ -218,13 +223,13 @@ def split_documents(
     objective: PackingObjective,
     first: int,
     seed: int,
-    image_sizes: Callable[[], NDArray[np.int64]] | None = None,
+    images: ImageIndex | None = None,
 ) -> ChunkTable:
     """Cut documents of `n_tokens` [D] into consecutive chunks of `objective.max_tokens`; the last may be shorter.
 
     An empty document is one empty chunk. Chunks that make no sequence are included, with lengths of 0.
-    first: index in the corpus of the first document. image_sizes: returns heights and widths [D, 2], for an objective
-    whose sequence lengths depend on them.
+    first: index in the corpus of the first document. images: sizes and numbers of images, for an objective whose
+    sequence lengths depend on them.
     """
     max_tokens = objective.max_tokens
     if max_tokens is None:
@@ -237,15 +242,18 @@ def split_documents(
         starts = numbers * max_tokens
         ends = np.minimum(starts + max_tokens, n_tokens[documents])
     image_lengths: ImageLengths | None = getattr(objective, "image_lengths", None)
-    if image_sizes is not None and image_lengths is not None:
-        lengths = image_lengths(image_sizes())[documents]
+    counted_lengths: CountedLengths | None = getattr(objective, "lengths_with_images", None)
+    if images is not None and image_lengths is not None:
+        lengths = image_lengths(images.image_sizes)[documents]
+    elif images is not None and counted_lengths is not None:
+        lengths = counted_lengths(ends - starts, images.image_counts[documents])
     else:
         keys = chunk_keys(seed, first + documents, numbers)
         lengths = np.asarray(objective.sequence_lengths(ends - starts, keys), np.int64)
     return ChunkTable(documents, starts, ends, numbers, lengths.reshape(len(documents), -1))
 
 
-class DocumentSource(Protocol):
+class DocumentSource(ImageIndex, Protocol):
     """Consecutive documents in stored order; `first` is the index of the first one in the corpus."""
 
     @property
@@ -258,11 +266,6 @@ class DocumentSource(Protocol):
     @property
     def is_quarantined(self) -> NDArray[np.bool_] | None:
         """Mask [D] of documents that become padding."""
-        ...
-
-    @property
-    def image_sizes(self) -> NDArray[np.int64]:
-        """Height and width of the image of each [D, 2], where the objective asks for them."""
         ...
 
     def __len__(self) -> int: ...

@@ -224,7 +224,8 @@ def optimizer_state_bytes(config: Config, model: "nn.Module", weight_bytes: int)
                 n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names
             }
             shapes_by_ndim = {
-                dims: _state_shapes(group, options, dims) for dims in map(len, state_shapes_by_name.values())
+                dims: _state_shapes(group, options, dims)
+                for dims in set(map(len, state_shapes_by_name.values()))
             }
             state_bytes = group.state_dtype.itemsize if group.state_dtype else weight_bytes
             for name in names:

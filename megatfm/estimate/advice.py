@@ -1,4 +1,4 @@
-"""Advice: changes for a run that does not fit, and how much more would fit in one that does."""
+"""Advice: changes that make a run fit, and the largest micro-batch of a run that fits."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from megatfm.config import Config
 from megatfm.errors import UsageError
 from megatfm.estimate.estimator import Estimate, Estimator
 
-LARGEST = 256
-"""Micro-batches beyond which none is tried."""
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Sizes of micro-batches that are tried."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def _toml(value: object) -> str:
 
 
 def with_changes(config: Config, overrides: Mapping[str, Any]) -> Config | None:
-    """Return the config with overrides; None where the rules of configs refuse them."""
+    """Return the config with overrides; None if the rules of configs refuse them."""
     try:
         return config.with_changes(overrides)
     except (ValidationError, UsageError):
@@ -48,7 +48,7 @@ def changes_that_fit(estimator: Estimator, estimate: Estimate) -> list[Change]:
 
 
 def try_change(estimator: Estimator, overrides: Mapping[str, Any]) -> Change | None:
-    """Estimate a change; None where it is refused."""
+    """Estimate a change; None if it is refused."""
     config = with_changes(estimator.base, overrides)
     if config is None:
         return None
@@ -72,22 +72,22 @@ def _remedies(config: Config) -> Iterator[dict[str, Any]]:
     if parallel.zero < 3:
         singles.append({"parallel.zero": 3})
     yield from singles
-    together: dict[str, Any] = {}
+    combined: dict[str, Any] = {}
     for single in singles:
-        together |= single
-        if len(together) > 1:
-            yield dict(together)
+        combined |= single
+        if len(combined) > 1:
+            yield dict(combined)
     for tp in (2, 4, 8):
         if tp > parallel.tp:
             yield {"parallel.tp": tp, "parallel.dp_shard": -1}
-            yield {"parallel.tp": tp, "parallel.dp_shard": -1, **together}
+            yield {"parallel.tp": tp, "parallel.dp_shard": -1, **combined}
 
 
 def largest_micro_batch(estimator: Estimator, estimate: Estimate) -> int | None:
-    """Return the largest micro-batch that fits and divides a rank's share of the batch; None if not even 1 does."""
+    """Return the largest micro-batch that fits and divides a rank's share of the batch; None if not even 1 fits."""
     share = estimate.microbatches * estimate.config.train.micro_batch
     largest = None
-    for size in (1, 2, 4, 8, 16, 32, 64, 128, LARGEST):
+    for size in MICRO_BATCHES:
         if size > share or share % size:
             continue
         change = try_change(estimator, {"train.micro_batch": size})

@@ -1,7 +1,7 @@
-"""A table of the machine at hand, measured: products by shape, memory by bytes, operators, attention, and the link.
+"""Measures the machine at hand: matmuls by shape, memory by bytes, elementwise operators, attention, and the link.
 
-Measurements take turns: every one is repeated in several rounds over all of them, and the fastest of each counts, so
-that what else the machine does in the meantime disturbs none in particular. On a CPU time is that of its threads.
+Measurements take turns over several rounds, and the fastest of each counts, so that other load on the machine disturbs
+all alike. On a CPU, time is that of this process's threads.
 """
 
 import itertools
@@ -21,19 +21,19 @@ from megatfm.estimate.devices import GIB, NODE
 from megatfm.tracking.hardware import processor
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 96, 256, 768, 2048), "cuda": (128, 512, 2048, 8192)}
-"""Rows, columns and depths of products; all triples of them are measured that take less than `LONGEST` seconds."""
-LONGEST = {"cpu": 0.25, "cuda": 0.05}
+MATMUL_SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 96, 256, 768, 2048), "cuda": (128, 512, 2048, 8192)}
+"""Values of m, n and k of matmuls. All combinations that take less than `MAX_SECONDS` are measured."""
+MAX_SECONDS = {"cpu": 0.25, "cuda": 0.05}
 EXPECTED_FLOPS = {"cpu": 3e10, "cuda": 3e14}
-"""Rates by which products are left out beforehand as taking too long."""
-MOVED: Mapping[str, Sequence[int]] = {
+"""Rates by which matmuls that would take too long are left out."""
+MOVED_BYTES: Mapping[str, Sequence[int]] = {
     "cpu": (2**12, 2**16, 2**19, 2**22, 2**25),
     "cuda": (2**12, 2**20, 2**24, 2**28),
 }
 """Bytes that an addition in place reads and writes."""
 ROUNDS = 5
-LEAST_SECONDS = 2e-3
-"""Least time of one measurement, in which short operators are repeated."""
+MIN_SECONDS = 2e-3
+"""Shortest measurement; short operators are repeated in it."""
 OPERATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "copy_": lambda x: x.clone(),
     "_to_copy": lambda x: x.double() if x.device.type == "cpu" and x.dtype == torch.float32 else x.float(),
@@ -50,21 +50,20 @@ OPERATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x.sum(-1),
     "mean": lambda x: x.mean(-1),
 }
-"""Operators that memory or their own work bounds, by the name under which torch dispatches them."""
+"""Elementwise operators and reductions, by the name under which torch dispatches them."""
 
 
 def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, Any]:
-    """Measure a table of this machine, as `devices.toml` has them: a device and a node, both called "here"."""
+    """Measure this machine and return tables as in `devices.toml`: a device and a node, both called "here"."""
     clock = Clock(device)
     kind, dtype = device.type, DTYPES[precision]
-    shapes = product_shapes(kind)
-    products = clock.fastest([_product(shape, dtype, device) for shape in shapes])
-    rows = [[*shape, seconds] for shape, seconds in zip(shapes, products, strict=True)]
+    shapes = matmul_shapes(kind)
+    matmuls = clock.fastest([_matmul(shape, dtype, device) for shape in shapes])
+    rows = [[*shape, seconds] for shape, seconds in zip(shapes, matmuls, strict=True)]
     peak = max(2 * m * n * k / seconds for m, n, k, seconds in rows)
-    moves = clock.fastest([_move(n_bytes, dtype, device) for n_bytes in MOVED[kind]])
-    rate = max(
-        n_bytes / seconds for n_bytes, seconds in zip(MOVED[kind], moves, strict=True) if n_bytes > 2**20
-    )
+    sizes = MOVED_BYTES[kind]
+    moves = clock.fastest([_add_in_place(n_bytes, dtype, device) for n_bytes in sizes])
+    rate = max(n_bytes / seconds for n_bytes, seconds in zip(sizes, moves, strict=True) if n_bytes > 2**20)
     forward, backward = _attention_rates(clock, dtype, device)
     name = (
         torch.cuda.get_device_name(device)
@@ -92,7 +91,7 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
         "reserved_gib": 2.5 if kind == "cuda" else 0.5,
         "compiles": kind == "cuda",
         "products": {precision: rows},
-        "moves": [list(pair) for pair in zip(MOVED[kind], moves, strict=True)],
+        "moves": [list(pair) for pair in zip(sizes, moves, strict=True)],
         "operators": _operator_factors(clock, dtype, device),
         "source": f"measured by megatfm estimate --calibrate, torch {torch.__version__}",
     }
@@ -107,36 +106,36 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
     return {"device": {NODE: table}, "node": {NODE: node}, "default_node": {NODE: NODE}}
 
 
-def product_shapes(kind: str) -> list[tuple[int, int, int]]:
-    """Shapes (m, n, k) of the products that are measured."""
-    triples = itertools.product(SIZES[kind], repeat=3)
-    return [(m, n, k) for m, n, k in triples if 2 * m * n * k < LONGEST[kind] * EXPECTED_FLOPS[kind]]
+def matmul_shapes(kind: str) -> list[tuple[int, int, int]]:
+    """Return the shapes (m, n, k) of the matmuls that are measured."""
+    triples = itertools.product(MATMUL_SIZES[kind], repeat=3)
+    return [(m, n, k) for m, n, k in triples if 2 * m * n * k < MAX_SECONDS[kind] * EXPECTED_FLOPS[kind]]
 
 
 class Clock:
-    """Measures functions on a device."""
+    """Stopwatch of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> float:
-        """Seconds of the device: of a CPU those that its threads computed."""
+        """Return the device's time in seconds: on a CPU that of this process's threads."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return time.perf_counter()
         return time.process_time() / torch.get_num_threads()
 
     def fastest(self, functions: Sequence[Callable[[], object]], rounds: int = ROUNDS) -> list[float]:
-        """Seconds of one call of each, the least of several rounds in which they take turns."""
-        times = []
+        """Return the seconds of one call of each function, the least of several rounds in which they take turns."""
+        n_repeats = []
         for function in functions:
             function()
             start = self.now()
             function()
-            times.append(max(1, round(LEAST_SECONDS / max(self.now() - start, 1e-7))))
+            n_repeats.append(max(1, round(MIN_SECONDS / max(self.now() - start, 1e-7))))
         best = [float("inf")] * len(functions)
         for _ in range(rounds):
-            for index, (function, repeats) in enumerate(zip(functions, times, strict=True)):
+            for index, (function, repeats) in enumerate(zip(functions, n_repeats, strict=True)):
                 start = self.now()
                 for _ in range(repeats):
                     function()
@@ -144,32 +143,32 @@ class Clock:
         return best
 
 
-def _product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _matmul(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     m, n, k = shape
     left, right = (torch.full(size, 0.5, dtype=dtype, device=device) for size in ((m, k), (n, k)))
     return lambda: left @ right.T
 
 
-def _move(n_bytes: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _add_in_place(n_bytes: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     values = torch.ones(n_bytes // 2 // dtype.itemsize, dtype=dtype, device=device)
     return lambda: values.add_(1.0)
 
 
 def _operator_factors(clock: Clock, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Time of operators over that of an addition in place which reads and writes as many bytes."""
+    """Return the time of operators, as a multiple of an in-place addition that reads and writes as many bytes."""
     x = torch.full((1024, 1024), 0.5, dtype=dtype, device=device)
     moved = {name: x.nbytes + function(x).nbytes for name, function in OPERATORS.items()}
     functions: list[Callable[[], object]] = [
         lambda function=function: function(x)  # type: ignore[misc]
         for function in OPERATORS.values()
     ]
-    functions += [_move(n_bytes, dtype, device) for n_bytes in moved.values()]
+    functions += [_add_in_place(n_bytes, dtype, device) for n_bytes in moved.values()]
     seconds = clock.fastest(functions)
-    return {name: max(1e-3, seconds[place] / seconds[place + len(moved)]) for place, name in enumerate(moved)}
+    return {name: max(1e-3, seconds[i] / seconds[i + len(moved)]) for i, name in enumerate(moved)}
 
 
 def _attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """FLOP/s of causal attention's two passes, counting the pairs that are seen."""
+    """Return the FLOP/s of causal attention's two passes; masked pairs do not count."""
     length, heads, width = (512, 4, 64) if device.type == "cpu" else (4096, 16, 128)
     size = (1, heads, length, width)
     q, k, v = (torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
@@ -181,12 +180,12 @@ def _attention_rates(clock: Clock, dtype: torch.dtype, device: torch.device) -> 
     def both() -> None:
         forward().sum().backward()
 
-    one, two = clock.fastest([forward, both])
-    return flops / one, 2.5 * flops / max(two - one, 1e-9)
+    forward_seconds, seconds = clock.fastest([forward, both])
+    return flops / forward_seconds, 2.5 * flops / max(seconds - forward_seconds, 1e-9)
 
 
 def measure_link(kind: str) -> dict[str, Any]:
-    """Bandwidth and latency between two processes of this machine, over gloo, or NCCL with two GPUs and more."""
+    """Measure bandwidth and latency between processes of this machine: two over gloo, or all GPUs over NCCL."""
     ranks, backend = (
         (2, "gloo") if kind == "cpu" or torch.cuda.device_count() < 2 else (torch.cuda.device_count(), "nccl")
     )
@@ -214,7 +213,7 @@ def measure_link(kind: str) -> dict[str, Any]:
 
 
 def _exchange(rank: int, ranks: int, backend: str, port: int, queue: Any) -> None:
-    """Time all-gathers of few and of many bytes, of which each rank sends (ranks − 1) shards."""
+    """Measure all-gathers of few and of many bytes, in which each rank sends (ranks − 1) shards."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
@@ -237,11 +236,11 @@ def _exchange(rank: int, ranks: int, backend: str, port: int, queue: Any) -> Non
 
 
 def write_table(table: Mapping[str, Any], path: Path) -> None:
-    """Write a measured table. Raises UsageError for a file that is there already."""
+    """Write a measured table. Raises UsageError for a file that exists."""
     import tomli_w
 
     from megatfm.files import atomic_write
 
     if path.exists():
-        raise UsageError(f"--calibrate {path}: there is such a file: give another name")
+        raise UsageError(f"--calibrate {path}: the file exists: give another name")
     atomic_write(path, tomli_w.dumps(table))

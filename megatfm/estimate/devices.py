@@ -1,4 +1,4 @@
-"""Devices, links and nodes: small tables with sources (`devices.toml`), to which a user's file may add."""
+"""Devices, links and nodes: small tables with sources (`devices.toml`); a user's file may add to them."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from megatfm.registry import did_you_mean
 
 GIB = 2**30
 NODE = "here"
-"""Name of the machine at hand, as device and as node, in a calibrated table."""
+"""Name of the calibrated machine, as device and as node."""
 EXAMPLE = 'a table [device.NAME] with the keys of those in megatfm/estimate/devices.toml, or extends = "h100"'
 
 
@@ -20,13 +20,13 @@ EXAMPLE = 'a table [device.NAME] with the keys of those in megatfm/estimate/devi
 class Device:
     """One GPU. flops: peak by precision, dense. Efficiencies are shares of a peak that large operations reach.
 
-    tile: rows and columns of a product that one multiprocessor makes at a time. launch_seconds: least time of a kernel.
-    host_seconds: time that the host takes to ask for a kernel. reserved_gib: what CUDA, its libraries, NCCL and
-    fragments take of the memory. attention_backward: rate of attention's backward pass over its forward pass
-    (FlashAttention 2; Dao 2023, figures 5 and 6). compiles: whether `train.compile = "auto"` compiles there.
+    tile: rows and columns of a matmul that one multiprocessor computes at a time. launch_seconds: shortest kernel.
+    host_seconds: time of the host to launch a kernel. reserved_gib: memory of CUDA, its libraries, NCCL and fragments.
+    attention_backward: rate of attention's backward pass over its forward pass (FlashAttention 2; Dao 2023, figures 5
+    and 6). compiles: whether `train.compile = "auto"` compiles there.
 
-    Measured (`calibrate.py`): products: precision → (m, n, k, seconds); moves: (bytes, seconds) of an addition in
-    place; operators: time over that of an addition which moves as many bytes.
+    Measured (`calibrate.py`): products: precision → (m, n, k, seconds) of matmuls; moves: (bytes, seconds) of in-place
+    additions; operators: time as a multiple of an addition that moves as many bytes.
     """
 
     key: str
@@ -51,11 +51,11 @@ class Device:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that the driver offers."""
+        """Bytes of memory that the driver offers."""
         return self.memory_gib * GIB
 
     def peak(self, precision: str) -> float:
-        """Dense FLOP/s in a precision of `train.precision`; raises UsageError for one that the device lacks."""
+        """Return the dense FLOP/s in a `train.precision`. Raises UsageError for one that the device lacks."""
         key = "fp8" if precision.startswith("fp8") else precision
         if key not in self.flops:
             raise UsageError(
@@ -67,8 +67,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """Connection of a GPU to others, in one direction. efficiency: share of the bandwidth that collectives reach.
-    latency: seconds of one step of a ring."""
+    """Connection of a GPU to others, in one direction. bandwidth: bytes a second; efficiency: share of it that
+    collectives reach; latency: seconds of one step of a ring."""
 
     name: str
     bandwidth: float
@@ -95,7 +95,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many GPUs of one kind in nodes of one kind."""
+    """GPUs of one kind in nodes of one kind."""
 
     device: Device
     node: Node
@@ -103,7 +103,7 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Nodes, the last perhaps not full."""
+        """Number of nodes; the last may not be full."""
         return -(-self.gpus // self.node.gpus)
 
     def __str__(self) -> str:
@@ -117,11 +117,11 @@ def load_cluster(
     gpus_per_node: int | None = None,
     hardware: Path | None = None,
 ) -> Cluster:
-    """Look a cluster up by names. hardware: a user's file, whose tables come before these. Raises UsageError."""
+    """Look up a cluster. hardware: a user's file, whose tables take precedence. Raises UsageError for unknown names."""
     tables = _tables(hardware)
     if gpus < 1:
         raise UsageError(f"--gpus {gpus}: choose 1 or more")
-    chosen = _device(tables["device"], device)
+    gpu = _device(tables["device"], device)
     node = node or tables["default_node"].get(device) or next(iter(tables["node"]))
     section = _get(tables["node"], node, "--node")
     try:
@@ -131,7 +131,7 @@ def load_cluster(
         raise UsageError(f"[node.{node}]: {error}: see megatfm/estimate/devices.toml") from None
     if gpus_per_node:
         machine = replace(machine, gpus=gpus_per_node)
-    return Cluster(chosen, machine, gpus)
+    return Cluster(gpu, machine, gpus)
 
 
 def device_names(hardware: Path | None = None) -> list[str]:
@@ -152,8 +152,8 @@ def _device(table: Mapping[str, Any], key: str) -> Device:
 def _get(table: Mapping[str, Any], key: str, flag: str) -> dict[str, Any]:
     if key not in table:
         raise UsageError(
-            f"{flag} {key!r}: unknown{did_you_mean(key, table)}; there are: {', '.join(sorted(table))}; "
-            "others can be added by a file of yours (--hardware)"
+            f"{flag} {key!r}: unknown{did_you_mean(key, table)}; known: {', '.join(sorted(table))}; "
+            "add others by a file of your own (--hardware)"
         )
     return dict(table[key])
 

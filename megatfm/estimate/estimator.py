@@ -1,4 +1,4 @@
-"""Estimate of a config on a cluster: memory of each rank, time of a step by cause, traffic by axis."""
+"""Estimates a config on a cluster: memory of each rank, time of a step by cause, traffic by axis."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,10 @@ from megatfm.errors import UsageError
 from megatfm.estimate.devices import Cluster, Device
 from megatfm.estimate.memory import RankMemory, rank_memory
 from megatfm.estimate.part_profile import ModelProfile
-from megatfm.estimate.profile import LocalModel, fake_ranks
+from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.schedule import Timeline
 from megatfm.estimate.stalls import checkpoint_stall, data_stall
+from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.step_time import StepTime, step_time
 from megatfm.estimate.traffic import Flows
 from megatfm.estimate.weights import LocalWeight, local_weights
@@ -31,8 +32,8 @@ from megatfm.train.build import build_model, plan_pipeline_split
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory, time and traffic of a run. config: resolved, with `dp_shard` filled in. memory, flows_by_rank: by
-    pipeline rank."""
+    """Memory, time and traffic of a run. config: with `dp_shard` and precision resolved; memory, flows_by_rank: by
+    pipeline rank; busiest: the pipeline rank with the longest passes."""
 
     config: Config
     cluster: Cluster
@@ -52,7 +53,7 @@ class Estimate:
 
     @property
     def flows(self) -> Flows:
-        """Traffic of a rank of the busiest pipeline rank."""
+        """Traffic of the busiest pipeline rank."""
         return self.flows_by_rank[self.busiest]
 
     @property
@@ -62,12 +63,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together."""
+        """Tokens per second of all GPUs together."""
         return self.description.tokens_per_step / self.time.step
 
     @property
     def mfu(self) -> tuple[float, float]:
-        """Model FLOPs utilization: attention in full, and only its causal half."""
+        """Model FLOPs utilization, with full attention and with its causal half."""
         peak = self.cluster.device.peak(self.config.train.precision) * self.cluster.gpus
         per_second = self.tokens_per_second / peak
         return self.description.flops_full * per_second, self.description.flops_causal * per_second
@@ -85,7 +86,7 @@ class Estimate:
 
 @dataclass
 class Estimator:
-    """Estimates of layouts of one model on one cluster; what layouts share is computed once. See `estimator`."""
+    """Estimates layouts of one model on one cluster; caches the parts that layouts share. Open one by `estimator`."""
 
     base: Config
     cluster: Cluster
@@ -100,12 +101,12 @@ class Estimator:
         return describe(self.base)
 
     @cached_property
-    def _full(self) -> torch.nn.Module:
+    def _meta_model(self) -> torch.nn.Module:
         with torch.device("meta"):
             return build_model(self.base)
 
-    def on(self, cluster: Cluster) -> "Estimator":
-        """Return an estimator of the same model on another cluster, that shares what was computed."""
+    def with_cluster(self, cluster: Cluster) -> "Estimator":
+        """Return an estimator of the same model on another cluster, with the same caches."""
         return replace(self, cluster=cluster)
 
     def estimate(self, config: Config) -> Estimate:
@@ -123,6 +124,13 @@ class Estimator:
             config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled
         )
         reserved = int(self.cluster.device.reserved_gib * 2**30)
+        sent_bytes = {
+            stage: profile.parts[indices[-1]].output_bytes
+            for stage, (indices, sender, receiver) in enumerate(
+                zip(stages, rank_of, rank_of[1:], strict=False)
+            )
+            if sender != receiver
+        }
         memory = [
             rank_memory(
                 config,
@@ -130,6 +138,7 @@ class Estimator:
                 parts,
                 profile.parts,
                 step.in_flight,
+                sent_bytes,
                 rank,
                 microbatches,
                 compiled=compiled,
@@ -166,7 +175,7 @@ class Estimator:
         return self._models[key]
 
     def profile(self, config: Config) -> ModelProfile:
-        """Profile of the parts, by tensor and context parallelism and micro-batch."""
+        """Return the profile of the parts; it depends on tp, cp and the micro-batch."""
         model = self._model(config)
         key = id(model), config.train.micro_batch, config.parallel.cp
         if key not in self._profiles:
@@ -174,13 +183,13 @@ class Estimator:
         return self._profiles[key]
 
     def local_weights(self, config: Config) -> list[LocalWeight]:
-        """Parameters as a rank has them before ZeRO."""
+        """Return the parameters as a rank has them before ZeRO."""
         parallel, model = config.parallel, self._model(config)
         shards = parallel.expert_mesh_size // parallel.ep if parallel.ep > 1 else parallel.dp_shard
         key = id(model), parallel.ep, parallel.expert_tp, shards, parallel.zero >= 2
         if key not in self._weights:
             points = cast(Splittable, model.model).split_points
-            self._weights[key] = local_weights(config, self._full, model.layout, points, model.model)
+            self._weights[key] = local_weights(config, self._meta_model, model.layout, points, model.model)
         return self._weights[key]
 
     def _stages(
@@ -189,8 +198,8 @@ class Estimator:
         """Return the split points of each stage by pipeline rank, each stage's rank, and each stage's split points."""
         parallel = config.parallel
         if parallel.pp == 1:
-            everything = range(len(profile.parts))
-            return [{0: everything}], [0], [everything]
+            only_stage = range(len(profile.parts))
+            return [{0: only_stage}], [0], [only_stage]
         pipeline = self.pipeline(config)
         indices, start = list[Sequence[int]](), 0
         for stage in pipeline.stages:
@@ -202,18 +211,18 @@ class Estimator:
             by_rank[rank][stage_index] = indices[stage_index]
         return by_rank, rank_of, indices
 
-    def points(self, config: Config) -> Sequence[SplitPoint]:
-        """Split points of the model."""
+    def split_points(self, config: Config) -> Sequence[SplitPoint]:
+        """Return the split points of the model."""
         return cast(Splittable, self._model(config).model).split_points
 
     def pipeline(self, config: Config) -> Pipeline:
-        """Cut of the model into stages."""
+        """Return the model's pipeline stages. Raises UsageError if it has too few split points."""
         parallel = config.parallel
-        shape = parallel.pp_schedule in ("zbv", "dualpipev")
-        key = parallel.pp, parallel.stages_per_rank, shape, tuple(parallel.pp_split_points)
+        is_v_shaped = parallel.pp_schedule in ("zbv", "dualpipev")
+        key = parallel.pp, parallel.stages_per_rank, is_v_shaped, tuple(parallel.pp_split_points)
         if key not in self._pipelines:
             try:
-                self._pipelines[key] = plan_pipeline_split(config, self._full)
+                self._pipelines[key] = plan_pipeline_split(config, self._meta_model)
             except UsageError as error:
                 self._pipelines[key] = error
         planned = self._pipelines[key]
@@ -224,7 +233,10 @@ class Estimator:
 
 @contextmanager
 def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) -> Iterator[Estimator]:
-    """Open an estimator for layouts with the tensor-parallel sizes `tp_sizes` beside the config's own."""
+    """Open an estimator for layouts with the config's `tp` or one of `tp_sizes`.
+
+    Raises UsageError for another engine than the native one.
+    """
     import_plugins(config.plugins)
     if config.parallel.engine != "native":
         raise UsageError(
@@ -240,7 +252,7 @@ def estimator(config: Config, cluster: Cluster, tp_sizes: Sequence[int] = ()) ->
 
 
 def _resolved(config: Config, device: Device) -> Config:
-    """Take the precision that "auto" is on the device."""
+    """Return the config with the device's precision for "auto"."""
     if config.train.precision != "auto":
         return config
     precision = "bf16" if "bf16" in device.flops else next(iter(device.flops))
@@ -248,7 +260,7 @@ def _resolved(config: Config, device: Device) -> Config:
 
 
 def microbatches_of(config: Config) -> int:
-    """Micro-batches of a rank in a step. Raises UsageError where data ranks do not divide the global batch."""
+    """Return the micro-batches of a rank in a step. Raises UsageError if data ranks do not divide the global batch."""
     train, parallel = config.train, config.parallel
     data_ranks = parallel.dp_shard * parallel.dp_replicate
     check_global_batch(train.global_batch, train.micro_batch, data_ranks)
@@ -256,7 +268,7 @@ def microbatches_of(config: Config) -> int:
 
 
 def compiles(config: Config, device: Device) -> bool:
-    """Whether blocks are compiled (see `engines.native.compile.should_compile`)."""
+    """Return whether blocks are compiled (see `engines.native.compile.should_compile`)."""
     if config.train.compile == "auto":
         return device.compiles and config.compile_conflict() is None and config.parallel.cp == 1
     return bool(config.train.compile)

@@ -1,4 +1,4 @@
-"""Memory of each pipeline rank: state, gathered weights, activations in flight, and what a pass has live besides."""
+"""Memory of each pipeline rank: state, gathered weights, saved activations, and the workspace of a pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from megatfm.estimate.weights import LocalWeight, RankBytes, number_bytes, pendi
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the ranks of one pipeline rank, when a step holds most of them.
+    """Bytes on a GPU of one pipeline rank, at the fullest moment of a step.
 
-    weights: as the optimizer moves them; copies: those that the model computes with. workspace: what passes and
-    reductions have live besides what is kept. reserved: CUDA, its libraries and fragments. by_phase: the sum at the
-    fullest moment of "forward", "backward" and "optimizer".
+    weights: in the optimizer's precision; copies: in the model's. workspace: live in passes and reductions beside saved
+    activations. reserved: CUDA, its libraries and fragments. by_phase: the sum at the fullest moment of "forward",
+    "backward" and "optimizer".
     """
 
     pipeline_rank: int
@@ -30,13 +30,13 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         state = self.weights + self.copies + self.gradients + self.optimizer
         return state + self.gathered + self.activations + self.workspace + self.reserved
 
     @property
     def largest(self) -> str:
-        """The part that takes most."""
+        """Name of the largest part."""
         sizes = {
             "gradients": self.gradients,
             "optimizer state": self.optimizer,
@@ -49,8 +49,8 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class _Peak:
-    """A moment of a step: activations and workspace, and gradients that are there already."""
+class _Moment:
+    """Bytes at a moment of a step: saved activations, workspace, and accumulated gradients."""
 
     phase: str
     activations: int
@@ -59,7 +59,7 @@ class _Peak:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.activations + self.workspace + self.gradients
 
 
@@ -69,29 +69,35 @@ def rank_memory(
     parts_by_stage: Mapping[int, Sequence[int]],
     profiles: Sequence[PartProfile],
     in_flight: Mapping[int, int],
+    sent_bytes: Mapping[int, int],
     pipeline_rank: int,
     microbatches: int,
     *,
     compiled: bool,
     reserved: int,
 ) -> RankMemory:
-    """Find the fullest moment of a rank's step. parts_by_stage: of this rank; in_flight: by stage."""
+    """Estimate the fullest moment of a rank's step: while its first stage runs, and others wait for a backward pass.
+
+    parts_by_stage: of this rank; in_flight: by stage; sent_bytes: by stage that sends to another rank. It keeps what it
+    sent, at which its backward pass starts.
+    """
     parts = [index for indices in parts_by_stage.values() for index in indices]
     state = rank_bytes(config, weights, parts)
     mode = config.train.recompute
-    saved_bytes = {index: profiles[index].kept_bytes(mode, compiled) for index in parts}
-    elsewhere = sum(
+    saved_bytes = {index: profiles[index].saved_bytes(mode, compiled) for index in parts}
+    waiting = sum(
         max(0, in_flight.get(stage, 1) - (place == 0)) * sum(saved_bytes[i] for i in indices)
         for place, (stage, indices) in enumerate(parts_by_stage.items())
     )
-    running = next(iter(parts_by_stage.values()), ())
-    one_pass = config.parallel.pp == 1 and microbatches == 1
-    moments = _moments(config, weights, running, profiles, saved_bytes, state, one_pass, compiled)
+    waiting += sum(in_flight.get(stage, 1) * sent_bytes.get(stage, 0) for stage in parts_by_stage)
+    running_stage = next(iter(parts_by_stage.values()), ())
+    is_single_pass = config.parallel.pp == 1 and microbatches == 1
+    moments = _moments(config, weights, running_stage, profiles, saved_bytes, state, is_single_pass, compiled)
     peak = max(moments, key=lambda moment: moment.bytes)
-    always = state.at_rest + reserved
-    in_passes = {moment.phase: moment.bytes for moment in sorted(moments, key=lambda one: one.bytes)}
-    by_phase = {phase: always + state.gathered + elsewhere + n for phase, n in in_passes.items()}
-    by_phase["optimizer"] = always + state.gradients
+    constant = state.at_rest + reserved
+    phase_peaks = {moment.phase: moment.bytes for moment in sorted(moments, key=lambda moment: moment.bytes)}
+    by_phase = {phase: constant + state.gathered + waiting + n for phase, n in phase_peaks.items()}
+    by_phase["optimizer"] = constant + state.reduced + state.regathered
     return RankMemory(
         pipeline_rank,
         state.weights,
@@ -99,7 +105,7 @@ def rank_memory(
         peak.gradients,
         state.optimizer,
         state.gathered,
-        elsewhere + peak.activations,
+        waiting + peak.activations,
         peak.workspace,
         reserved,
         by_phase,
@@ -113,34 +119,38 @@ def _moments(
     profiles: Sequence[PartProfile],
     saved_bytes: Mapping[int, int],
     state: RankBytes,
-    one_pass: bool,
+    is_single_pass: bool,
     compiled: bool,
-) -> list[_Peak]:
+) -> list[_Moment]:
     """List the moments of a stage's two passes at which memory may be fullest.
 
-    In a step of one micro-batch gradients come as activations go; else those of earlier ones are there.
+    The gradients of a single pass grow while its activations are freed; later passes add to whole gradients.
     """
-    moments, held = [], 0
+    moments, saved = [], 0
     size, compute = number_bytes(config)
-    copies = 1 + (size / compute if size > compute else 0)  # of a gradient: as computed, and its cast
-    none_yet = 0 if one_pass else state.gradients
+    copies = [1.0, size / compute] if size > compute else [1.0]  # of a gradient: as computed, and its cast
+    if is_single_pass:
+        copies.pop()  # it becomes the accumulated gradient
+    gradients = 0 if is_single_pass else state.gradients
     for index in parts:
-        moments.append(_Peak("forward", held + saved_bytes[index], profiles[index].forward_peak, none_yet))
-        held += saved_bytes[index]
+        moments.append(
+            _Moment("forward", saved + saved_bytes[index], profiles[index].forward_peak, gradients)
+        )
+        saved += saved_bytes[index]
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
-    done = 0
+    reduced = 0
     for index in reversed(parts):
-        local = sum(w.local for w in weights if w.is_trained and index == w.parts[-1])
-        done += local
-        gradients = state.gradients if not one_pass else state.gradients * min(done, trained) // trained
-        again = 0
+        reduced += sum(w.local for w in weights if w.is_trained and index == w.parts[-1])
+        if is_single_pass:
+            gradients = state.gradients * min(reduced, trained) // trained
+        recomputed = 0
         if profiles[index].is_block and config.train.recompute != "none":
-            again = profiles[index].kept_bytes("none", compiled) - saved_bytes[index]
-        pending = pending_bytes(config, weights, parts, index)
-        passing = profiles[index].backward_peak
+            recomputed = max(0, profiles[index].saved_bytes("none", compiled) - saved_bytes[index])
+        pass_peak = profiles[index].backward_peak
         if config.parallel.zero < 2:
-            passing = max(passing, profiles[index].arrival_peak(copies, config.parallel.ep))
-        workspace = passing + max(0, again) + state.unreduced + pending
-        moments.append(_Peak("backward", held, workspace, gradients))
-        held -= saved_bytes[index]
+            pass_peak = max(pass_peak, profiles[index].accumulation_peak(sum(copies), config.parallel.ep))
+        pending = pending_bytes(config, weights, parts, index)
+        workspace = pass_peak + recomputed + state.unreduced + pending
+        moments.append(_Moment("backward", saved, workspace, gradients))
+        saved -= saved_bytes[index]
     return moments

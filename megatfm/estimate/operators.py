@@ -1,6 +1,6 @@
-"""Operators of a pass, recorded where torch dispatches them: shapes, FLOPs, bytes and what each reads and writes.
+"""Records the operators of a pass where torch dispatches them: shapes, FLOPs, bytes, and the storages read and written.
 
-Tensors have shapes and no numbers, so a pass of a block of any size takes a fraction of a second.
+Tensors are fake, so a pass of a block of any size takes a fraction of a second.
 """
 
 import math
@@ -28,20 +28,20 @@ MATMULS = {
     "convolution",
     "convolution_backward",
 }
-FREE = {
+WITHOUT_KERNEL = {
     "view", "_unsafe_view", "t", "transpose", "expand", "detach", "alias", "slice", "select", "split",
     "split_with_sizes", "chunk", "as_strided", "unsqueeze", "squeeze", "permute", "empty", "empty_like",
     "empty_strided", "new_empty", "new_empty_strided", "unbind", "_reshape_alias", "lift_fresh", "device",
     "promote_types", "wait_tensor", "movedim", "unfold", "diagonal", "detach_", "is_same_size",
 }  # fmt: skip
-"""Operators that launch no kernel: views, and memory that is not yet set."""
+"""Operators that launch no kernel: views, and uninitialised memory."""
 COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One kernel. reads, writes: storage → bytes. dims: (products, m, n, k) of matrix products. itemsize: of what is
-    computed. sent_bytes: what a ring makes this rank send, of a collective."""
+    """One kernel. reads, writes: storage → bytes. dims: (batch, m, n, k) of a matmul. itemsize: bytes of an element.
+    sent_bytes: bytes that this rank sends in a ring collective."""
 
     name: str
     kind: Kind
@@ -64,72 +64,72 @@ class Operator:
 class Recording:
     """Operators of a pass and the memory that it took.
 
-    live: bytes of what the pass made and was live after each operator. born: storage → the operator after which it is
-    there, and its bytes. left: bytes that were live at the end.
+    live: bytes that the pass allocated and that are live, after each operator. created: storage → index of the operator
+    that allocated it, and its bytes. live_at_end: bytes that are live at the end.
     """
 
     operators: list[Operator] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
-    born: dict[int, tuple[int, int]] = field(default_factory=dict)
-    left: int = 0
+    created: dict[int, tuple[int, int]] = field(default_factory=dict)
+    live_at_end: int = 0
 
-    def peak(self, without: Iterable[int] = ()) -> int:
-        """Most bytes that were live at once, leaving out some storages that stay."""
-        return max(self.live_without(without), default=0)
+    def peak(self) -> int:
+        """Return the most bytes that are live at once."""
+        return max(self.live, default=0)
 
     def live_without(self, numbers: Iterable[int]) -> list[int]:
-        """Live bytes after each operator, leaving out some storages that stay."""
+        """Return the live bytes after each operator, without some storages that outlive the pass."""
         live = list(self.live)
         for number in numbers:
-            first, n_bytes = self.born.get(number, (len(live), 0))
-            for place in range(first, len(live)):
-                live[place] -= n_bytes
+            first, n_bytes = self.created.get(number, (len(live), 0))
+            for index in range(first, len(live)):
+                live[index] -= n_bytes
         return live
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Records the operators of this thread, and how many bytes of what they made are live."""
+    """Records the operators of this thread, and how many bytes of their outputs are live."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recording = Recording()
         self._numbers: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        self._watched: dict[int, Any] = {}
+        self._references: dict[int, Any] = {}
         self._count = 0
         self._live = self._base = 0
 
     @contextmanager
-    def fresh(self) -> Iterator[Recording]:
-        """Record what runs in here by itself; bytes are counted from 0."""
-        before, self.recording = self.recording, Recording()
+    def record(self) -> Iterator[Recording]:
+        """Record a pass: yield its recording, whose bytes are counted from 0."""
+        outer, self.recording = self.recording, Recording()
         self._base = self._live
         try:
             with self:
                 yield self.recording
         finally:
-            self.recording.left = self._live - self._base
-            self.recording = before
+            self.recording.live_at_end = self._live - self._base
+            self.recording = outer
 
     def live_storages(self, recording: Recording) -> dict[int, int]:
-        """Return number → bytes of the storages that a pass made and that are still there."""
+        """Return number → bytes of the storages that a pass allocated and that are still live."""
         live = {number: self._sizes.get(key, 0) for key, number in self._numbers.items()}
-        return {number: live[number] for number in recording.born if number in live}
+        return {number: live[number] for number in recording.created if number in live}
 
     def number(self, tensor: Tensor) -> int:
-        """Return a number of the tensor's storage that no later storage gets."""
+        """Return the number of the tensor's storage, which is never used again."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._numbers:
             self._count += 1
             self._numbers[key] = self._count
 
-            def gone(_: Any, key: int = key) -> None:
+            def on_free(_: Any, key: int = key) -> None:
                 self._numbers.pop(key, None)
-                self._watched.pop(key, None)
+                self._references.pop(key, None)
                 self._live -= self._sizes.pop(key, 0)
 
-            self._watched[key] = weakref.ref(storage, gone)
+            self._references[key] = weakref.ref(storage, on_free)
         return self._numbers[key]
 
     def __torch_dispatch__(
@@ -147,9 +147,9 @@ class OperatorRecorder(TorchDispatchMode):
             if number not in known and key not in self._sizes:
                 self._sizes[key] = x.untyped_storage().nbytes()
                 self._live += self._sizes[key]
-                self.recording.born[number] = len(self.recording.live), self._sizes[key]
+                self.recording.created[number] = len(self.recording.live), self._sizes[key]
         self.recording.live.append(self._live - self._base)
-        if name in FREE:
+        if name in WITHOUT_KERNEL:
             return out
         self.recording.operators.append(self._operator(func, name, inputs, outputs, args, kwargs or {}))
         return out
@@ -188,12 +188,12 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements, each of the storage's once."""
+    """Return the bytes of a tensor's elements; expanded elements share theirs."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _dims(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int, int, int]:
-    """Return products, m, n and k."""
+    """Return a matmul's batch, m, n and k."""
     if name.startswith("convolution"):
         weight = next(x for x in inputs if x.dim() == 4) if name == "convolution" else inputs[2]
         positions = outputs[0].numel() // max(1, outputs[0].shape[1]) if name == "convolution" else 1
@@ -205,7 +205,7 @@ def _dims(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tup
 
 
 def _collective(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the collective's plain name and the bytes that a ring makes this rank send."""
+    """Return the collective's name, and the bytes that this rank sends in a ring."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     named |= kwargs
     group = (
@@ -216,15 +216,13 @@ def _collective(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
     size = group.size()
     payload = next(value for key, value in named.items() if key.startswith(("input", "tensor")))
     n_bytes = sum(tensor_bytes(x) for x in tree_leaves(payload) if isinstance(x, Tensor))
-    plain = name.strip("_").replace("_", "")
-    for word, factor in (
-        ("allgather", size - 1),
-        ("reducescatter", (size - 1) / size),
-        ("allreduce", 2 * (size - 1) / size),
-        ("alltoall", (size - 1) / size),
-    ):
-        if plain.startswith(word):
-            spelled = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
-            spelled |= {"allreduce": "all_reduce", "alltoall": "all_to_all"}
-            return spelled[word], int(n_bytes * factor)
+    factors = {
+        "all_gather": size - 1,
+        "reduce_scatter": (size - 1) / size,
+        "all_reduce": 2 * (size - 1) / size,
+        "all_to_all": (size - 1) / size,
+    }
+    for collective, factor in factors.items():
+        if name.replace("_", "").startswith(collective.replace("_", "")):
+            return collective, int(n_bytes * factor)
     return name, n_bytes

@@ -1,4 +1,4 @@
-"""An estimate as one self-contained page: memory by rank, time by cause, the schedule's time line, scaling curves."""
+"""An estimate as one self-contained page: memory by rank, time by cause, the schedule's timeline, scaling curves."""
 
 import math
 from collections.abc import Sequence
@@ -11,23 +11,23 @@ from jinja2 import Environment, StrictUndefined
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import GIB, Cluster
 from megatfm.estimate.estimator import Estimate, Estimator
-from megatfm.estimate.failures import failure_line
 from megatfm.estimate.memory import RankMemory
+from megatfm.estimate.stalls import failure_line
 from megatfm.estimate.text import causes, heading, speed, verdict
 from megatfm.files import atomic_write
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "workspace", "reserved")
 WIDTH, ROW = 1000.0, 26.0
-"""Of drawings, in their own units."""
-PASSES_SHOWN = 8000
-"""Passes that a time line draws; of longer steps the first."""
+"""Width of a drawing and height of its rows, in its own units."""
+MAX_PASSES = 8000
+"""Largest number of passes in a timeline, which shows the first of longer steps."""
 SCALES = (0.25, 0.5, 1, 2, 4, 8)
-"""Numbers of GPUs in the scaling curves, over the estimate's."""
+"""GPUs of the scaling curves, as multiples of the estimate's."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a drawing, its class in the style sheet, and what is shown when it is pointed at."""
+    """Rectangle of a drawing. kind: class in the style sheet; title: text under the pointer."""
 
     x: float
     y: float
@@ -38,7 +38,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Rows of boxes. limit: a vertical line, such as what the device has."""
+    """Rows of boxes. limit: x of a vertical line, such as the device's memory."""
 
     rows: Sequence[str]
     boxes: Sequence[Box]
@@ -47,13 +47,13 @@ class Drawing:
 
     @property
     def height(self) -> float:
-        """Of all rows."""
+        """Height of all rows."""
         return ROW * len(self.rows)
 
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """An estimate with another number of GPUs; refusal instead where the layout does not allow it."""
+    """Estimate with another number of GPUs. refusal: reason why the layout does not allow it."""
 
     gpus: int
     tokens_per_second: float = 0.0
@@ -64,17 +64,17 @@ class ScalePoint:
 
 
 def write_page(opened: Estimator, estimate: Estimate, path: Path) -> None:
-    """Write the page. Raises UsageError for a file that is there already, and where it can't be written."""
+    """Write the page. Raises UsageError for a file that exists, MegatfmError if it can't be written."""
     if path.exists():
-        raise UsageError(f"--html {path}: there is such a file: give another name")
+        raise UsageError(f"--html {path}: the file exists: give another name")
     try:
-        atomic_write(path, render(estimate, scaling(opened, estimate)))
+        atomic_write(path, render(estimate, estimate_scaling(opened, estimate)))
     except OSError as error:
         raise MegatfmError(f"--html {path}: can't be written: {error.strerror}") from error
 
 
 def render(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     folder = files("megatfm.estimate")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -100,7 +100,7 @@ def render(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
 
 
 def memory_parts(rank: RankMemory) -> dict[str, int]:
-    """Bytes of a rank by the names of `MEMORY_PARTS`."""
+    """Return the bytes of a rank by the names of `MEMORY_PARTS`."""
     values = (
         rank.weights + rank.copies,
         rank.gradients,
@@ -114,7 +114,7 @@ def memory_parts(rank: RankMemory) -> dict[str, int]:
 
 
 def memory_drawing(estimate: Estimate) -> Drawing:
-    """Stacked bars of what each pipeline rank holds, beside what the device has."""
+    """Draw a stacked bar of each pipeline rank's memory, and a line at the device's."""
     device = estimate.cluster.device.memory_bytes
     scale = WIDTH / (1.02 * max(device, estimate.worst.total))
     boxes, rows = [], []
@@ -128,34 +128,33 @@ def memory_drawing(estimate: Estimate) -> Drawing:
 
 
 def timeline_drawing(estimate: Estimate) -> Drawing | None:
-    """The simulated passes of each pipeline rank; None without a pipeline."""
+    """Draw the simulated passes of each pipeline rank; None without a pipeline."""
     timeline = estimate.timeline
     if timeline is None:
         return None
-    passes = sorted(timeline.passes, key=lambda one: one.start)[:PASSES_SHOWN]
-    end = max(one.end for one in passes)
+    passes = sorted(timeline.passes, key=lambda p: p.start)[:MAX_PASSES]
+    end = max(p.end for p in passes)
     boxes = [
         Box(
-            one.start / end * WIDTH,
-            one.rank * ROW,
-            (one.end - one.start) / end * WIDTH,
-            f"pass-{one.kind}",
-            f"{one.kind} of micro-batch {one.microbatch}, stage {one.stage}: {1e3 * one.start:.1f} to "
-            f"{1e3 * one.end:.1f} ms",
+            p.start / end * WIDTH,
+            p.rank * ROW,
+            (p.end - p.start) / end * WIDTH,
+            f"pass-{p.kind}",
+            f"{p.kind} of micro-batch {p.microbatch}, stage {p.stage}: {1e3 * p.start:.1f} to {1e3 * p.end:.1f} ms",
         )
-        for one in passes
+        for p in passes
     ]
     rows = [
         f"rank {rank}: {100 * (1 - busy / timeline.seconds):.0f} % idle"
         for rank, busy in enumerate(timeline.busy)
     ]
-    cut = len(timeline.passes) - len(passes)
-    note = f"the first {len(passes):,} of {len(timeline.passes):,} passes" if cut else f"{end:.3g} s"
+    is_cut = len(passes) < len(timeline.passes)
+    note = f"the first {len(passes):,} of {len(timeline.passes):,} passes" if is_cut else f"{end:.3g} s"
     return Drawing(rows, boxes, note=note)
 
 
-def scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:
-    """Estimate the same batch on other numbers of GPUs, of which `dp_shard` takes what the other axes leave."""
+def estimate_scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:
+    """Estimate the same batch on other numbers of GPUs; `dp_shard` takes those that the other axes leave."""
     points: list[ScalePoint] = []
     for scale in SCALES:
         gpus = math.ceil(estimate.cluster.gpus * scale)
@@ -166,12 +165,12 @@ def scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:
             update={"parallel": estimate.config.parallel.model_copy(update={"dp_shard": -1})}
         )
         try:
-            other = opened.on(cluster).estimate(config)
+            scaled = opened.with_cluster(cluster).estimate(config)
         except UsageError as error:
             points.append(ScalePoint(gpus, refusal=str(error).partition(";")[0]))
             continue
         points.append(
-            ScalePoint(gpus, other.tokens_per_second, other.mfu[0], other.worst.total / GIB, other.fits)
+            ScalePoint(gpus, scaled.tokens_per_second, scaled.mfu[0], scaled.worst.total / GIB, scaled.fits)
         )
     return points
 
@@ -179,8 +178,10 @@ def scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:
 def scaling_lines(
     points: Sequence[ScalePoint],
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Tokens a second by number of GPUs, and a line in proportion to the first point, in per cent of a drawing whose
-    two axes are logarithmic."""
+    """Return the curve of tokens per second by GPUs, and the line of perfect scaling from its first point.
+
+    Points are in per cent of a drawing with logarithmic axes.
+    """
     if len(points) < 2:
         return [], []
     first, last = points[0], points[-1]

@@ -1,12 +1,11 @@
-"""Profile of a model's parts under tensor parallelism: the operators of each part's two passes and what it keeps.
+"""Profiles a model's parts under tensor parallelism: the operators of both passes, and the tensors that they save.
 
-The real parts run with the real plan on tensors that have shapes alone, over a process group that sends nothing; one
-block of a kind stands for the others. Attention is recorded as one fused kernel, experts as grouped products.
+The real parts run with the real plan on fake tensors, over a process group that sends nothing; one block of a kind
+stands for all of it. Attention is recorded as one fused kernel, experts as grouped matmuls.
 """
 
-import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -14,17 +13,23 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatfm.config import Config
 from megatfm.cost import TokenCounts
 from megatfm.errors import UsageError
 from megatfm.estimate.operators import Operator, OperatorRecorder, Recording, tensor_bytes
-from megatfm.estimate.part_profile import Arrival, ModelProfile, PartProfile, SavedTensor
-from megatfm.estimate.stand_ins import AttentionStandIn, CrossEntropyStandIn, experts_by_shapes
+from megatfm.estimate.part_profile import ModelProfile, PartProfile, SavedTensor, WeightGradient
+from megatfm.estimate.stand_ins import (
+    AttentionStandIn,
+    CrossEntropyStandIn,
+    HostValues,
+    default_dtype,
+    experts_by_shapes,
+    quiet_fake_tensors,
+)
 from megatfm.estimate.weights import expert_names, experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.embedding import InputEmbedding
@@ -38,33 +43,33 @@ from megatfm.train.build import build_model
 from megatfm.verify.shrink import random_batch
 
 ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
-"""Type of activations by `train.precision`; of the others bfloat16."""
+"""Dtype of activations by `train.precision`; bfloat16 for the others."""
 DATA_DEPENDENT_FAMILIES = ("electra", "xlnet")
-"""Families, beside those of images, whose shapes depend on a batch's values: here on the predicted tokens."""
+"""Families, beside those of images, whose shapes depend on a batch's values: on the predicted tokens."""
 DATA_DEPENDENT_ATTENTIONS = ("longformer",)
-"""Attention layers whose shapes depend on a batch's values: here on the global tokens of each row."""
+"""Attention layers whose shapes depend on a batch's values: on the global tokens of each row."""
 LAST_BLOCK_DIFFERS = ("xlnet",)
-"""Families whose last block computes less: the content stream of XLNet ends before it."""
+"""Families whose last block computes less: XLNet's content stream ends before it."""
 NOT_ESTIMATED = {
     "two_towers": "its loss compares the samples of all ranks, which the estimate does not model",
     "vision_language": "no traced rank has been compared with its estimate",
 }
 """Family → why it has no estimate."""
-WITHOUT_VALUES = ("keys", "patches")
-"""Suffixes of fields whose values no shape depends on. They are large, or much is computed from them."""
+SHAPE_ONLY_FIELDS = ("keys", "patches")
+"""Suffixes of fields whose values no shape depends on. They stay fake: they are large, or much is computed of them."""
 
 
 class LocalModel:
     """A config's model as tensor-parallel rank 0 has it, ready to be profiled at any micro-batch.
 
-    To be used within `fake_ranks`, of a number that `parallel.tp` divides.
+    Use it within `fake_ranks`; `parallel.tp` must divide their number.
     """
 
     def __init__(self, config: Config) -> None:
         self.check(config)
         parallel = config.parallel
         self.config, self.tp = config, parallel.tp
-        alone = parallel.model_copy(
+        tp_only = parallel.model_copy(
             update={
                 "pp": 1,
                 "cp": 1,
@@ -74,11 +79,11 @@ class LocalModel:
                 "expert_tp": _expert_tp(config),
             }
         )
-        self._by_values = depends_on_values(config)
-        self._mode = FakeTensorMode(allow_non_fake_inputs=self._by_values)
+        self._is_data_dependent = depends_on_values(config)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=self._is_data_dependent)
         self._dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
-        with quiet():
-            self._build(build_mesh(alone, dist.get_world_size(), "cpu"))
+        with quiet_fake_tensors():
+            self._build(build_mesh(tp_only, dist.get_world_size(), "cpu"))
 
     @staticmethod
     def check(config: Config) -> None:
@@ -104,8 +109,8 @@ class LocalModel:
                     f"model.family = {config.model.family!r} has no split points, so its parts can't be profiled"
                 )
             for module in self.model.modules():
-                if isinstance(module, LMHead) and module.sparse and not self._by_values:
-                    replace_forward(module, partial(_predicted_alone, module, self._fraction))
+                if isinstance(module, LMHead) and module.sparse and not self._is_data_dependent:
+                    replace_forward(module, partial(_forward_predicted_tokens, module, self._fraction))
             self._expert_names = expert_names(self.model)
             self.layout: ModelLayout = parallelize(
                 self.model, mesh, sequence_parallel=parallel.sequence_parallel
@@ -121,15 +126,15 @@ class LocalModel:
         return target_fraction(self.config.objective) or 1.0
 
     def profile(self, micro_batch: int, cp: int) -> ModelProfile:
-        """Run each kind of part once, forward and backward. cp: ranks that rows are cut over."""
+        """Run each kind of part once, forward and backward. cp: ranks that share a row's tokens."""
         self._rows, self._cp = micro_batch, cp
         splittable, model = cast(Splittable, self.model), self.config.model
         blocks = {id(block) for block in transformer_blocks(self.model)}
         parts: dict[Hashable, PartProfile] = {}
         order: list[PartProfile] = []
-        host_values = HostValues() if self._by_values else nullcontext()
-        with quiet(), self._mode, host_values, experts_by_shapes(self._note):
-            if self._by_values:
+        host_values = HostValues() if self._is_data_dependent else nullcontext()
+        with quiet_fake_tensors(), self._mode, host_values, experts_by_shapes(self._note):
+            if self._is_data_dependent:
                 fields, lengths = self._batch_with_values(micro_batch), dict[str, int]()
             else:
                 fields, lengths = self._inputs(splittable.split_points, micro_batch, cp)
@@ -151,7 +156,7 @@ class LocalModel:
                     parts[key] = self._run(splittable, point, fields, carry, is_block)
                 order.append(parts[key])
                 written |= point.writes
-        return ModelProfile(order, splittable.split_points)
+        return ModelProfile(order)
 
     def _run(
         self,
@@ -171,21 +176,19 @@ class LocalModel:
                 saved.setdefault(number, SavedTensor(number, tensor.untyped_storage().nbytes()))
             return tensor
 
-        with recorder.fresh() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
+        with recorder.record() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
             output = model.stage({point.name}).forward(**fields, **carry)
         outputs = [*(output.losses or {}).values(), *output.carried().values()]
         output_numbers = {recorder.number(x) for x in outputs if x is not None}
-        for number, n_bytes in recorder.live_storages(forward).items():  # held by what will compute again
+        for number, n_bytes in recorder.live_storages(forward).items():  # saved for a recomputation
             if number not in output_numbers:
                 saved.setdefault(number, SavedTensor(number, n_bytes))
-        results = [*(output.losses or {}).values()]
-        handed_on = {n: t for n, t in output.carried().items() if n in point.writes} if point.writes else {}
-        results += handed_on.values()
-        roots = [x for x in results if x.requires_grad]
-        with recorder.fresh() as backward:
+        carried = {n: t for n, t in output.carried().items() if n in point.writes} if point.writes else {}
+        roots = [x for x in (*(output.losses or {}).values(), *carried.values()) if x.requires_grad]
+        with recorder.record() as backward:
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        peak, arrivals = self._backward_peak(backward)
+        peak, gradients = self._backward_peak(backward)
         for parameter in self.model.parameters():
             parameter.grad = None
         return PartProfile(
@@ -194,25 +197,27 @@ class LocalModel:
             [replace(op, is_backward=True) for op in backward.operators],
             list(saved.values()),
             sum(tensor.nbytes for name, tensor in carry.items() if name in point.reads),
-            sum(tensor.nbytes for tensor in handed_on.values()),
-            max(0, forward.peak() - forward.left),
+            sum(tensor.nbytes for tensor in carried.values()),
+            max(0, forward.peak() - forward.live_at_end),
             peak,
-            arrivals,
+            gradients,
             is_block,
             weight_numbers=weights,
         )
 
-    def _backward_peak(self, backward: Recording) -> tuple[int, list[Arrival]]:
-        """Return the most bytes that a backward pass has live beside gradients of weights, and how these arrive."""
+    def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient]]:
+        """Return the most bytes that a backward pass has live beside gradients of weights, and those gradients."""
         number = self._recorder.number
-        gradients = {number(p.grad): name for name, p in self.model.named_parameters() if p.grad is not None}
-        live = backward.live_without(gradients)
-        arrivals = [
-            Arrival(live[backward.born[key][0]], backward.born[key][1], name in self._expert_names)
-            for key, name in gradients.items()
-            if key in backward.born
+        names = {number(p.grad): name for name, p in self.model.named_parameters() if p.grad is not None}
+        live = backward.live_without(names)
+        gradients = [
+            WeightGradient(
+                live[backward.created[key][0]], backward.created[key][1], name in self._expert_names
+            )
+            for key, name in names.items()
+            if key in backward.created
         ]
-        return max(live, default=0), arrivals
+        return max(live, default=0), gradients
 
     def _carry(
         self,
@@ -222,16 +227,18 @@ class LocalModel:
         fields: Mapping[str, Tensor],
         lengths: Mapping[str, int],
     ) -> dict[str, Tensor]:
-        """Return the tensors that earlier split points hand to one. written: their specs.
+        """Return the tensors that a split point reads from earlier ones. written: their specs.
 
-        Tokens that the model itself draws are handed to all that follow, as its forward passes them on.
+        Tokens that the model itself draws go to all later points, as its forward passes them on.
         """
         token_fields = {name: p.token_field for p in reversed(model.split_points) for name in p.writes}
         parts = self.tp if self.config.parallel.sequence_parallel else 1
         carry = {}
         for name, spec in written.items():
             if name in point.reads or spec.d_model is None:
-                length = _carry_length(spec, fields) if self._by_values else lengths[token_fields[name]]
+                length = (
+                    _carry_length(spec, fields) if self._is_data_dependent else lengths[token_fields[name]]
+                )
                 carry[name] = self._carried(spec, length, parts)
         return carry
 
@@ -243,7 +250,7 @@ class LocalModel:
     def _inputs(
         self, points: Sequence[SplitPoint], rows: int, cp: int
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Return a batch's fields, and the tokens of a rank by the field that goes through a split point."""
+        """Return a batch's fields, and a rank's tokens by the field that a split point processes."""
         data, model = self.config.data, self.model
         lengths = {point.token_field: data.sequence_length for point in points}
         if len(lengths) > 1:
@@ -257,7 +264,7 @@ class LocalModel:
         return {**zeros, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
 
     def _batch_with_values(self, rows: int) -> dict[str, Tensor]:
-        """Return a batch of rows full of documents or images, whose values the host can read; some have shapes alone.
+        """Return a batch of full rows whose values the host can read; fields of `SHAPE_ONLY_FIELDS` are fake.
 
         Documents are left out where each row holds one and no padding.
         """
@@ -269,7 +276,7 @@ class LocalModel:
             del fields[name]
         return {
             name: torch.empty(values.shape, dtype=values.dtype, device="cpu")
-            if name.endswith(WITHOUT_VALUES)
+            if name.endswith(SHAPE_ONLY_FIELDS)
             else values
             for name, values in fields.items()
         }
@@ -277,7 +284,7 @@ class LocalModel:
     def _attend(
         self, core: DotProductAttention, part: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Stand for `DotProductAttention.attend_head_shard`."""
+        """Stand-in for `DotProductAttention.attend_head_shard`."""
         rows, heads, queries, _ = q.shape
         tokens = TokenCounts(queries * self._cp, k.shape[2] * self._cp)
         with _disable_current_modes():  # patterns may count pairs with tensors
@@ -289,14 +296,14 @@ class LocalModel:
         return output
 
     def _cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-        """Stand for `CrossEntropy.forward`."""
+        """Stand-in for `CrossEntropy.forward`."""
         loss: Tensor = CrossEntropyStandIn.apply(self._note, self.tp > 1, hidden, weight, bias)
         return loss
 
     def _note_attention(
         self, flops: float, is_backward: bool, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """Record a fused kernel: backward has five products for the forward's two (Dao 2023)."""
+        """Record a fused kernel: backward has five matmuls for the forward's two (Dao 2023)."""
         self._note("attention", "attention", flops * (2.5 if is_backward else 1), inputs, outputs)
 
     def _note(
@@ -319,29 +326,12 @@ class LocalModel:
         self._recorder.recording.operators.append(operator)
 
 
-class HostValues(TorchDispatchMode):
-    """Computes for real what reads no fake tensor, so that the host can decide by a batch's values.
-
-    To be entered within a FakeTensorMode, which gets all other operators.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        is_index = func._schema.name == "aten::arange"
-        if (tensors or is_index) and not any(isinstance(x, FakeTensor) for x in tensors):
-            with _disable_current_modes():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
 def depends_on_values(config: Config) -> bool:
-    """Whether shapes in a model's passes depend on the values of a batch."""
+    """Return whether shapes in a model's passes depend on the values of a batch."""
     model = config.model
-    by_values = model.family in DATA_DEPENDENT_FAMILIES or model.attention.name in DATA_DEPENDENT_ATTENTIONS
-    return by_values or not reads_text(config.objective.name)
+    if model.family in DATA_DEPENDENT_FAMILIES or model.attention.name in DATA_DEPENDENT_ATTENTIONS:
+        return True
+    return not reads_text(config.objective.name)
 
 
 def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:
@@ -349,53 +339,15 @@ def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:
 
 
 def _expert_tp(config: Config) -> str:
-    """With rows of their own, ranks of "folded" experts compute what those without tensor parallelism do."""
+    """Return the experts' layout of a profile: ranks of "folded" experts compute like those without tp."""
     return "by_expert" if config.parallel.expert_tp == "folded" else config.parallel.expert_tp
 
 
-def _predicted_alone(
+def _forward_predicted_tokens(
     head: LMHead, fraction: float, hidden_BTD: Tensor, targets_BT: Tensor, **_: Any
 ) -> Tensor:
-    """Stand for a sparse head's forward: so many tokens have a target."""
+    """Stand-in for a sparse head's forward. fraction: of the tokens that have a target."""
     tokens = max(1, round(fraction * targets_BT.shape[1]))
-    last = head._transform_and_scale(hidden_BTD[:, :tokens].flatten(0, 1))
-    loss: Tensor = head.loss(last, head.weight, targets_BT[:, :tokens].flatten(), head.bias)
+    hidden_ND = head._transform_and_scale(hidden_BTD[:, :tokens].flatten(0, 1))
+    loss: Tensor = head.loss(hidden_ND, head.weight, targets_BT[:, :tokens].flatten(), head.bias)
     return loss
-
-
-@contextmanager
-def fake_ranks(size: int) -> Iterator[None]:
-    """Be rank 0 of so many that don't exist. Raises UsageError in a process that has a process group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    if dist.is_initialized():
-        raise UsageError(
-            "an estimate needs a process without a process group: run `megatfm estimate` by itself"
-        )
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make weights in a dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence torch's own account of fake tensors."""
-    library = logging.getLogger("torch._subclasses.fake_tensor")
-    before, library.disabled = library.disabled, True
-    try:
-        yield
-    finally:
-        library.disabled = before

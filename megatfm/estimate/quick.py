@@ -1,7 +1,7 @@
-"""Scores of layouts by the hundred thousand: the same model with sums over stages in the place of single operators.
+"""Scores of layouts by the hundred thousand: the model of an estimate with sums over stages instead of operators.
 
-What a layout's stages take is looked up in running sums over the model's split points; the bubble is that of the
-schedule's closed form. The best are estimated in full afterwards (`search.py`).
+Times and sizes of stages come from running sums over the model's split points, the bubble from the schedule's closed
+form. `search.py` estimates the best in full.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import PartProfile
 from megatfm.estimate.step_time import OVERLAP, PartTime, part_time
 from megatfm.estimate.traffic import Axis, axes_of, collective_seconds
-from megatfm.estimate.weights import LocalWeight
+from megatfm.estimate.weights import LocalWeight, numel_by_block
 from megatfm.parallel.mesh import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD
 
 Numbers = NDArray[np.float64]
@@ -26,20 +26,20 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Score:
-    """Seconds of a step and bytes of the fullest rank, nearly as the estimate in full has them."""
+    """Seconds of a step and bytes of the fullest rank, close to those of a full estimate."""
 
     seconds: float
     n_bytes: float
 
 
-def scaled(part: PartProfile, factor: int, tokens: int) -> PartProfile:
-    """The profile of a micro-batch `factor` times as large. tokens: rows of products in the profile."""
+def scale_profile(part: PartProfile, factor: int, tokens: int) -> PartProfile:
+    """Return the profile of a micro-batch `factor` times as large. tokens: of the profiled micro-batch."""
     if factor == 1:
         return part
     return replace(
         part,
-        forward=[_scaled(op, factor, tokens, part.weight_numbers) for op in part.forward],
-        backward=[_scaled(op, factor, tokens, part.weight_numbers) for op in part.backward],
+        forward=[_scale_operator(op, factor, tokens, part.weight_numbers) for op in part.forward],
+        backward=[_scale_operator(op, factor, tokens, part.weight_numbers) for op in part.backward],
         saved=[replace(tensor, n_bytes=tensor.n_bytes * factor) for tensor in part.saved],
         input_bytes=part.input_bytes * factor,
         output_bytes=part.output_bytes * factor,
@@ -48,13 +48,13 @@ def scaled(part: PartProfile, factor: int, tokens: int) -> PartProfile:
     )
 
 
-def _scaled(op: Operator, factor: int, tokens: int, weights: frozenset[int]) -> Operator:
+def _scale_operator(op: Operator, factor: int, tokens: int, weights: frozenset[int]) -> Operator:
     dims = op.dims
     is_weight_gradient = False
     if dims is not None:
-        products, m, n, k = dims
-        is_weight_gradient = k % tokens == 0 and products == 1
-        dims = (products, m, n, k * factor) if is_weight_gradient else (products, m * factor, n, k)
+        batch, m, n, k = dims
+        is_weight_gradient = k % tokens == 0 and batch == 1
+        dims = (batch, m, n, k * factor) if is_weight_gradient else (batch, m * factor, n, k)
     reads = {n: b if n in weights else b * factor for n, b in op.reads.items()}
     writes = {n: b if is_weight_gradient or n in weights else b * factor for n, b in op.writes.items()}
     return replace(
@@ -64,12 +64,13 @@ def _scaled(op: Operator, factor: int, tokens: int, weights: frozenset[int]) -> 
 
 @dataclass
 class Passes:
-    """Running sums over the split points: seconds of both passes and kept bytes; and the most workspace of any."""
+    """Running sums over the split points: seconds of both passes and of gradients of weights, saved bytes; and the
+    largest workspace and boundary of a block, in bytes."""
 
     forward: Numbers
     backward: Numbers
     weight_part: Numbers
-    kept: Numbers
+    saved: Numbers
     workspace: float
     boundary: float
 
@@ -90,36 +91,40 @@ class QuickScores:
         """Score a legal layout, whose `dp_shard` is known."""
         parallel = config.parallel
         axes = axes_of(parallel)
-        passes = self._of_passes(config)
-        bounds, rank_of = self._bounds(config)
-        forward, backward, weight_part, kept = (
-            np.diff(sums[bounds])
-            for sums in (passes.forward, passes.backward, passes.weight_part, passes.kept)
-        )
+        passes = self._passes_of(config)
+        bounds, rank_of = self._stage_bounds(config)
         stage_rank = np.asarray(rank_of)
-        dense, experts, outside, block = self._of_weights(config)
-        dense_r, experts_r, outside_r = (
-            _by_rank(stage_rank, np.diff(sums[bounds]), parallel.pp) for sums in (dense, experts, outside)
+
+        def by_stage(sums: Numbers) -> Numbers:
+            return np.diff(sums[bounds])
+
+        def by_rank(values: Numbers) -> Numbers:
+            return np.bincount(stage_rank, values, parallel.pp).astype(np.float64)
+
+        dense_sums, expert_sums, outside_sums, block = self._weight_sums(config)
+        dense, experts, outside = (
+            by_rank(by_stage(sums)) for sums in (dense_sums, expert_sums, outside_sums)
         )
-        forward_r, backward_r, weight_r = (
-            _by_rank(stage_rank, one, parallel.pp) for one in (forward, backward, weight_part)
+        forward, backward, weight_part = (
+            by_rank(by_stage(sums)) for sums in (passes.forward, passes.backward, passes.weight_part)
         )
-        held = held_microbatches(
+        in_flight = microbatches_in_flight(
             parallel.pp_schedule if parallel.pp > 1 else "1f1b",
             parallel.pp,
             parallel.stages_per_rank,
             microbatches,
             rank_of,
         )
-        kept_r = _by_rank(stage_rank, kept * held, parallel.pp)
-        n_bytes = self._memory(config, microbatches, dense_r, experts_r, outside_r, block) + kept_r
+        is_sender = np.append(stage_rank[1:] != stage_rank[:-1], False)
+        saved = by_rank((by_stage(passes.saved) + is_sender * passes.boundary) * in_flight)
+        n_bytes = self._state_bytes(config, microbatches, dense, experts, outside, block) + saved
         seconds = self._seconds(
-            config, microbatches, axes, passes, forward_r, backward_r, weight_r, dense_r, experts_r
+            config, microbatches, axes, passes, forward, backward, weight_part, dense, experts
         )
         reserved = self.cluster.device.reserved_gib * GIB
         return Score(seconds, float(n_bytes.max()) + passes.workspace + reserved)
 
-    def _memory(
+    def _state_bytes(
         self,
         config: Config,
         microbatches: int,
@@ -128,7 +133,7 @@ class QuickScores:
         outside: Numbers,
         block: float,
     ) -> Numbers:
-        """State, gradients and gathered weights of each pipeline rank."""
+        """Return the bytes of state, gradients and gathered weights of each pipeline rank."""
         parallel = config.parallel
         data_ranks = parallel.dp_shard * parallel.dp_replicate
         zero = parallel.zero if data_ranks > 1 else 0
@@ -172,26 +177,24 @@ class QuickScores:
         )
         data = 0.0
         if data_ranks > 1:
-            worst, worst_experts = float(dense.max()), float(experts.max())
-            gather = collective_seconds(shard, node, "all_gather", worst * compute * (1 - 1 / shard.size))
-            gather += collective_seconds(
-                edp, node, "all_gather", worst_experts * compute * (1 - 1 / edp.size)
-            )
-            reduce = collective_seconds(shard, node, "all_gather", worst * size * (1 - 1 / shard.size))
-            reduce += collective_seconds(edp, node, "all_gather", worst_experts * size * (1 - 1 / edp.size))
+            n_dense, n_expert = float(dense.max()), float(experts.max())
+            gather = collective_seconds(shard, node, "all_gather", n_dense * compute * (1 - 1 / shard.size))
+            gather += collective_seconds(edp, node, "all_gather", n_expert * compute * (1 - 1 / edp.size))
+            reduce = collective_seconds(shard, node, "all_gather", n_dense * size * (1 - 1 / shard.size))
+            reduce += collective_seconds(edp, node, "all_gather", n_expert * size * (1 - 1 / edp.size))
             reduce += collective_seconds(
-                copies, node, "all_reduce", 2 * (worst / shard.size + worst_experts / edp.size) * size
+                copies, node, "all_reduce", 2 * (n_dense / shard.size + n_expert / edp.size) * size
             )
             hidden = float(backward.max()) * OVERLAP if parallel.pp == 1 else 0.0
             if parallel.zero == 3 and not parallel.splits_backward:
                 sharded = parallel.grad_accumulation == "sharded"
                 forward = np.maximum(forward, gather)
-                behind = gather + (reduce if sharded else 0.0)
+                overlapped = gather + (reduce if sharded else 0.0)
                 data = (
                     0.0 if sharded else max(0.0, reduce + gather - float(backward.max())) * (parallel.pp == 1)
                 )
                 data = reduce if parallel.pp > 1 else data
-                backward = np.maximum(backward, behind)
+                backward = np.maximum(backward, overlapped)
             else:
                 data = max(0.0, reduce + gather - hidden)
         step = microbatches * float((forward + backward).max())
@@ -211,18 +214,17 @@ class QuickScores:
         parallel = config.parallel
         if parallel.pp == 1:
             return 0.0
-        both, ahead = float((forward + backward).max()), parallel.pp - 1
+        microbatch, weight = float((forward + backward).max()), float(weight_part.max())
         transfer = collective_seconds(axis, self.cluster.node, "send", passes.boundary)
         idle = {
-            "interleaved": both / parallel.stages_per_rank,
-            "interleaved-zero-bubble": max(0.0, both - 2 * float(weight_part.max()))
-            / parallel.stages_per_rank,
-            "zbv": max(0.0, both - 3 * float(weight_part.max())) / 2,
-            "dualpipev": max(0.0, both - 2 * float(weight_part.max())) / 2,
-        }.get(parallel.pp_schedule, both)
-        return ahead * (idle + 2 * transfer * parallel.stages_per_rank)
+            "interleaved": microbatch / parallel.stages_per_rank,
+            "interleaved-zero-bubble": max(0.0, microbatch - 2 * weight) / parallel.stages_per_rank,
+            "zbv": max(0.0, microbatch - 3 * weight) / 2,
+            "dualpipev": max(0.0, microbatch - 2 * weight) / 2,
+        }.get(parallel.pp_schedule, microbatch)
+        return (parallel.pp - 1) * (idle + 2 * transfer * parallel.stages_per_rank)
 
-    def _of_passes(self, config: Config) -> Passes:
+    def _passes_of(self, config: Config) -> Passes:
         parallel, train = config.parallel, config.train
         compiled = compiles(config, self.cluster.device)
         key = (
@@ -235,41 +237,42 @@ class QuickScores:
         )
         full_key = (*key, train.recompute, compiled, parallel.async_tp, parallel.zero >= 2)
         if full_key not in self._passes:
-            alone = config.model_copy(update={"train": train.model_copy(update={"micro_batch": 1})})
-            profile = self.estimator.profile(alone)
+            single_row = config.model_copy(update={"train": train.model_copy(update={"micro_batch": 1})})
+            profile = self.estimator.profile(single_row)
             tokens = max(1, config.data.sequence_length // parallel.cp)
             times: dict[int, tuple[PartTime, PartProfile]] = {}
             pairs = []
             axes = axes_of(parallel)
             for index, part in enumerate(profile.parts):
                 if id(part) not in times:
-                    larger = scaled(part, train.micro_batch, tokens)
+                    scaled = scale_profile(part, train.micro_batch, tokens)
                     times[id(part)] = (
-                        part_time(config, self.cluster, larger, index, (), axes, compiled=compiled),
-                        larger,
+                        part_time(config, self.cluster, scaled, index, (), axes, compiled=compiled),
+                        scaled,
                     )
                 pairs.append(times[id(part)])
-            self._passes[full_key] = _sums(pairs, train.recompute, compiled)
+            self._passes[full_key] = _sum_passes(pairs, train.recompute, compiled)
         return self._passes[full_key]
 
-    def _of_weights(self, config: Config) -> tuple[Numbers, Numbers, Numbers, float]:
-        """Running sums over split points of dense and expert elements, and of those in no block; the largest block."""
+    def _weight_sums(self, config: Config) -> tuple[Numbers, Numbers, Numbers, float]:
+        """Return running sums over split points of dense and expert elements and of those outside blocks, and the
+        largest block's elements."""
         parallel = config.parallel
         key = parallel.tp, parallel.ep, parallel.expert_tp
         if key not in self._sizes:
             weights = self.estimator.local_weights(config)
             n = 1 + max(index for w in weights for index in w.parts)
             self._sizes[key] = (
-                _running(weights, n, lambda w: not w.is_expert),
-                _running(weights, n, lambda w: w.is_expert),
-                _running(weights, n, lambda w: not w.in_block),
-                _largest_block(weights),
+                _running_numel(weights, n, lambda w: not w.is_expert),
+                _running_numel(weights, n, lambda w: w.is_expert),
+                _running_numel(weights, n, lambda w: not w.in_block),
+                max(numel_by_block(weights).values(), default=0),
             )
         return self._sizes[key]
 
-    def _bounds(self, config: Config) -> tuple[NDArray[np.int64], list[int]]:
-        """First split point of each stage and the number of all, and each stage's rank."""
-        n = len(self.estimator.points(config))
+    def _stage_bounds(self, config: Config) -> tuple[NDArray[np.int64], list[int]]:
+        """Return the first split point of each stage, then their number; and each stage's rank."""
+        n = len(self.estimator.split_points(config))
         if config.parallel.pp == 1:
             return np.array([0, n]), [0]
         pipeline = self.estimator.pipeline(config)
@@ -277,57 +280,46 @@ class QuickScores:
         return np.cumsum([0, *lengths]), pipeline.stage_to_rank
 
 
-def _by_rank(stage_rank: NDArray[np.int64], values: Numbers, ranks: int) -> Numbers:
-    """Add up the values of each rank's stages."""
-    return np.bincount(stage_rank, values, ranks).astype(np.float64)
-
-
-def held_microbatches(
+def microbatches_in_flight(
     schedule: str, ranks: int, virtual: int, microbatches: int, rank_of: Sequence[int]
 ) -> Numbers:
-    """Most micro-batches that each stage holds, by the schedules' closed forms.
+    """Return the most micro-batches of each stage between their two passes, by the schedules' closed forms.
 
     A rank of an interleaved schedule runs 2(p − r − 1) + (v − 1)p forward passes before its first backward pass
-    (Narayanan et al. 2021, section 2.2); V schedules hold p micro-batches of each stage.
+    (Narayanan et al. 2021, section 2.2); V schedules have p micro-batches of each stage in flight.
     """
     if schedule == "gpipe":
         return np.full(len(rank_of), float(microbatches))
     if schedule == "1f1b":
         return np.minimum(ranks - np.asarray(rank_of), microbatches).astype(float)
     if schedule.startswith("interleaved"):
-        ahead = 2 * (ranks - np.asarray(rank_of) - 1) + (virtual - 1) * ranks + 1
-        return np.minimum(ahead / virtual, microbatches)
+        n_forwards = 2 * (ranks - np.asarray(rank_of) - 1) + (virtual - 1) * ranks + 1
+        return np.minimum(n_forwards / virtual, microbatches)
     return np.full(len(rank_of), float(min(ranks, microbatches)))
 
 
-def _running(weights: Sequence[LocalWeight], n: int, wanted: Callable[[LocalWeight], bool]) -> Numbers:
+def _running_numel(
+    weights: Sequence[LocalWeight], n: int, is_counted: Callable[[LocalWeight], bool]
+) -> Numbers:
     sizes = np.zeros(n + 1)
     for weight in weights:
-        if wanted(weight):
+        if is_counted(weight):
             for index in weight.parts:
                 sizes[index + 1] += weight.local
     return np.cumsum(sizes)
 
 
-def _largest_block(weights: Sequence[LocalWeight]) -> float:
-    sizes: dict[tuple[int, ...], float] = {}
-    for weight in weights:
-        if weight.in_block:
-            sizes[weight.parts] = sizes.get(weight.parts, 0.0) + weight.local
-    return max(sizes.values(), default=0.0)
-
-
-def _sums(pairs: Sequence[tuple[PartTime, PartProfile]], recompute: str, compiled: bool) -> Passes:
+def _sum_passes(pairs: Sequence[tuple[PartTime, PartProfile]], recompute: str, compiled: bool) -> Passes:
     passes = [time.total(reduces=False) for time, _ in pairs]
-    kept = [part.kept_bytes(recompute, compiled) for _, part in pairs]
+    saved = [part.saved_bytes(recompute, compiled) for _, part in pairs]
     weight = [time.backward.total * time.weight_share for time, _ in pairs]
-    again = [
-        part.kept_bytes("none", compiled) - n_bytes if part.is_block and recompute != "none" else 0
-        for (_, part), n_bytes in zip(pairs, kept, strict=True)
+    recomputed = [
+        part.saved_bytes("none", compiled) - n_bytes if part.is_block and recompute != "none" else 0
+        for (_, part), n_bytes in zip(pairs, saved, strict=True)
     ]
     workspace = max(
-        max(part.forward_peak, part.backward_peak + more)
-        for (_, part), more in zip(pairs, again, strict=True)
+        max(part.forward_peak, part.backward_peak + n_bytes)
+        for (_, part), n_bytes in zip(pairs, recomputed, strict=True)
         if part.is_block
     )
     boundary = max(part.output_bytes for _, part in pairs if part.is_block)
@@ -335,5 +327,5 @@ def _sums(pairs: Sequence[tuple[PartTime, PartProfile]], recompute: str, compile
     def running(values: Sequence[float]) -> Numbers:
         return np.cumsum([0.0, *values])
 
-    forward, backward = ([one[i] for one in passes] for i in (0, 1))
-    return Passes(running(forward), running(backward), running(weight), running(kept), workspace, boundary)
+    forward, backward = zip(*passes, strict=True)
+    return Passes(running(forward), running(backward), running(weight), running(saved), workspace, boundary)

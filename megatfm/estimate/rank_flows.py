@@ -1,14 +1,13 @@
-"""Traffic of the ranks of one pipeline rank in a step, over all axes."""
+"""Traffic of a rank in a step over all axes; tensor, context, expert and pipeline parallelism in closed forms."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from megatfm.config import Config
-from megatfm.estimate.expert_traffic import context_flows, expert_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
-from megatfm.estimate.traffic import Axis, Flows, axes_of, data_flows
-from megatfm.estimate.weights import LocalWeight
+from megatfm.estimate.traffic import Axis, Flows, add_data_flows, axes_of
+from megatfm.estimate.weights import LocalWeight, experts_section
 from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 
 
@@ -21,29 +20,39 @@ def rank_flows(
     rank: int,
     microbatches: int,
 ) -> Flows:
-    """Traffic of a pipeline rank. stages: split points of each; rank_of: the pipeline rank of each stage."""
+    """Estimate the traffic of a pipeline rank. stages: split points of each; rank_of: pipeline rank of each stage."""
     axes, flows = axes_of(config.parallel), Flows()
     indices = parts_of(stages, rank_of, rank)
     for part in (profile.parts[index] for index in indices):
-        _tensor_flows(flows, axes[TENSOR], part, config, microbatches)
-        context_flows(flows, config, part, axes[CONTEXT], microbatches)
-        expert_flows(flows, config, part, axes[EXPERT], microbatches)
-    data_flows(flows, config, weights, indices, microbatches)
-    ends = [profile.parts[stage[-1]] for stage in stages]
-    _pipeline_flows(flows, axes[PIPELINE], ends, rank_of, rank, microbatches)
-    holders = {index: at for stage, at in zip(stages, rank_of, strict=True) for index in stage}
-    _shared_gradients(flows, config, weights, holders, rank)
+        _add_tensor_flows(flows, axes[TENSOR], part, config, microbatches)
+        add_context_flows(flows, config, part, axes[CONTEXT], microbatches)
+        add_expert_flows(flows, config, part, axes[EXPERT], microbatches)
+    add_data_flows(flows, config, weights, indices, microbatches)
+    last_parts = [profile.parts[stage[-1]] for stage in stages]
+    _add_pipeline_flows(flows, axes[PIPELINE], last_parts, rank_of, rank, microbatches)
+    rank_of_part = {
+        index: stage_rank for stage, stage_rank in zip(stages, rank_of, strict=True) for index in stage
+    }
+    _add_shared_gradients(flows, config, weights, rank_of_part, rank)
     return flows
 
 
 def parts_of(stages: Sequence[Sequence[int]], rank_of: Sequence[int], rank: int) -> list[int]:
-    """Indices of the split points of a pipeline rank."""
-    return [index for stage, at in zip(stages, rank_of, strict=True) if at == rank for index in stage]
+    """Return the split points of a pipeline rank, by index."""
+    return [
+        index
+        for stage, stage_rank in zip(stages, rank_of, strict=True)
+        if stage_rank == rank
+        for index in stage
+    ]
 
 
 def recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
-    """Operators of a block that a backward pass repeats: all but the last sum with "full", which stops after what is
-    kept; with "selective" what is cheap, and gathers."""
+    """Return the operators of a block that a backward pass repeats.
+
+    With "full" all until the last saved tensor exists, so not the block's last sum over ranks; with "selective" cheap
+    operators and gathers.
+    """
     if mode == "selective":
         return [
             op
@@ -55,40 +64,95 @@ def recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:
     return list(part.forward[: last + 1])
 
 
-def _tensor_flows(flows: Flows, axis: Axis, part: PartProfile, config: Config, microbatches: int) -> None:
+def _add_tensor_flows(flows: Flows, axis: Axis, part: PartProfile, config: Config, microbatches: int) -> None:
     mode = config.train.recompute
-    again: Iterable[Operator] = ()
+    recomputed: Iterable[Operator] = ()
     if part.is_block and mode in ("full", "selective"):
-        again = recomputed_operators(part, mode)
-    for op in (*part.forward, *part.backward, *again):
+        recomputed = recomputed_operators(part, mode)
+    for op in (*part.forward, *part.backward, *recomputed):
         if op.kind == "collective":
             flows.add(axis, op.collective, op.sent_bytes, microbatches)
 
 
-def _pipeline_flows(
+def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis, microbatches: int) -> None:
+    """Add the traffic of attention in rows of one document: a ring of keys and values, or Ulysses' all-to-alls.
+
+    In a ring of c ranks with x bytes of keys and values on each, a rank sends (c − 1)·x forward, and backward the same
+    and gradients in float32; recomputing a block repeats the forward's. With Ulysses each rank keeps 1/c.
+    """
+    if axis.size == 1:
+        return
+    c, repeats = axis.size, config.train.recompute == "full"
+    for op in part.forward:
+        if op.kind != "attention":
+            continue
+        q, k, v = list(op.reads.values())[:3]
+        output = next(iter(op.writes.values()))
+        head = q // max(1, config.model.attention.n_heads // config.parallel.tp)
+        ring = (c - 1) * (k + v)
+        ulysses = (q + max(k, head) + max(v, head) + output) * (c - 1) // c
+        if _is_ulysses(config, ulysses, ring):
+            flows.add(axis, "all_to_all", ulysses, (2 + repeats) * microbatches)
+        else:
+            flows.add(axis, "send", ring, (1 + repeats) * microbatches)
+            flows.add(axis, "send", ring * (1 + 4 // op.itemsize), microbatches)
+
+
+def _is_ulysses(config: Config, ulysses: int, ring: int) -> bool:
+    """Return whether Ulysses is used: if configured, or if heads divide and it sends less (see `parallel.cp_method`).
+
+    ulysses, ring: bytes of a forward pass.
+    """
+    parallel, attention = config.parallel, config.model.attention
+    if parallel.cp_method != "auto":
+        return parallel.cp_method == "ulysses"
+    heads, keys = attention.n_heads // parallel.tp, max(1, attention.kv_heads // parallel.tp)
+    is_divisible = heads % parallel.cp == 0 and (keys % parallel.cp == 0 or parallel.cp % keys == 0)
+    return is_divisible and 2 * ulysses < 3 * ring
+
+
+def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis, microbatches: int) -> None:
+    """Add the all-to-alls of evenly routed tokens: dispatch and combine, forward and backward."""
+    if axis.size == 1:
+        return
+    matmuls = [op for op in part.forward if op.name == "_grouped_mm"]
+    if not matmuls:
+        return
+    section = experts_section(config.model)
+    top_k = getattr(section, "top_k", 1)
+    rows = config.train.micro_batch * config.data.sequence_length // config.parallel.cp * top_k
+    if config.parallel.tp > 1:
+        rows //= config.parallel.tp  # a tensor-parallel rank has a share of the experts, or of the tokens
+    row_bytes = config.model.d_model * matmuls[0].itemsize
+    sent = rows * row_bytes * (axis.size - 1) // axis.size
+    repeats = config.train.recompute in ("full", "selective")
+    flows.add(axis, "all_to_all", sent, (4 + 2 * repeats) * microbatches)
+
+
+def _add_pipeline_flows(
     flows: Flows,
     axis: Axis,
-    ends: Sequence[PartProfile],
+    last_parts: Sequence[PartProfile],
     rank_of: Sequence[int],
     rank: int,
     microbatches: int,
 ) -> None:
-    """Add what a rank hands on: activations forward, as many gradients back. ends: last split points of the stages."""
-    for end, (before, after) in zip(ends, pairwise(rank_of), strict=False):
-        if before != after and rank in (before, after):
-            flows.add(axis, "send", end.output_bytes, microbatches)
+    """Add the sends between stages: activations forward, as many gradients back. last_parts: of each stage."""
+    for part, (sender, receiver) in zip(last_parts, pairwise(rank_of), strict=False):
+        if sender != receiver and rank in (sender, receiver):
+            flows.add(axis, "send", part.output_bytes, microbatches)
 
 
-def _shared_gradients(
-    flows: Flows, config: Config, weights: Sequence[LocalWeight], holders: dict[int, int], rank: int
+def _add_shared_gradients(
+    flows: Flows, config: Config, weights: Sequence[LocalWeight], rank_of_part: dict[int, int], rank: int
 ) -> None:
-    """Add sums of gradients of which each rank has a share: tied tables' over pipeline ranks, those of norms and biases
-    of cut sequences over tensor-parallel ranks."""
+    """Add sums of partial gradients: of tied tables over pipeline ranks, and of norms and biases over tensor-parallel
+    ranks with sequence parallelism."""
     parallel, axes = config.parallel, axes_of(config.parallel)
     size = 8 if config.train.precision == "fp64" else 4
     sharded = parallel.zero and parallel.dp_shard * parallel.dp_replicate > 1
     for weight in weights:
-        ranks = {holders[index] for index in weight.parts}
+        ranks = {rank_of_part[index] for index in weight.parts}
         if rank not in ranks or not weight.is_trained:
             continue
         n_bytes = (weight.shard(parallel.dp_shard) if sharded else weight.local) * size

@@ -1,4 +1,4 @@
-"""Memory and speed that a run recorded, and the estimate of the same run."""
+"""Reads the memory and speed that a run recorded, and estimates the same run."""
 
 import pickle
 import re
@@ -18,18 +18,18 @@ from megatfm.report.run import Run
 from megatfm.train.profiling import SNAPSHOT_DIR
 
 FIRST_STEPS = 10
-"""Steps of a run that are left out of its median speed: they compile and fill caches."""
+"""First steps of a run, left out of its median speed: they compile and fill caches."""
 OUT_OF_MEMORY = re.compile(
     r"rank (\d+) is out of memory: it held ([\d.e+]+) GiB(?: and asked for ([\d.]+ \w+) more)?"
 )
 LOG_BYTES = 2**22
-"""End of a log in which the message is looked for."""
+"""Bytes at the end of a log that are searched for the message."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Facts of a run. peak: most bytes that rank 0 reported, in `peak_step`; failures: (rank, GiB held, what it asked
-    for) of ranks that ran out of memory; owners: bytes by the line of megatfm that asked for them, of `snapshot`."""
+    """Facts of a run. peak: most bytes that rank 0 reported, in `peak_step`; failures: (rank, GiB allocated, request)
+    of ranks that ran out of memory; owners: bytes in `snapshot` by the line of megatfm that allocated them."""
 
     gpu: str
     processes: int
@@ -44,12 +44,12 @@ class Recorded:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the run computed on GPUs."""
+        """Whether the run used GPUs."""
         return self.gpu not in ("", "none")
 
 
 def read_recorded(folder: Path) -> Recorded:
-    """Read what a run directory tells. Raises UsageError where it is none."""
+    """Read the facts of a run directory. Raises UsageError for another folder."""
     run = Run(folder)
     memory, environment = run.curve("memory_bytes"), run.environment
     peak, at = max(zip(memory.values, memory.steps, strict=True), default=(0, 0))
@@ -85,8 +85,8 @@ def _failures(folder: Path) -> Iterator[tuple[int, float, str]]:
                 text = file.read().decode("utf-8", "replace")
         except OSError:
             continue
-        for rank, held, asked in OUT_OF_MEMORY.findall(text):
-            yield int(rank), float(held), asked
+        for rank, allocated, requested in OUT_OF_MEMORY.findall(text):
+            yield int(rank), float(allocated), requested
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -97,8 +97,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def snapshot_owners(path: Path) -> Counter[str]:
-    """Bytes of a GPU's memory snapshot by the line of megatfm that asked for them. Raises UsageError for a file that is
-    no snapshot."""
+    """Add up the bytes of a GPU's memory snapshot by the line of megatfm that allocated them.
+
+    Raises UsageError for a file that is not a snapshot.
+    """
     owners: Counter[str] = Counter()
     try:
         with path.open("rb") as file:
@@ -133,8 +135,8 @@ def _owner(frames: list[dict[str, Any]]) -> str:
 
 
 def device_of(recorded: Recorded, hardware: Path | None = None) -> str | None:
-    """Name, in the tables of devices, of what a run computed on: a GPU by its name, a CPU the one that was calibrated;
-    None for one that is not there."""
+    """Return the name of a run's device in the tables: of a GPU by its name, of a CPU the calibrated machine; None for
+    an unknown one."""
     if not recorded.is_gpu:
         return NODE if NODE in device_names(hardware) else None
     words = re.sub(r"[^a-z0-9]+", " ", recorded.gpu.lower()).split()
@@ -144,7 +146,7 @@ def device_of(recorded: Recorded, hardware: Path | None = None) -> str | None:
 
 
 def estimated_rows(folder: Path, hardware: Path | None = None) -> list[tuple[str, str, str, str]]:
-    """Quantities of a run, as recorded and as estimated, and the difference; none of a run on a device without a table.
+    """Return rows (quantity, recorded, estimated, difference); none for a run on a device that is in no table.
 
     Raises UsageError for a run that can't be estimated.
     """
@@ -160,9 +162,9 @@ def estimated_rows(folder: Path, hardware: Path | None = None) -> list[tuple[str
         ("memory of rank 0, GiB", recorded.peak / GIB or None, memory / GIB),
     )
     return [
-        (name, f"{seen:,.4g}", f"{modelled:,.4g}", f"{100 * (modelled / seen - 1):+.1f} %")
-        for name, seen, modelled in pairs
-        if seen
+        (name, f"{measured:,.4g}", f"{modelled:,.4g}", f"{100 * (modelled / measured - 1):+.1f} %")
+        for name, measured, modelled in pairs
+        if measured
     ]
 
 

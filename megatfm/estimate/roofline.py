@@ -1,8 +1,7 @@
-"""Time of operators on a device: a roofline (Williams et al. 2009) of products, attention and what memory bounds.
+"""Time of operators on a device: a roofline (Williams et al. 2009) of matmuls, attention and memory-bound operators.
 
-A product takes its FLOPs at the rate that its shape reaches: tiles of the device's multiprocessors that are only partly
-filled, and a last wave of them that is, take as long as full ones. What is compiled reads and writes a region of
-elementwise operators once.
+The rate of a matmul depends on its shape: partly filled tiles, and a last wave with idle multiprocessors, take as long
+as full ones. Compiled code reads and writes a region of elementwise operators once.
 """
 
 import math
@@ -15,16 +14,16 @@ from megatfm.estimate.devices import Device
 from megatfm.estimate.operators import Operator
 
 SMALLER_TILES = ((1, 1.0), (2, 0.8), (4, 0.55))
-"""Divisors of a device's tile, and the share of the rate that tiles of this size reach."""
+"""Divisors of a device's tile, and the share of the peak rate that tiles of this size reach."""
 NEIGHBOURS = 12
-"""Measured products from which the rate of another shape is told."""
+"""Measured matmuls from which the rate of another shape is interpolated."""
 KERNELS_PER_REGION = 1.5
-"""Kernels that a compiled region becomes, on average."""
+"""Average number of kernels in a compiled region."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time by kind of operator; host: what the host takes to ask for the kernels."""
+    """Seconds by kind of operator. host: of the host to launch the kernels."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -33,7 +32,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Time of the pass: the device's, or the host's where that is longer."""
+        """Time of the pass: the device's or the host's, whichever is longer."""
         return max(self.matmul + self.attention + self.pointwise, self.host)
 
     def __add__(self, other: "Seconds") -> "Seconds":
@@ -51,7 +50,7 @@ class Seconds:
 def pass_seconds(
     device: Device, operators: Sequence[Operator], *, compiled: bool, fp8: bool = False
 ) -> Seconds:
-    """Time of a pass's kernels, without collectives."""
+    """Estimate the seconds of a pass's kernels, without collectives."""
     matmul = sum(matmul_seconds(device, op, fp8) for op in operators if op.kind == "matmul")
     attention = sum(attention_seconds(device, op) for op in operators if op.kind == "attention")
     elementwise = [op for op in operators if op.kind == "pointwise"]
@@ -68,7 +67,7 @@ def pass_seconds(
 
 
 def elementwise_seconds(device: Device, operator: Operator) -> float:
-    """Time of an operator that reads and writes memory: by the device's bandwidth, or as measured."""
+    """Estimate the seconds of a memory-bound operator: by the device's bandwidth, or by its measurements."""
     if not device.moves:
         rate = device.memory_bandwidth * device.memory_efficiency
         return max(operator.moved_bytes / rate, device.launch_seconds)
@@ -82,33 +81,35 @@ def elementwise_seconds(device: Device, operator: Operator) -> float:
 
 
 def measured_rate(rows: Sequence[Sequence[float]], m: int, n: int, k: int) -> float:
-    """FLOP/s of a product of another shape than the measured ones: a plane through the nearest of them, in logarithms,
-    which weigh the more the nearer they are. rows: (m, n, k, seconds)."""
+    """Interpolate the FLOP/s of a matmul: a plane in logarithms, fitted to the nearest measured ones by their distance.
+
+    rows: (m, n, k, seconds).
+    """
     table = np.asarray(rows, dtype=float)
-    sizes, place = np.log2(table[:, :3]), np.log2([m, n, k])
-    distance = np.linalg.norm(sizes - place, axis=1)
+    sizes, point = np.log2(table[:, :3]), np.log2([m, n, k])
+    distance = np.linalg.norm(sizes - point, axis=1)
     nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
     rates = np.log(2 * table[nearest, :3].prod(1) / table[nearest, 3])
     if distance[nearest[0]] < 1e-9:
         return float(np.exp(rates[0]))
     weights = 1 / distance[nearest] ** 2
-    columns = np.hstack([np.ones((len(nearest), 1)), sizes[nearest] - place])
+    columns = np.hstack([np.ones((len(nearest), 1)), sizes[nearest] - point])
     plane, *_ = np.linalg.lstsq(columns * weights[:, None], rates * weights, rcond=None)
     return float(np.exp(np.clip(plane[0], rates.min(), rates.max())))
 
 
 def matmul_seconds(device: Device, operator: Operator, fp8: bool = False) -> float:
-    """Time of a matrix product, or of a group of equal ones."""
+    """Estimate the seconds of a matmul, or of a batch of equal ones."""
     assert operator.dims is not None
-    products, m, n, k = operator.dims
+    batch, m, n, k = operator.dims
     precision = _precision(operator.itemsize, fp8)
     if precision in device.products:
-        return products * 2 * m * n * k / measured_rate(device.products[precision], m, n, k)
+        return batch * 2 * m * n * k / measured_rate(device.products[precision], m, n, k)
     peak = device.peak(precision) * device.matmul_efficiency
     best = math.inf
     for divisor, share in SMALLER_TILES:
         rows, columns = device.tile[0] // divisor, device.tile[1] // divisor
-        tiles = products * math.ceil(m / rows) * math.ceil(n / columns)
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         at_once = device.multiprocessors * divisor**2
         computed = math.ceil(tiles / at_once) * at_once * rows * columns * 2 * k
         best = min(best, computed / (peak * share))
@@ -117,7 +118,7 @@ def matmul_seconds(device: Device, operator: Operator, fp8: bool = False) -> flo
 
 
 def attention_seconds(device: Device, operator: Operator) -> float:
-    """Time of a fused attention kernel."""
+    """Estimate the seconds of a fused attention kernel."""
     share = device.attention_backward if operator.is_backward else 1.0
     peak = device.peak(_precision(operator.itemsize, False)) * device.attention_efficiency * share
     bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)
@@ -125,21 +126,18 @@ def attention_seconds(device: Device, operator: Operator) -> float:
 
 
 def fused_regions(operators: Iterable[Operator]) -> Iterable[int]:
-    """Yield the bytes that each region of elementwise operators between others reads and writes.
-
-    What a region makes for itself alone is neither read nor written.
-    """
-    listed = list(operators)
-    last_read = {number: i for i, op in enumerate(listed) for number in op.reads}
+    """Yield the bytes that each region of elementwise operators reads and writes; results within it cost nothing."""
+    ops = list(operators)
+    last_read = {number: i for i, op in enumerate(ops) for number in op.reads}
     start = 0
-    for end in range(len(listed) + 1):
-        if end < len(listed) and listed[end].kind == "pointwise":
+    for end in range(len(ops) + 1):
+        if end < len(ops) and ops[end].kind == "pointwise":
             continue
-        if region := listed[start:end]:
-            written = {number: n_bytes for op in region for number, n_bytes in op.writes.items()}
-            read = {n: b for op in region for n, b in op.reads.items() if n not in written}
-            later = sum(b for n, b in written.items() if last_read.get(n, end) >= end)
-            yield sum(read.values()) + later
+        if region := ops[start:end]:
+            writes = {number: n_bytes for op in region for number, n_bytes in op.writes.items()}
+            inputs = {n: b for op in region for n, b in op.reads.items() if n not in writes}
+            outputs = sum(b for n, b in writes.items() if last_read.get(n, end) >= end)
+            yield sum(inputs.values()) + outputs
         start = end + 1
 
 

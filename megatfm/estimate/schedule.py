@@ -1,4 +1,4 @@
-"""A pipeline's step, simulated: each rank runs the real schedule's passes, which take as long as their stages."""
+"""Simulates a pipeline's step: each rank runs the passes of the real schedule with the times of their stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megatfm.parallel.pipeline_schedule import Action, Kind, build_schedule
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of a micro-batch through a stage, with its time."""
+    """Pass of a micro-batch through a stage; start and end in seconds."""
 
     rank: int
     stage: int
@@ -20,17 +20,17 @@ class Pass:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. busy: seconds of each rank's passes. held: most micro-batches of each stage between their two
-    passes."""
+    """Simulated step. busy: seconds of each rank's passes; in_flight: stage → micro-batches between their two passes
+    when its rank has most of them."""
 
     passes: Sequence[Pass]
     seconds: float
     busy: Sequence[float]
-    held: Mapping[int, int]
+    in_flight: Mapping[int, int]
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time in which they wait."""
+        """Share of the ranks' time in which they wait."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
 
@@ -45,15 +45,15 @@ def simulate(
 ) -> Timeline:
     """Simulate a step. seconds: "F", "B", "I", "W" → time of each stage. transfer: between stages on two ranks."""
     queues = [list(order) for order in build_schedule(schedule, ranks, stages_per_rank, microbatches)]
-    places, free, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+    positions, free, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     ends: dict[tuple[int, str, int], float] = {}
     passes: list[Pass] = []
-    moved = True
-    while moved:
-        moved = False
+    is_progressing = True
+    while is_progressing:
+        is_progressing = False
         for rank, queue in enumerate(queues):
-            while places[rank] < len(queue):
-                action = queue[places[rank]]
+            while positions[rank] < len(queue):
+                action = queue[positions[rank]]
                 ready = _ready(action, ends, rank_of, transfer)
                 if ready is None:
                     break
@@ -63,43 +63,43 @@ def simulate(
                 kind = "B" if action.kind == "I" else action.kind
                 ends[action.stage, kind, action.microbatch] = end
                 passes.append(Pass(rank, action.stage, action.kind, action.microbatch, start, end))
-                places[rank] += 1
-                moved = True
-    if any(place < len(queue) for place, queue in zip(places, queues, strict=True)):
-        raise ValueError(f"the order of {schedule!r} waits for ever")
-    return Timeline(passes, max(free), busy, in_flight(queues))
+                positions[rank] += 1
+                is_progressing = True
+    if any(position < len(queue) for position, queue in zip(positions, queues, strict=True)):
+        raise ValueError(f"the schedule {schedule!r} deadlocks")
+    return Timeline(passes, max(free), busy, count_in_flight(queues))
 
 
 def _ready(
     action: Action, ends: Mapping[tuple[int, str, int], float], rank_of: Sequence[int], transfer: float
 ) -> float | None:
-    """Return when what a pass needs is there; None while it is not known."""
+    """Return when a pass can start, as the passes before it have ended; None while one of them has not run."""
     stage, kind, i = action
-    needs: list[tuple[int, str, int]] = []
+    needed: list[tuple[int, str, int]] = []
     if kind == "F":
-        needs = [(stage - 1, "F", i)] if stage else []
+        needed = [(stage - 1, "F", i)] if stage else []
     elif kind == "W":
-        needs = [(stage, "B", i)]
+        needed = [(stage, "B", i)]
     else:
-        needs = [(stage, "F", i), *([(stage + 1, "B", i)] if stage + 1 < len(rank_of) else [])]
+        needed = [(stage, "F", i), *([(stage + 1, "B", i)] if stage + 1 < len(rank_of) else [])]
     latest = 0.0
-    for need in needs:
-        if need not in ends:
+    for key in needed:
+        if key not in ends:
             return None
-        latest = max(latest, ends[need] + transfer * (rank_of[need[0]] != rank_of[stage]))
+        latest = max(latest, ends[key] + transfer * (rank_of[key[0]] != rank_of[stage]))
     return latest
 
 
-def in_flight(queues: Sequence[Sequence[Action]]) -> dict[int, int]:
-    """Return the most micro-batches that each stage holds when its rank holds most."""
-    most: dict[int, int] = {}
+def count_in_flight(queues: Sequence[Sequence[Action]]) -> dict[int, int]:
+    """Return stage → micro-batches between their two passes when its rank has most of them."""
+    peak: dict[int, int] = {}
     for queue in queues:
-        now: dict[int, int] = {}
-        fullest, total = dict[int, int](), -1
+        counts: dict[int, int] = {}
+        rank_peak, total = dict[int, int](), -1
         for action in queue:
-            step = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-            now[action.stage] = now.get(action.stage, 0) + step
-            if step > 0 and sum(now.values()) > total:
-                fullest, total = dict(now), sum(now.values())
-        most |= fullest
-    return most
+            change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            counts[action.stage] = counts.get(action.stage, 0) + change
+            if change > 0 and sum(counts.values()) > total:
+                rank_peak, total = dict(counts), sum(counts.values())
+        peak |= rank_peak
+    return peak

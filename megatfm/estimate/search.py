@@ -1,7 +1,7 @@
-"""Search over all layouts that the rules of configs allow: scored quickly, the best estimated in full.
+"""Searches all layouts that the rules of configs allow: scores them quickly, and estimates the best in full.
 
-Layouts are products of the axes' sizes, ZeRO stages, schedules, micro-batches and recompute modes. The rules that
-refuse a config refuse a layout here, with the same words.
+Layouts are the combinations of axis sizes, ZeRO stages, schedules, micro-batches and recompute modes. The rules of
+configs refuse a layout here too, with the same words.
 """
 
 import time
@@ -19,11 +19,11 @@ from megatfm.estimate.estimator import Estimate, Estimator
 from megatfm.estimate.quick import QuickScores, Score
 from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, axis_sizes
 
-IN_FULL = 24
-"""Layouts that are estimated in full."""
-ALIKE = 3
-"""Of these, so many at most have the same axes."""
-FULLEST = 0.95
+MAX_ESTIMATES = 24
+"""Largest number of layouts that are estimated in full."""
+MAX_WITH_SAME_AXES = 3
+"""Largest number of those with the same axis sizes."""
+MAX_MEMORY_SHARE = 0.95
 """Share of the device's memory that a chosen layout may take: batches differ, and memory fragments."""
 SCHEDULES: Sequence[tuple[str, int | None]] = (
     ("1f1b", None),
@@ -54,15 +54,15 @@ class LayoutCandidate:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Sizes of its axes."""
+        """Axis sizes."""
         parallel = self.config.parallel
         return parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.dp_replicate, parallel.dp_shard
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. best: estimates in full that fit, the fastest first. refused: reason → layouts. n_fit: by
-    their score. smallest: the legal layout that takes least memory, where none fits."""
+    """Result of a search. best: full estimates that fit, the fastest first; tried, n_fit: number of layouts, and of
+    those that fit by their score; refused: reason → layouts; smallest: legal layout with the least memory."""
 
     best: Sequence[Estimate]
     tried: int
@@ -78,7 +78,7 @@ def search(estimator: Estimator) -> SearchResult:
     scores, refused = QuickScores(estimator), Counter[str]()
     fitting: list[LayoutCandidate] = []
     smallest: LayoutCandidate | None = None
-    limit, tried = FULLEST * estimator.cluster.device.memory_bytes, 0
+    limit, tried = MAX_MEMORY_SHARE * estimator.cluster.device.memory_bytes, 0
     for config in layouts(estimator, refused):
         train, parallel = config.train, config.parallel
         tried += 1
@@ -89,29 +89,28 @@ def search(estimator: Estimator) -> SearchResult:
         if smallest is None or candidate.score.n_bytes < smallest.score.n_bytes:
             smallest = candidate
     tried += refused.total()
-    chosen = choose(fitting)
-    estimates = [estimator.estimate(candidate.config) for candidate in chosen]
-    best = sorted((one for one in estimates if one.worst.total <= limit), key=lambda one: one.time.step)
+    estimates = [estimator.estimate(candidate.config) for candidate in select_candidates(fitting)]
+    best = sorted((e for e in estimates if e.worst.total <= limit), key=lambda e: e.time.step)
     return SearchResult(best, tried, refused, len(fitting), time.monotonic() - start, smallest)
 
 
-def choose(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Choose the fastest by their scores, few of them with the same axes."""
-    chosen: list[LayoutCandidate] = []
-    of_axes: Counter[tuple[int, ...]] = Counter()
-    for candidate in sorted(candidates, key=lambda one: (one.score.seconds, one.score.n_bytes)):
-        if of_axes[candidate.axes] < ALIKE:
-            of_axes[candidate.axes] += 1
-            chosen.append(candidate)
-        if len(chosen) == IN_FULL:
+def select_candidates(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
+    """Return the fastest by their scores, few of them with the same axis sizes."""
+    selected: list[LayoutCandidate] = []
+    axes_count: Counter[tuple[int, ...]] = Counter()
+    for candidate in sorted(candidates, key=lambda c: (c.score.seconds, c.score.n_bytes)):
+        if axes_count[candidate.axes] < MAX_WITH_SAME_AXES:
+            axes_count[candidate.axes] += 1
+            selected.append(candidate)
+        if len(selected) == MAX_ESTIMATES:
             break
-    return chosen
+    return selected
 
 
 def layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config]:
-    """Yield all legal layouts of the estimator's model on its cluster; count why others are refused."""
+    """Yield all legal layouts of the estimator's model on its cluster; count the refused ones by reason."""
     base, gpus = estimator.base, estimator.cluster.gpus
-    for parallel in _parallel(base, gpus, estimator.cluster.node.gpus, refused):
+    for parallel in _parallel_configs(base, gpus, estimator.cluster.node.gpus, refused):
         data_ranks = parallel.dp_shard * parallel.dp_replicate
         if base.train.global_batch % data_ranks:
             refused[
@@ -126,21 +125,21 @@ def layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config]:
                     "train": base.train.model_copy(update={"recompute": recompute}),
                 }
             )
-            if why := refusal(config) or _uncuttable(estimator, config):
-                refused[why] += 1
+            if reason := refusal(config) or _pipeline_refusal(estimator, config):
+                refused[reason] += 1
                 continue
             for micro_batch in MICRO_BATCHES:
                 if share % micro_batch or (
                     share == micro_batch and parallel.grad_accumulation == "sharded" and parallel.zero == 3
                 ):
-                    continue  # of one micro-batch there is nothing to accumulate
+                    continue  # one micro-batch accumulates nothing: the same as "unsharded"
                 if parallel.pp == 1 or share // micro_batch >= parallel.pp:
                     train = config.train.model_copy(update={"micro_batch": micro_batch})
                     yield config.model_copy(update={"train": train})
 
 
 def refusal(config: Config) -> str | None:
-    """Say why the rules of configs refuse a layout, in short; None where they don't."""
+    """Return the reason why the rules of configs refuse a layout, in short; else None."""
     try:
         layout_checks.check_tensor_parallel(config)
         layout_checks.check_row_lengths(config)
@@ -149,29 +148,31 @@ def refusal(config: Config) -> str | None:
         layout_checks.check_soft_moe(config)
         layout_checks.check_pipeline(config)
     except ValueError as error:
-        return _reason(error)
+        return _first_clause(str(error))
     return None
 
 
-def _uncuttable(estimator: Estimator, config: Config) -> str | None:
-    """Say why the model can't be cut into a layout's stages; None where it can."""
+def _pipeline_refusal(estimator: Estimator, config: Config) -> str | None:
+    """Return the reason why the model can't be split into a layout's stages; else None."""
     try:
         if config.parallel.pp > 1:
             estimator.pipeline(config)
     except UsageError as error:
-        return _reason(error)
+        return _first_clause(str(error))
     return None
 
 
-def _reason(error: Exception) -> str:
-    """The first clause of an error, which holds for many layouts."""
-    return str(error).partition(":")[0]
+def _first_clause(text: str) -> str:
+    """Return the part of an error message that many layouts share."""
+    return text.removeprefix("Value error, ").partition(":")[0]
 
 
-def _parallel(base: Config, gpus: int, gpus_per_node: int, refused: Counter[str]) -> Iterator[ParallelConfig]:
-    """Yield the sections that are valid by themselves."""
+def _parallel_configs(
+    base: Config, gpus: int, gpus_per_node: int, refused: Counter[str]
+) -> Iterator[ParallelConfig]:
+    """Yield the parallel sections that are valid by themselves."""
     has_experts = any(key.endswith("n_experts") for key in base.model.tp_dims)
-    for axes in _axes(gpus, gpus_per_node, has_experts):
+    for axes in _list_axis_sizes(gpus, gpus_per_node, has_experts):
         for schedule, virtual in SCHEDULES if axes[PIPELINE] > 1 else (("1f1b", None),):
             for zero, accumulation in STAGES:
                 if (axes[SHARD] == 1 and zero) or (axes[PIPELINE] > 1 and accumulation == "sharded"):
@@ -186,34 +187,30 @@ def _parallel(base: Config, gpus: int, gpus_per_node: int, refused: Counter[str]
                     "reduce_dtype": base.parallel.reduce_dtype,
                 }
                 try:
-                    parallel = _validated(base.parallel, changes)
+                    parallel = ParallelConfig.model_validate({**base.parallel.model_dump(), **changes})
                     axis_sizes(parallel, gpus)
                 except (ValidationError, UsageError) as error:
                     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-                    refused[text.removeprefix("Value error, ").partition(":")[0]] += 1
+                    refused[_first_clause(text)] += 1
                     continue
                 yield parallel
 
 
-def _validated(parallel: ParallelConfig, changes: dict[str, Any]) -> ParallelConfig:
-    return ParallelConfig.model_validate({**parallel.model_dump(), **changes})
-
-
-def _axes(gpus: int, gpus_per_node: int, has_experts: bool) -> Iterator[dict[str, int]]:
-    """Yield sizes whose product is the number of GPUs. tp stays within a node; replicas are whole nodes apart."""
+def _list_axis_sizes(gpus: int, gpus_per_node: int, has_experts: bool) -> Iterator[dict[str, int]]:
+    """Yield axis sizes whose product is the number of GPUs; tp stays within a node."""
     for tp in divisors(gpus):
         if tp > gpus_per_node:
             break
         for cp in (size for size in divisors(gpus // tp) if size <= 16 and size & (size - 1) == 0):
             for pp in divisors(gpus // (tp * cp)):
                 data = gpus // (tp * cp * pp)
-                for replicas in _replicas(data):
+                for replicas in _list_replicas(data):
                     shard = data // replicas
                     for ep in divisors(shard * cp) if has_experts else (1,):
                         names = TENSOR, CONTEXT, PIPELINE, REPLICATE, SHARD, EXPERT
                         yield dict(zip(names, (tp, cp, pp, replicas, shard, ep), strict=True))
 
 
-def _replicas(data: int) -> list[int]:
-    """Numbers of replicas: none, or such that 8 ranks or more shard."""
-    return [1, *(n for n in divisors(data) if n > 1 and data // n >= 8)]
+def _list_replicas(data_ranks: int) -> list[int]:
+    """Return the numbers of replicas: 1, and those that leave at least 8 ranks to shard over."""
+    return [1, *(n for n in divisors(data_ranks) if n > 1 and data_ranks // n >= 8)]

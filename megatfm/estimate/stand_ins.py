@@ -1,15 +1,21 @@
-"""Stand-ins by shapes for what a GPU computes with kernels of its own: attention, the loss over a vocabulary, experts.
+"""Stand-ins for a profile: attention, the vocabulary's loss and experts by shapes; and ranks that do not exist.
 
-Each keeps what the real part keeps, allocates what it allocates, and notes the kernels that a GPU would run.
+A stand-in for a kernel saves and allocates as much as the real one, and notes the kernels that a GPU would run.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
+from megatfm.errors import UsageError
 from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, padded
 from megatfm.ops.grouped_mm import KERNELS
 
@@ -18,12 +24,12 @@ Note = Callable[..., None]
 
 
 class AttentionStandIn(torch.autograd.Function):
-    """Attention as a fused kernel: keeps q, k, v, the output and a float32 a query."""
+    """Attention as a fused kernel: saves q, k, v, the output and a float32 for each query."""
 
     @staticmethod
     def forward(ctx, note, q_BNTH, k_BKSH, v_BKSH, bias):  # type: ignore[no-untyped-def]
         output = q_BNTH.new_empty(q_BNTH.shape[0], q_BNTH.shape[2], q_BNTH.shape[1], v_BKSH.shape[-1])
-        output = output.transpose(1, 2)  # kernels lay heads of a token side by side
+        output = output.transpose(1, 2)  # kernels store a token's heads side by side
         sums_BNT = q_BNTH.new_empty(q_BNTH.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, output, sums_BNT)
         ctx.note, ctx.bias = note, bias
@@ -38,50 +44,55 @@ class AttentionStandIn(torch.autograd.Function):
         return None, *gradients, into_bias
 
 
-PASSES_OVER_PARTS = 4
-"""Times that the loss of a part of a vocabulary goes over the logits: maximum, exponentials, their sum, gradient."""
+VOCAB_PARALLEL_PASSES = 4
+"""Passes of a vocabulary-parallel loss over its logits: maximum, exponentials, their sum, gradient."""
 
 
 class CrossEntropyStandIn(torch.autograd.Function):
-    """`ops.cross_entropy` as a GPU runs it: chunks of a gigabyte of logits, which one kernel makes their gradient."""
+    """`ops.cross_entropy` as a GPU runs it: chunks of a gigabyte of logits, which one kernel turns into gradients."""
 
     @staticmethod
-    def forward(ctx, note, is_cut, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
+    def forward(ctx, note, is_vocab_parallel, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
         rows, width = len(weight_WD), padded(len(weight_WD))
         chunk = max(
             LOGITS_BYTES // (width * hidden_MD.element_size()) // ROW_ALIGNMENT * ROW_ALIGNMENT, ROW_ALIGNMENT
         )
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), width)
-        into_hidden, into_weight = torch.empty_like(hidden_MD), None
+        needs_hidden, needs_weight = ctx.needs_input_grad[2:4]
+        into_hidden, into_weight = torch.empty_like(hidden_MD) if needs_hidden else None, None
         for start in range(0, len(hidden_MD), chunk):
             hidden = hidden_MD[start : start + chunk]
             logits = buffer[: len(hidden), :rows]
             torch.mm(hidden, weight_WD.T, out=logits)
-            if is_cut:  # parts of a vocabulary are joined between passes over a copy in float32
+            if is_vocab_parallel:  # ranks exchange sums between passes over a float32 copy
                 values = logits.float()
-                for _ in range(PASSES_OVER_PARTS):
+                for _ in range(VOCAB_PARALLEL_PASSES):
                     note("cross_entropy", "pointwise", 0, (values,), (values,))
                 logits.copy_(values)
                 del values
             else:
                 note("cross_entropy", "pointwise", 0, (logits,), (logits,))
-            into_hidden[start : start + chunk] = logits @ weight_WD
-            product = logits.T @ hidden
-            into_weight = product if into_weight is None else into_weight.float().add_(product)
-        assert into_weight is not None
-        ctx.save_for_backward(into_hidden, into_weight.to(weight_WD.dtype))
+            if into_hidden is not None:
+                into_hidden[start : start + chunk] = logits @ weight_WD
+            if needs_weight:
+                product = logits.T @ hidden
+                into_weight = product if into_weight is None else into_weight.float().add_(product)
+        into_weight = None if into_weight is None else into_weight.to(weight_WD.dtype)
+        ctx.save_for_backward(into_hidden, into_weight)
         ctx.bias = bias_W
         return hidden_MD.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        into_hidden, into_weight = (saved.mul_(gradient.to(saved.dtype)) for saved in ctx.saved_tensors)
-        into_bias = None if ctx.bias is None else torch.empty_like(ctx.bias)
+        into_hidden, into_weight = (
+            None if saved is None else saved.mul_(gradient.to(saved.dtype)) for saved in ctx.saved_tensors
+        )
+        into_bias = torch.empty_like(ctx.bias) if ctx.needs_input_grad[4] else None
         return None, None, into_hidden, into_weight, into_bias
 
 
 class ExpertsStandIn(torch.autograd.Function):
-    """Products of experts with the rows that they get on average."""
+    """Grouped matmul of experts with as many rows as they get on average."""
 
     @staticmethod
     def forward(ctx, note, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]
@@ -94,14 +105,18 @@ class ExpertsStandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         x_MI, weight_GOI, _ = ctx.saved_tensors
-        into_x, into_weight = torch.empty_like(x_MI), torch.empty_like(weight_GOI)
-        _note_groups(ctx.note, gradient, weight_GOI, into_x, weight_GOI)
-        _note_groups(ctx.note, gradient, x_MI, into_weight, weight_GOI)
+        into_x = into_weight = None
+        if ctx.needs_input_grad[1]:
+            into_x = torch.empty_like(x_MI)
+            _note_groups(ctx.note, gradient, weight_GOI, into_x, weight_GOI)
+        if ctx.needs_input_grad[2]:
+            into_weight = torch.empty_like(weight_GOI)
+            _note_groups(ctx.note, gradient, x_MI, into_weight, weight_GOI)
         return None, into_x, into_weight, None
 
 
 def _note_groups(note: Note, left: Tensor, right: Tensor, output: Tensor, weight_GOI: Tensor) -> None:
-    """Note a grouped product. Of all rows [M, I] the experts here get their share alone (`note` knows it)."""
+    """Note a grouped matmul. This rank's experts get their share of all rows [M, I] (`note` knows it)."""
     groups, outer, inner = weight_GOI.shape
     note(
         "_grouped_mm",
@@ -115,15 +130,71 @@ def _note_groups(note: Note, left: Tensor, right: Tensor, output: Tensor, weight
 
 @contextmanager
 def experts_by_shapes(note: Note) -> Iterator[None]:
-    """Have products of experts recorded: which rows they get is a matter of values, how many is not."""
+    """Replace grouped matmuls: which rows an expert gets depends on values, how many it gets on average does not."""
 
-    def product(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
+    def grouped_matmul(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
         output_MO: Tensor = ExpertsStandIn.apply(note, x_MI, weight_GOI, ends_G)
         return output_MO
 
-    before: dict[str, Any] = dict(KERNELS)
-    KERNELS.update(dict.fromkeys(KERNELS, product))
+    kernels: dict[str, Any] = dict(KERNELS)
+    KERNELS.update(dict.fromkeys(KERNELS, grouped_matmul))
     try:
         yield
     finally:
-        KERNELS.update(before)
+        KERNELS.update(kernels)
+
+
+class HostValues(TorchDispatchMode):
+    """Runs operators on real tensors for real, so that the host can branch on a batch's values.
+
+    Enter it within a FakeTensorMode, which gets all other operators.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        is_index = func._schema.name == "aten::arange"
+        if (tensors or is_index) and not any(isinstance(x, FakeTensor) for x in tensors):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """Be rank 0 of `size` ranks without the others. Raises UsageError in a process that has a process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    if dist.is_initialized():
+        raise UsageError(
+            "an estimate needs a process without a process group: run `megatfm estimate` by itself"
+        )
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create weights in a dtype."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Silence torch's log about fake tensors."""
+    fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, fake_tensor_log.disabled = fake_tensor_log.disabled, True
+    try:
+        yield
+    finally:
+        fake_tensor_log.disabled = was_disabled

@@ -1,24 +1,29 @@
-"""Time of a step: passes by roofline, what is sent on its link, what overlaps, and the pipeline's schedule."""
+"""Time of a step: passes by roofline, traffic on its links, overlap, and the pipeline's schedule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatfm.config import Config
 from megatfm.estimate.devices import Cluster
-from megatfm.estimate.expert_traffic import context_flows, expert_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
-from megatfm.estimate.rank_flows import parts_of, rank_flows, recomputed_operators
+from megatfm.estimate.rank_flows import (
+    add_context_flows,
+    add_expert_flows,
+    parts_of,
+    rank_flows,
+    recomputed_operators,
+)
 from megatfm.estimate.roofline import Seconds, pass_seconds
 from megatfm.estimate.schedule import Timeline, simulate
 from megatfm.estimate.stalls import fullest_share
 from megatfm.estimate.traffic import (
     Axis,
     Flows,
-    all_gathers,
     axes_of,
     axis_seconds,
     collective_seconds,
+    count_all_gathers,
 )
 from megatfm.estimate.weights import LocalWeight, rank_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
@@ -26,14 +31,14 @@ from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLI
 ASYNC_TP_EXPOSED = 0.35
 """Share of tensor-parallel traffic that async TP leaves unhidden (assumed)."""
 OVERLAP = 0.9
-"""Share of a backward pass behind which reductions of gradients can hide: the first bucket comes late."""
+"""Share of a backward pass that reductions of gradients can overlap: the first bucket comes late."""
 WEIGHT_SHARE = 0.5
-"""Share of a backward pass that the gradients of weights take, where nothing else is known."""
+"""Share of a backward pass that the gradients of weights take, where no matmul tells."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the busiest rank, by cause; communication is what no computation hides."""
+    """Seconds of a step on the busiest rank, by cause; of communication only what no computation hides."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -52,14 +57,14 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """All of it."""
+        """Sum of all causes."""
         return float(sum(getattr(self, part.name) for part in fields(self)))
 
 
 @dataclass(frozen=True)
 class PartTime:
-    """Passes of a split point: computing, what it sends over tp, cp and ep, and ZeRO's gathers behind it. imbalance:
-    what both passes take longer where experts are asked for most."""
+    """Seconds of a split point's passes: computing, traffic over tp, cp and ep, and ZeRO's gathers and reductions.
+    imbalance: extra time of both passes on the fullest expert-parallel rank."""
 
     forward: Seconds
     backward: Seconds
@@ -74,18 +79,18 @@ class PartTime:
     weight_share: float
 
     def total(self, *, reduces: bool) -> tuple[float, float]:
-        """Forward and backward seconds, with what gathers and reductions leave unhidden."""
-        exchanged = self.context + self.experts + self.imbalance
-        forward = self.forward.total + self.sent_forward + exchanged / 3
-        backward = self.backward.total + self.recompute + self.sent_backward + exchanged * 2 / 3
-        behind = self.gather + (self.reduce if reduces else 0.0)
-        return max(forward, self.gather), max(backward, behind)
+        """Return forward and backward seconds, including gathers and reductions that computation does not hide."""
+        exchanges = self.context + self.experts + self.imbalance
+        forward = self.forward.total + self.sent_forward + exchanges / 3
+        backward = self.backward.total + self.recompute + self.sent_backward + exchanges * 2 / 3
+        overlapped = self.gather + (self.reduce if reduces else 0.0)
+        return max(forward, self.gather), max(backward, overlapped)
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """A step. flows: of each pipeline rank; busiest: the one whose passes take longest, and whose time it is; timeline:
-    the simulated schedule, with pipelines; in_flight: stage → most micro-batches between their passes."""
+    """Estimated step. flows: of each pipeline rank; busiest: the pipeline rank with the longest passes, whose time it
+    is; timeline: of a pipeline; in_flight: stage → most micro-batches between their passes."""
 
     time: StepTime
     flows: Sequence[Flows]
@@ -129,14 +134,13 @@ def step_time(
     exchanges = flows[busiest].select(flows[busiest].by_member)  # of whole tensors, which nothing hides
     optimizer += axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
     sharded = parallel.grad_accumulation == "sharded"
-    computed = _sums(times, indices, microbatches, sharded)
+    computed = _sum_causes(times, indices, microbatches, sharded)
     if parallel.pp == 1:
-        last = (
-            sum(sum(times[i].total(reduces=True)) for i in indices)
-            if parallel.zero >= 2 and not sharded
-            else 0.0
-        )
-        data += max(0.0, last - sum(sum(times[i].total(reduces=False)) for i in indices)) if last else 0.0
+        if parallel.zero >= 2 and not sharded:  # the last micro-batch alone reduces
+            reducing, plain = (
+                sum(sum(times[i].total(reduces=reduces)) for i in indices) for reduces in (True, False)
+            )
+            data += max(0.0, reducing - plain)
         return StepEstimate(_step(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
     transfer = collective_seconds(axes[PIPELINE], node, "send", boundary)
     timeline = simulate(
@@ -150,7 +154,7 @@ def step_time(
     )
     bubble = timeline.seconds - sum(computed.values())
     time = _step(computed, bubble, data, optimizer)
-    return StepEstimate(time, flows, busiest, timeline, timeline.held)
+    return StepEstimate(time, flows, busiest, timeline, timeline.in_flight)
 
 
 def part_time(
@@ -163,7 +167,7 @@ def part_time(
     *,
     compiled: bool,
 ) -> PartTime:
-    """Time of a split point's two passes."""
+    """Estimate the seconds of a split point's two passes."""
     parallel, device, node = config.parallel, cluster.device, cluster.node
     fp8 = config.train.precision.startswith("fp8") and part.is_block
     fused = compiled and part.is_block
@@ -171,11 +175,11 @@ def part_time(
     backward = pass_seconds(device, part.backward, compiled=fused, fp8=fp8)
     tp = axes[TENSOR]
     sent_forward, sent_backward = (_sent_seconds(ops, tp, cluster) for ops in (part.forward, part.backward))
-    again, sent_again = _recomputed(config, cluster, part, tp, compiled=fused, fp8=fp8)
+    recompute, resent = _recompute_seconds(config, cluster, part, tp, compiled=fused, fp8=fp8)
     exposed = ASYNC_TP_EXPOSED if parallel.async_tp else 1.0
     flows = Flows()
-    context_flows(flows, config, part, axes[CONTEXT], 1)
-    expert_flows(flows, config, part, axes[EXPERT], 1)
+    add_context_flows(flows, config, part, axes[CONTEXT], 1)
+    add_expert_flows(flows, config, part, axes[EXPERT], 1)
     experts = axis_seconds(flows, axes, node, (EXPERT,))
     gather, reduce = _zero_seconds(config, cluster, index, weights, axes)
     weight_flops = _weight_gradient_flops(part)
@@ -183,7 +187,7 @@ def part_time(
     return PartTime(
         forward,
         backward,
-        again + sent_again * exposed,
+        recompute + resent * exposed,
         sent_forward * exposed,
         sent_backward * exposed,
         axis_seconds(flows, axes, node, (CONTEXT,)),
@@ -196,12 +200,12 @@ def part_time(
 
 
 def _imbalance(config: Config, cluster: Cluster, part: PartProfile, sent: float, *, fp8: bool) -> float:
-    """Time that the expert-parallel rank with most tokens takes beyond the mean. sent: seconds of the exchanges."""
-    products = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
-    if config.parallel.ep == 1 or not products:
+    """Estimate the seconds of the fullest expert-parallel rank beyond the mean. sent: seconds of the exchanges."""
+    matmuls = [op for op in (*part.forward, *part.backward) if op.name == "_grouped_mm"]
+    if config.parallel.ep == 1 or not matmuls:
         return 0.0
     tokens = config.train.micro_batch * config.data.sequence_length / config.parallel.cp * config.parallel.ep
-    computed = pass_seconds(cluster.device, products, compiled=False, fp8=fp8).matmul
+    computed = pass_seconds(cluster.device, matmuls, compiled=False, fp8=fp8).matmul
     return (fullest_share(config, tokens) - 1) * (computed + sent)
 
 
@@ -213,10 +217,10 @@ def _sent_seconds(operators: Sequence[Operator], axis: Axis, cluster: Cluster) -
     )
 
 
-def _recomputed(
+def _recompute_seconds(
     config: Config, cluster: Cluster, part: PartProfile, tp: Axis, *, compiled: bool, fp8: bool
 ) -> tuple[float, float]:
-    """Time of what the backward pass computes again, and sends again."""
+    """Estimate the seconds of recomputation in the backward pass, and of its traffic."""
     mode = config.train.recompute
     if mode == "none" or not part.is_block or mode.endswith("%"):
         return 0.0, 0.0
@@ -239,7 +243,7 @@ def _zero_seconds(
         axis = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
         of_part = [w for w in weights if w.is_expert == is_expert and w.parts[:1] == (index,)]
         shard = sum(w.shard(axis.size) for w in of_part)
-        if shard and all_gathers(config, True, 1) > 1:
+        if shard and count_all_gathers(config, True, 1) > 1:
             gather += collective_seconds(axis, node, "all_gather", shard * compute * (axis.size - 1))
         if shard and parallel.pp == 1:
             reduce += collective_seconds(axis, node, "reduce_scatter", shard * size * (axis.size - 1))
@@ -261,26 +265,26 @@ def _exposed_data(
     times: Sequence[PartTime],
     microbatches: int,
 ) -> float:
-    """Time of what ZeRO 0 and 1 send that the last backward pass does not hide; in pipelines all of the reductions."""
+    """Estimate the seconds of ZeRO's traffic that the last backward pass does not hide; in pipelines it hides none."""
     parallel = config.parallel
-    data = (SHARD, REPLICATE, EXPERT_SHARD)
+    data_axes = (SHARD, REPLICATE, EXPERT_SHARD)
     hideable = [key for key in flows.sent if key not in flows.by_member]
     if parallel.zero >= 2 and parallel.dp_shard * parallel.dp_replicate > 1:
         if parallel.pp == 1:
             return 0.0
         reductions = flows.select([key for key in hideable if key[1] != "all_gather"])
-        return axis_seconds(reductions, axes, cluster.node, data)
-    seconds = axis_seconds(flows.select(hideable), axes, cluster.node, data)
+        return axis_seconds(reductions, axes, cluster.node, data_axes)
+    seconds = axis_seconds(flows.select(hideable), axes, cluster.node, data_axes)
     if parallel.pp > 1:
         return seconds
     backward = sum(time.total(reduces=False)[1] for time in times)
     return max(0.0, seconds - OVERLAP * backward)
 
 
-def _sums(
+def _sum_causes(
     times: Sequence[PartTime], indices: Sequence[int], microbatches: int, sharded: bool
 ) -> dict[str, float]:
-    """Seconds of a rank's passes by cause."""
+    """Add up the seconds of a rank's passes by cause."""
     sums = dict.fromkeys(
         (
             "matmul",
@@ -298,11 +302,11 @@ def _sums(
     )
     for index in indices:
         time = times[index]
-        for passed in (time.forward, time.backward):
-            sums["matmul"] += passed.matmul
-            sums["attention"] += passed.attention
-            sums["memory_bound"] += passed.pointwise
-            sums["host"] += passed.total - passed.matmul - passed.attention - passed.pointwise
+        for seconds in (time.forward, time.backward):
+            sums["matmul"] += seconds.matmul
+            sums["attention"] += seconds.attention
+            sums["memory_bound"] += seconds.pointwise
+            sums["host"] += seconds.total - seconds.matmul - seconds.attention - seconds.pointwise
         sums["recompute"] += time.recompute
         sums["tensor_parallel"] += time.sent_forward + time.sent_backward
         sums["context_parallel"] += time.context
@@ -311,7 +315,7 @@ def _sums(
         passes = time.forward.total + time.backward.total + time.recompute
         sent = time.sent_forward + time.sent_backward + time.context + time.experts + time.imbalance
         sums["data_parallel"] += sum(time.total(reduces=sharded)) - passes - sent
-    return {cause: seconds * microbatches for cause, seconds in sums.items()}
+    return {cause: total * microbatches for cause, total in sums.items()}
 
 
 def _stage_seconds(times: Sequence[PartTime], stages: Sequence[Sequence[int]]) -> dict[str, list[float]]:
@@ -336,7 +340,7 @@ def _step(computed: Mapping[str, float], bubble: float, data: float, optimizer: 
 def optimizer_seconds(
     config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int]
 ) -> float:
-    """Time of the optimizer: it reads and writes state and weights, and reads gradients (and clips them)."""
+    """Estimate the seconds of the optimizer: it reads and writes state and weights, and reads and clips gradients."""
     state = rank_bytes(config, weights, parts)
     gradients = min(state.gradients, state.weights)
     moved = 2 * state.optimizer + 2 * state.weights + 3 * gradients + state.copies

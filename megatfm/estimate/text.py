@@ -1,4 +1,4 @@
-"""An estimate as text: what fits, memory by rank, where a step's time goes, and what is sent."""
+"""An estimate as text: verdict, memory by rank, time by cause, traffic; beside a traced rank or a recorded run."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 from megatfm.estimate.devices import GIB
 from megatfm.estimate.estimator import Estimate
 from megatfm.estimate.memory import RankMemory
+from megatfm.estimate.recorded import Recorded
 from megatfm.estimate.search import SearchResult
 from megatfm.estimate.step_time import StepTime
 from megatfm.estimate.traced import Traced
-from megatfm.estimate.traffic import axes_of, in_node
+from megatfm.estimate.traffic import axes_of, ranks_in_node
 from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD, SHARD, describe_sizes
 
 if TYPE_CHECKING:
@@ -32,9 +33,12 @@ CAUSES = {
     "checkpoint": "checkpoints",
 }
 
+OWNERS_SHOWN = 8
+"""Most lines of code that are listed with the memory that they asked for."""
+
 
 def heading(estimate: Estimate) -> list[str]:
-    """Lines of what is estimated."""
+    """Return lines that name the model, the cluster and the layout."""
     config, counts = estimate.config, estimate.description
     return [
         f"{config.name}: {counts.parameters:,} parameters, on {estimate.cluster}",
@@ -43,7 +47,7 @@ def heading(estimate: Estimate) -> list[str]:
 
 
 def layout_text(estimate: Estimate) -> str:
-    """The layout in words."""
+    """Return the layout in words."""
     parallel, train = estimate.config.parallel, estimate.config.train
     sizes = {
         axis.name: axis.size for axis in axes_of(parallel).values() if axis.name not in (EXPERT, EXPERT_SHARD)
@@ -62,21 +66,21 @@ def layout_text(estimate: Estimate) -> str:
 
 
 def verdict(estimate: Estimate) -> str:
-    """Whether it fits, and on which rank it is tightest."""
+    """Return a line that says whether the run fits, and which rank is fullest."""
     worst, device = estimate.worst, estimate.cluster.device
-    where = f"pipeline rank {worst.pipeline_rank}" if len(estimate.memory) > 1 else "every rank"
+    rank = f"pipeline rank {worst.pipeline_rank}" if len(estimate.memory) > 1 else "every rank"
     share = worst.total / device.memory_bytes
     if estimate.fits:
-        return f"fits: {_gib(worst.total)} of {device.memory_gib:.1f} GiB ({100 * share:.0f} %) on {where}"
-    over = worst.total - device.memory_bytes
+        return f"fits: {_gib(worst.total)} of {device.memory_gib:.1f} GiB ({100 * share:.0f} %) on {rank}"
+    excess = worst.total - device.memory_bytes
     return (
-        f"DOES NOT FIT: {where} needs {_gib(worst.total)} GiB and has {device.memory_gib:.1f}: {_gib(over)} too many, "
+        f"DOES NOT FIT: {rank} needs {_gib(worst.total)} GiB and has {device.memory_gib:.1f}: {_gib(excess)} too many, "
         f"most of them {worst.largest}"
     )
 
 
 def speed(estimate: Estimate) -> list[str]:
-    """Lines of how fast it is."""
+    """Return lines on step time, tokens a second and the length of the run."""
     full, causal = estimate.mfu
     steps = estimate.config.train.steps
     return [
@@ -88,7 +92,7 @@ def speed(estimate: Estimate) -> list[str]:
 
 
 def memory_table(estimate: Estimate) -> "Table":
-    """Memory by pipeline rank; of many the first, the last and the worst."""
+    """Return a table of memory by pipeline rank; with more than eight, of the first, the worst and the last."""
     from rich.table import Table
 
     table = Table(title="Memory of a rank, GiB", title_justify="left")
@@ -105,7 +109,7 @@ def memory_table(estimate: Estimate) -> "Table":
     )
     for name in names:
         table.add_column(name, justify="right")
-    for rank in _shown(estimate.memory):
+    for rank in _select_ranks(estimate.memory):
         numbers = (
             rank.weights + rank.copies,
             rank.gradients,
@@ -121,16 +125,15 @@ def memory_table(estimate: Estimate) -> "Table":
     return table
 
 
-def _shown(ranks: Sequence[RankMemory]) -> list[RankMemory]:
+def _select_ranks(ranks: Sequence[RankMemory]) -> list[RankMemory]:
     if len(ranks) <= 8:
         return list(ranks)
     worst = max(ranks, key=lambda rank: rank.total)
-    chosen = {0: ranks[0], worst.pipeline_rank: worst, len(ranks) - 1: ranks[-1]}
-    return [chosen[index] for index in sorted(chosen)]
+    return [ranks[index] for index in sorted({0, worst.pipeline_rank, len(ranks) - 1})]
 
 
 def time_table(estimate: Estimate) -> "Table":
-    """Where a step's time goes."""
+    """Return a table of a step's time by cause."""
     from rich.table import Table
 
     table = Table(title="Time of a step", title_justify="left")
@@ -143,13 +146,13 @@ def time_table(estimate: Estimate) -> "Table":
 
 
 def causes(time: StepTime) -> list[tuple[str, float]]:
-    """Causes of a step's time, the largest first; those below a thousandth are left out."""
+    """Return the causes of a step's time and their seconds, the longest first, without those below a thousandth."""
     pairs = [(text, getattr(time, key)) for key, text in CAUSES.items()]
     return sorted((pair for pair in pairs if pair[1] >= time.step / 1000), key=lambda pair: -pair[1])
 
 
 def traffic_table(estimate: Estimate) -> "Table":
-    """Traffic of the busiest rank in a step."""
+    """Return a table of the busiest pipeline rank's traffic in a step."""
     from rich.table import Table
 
     node, axes = estimate.cluster.node, axes_of(estimate.config.parallel)
@@ -157,8 +160,8 @@ def traffic_table(estimate: Estimate) -> "Table":
     for name in ("axis", "collective", "calls", "GB", "link"):
         table.add_column(name, justify="right" if name in ("calls", "GB") else "left")
     for (name, collective), n_bytes in sorted(estimate.flows.sent.items()):
-        last = axes[name.split(" × ")[0]]
-        link = node.within if in_node(last, node) == last.size and "×" not in name else node.between
+        outer = axes[name.split(" × ")[0]]
+        link = node.within if ranks_in_node(outer, node) == outer.size and "×" not in name else node.between
         table.add_row(
             name,
             collective,
@@ -170,7 +173,7 @@ def traffic_table(estimate: Estimate) -> "Table":
 
 
 def as_dict(estimate: Estimate) -> dict[str, object]:
-    """The estimate for programs."""
+    """Return the estimate for programs, as JSON's types."""
     full, causal = estimate.mfu
     return {
         "config": estimate.config.name,
@@ -199,7 +202,7 @@ def _gib(n_bytes: float) -> str:
 
 
 def search_table(result: SearchResult, shown: int) -> "Table":
-    """The best layouts that a search found, and what each loses against the first."""
+    """Return a table of a search's best layouts, and why the others are slower than the first. shown: most rows."""
     from rich.table import Table
 
     table = Table(title="Best layouts", title_justify="left")
@@ -218,7 +221,7 @@ def search_table(result: SearchResult, shown: int) -> "Table":
 
 
 def loss_against(estimate: Estimate, best: Estimate) -> str:
-    """Return the cause on which an estimate spends most beyond the best one."""
+    """Return how much slower an estimate is than the best one, and the cause on which it loses most."""
     if estimate is best:
         return ""
     extra = {text: getattr(estimate.time, key) - getattr(best.time, key) for key, text in CAUSES.items()}
@@ -230,7 +233,7 @@ def loss_against(estimate: Estimate, best: Estimate) -> str:
 
 
 def search_summary(result: SearchResult) -> list[str]:
-    """Lines of how many layouts there were, and why others are out."""
+    """Return lines on how many layouts were tried, and why others were refused."""
     legal = result.tried - result.refused.total()
     lines = [
         f"{result.tried:,} layouts in {result.seconds:.0f} s: {result.refused.total():,} refused, "
@@ -241,7 +244,7 @@ def search_summary(result: SearchResult) -> list[str]:
 
 
 def traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> "Table":
-    """Modelled figures beside those of the traced rank."""
+    """Return a table of modelled figures beside those of the traced rank. pairs: (name, modelled, traced) bytes."""
     from rich.table import Table
 
     facts = traced.facts
@@ -250,17 +253,61 @@ def traced_table(pairs: Sequence[tuple[str, int, int]], traced: Traced) -> "Tabl
     table = Table(title=title, title_justify="left")
     for name in ("", "modelled, GB", "traced, GB", "difference"):
         table.add_column(name, justify="right" if name else "left")
-    for name, modelled, seen in pairs:
-        share = f"{100 * (modelled / seen - 1):+.2f} %" if seen else "not sent"
-        table.add_row(name, f"{modelled / 1e9:,.3f}", f"{seen / 1e9:,.3f}", share)
+    for name, modelled, measured in pairs:
+        difference = f"{100 * (modelled / measured - 1):+.2f} %" if measured else "not sent"
+        table.add_row(name, f"{modelled / 1e9:,.3f}", f"{measured / 1e9:,.3f}", difference)
     return table
 
 
 def traced_lines(traced: Traced) -> list[str]:
-    """Lines of kernels, waits and the largest tensor of a traced step."""
+    """Return lines on the kernels, host waits and largest tensor of a traced step."""
     facts = traced.facts
     lines = [f"{sum(facts['kernels'].values()):,} kernels in {facts['seconds']:.0f} s of tracing"]
     lines += [f"attention: {name.partition(': ')[2]}" for name in facts["kernels"] if "attention" in name]
-    lines += [f"the host waits {times} ×: {where}" for where, times in facts["waits"].items()]
-    lines += [f"a tensor of all pairs of tokens: {where}" for where in facts["all_pairs"]]
+    lines += [f"the host waits {times} ×: {line}" for line, times in facts["waits"].items()]
+    lines += [f"a tensor of all pairs of tokens: {line}" for line in facts["all_pairs"]]
     return [*lines, f"largest tensor: {facts['largest']}"]
+
+
+def recorded_lines(estimate: Estimate, recorded: Recorded) -> list[str]:
+    """Return lines on the memory that a run recorded, beside the estimate's."""
+    lines = []
+    if recorded.peak:
+        modelled = estimate.memory[0].total - (estimate.memory[0].reserved if recorded.is_gpu else 0)
+        counted = (
+            "" if recorded.is_gpu else "; of a CPU with Python and its libraries, held at the end of a step"
+        )
+        lines.append(
+            f"recorded: {recorded.peak / GIB:.2f} GiB on rank 0 in step {recorded.peak_step}; predicted for its "
+            f"tensors: {modelled / GIB:.2f}{counted}"
+        )
+    else:
+        lines.append("recorded: no step, so no memory: the first one did not end")
+    for rank, allocated, requested in recorded.failures:
+        pipeline_rank = rank * estimate.config.parallel.pp // recorded.processes
+        predicted = estimate.memory[pipeline_rank].total / GIB
+        request = f" and asked for {requested} more" if requested else ""
+        lines.append(f"rank {rank} held {allocated:.2f} GiB{request}; predicted for it: {predicted:.2f}")
+    if not recorded.failures:
+        lines.append("no rank of it ran out of memory, as far as its logs tell")
+    if recorded.snapshot is not None:
+        lines.append(f"in {recorded.snapshot.name}, by the line that asked for it:")
+        for owner, n_bytes in recorded.owners.most_common(OWNERS_SHOWN):
+            lines.append(f"  {n_bytes / GIB:8.3f} GiB  {owner}")
+    return lines
+
+
+def phases_table(estimate: Estimate) -> "Table":
+    """Return a table of the fullest moment of each phase, on the fullest rank."""
+    from rich.table import Table
+
+    worst = estimate.worst
+    title = f"Fullest moment by phase, pipeline rank {worst.pipeline_rank}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("phase")
+    table.add_column("GiB", justify="right")
+    table.add_column("of the device", justify="right")
+    for phase, n_bytes in worst.by_phase.items():
+        share = 100 * n_bytes / estimate.cluster.device.memory_bytes
+        table.add_row(phase, f"{n_bytes / GIB:,.2f}", f"{share:.0f} %")
+    return table

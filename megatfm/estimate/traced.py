@@ -1,8 +1,9 @@
-"""An estimate held against a rank that takes a real step on the imaginary GPU, in a process of its own."""
+"""Compares an estimate with a rank that takes real steps on the imaginary GPU, in a separate process."""
 
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,21 +11,22 @@ from typing import Any
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.estimator import Estimate
-from megatfm.estimate.traffic import axes_of
+from megatfm.estimate.traffic import Axis, axes_of, join_axes
+from megatfm.parallel.mesh import EXPERT, EXPERT_SHARD
 
-SECONDS = 1800
-"""Longest time of a trace."""
+TIMEOUT = 1800
+"""Seconds after which a trace is stopped."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A trace, as `megatfm.imaginary` prints it, of a step of `microbatches`."""
+    """Trace of a rank. facts: JSON that `megatfm.imaginary` prints (see `megatfm.imaginary.trace.Trace`)."""
 
     facts: Mapping[str, Any]
 
     @property
     def peak(self) -> int:
-        """Most bytes of the device at once, in passes or optimizer."""
+        """Most bytes on the device at once, in passes or optimizer."""
         return max(self.facts["passes"], self.facts["optimizer"])
 
     @property
@@ -34,14 +36,14 @@ class Traced:
 
 
 def enough_microbatches(estimate: Estimate) -> int:
-    """Micro-batches after which a step's memory grows no more: what a pipeline holds, else two."""
+    """Return a number of micro-batches beyond which memory grows no more: as many as a pipeline holds, else two."""
     parallel = estimate.config.parallel
-    most = 2 * parallel.pp * parallel.stages_per_rank if parallel.pp > 1 else 2
-    return min(estimate.microbatches, most)
+    enough = 2 * parallel.pp * parallel.stages_per_rank if parallel.pp > 1 else 2
+    return min(estimate.microbatches, enough)
 
 
 def overrides_of(config: Config, gpus: int, microbatches: int) -> list[str]:
-    """Overrides with which a config is traced, and estimated beside: few micro-batches, no compiling."""
+    """Return the overrides of a trace and of its estimate: few micro-batches, no compilation."""
     rows = microbatches * config.train.micro_batch * config.parallel.dp_shard * config.parallel.dp_replicate
     return [
         f"train.global_batch={rows}",
@@ -51,37 +53,58 @@ def overrides_of(config: Config, gpus: int, microbatches: int) -> list[str]:
 
 
 def run_trace(source: str, overrides: Sequence[str], gpus: int, rank: int) -> Traced:
-    """Trace one rank. Raises UsageError for a rank that there is not, MegatfmError with the reason where it fails."""
+    """Trace one rank. Raises UsageError for a rank that does not exist, MegatfmError with the reason if it fails."""
     if not 0 <= rank < gpus:
         raise UsageError(f"--rank {rank}: there are ranks 0 to {gpus - 1}")
     command = [sys.executable, "-m", "megatfm.imaginary", source, "--world", str(gpus), "--rank", str(rank)]
     command += ["--steps", "2"]  # the first one makes the state of the optimizer
     try:
-        done = subprocess.run(
-            [*command, *overrides], capture_output=True, text=True, timeout=SECONDS, check=False
+        process = subprocess.run(
+            [*command, *overrides], capture_output=True, text=True, timeout=TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
-        raise MegatfmError(f"the traced rank took longer than {SECONDS} s: trace fewer layers") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise MegatfmError(f"the traced rank took longer than {TIMEOUT} s: trace fewer layers") from None
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or ["no message"]
         raise MegatfmError(
-            f"the traced rank ended with {done.returncode}: {lines[-1].removeprefix('error: ')}"
+            f"the traced rank ended with {process.returncode}: {lines[-1].removeprefix('error: ')}"
         )
-    return Traced(json.loads(done.stdout.strip().splitlines()[-1]))
+    return Traced(json.loads(process.stdout.strip().splitlines()[-1]))
 
 
 def differences(estimate: Estimate, traced: Traced) -> list[tuple[str, int, int]]:
-    """Pair what was modelled with what was traced, in bytes: memory, then each flow that is not of a few bytes."""
+    """Return (name, modelled bytes, traced bytes) of memory, and of each flow of a mebibyte or more."""
     pipeline_rank = _pipeline_rank(estimate, traced)
     rank, flows = estimate.memory[pipeline_rank], estimate.flows_by_rank[pipeline_rank]
     modelled = rank.total - rank.reserved
     pairs = [("stored weights", rank.weights, traced.facts["weights"]), ("peak", modelled, traced.peak)]
-    axes = axes_of(estimate.config.parallel)
-    for key in sorted({*flows.sent, *traced.sent}):
-        both = flows.of_rank(key, traced.facts["rank"], axes), traced.sent.get(key, 0)
-        if max(both) >= 1 << 20:
-            pairs.append((" ".join(key), *both))
+    axes, modelled_sent = axes_of(estimate.config.parallel), Counter[tuple[str, str]]()
+    for axis, collective in flows.sent:
+        key = traced_axis(axis, axes), collective
+        modelled_sent[key] += flows.of_rank((axis, collective), traced.facts["rank"], axes)
+    for key in sorted({*modelled_sent, *traced.sent}):
+        sent, traced_sent = modelled_sent[key], traced.sent.get(key, 0)
+        if max(sent, traced_sent) >= 1 << 20:
+            pairs.append((" ".join(key), sent, traced_sent))
     return pairs
+
+
+def traced_axis(name: str, axes: Mapping[str, Axis]) -> str:
+    """Return the name under which a trace counts the traffic of an axis, or of joint axes.
+
+    If `ep` covers all ranks of one axis, they share a process group, named by that axis; a group over several axes with
+    the ranks of `ep` is named `ep`.
+    """
+    expert = axes[EXPERT]
+    if expert.size == 1 or axes[EXPERT_SHARD].size > 1:
+        return name
+    if name == EXPERT:
+        same = (
+            axis.name for axis in axes.values() if (axis.size, axis.stride) == (expert.size, expert.stride)
+        )
+        return next((axis for axis in same if axis != EXPERT), EXPERT)
+    joint = join_axes(axes[part] for part in name.split(" × "))
+    return EXPERT if " × " in name and (joint.size, joint.stride) == (expert.size, expert.stride) else name
 
 
 def _pipeline_rank(estimate: Estimate, traced: Traced) -> int:

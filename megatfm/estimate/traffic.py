@@ -1,4 +1,4 @@
-"""Traffic of one rank in a step, by axis and collective, in closed forms; and how long that takes on its link.
+"""Traffic of ZeRO and of whole-tensor optimizers in closed forms, by axis and collective; and seconds on a link.
 
 By a ring of n ranks, for x bytes on each: all-gather of shards x: (n − 1)·x; reduce-scatter of x: (n − 1)/n·x;
 all-reduce of x: 2(n − 1)/n·x. `tests/unit/estimate` holds these flows against executed ranks.
@@ -27,7 +27,7 @@ BUCKET = 2**24
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis: ranks, and how far neighbours on it are apart in rank numbers."""
+    """A mesh axis. size: in ranks; stride: distance between neighbours in rank numbers."""
 
     name: str
     size: int
@@ -36,21 +36,21 @@ class Axis:
 
 @dataclass
 class Flows:
-    """Bytes that a rank sends, and calls, by (axis, collective). by_member: of each rank of the axis, where they
-    differ; `sent` then has the most."""
+    """Bytes that a rank sends, and calls, by (axis, collective). by_member: bytes of each rank of the axis, where they
+    differ; `sent` has their maximum."""
 
     sent: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     by_member: dict[tuple[str, str], Sequence[int]] = field(default_factory=dict)
 
     def add(self, axis: Axis, collective: str, n_bytes: float, times: int = 1) -> None:
-        """Add so many collectives, each of which has this rank send so much."""
+        """Add `times` collectives, in each of which this rank sends `n_bytes`."""
         if axis.size > 1 and times and n_bytes:
             self.sent[axis.name, collective] += int(n_bytes) * times
             self.calls[axis.name, collective] += times
 
     def of_rank(self, key: tuple[str, str], rank: int, axes: Mapping[str, Axis]) -> int:
-        """Bytes that a rank, by its number among all, sends over an axis. key: (axis, collective)."""
+        """Return the bytes that a rank sends over an axis. rank: its number among all; key: (axis, collective)."""
         if key not in self.by_member:
             return self.sent.get(key, 0)
         member = 0
@@ -63,7 +63,7 @@ class Flows:
         return Flows({k: self.sent[k] for k in keys}, {k: self.calls[k] for k in keys})
 
     def total(self, axis: str) -> int:
-        """Bytes that are sent over an axis."""
+        """Return the bytes that a rank sends over an axis."""
         return sum(n_bytes for (name, _), n_bytes in self.sent.items() if name == axis)
 
 
@@ -83,46 +83,46 @@ def axes_of(parallel: ParallelConfig) -> dict[str, Axis]:
     }
 
 
-def in_node(axis: Axis, node: Node) -> int:
-    """Ranks of a group of the axis that share a node."""
+def ranks_in_node(axis: Axis, node: Node) -> int:
+    """Return the ranks of a group of the axis that share a node."""
     return max(1, min(axis.size, node.gpus // axis.stride)) if axis.stride < node.gpus else 1
 
 
 def collective_seconds(axis: Axis, node: Node, collective: str, n_bytes: float, calls: float = 1) -> float:
-    """Time of collectives that have each rank send so many bytes in all.
+    """Estimate the seconds of collectives. n_bytes: sent by each rank, in all calls together.
 
-    A ring over nodes passes the network once for each byte that a rank sends; a node's ranks of the group share that
-    among their network cards. An all-to-all sends most bytes to other nodes, each rank by its own card.
+    A ring over nodes crosses the network once for each byte that a rank sends; a node's ranks of the group share their
+    network cards for it. An all-to-all sends most bytes to other nodes, each rank by its own card.
     """
     if axis.size == 1 or not n_bytes:
         return 0.0
-    here = in_node(axis, node)
+    local_ranks = ranks_in_node(axis, node)
     within, between = node.within, node.between
-    latency = calls * _latency(axis.size, here, within, between) * (2 if collective == "all_reduce" else 1)
-    if here == axis.size:
+    n_trips = 2 if collective == "all_reduce" else 1
+    latency = calls * n_trips * _latency(axis.size, local_ranks, within, between)
+    if local_ranks == axis.size:
         return n_bytes / within.rate + latency
     if collective == "all_to_all":
-        share = (here - 1) / (axis.size - 1)
-        return max(n_bytes * share / within.rate, n_bytes * (1 - share) / between.rate) + latency
+        local_share = (local_ranks - 1) / (axis.size - 1)
+        local_seconds = n_bytes * local_share / within.rate
+        return max(local_seconds, n_bytes * (1 - local_share) / between.rate) + latency
     if collective == "send":
         return n_bytes / between.rate + calls * between.latency
-    return n_bytes / min(within.rate, here * between.rate) + latency
+    return n_bytes / min(within.rate, local_ranks * between.rate) + latency
 
 
-def _latency(size: int, here: int, within: Link, between: Link) -> float:
-    """Latency of one collective: steps within nodes, and a tree over them."""
-    nodes = -(-size // here)
-    return (
-        (min(here - 1, 7)) * within.latency + math.ceil(math.log2(nodes)) * between.latency
-        if nodes > 1
-        else ((here - 1) * within.latency)
-    )
+def _latency(size: int, local_ranks: int, within: Link, between: Link) -> float:
+    """Return the latency of one collective: a ring within nodes, and a tree over nodes."""
+    nodes = -(-size // local_ranks)
+    if nodes == 1:
+        return (local_ranks - 1) * within.latency
+    return min(local_ranks - 1, 7) * within.latency + math.ceil(math.log2(nodes)) * between.latency
 
 
-def data_flows(
+def add_data_flows(
     flows: Flows, config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], microbatches: int
 ) -> None:
-    """Add what ZeRO sends for the parameters of a rank's split points."""
+    """Add the traffic of ZeRO for the parameters of a rank's split points."""
     parallel, axes = config.parallel, axes_of(config.parallel)
     size, compute = number_bytes(config)
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
@@ -132,18 +132,18 @@ def data_flows(
         shard = axes[EXPERT_SHARD] if is_expert else axes[SHARD]
         copies = [axes[REPLICATE], *([] if is_expert else [axes[CONTEXT]])]
         if data_ranks == 1 or parallel.zero == 0:
-            _replicated_flows(flows, of_kind, [shard, *copies], size, config)
+            _add_replicated(flows, of_kind, [shard, *copies], size, config)
         elif parallel.zero == 1:
-            _sharded_optimizer_flows(flows, of_kind, shard, copies, size, compute)
+            _add_sharded_optimizer(flows, of_kind, shard, copies, size, compute)
         else:
-            _fully_sharded_flows(flows, config, of_kind, shard, copies, microbatches)
-    _whole_tensor_flows(flows, config, stage_weights)
+            _add_fully_sharded(flows, config, of_kind, shard, copies, microbatches)
+    _add_whole_tensors(flows, config, stage_weights)
 
 
-def _replicated_flows(
+def _add_replicated(
     flows: Flows, weights: Sequence[LocalWeight], axes: Sequence[Axis], size: int, config: Config
 ) -> None:
-    joined = _joined(axes)
+    joined = join_axes(axes)
     ranks = joined.size
     reduced = 2 if config.parallel.reduce_dtype == "bf16" else size
     for bucket in _buckets([w for w in weights if w.is_trained]):
@@ -151,15 +151,15 @@ def _replicated_flows(
         flows.add(joined, "all_reduce", 2 * n_bytes * (ranks - 1) // ranks)
 
 
-def _joined(axes: Iterable[Axis]) -> Axis:
-    """Join axes to one, named by those of several ranks from the outermost to the innermost."""
+def join_axes(axes: Iterable[Axis]) -> Axis:
+    """Join axes into one, named by those with more than one rank, the outermost first."""
     order = (PIPELINE, REPLICATE, SHARD, EXPERT_SHARD, EXPERT, CONTEXT, TENSOR)
-    several = sorted((axis for axis in axes if axis.size > 1), key=lambda axis: order.index(axis.name))
-    stride = min((axis.stride for axis in several), default=1)
-    return Axis(" × ".join(axis.name for axis in several), math.prod(axis.size for axis in several), stride)
+    joined = sorted((axis for axis in axes if axis.size > 1), key=lambda axis: order.index(axis.name))
+    stride = min((axis.stride for axis in joined), default=1)
+    return Axis(" × ".join(axis.name for axis in joined), math.prod(axis.size for axis in joined), stride)
 
 
-def _sharded_optimizer_flows(
+def _add_sharded_optimizer(
     flows: Flows,
     weights: Sequence[LocalWeight],
     shard: Axis,
@@ -176,7 +176,7 @@ def _sharded_optimizer_flows(
         flows.add(shard, "all_gather", shard_numel * compute * (n - 1))
 
 
-def _fully_sharded_flows(
+def _add_fully_sharded(
     flows: Flows,
     config: Config,
     weights: Sequence[LocalWeight],
@@ -190,12 +190,12 @@ def _fully_sharded_flows(
     groups: dict[object, list[LocalWeight]] = defaultdict(list)
     for weight in weights:
         groups[weight.parts if weight.in_block else ()].append(weight)
-    joined = _joined(copies)
+    joined = join_axes(copies)
     ranks = joined.size
     for parts, group in groups.items():
         shard_numel = sum(w.shard(n) for w in group)
         trained = sum(w.shard(n) for w in group if w.is_trained)
-        gathers = all_gathers(config, parts != (), microbatches)
+        gathers = count_all_gathers(config, parts != (), microbatches)
         flows.add(shard, "all_gather", shard_numel * compute * (n - 1), gathers)
         times = microbatches if parallel.grad_accumulation == "sharded" else 1
         flows.add(shard, "reduce_scatter", trained * n * reduced * (n - 1) // n, times)
@@ -203,13 +203,14 @@ def _fully_sharded_flows(
             flows.add(joined, "all_reduce", 2 * trained * reduced * (ranks - 1) // ranks, times)
 
 
-def _whole_tensor_flows(flows: Flows, config: Config, weights: Sequence[LocalWeight]) -> None:
-    """Add what optimizers send that need whole tensors: gradients to a tensor's owner, new weights back.
+def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeight]) -> None:
+    """Add the exchange of optimizers that need whole tensors: gradients to a tensor's owner, new weights back.
 
-    Owners are the ranks of dp_shard and tp, with experts of cp too; the largest tensor first to the rank with least.
+    The ranks of dp_shard and tp own tensors, with experts those of cp too. Each tensor, the largest first, goes to the
+    rank that owns the fewest elements.
     """
     parallel, axes = config.parallel, axes_of(config.parallel)
-    axis = _joined((axes[SHARD], axes[TENSOR], *([axes[CONTEXT]] if parallel.ep > 1 else [])))
+    axis = join_axes((axes[SHARD], axes[TENSOR], *([axes[CONTEXT]] if parallel.ep > 1 else [])))
     size, _ = number_bytes(config)
     by_group: dict[int, list[LocalWeight]] = defaultdict(list)
     for weight in weights:
@@ -225,7 +226,7 @@ def _whole_tensor_flows(flows: Flows, config: Config, weights: Sequence[LocalWei
             heapq.heappush(load, (numel + weight.numel, owner))
             blocks, is_first = _blocks_by_member(parallel, weight)
             gradients = blocks * is_first
-            gradients[owner] = blocks.sum() - blocks[owner]  # its new weights, to all others
+            gradients[owner] = blocks.sum() - blocks[owner]  # the owner sends new weights instead
             total += gradients * size
     key = axis.name, "all_to_all"
     flows.sent[key] += int(total.max())
@@ -234,30 +235,30 @@ def _whole_tensor_flows(flows: Flows, config: Config, weights: Sequence[LocalWei
 
 
 def _blocks_by_member(parallel: ParallelConfig, weight: LocalWeight) -> tuple[IntArray, IntArray]:
-    """Return the elements that each owner has of a weight after ZeRO, and 1 where it is the first with that block."""
+    """Return each rank's elements of a weight after ZeRO, and 1 for the first rank with the same block."""
     sharded = parallel.zero > 0 and parallel.dp_shard * parallel.dp_replicate > 1
     shards, n_experts = parallel.dp_shard, weight.numel
     if weight.is_expert:
         shards, n_experts = max(1, parallel.expert_mesh_size // parallel.ep), weight.numel // parallel.ep
-    seen = set[tuple[int, int, int]]()
+    known_blocks = set[tuple[int, int, int]]()
     blocks, is_first = list[int](), list[bool]()
     for shard, context, tensor in product(
         range(parallel.dp_shard), range(parallel.cp if parallel.ep > 1 else 1), range(parallel.tp)
     ):
         expert = 0
         if weight.is_expert:
-            place = shard * parallel.cp + context
-            place = place * parallel.tp + tensor if parallel.expert_tp == "folded" else place
-            shard, expert = divmod(place, parallel.ep)
+            index = shard * parallel.cp + context
+            index = index * parallel.tp + tensor if parallel.expert_tp == "folded" else index
+            shard, expert = divmod(index, parallel.ep)
         block = expert, shard if sharded else 0, tensor if weight.local < n_experts else 0
         blocks.append(weight.shard(shards, shard) if sharded else weight.local)
-        is_first.append(block not in seen)
-        seen.add(block)
+        is_first.append(block not in known_blocks)
+        known_blocks.add(block)
     return np.array(blocks, dtype=np.int64), np.array(is_first, dtype=np.int64)
 
 
-def all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
-    """How often a step gathers a block's weights under ZeRO 2 and 3, or those that lie in no block."""
+def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
+    """Return how often a step gathers a block's weights under ZeRO 2 and 3, or weights outside blocks."""
     parallel = config.parallel
     if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
         return 1
@@ -267,7 +268,7 @@ def all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
 
 
 def _buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:
-    """Neighbours that go in one message."""
+    """Group neighbours that one message carries."""
     buckets: list[list[LocalWeight]] = []
     filled = BUCKET
     for weight in weights:
@@ -280,12 +281,11 @@ def _buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:
 
 
 def axis_seconds(flows: Flows, axes: Mapping[str, Axis], node: Node, names: Sequence[str]) -> float:
-    """Time of all that is sent over some axes."""
+    """Estimate the seconds of all traffic over some axes, and over joint axes that begin with one of them."""
     seconds = 0.0
     for (name, collective), n_bytes in flows.sent.items():
-        first = name.split(" × ")[0]
-        if name in names or first in names:
-            several = [axes[part] for part in name.split(" × ")]
-            axis = Axis(name, math.prod(a.size for a in several), min(a.stride for a in several))
+        parts = name.split(" × ")
+        if parts[0] in names:
+            axis = join_axes(axes[part] for part in parts)
             seconds += collective_seconds(axis, node, collective, n_bytes, flows.calls[name, collective])
     return seconds

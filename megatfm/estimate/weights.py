@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state of each rank, from the sizes that tensor and expert parallelism leave."""
+"""Weights, gradients and optimizer state of a rank: local shapes under tensor and expert parallelism, then ZeRO."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,9 @@ from megatfm.split_points import SplitPoint
 
 @dataclass(frozen=True)
 class LocalWeight:
-    """A parameter as one rank has it before ZeRO. rows: along the dim that ZeRO cuts; optimizer_bytes: of the whole
-    parameter's state; parts: indices of the split points that use it; numel: of the whole; is_partial: tensor-parallel
-    ranks have a share of its gradient each; whole_tensor_group: number of the optimizer that needs it whole, else None.
-    """
+    """A parameter as one rank has it before ZeRO. numel, optimizer_bytes: of the full parameter and its state; rows:
+    along the dim that ZeRO shards; parts: indices of the split points that use it; is_partial: tensor-parallel ranks
+    sum its gradient; whole_tensor_group: number of the optimizer that needs it whole, else None."""
 
     name: str
     numel: int
@@ -37,19 +36,20 @@ class LocalWeight:
 
     @property
     def local(self) -> int:
-        """Elements on a rank before ZeRO."""
+        """Number of elements on a rank before ZeRO."""
         return self.rows * self.row_numel
 
     def shard(self, ranks: int, rank: int = 0) -> int:
-        """Elements of one of so many ZeRO ranks; by default of the fullest."""
+        """Return the elements of one of `ranks` ZeRO ranks, by default of the fullest."""
         rows = -(-self.rows // ranks)
         return max(0, min(rows, self.rows - rank * rows)) * self.row_numel
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on a rank between steps, and of a step's gradients. gathered: what ZeRO 2 and 3 gather beside the stored
-    shards, at most at once. block: bytes of the largest block's gradients before they are reduced."""
+    """Bytes on a rank. gradients: accumulated in a step; reduced: those that the optimizer reads; gathered: the most
+    that ZeRO 2 and 3 gather at once beside stored shards; regathered: new weights that ZeRO 1 gathers after the
+    optimizer; unreduced: gradients of the largest block before they are reduced."""
 
     weights: int
     copies: int
@@ -57,6 +57,8 @@ class RankBytes:
     optimizer: int
     gathered: int
     unreduced: int
+    reduced: int
+    regathered: int
 
     @property
     def at_rest(self) -> int:
@@ -69,7 +71,7 @@ def local_weights(
 ) -> list[LocalWeight]:
     """List the parameters as a rank of `layout` (tensor parallelism alone) has them, experts divided by `parallel.ep`.
 
-    full: the model on the meta device, without a plan. local: the model that `layout` was laid over.
+    full: the model on the meta device, not parallelized. local: the parallelized model of `layout`.
     """
     weight_bytes = 8 if config.train.precision == "fp64" else 4
     optimizer = optimizer_state_bytes(config, full, weight_bytes)
@@ -90,7 +92,7 @@ def local_weights(
         is_expert = name in experts and config.parallel.ep > 1
         if name in experts:
             sizes = _expert_sizes(sizes, shape, config.parallel)
-        dim = _cut_dim(sizes, name in experts, _expert_shards(config.parallel), config.parallel.zero)
+        dim = _shard_dim(sizes, name in experts, _expert_shards(config.parallel), config.parallel.zero)
         rows = sizes[dim] if sizes else 1
         listed.append(
             LocalWeight(
@@ -121,42 +123,44 @@ def expert_names(model: nn.Module) -> frozenset[str]:
 
 
 def _expert_sizes(sizes: list[int], shape: Sequence[int], parallel: ParallelConfig) -> list[int]:
-    """Sizes on a rank of experts' stacked matrices; with "folded", tensor-parallel ranks are among those of `ep`."""
+    """Return a rank's sizes of experts' stacked matrices; with "folded", `ep` includes tensor-parallel ranks."""
     if parallel.expert_tp == "folded":
         return [shape[0] // parallel.ep, *shape[1:]]
     return [sizes[0] // parallel.ep, *sizes[1:]]
 
 
 def _expert_shards(parallel: ParallelConfig) -> int:
-    """Ranks over which ZeRO cuts experts."""
+    """Return the ranks over which ZeRO shards experts."""
     return max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.dp_shard
 
 
-def _cut_dim(sizes: Sequence[int], is_expert: bool, ranks: int, zero: int) -> int:
-    """Dim that ZeRO cuts: within experts where their number does not divide."""
-    within = is_expert and zero >= 2 and len(sizes) > 1 and sizes[0] % ranks and sizes[1] % ranks == 0
-    return 1 if within else 0
+def _shard_dim(sizes: Sequence[int], is_expert: bool, ranks: int, zero: int) -> int:
+    """Return the dim that ZeRO shards: that within each expert if the number of experts does not divide."""
+    is_within = is_expert and zero >= 2 and len(sizes) > 1 and sizes[0] % ranks and sizes[1] % ranks == 0
+    return 1 if is_within else 0
 
 
 def number_bytes(config: Config) -> tuple[int, int]:
-    """Return bytes of a stored and of a computed number."""
+    """Return the bytes of a number as stored, and as the model computes with it."""
     size = 8 if config.train.precision == "fp64" else 4
     return size, size if config.train.precision in ("fp32", "fp64") else 2
 
 
 def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], index: int) -> int:
-    """Bytes of gradients that a backward pass through split point `index` holds until all uses of their weight have
-    one, as tied tables'."""
-    used = [(w, [i for i in w.parts if i in parts]) for w in weights if w.is_trained and len(w.parts) > 1]
+    """Return the bytes of incomplete gradients during the backward pass of split point `index`.
+
+    A weight with several uses, such as a tied table, has one until its first use has run backward.
+    """
+    shared = [(w, [i for i in w.parts if i in parts]) for w in weights if w.is_trained and len(w.parts) > 1]
     size, compute = number_bytes(config)
-    waiting = sum(w.local for w, uses in used if uses and uses[0] <= index < uses[-1])
-    return waiting * (size if config.parallel.zero < 2 else compute)
+    incomplete = sum(w.local for w, uses in shared if uses and uses[0] <= index < uses[-1])
+    return incomplete * (size if config.parallel.zero < 2 else compute)
 
 
 def rank_bytes(
     config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], ahead: int = 1
 ) -> RankBytes:
-    """Add up what the fullest rank holds of some split points. ahead: blocks that are prefetched."""
+    """Add up the bytes of some split points on the fullest rank. ahead: blocks that are prefetched."""
     parallel, train = config.parallel, config.train
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]
     data_ranks = parallel.dp_shard * parallel.dp_replicate
@@ -166,15 +170,14 @@ def rank_bytes(
     shards = {w.name: _shards(w, parallel) if zero else 1 for w in stage_weights}
     stored = {w.name: w.shard(shards[w.name]) for w in stage_weights}
     unsharded_numel = sum(w.local for w in stage_weights)
-    # ZeRO 1 without a precision of its own moves the model's weights themselves, whole on each rank.
+    # Without mixed precision, ZeRO 1 updates the model's weights in place, which each rank has whole.
     weight_bytes = (unsharded_numel if zero == 1 and not is_mixed else sum(stored.values())) * size
-    several = train.global_batch > train.micro_batch * data_ranks
-    unsharded = zero < 2 or parallel.pp > 1 or (several and parallel.grad_accumulation == "unsharded")
+    accumulates = train.global_batch > train.micro_batch * data_ranks
+    unsharded = zero < 2 or parallel.pp > 1 or (accumulates and parallel.grad_accumulation == "unsharded")
     trained = [w for w in stage_weights if w.is_trained]
     gradients = sum(w.local if unsharded else stored[w.name] for w in trained) * size
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in trained)
-    blocks = _by_block(stage_weights)
-    largest = sorted(blocks.values(), reverse=True)
+    largest = sorted(numel_by_block(stage_weights).values(), reverse=True)
     outside = sum(w.local for w in stage_weights if not w.in_block)
     gathered = unreduced = 0
     if zero == 3 and not parallel.splits_backward:
@@ -184,15 +187,17 @@ def rank_bytes(
     if zero >= 2 and not unsharded:
         unreduced = (largest[0] if largest else outside) * (compute + size)
     copies = unsharded_numel * 2 if zero < 2 and is_mixed else 0
-    return RankBytes(weight_bytes, copies, gradients, optimizer, gathered, unreduced)
+    reduced = sum(stored[w.name] for w in trained) * size
+    regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute if zero == 1 else 0
+    return RankBytes(weight_bytes, copies, gradients, optimizer, gathered, unreduced, reduced, regathered)
 
 
 def _shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
     return _expert_shards(parallel) if weight.is_expert else parallel.dp_shard
 
 
-def _by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
-    """Block (the split points that run it) → its elements."""
+def numel_by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
+    """Return block (the split points that run it) → elements on a rank before ZeRO."""
     sums: dict[tuple[int, ...], int] = {}
     for weight in weights:
         if weight.in_block:
@@ -201,6 +206,6 @@ def _by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:
 
 
 def experts_section(model: ModelConfig) -> MoEConfig | SoftMoEConfig | None:
-    """The section of a model's experts, of whatever kind of blocks has them; None where there are none."""
+    """Return the config section of a model's experts, from the first kind of block that has some; else None."""
     sections = (kind.ffn for kind in model.layer_kinds)
     return next((ffn for ffn in sections if isinstance(ffn, MoEConfig | SoftMoEConfig)), None)

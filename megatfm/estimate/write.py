@@ -1,4 +1,4 @@
-"""Files of a chosen layout: a config that extends the one that was asked about, and the job script."""
+"""Writes a layout as a config that extends the estimated one, and the words that launch it."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from megatfm.files import atomic_write
 
 
 def layout_config(source: str, estimate: Estimate) -> str:
-    """Return a config file's text: what the estimate's config changes of `source`, a preset's name or a path."""
+    """Return a config file's text: the keys in which the estimate differs from `source`, a preset's name or a path."""
     base = load_config(source, [])
-    changed = _differences(base.model_dump(exclude_none=True), estimate.config.model_dump(exclude_none=True))
+    changed = _changed_keys(base.model_dump(exclude_none=True), estimate.config.model_dump(exclude_none=True))
     changed.get("train", {}).pop("precision", None)
     for key in [key for key, value in changed.items() if value == {}]:
         del changed[key]
@@ -22,35 +22,37 @@ def layout_config(source: str, estimate: Estimate) -> str:
     return tomli_w.dumps({"extends": extends, "name": estimate.config.name, **changed})
 
 
-def _differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a nested table whose values differ."""
+def _changed_keys(base: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a nested table whose values differ from the base's."""
     changed: dict[str, Any] = {}
-    for key, value in after.items():
-        old = before.get(key)
-        if isinstance(value, dict) and isinstance(old, dict):
-            if inner := _differences(old, value):
-                changed[key] = inner
-        elif value != old:
+    for key, value in config.items():
+        base_value = base.get(key)
+        if isinstance(value, dict) and isinstance(base_value, dict):
+            if nested := _changed_keys(base_value, value):
+                changed[key] = nested
+        elif value != base_value:
             changed[key] = list(value) if isinstance(value, tuple) else value
     return changed
 
 
 def write_layout(source: str, estimate: Estimate, path: Path) -> None:
-    """Write the config, and read it again as a check. Raises UsageError for a file that is there already."""
+    """Write the config, and load it as a check. Raises UsageError for a file that exists."""
     if path.exists():
-        raise UsageError(f"--write {path}: there is such a file: give another name")
+        raise UsageError(f"--write {path}: the file exists: give another name")
     try:
         atomic_write(path, layout_config(source, estimate))
     except OSError as error:
         raise MegatfmError(f"--write {path}: can't be written: {error.strerror}") from error
-    written: Config = load_config(str(path), [])
+    loaded: Config = load_config(str(path), [])
     for section in ("parallel", "model", "data"):
-        if getattr(written, section) != getattr(estimate.config, section):
-            raise MegatfmError(f"{path}: [{section}] did not come out as chosen: {section}")
+        if getattr(loaded, section) != getattr(estimate.config, section):
+            raise MegatfmError(
+                f"{path}: [{section}] loads with other values than the estimate's: set the layout by hand"
+            )
 
 
 def launch_words(path: Path, estimate: Estimate) -> list[str]:
-    """Return the words after `megatfm launch` that run the config."""
+    """Return the arguments of `megatfm launch` that start the config."""
     cluster = estimate.cluster
     per_node = min(cluster.gpus, cluster.node.gpus)
     return [str(path), "--slurm", "--nodes", str(cluster.nodes), "--gpus-per-node", str(per_node)]

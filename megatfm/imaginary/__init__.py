@@ -1,1 +1,1 @@
-"""An imaginary GPU: one rank of any number takes real steps of the real engine on tensors without memory."""
+"""Imaginary GPU: one rank of a cluster takes real steps of the real engine on tensors without memory."""

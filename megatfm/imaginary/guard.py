@@ -1,6 +1,6 @@
-"""The device guard of the imaginary GPU: built with g++ on first use, kept beside other caches, loaded before torch.
+"""The device guard of the imaginary GPU: built with g++ on first use, kept in the user's cache, loaded before torch.
 
-A CPU build of torch aborts where a "cuda" tensor needs a gradient, as it has no guard for that device. This one does
+A CPU build of torch aborts when a "cuda" tensor needs a gradient, as it has no guard for that device. This one does
 nothing. This module must not import torch.
 """
 
@@ -21,22 +21,21 @@ from megatfm.errors import MegatfmError
 log = logging.getLogger("megatfm")
 
 SOURCE = Path(__file__).with_name("guard.cpp")
-INSTEAD = "leave --traced out: the modelled estimate needs no compiler"
+WITHOUT_GUARD = "leave --traced out: the modelled estimate needs no compiler"
 
 
 def load_guard() -> None:
-    """Load the guard, building it first where it has not been. Raises MegatfmError where it can't be, or comes too
-    late."""
+    """Load the guard, and build it first if necessary. Raises MegatfmError if that fails, or if torch is imported."""
     if "torch" in sys.modules:
         raise MegatfmError("the imaginary GPU must be loaded before torch: start it in a process of its own")
     ctypes.CDLL(str(build_guard()))
 
 
 def build_guard(folder: Path | None = None) -> Path:
-    """Return the library for this torch, built if it is not there yet."""
+    """Return the library for this torch, and build it if it does not exist."""
     folder = folder or cache_folder()
     version, torch = metadata.version("torch"), _torch_folder()
-    # It finds torch's libraries where they were when it was built.
+    # The library has the path of torch's libraries built in.
     key = hashlib.sha256(SOURCE.read_bytes() + f"{version} {torch}".encode()).hexdigest()[:16]
     library = folder / f"imaginary-{key}.so"
     if library.exists():
@@ -44,19 +43,22 @@ def build_guard(folder: Path | None = None) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise MegatfmError(
-            f"the imaginary GPU needs a C++ compiler, and there is no g++: install it, or {INSTEAD}"
+            f"the imaginary GPU needs a C++ compiler, and there is no g++: install it, or {WITHOUT_GUARD}"
         )
     log.info("building the imaginary GPU's device guard for torch %s (once, seconds): %s", version, library)
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
-        done = subprocess.run(
-            _command(compiler, torch, Path(temporary)), capture_output=True, text=True, check=False
+        process = subprocess.run(
+            _compile_command(compiler, torch, Path(temporary)), capture_output=True, text=True, check=False
         )
-        if done.returncode:
-            line = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise MegatfmError(f"the imaginary GPU's guard does not build with {compiler}: {line}; {INSTEAD}")
+        if process.returncode:
+            stderr = process.stderr
+            line = next((line for line in stderr.splitlines() if "error" in line), stderr[:200])
+            raise MegatfmError(
+                f"the imaginary GPU's guard does not build with {compiler}: {line}; {WITHOUT_GUARD}"
+            )
         Path(temporary).replace(library)
     finally:
         Path(temporary).unlink(missing_ok=True)
@@ -64,7 +66,7 @@ def build_guard(folder: Path | None = None) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where what is built once lies."""
+    """Return the folder of built libraries."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatfm"
 
 
@@ -75,6 +77,6 @@ def _torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def _command(compiler: str, torch: Path, target: Path) -> list[str]:
+def _compile_command(compiler: str, torch: Path, target: Path) -> list[str]:
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", f"-I{torch}/include", str(SOURCE), "-o", str(target)]
     return [compiler, *flags, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]

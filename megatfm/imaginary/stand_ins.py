@@ -1,4 +1,4 @@
-"""Stand-ins for attention's kernels on the imaginary GPU: what they allocate and keep, and that they ran."""
+"""Stand-ins for attention's kernels on the imaginary GPU, which allocate and save as much, and count their runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from megatfm.imaginary.device import ImaginaryGPU
 from megatfm.ops.attention import kernels
 
 FUSED = ("fused", "varlen", "flex")
-"""Kernels that hold no scores."""
+"""Kernels without a tensor of scores."""
 
 
 class _Fused(torch.autograd.Function):
-    """A fused kernel: keeps q, k, v, its output, in which heads of a token are neighbours, and a float32 a query."""
+    """Fused kernel: saves q, k, v, its output, in which a token's heads are neighbours, and a float32 a query."""
 
     @staticmethod
     def forward(ctx, q_BNTH, k_BKSH, v_BKSH, note):  # type: ignore[no-untyped-def]
@@ -37,14 +37,14 @@ class _Fused(torch.autograd.Function):
 
 @contextmanager
 def attention_by_shapes(gpu: ImaginaryGPU) -> Iterator[None]:
-    """Have attention's fused kernels replaced, and counted by the name of the kernel that a GPU would take."""
-    before = dict(kernels.STAND_INS)
+    """Replace attention's fused kernels, and count them by the name of the kernel that a GPU would run."""
+    stand_ins = dict(kernels.STAND_INS)
     kernels.STAND_INS.update({name: partial(_run, gpu, name) for name in FUSED})
     try:
         yield
     finally:
         kernels.STAND_INS.clear()
-        kernels.STAND_INS.update(before)
+        kernels.STAND_INS.update(stand_ins)
 
 
 def _run(gpu: ImaginaryGPU, name: str, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
@@ -56,7 +56,7 @@ def _run(gpu: ImaginaryGPU, name: str, q: Tensor, k: Tensor, v: Tensor, *args: A
 
 
 def _with_gradients(out: Tensor, args: Any) -> Tensor:
-    """Give what else has a gradient, as biases and sinks, a place in the graph."""
+    """Connect other inputs with gradients, such as biases and sinks, to the graph."""
     for extra in args:
         if isinstance(extra, Tensor) and extra.requires_grad:
             out = out + 0 * extra.sum().to(out.dtype)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def batches_of(config: Config, data_ranks: int, microbatches: int | None) -> list[Arrays]:
-    """A rank's micro-batches of a step: rows of one document, the same in each."""
+    """Return a rank's micro-batches of a step, all the same: rows of one document. microbatches: at most so many."""
     share = config.train.global_batch // data_ranks // config.train.micro_batch
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
     rows = random_batch(config.model_copy(update={"train": train}), "one")
@@ -28,7 +28,7 @@ def batches_of(config: Config, data_ranks: int, microbatches: int | None) -> lis
 def take_steps(
     config: Config, engine: Engine, gpu: ImaginaryGPU, batches: list[Arrays], steps: int, record: "Trace"
 ) -> None:
-    """Take steps, and note the last one."""
+    """Take steps, and record the last one in `record`."""
     objective, signals = objective_for(config), StopSignals(engine.device)
     for _ in range(steps):
         gpu.kernels, gpu.waits, gpu.copies = Counter(), Counter(), Counter()

@@ -1,6 +1,6 @@
-"""Stand-ins for torch.cuda, with which a CPU build believes in a GPU: streams and events that order nothing.
+"""Stand-ins for torch.cuda that make a CPU build report a GPU, with streams and events that order nothing.
 
-For a process of its own: nothing is put back.
+They are for a separate process: nothing restores torch.cuda.
 """
 
 from typing import Any
@@ -11,37 +11,40 @@ from torch import Tensor
 from megatfm.imaginary.device import CUDA, PINNED
 
 
-class _Nothing:
-    """A stream, an event, or a context of either."""
+class _Stub:
+    """Stream, event, or a context of either; does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device, self.device_index, self.stream_id, self.device_type = CUDA, 0, 0, 1
 
-    def __enter__(self) -> "_Nothing":
+    def __enter__(self) -> "_Stub":
         return self
 
     def __exit__(self, *error: Any) -> None:
         return None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "_Nothing":
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Stub":
         return self
 
-    def record_event(self, *args: Any) -> "_Nothing":
-        return _Nothing()
+    def record_event(self, *args: Any) -> "_Stub":
+        return _Stub()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: True if name == "query" else None
 
 
 def install(name: str, capability: tuple[int, int]) -> None:
-    """Have torch.cuda tell of a device of this name. Dynamo, which looks at torch.cuda once, is imported before."""
+    """Make torch.cuda report a device of this name. Dynamo reads torch.cuda once, so it is imported before.
+
+    Sends to ranks that do not exist are complete at once, so that nothing keeps what was sent.
+    """
     from torch._dynamo import trace_rules
 
     trace_rules.get_torch_obj_rule_map()
     cuda: Any = torch.cuda
     for key in ("Stream", "Event", "stream", "device"):
-        setattr(cuda, key, _Nothing)
-    cuda.current_stream = cuda.default_stream = lambda *args: _Nothing()
+        setattr(cuda, key, _Stub)
+    cuda.current_stream = cuda.default_stream = lambda *args: _Stub()
     cuda.set_device = cuda.synchronize = cuda._lazy_init = lambda *args, **kwargs: None
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count, cuda.current_device = lambda: 8, lambda: 0
@@ -50,6 +53,8 @@ def install(name: str, capability: tuple[int, int]) -> None:
     tensor.record_stream = lambda self, stream: None
     tensor.pin_memory = _pin
     torch._C._set_only_lift_cpu_tensors(True)  # Python lists become host tensors first
+    work: Any = torch.distributed.Work
+    work.is_completed = lambda self: True
 
 
 def _pin(tensor: Tensor, *args: Any) -> Tensor:

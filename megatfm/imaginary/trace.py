@@ -1,8 +1,8 @@
-"""One rank's real steps on the imaginary GPU: memory by phase, traffic, kernels, and where the host waits.
+"""Traces one rank's real steps on the imaginary GPU: memory by phase, traffic, kernels, and host waits.
 
     python -m megatfm.imaginary CONFIG --world 1024 --rank 5 key=value
 
-A process of its own: the guard must be there before torch is.
+It runs in a separate process, as the guard must be loaded before torch.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass
 class Trace:
-    """Record of a rank. Bytes: built, of the device after the engine was built; passes, optimizer: the most at once in
-    them; at_rest: after the step. sent: [axis, collective, calls, bytes]. waits: place → times in the last step;
-    all_pairs: tensors of all pairs of tokens."""
+    """Record of a rank's last step. Bytes on the device: built, with the engine alone; passes, optimizer: the most at
+    once in them; at_rest: after the step. sent: [axis, collective, calls, bytes]. waits, copies: line of code → times;
+    all_pairs: tensors of all pairs of tokens → times."""
 
     config: str
     rank: int
@@ -41,9 +41,9 @@ class Trace:
 def trace(
     source: str, overrides: Sequence[str], world: int, rank: int, steps: int, microbatches: int | None
 ) -> Trace:
-    """Take steps as one rank of `world`. microbatches: of a step, where fewer than the config's do.
+    """Take steps as one rank of `world`. microbatches: at most so many in a step; None: as many as the config has.
 
-    Raises UsageError for a config or layout that can't be, and whatever the engine raises.
+    Raises UsageError for an invalid config or layout, and the engine's errors.
     """
     from megatfm.imaginary import torch_stubs
 
@@ -75,7 +75,7 @@ def trace(
 
 
 def main(words: Sequence[str]) -> int:
-    """Print a trace as JSON."""
+    """Trace a rank and print the record as JSON; return the exit code."""
     from megatfm.imaginary.guard import load_guard
 
     load_guard()

@@ -13,6 +13,8 @@ from megatfm.errors import SampleError, UsageError
 from megatfm.inference.decoding import Prompts, check_makes_text, has_encoder
 from megatfm.objectives.images import image_reader
 from megatfm.rng import ChunkKey
+from megatfm.tasks.chat import load_chat_template
+from megatfm.tokenizers import HuggingFaceTokenizer
 from megatfm.tokenizers.base import SENTINEL_PATTERN
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megatfm")
 
-BEGIN = ("auto", "bos", "none")
+BEGIN = ("auto", "bos", "none", "chat")
 SENTINEL = ("auto", "always", "never")
 
 
@@ -34,7 +36,8 @@ def build_prompts(
 ) -> Prompts:
     """Return a prompt in the form of the model's training texts, `samples` times.
 
-    begin: ids before a decoder's prompt: "auto" (those of its training), "bos" or "none".
+    begin: ids before a decoder's prompt: "auto" (those of its training), "bos" or "none"; "chat": the prompt is a
+    user's message, in the chat template, which begins the answer.
 
     A model of span corruption fills in `<extra_0>`, `<extra_1>`, … in the text. sentinel: whether `<extra_0>` is
     appended to a text without any: "always", "never", or "auto": for models that were trained so here, while converted
@@ -52,6 +55,10 @@ def build_prompts(
         raise UsageError(
             f"begin = {begin!r}: an encoder-decoder's prompt is its encoder's, with nothing before it: leave it out"
         )
+    if begin == "chat":
+        if image is not None:
+            raise UsageError("a chat prompt with an image is not supported: leave out one of the two")
+        return Prompts(_rows(_encode_chat(loaded, text), samples))
     ids = tokenizer.encode(text).tolist()
     if objective == "span_corruption":
         ids = encode_with_sentinels(loaded, text, sentinel)
@@ -81,6 +88,23 @@ def build_prompts(
     ids = insert_image_tokens(loaded, ids, fields, len(prefix_ids))
     images = {name: field.repeat(samples, *[1] * (field.dim() - 1)) for name, field in fields.items()}
     return Prompts(_rows(ids, samples), images=images)
+
+
+def _encode_chat(loaded: "TextModel", text: str) -> list[int]:
+    """Return a user's message in the chat template, with the words that begin the answer.
+
+    Raises UsageError for a text that spells a special token, and a model without a chat template.
+    """
+    tokenizer, task = loaded.tokenizer, loaded.config.task
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or loaded.tokenizer_file is None:
+        raise UsageError(
+            "a chat needs a tokenizer.json, in which special tokens are spelled: leave --chat out"
+        )
+    if spellings := [spelling for spelling in tokenizer.reserved_spellings if spelling in text]:
+        raise UsageError(f"the prompt spells the special token {spellings[0]!r}: take it out")
+    template = load_chat_template(loaded.tokenizer_file, tokenizer, task.chat_template if task else None)
+    rendered = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
+    return tokenizer.encode_with_offsets(rendered)[0].tolist()
 
 
 def encode_with_sentinels(loaded: "TextModel", text: str, sentinel: str) -> list[int]:

@@ -23,6 +23,7 @@ from megatfm.models import build
 from megatfm.models.base import take, working_dtype
 from megatfm.ops.transfer import aligned
 from megatfm.registry import import_foreign_plugins
+from megatfm.tasks.chat import answer_end_tokens
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
@@ -88,7 +89,7 @@ def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
         )
     if type(step := state.get("step")) is not int:
         raise MegatfmError(f"{source}: not a checkpoint of a run: its state has no step")
-    prefix_ids, eos_ids = state.get("begins"), state.get("stop")
+    prefix_ids = state.get("begins")
     return TextModel(
         model,
         tokenizer,
@@ -96,13 +97,30 @@ def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
         step,
         folder,
         tuple(int(str(token)) for token in prefix_ids) if isinstance(prefix_ids, list) else None,
-        # Older checkpoints store a single id.
-        tuple(int(str(token)) for token in eos_ids)
-        if isinstance(eos_ids, list)
-        else (eos_ids if isinstance(eos_ids, int) else tokenizer.eos,),
+        _stop_ids(state, config, tokenizer, tokenizer_file),
         knows_objective=not ((step == 0 and "origin" in state) or "converted_from" in state),
         tokenizer_file=Path(tokenizer_file),
     )
+
+
+def _stop_ids(
+    state: Mapping[str, JsonValue], config: Config, tokenizer: Tokenizer, tokenizer_file: str | Path
+) -> tuple[int, ...]:
+    """Return the ids that end a text: those of a converted model, or EOS, what the model at the start of the run had in
+    its generation_config.json, and what ends an answer in a fine-tuning run's chat template, which is told."""
+    stored = state.get("stop")
+    if isinstance(stored, list):
+        return tuple(int(str(token)) for token in stored)
+    if isinstance(stored, int):  # older checkpoints store a single id
+        return (stored,)
+    origin = state.get("origin")
+    generation = origin.get("generation") if isinstance(origin, dict) else None
+    ids = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    listed = [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
+    answer_ends = answer_end_tokens(config.task, tokenizer_file, tokenizer)
+    for token in answer_ends:
+        log.warning("note: answers end at %s, as in the chat template", tokenizer.id_to_piece(token))
+    return tuple(dict.fromkeys([tokenizer.eos, *listed, *answer_ends]))
 
 
 def load_model(
@@ -178,7 +196,7 @@ def generate_text(
     decoders = [IncrementalDetokenizer(tokenizer, prompt_ids=row.tolist()) for row in prompts.tokens]
     texts = [""] * samples
     ended = [False] * samples
-    on_text(prompt)
+    on_text(f"{prompt}\n" if begin == "chat" else prompt)
     for tokens in stream(
         loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.eos_token_id
     ):

@@ -32,14 +32,14 @@ class ImageMean(nn.Module):
         super().__init__()
         self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
-    def forward(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """Return vectors [M, D] of the images with a token at index `at_M`, counted over all rows."""
+    def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """Return vectors [M, D] of the images at these indices (`document_index`)."""
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
         sums_BID = self.all_reduce(_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
         row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
         counts_BI1 = _members(row, sequence).sum(-1, keepdim=True).clamp(min=1)
         means_BID = (sums_BID / counts_BI1).to(hidden_BTD.dtype)
-        return means_BID.flatten(0, 1)[_image_index(sequence, at_M)]
+        return means_BID.flatten(0, 1)[index_M]
 
 
 class AttentionPool(nn.Module):
@@ -67,13 +67,13 @@ class AttentionPool(nn.Module):
         head_cost = total_cost((self.wq, self.wo, self.norm, self.w_up, self.w_down), tokens.with_count(1))
         return total_cost((self.wk, self.wv), tokens) + head_cost
 
-    def forward(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """Return vectors [M, D] of the images with a token at index `at_M`, counted over all rows."""
+    def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """Return vectors [M, D] of the images at these indices (`document_index`)."""
         q_NH = self.wq(self.query)[0].unflatten(-1, (self.n_heads, -1))
         k_BTNH, v_BTNH = (w(hidden_BTD).unflatten(-1, (self.n_heads, -1)) for w in (self.wk, self.wv))
         is_member_BIT = _members(sequence, sequence, with_special=True)
         heads_BIND = self.core(q_NH, k_BTNH, v_BTNH, is_member_BIT)
-        y_MD = self.wo(heads_BIND.flatten(-2).flatten(0, 1)[_image_index(sequence, at_M)])
+        y_MD = self.wo(heads_BIND.flatten(-2).flatten(0, 1)[index_M])
         return y_MD + self.w_down(self.activation(self.w_up(self.norm(y_MD))))
 
 
@@ -112,10 +112,17 @@ def _documents(sequence: SequenceMetadata) -> Tensor:
     return torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
 
 
-def _image_index(sequence: SequenceMetadata, at_M: Tensor) -> Tensor:
-    """Return the indices [M], among all rows' images, of the images with a token at index `at_M`."""
-    row_M = at_M // sequence.positions.shape[1]
-    return row_M * sequence.max_documents_per_row + _documents(sequence).flatten()[at_M]
+def document_index(
+    sequence: SequenceMetadata, at_M: Tensor, other_side: SequenceMetadata | None = None
+) -> Tensor:
+    """Return the index [M] of each token's document among those of all rows, `max_documents_per_row` for each row.
+
+    at_M: indices of tokens, counted over all rows. other_side: metadata of these tokens, if they are on the other side
+    of a pair of rows, whose documents have the same numbers as those of `sequence`.
+    """
+    tokens = other_side or sequence
+    row_M = at_M // tokens.positions.shape[1]
+    return row_M * sequence.max_documents_per_row + _documents(tokens).flatten()[at_M]
 
 
 OnClasses = Callable[[Tensor, Tensor], None]
@@ -206,7 +213,7 @@ class ClassifierHead(nn.Module):
         """Return logits [M, C] of the images whose first tokens are at `at_M`."""
         pooled = [hidden_BTD.flatten(0, 1)[at_M]] if self.reads_class_token else []
         if self.pool is not None:
-            pooled.append(self.pool(hidden_BTD, at_M, sequence))
+            pooled.append(self.pool(hidden_BTD, document_index(sequence, at_M), sequence))
         x_MD = torch.cat(pooled, dim=-1)
         logits_MC: Tensor = self.classifier(x_MD if self.dense is None else self.dense(x_MD).tanh())
         return logits_MC

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from megatfm.config import ContrastiveConfig, ModelConfig
 from megatfm.errors import MegatfmError
-from megatfm.layers.classifier import AttentionPool, ImageMean
+from megatfm.layers.classifier import AttentionPool, ImageMean, document_index
 from megatfm.layers.initialisation import Constant, initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops.contrastive import ONE_RANK, LossOptions, Ring, contrastive_loss, retrieval_ranks
 from megatfm.ops.transfer import moved
 
@@ -23,27 +24,46 @@ TOP = (1, 5)
 TERM = "contrastive"
 
 
+class BoundaryVector(nn.Module):
+    """The vector of each document's first token, or of its last."""
+
+    cp_plan = "all_reduce"
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self.last = last
+        self.summed = nn.Identity()  # where documents with this token on one rank become those of all
+
+    def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
+        """[M, D] of the documents of these indices (`document_index`)."""
+        at_N = boundary_tokens(sequence, last=self.last)
+        n_documents = len(hidden_BTD) * sequence.max_documents_per_row
+        vectors = hidden_BTD.new_zeros(n_documents, hidden_BTD.shape[-1])
+        vectors = vectors.index_copy(0, document_index(sequence, at_N), hidden_BTD.flatten(0, 1)[at_N])
+        of_all: Tensor = self.summed(vectors)
+        return of_all[index_M]
+
+
 class FeatureHead(nn.Module):
     """Unit vectors [M, W] of the documents of rows: pooled, then projected if so configured.
 
     pool: "class" takes each document's first token, "last" its last, "mean" and "attention" see its patches.
     """
 
+    cp_plan = "local"
     tp_plan = (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated"))
 
     def __init__(self, config: ModelConfig, pool: str, width: int | None, *, bias: bool) -> None:
         super().__init__()
-        self.takes_last = pool == "last"
-        self.pool: nn.Module | None = None
-        if pool in ("mean", "attention"):
-            self.pool = ImageMean() if pool == "mean" else AttentionPool(config)
+        pools = {"mean": ImageMean, "attention": lambda: AttentionPool(config)}
+        self.pool: nn.Module = pools[pool]() if pool in pools else BoundaryVector(last=pool == "last")
         d = config.d_model
         self.projection = width and Linear(d, width, initialiser(config)("dense", d, width), bias=bias)
 
-    def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """[M, W] in float32 at least, in the order of rows and of documents in them."""
-        at_M = boundary_tokens(sequence, last=self.takes_last)
-        x_MD = hidden_BTD.flatten(0, 1)[at_M] if self.pool is None else self.pool(hidden_BTD, at_M, sequence)
+    def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata, captions: SequenceMetadata) -> Tensor:
+        """[M, W] in float32 at least, of the pairs whose captions begin here, in the order of rows and of documents."""
+        at_M = boundary_tokens(captions, last=False)
+        x_MD = self.pool(hidden_BTD, document_index(sequence, at_M, captions), sequence)
         y_MW = self.projection(x_MD) if isinstance(self.projection, nn.Module) else x_MD
         return F.normalize(y_MW.to(torch.promote_types(y_MW.dtype, torch.float32)), dim=-1)
 
@@ -51,20 +71,42 @@ class FeatureHead(nn.Module):
 def boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
     """Return indices [M], counted over all rows, of the first tokens of documents, or of their last ones."""
     host = sequence.on_host()
-    chosen_BT = host.positions == 0
-    if last and host.documents is None:  # each row is one document
+    row = host.full_sequence if isinstance(host, SequenceShard) else host
+    chosen_BT = row.positions == 0
+    if last and row.documents is None:  # each row is one document
         chosen_BT = torch.arange(chosen_BT.shape[1]).expand_as(chosen_BT) == chosen_BT.shape[1] - 1
-    elif last and host.documents is not None:
-        after_BT = F.pad(host.documents[:, 1:], (0, 1), value=-1)
-        chosen_BT = host.documents != after_BT
-    if host.documents is not None:  # padding has position 0 as well
-        chosen_BT = chosen_BT & (host.documents >= 0)
+    elif last and row.documents is not None:
+        after_BT = F.pad(row.documents[:, 1:], (0, 1), value=-1)
+        chosen_BT = row.documents != after_BT
+    if row.documents is not None:  # padding has position 0 as well
+        chosen_BT = chosen_BT & (row.documents >= 0)
+    if isinstance(host, SequenceShard):
+        chosen_BT = chosen_BT[:, host.token_indices]
     return moved(chosen_BT.flatten().nonzero()[:, 0], sequence.positions.device)
+
+
+def check_pairs(images: SequenceMetadata, captions: SequenceMetadata) -> None:
+    """Raise MegatfmError for a row with another number of images than captions."""
+    n_images_B, n_captions_B = (_n_documents(side) for side in (images, captions))
+    if len(wrong := (n_images_B != n_captions_B).nonzero()):
+        row = int(wrong[0, 0])
+        raise MegatfmError(
+            f"row {row} has {int(n_images_B[row])} images and {int(n_captions_B[row])} captions: the i-th image of a "
+            "row belongs to its i-th caption; give both sides documents of the same numbers"
+        )
+
+
+def _n_documents(sequence: SequenceMetadata) -> Tensor:
+    """Return the number of documents [B] of the full rows, on the host."""
+    host = sequence.on_host()
+    row = host.full_sequence if isinstance(host, SequenceShard) else host
+    return torch.ones(len(row.positions)) if row.documents is None else row.documents.amax(1) + 1
 
 
 class Temperature(nn.Module):
     """The learned factor on similarities, and for the sigmoid loss the learned bias."""
 
+    cp_plan = "local"
     tp_plan = (("", "replicated"),)
 
     def __init__(self, config: ContrastiveConfig) -> None:
@@ -88,6 +130,7 @@ class ContrastiveLoss(nn.Module):
     """Compares the features of a global batch: the seam at which those of other data ranks come in."""
 
     dp_plan = "ring"
+    cp_plan = "local"
 
     def __init__(self, config: ContrastiveConfig) -> None:
         super().__init__()

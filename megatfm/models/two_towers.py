@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.config.image_text import image_tower, text_tower
-from megatfm.layers.contrastive import ContrastiveLoss, FeatureHead, Temperature
+from megatfm.layers.contrastive import ContrastiveLoss, FeatureHead, Temperature, check_pairs
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.loss_terms import add_by_name
 from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
@@ -24,9 +24,6 @@ from megatfm.split_points import SplitPoint
 @MODELS.register("two_towers")
 class TwoTowers(Model):
     """Image and text stacks with a feature head each; the image stack's weights are those of the family "encoder"."""
-
-    cp_plan = None  # type: ignore[assignment]
-    full_rows_reason = "a feature is pooled from all tokens of an image or a text"
 
     encoder: Stack | None
     text: Stack | None
@@ -68,6 +65,8 @@ class TwoTowers(Model):
         """Run both towers on uint8 patches [B, S, K] and int64 tokens [B, T] of captions.
 
         `predictions` holds unit vectors `images` and `texts` [M, W], `scale` [1] and, for the sigmoid loss, `bias` [1].
+        Under context parallelism a rank has the pairs whose captions begin among its tokens. Raises MegatfmError for a
+        row with another number of images than captions.
         Both sides take positions and documents, the images' with the prefix "encoder_", and they need grid.
         encoder_hidden, hidden: from the previous stage.
         """
@@ -82,9 +81,10 @@ class TwoTowers(Model):
         if self.text is not None:
             x_BTD, text_losses = self.text(tokens, text_sequence, hidden=hidden)
         if self.runs_heads:
+            check_pairs(image_sequence, text_sequence)
             features = {
-                "images": self.image_features(encoder_hidden, image_sequence),
-                "texts": self.text_features(x_BTD, text_sequence),
+                "images": self.image_features(encoder_hidden, image_sequence, text_sequence),
+                "texts": self.text_features(x_BTD, text_sequence, text_sequence),
                 **self.temperature(),
             }
         carry = {} if encoder_hidden is None else {"encoder_hidden": encoder_hidden}

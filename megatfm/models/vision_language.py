@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, PatchEmbeddingConfig
 from megatfm.config.image_text import image_tower
 from megatfm.layers.attention.kv_cache import KVCache
-from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.embedding import InputEmbedding, TokenGather
 from megatfm.layers.initialisation import initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, targets_of, view_of
 from megatfm.models.stack import Stack, make_sequence
+from megatfm.ops.transfer import moved, to_host
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, S tokens of the image row, T of the text row, V width of the image encoder, D of the decoder
@@ -55,8 +57,6 @@ class VisionLanguage(Model):
     """Image encoder, connector and decoder; the image encoder's weights are those of the family "encoder"."""
 
     tp_plan = (("image_vectors", "gather_output_for_tokens"),)
-    cp_plan = None  # type: ignore[assignment]
-    full_rows_reason = "a row's text takes its image vectors from the same rank"
     is_causal, takes_cache = True, True
 
     encoder: Stack | None
@@ -72,6 +72,7 @@ class VisionLanguage(Model):
         self.encoder = Stack(images, "encoder", embedding=InputEmbedding(images, "encoder"))
         self.connector = Connector(config)
         self.image_vectors = nn.Identity()  # where tensor parallelism gathers the vectors of a row's images
+        self.gather = TokenGather()
         embedding = InputEmbedding(config, "decoder", inserts_vectors=True)
         self.decoder = Stack(config, "decoder", embedding=embedding)
         self.runs_connector, self.runs_head = True, config.lm_head.name != "none"
@@ -124,11 +125,9 @@ class VisionLanguage(Model):
                 image_vectors = self.connector(encoder_hidden)
             if runs_embedding:
                 is_image_BT = batch["tokens"] == self.image_token_id
-                vectors_BSD = self.image_vectors(image_vectors)
-                sequence.inserted = (
-                    is_image_BT,
-                    place_patches(vectors_BSD, is_image_BT, images, self.n_special_tokens),
-                )
+                at_BT = self._patch_indices(batch, images)
+                vectors_BTD = self.gather(self.image_vectors(image_vectors), at_BT, images.length)
+                sequence.inserted = (is_image_BT, vectors_BTD * is_image_BT[..., None])
         if self.decoder is not None:
             x_BTD, decoder_losses = self.decoder(batch["tokens"], sequence, hidden=hidden, cache=cache)
             losses = add_by_name(losses, decoder_losses)
@@ -143,6 +142,15 @@ class VisionLanguage(Model):
         }
         return self.output(batch, x_BTD, losses, logits, carry=carry, sequence=sequence)
 
+    def _patch_indices(self, batch: dict[str, Tensor], images: SequenceMetadata) -> Tensor:
+        """Return the index in the image row of each token of the full text rows, −1 where it is text."""
+        tokens = batch["tokens"]
+        if not isinstance(images, SequenceShard):
+            return patch_indices(tokens == self.image_token_id, images, self.n_special_tokens)
+        is_image_BT = to_host(batch["full_row_tokens"]) == self.image_token_id
+        full_images = images.full_sequence.on_host()
+        return moved(patch_indices(is_image_BT, full_images, self.n_special_tokens), tokens.device)
+
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs these split points only, for a pipeline stage."""
         view = view_of(self)
@@ -154,15 +162,13 @@ class VisionLanguage(Model):
 
 
 def _with_image_vectors(points: list[SplitPoint]) -> list[SplitPoint]:
-    """Return a decoder's split points, of which the embedding also runs the module that gathers image vectors."""
+    """Return a decoder's split points, of which the embedding also runs the modules that gather image vectors."""
     first, *others = points
-    return [replace(first, modules=("image_vectors", *first.modules)), *others]
+    return [replace(first, modules=("image_vectors", "gather", *first.modules)), *others]
 
 
-def place_patches(
-    vectors_BSD: Tensor, is_image_BT: Tensor, images: SequenceMetadata, n_special: int
-) -> Tensor:
-    """Return vectors [B, T, D] of patches where a row's image tokens stand, in order, and 0 elsewhere.
+def patch_indices(is_image_BT: Tensor, images: SequenceMetadata, n_special: int) -> Tensor:
+    """Return the index [B, T] in the image row of the patch that each image token stands for, in order; −1 elsewhere.
 
     n_special: class and register tokens before an image's patches, which are left out. Raises TypeError for a row with
     another number of image tokens than patches (on a GPU a device assertion, so that the host need not wait).
@@ -172,7 +178,7 @@ def place_patches(
         is_patch_BS = is_patch_BS & (images.documents >= 0)
     n_patches_B, n_places_B = is_patch_BS.sum(1), is_image_BT.sum(1)
     fits = (n_patches_B == n_places_B).all()
-    if vectors_BSD.device.type == "cpu" and not fits:
+    if is_image_BT.device.type == "cpu" and not fits:
         row = int((n_patches_B != n_places_B).nonzero()[0, 0])
         raise TypeError(
             f"row {row} has {int(n_places_B[row])} image tokens and images of {int(n_patches_B[row])} patches: "
@@ -183,5 +189,4 @@ def place_patches(
         dim=1, descending=True, stable=True
     )  # patches first, in order
     rank_BT = (is_image_BT.cumsum(1) - 1).clamp(min=0, max=order_BS.shape[1] - 1)
-    index_BT = order_BS.gather(1, rank_BT)[..., None].expand(-1, -1, vectors_BSD.shape[-1])
-    return vectors_BSD.gather(1, index_BT) * is_image_BT[..., None]
+    return order_BS.gather(1, rank_BT).where(is_image_BT, -1)

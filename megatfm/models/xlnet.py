@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.config.attention import TwoStreamAttentionConfig
 from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.errors import UsageError
 from megatfm.layers.attention.two_stream import LocalAndFull, QueryStream, TwoStreamAttention
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.embedding import InputEmbedding
@@ -51,7 +52,7 @@ sharded like the row."""
 
 @MODELS.register("xlnet")
 class XLNet(Model):
-    """A two-stream stack with a language-model head, if configured."""
+    """A two-stream stack with a language-model head, or with heads of tasks, which read the content stream alone."""
 
     encoder: "TwoStreamStack | None"
 
@@ -61,11 +62,26 @@ class XLNet(Model):
         self.encoder = TwoStreamStack(config, embedding)
         self.reads = embedding.reads
         self.runs_head = config.lm_head.name != "none"
+        if self.runs_head and config.extra_heads:
+            raise UsageError(
+                f"model.extra_heads.{next(iter(config.extra_heads))} beside a language model head: model.family = "
+                "'xlnet' trains one of them at a time: set model.lm_head.name = 'none'"
+            )
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         # Attention compares segments, even if the embedding has none.
-        self.accept(self.reads, *sequence_fields(config), "segments", "order", targets=("targets",))
-        head = [SplitPoint("head", ("head",), ("query",))] if self.runs_head else []
-        self.split_points = [*self.encoder.split_points("encoder"), *head]
+        self.add_heads(embedding.table)
+        if config.extra_heads and self.encoder.query is not None:
+            self.encoder.query.requires_grad_(
+                False
+            )  # nothing is predicted, so that it has no part in the loss
+        predicted = () if config.extra_heads else ("order",)
+        targets = () if config.extra_heads else ("targets",)
+        self.accept(self.reads, *sequence_fields(config), "segments", *predicted, targets=targets)
+        self.split_points = [
+            *self.encoder.split_points("encoder", has_queries=not config.extra_heads),
+            *([SplitPoint("head", ("head",), ("query",))] if self.runs_head else []),
+            *(SplitPoint(name, (name,), ("content",)) for name in self.extra_heads),
+        ]
 
     def forward(
         self,
@@ -82,7 +98,7 @@ class XLNet(Model):
         targets [B, T]: the tokens to predict, −100 elsewhere; returns `losses` instead of `logits`. `fields` may hold
         positions, documents [B, T] and keys [B]: see SequenceMetadata; segments [B, T]: only their equality matters;
         order [B, T]: each token's rank in its document's order of prediction; all tokens see those of rank 0. content,
-        query: from the previous pipeline stage.
+        query: from the previous pipeline stage. Further fields: those of heads of tasks.
 
         Without order, tokens see one another and themselves, as for fine-tuning. With it, logits at a token predict
         that token from those of lower ranks.
@@ -102,7 +118,8 @@ class XLNet(Model):
                 logits = self.head(hidden)
             else:
                 losses["permutation"] = self.head(hidden, targets.gather(1, query_indices(targets)))
-        return self.output(batch, hidden, losses, logits, carry={"content": x_BTD, "query": g_BQD})
+        carry = {"content": x_BTD, "query": g_BQD}
+        return self.output(batch, hidden, losses, logits, carry=carry, sequence=sequence)
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs these split points only, for a pipeline stage."""
@@ -110,6 +127,7 @@ class XLNet(Model):
         below = names_below("encoder", names)
         view.encoder = self.encoder.stage(below) if below and self.encoder is not None else None
         view.runs_head = "head" in names
+        view.extra_heads = [name for name in self.extra_heads if name in names]
         return view
 
 
@@ -209,12 +227,13 @@ class TwoStreamStack(nn.Module):
         view.dropout = self.dropout if "norm" in names else None
         return view
 
-    def split_points(self, path: str) -> list[SplitPoint]:
+    def split_points(self, path: str, *, has_queries: bool = True) -> list[SplitPoint]:
         """Return the split points of embedding, query, blocks and end. Stages exchange "content" [B, T, D] and, if
         tokens are predicted, "query" [B, Q, D]."""
         content = {"content": CarrySpec("tokens", self.d_model)}
-        query = {"query": CarrySpec("tokens", self.d_model, n_queries)}
+        query = {"query": CarrySpec("tokens", self.d_model, n_queries)} if has_queries else {}
         end = (f"{path}.dropout",) if self.norm is None else (f"{path}.norm", f"{path}.dropout")
+        ending = query or content
         return [
             SplitPoint(f"{path}.embedding", (f"{path}.embedding",), writes=content),
             SplitPoint(f"{path}.query", (f"{path}.query", f"{path}.query_dropout"), writes=query),
@@ -222,12 +241,12 @@ class TwoStreamStack(nn.Module):
                 SplitPoint(
                     f"{path}.layers.{depth}",
                     (f"{path}.layers.{name}", f"{path}.position"),
-                    ("content", "query"),
+                    tuple(content | query),
                     content | query,
                 )
                 for depth, name in enumerate(self.order)
             ),
-            SplitPoint(f"{path}.norm", end, ("query",), query),
+            SplitPoint(f"{path}.norm", end, tuple(ending), ending),
         ]
 
     def _finish(self, hidden: Tensor, sequence: SequenceMetadata) -> Tensor:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from megatfm.config import ImagesConfig, ImageToTextObjective, ModelConfig
 from megatfm.config.image_text import image_tower
+from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.objectives.base import ENCODER_DECODER, OBJECTIVES, Example, Objective, SpecialTokens
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 @OBJECTIVES.register("image_to_text")
 class ImageToText(Objective):
-    """An image in the encoder's row; in the decoder's, a token for each of its patches, and the text to predict.
+    """Images in the encoder's row; in the decoder's, a token for each of their patches, and the text to predict.
 
-    A text that is longer than the row is truncated, and loses its end token.
+    A sample has one image or several, in the order of their tokens in the text, or all before it. A text that is longer
+    than the row is truncated, and loses its end token.
     """
 
     model_families = ("vision_language",)
@@ -67,6 +69,7 @@ class ImageToText(Objective):
                 f"objective.prompt_end_token_id = {self.prompt_end} is the image's token or the begin token: choose an "
                 "id that only ends prompts"
             )
+        self.max_image_tokens = row_lengths[0]
         self.max_text_tokens = row_lengths[1] if row_lengths[1:] else 2**31
         if self.max_text_tokens < self.n_patches + self.begin_token + 1 + (self.prompt_end is not None):
             raise UsageError(
@@ -75,6 +78,7 @@ class ImageToText(Objective):
                 f"data.target_length={self.n_patches + 64}"
             )
         image_fields = {f"encoder_{name}": field for name, field in self.reader.layout.fields.items()}
+        image_fields[f"encoder_{BEGINS}"] = Field()
         self.fields = {
             **image_fields, "tokens": Field(pad_value=special.pad), "targets": Field(pad_value=IGNORE)
         }  # fmt: skip
@@ -86,16 +90,24 @@ class ImageToText(Objective):
         return self._for_evaluation()
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        n_text = np.maximum(n_tokens - self.image_in_text, 0)  # patches replace the image token
-        text_lengths = np.minimum(self.begin_token + self.n_patches + n_text, self.max_text_tokens)
-        return np.stack([np.full_like(text_lengths, self.reader.n_tokens), text_lengths], axis=1)
+        return self.lengths_with_images(n_tokens, np.ones_like(n_tokens))
+
+    def lengths_with_images(
+        self, n_tokens: NDArray[np.int64], n_images: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return sequence lengths [n, 2] of texts of `n_tokens` [n] with `n_images` [n]."""
+        n_text = np.maximum(n_tokens - n_images * self.image_in_text, 0)  # patches replace the image tokens
+        text_lengths = np.minimum(self.begin_token + n_images * self.n_patches + n_text, self.max_text_tokens)
+        # A sample of too many images is refused by name when it is built.
+        image_lengths = np.minimum(n_images * self.reader.n_tokens, self.max_image_tokens)
+        return np.stack([image_lengths, text_lengths], axis=1)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         """Return image fields, `tokens` [begin, image token × patches, text], and `targets`: next text tokens, after a
         prompt if there is one."""
-        images = self.reader.build(chunk.files, key)
+        images = self.reader.build_several(chunk.files, key)
         fields: dict[str, NDArray[Any]] = {f"encoder_{name}": values for name, values in images.items()}
-        sequence = self.insert_image(chunk.tokens)
+        sequence = self.insert_images(chunk.tokens, self._count_images(images))
         fields["tokens"] = sequence[:-1][: self.max_text_tokens]
         targets = np.where(sequence == self.image_token, IGNORE, sequence)
         if self.prompt_end is not None:
@@ -120,30 +132,40 @@ class ImageToText(Objective):
             )
         return int(places[0]) + 1
 
-    def insert_image(self, text: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return begin token, text [n] with the image's tokens, and end token.
+    def _count_images(self, images: dict[str, NDArray[Any]]) -> int:
+        """Return the number of images. Raises SampleError for more than fit a row."""
+        n_tokens = len(images["grid"])
+        if n_tokens > self.max_image_tokens:
+            raise SampleError(
+                f"has {n_tokens // self.reader.n_tokens} images of {self.reader.n_tokens} tokens, and their row has "
+                f"{self.max_image_tokens}: choose data.sequence_length={n_tokens}"
+            )
+        return n_tokens // self.reader.n_tokens
+
+    def insert_images(self, text: NDArray[np.integer], n_images: int = 1) -> NDArray[np.int64]:
+        """Return begin token, text [n] with the images' tokens, and end token.
 
         Raises SampleError for a wrong number of image tokens in the text, or an image that would be truncated.
         """
-        positions = np.flatnonzero(text == self.image_token)
-        if len(positions) != self.image_in_text:
-            setting = "in_text" if self.image_in_text else "before_text"
+        positions, expected = np.flatnonzero(text == self.image_token), n_images * self.image_in_text
+        if len(positions) != expected:
+            setting, images = ("in_text", f"{n_images} images") if self.image_in_text else ("before_text", "")
             raise SampleError(
-                f"names its image {len(positions)} times (token {self.image_token}), and objective.image_placement = "
-                f"{setting!r} wants {int(self.image_in_text)}"
+                f"names its image{'s' * (n_images > 1)} {len(positions)} times (token {self.image_token}), and "
+                f"objective.image_placement = {setting!r} wants {expected}{', for ' * bool(images)}{images}"
             )
-        position = int(positions[0]) if self.image_in_text else 0
-        if self.begin_token + position + self.n_patches > self.max_text_tokens:
+        counts = np.where(text == self.image_token, self.n_patches, 1)
+        last = int(positions[-1]) if self.image_in_text else 0
+        n_before = int(counts[:last].sum()) + (0 if self.image_in_text else (n_images - 1) * self.n_patches)
+        if self.begin_token + n_before + self.n_patches > self.max_text_tokens:
             raise SampleError(
-                f"has {position} tokens before its image of {self.n_patches} patches, and a row has "
-                f"{self.max_text_tokens}: raise data.target_length"
+                f"has {n_before} tokens before its {'last ' * (n_images > 1)}image of {self.n_patches} patches, and a "
+                f"row has {self.max_text_tokens}: raise data.target_length"
             )
-        patches = np.full(self.n_patches, self.image_token)
+        in_front = [] if self.image_in_text else [self.image_token] * (n_images * self.n_patches)
         begin_tokens = [self.special.bos] * self.begin_token
-        after = text[position + self.image_in_text :]
-        return np.concatenate([begin_tokens, text[:position], patches, after, [self.special.eos]]).astype(
-            np.int64
-        )
+        sequence = np.concatenate([begin_tokens, in_front, np.repeat(text, counts), [self.special.eos]])
+        return sequence.astype(np.int64)
 
     def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         room = min(self.max_text_tokens - self.n_patches - self.begin_token, 64)

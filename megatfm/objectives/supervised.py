@@ -64,7 +64,8 @@ class LabelledExamples(Objective):
         self, special: SpecialTokens, name: str, model: ModelConfig, length: int, lm_weight: float
     ) -> None:
         self.special, self.max_tokens, self.length = special, length, length
-        self.has_segments = model.embedding.n_segments > 1
+        self.ends_in_cls = model.family == "xlnet"  # <cls> is a segment of its own there
+        self.has_segments = model.embedding.n_segments > 1 or self.ends_in_cls
         self.predicts_tokens = lm_weight > 0
         if self.predicts_tokens and model.family != "decoder":
             raise UsageError(
@@ -97,6 +98,8 @@ class LabelledExamples(Objective):
         if self.has_segments:
             second_starts = np.atleast_1d(annotation.get("second", n))
             fields["segments"] = (np.arange(n) >= second_starts[part]).astype(np.int64)
+            if self.ends_in_cls:
+                fields["segments"][np.append(starts[1:], n) - 1] = 2
         if self.predicts_tokens:
             fields["targets"][:-1] = np.where(part[1:] == part[:-1], fields["tokens"][1:], IGNORE)
         self.place_labels(fields, annotation)
@@ -129,11 +132,11 @@ class LabelledExamples(Objective):
 class TextClassification(LabelledExamples):
     """Predict the labels of an example at the tokens that carry them.
 
-    Encoders label the first token, decoders the last, tagging the first of each word. If the head has `both_orders`,
-    an example has two parts, the pair in both orders; the label is at the first.
+    Encoders label the first token, decoders and XLNet the last, tagging the first of each word. If the head has
+    `both_orders`, an example has two parts, the pair in both orders; the label is at the first.
     """
 
-    model_families = ("encoder", "decoder")
+    model_families = ("encoder", "decoder", "xlnet")
 
     def __init__(
         self,
@@ -179,7 +182,7 @@ class TextClassification(LabelledExamples):
 class MultipleChoice(LabelledExamples):
     """Predict the right choice by a score at one token of each choice. An example has one part for each choice."""
 
-    model_families = ("encoder", "decoder")
+    model_families = ("encoder", "decoder", "xlnet")
 
     def __init__(
         self,
@@ -214,10 +217,11 @@ class MultipleChoice(LabelledExamples):
 class SpanExtraction(LabelledExamples):
     """Predict the first and last token of a question's answer in a text (Devlin et al. 2019, section 4.3).
 
-    The first token of the example, [CLS], stands for no answer. `answer_marks`: 1 first token, 2 last token, 3 both.
+    The first token of the example, [CLS] or BOS, stands for no answer. `answer_marks`: 1 first token, 2 last token,
+    3 both.
     """
 
-    model_families = ("encoder",)
+    model_families = ("encoder", "decoder", "xlnet")
 
     def __init__(
         self,

@@ -106,6 +106,7 @@ SIDES = ("", "encoder_")
 """Prefixes of the fields of a row."""
 
 FULL_ROW_FIELDS = (
+    "tokens",
     "positions",
     "documents",
     "prefix",

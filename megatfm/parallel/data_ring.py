@@ -1,4 +1,4 @@
-"""Ring of data-parallel ranks, for losses that compare all samples of a global batch (contrastive losses)."""
+"""Ring of ranks with different samples, for losses that compare all samples of a global batch (contrastive losses)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,11 +11,11 @@ from megatfm.ops.torch_private import is_fake
 from megatfm.parallel.collectives import all_gather_no_grad
 from megatfm.parallel.context_parallel import P2PExchange
 from megatfm.parallel.layout import replace_forward
-from megatfm.parallel.mesh import Mesh
+from megatfm.parallel.mesh import DENSE_DATA_AXES, Mesh
 
 
 class DataRing:
-    """Rotates blocks of samples around the data-parallel ranks; implements `megatfm.ops.contrastive.Ring`."""
+    """Rotates blocks of samples around the ranks that divide them; implements `megatfm.ops.contrastive.Ring`."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self.size, self._rank = group, group.size(), group.rank()
@@ -43,9 +43,12 @@ class DataRing:
 
 
 def install_data_ring(model: nn.Module, mesh: Mesh) -> None:
-    """Pass a `DataRing` to each module with `dp_plan = "ring"`, so that it sees the samples of all data ranks."""
+    """Pass a `DataRing` to each module with `dp_plan = "ring"`, so that it sees the samples of all data ranks.
+
+    Context-parallel ranks have different samples of their rows, and are in the ring, too.
+    """
     modules = [module for module in model.modules() if getattr(module, "dp_plan", None) == "ring"]
-    if modules and mesh.data_ranks > 1:
-        ring = DataRing(mesh.flat_group(mesh.data_axes))
+    if modules and mesh.gradient_ranks > 1:
+        ring = DataRing(mesh.flat_group(DENSE_DATA_AXES.all))
         for module in modules:
             replace_forward(module, partial(module.forward, ring=ring))

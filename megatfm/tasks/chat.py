@@ -13,11 +13,14 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 ASSISTANT = "assistant"
+CHAT_FORMS = ("chat", "preference")
+"""Forms of tasks whose answers a chat template ends."""
 Message = Mapping[str, Any]
 
 
@@ -98,6 +101,16 @@ class ChatTemplate:
             spans.append((len(prompt), len(with_answer)))
         return text, spans
 
+    def end_of_turn(self, tokenizer: HuggingFaceTokenizer) -> int | None:
+        """Return the special token that ends an answer; None if the template puts none behind it."""
+        conversation = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"}]
+        try:
+            ending = self.render(conversation).removeprefix(self.render_unfinished(conversation))
+        except UsageError:  # a template that wants other roles
+            return None
+        tokens = tokenizer.encode_with_offsets(ending)[0].tolist()
+        return next((token for token in tokens if token in tokenizer.special.reserved), None)
+
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
@@ -140,6 +153,20 @@ def load_chat_template(
     }
     spellings = {name: tokenizer.id_to_piece(token) for name, token in roles.items() if token is not None}
     return ChatTemplate(source, spellings)
+
+
+def answer_end_tokens(
+    task: TaskConfig | None, tokenizer_file: str | Path, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """Return the token that ends an answer of a model fine-tuned on conversations; none for other models."""
+    if task is None or task.form not in CHAT_FORMS or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return ()
+    try:
+        template = load_chat_template(tokenizer_file, tokenizer, task.chat_template)
+    except UsageError:  # preferences between plain texts need none
+        return ()
+    token = template.end_of_turn(tokenizer)
+    return () if token is None else (token,)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -25,8 +25,10 @@ from megatfm.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class ChoiceEncoder:
-    """Encodes the rows of one file. cls_index: the token that carries a choice's score, 0 or −1.
+    """Encodes the rows of one file.
 
+    cls_index: the token that carries a choice's score, 0 or −1. ends_in_cls: for XLNet; another last token is a
+    decoder's.
     An encoder's pair is (text, question and choice), a decoder's (text and question, choice): Radford et al. 2018,
     section 3.3.
     """
@@ -37,6 +39,12 @@ class ChoiceEncoder:
     length: int
     with_labels: bool
     cls_index: int
+    ends_in_cls: bool = False
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model is a decoder."""
+        return self.cls_index == -1 and not self.ends_in_cls
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
         """Return examples and notes for the log. Raises UsageError that names the row."""
@@ -45,7 +53,7 @@ class ChoiceEncoder:
         require_columns(self.path, rows, columns | ({"task.label": task.label} if self.with_labels else {}))
         for column in task.choices:
             require_columns(self.path, rows, {"task.choices": column})
-        frame = build_frame(self.tokenizer, is_causal=self.cls_index == -1)
+        frame = build_frame(self.tokenizer, is_causal=self.is_causal, ends_in_cls=self.ends_in_cls)
         examples, n_cut = list[EncodedExample](), 0
         for row_number, row in enumerate(rows, start=1):
             texts = [row_text(self.path, row_number, row, column) for column in columns.values()]
@@ -84,7 +92,7 @@ class ChoiceEncoder:
     ) -> tuple[list[NDArray[np.integer]], list[NDArray[np.integer]]]:
         """Return the tokens of the first and of the second text of each choice."""
         text, *question = texts
-        if self.cls_index == -1:
+        if self.is_causal:
             first, seconds = " ".join([text, *question]), list(choices)
         else:
             first, seconds = text, [" ".join([*question, choice]) for choice in choices]

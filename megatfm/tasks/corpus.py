@@ -42,12 +42,21 @@ class TaskCorpus:
 
 
 def read_labels(task: TaskConfig) -> list[str]:
-    """Return a task's labels in the order of the classes, from the config or else from the training file."""
+    """Return a task's labels in the order of the classes, from the config or else from the training file.
+
+    Raises UsageError for a single class, of which every text would be a sure case.
+    """
     if task.labels or task.form not in ("classification", "multilabel", "tagging"):
         return list(task.labels)
     rows = read_rows(task.train)
     require_columns(task.train, rows, {"task.label": task.label})
-    return collect_labels(task, rows)
+    labels = collect_labels(task, rows)
+    if len(labels) < 2 and task.form != "multilabel":
+        raise UsageError(
+            f"{task.train}: all rows have the label {labels[0]!r}, so that there is nothing to learn: add rows of "
+            "another label, or name all labels in task.labels"
+        )
+    return labels
 
 
 def prepare_corpus(
@@ -60,6 +69,7 @@ def prepare_corpus(
     tokenizer_file: str = "",
     with_labels: bool = True,
     is_causal: bool = False,
+    ends_in_cls: bool = False,
     target_length: int | None = None,
     reference: LogProbabilities | None = None,
     reference_identity: str = "",
@@ -67,9 +77,9 @@ def prepare_corpus(
     """Tokenize a file into a corpus below `folder`, or reuse the one that an earlier call left there.
 
     task: with all `labels`. with_labels: false for files whose labels are to be predicted. is_causal: for a decoder,
-    whose last token of an example carries the label. sequence_length: tokens of a row. target_length: tokens of an
-    encoder-decoder's decoder row. reference: for preferences, scores answers by the model at the start;
-    reference_identity names that model. Raises UsageError that names file and row.
+    whose last token of an example carries the label. ends_in_cls: for XLNet, likewise. sequence_length: tokens of a
+    row. target_length: tokens of an encoder-decoder's decoder row. reference: for preferences, scores answers by the
+    model at the start; reference_identity names that model. Raises UsageError that names file and row.
     """
     rows = read_rows(path)
     identity = {
@@ -82,20 +92,23 @@ def prepare_corpus(
         "sequence_length": sequence_length,
         "with_labels": with_labels,
         "is_causal": is_causal,
+        **({"ends_in_cls": True} if ends_in_cls else {}),
         "target_length": target_length,
         "chat_template": _hash_file(task.chat_template),
         **({"reference": reference_identity} if reference_identity else {}),
     }
     corpus_folder = folder / blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(8)
     if not (corpus_folder / MANIFEST).is_file():
-        cls_index = -1 if is_causal else 0
+        cls_index = -1 if is_causal or ends_in_cls else 0
         encoder: RowEncoder | AnswerEncoder | SpanEncoder | ChoiceEncoder | PreferenceEncoder
         if task.form == "span_extraction":
-            encoder = SpanEncoder(path, task, tokenizer, sequence_length, with_labels)
+            encoder = SpanEncoder(path, task, tokenizer, sequence_length, with_labels, is_causal, ends_in_cls)
         elif task.form == "multiple_choice":
-            encoder = ChoiceEncoder(path, task, tokenizer, sequence_length, with_labels, cls_index)
+            encoder = ChoiceEncoder(
+                path, task, tokenizer, sequence_length, with_labels, cls_index, ends_in_cls
+            )
         elif task.has_head:
-            encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, cls_index)
+            encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, cls_index, ends_in_cls)
         elif reference is not None:
             encoder = PreferenceEncoder(path, task, tokenizer, tokenizer_file, sequence_length, reference)
         else:

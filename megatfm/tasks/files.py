@@ -18,21 +18,25 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 def read_rows(path: str | Path) -> list[Row]:
     """Read all rows of a file, or of a Hugging Face dataset's folder. Raises UsageError that names what is wrong."""
     path = Path(path)
+    suffix = path.suffix.lower()
     try:
         if path.is_dir():
             rows = _read_dataset_folder(path)
-        elif path.suffix in (".csv", ".tsv"):
-            rows = list(_read_delimited(path, "," if path.suffix == ".csv" else "\t"))
-        elif path.suffix in (".jsonl", ".json"):
+        elif suffix in (".csv", ".tsv"):
+            rows = list(_read_delimited(path, "," if suffix == ".csv" else "\t"))
+        elif suffix in (".jsonl", ".json"):
             rows = list(_read_json_lines(path))
-        elif path.suffix == ".parquet":
+        elif suffix == ".parquet":
             rows = _read_parquet(path)
         else:
             raise UsageError(
                 f"{path}: not a file of a known kind: give {', '.join(SUFFIXES)} or a Hugging Face dataset's folder"
             )
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}: save it as UTF-8") from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UsageError(
+            f"{path}, line {line}: not UTF-8 at byte {error.start}: save the file as UTF-8"
+        ) from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror or error}") from None
     if not rows:
@@ -43,11 +47,16 @@ def read_rows(path: str | Path) -> list[Row]:
 def require_columns(path: str | Path, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
     """Raise UsageError unless the first row has all columns. columns: config key → column name."""
     for key, name in columns.items():
-        if name not in rows[0]:
-            raise UsageError(
-                f"{path}: has no column {name!r}, which {key} names; there are: {', '.join(map(str, rows[0]))}: name "
-                "one of these"
+        if name in rows[0]:
+            continue
+        names = [str(column) for column in rows[0]]
+        shown = ", ".join(column if column == column.strip() != "" else repr(column) for column in names)
+        remedy = "name one of these"
+        if len(names) == 1 and (delimiters := [mark for mark in ";\t|" if mark in names[0]]):
+            remedy = (
+                f"its fields seem to be separated by {delimiters[0]!r}: save it with commas, or tabs as .tsv"
             )
+        raise UsageError(f"{path}: has no column {name!r}, which {key} names; there are: {shown}: {remedy}")
 
 
 def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
@@ -64,9 +73,10 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
             if columns is None:
                 columns = fields
                 if repeated := [name for name in columns if columns.count(name) > 1]:
-                    raise UsageError(
-                        f"{path}, line 1: names column {repeated[0]!r} twice: give each its own name"
+                    problem = (
+                        f"names column {repeated[0]!r} twice" if repeated[0] else "has columns without a name"
                     )
+                    raise UsageError(f"{path}, line 1: {problem}: give each its own name, or take one out")
                 continue
             if len(fields) != len(columns):
                 raise UsageError(
@@ -123,9 +133,27 @@ def _squad_rows(path: Path, content: Any) -> list[Row]:
 
 def _parse_json(path: Path, number: int, text: str) -> Any:
     try:
-        return json.loads(text)
+        content = json.loads(text, object_pairs_hook=_without_repeated_keys)
+        if "\\u" in text:  # an escape may be half of a character
+            json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1].encode("unicode-escape").decode()
+        raise UsageError(
+            f"{path}, line {number}: {half} is half of a character (a surrogate): mend the line"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}, line {number}: no JSON: {error}: mend the line") from None
+    return content
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's values. Raises ValueError for a key that is there twice, of which one would be lost."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {repeated!r} is there twice")
+    return values
 
 
 def _read_parquet(path: Path) -> list[Row]:

@@ -49,11 +49,12 @@ class Frame:
         return Framed(np.concatenate([head, second, self.after]).astype(np.int64), len(head))
 
 
-def build_frame(tokenizer: Tokenizer, *, is_causal: bool = False) -> Frame:
+def build_frame(tokenizer: Tokenizer, *, is_causal: bool = False, ends_in_cls: bool = False) -> Frame:
     """Return a tokenizer's frame: [CLS] a [SEP] b [SEP], or the one of its file's post-processor.
 
-    is_causal: for a decoder, GPT-1's [START] a [DELIM] b [EXTRACT] as BOS; [SEP] or EOS; [CLS] or EOS. Raises
-    UsageError if an encoder's tokenizer has neither these tokens nor a post-processor.
+    is_causal: for a decoder, GPT-1's [START] a [DELIM] b [EXTRACT] as BOS; [SEP] or EOS; [CLS] or EOS. ends_in_cls: for
+    XLNet, a [SEP] b [SEP] [CLS]. Raises UsageError if the tokenizer of another model has neither these tokens nor a
+    post-processor.
     """
     if is_causal:
         between = tokenizer.eos if tokenizer.sep is None else tokenizer.sep
@@ -61,13 +62,15 @@ def build_frame(tokenizer: Tokenizer, *, is_causal: bool = False) -> Frame:
             (tokenizer.bos,), (between,), (tokenizer.eos if tokenizer.cls is None else tokenizer.cls,)
         )
     declared = getattr(tokenizer, "pair_frame", lambda: None)()
-    if declared is not None:
+    if declared is not None and not ends_in_cls:
         return Frame(*declared)
     if tokenizer.cls is None or tokenizer.sep is None:
         raise UsageError(
             "the tokenizer has no tokens such as [CLS] and [SEP] to put around a text: start from a model whose "
             "tokenizer has them"
         )
+    if ends_in_cls:
+        return Frame((), (tokenizer.sep,), (tokenizer.sep, tokenizer.cls))
     return Frame((tokenizer.cls,), (tokenizer.sep,), (tokenizer.sep,))
 
 
@@ -106,7 +109,8 @@ class EncodedExample:
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Encodes the rows of one file. cls_index: the token that carries an example's label, 0 or −1."""
+    """Encodes the rows of one file. cls_index: the token that carries an example's label, 0 or −1. ends_in_cls: for
+    XLNet; another last token is a decoder's."""
 
     path: str
     task: TaskConfig
@@ -114,6 +118,7 @@ class RowEncoder:
     length: int
     with_labels: bool
     cls_index: int
+    ends_in_cls: bool = False
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
         """Return examples and notes for the log. Raises UsageError that names the row."""
@@ -123,7 +128,9 @@ class RowEncoder:
             columns["task.label"] = task.label
         require_columns(self.path, rows, columns)
         encode = self._encode_words if task.form == "tagging" else self._encode_texts
-        examples, n_cut = encode(rows, build_frame(self.tokenizer, is_causal=self.cls_index == -1))
+        is_causal = self.cls_index == -1 and not self.ends_in_cls
+        frame = build_frame(self.tokenizer, is_causal=is_causal, ends_in_cls=self.ends_in_cls)
+        examples, n_cut = encode(rows, frame)
         cut = f"{self.path}: {n_cut} of {len(rows)} examples cut to {self.length} tokens"
         return examples, [cut] if n_cut else []
 
@@ -262,7 +269,14 @@ LABEL_READERS: Mapping[str, Callable[[RowEncoder, int, Row], Any]] = {
 
 def class_index(path: str, row_number: int, label: Any, labels: Sequence[str]) -> int:
     """Return the class of a row's label. Raises UsageError for an unlisted one."""
-    name = label_text(label)
+    name = "" if label is None else label_text(label)
+    if isinstance(label, list | Mapping):
+        raise UsageError(
+            f"{path}, row {row_number}: label {label!r:.60} is no single label: give one, or set task.form = "
+            "'multilabel' for lists"
+        )
+    if not name and name not in labels:
+        raise UsageError(f"{path}, row {row_number}: has no label: give one, or take the row out")
     if name not in labels:
         listed = ", ".join(labels[:MAX_SHOWN]) + (", …" if len(labels) > MAX_SHOWN else "")
         raise UsageError(
@@ -318,7 +332,7 @@ def collect_labels(task: TaskConfig, rows: Sequence[Row]) -> list[str]:
     separator = LABEL_SEPARATOR if task.form == "multilabel" else None
     names: set[str] = set()
     for row in rows:
-        value = row[task.label]
+        value = row.get(task.label)
         if task.form != "classification" and isinstance(value, str):
             value = value.split(separator)
         names |= {
@@ -328,6 +342,11 @@ def collect_labels(task: TaskConfig, rows: Sequence[Row]) -> list[str]:
     if not names:
         raise UsageError(
             f"{task.train}: column {task.label!r} is empty: name the column of the labels in task.label"
+        )
+    if missing := sorted(name for name in names if name.lower() == "nan"):
+        raise UsageError(
+            f"{task.train}: column {task.label!r} has the label {missing[0]!r}, as missing values are written: mend "
+            "its rows, or name all labels in task.labels if it is one"
         )
     return sorted(
         names, key=lambda name: (0, int(name), name) if name.lstrip("-").isdigit() else (1, 0, name)

@@ -38,6 +38,8 @@ class SpanEncoder:
     tokenizer: Tokenizer
     length: int
     with_labels: bool
+    is_causal: bool = False
+    ends_in_cls: bool = False
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
         """Return windows in the order of the rows, and notes for the log. Raises UsageError that names the row."""
@@ -50,7 +52,8 @@ class SpanEncoder:
                 "task.form = 'span_extraction' needs a tokenizer.json, whose tokens have offsets into the text: "
                 "start from a model with such a tokenizer"
             )
-        frame, examples, counts = build_frame(tokenizer), list[EncodedExample](), dict[str, int]()
+        frame = build_frame(tokenizer, is_causal=self.is_causal, ends_in_cls=self.ends_in_cls)
+        examples, counts = list[EncodedExample](), dict[str, int]()
         encoded: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         row_by_id: dict[str, int] = {}
         for row_number, row in enumerate(rows, start=1):

@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, PreferenceObjective, TaskConfig, invalid
+from megatfm.config import Config, ModelConfig, PreferenceObjective, TaskConfig, invalid
 from megatfm.config.key_migrations import migrate
+from megatfm.config.section import Section
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
@@ -19,10 +20,9 @@ from megatfm.train.reference import ReferenceModel
 
 TASK_CORPORA = "task"
 """Folder in the run directory that holds the tokenized files."""
-HEAD_OF_FAMILY = {"encoder": "sentence", "decoder": "score"}
+HEAD_OF_FAMILY = {"encoder": "sentence", "decoder": "score", "xlnet": "sentence"}
 """Family → module name of the task's head. An encoder's has the name of BERT's head, to load its pooler."""
 FAMILIES_OF_FORM = {
-    "span_extraction": ["encoder"],
     "generation": ["decoder", "encoder_decoder"],
     "chat": ["decoder"],
 }
@@ -101,6 +101,7 @@ def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with
         path, config.task, tokenizer, config.data.sequence_length, folder,
         tokenizer_file=str(config.data.tokenizer), with_labels=with_labels,
         is_causal=config.model.family == "decoder",
+        ends_in_cls=config.model.family == "xlnet",
         target_length=config.data.target_length if config.model.family == "encoder_decoder" else None,
         reference=reference,
         reference_identity=reference.identity if reference else "",
@@ -122,11 +123,8 @@ def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
 def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the changes of model and objective that replace all heads by the task's head."""
     name, kind, form, family = head_name(config), TASK_HEADS.get(task.form), task.form, config.model.family
-    configured = config.model.extra_heads.get(name)
-    is_pooled = family == "encoder" and form not in ("tagging", "span_extraction")
     section: dict[str, Any] = {"name": kind or "text_classifier"}
-    token = "all" if form == "tagging" else "last" if family == "decoder" else "first"
-    usual = {"pooler": "tanh" if is_pooled else "none"}
+    token = "all" if form == "tagging" else "first" if family == "encoder" else "last"
     if form != "span_extraction":
         section["token"] = token  # as the form has it, whatever the section of a config leaves at its default
     if kind is None:
@@ -135,13 +133,44 @@ def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
             "loss": LOSSES[form],
             "both_orders": task.both_orders,
         }
-    options = configured.model_dump() if configured is not None and configured.name == section["name"] else {}
-    section = {**usual, **options, **section}
+    earlier = _same_kind(_earlier_heads(config).get(name), section["name"])
+    configured = _same_kind(config.model.extra_heads.get(name), section["name"])
+    section = {**(earlier or _usual_options(config.model, form)), **configured, **section}
     lm_head = {} if task.lm_weight else {"model.lm_head": {"name": "none", "bias": False}}
     objective: dict[str, Any] = {"name": kind or "text_classification"}
     if form != "span_extraction":
         objective["lm_weight"] = task.lm_weight
     return {**lm_head, "model.extra_heads": {name: section}, "objective": objective}
+
+
+def _usual_options(model: ModelConfig, form: str) -> dict[str, Any]:
+    """Return the options of the head that transformers has for such a model, so that it can be exported."""
+    is_pooled = form not in ("tagging", "span_extraction")
+    if model.family == "decoder":
+        return {"pooler": "none"} | ({"bias": False} if is_pooled and form not in TASK_HEADS else {})
+    is_modernbert = model.family == "encoder" and model.position.name == "rope"
+    is_electra = (
+        getattr(model.embedding, "dim", None) not in (None, model.d_model) and not model.distinct_layers
+    )
+    if is_modernbert:
+        return {"pooler": "transform"}
+    pooler = "gelu" if is_electra or model.attention.name in ("deberta", "deberta_v2") else "tanh"
+    return {"pooler": pooler if is_pooled else "none"}
+
+
+def _earlier_heads(config: Config) -> Mapping[str, Any]:
+    """Return the heads of the run's newest checkpoint, if the run has one: it goes on with the same head."""
+    path = checkpoint.find_latest(run_folder(config) / "checkpoints")
+    saved = migrate(checkpoint.read_state(path).get("config")) if path is not None else None
+    heads = saved.get("model", {}).get("extra_heads") if isinstance(saved, Mapping) else None
+    return heads or {}
+
+
+def _same_kind(head: Any, kind: str) -> dict[str, Any]:
+    """Return the options of a head that are set, if it is of this kind; else none."""
+    options = head.model_dump(exclude_unset=True) if isinstance(head, Section) else dict(head or {})
+    name = head.name if isinstance(head, Section) else options.get("name")
+    return options if name == kind else {}
 
 
 def head_name(config: Config) -> str:
@@ -177,7 +206,8 @@ def weights_to_load(config: Config) -> list[str]:
     elif is_pooled and any(name.startswith(f"model.{head}.pooler.") for name in stored):
         head_patterns = [f"{head}.pooler.*"]
     has_lm_head = config.task and config.task.lm_weight and any(n.startswith("model.head.") for n in stored)
-    return [f"{config.model.family}.*", *head_patterns, *["head.*"] * bool(has_lm_head)]
+    stack = "encoder" if config.model.family == "xlnet" else config.model.family
+    return [f"{stack}.*", *head_patterns, *["head.*"] * bool(has_lm_head)]
 
 
 def has_same_head(config: Config, state: Mapping[str, Any]) -> bool:

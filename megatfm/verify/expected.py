@@ -129,7 +129,7 @@ class _Step:
         for i in range(self.microbatches) if parallel.ep > 1 else ():
             add_experts(ledger, config, position, self._peer_calls(position, i, stages), self.context_shards)
         if self.context_shards:
-            for i, microbatch_calls in zip(microbatch_indices, calls, strict=True):
+            for i, microbatch_calls in zip([*microbatch_indices] * 2, (*calls, *first_passes), strict=False):
                 self.context_shards.add_context_traffic(ledger, i, position.cp, microbatch_calls)
                 self._add_pair_sums(ledger, microbatch_calls)
         if self.stages:
@@ -138,7 +138,7 @@ class _Step:
             )
         rank_params = RankParameters(self.model, self.cuts, self.stages, position, parallel)
         add_weights_and_gradients(ledger, config, rank_params, calls, first_passes)
-        add_contrastive_loss(ledger, config, self.batches[position.cp], position.data_rank)
+        add_contrastive_loss(ledger, config, self.batches, position)
         return ledger.flows()
 
     def _add_pair_sums(self, ledger: ExpectedTraffic, calls: Sequence[Call]) -> None:

@@ -9,7 +9,6 @@ the experts' outputs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -28,9 +27,13 @@ from megatfm.verify.expected_keys import (
     assign_tokens,
     block_of,
     count_global_queries,
+    fetched_share,
+    image_vectors,
     is_causal,
     is_cross_attention,
     is_imbalanced,
+    is_ulysses,
+    local_heads,
     needed_keys,
     pattern_of,
     sees_key_runs,
@@ -97,6 +100,15 @@ class ContextShards:
         if "source" in shard:  # and lookups
             shard["source"] = np.minimum(shard["source"], 0)
             shard["documents"] = np.minimum(shard["documents"], shard["encoder_documents"].max())
+        if self._config.model.contrastive is not None:  # and as many images as captions: one, or none
+            shard["documents"] = np.minimum(shard["documents"], 0)
+            has_caption = shard["documents"].max(axis=1, keepdims=True)
+            shard["encoder_documents"] = np.zeros_like(shard["encoder_documents"]) + has_caption
+        if self._config.model.connector is not None:  # and as many image tokens as patches: none
+            image_token = self._config.model.connector.image_token_id
+            is_image = shard["tokens"] == image_token
+            shard["tokens"] = np.where(is_image, abs(image_token - 1), shard["tokens"])
+            shard["encoder_positions"] = np.zeros_like(shard["encoder_positions"])
         return shard
 
     def rank_choices(self, path: str, chosen_BTK: Tensor, rank: int) -> Tensor:
@@ -146,23 +158,14 @@ class ContextShards:
                 self._add_global_queries(rank, call, qkv)
             self._add_point_to_point(rank, call, by_rank, fetched, numel_per_token)
             return
-        share = self._fetched_share(by_rank, fetched)
+        share = fetched_share(by_rank, fetched)
         is_ring = 2 * share >= 1
-        if self._is_ulysses(qkv, numel_per_token, None if is_ring else share):
+        if is_ulysses(self._config, qkv, numel_per_token, None if is_ring else share):
             self._add_ulysses(rank, call, qkv, by_rank)
         elif is_ring:
             self._add_ring(rank, call, [len(positions) for positions in by_rank], numel_per_token)
         else:
             self._add_point_to_point(rank, call, by_rank, fetched, numel_per_token)
-
-    @staticmethod
-    def _fetched_share(by_rank: Sequence[Positions], fetched: Sequence[Positions]) -> Fraction:
-        """Return the most keys that a rank fetches, as a share of the keys that a ring brings it."""
-        c, length = len(by_rank), sum(map(len, by_rank))
-        max_fetched = max(
-            len(np.setdiff1d(keys, local)) for keys, local in zip(fetched, by_rank, strict=True)
-        )
-        return Fraction(max_fetched * c, (c - 1) * length)
 
     def _add_ring(self, rank: RankTraffic, call: Call, tokens: Sequence[int], numel_per_token: int) -> None:
         """Add a ring: at step s a rank sends the shard that rank − s started with, and gradients one step behind.
@@ -220,7 +223,7 @@ class ContextShards:
         self, rank: RankTraffic, call: Call, qkv: Sequence[Shape], by_rank: list[Positions]
     ) -> None:  # fmt: skip
         """Add Ulysses' all-to-alls of queries, keys with values, and outputs, and of their gradients."""
-        c, (n, k) = len(by_rank), self._heads(*qkv[:2])
+        c, (n, k) = len(by_rank), local_heads(self._config, *qkv[:2])
         (rows, *_, h), (*_, v) = qkv[0], qkv[2]
         local_rows = rows * len(by_rank[rank.index]) * (c - 1)
         remote_rows = rows * sum(len(positions) for i, positions in enumerate(by_rank) if i != rank.index)
@@ -230,20 +233,6 @@ class ContextShards:
                 rank.ledger.all_to_all(CONTEXT, forward * width * self._compute_bytes)
             if call.has_gradient:
                 rank.ledger.all_to_all(CONTEXT, backward * width * self._compute_bytes)
-
-    def _is_ulysses(self, qkv: Sequence[Shape], numel_per_token: int, share: Fraction | None) -> bool:
-        """Return whether Ulysses is used: if configured, or if heads divide and it sends less.
-
-        A ring sends three times the keys and values, a fetch twice a share of them, Ulysses twice 1/c of queries, keys,
-        values and outputs. share: of a fetch; None for a ring.
-        """
-        parallel, (q, k, v) = self._config.parallel, qkv
-        if parallel.cp_method != "auto":
-            return parallel.cp_method == "ulysses"
-        (heads, keys), c = self._heads(q, k), parallel.cp
-        is_divisible = heads % c == 0 and (keys % c == 0 or c % keys == 0)
-        ulysses_numel = 2 * (heads + max(keys, c)) * (q[3] + v[3]) * q[0]
-        return is_divisible and ulysses_numel < (3 if share is None else 2 * share) * c * numel_per_token
 
     def _add_global_attention(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         self._add_global_queries(rank, call, known_shapes(call.inputs[1:4]))
@@ -317,7 +306,13 @@ class ContextShards:
 
     def _add_token_gather(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add vectors of the encoder's row that tokens of another rank look up."""
-        fetched = visible_tokens(self._microbatch(rank.microbatch), self._positions_by_rank[""])
+        fields, by_rank = self._microbatch(rank.microbatch), self._positions_by_rank[""]
+        connector, tower = self._config.model.connector, self._config.model.vision_tower
+        if connector is None or tower is None:
+            fetched = visible_tokens(fields, by_rank)
+        else:
+            n_special = tower.embedding.n_special_tokens
+            fetched = image_vectors(fields, by_rank, connector.image_token_id, n_special)
         (x,) = known_shapes(call.inputs[:1])
         self._add_point_to_point(rank, call, self._positions_by_rank["encoder_"], fetched, x[0] * x[2])
 
@@ -326,7 +321,9 @@ class ContextShards:
         (rows, _, width), n_bytes = call.inputs[0] or (0, 0, 0), self._reduction_bytes
         documents = self._rows(rank.microbatch, self._side(call)).documents
         sums = 1 if documents is None else max(int(documents.max()) + 1, 1)
-        if is_a(module, "RowScores"):
+        if is_a(module, "BoundaryVector"):
+            n_bytes = self._compute_bytes
+        elif is_a(module, "RowScores"):
             sums, n_bytes = sum(map(len, self._positions_by_rank[""])), self._compute_bytes
         rank.ledger.all_reduce(CONTEXT, rows * sums * width * n_bytes, times=1 + call.has_gradient)
 
@@ -373,7 +370,7 @@ class ContextShards:
 
     def _side(self, call: Call) -> str:
         """Return the field prefix of the side that supplies the keys."""
-        is_in_encoder = call.path.startswith("encoder.") or is_cross_attention(call.path)
+        is_in_encoder = call.path.startswith(("encoder.", "image_features.")) or is_cross_attention(call.path)
         return "encoder_" if is_in_encoder and "encoder_" in self._positions_by_rank else ""
 
     def _microbatch(self, microbatch: int) -> Arrays:
@@ -384,11 +381,6 @@ class ContextShards:
     def _rows(self, microbatch: int, side: str) -> MicroBatchRows:
         count = self._config.train.micro_batch
         return MicroBatchRows.of(self._batch, side, microbatch * count, count)
-
-    def _heads(self, q: Shape, k: Shape) -> tuple[int, int]:
-        """Return the query and key heads of a tensor-parallel rank."""
-        tp = self._config.parallel.tp
-        return q[1] // tp, max(1, k[1] // tp)
 
     def _numel_per_token(self, sent_shapes: Sequence[Shape]) -> int:
         """Return the elements sent per position, over all rows, by a tensor-parallel rank; a single head is on all."""
@@ -405,6 +397,7 @@ class ContextShards:
         "SpanBoundaryGather": _add_span_boundaries,
         "TokenGather": _add_token_gather,
         "ImageMean": _add_row_sums,
+        "BoundaryVector": _add_row_sums,
         "PoolingAttention": _add_pooling,
         "RowScores": _add_row_sums,
         "LinformerAttention": _add_linformer,

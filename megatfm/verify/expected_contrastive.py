@@ -2,7 +2,8 @@
 
 With n pairs of width d on each of P > 1 ranks, a rank sends n((3P − 2)d + 2P − 1) elements a step for the softmax loss
 and n(3P − 2)d for the sigmoid loss: forward P − 1 blocks of text features (and P times the statistics of their
-columns), backward P − 1 blocks (and their columns) and P times their gradient.
+columns), backward P − 1 blocks (and their columns) and P times their gradient. Context ranks count, too: a pair is on
+that with the caption's first token.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
-from megatfm.verify.axes import REPLICATE, SHARD, joined
+from megatfm.verify.axes import CONTEXT, REPLICATE, SHARD, MeshPosition, joined
 from megatfm.verify.module_calls import Call
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
@@ -28,20 +29,24 @@ def first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> list[li
     ]
 
 
-def add_contrastive_loss(ledger: ExpectedTraffic, config: Config, batch: Arrays, data_rank: int) -> None:
-    """Add the bytes that a data rank sends to compare its pairs with those of all others."""
+def add_contrastive_loss(
+    ledger: ExpectedTraffic, config: Config, batches: Sequence[Arrays], position: MeshPosition
+) -> None:
+    """Add the bytes that a rank sends to compare its pairs with those of all others. batches: of each context rank."""
     contrastive, parallel = config.model.contrastive, config.parallel
-    ranks = parallel.dp_replicate * parallel.dp_shard
+    data_ranks = parallel.dp_replicate * parallel.dp_shard
+    ranks, rank = data_ranks * parallel.cp, position.data_rank * parallel.cp + position.cp
     if contrastive is None or ranks == 1:
         return
-    axis = joined(ledger.sizes, REPLICATE, SHARD)
+    axis = joined(ledger.sizes, REPLICATE, SHARD, CONTEXT)
     ledger.all_gather(axis, 8)
     size = max(4, PRECISIONS[config.train.precision].compute_dtype.itemsize)
-    is_first = (batch["positions"] == 0) & (batch["documents"] >= 0)
-    pairs = [int(rows.sum()) for rows in np.split(is_first, ranks)]
+    is_first = [(batch["positions"] == 0) & (batch["documents"] >= 0) for batch in batches]
+    pairs_by_context = [[int(rows.sum()) for rows in np.split(chosen, data_ranks)] for chosen in is_first]
+    pairs = [n for by_rank in zip(*pairs_by_context, strict=True) for n in by_rank]
     is_softmax = contrastive.loss == "softmax"
     for step in range(ranks):
-        n, is_last = pairs[(data_rank - step) % ranks], step == ranks - 1
+        n, is_last = pairs[(rank - step) % ranks], step == ranks - 1
         feature, column = n * contrastive.width * size, n * size
         block, columns = [feature] * (not is_last), [column] * is_softmax
         forward, backward = [*block, *columns], [feature, *block, *(columns if not is_last else [])]

@@ -1,4 +1,4 @@
-"""Tokens that a rank needs from other ranks: keys of its queries, one by one, and tokens that its own look up.
+"""Tokens that a rank needs from other ranks: keys of its queries, one by one, and tokens that its own tokens look up.
 
 The closed form of a query is one or a few runs of keys of its document. It covers the keys that the plain model's mask
 lets the query see, and is wider where kernels fetch whole blocks or strides.
@@ -7,6 +7,7 @@ lets the query see, and is wider where kernels fetch whole blocks or strides.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -26,7 +27,9 @@ from megatfm.config import (
     StridedPatternConfig,
     WindowPatternConfig,
 )
+from megatfm.config.image_text import image_tower
 from megatfm.config.section import Section
+from megatfm.verify.module_calls import Shape
 
 Runs = Sequence[tuple[int, int]]
 """Half-open runs of keys (first, end), which may reach beyond the document."""
@@ -71,7 +74,9 @@ def block_of(config: Config, path: str) -> ModelConfig:
     if mtp := re.match(r"future\.(\d+)\.", path):
         return config.model.layer_config(config.model.n_layers + int(mtp[1]) - 1)
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
-    return config.model.layer_config(int(layer[1]) if layer else 0)
+    has_image_tower = config.model.vision_tower is not None and path.startswith("encoder.")
+    model = image_tower(config.model) if has_image_tower else config.model
+    return model.layer_config(int(layer[1]) if layer else 0)
 
 
 def pattern_of(config: Config, path: str) -> Section:
@@ -82,8 +87,11 @@ def pattern_of(config: Config, path: str) -> Section:
 
 def is_causal(config: Config, path: str) -> bool:
     """Return whether queries see only earlier tokens of their row."""
-    return config.model.family == "decoder" or (
-        config.model.family in ("encoder_decoder", "vision_language") and not path.startswith("encoder.")
+    model = config.model
+    if model.text_tower is not None:
+        return model.text_tower.causal and path.startswith("text.")
+    return model.family == "decoder" or (
+        model.family in ("encoder_decoder", "vision_language") and not path.startswith("encoder.")
     )
 
 
@@ -270,6 +278,55 @@ def visible_tokens(rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[A
                 tokens.add(int(tokens_of_image[sources[token]]))
         looked_up.append(_sorted(tokens))
     return looked_up
+
+
+def image_vectors(
+    rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[Any]], image_token: int, n_special: int
+) -> list[NDArray[Any]]:
+    """Return the tokens of the image rows that the text's image tokens stand for, by rank.
+
+    rows: fields of a micro-batch. The k-th image token of a row stands for its k-th patch. n_special: class and
+    register tokens of each image.
+    """
+    looked_up: list[set[int]] = [set() for _ in by_rank]
+    for row, tokens in enumerate(rows["tokens"]):
+        is_patch = (rows["encoder_positions"][row] >= n_special) & (rows["encoder_documents"][row] >= 0)
+        patch_of_place = dict(
+            zip(
+                np.flatnonzero(tokens == image_token).tolist(), np.flatnonzero(is_patch).tolist(), strict=True
+            )
+        )
+        for patches, local_positions in zip(looked_up, by_rank, strict=True):
+            patches |= {patch_of_place[at] for at in local_positions.tolist() if at in patch_of_place}
+    return [_sorted(patches) for patches in looked_up]
+
+
+def fetched_share(by_rank: Sequence[NDArray[Any]], fetched: Sequence[NDArray[Any]]) -> Fraction:
+    """Return the most keys that a rank fetches, as a share of the keys that a ring brings it."""
+    c, length = len(by_rank), sum(map(len, by_rank))
+    max_fetched = max(len(np.setdiff1d(keys, local)) for keys, local in zip(fetched, by_rank, strict=True))
+    return Fraction(max_fetched * c, (c - 1) * length)
+
+
+def is_ulysses(config: Config, qkv: Sequence[Shape], numel_per_token: int, share: Fraction | None) -> bool:
+    """Return whether Ulysses is used: if configured, or if heads divide and it sends less.
+
+    A ring sends three times the keys and values, a fetch twice a share of them, Ulysses twice 1/c of queries, keys,
+    values and outputs. share: of a fetch; None for a ring.
+    """
+    parallel, (q, k, v) = config.parallel, qkv
+    if parallel.cp_method != "auto":
+        return parallel.cp_method == "ulysses"
+    (heads, keys), c = local_heads(config, q, k), parallel.cp
+    is_divisible = heads % c == 0 and (keys % c == 0 or c % keys == 0)
+    ulysses_numel = 2 * (heads + max(keys, c)) * (q[3] + v[3]) * q[0]
+    return is_divisible and ulysses_numel < (3 if share is None else 2 * share) * c * numel_per_token
+
+
+def local_heads(config: Config, q: Shape, k: Shape) -> tuple[int, int]:
+    """Return the query and key heads of a tensor-parallel rank."""
+    tp = config.parallel.tp
+    return q[1] // tp, max(1, k[1] // tp)
 
 
 def _sorted(tokens: set[int]) -> NDArray[Any]:

@@ -25,8 +25,9 @@ class Call:
     stage: pipeline stage, 0 without a pipeline. input_numel, output_numel: elements of the first input and output (0:
     no tensor). rows: first dim of the first input. is_loss: the output is a loss or several terms of one.
     has_gradient, input_has_gradient: the output and the first input require gradients. in_layer: the module is in a
-    block or is one; is_layer_output: it is the block itself. saves_tensors_after: the block saves tensors for the
-    backward pass after this call, so that recomputation repeats all of it. inputs: shapes, None for other arguments.
+    block or is one, and the backward pass reaches this block; is_layer_output: it is the block itself.
+    saves_tensors_after: the block saves tensors for the backward pass after this call, so that recomputation repeats
+    all of it. inputs: shapes, None for other arguments.
     expert_index: choices [B, T, K] of an experts module, `n_experts` where dropped. n_tokens: tokens of its input.
     """
 
@@ -81,15 +82,15 @@ class ModuleCallRecorder:
         self._block_start = len(self._calls)
 
     def _leave(self) -> None:
+        is_reached = self._calls[-1][0].has_gradient  # the block's own call is the last
         for i in range(self._block_start or 0, len(self._calls)):
             call, n_saved = self._calls[i]
             self._calls[i] = (
-                replace(call, in_layer=True, saves_tensors_after=self._n_saved > n_saved),
+                replace(call, in_layer=is_reached, saves_tensors_after=self._n_saved > n_saved),
                 n_saved,
             )
-        if self._calls:
-            call, n_saved = self._calls[-1]
-            self._calls[-1] = replace(call, is_layer_output=True), n_saved
+        call, n_saved = self._calls[-1]
+        self._calls[-1] = replace(call, is_layer_output=True), n_saved
         self._block_start = None
 
     def _record(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -24,6 +24,7 @@ from megatfm.config import (
     ModelConfig,
     ParallelConfig,
     StridedPatternConfig,
+    TrainConfig,
     WindowPatternConfig,
     invalid,
 )
@@ -104,17 +105,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
                 update={"reduce_dtype": "param", "comm_buffers": "torch", "async_tp": False}
             ),
             "data": config.data.model_copy(update=lengths | (images or shrunk_images(config, model))),
-            "train": config.train.model_copy(
-                update={
-                    "micro_batch": MICRO_BATCH,
-                    "global_batch": MICRO_BATCH * (MICROBATCHES + parallel.pp - 1) * data_ranks,
-                    # DeepSpeed keeps the optimizer's weights in float32.
-                    "precision": "fp32" if parallel.engine == "deepspeed" else "fp64",
-                    "device": "cpu",
-                    "compile": False,
-                    "recompute": "none" if config.train.recompute.endswith("%") else config.train.recompute,
-                }
-            ),
+            "train": _shrink_train(config.train, parallel, data_ranks),
         }
     )
     freeze = [pattern for pattern in config.train.freeze if _matches(small, pattern)]
@@ -125,6 +116,21 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
         f"deepspeed.{key} true → false: {config.deepspeed.INEXACT}, and is for GPUs alone" for key in inexact
     ]
     return small.model_copy(update={"deepspeed": exact}), _changes(config, small) + inexact_changes
+
+
+def _shrink_train(train: TrainConfig, parallel: ParallelConfig, data_ranks: int) -> TrainConfig:
+    """Return the section with few small micro-batches, on a CPU, in the widest precision of the engine."""
+    return train.model_copy(
+        update={
+            "micro_batch": MICRO_BATCH,
+            "global_batch": MICRO_BATCH * (MICROBATCHES + parallel.pp - 1) * data_ranks,
+            # DeepSpeed keeps the optimizer's weights in float32.
+            "precision": "fp32" if parallel.engine == "deepspeed" else "fp64",
+            "device": "cpu",
+            "compile": False,
+            "recompute": "none" if train.recompute.endswith("%") else train.recompute,
+        }
+    )
 
 
 def _concrete_layout(parallel: ParallelConfig) -> ParallelConfig:

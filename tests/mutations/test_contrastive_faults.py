@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from megatfm.config import ParallelConfig
 from megatfm.engines import passes
+from megatfm.layers import contrastive as features
+from megatfm.layers.classifier import document_index
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops import contrastive
-from megatfm.parallel import data_ring
+from megatfm.parallel import data_ring, parallelize
 from tests.support.faults import EVERYTHING
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
@@ -61,11 +65,11 @@ def gradients_of_captions_stay_where_they_are(patch: Patch) -> None:
 def the_second_pass_drops_others(patch: Patch) -> None:
     real, counter = TowerObjective.features, [0]
 
-    def features(self: TowerObjective, model: Any, batch: Any) -> dict[str, Tensor]:
+    def of_others(self: TowerObjective, model: Any, batch: Any) -> dict[str, Tensor]:
         counter[0] += 1
         return real(self, model, {**batch, "keys": batch["keys"] + counter[0]})
 
-    patch.setattr(TowerObjective, "features", features)
+    patch.setattr(TowerObjective, "features", of_others)
 
 
 def captions_belong_to_the_next_image(patch: Patch) -> None:
@@ -77,7 +81,68 @@ def captions_belong_to_the_next_image(patch: Patch) -> None:
     )
 
 
-TEMPERATURE = {"temperature.*"}
+def pooled_vectors_are_of_one_rank_s_tokens(patch: Patch) -> None:
+    patch.setattr(parallelize, "_summed", lambda x, group: x)
+
+
+def gradients_of_pooled_vectors_stay_on_their_rank(patch: Patch) -> None:
+    patch.setattr(parallelize, "copy_to_group", lambda x, group: x)
+
+
+def only_data_ranks_are_compared(patch: Patch) -> None:
+    patch.setattr(data_ring, "DENSE_DATA_AXES", SimpleNamespace(all=("dp_shard", "dp_replicate")))
+
+
+def every_rank_of_a_row_has_all_its_pairs(patch: Patch) -> None:
+    real = features.boundary_tokens
+
+    def tokens(sequence: Any, *, last: bool) -> Tensor:
+        is_side = not isinstance(sequence, SequenceShard)
+        return real(sequence if is_side else sequence.full_sequence, last=last)
+
+    def index(sequence: Any, at: Tensor, other: Any = None) -> Tensor:
+        row = other or sequence
+        return document_index(sequence, at, row.full_sequence if isinstance(row, SequenceShard) else row)
+
+    real_pool = features.BoundaryVector.forward
+
+    def pool(self: Any, hidden: Tensor, at: Tensor, sequence: Any) -> Tensor:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(features, "boundary_tokens", real)
+            inner.setattr(features, "document_index", document_index)
+            return real_pool(self, hidden, at, sequence)
+
+    patch.setattr(features, "boundary_tokens", tokens)
+    patch.setattr(features, "document_index", index)
+    patch.setattr(features.BoundaryVector, "forward", pool)
+
+
+def a_caption_ends_at_its_rank_s_last_token(patch: Patch) -> None:
+    real = features.boundary_tokens
+
+    def tokens(sequence: Any, *, last: bool) -> Tensor:
+        if not last:
+            return real(sequence, last=last)
+        return real(
+            SimpleNamespace(
+                on_host=lambda: SimpleNamespace(positions=sequence.positions, documents=sequence.documents),
+                positions=sequence.positions,
+            ),
+            last=True,
+        )
+
+    patch.setattr(features, "boundary_tokens", tokens)
+
+
+def a_caption_s_image_is_that_of_the_first_row(patch: Patch) -> None:
+    def index(sequence: Any, at: Tensor, other: Any = None) -> Tensor:
+        found = document_index(sequence, at, other)
+        return found if other is None else found.clamp(max=sequence.max_documents_per_row)
+
+    patch.setattr(features, "document_index", index)
+
+
+TEMPERATURE, TOWERS = {"temperature.*"}, {"encoder.layers.*", "text.layers.*"}
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     one_rank_s_negatives_are_missing: ("softmax", EVERYTHING),
     each_rank_compares_its_own: ("sigmoid", EVERYTHING),
@@ -87,16 +152,27 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     the_second_pass_drops_others: ("dropout", EVERYTHING),
     captions_belong_to_the_next_image: ("softmax", EVERYTHING),
 }
-"""Fault → the model that shows it on three ranks, and parameters whose gradients must be found wrong."""
+CONTEXT_FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
+    pooled_vectors_are_of_one_rank_s_tokens: ("softmax", TOWERS),
+    gradients_of_pooled_vectors_stay_on_their_rank: ("softmax", TOWERS),
+    only_data_ranks_are_compared: ("sigmoid", EVERYTHING),
+    every_rank_of_a_row_has_all_its_pairs: ("softmax", EVERYTHING),
+    a_caption_ends_at_its_rank_s_last_token: ("sigmoid", {"text.layers.*"}),
+    a_caption_s_image_is_that_of_the_first_row: ("dropout", TOWERS),
+}
+"""Fault → the model that shows it on three data or context ranks, and parameters whose gradients must be wrong."""
 
 
 def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
     """All parameters, and those that are wrong under a fault."""
-    name, _ = FAULTS[globals()[fault]]
+    name, _ = (FAULTS | CONTEXT_FAULTS)[globals()[fault]]
+    parallel = (
+        ParallelConfig(cp=3) if globals()[fault] in CONTEXT_FAULTS else ParallelConfig(dp_shard=3, zero=1)
+    )
     model, batch, _ = tower_reference(name)
     with pytest.MonkeyPatch.context() as patch:
         globals()[fault](patch)
-        engine = build_engine(TOWER_MODELS[name], ParallelConfig(dp_shard=3, zero=1), ADAMW)
+        engine = build_engine(TOWER_MODELS[name], parallel, ADAMW)
         mesh = engine.mesh
         engine.forward_backward(
             tower_microbatches(batch, mesh.data_rank, mesh.data_ranks, 2), TowerObjective()
@@ -104,14 +180,15 @@ def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
         return {name for name, _ in model.named_parameters()}, set(model_gradient_errors(engine, model))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", FAULTS | CONTEXT_FAULTS, ids=lambda fault: fault.__name__)
 def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     by_rank = workers.run(wrong_gradients, 3, fault.__name__)
+    patterns = (FAULTS | CONTEXT_FAULTS)[fault][1]
     parameters, wrong = by_rank[0][0], set().union(*(names for _, names in by_rank))
     expected = {
         name
         for name in parameters
-        if any(fnmatchcase(name, pattern) for pattern in FAULTS[fault][1]) and not name.endswith("wk.bias")
+        if any(fnmatchcase(name, pattern) for pattern in patterns) and not name.endswith("wk.bias")
     }
     assert expected
     assert expected <= wrong, sorted(expected - wrong)

@@ -1,13 +1,18 @@
-"""Faults that one could make where images stand among text: each must be found."""
+"""Faults that one could make where images stand among text: a fast cell of the layouts' grid must find each."""
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatfm.config import ParallelConfig
+from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import vision_language
+from megatfm.models.vision_language import Connector, VisionLanguage
+from megatfm.parallel import context_parallel, styles
+from tests.parity import test_llava_layouts
 from tests.support.batches import PassThroughObjective
 from tests.support.llava_models import LLAVA_MODELS, llava_batch
 from tests.support.models import ADAMW
@@ -23,17 +28,38 @@ Patch = pytest.MonkeyPatch
 
 
 def images_are_shifted_by_one_token(patch: Patch) -> None:
-    real = vision_language.place_patches
-    patch.setattr(vision_language, "place_patches", lambda *arguments: real(*arguments).roll(1, 1))
+    real = vision_language.patch_indices
+    patch.setattr(vision_language, "patch_indices", lambda *arguments: real(*arguments).roll(1, 1))
 
 
 def class_tokens_are_passed_on(patch: Patch) -> None:
-    real = vision_language.place_patches
+    real = vision_language.patch_indices
+    patch.setattr(vision_language, "patch_indices", lambda *arguments: (real(*arguments) - 1).clamp(min=0))
 
-    def place(vectors: Tensor, is_image: Tensor, images: object, n_special: int) -> Tensor:
-        return real(vectors.roll(1, 1), is_image, images, n_special)
 
-    patch.setattr(vision_language, "place_patches", place)
+def patches_of_a_row_are_read_backwards(patch: Patch) -> None:
+    real = vision_language.patch_indices
+
+    def backwards(is_image: Tensor, images: Any, n_special: int) -> Tensor:
+        return real(is_image.flip(1), images, n_special).flip(1)
+
+    patch.setattr(vision_language, "patch_indices", backwards)
+
+
+def a_row_has_the_images_of_the_next(patch: Patch) -> None:
+    """On the second of two data ranks, where the rows fit."""
+    real = VisionLanguage.forward
+
+    def forward(self: VisionLanguage, tokens: Tensor, patches: Tensor, **fields: Any) -> Any:
+        return real(self, tokens, patches.roll(1, 0), **fields)
+
+    patch.setattr(
+        VisionLanguage,
+        "forward",
+        lambda self, tokens=None, encoder_patches=None, **fields: forward(
+            self, tokens, encoder_patches, **fields
+        ),
+    )
 
 
 def image_tokens_are_looked_up_as_well(patch: Patch) -> None:
@@ -43,31 +69,146 @@ def image_tokens_are_looked_up_as_well(patch: Patch) -> None:
     )
 
 
+def the_connector_s_second_matrix_is_left_out(patch: Patch) -> None:
+    def forward(self: Connector, hidden: Tensor) -> Tensor:
+        vectors: Tensor = self.w_in(hidden)
+        return vectors + 0 * self.w_out(vectors)  # type: ignore[misc]
+
+    patch.setattr(Connector, "forward", forward)
+
+
+def the_connector_s_activation_is_left_out(patch: Patch) -> None:
+    patch.setattr(vision_language.F, "gelu", lambda x: x)
+
+
 def gradients_of_image_vectors_stay_on_the_rank_that_reads_them(patch: Patch) -> None:
-    plan = (("image_vectors", "gather_output_replicated"),)
-    patch.setattr(vision_language.VisionLanguage, "tp_plan", plan)
+    patch.setattr(VisionLanguage, "tp_plan", (("image_vectors", "gather_output_replicated"),))
 
 
-FAULTS: dict[Callable[[Patch], None], ParallelConfig] = {
-    images_are_shifted_by_one_token: ParallelConfig(dp_shard=2, zero=1),
-    class_tokens_are_passed_on: ParallelConfig(dp_shard=2, zero=1),
-    image_tokens_are_looked_up_as_well: ParallelConfig(pp=2),
-    gradients_of_image_vectors_stay_on_the_rank_that_reads_them: ParallelConfig(tp=2),
+def gradients_of_the_connector_are_of_one_rank_s_tokens(patch: Patch) -> None:
+    patch.setattr(Connector, "tp_plan", (("w_in", "replicated"), ("w_out", "replicated")))
+
+
+def shards_of_image_vectors_are_gathered_in_another_order(patch: Patch) -> None:
+    def gather(module: Any, ranks: Any, layouts: Any) -> None:
+        def swap(_: Any, __: Any, output: Tensor) -> Tensor:
+            halves = ranks.gather_input(output).chunk(2, dim=1)
+            return torch.cat(halves[::-1], dim=1)
+
+        module.register_forward_hook(swap)
+
+    style = styles.STYLES.get("gather_output_for_tokens")
+    patch.setitem(styles.STYLES._parts, style.name, styles.replace(style, apply=gather))
+
+
+def image_vectors_are_of_the_micro_batch_before(patch: Patch) -> None:
+    before = dict[tuple[int, ...], Tensor]()
+
+    def forward(self: Any, vectors: Tensor, at: Tensor, length: int) -> Tensor:
+        stale = before.get(tuple(vectors.shape), vectors)
+        before[tuple(vectors.shape)] = vectors.detach()
+        return stale.gather(1, at.clamp(min=0)[..., None].expand(-1, -1, vectors.shape[-1]))
+
+    patch.setattr("megatfm.layers.embedding.TokenGather.forward", forward)
+
+
+def image_tokens_are_counted_from_the_cut(patch: Patch) -> None:
+    real = vision_language.patch_indices
+
+    def indices(is_image: Tensor, images: Any, n_special: int) -> Tensor:
+        at, half = real(is_image, images, n_special), is_image.shape[1] // 2
+        patches = at.gather(1, is_image.to(torch.int8).argsort(dim=1, descending=True, stable=True))
+        rank = (is_image[:, half:].cumsum(1) - 1).clamp(min=0)
+        at[:, half:] = patches.gather(1, rank).where(is_image[:, half:], -1)
+        return at
+
+    patch.setattr(vision_language, "patch_indices", indices)
+
+
+def gradients_of_fetched_vectors_stay_on_their_rank(patch: Patch) -> None:
+    real = context_parallel.fetch
+
+    def fetch(x: Tensor, plan: context_parallel.FetchPlan) -> Tensor:
+        if x.shape[1] > 1:
+            return real(x, plan)
+        received = x.new_zeros(*x.shape[:2], len(plan.indices) - x.shape[2], x.shape[3])
+        return real(x.detach(), plan) + torch.cat([x - x.detach(), received], 2)[:, :, plan.permutation]
+
+    patch.setattr(context_parallel, "fetch", fetch)
+
+
+def images_of_a_row_see_one_another(patch: Patch) -> None:
+    real = vision_language.make_sequence
+
+    def sequence(batch: dict[str, Tensor], reads: str, side: str = "", **options: Any) -> Any:
+        if side:
+            fields = ("encoder_documents", "encoder_full_row_documents")
+            batch = batch | {name: batch[name].clamp(max=0) for name in fields if name in batch}
+        return real(batch, reads, side, **options)
+
+    patch.setattr(vision_language, "make_sequence", sequence)
+
+
+def patches_of_a_rank_are_placed_from_the_image_s_corner(patch: Patch) -> None:
+    real = SequenceShard.__init__
+
+    def init(self: SequenceShard, row: Any, places: Tensor, memory: Any = None) -> None:
+        real(self, row, places, memory)
+        self.grid = None if row.grid is None else row.grid[:, : len(places)]
+
+    patch.setattr(SequenceShard, "__init__", init)
+
+
+VECTORS = {"connector.*", "encoder.layers.*"}
+FAULTS: dict[Callable[[Patch], None], tuple[str, int, str, set[str]]] = {
+    images_are_shifted_by_one_token: ("mlp", 1, "one process", VECTORS),
+    class_tokens_are_passed_on: ("linear", 1, "one process", VECTORS),
+    patches_of_a_row_are_read_backwards: ("experts", 2, "cp", VECTORS),
+    a_row_has_the_images_of_the_next: ("linear", 2, "zero 1", VECTORS),
+    image_tokens_are_looked_up_as_well: ("dropout", 1, "one process", {"decoder.embedding.tokens.*"}),
+    the_connector_s_second_matrix_is_left_out: ("mlp", 2, "cp", {"connector.*"}),
+    the_connector_s_activation_is_left_out: ("mlp", 1, "one process", {"connector.*"}),
+    gradients_of_image_vectors_stay_on_the_rank_that_reads_them: ("linear", 2, "tp", VECTORS),
+    gradients_of_the_connector_are_of_one_rank_s_tokens: ("mlp", 3, "tp", {"connector.*"}),
+    shards_of_image_vectors_are_gathered_in_another_order: ("linear", 4, "cp × tp", VECTORS),
+    image_vectors_are_of_the_micro_batch_before: ("mlp", 1, "one process", VECTORS),
+    image_tokens_are_counted_from_the_cut: ("mlp", 2, "cp", VECTORS),
+    gradients_of_fetched_vectors_stay_on_their_rank: ("linear", 2, "cp", VECTORS),
+    images_of_a_row_see_one_another: ("mlp", 2, "cp", {"encoder.layers.*"}),
+    patches_of_a_rank_are_placed_from_the_image_s_corner: ("dropout", 3, "cp", {"encoder.embedding.*"}),
 }
+"""Fault → the cell that shows it (model, ranks, layout), and parameters whose gradients must be found wrong."""
 
 
-def wrong_gradients(fault: str) -> set[str]:
-    """Parameters whose gradients are wrong under a fault."""
-    config, batch = LLAVA_MODELS["mlp"], llava_batch("mlp")
+def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
+    """All parameters, and those that are wrong under a fault."""
+    name, ranks, layout, _ = FAULTS[globals()[fault]]
+    config, batch = LLAVA_MODELS[name], llava_batch(name)
     model, objective, _ = one_device_reference(config, batch, PassThroughObjective)
     with pytest.MonkeyPatch.context() as patch:
         globals()[fault](patch)
-        engine = build_engine(config, FAULTS[globals()[fault]], ADAMW)
+        engine = build_engine(config, test_llava_layouts.LAYOUTS[ranks][layout], ADAMW)
         engine.forward_backward(uneven_microbatches(engine, batch), objective)
-        return set(model_gradient_errors(engine, model))
+        return {name for name, _ in model.named_parameters()}, set(model_gradient_errors(engine, model))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
-    wrong = set().union(*workers.run(wrong_gradients, 2, fault.__name__))
-    assert any(name.startswith("connector.") for name in wrong)
+    by_rank = workers.run(wrong_gradients, FAULTS[fault][1], fault.__name__)
+    parameters, result = by_rank[0][0], set().union(*(wrong for _, wrong in by_rank))
+    expected = {
+        parameter
+        for parameter in parameters
+        if any(fnmatchcase(parameter, pattern) for pattern in FAULTS[fault][3])
+        and not parameter.endswith("wk.bias")
+    }
+    assert expected
+    assert expected <= result, sorted(expected - result)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_cell_is_a_fast_one(fault: Callable[[Patch], None]) -> None:
+    name, ranks, layout, _ = FAULTS[fault]
+    (mark,) = test_llava_layouts.test_gradients_equal_one_device.pytestmark  # type: ignore[attr-defined]
+    fast = [case.values for case in mark.args[1] if not case.marks]
+    assert [layouts for model, layouts, n in fast if (model, n) == (name, ranks) and layout in layouts]

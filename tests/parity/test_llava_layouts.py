@@ -30,15 +30,26 @@ LAYOUTS = {
         "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
         "pp, cut behind the connector": ParallelConfig(pp=2, pp_split_points=("decoder.embedding",)),
         "pp, cut before the connector": ParallelConfig(pp=2, pp_split_points=("connector",)),
+        "cp": ParallelConfig(cp=2),
     },
     3: {
         "tp": ParallelConfig(tp=3),
         "tp without sequence parallelism": ParallelConfig(tp=3, sequence_parallel=False),
         "pp": ParallelConfig(pp=3),
+        "cp": ParallelConfig(cp=3),
+        "cp by Ulysses": ParallelConfig(cp=3, cp_method="ulysses"),
     },
-    4: {"tp × pp": ParallelConfig(tp=2, pp=2), "tp × zero 3": ParallelConfig(tp=2, dp_shard=2)},
+    4: {
+        "tp × pp": ParallelConfig(tp=2, pp=2),
+        "tp × zero 3": ParallelConfig(tp=2, dp_shard=2),
+        "cp × tp": ParallelConfig(cp=2, tp=2),
+        "cp × pp, cut behind the connector": ParallelConfig(
+            cp=2, pp=2, pp_split_points=("decoder.embedding",)
+        ),
+        "cp × zero 3": ParallelConfig(cp=2, dp_shard=2),
+    },
 }
-RECOMPUTED = ("tp", "zbv", "zero 2")
+RECOMPUTED = ("tp", "zbv", "zero 2", "cp by Ulysses")
 
 
 def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
@@ -56,7 +67,8 @@ def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, fl
 
 
 @pytest.mark.parametrize(
-    ("name", "layouts", "ranks"), cells_by_ranks(LLAVA_MODELS, LAYOUTS, rounds=2, always=["one process"])
+    ("name", "layouts", "ranks"),
+    cells_by_ranks(LLAVA_MODELS, LAYOUTS, rounds=2, always=["one process", "cp"]),
 )
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     for wrong in workers.run(compare, ranks, name, layouts, ranks, timeout=240.0):

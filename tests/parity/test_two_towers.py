@@ -23,16 +23,20 @@ LAYOUTS = {
         "zero 2": ParallelConfig(dp_shard=2, zero=2),
         "zero 3": ParallelConfig(dp_shard=2),
         "tp 2": ParallelConfig(tp=2),
+        "cp 2": ParallelConfig(cp=2),
     },
     3: {
         "zero 1": ParallelConfig(dp_shard=3, zero=1),
         "zero 3": ParallelConfig(dp_shard=3),
         "tp 3": ParallelConfig(tp=3),
         "tp 3 without sequence parallelism": ParallelConfig(tp=3, sequence_parallel=False),
+        "cp 3": ParallelConfig(cp=3),
     },
     4: {
         "replicas": ParallelConfig(dp_replicate=2, dp_shard=2),
         "tp 2": ParallelConfig(dp_shard=2, tp=2),
+        "cp 2": ParallelConfig(dp_shard=2, cp=2),
+        "cp 2 × tp 2": ParallelConfig(cp=2, tp=2),
     },
     5: {"zero 0": ParallelConfig(dp_shard=5, zero=0), "zero 3": ParallelConfig(dp_shard=5)},
 }

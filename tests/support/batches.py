@@ -124,6 +124,7 @@ def task_batch(config: ModelConfig) -> dict[str, Tensor]:
     """A batch for the head of a downstream task: labels at documents' first tokens, parts where the head has them."""
     batch = family_batch(config)
     batch.pop("targets")
+    batch.pop("order", None)  # XLNet's, of what it predicts
     labels = batch.pop("sentence_targets", batch["tokens"] % 2)
     first = (batch["positions"] == 0) & (batch["documents"] >= 0)
     (head,) = config.extra_heads.values()

@@ -13,7 +13,7 @@ from megatfm.commands.models import add_describe_arguments, describe_command
 from megatfm.config import Config, ModelConfig, load, load_config, preset_names
 from megatfm.config.prep import PrepConfig
 from megatfm.cost import TokenCounts, module_cost
-from megatfm.describe import Description, describe
+from megatfm.describe import Description, describe, description
 from megatfm.describe.description import row_cost
 from megatfm.describe.text import to_lines
 from megatfm.engines.optimizers import TorchOptimizer
@@ -247,6 +247,19 @@ def state_bytes(actual: Description) -> int:
         n_bytes += sum(v.nbytes for state in optimizer.state().values() for v in state.values() if v.dim())
         n_bytes += sum(t.nbytes for t in tensors.values()) * (group.granularity == "whole_tensor")
     return n_bytes
+
+
+def test_an_optimizer_is_tried_once_for_all_tensors_of_as_many_dimensions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """AdamW has two groups, with weight decay and without; each training run describes its model at its start."""
+    probed: list[int] = []
+    genuine = description._state_shapes
+    monkeypatch.setattr(
+        description, "_state_shapes", lambda *group: probed.append(group[2]) or genuine(*group)
+    )
+    describe(load_config("llama3-405b"))
+    assert sorted(probed) == [1, 2]
 
 
 def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Models with a task head: BertFor… SequenceClassification, TokenClassification, MultipleChoice and
-QuestionAnswering, those of its relatives, and decoders that classify texts.
+QuestionAnswering, those of its relatives and XLNet, and decoders' heads of classes, tags and answers.
 
 Each is the bare model, a pooler if the class has one, and a linear layer. RoBERTa's, Longformer's and ELECTRA's
 sequence classifiers have a separate pooler; ModernBERT's pooler is a dense layer, its activation and a norm.
@@ -17,6 +17,7 @@ from megatfm.convert.architectures import deberta as deberta
 from megatfm.convert.architectures import electra as electra
 from megatfm.convert.architectures import modernbert as modernbert
 from megatfm.convert.architectures import sparse_encoders as sparse_encoders
+from megatfm.convert.architectures import xlnet as xlnet
 from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
 from megatfm.convert.weight_mapping import WeightMapping, rename_linear
 from megatfm.errors import UsageError
@@ -107,11 +108,13 @@ def register_task_class(
     tensors: HeadTensors,
     keys: Mapping[str, Key],
     unused_tensors: UnusedTensors | None = None,
+    *,
+    body_prefix: str = "",
 ) -> None:
     """Register a class: that of `base`, with a head of a task in place of its own.
 
     keys: of config.json that the head reads. unused_tensors: as in `Architecture`, for files whose head we lack, which
-    open as the bare model.
+    open as the bare model. body_prefix: prefix of the body's tensors in place of the base's; empty: the base's.
     """
     architecture, module = ARCHITECTURES.get(base), head_format.module
 
@@ -142,6 +145,8 @@ def register_task_class(
             for rule in architecture.weight_mappings(config)
             if not rule.megatfm[0].startswith(HEAD_PREFIXES)
         ]
+        if body_prefix:
+            body = [_with_body_prefix(rule, architecture.base_model_prefix, body_prefix) for rule in body]
         return [*body, *(tensors.rules(module, config) if config.extra_heads else [])]
 
     ignored_tensors = tuple(p for p in architecture.ignored_tensors if not tensors.matches(p))
@@ -152,10 +157,16 @@ def register_task_class(
         config_to_hf=write,
         weight_mappings=rules,
         ignored_tensors=ignored_tensors,
+        base_model_prefix=body_prefix or architecture.base_model_prefix,
     )
     register_architecture(
         name, replace(adapted, unused_tensors=unused_tensors) if unused_tensors else adapted
     )
+
+
+def _with_body_prefix(rule: WeightMapping, old: str, new: str) -> WeightMapping:
+    """Return a mapping whose tensors of transformers begin with another prefix."""
+    return replace(rule, hf=tuple(new + name.removeprefix(old) for name in rule.hf))
 
 
 def _read_labels(hf_config: Json) -> Json:
@@ -301,10 +312,43 @@ for family_name, family in FAMILIES.items():
             mean_pooled_tensors if family_name == "ModernBert" and is_pooled else None,
         )
 
-# A decoder tells the class from a text's last token, without a bias.
+# XLNet reads the last token, <cls>. Its QuestionAnswering searches beams with a head that we lack: that opens bare.
+SUMMARY = HeadTensors("logits_proj", "sequence_summary.summary")
+LAST_SUMMARY_KEYS: Mapping[str, Key] = {
+    "summary_type": supported_values("last"),
+    "summary_use_proj": supported_values(True),
+    "summary_activation": supported_values("tanh"),
+    "summary_last_dropout": used(0.1, float, int),
+}
+LAST_TOKEN: Json = {"pooler": "tanh", "token": "last"}
+for task, head_format, head_tensors, keys in (
+    ("SequenceClassification", HeadFormat("text_classifier", LAST_TOKEN, "summary_last_dropout"),
+     SUMMARY, LAST_SUMMARY_KEYS | LABELS),
+    ("MultipleChoice", HeadFormat("multiple_choice", LAST_TOKEN, "summary_last_dropout"), SUMMARY, LAST_SUMMARY_KEYS),
+    ("TokenClassification", HeadFormat("text_classifier", {"pooler": "none", "token": "all", "dropout": 0.0}, ""),
+     WORDS, LABELS),
+    ("QuestionAnsweringSimple", HeadFormat("span_extraction", {"pooler": "none", "dropout": 0.0}, "", "span"),
+     ANSWERS, {}),
+):  # fmt: skip
+    register_task_class(f"XLNetFor{task}", "XLNetLMHeadModel", head_format, head_tensors, keys)
+
+# A decoder tells the class from a text's last token, without a bias; tags and answers have biases.
 SCORE = HeadFormat(
     "text_classifier", {"pooler": "none", "token": "last", "bias": False}, dropout="", module="score"
 )
+TAGS = HeadFormat("text_classifier", {"pooler": "none", "token": "all"}, module="score")
+DECODER_ANSWERS = HeadFormat("span_extraction", {"pooler": "none", "dropout": 0.0}, "", "span")
+TAGS_DROPOUT: Mapping[str, Key] = {"classifier_dropout": used(0.1, float, int)}
 for base in ("OpenAIGPTLMHeadModel", "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"):
-    name = re.sub(r"LMHeadModel|ForCausalLM", "ForSequenceClassification", base)
-    register_task_class(name, base, SCORE, HeadTensors("score", has_bias=False), LABELS)
+    name = re.sub(r"LMHeadModel|ForCausalLM", "For", base)
+    register_task_class(
+        f"{name}SequenceClassification", base, SCORE, HeadTensors("score", has_bias=False), LABELS
+    )
+    if name != "OpenAIGPTFor":
+        tags = HeadTensors("classifier" if name == "GPT2For" else "score")
+        register_task_class(f"{name}TokenClassification", base, TAGS, tags, LABELS | TAGS_DROPOUT)
+        # Llama's class of answers calls its stack as GPT-2's is called.
+        prefix = "transformer." if name == "LlamaFor" else ""
+        register_task_class(
+            f"{name}QuestionAnswering", base, DECODER_ANSWERS, ANSWERS, {}, body_prefix=prefix
+        )

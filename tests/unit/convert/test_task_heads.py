@@ -39,12 +39,14 @@ CLASSES = [
 """Longformer's other classes have other global tokens in transformers: they open as the bare model."""
 GPT_SIZES = {"vocab_size": 60, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
 LLAMA_SIZES = {**SMALL_ENCODER, "num_key_value_heads": 2, "tie_word_embeddings": False}
-DECODERS: dict[str, dict[str, Any]] = {
+DECODER_SIZES = {"GPT2": GPT_SIZES, "Llama": LLAMA_SIZES, "Mistral": {**LLAMA_SIZES, "sliding_window": 5}}
+XLNET_SIZES = {"vocab_size": 60, "d_model": 24, "n_layer": 2, "n_head": 3, "d_inner": 40}
+OTHERS: dict[str, dict[str, Any]] = {
     "OpenAIGPTForSequenceClassification": GPT_SIZES,
-    "GPT2ForSequenceClassification": GPT_SIZES,
-    "LlamaForSequenceClassification": LLAMA_SIZES,
-    "MistralForSequenceClassification": {**LLAMA_SIZES, "sliding_window": 5},
+    **{f"{family}For{task}": sizes for family, sizes in DECODER_SIZES.items() for task in TASKS[:3]},
+    **{f"XLNetFor{task}": XLNET_SIZES for task in (*TASKS[:2], "MultipleChoice", "QuestionAnsweringSimple")},
 }
+"""Decoders, and XLNet."""
 LABELS = {0: "sports", 1: "文化", 2: "a b"}
 
 
@@ -53,7 +55,7 @@ def save_folder(folder: Path, name: str, **options: Any) -> transformers.PreTrai
     kind = getattr(transformers, name)
     family = name.partition("For")[0]
     labels = {"id2label": LABELS} if "Classification" in name else {}
-    sizes = DECODERS[name] | {"pad_token_id": 0} if name in DECODERS else SMALL_ENCODER | FAMILIES[family]
+    sizes = OTHERS[name] | {"pad_token_id": 0} if name in OTHERS else SMALL_ENCODER | FAMILIES[family]
     model = perturbed(kind(kind.config_class(**(sizes | labels | options))))
     model.save_pretrained(folder)
     return model.eval()
@@ -75,7 +77,7 @@ def head_logits(folder: Path) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("name", [*CLASSES, *DECODERS])
+@pytest.mark.parametrize("name", [*CLASSES, *OTHERS])
 def test_a_folder_opens_with_its_head(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = reference_logits(save_folder(tmp_path / "theirs", name))
     assert expected.shape[0] == len(ENCODER_TOKENS)

@@ -14,6 +14,7 @@ from PIL import Image
 from megatfm.config import ImageClassificationObjective, ImagesConfig, ModelConfig
 from megatfm.corpus import webdataset_index
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.inspect import check, show
 from megatfm.corpus.webdataset_images import LabelRule, index_images
 from megatfm.data.dataset import PackedDataset
@@ -95,7 +96,7 @@ def test_timm_shards_are_read_where_they_lie(tmp_path: Path) -> None:
         assert dict(sample.members) == files
         assert len(sample.tokens) == 0
     assert corpus.read_sample(4).source == "imagenet1k-train-0000.tar/n001/im_4"
-    np.testing.assert_array_equal(corpus.image_sizes(0, corpus.n_blocks), SIZES)
+    np.testing.assert_array_equal(ImageColumns(corpus, 0, corpus.n_blocks).image_sizes, SIZES)
     assert check(folder).samples == 23
     assert "23" in show(folder)
     with pytest.raises(UsageError, match="so it is indexed"):

@@ -233,9 +233,7 @@ def test_units_of_many_blocks_have_every_row_once(memory_corpus: Any) -> None:
     counts = np.random.default_rng(0).integers(0, 9, 100)
     for max_units in (7, 30, 100):
         for turn in (1, 3):
-            order = make_row_order(
-                counts, seed=5, streams=6, shuffle=True, turn=turn, max_units=max_units
-            )
+            order = make_row_order(counts, seed=5, streams=6, shuffle=True, turn=turn, max_units=max_units)
             for epoch in (0, 2):
                 row_counts = Counter(order.row_address(epoch * len(order) + k) for k in range(len(order)))
                 assert row_counts == Counter(
@@ -250,9 +248,7 @@ def test_units_of_many_blocks_are_uniform(memory_corpus: Any) -> None:
     counts = np.full(24, 2)
     for max_units in (6, 24):
         first = [
-            make_row_order(counts, seed=s, streams=1, shuffle=True, max_units=max_units)
-            .row_address(0)
-            .block
+            make_row_order(counts, seed=s, streams=1, shuffle=True, max_units=max_units).row_address(0).block
             for s in range(2400)
         ]
         first_counts = np.bincount(first, minlength=24)

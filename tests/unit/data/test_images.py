@@ -11,6 +11,7 @@ from PIL import Image
 from megatfm.config import ImagesConfig, ModelConfig
 from megatfm.config.objective import ImageClassificationObjective
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.image_size import upright_size
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.contact_sheet import contact_sheet, images_of_rows
@@ -278,8 +279,8 @@ def test_images_keep_their_shapes_in_packed_rows(tmp_path: Path, compress: bool)
     corpus = write_shapes(tmp_path / "c", shapes, compress)
     upright = [shape[::-1] if n % 3 == 0 else shape for n, shape in enumerate(shapes)]
     assert len(corpus.manifest.shards) > 1
-    assert corpus.image_sizes(0, corpus.n_blocks).tolist() == [list(shape) for shape in upright]
-    assert corpus.image_sizes(1, 3).tolist() == [
+    assert ImageColumns(corpus, 0, corpus.n_blocks).image_sizes.tolist() == [list(shape) for shape in upright]
+    assert ImageColumns(corpus, 1, 3).image_sizes.tolist() == [
         list(s) for s in upright[corpus.blocks[1] : corpus.blocks[3]]
     ]
     limit, row = 20, 64

@@ -13,6 +13,7 @@ from PIL import Image
 from megatfm import data_prep
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.image_columns import ImageColumns
 from megatfm.errors import MegatfmError, UsageError
 
 CLASSES = ("Äpfel", "birne", "猫", "10 Euro")
@@ -39,7 +40,7 @@ def labels_of(tmp_path: Path, **labels: Any) -> tuple[dict[int, int], list[str]]
     values = {"out": str(tmp_path / "out"), "read": read, "split": {"validation": 0.0}, "task_bytes": 1024}
     data_prep.run(PrepConfig.model_validate(values))
     corpus = Corpus.open(tmp_path / "out" / "train")
-    assert corpus.image_sizes(0, corpus.n_blocks).tolist() == [[3, 4]] * 12  # in the index
+    assert ImageColumns(corpus, 0, corpus.n_blocks).image_sizes.tolist() == [[3, 4]] * 12  # in the index
     actual = {}
     for number in range(corpus.n_samples):
         members = corpus.read_sample(number).members

@@ -62,9 +62,9 @@ def test_measured_times_come_before_the_roofline() -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of a moment, and no processes."""
-    monkeypatch.setattr(calibrate, "SIZES", {"cpu": (16, 32)})
-    monkeypatch.setattr(calibrate, "MOVED", {"cpu": (2**12, 2**21)})
-    monkeypatch.setattr(calibrate, "LEAST_SECONDS", 1e-5)
+    monkeypatch.setattr(calibrate, "MATMUL_SIZES", {"cpu": (16, 32)})
+    monkeypatch.setattr(calibrate, "MOVED_BYTES", {"cpu": (2**12, 2**21)})
+    monkeypatch.setattr(calibrate, "MIN_SECONDS", 1e-5)
     link = {"name": "none", "bandwidth": 1e9, "efficiency": 1.0, "latency": 1e-5}
     monkeypatch.setattr(calibrate, "measure_link", lambda kind: link)
 
@@ -91,7 +91,7 @@ def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest
 
 
 def test_products_that_take_too_long_are_left_out() -> None:
-    shapes = calibrate.product_shapes("cpu")
+    shapes = calibrate.matmul_shapes("cpu")
     assert (2048, 2048, 768) in shapes
     assert (2048, 2048, 2048) not in shapes
 

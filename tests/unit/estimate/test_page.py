@@ -45,7 +45,7 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
     with estimator(config, load_cluster("h100", 8)) as opened:
         estimate = opened.estimate(opened.base)
         write_page(opened, estimate, tmp_path / "page.html")
-        with pytest.raises(UsageError, match="there is such a file"):
+        with pytest.raises(UsageError, match="the file exists"):
             write_page(opened, estimate, tmp_path / "page.html")
     memory, timeline = memory_drawing(estimate), timeline_drawing(estimate)
     assert timeline is not None
@@ -86,5 +86,5 @@ def test_the_written_config_is_the_chosen_one(tmp_path_factory: pytest.TempPathF
     text = layout_config("gpt2-124m", estimate)
     assert "tp = 2" in text
     assert load_config(str(folder / "best.toml"), []).parallel == estimate.config.parallel
-    with pytest.raises(UsageError, match="there is such a file"):
+    with pytest.raises(UsageError, match="the file exists"):
         write_layout("gpt2-124m", estimate, folder / "best.toml")

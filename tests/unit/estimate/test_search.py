@@ -12,7 +12,7 @@ from megatfm.estimate.devices import Cluster, load_cluster
 from megatfm.estimate.estimator import Estimator, estimator
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.quick import QuickScores
-from megatfm.estimate.search import FULLEST, RECOMPUTE, layouts, refusal, search
+from megatfm.estimate.search import MAX_MEMORY_SHARE, RECOMPUTE, layouts, refusal, search
 from megatfm.verify.shrink import shrink
 
 
@@ -77,7 +77,7 @@ def test_nothing_fits(opened: Estimator) -> None:
     best = search(Estimator(opened.base, Cluster(device, tiny.node, 4)))
     assert not best.best
     assert best.smallest is not None
-    assert best.smallest.score.n_bytes > FULLEST * device.memory_bytes
+    assert best.smallest.score.n_bytes > MAX_MEMORY_SHARE * device.memory_bytes
 
 
 @pytest.mark.parametrize("preset", ["clip-b32", "llava-1.5-7b"])

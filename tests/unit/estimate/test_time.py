@@ -8,9 +8,8 @@ import pytest
 from megatfm.config import Config, load_config
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import estimator
-from megatfm.estimate.failures import effective_share
 from megatfm.estimate.schedule import simulate
-from megatfm.estimate.stalls import MAX_VIOLATION_BY_LOSS, data_stall, fullest_share
+from megatfm.estimate.stalls import AUX_LOSS_MAX_VIOLATION, data_stall, effective_share, fullest_share
 from megatfm.parallel.pipeline_schedule import build_schedule, stage_to_rank
 from tests.support.pipeline_simulation import bubble
 from tests.support.pipeline_simulation import simulate as simulate_plain
@@ -26,7 +25,7 @@ def costs(stages: int) -> dict[str, list[float]]:
 def test_the_bubble_of_1f1b(ranks: int, microbatches: int) -> None:
     actual = simulate("1f1b", ranks, 1, microbatches, range(ranks), costs(ranks), 0.0)
     assert actual.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1), rel=1e-12)
-    assert actual.held == {rank: min(ranks - rank, microbatches) for rank in range(ranks)}
+    assert actual.in_flight == {rank: min(ranks - rank, microbatches) for rank in range(ranks)}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"])
@@ -64,7 +63,7 @@ def test_the_fullest_rank_is_that_of_drawn_loads(preset: str, ep: int) -> None:
     # A spread by which the fullest of 64 experts has 1 + MaxVio times the mean in half of the draws.
     draw = np.random.default_rng(2)
     largest = np.median(draw.standard_normal((20000, 64)).max(1))
-    expected = drawn_share(experts, ep, tokens, top_k, MAX_VIOLATION_BY_LOSS / float(largest))
+    expected = drawn_share(experts, ep, tokens, top_k, AUX_LOSS_MAX_VIOLATION / float(largest))
     assert fullest_share(config, tokens) == pytest.approx(expected, rel=0.03)
     assert fullest_share(config, tokens, quantile=0.5) < fullest_share(config, tokens)
 

@@ -137,3 +137,25 @@ def test_experts_state() -> None:
     assert state is not None
     rank = estimate.worst
     assert rank.weights + rank.copies + rank.optimizer == state.weight_bytes + state.optimizer_bytes
+
+
+@pytest.mark.parametrize(
+    ("pattern", "point"),
+    [("*.ffn.experts.*", "decoder.layers.0"), ("head.*", "head")],
+)
+def test_frozen_weights_have_no_gradient_matmuls(pattern: str, point: str) -> None:
+    """Frozen experts and a frozen head compute the gradients of their inputs alone."""
+    base = ["model.n_layers=1", "train.precision=bf16", "data.sequence_length=512"]
+    flops = {}
+    for frozen in ("[]", f'["{pattern}"]'):
+        config = load_config("mixtral-8x7b", [*base, f"train.freeze={frozen}"])
+        with estimator(config, load_cluster("h100", 1)) as opened:
+            part = next(part for part in opened.profile(opened.base).parts if part.name == point)
+        matmuls = [op for op in (*part.forward, *part.backward) if op.kind == "matmul"]
+        flops[frozen] = sum(op.flops for op in matmuls)
+    model, rows = config.model, config.train.micro_batch * 512
+    if point == "head":
+        expected = 2 * rows * model.d_model * model.vocab_size
+    else:  # three matrices of each of a token's two experts
+        expected = 2 * (2 * rows) * 3 * model.d_model * 14336
+    assert flops["[]"] - flops[f'["{pattern}"]'] == pytest.approx(expected, rel=1e-9)

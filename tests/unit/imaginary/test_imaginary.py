@@ -14,10 +14,12 @@ from megatfm.config import Config, ParallelConfig, load_config, to_toml
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import estimator
-from megatfm.estimate.profile import fake_ranks
-from megatfm.estimate.traced import Traced, differences, run_trace
+from megatfm.estimate.stand_ins import fake_ranks
+from megatfm.estimate.traced import Traced, differences, run_trace, traced_axis
+from megatfm.estimate.traffic import axes_of
 from megatfm.imaginary.guard import build_guard
 from megatfm.parallel.data_ring import DataRing
+from megatfm.parallel.mesh import CONTEXT, EXPERT, SHARD, build_mesh
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import random_batch, shrink
 from tests.support.workers import Workers
@@ -120,3 +122,44 @@ def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
     with fake_ranks(3), FakeTensorMode():
         ring = DataRing(dist.group.WORLD)
         assert ring.lengths(5, torch.device("cpu")) == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [
+        (["parallel.pp=4", "parallel.zero=1", "train.recompute=full", "train.global_batch=32"], 8),
+        (["parallel.dp_shard=8", "train.global_batch=16"], 8),
+    ],
+    ids=["pipeline zero1", "zero3"],
+)
+def test_every_phase_is_as_full_as_modelled(layout: list[str], world: int) -> None:
+    """A pipeline's first rank keeps what it sent until the backward pass; optimizers see reduced gradients, and ZeRO 1
+    gathers the new weights after them."""
+    overrides = ["model.n_layers=8", "train.micro_batch=1", "train.compile=false", *layout]
+    trace = run_trace("llama3-8b", overrides, world, 1)
+    with estimator(load_config("llama3-8b", overrides), load_cluster("h100", world)) as opened:
+        rank = opened.estimate(opened.base).memory[0]
+    passes = max(rank.by_phase["forward"], rank.by_phase["backward"]) - rank.reserved
+    assert passes == pytest.approx(trace.facts["passes"], rel=0.015)
+    assert rank.by_phase["optimizer"] - rank.reserved == pytest.approx(trace.facts["optimizer"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [
+        (ParallelConfig(dp_shard=4, ep=4), "dp_shard"),
+        (ParallelConfig(dp_shard=4, ep=2), "ep"),
+        (ParallelConfig(dp_shard=1, cp=4, ep=4), "cp"),
+        (ParallelConfig(dp_shard=2, cp=2, ep=4), "ep"),
+        (ParallelConfig(dp_shard=2, tp=2, ep=4, expert_tp="folded"), "ep"),
+    ],
+)
+def test_an_axis_is_named_as_its_process_group_is(parallel: ParallelConfig, name: str) -> None:
+    axes, ranks = axes_of(parallel), parallel.dp_shard * parallel.cp * parallel.tp
+    with fake_ranks(ranks):
+        mesh = build_mesh(parallel, ranks, "cpu")
+        names = mesh.group_names(mesh.shard_axes, mesh.data_axes)
+        assert names[str(mesh.group(EXPERT).group_name)] == traced_axis(EXPERT, axes) == name
+        if parallel.dp_shard > 1 and parallel.cp > 1:
+            joint = str(mesh.flat_group((SHARD, CONTEXT)).group_name)
+            assert names[joint] == traced_axis("dp_shard × cp", axes)

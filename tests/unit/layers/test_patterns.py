@@ -218,6 +218,24 @@ def test_what_makes_no_sense_is_refused(pattern: dict[str, object], causal: bool
         PATTERNS.get(config.attention.pattern.name)(config, causal)
 
 
+def test_one_new_token_after_cached_ones_needs_no_mask() -> None:
+    for causal in (Full(causal=True), Window(T + 3), Chunked(T + 9, causal=True)):
+        mask = PatternMask(causal, SequenceMetadata(torch.tensor([[T]]), past=T))
+        assert (mask.builtin_mask, mask.mask()) == ("all", None)
+    two = PatternMask(Full(causal=True), SequenceMetadata(torch.tensor([[T, T + 1]]), past=T))
+    assert two.mask()[0, 0].tolist() == [[True] * (T + 1) + [False], [True] * (T + 2)]
+    first = PatternMask(Full(causal=True), SequenceMetadata(torch.zeros(1, 1, dtype=torch.int64)))
+    assert first.builtin_mask == "causal"
+    evicting = PatternMask(Window(T - 2), SequenceMetadata(torch.tensor([[T]]), past=T))
+    assert evicting.builtin_mask is None
+    padded = SequenceMetadata(
+        torch.tensor([[T], [T]]), torch.zeros(2, 1, dtype=torch.int64), past=T,
+        past_documents=torch.tensor([[0] * T, [-1, *[0] * (T - 1)]]),
+    )  # fmt: skip
+    seen = PatternMask(Full(causal=True), padded).mask()
+    assert seen[:, 0, 0].tolist() == [[True] * (T + 1), [False, *[True] * T]]
+
+
 def test_a_window_that_holds_all_is_plain() -> None:
     sequence = SequenceMetadata(torch.arange(T)[None])
     assert PatternMask(Window(T - 1), sequence).builtin_mask == "causal"

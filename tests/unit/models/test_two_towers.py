@@ -70,6 +70,13 @@ def test_as_many_images_as_captions() -> None:
         model.compare({"images": torch.eye(3)[:2], "texts": torch.eye(3), "scale": torch.ones(1)})
 
 
+def test_a_row_with_an_image_too_many_is_named() -> None:
+    model, batch = build(TOWER_MODELS["softmax"]), tower_batch("softmax")
+    batch["documents"][1] = torch.where(batch["documents"][1] == 1, -1, batch["documents"][1])
+    with pytest.raises(MegatfmError, match="row 1 has 2 images and 1 captions"):
+        model(**batch)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -94,11 +101,10 @@ def test_parts_that_do_not_go_together(changes: dict[str, Any], message: str) ->
     ModelConfig.from_dotted(SIGLIP)
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp"])
-def test_layouts_that_part_a_row_are_refused(axis: str) -> None:
-    message = rf"parallel.{axis} = 2: .*'two_towers' needs all features .* set parallel.{axis} = 1"
+def test_pipelines_are_refused() -> None:
+    message = r"parallel.pp = 2: .*'two_towers' needs all features .* set parallel.pp = 1"
     with pytest.raises(UsageError, match=message):
-        load_config("clip-b32", [f"parallel.{axis}=2"])
+        load_config("clip-b32", ["parallel.pp=2"])
 
 
 def test_engines_that_see_one_micro_batch_are_refused() -> None:

@@ -16,7 +16,7 @@ from tokenizers import models, pre_tokenizers, processors
 from megatfm import tokenizers
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
-from megatfm.tasks.corpus import prepare_corpus
+from megatfm.tasks.corpus import prepare_corpus, read_labels
 from megatfm.tasks.files import read_rows, require_columns
 from megatfm.tasks.forms import RowEncoder, build_frame, collect_labels, label_text, truncate_longest
 from megatfm.tokenizers import Tokenizer
@@ -96,7 +96,10 @@ def test_the_longer_text_is_cut_first() -> None:
         ({"text": None}, {}, "row 2: column 'text' is empty"),
         ({"text": 3}, {}, "row 2: column 'text' is 3, not text"),
         ({"label": "Yes"}, {}, "row 2: label 'Yes' is none of the task's.*there are: no, yes"),
-        ({"label": None}, {}, "row 2: label 'None' is none"),
+        ({"label": None}, {}, "row 2: has no label"),
+        ({"label": " "}, {}, "row 2: has no label"),
+        ({"label": ["yes"]}, {}, r"row 2: label \['yes'\] is no single label: .* task.form = 'multilabel'"),
+        ({"label": {"a": 1}}, {}, "row 2: label {'a': 1} is no single label"),
         ({"pair": ""}, {"text_pair": "pair"}, "row 2: column 'pair' is empty"),
         ({}, {"text_pair": "other"}, "no column 'other', which task.text_pair names"),
         ({"text": "cat " * 20}, {}, "row 2: has 22 tokens, more than data.sequence_length = 12"),
@@ -121,7 +124,33 @@ def test_labels_are_sorted_as_numbers_where_they_are_numbers() -> None:
     assert collect_labels(task(), rows) == ["-3", "1", "2", "10", "b", "true"]
     assert label_text(False) == "false"
     with pytest.raises(UsageError, match="column 'label' is empty"):
-        collect_labels(task(), [{"label": ""}, {"label": None}])
+        collect_labels(task(), [{"label": ""}, {"label": None}, {}])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["a,x", "b,x"], "all rows have the label 'x', so that there is nothing to learn"),
+        (["a,x", "b, x "], "all rows have the label 'x'"),
+        (["a,x", "b,"], "all rows have the label 'x'"),
+        (["a,x", "b,NaN"], "has the label 'NaN', as missing values are written"),
+    ],
+)
+def test_labels_that_teach_nothing_are_refused(tmp_path: Path, lines: list[str], message: str) -> None:
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *lines]))
+    with pytest.raises(UsageError, match=message):
+        read_labels(TaskConfig(train=str(tmp_path / "a.csv")))
+    named = TaskConfig(train=str(tmp_path / "a.csv"), labels=["x", "NaN"])
+    assert read_labels(named) == ["x", "NaN"]
+
+
+def test_labels_hold_spaces_and_a_row_may_lack_one_in_the_file_s_other_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.CSV").write_bytes(b'\xef\xbb\xbf,text,label\r\n0,a,very good\r\n1,"b\r\nc",not bad \r\n')
+    labels = read_labels(TaskConfig(train=str(tmp_path / "a.CSV")))
+    assert labels == ["not bad", "very good"]
+    assert read_rows(tmp_path / "a.CSV")[1] == {"": "1", "text": "b\r\nc", "label": "not bad "}
+    (tmp_path / "b.jsonl").write_text('{"text":"a","label":"x"}\n{"text":"b","label":"y"}\n{"text":"c"}\n')
+    assert read_labels(TaskConfig(train=str(tmp_path / "b.jsonl"))) == ["x", "y"]
 
 
 def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path) -> None:
@@ -231,7 +260,12 @@ def test_datasets_of_the_hub_are_read(tmp_path: Path) -> None:
         ("a.csv", b"text,label\n", "has no rows"),
         ("a.csv", b"", "has no rows"),
         ("a.csv", b'text,label\n"open,1\n', "line 2: unexpected end of data"),
-        ("a.csv", b"text,label\n\xff,1\n", "not UTF-8 at byte 11"),
+        ("a.csv", b"text,label\n\xff,1\n", "line 2: not UTF-8 at byte 11"),
+        ("a.csv", "text,label\na,1\nß,1\n".encode("latin-1"), "line 3: not UTF-8"),
+        ("a.csv", "text,label\na,1\n".encode("utf-16"), "line 1: not UTF-8"),
+        ("a.csv", b"text,label,,\n1,2,,\n", "line 1: has columns without a name"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}\n', r"line 2: \\ud83d is half of a character"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', "line 1: no JSON: the key 'text' is there twice"),
         ("a.jsonl", b'{"text": 1}\n{"text"\n', "line 2: no JSON"),
         ("a.jsonl", b"3\n", "row 1: is no JSON object"),
         ("a.parquet", b"PAR2", "can't be read as parquet"),
@@ -250,3 +284,12 @@ def test_a_missing_column_is_named_with_those_there_are() -> None:
         UsageError, match=r"no column 'sentence', which task.text names; there are: text, label"
     ):
         require_columns("a.csv", ROWS, {"task.text": "sentence"})
+    with pytest.raises(UsageError, match=r"there are: text, ' label', '': name one of these"):
+        require_columns("a.csv", [{"text": "a", " label": "b", "": "c"}], {"task.label": "label"})
+    with pytest.raises(UsageError, match=r"there are: text;label: its fields seem to be separated by ';'"):
+        require_columns("a.csv", [{"text;label": "a;b"}], {"task.label": "label"})
+
+
+def test_an_escaped_character_of_two_halves_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00"}\n')
+    assert read_rows(tmp_path / "a.jsonl") == [{"text": "\U0001f600"}]

@@ -22,6 +22,7 @@ def test_the_head_is_trained_beside_adapters(form: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(TASKS[form]) + "\n")
     (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
     choices = ["task.choices=['choices']"] * (form == "multiple_choice")
+    choices += ["task.labels=['no', 'yes']"] * (form == "classification")
     config, _ = resolve_task(
         load_config(
             "bert-base",

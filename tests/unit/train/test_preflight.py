@@ -13,7 +13,7 @@ from megatfm.config import Config, load_config
 from megatfm.errors import MegatfmError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import estimator
-from megatfm.estimate.profile import fake_ranks
+from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tracking import hardware
 from megatfm.train import startup_checks

@@ -12,6 +12,16 @@ CASES = {
     "sigmoid, stage 3, recomputed": ("siglip-b16", ["parallel.dp_shard=2", "train.recompute=full"]),
     "softmax under tensor parallelism": ("clip-b32", ["parallel.dp_shard=2", "parallel.tp=2", "data.target_length=78"]),
 }  # fmt: skip
+CONTEXT_CASES = {
+    "softmax": ("clip-b32", ["parallel.cp=2"]),
+    "sigmoid, with data ranks, recomputed": (
+        "siglip-b16", ["parallel.cp=2", "parallel.dp_shard=2", "train.recompute=full"],
+    ),
+    "mean pool, with tensor parallelism": (
+        "clip-b32", ["parallel.cp=2", "parallel.tp=2", "model.contrastive.image_pool=mean", "data.target_length=78"],
+    ),
+    "class pool, three ranks": ("clip-b32", ["parallel.cp=3"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -31,6 +41,15 @@ def test_counted_is_expected(case: str) -> None:
     # A rank sends as much as it has pairs, and the blocks that it hands on: about a share of all.
     mean = pairs / ranks * ((3 * ranks - 2) * d + columns) * 8
     assert 0.5 * mean < sent < 2 * mean
+
+
+@pytest.mark.parametrize("case", CONTEXT_CASES)
+def test_counted_is_expected_where_rows_are_divided(case: str) -> None:
+    preset, overrides = CONTEXT_CASES[case]
+    comparison = verify(load_config(preset, overrides))
+    assert not comparison.wrong
+    assert not comparison.traffic_mismatches
+    assert not comparison.axes_without_closed_form
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,18 @@ FROZEN = 'train.freeze=["encoder.*"]'
 CASES = {
     "tensor parallel": ["parallel.tp=2", "data.sequence_length=578"],
     "pipeline": ["parallel.pp=2"],
+    "context parallel": ["parallel.cp=2"],
+    "context and tensor parallel": ["parallel.cp=2", "parallel.tp=2", "data.sequence_length=578"],
+    "context parallel on three ranks, recomputed": ["parallel.cp=3", "train.recompute=full"],
+    "context parallel, a window of text": ["parallel.cp=2", 'model.attention.pattern={name="window", width=5}'],
+    "context parallel in a pipeline": ["parallel.cp=2", "parallel.pp=2", "objective.image_placement=in_text"],
+    "frozen encoder in context parallelism": ["parallel.cp=2", FROZEN],
+    "frozen encoder in tensor parallelism, recomputed": [
+        "parallel.tp=2", "data.sequence_length=578", "train.recompute=full", FROZEN,
+    ],
     "frozen encoder": ["parallel.dp_shard=2", FROZEN],
     "frozen encoder in a pipeline": ["parallel.pp=2", "parallel.dp_shard=2", "parallel.zero=1", FROZEN],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges, block_bounds
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.block_plan import bands
@@ -24,6 +25,8 @@ class PatternMask:
         self, pattern: AttentionPattern, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1
     ) -> None:
         self._pattern, self._sequence = pattern.simplify(sequence.length), sequence
+        if self._pattern.builtin_mask == "causal" and _is_last_token(sequence):
+            self._pattern = Full(causal=False)
         self._heads = (first_head, n_heads) if pattern.differs_by_head else (0, 1)
 
     @property
@@ -95,6 +98,11 @@ class PatternMask:
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         return self._sequence.cached((key, self._pattern, self._heads), make)
+
+
+def _is_last_token(sequence: SequenceMetadata) -> bool:
+    """Whether the only query is the last token of its row, after cached ones: it sees all of them."""
+    return bool(sequence.cached_length) and sequence.positions.shape[1] == 1 and sequence.is_full_sequence
 
 
 def reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, query_indices: Tensor) -> Tensor:

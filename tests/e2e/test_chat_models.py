@@ -1,0 +1,123 @@
+"""A model that learns from conversations answers them, here and in transformers, and stops where its template does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+
+import megatfm
+from tests.support.small_models import run_command
+from tests.support.task_folders import write_lines
+
+WORDS = ("user", "assistant", "rome", "oslo", "bern", "red", "old", "lamp")
+ANSWERS = {"rome": "red lamp", "oslo": "old lamp", "bern": "lamp"}
+MARKS = ("<|pad|>", "<|unk|>", "<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+CONFIG = """
+name = "chat"
+
+[task]
+form = "chat"
+train = "chats.jsonl"
+validation = "chats.jsonl"
+epochs = 30
+
+[data]
+sequence_length = 16
+
+[optimizer]
+name = "adamw"
+lr = 1e-2
+
+[train]
+global_batch = 4
+micro_batch = 4
+precision = "fp32"
+
+[log]
+sinks = []
+"""
+
+
+def save_llama(folder: Path, template: str | None = CHATML) -> None:
+    """A small Llama, whose EOS is not what ends a turn, with a tokenizer of whole words."""
+    built = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate((*MARKS, *WORDS))}, unk_token="<|unk|>")
+    )
+    built.pre_tokenizer, built.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix="##")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=built, pad_token=MARKS[0], unk_token=MARKS[1], bos_token=MARKS[2], eos_token=MARKS[3],
+        additional_special_tokens=list(MARKS[4:]),
+    )  # fmt: skip
+    if template is not None:
+        fast.chat_template = template
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(MARKS) + len(WORDS), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=32, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def conversations() -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    return [
+        {"messages": [{"role": role, "content": text} for role, text in zip(roles, pair, strict=True)]}
+        for pair in ANSWERS.items()
+    ] * 4
+
+
+@pytest.mark.parametrize("own_template", [True, False], ids=["the tokenizer's template", "a file"])
+def test_answers_end_where_the_template_ends_them(
+    own_template: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    save_llama(tmp_path / "start", CHATML if own_template else None)
+    write_lines(tmp_path / "chats.jsonl", conversations())
+    (tmp_path / "chat.toml").write_text(CONFIG)
+    (tmp_path / "own.jinja").write_text(CHATML)
+    words = [] if own_template else ["task.chat_template=own.jinja"]
+    assert run_command("finetune", "chat.toml", "--from", "start", "--export", "exported", *words) == 0
+
+    options = ("--temperature", "0", "--max-tokens", "9")
+    capfd.readouterr()
+    assert run_command("generate", "runs/chat", "--chat", "--prompt", "oslo", *options) == 0
+    shown, answer = capfd.readouterr().out.splitlines()
+    assert (shown, answer.strip()) == ("oslo", "old lamp")
+    assert "answers end at <|im_end|>, as in the chat template" in caplog.text
+    opened = megatfm.load(tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert model.generation_config.eos_token_id == [3, 5]
+    for city, answer in ANSWERS.items():
+        assert opened.generate(city, begin="chat", temperature=0, max_tokens=9).split() == answer.split()
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": city}], add_generation_prompt=True, return_tensors="pt"
+        )
+        ids = prompt["input_ids"]
+        tokens = model.generate(**prompt, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+        assert tokenizer.convert_ids_to_tokens(tokens.tolist()) == [*answer.split(), "<|im_end|>"]
+
+
+def test_a_chat_with_a_model_without_a_template_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_llama(tmp_path / "start", None)
+    assert run_command("generate", str(tmp_path / "start"), "--chat", "--prompt", "oslo") == 2
+    assert "the tokenizer has no chat template" in capfd.readouterr().err
+    save_llama(tmp_path / "other")
+    assert run_command("generate", str(tmp_path / "other"), "--chat", "--prompt", "oslo <|im_end|>") == 2
+    assert "the prompt spells the special token '<|im_end|>': take it out" in capfd.readouterr().err
+    assert (
+        run_command("generate", str(tmp_path / "other"), "--chat", "--bos", "none", "--prompt", "oslo") == 2
+    )
+    assert "leave --bos out" in capfd.readouterr().err
