@@ -130,7 +130,7 @@ def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("images", type=Path)
     parser.add_argument("--work", type=Path, default=Path("runs/captions"))
-    parser.add_argument("--out", type=common.output_folder)
+    parser.add_argument("--out", type=common.make_output_folder)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
@@ -144,7 +144,7 @@ def main() -> None:
         prepare(work, group, tested[i * GROUP : (i + 1) * GROUP])
     runs = [train(work, groups, args.steps, seed) for seed in range(args.seeds)]
     page = common.Page(
-        common.dated(args.out, "captions-learn.md"),
+        common.make_dated_path(args.out, "captions-learn.md"),
         *describe(args, len(pairs), len(groups)),
         "| Seed | Own caption first, % | among the first five, % | CPU s |",
         "|---|---|---|---|",
@@ -162,7 +162,7 @@ def describe(args: argparse.Namespace, n_pairs: int, n_groups: int) -> list[str]
         "",
         f"`benchmarks/captions_learn.py IMAGES --steps {args.steps}`: an image encoder of 4 layers and a text "
         "encoder of 2, d_model 96, features of 64 numbers; CLIP's loss over 128 pairs a step, "
-        f"{n_pairs:,} training pairs, one thread of {common.cpu_name()}. Images of typefaces that are not among the "
+        f"{n_pairs:,} training pairs, one thread of {common.get_cpu_name()}. Images of typefaces that are not among the "
         f"training images look for their caption among {GROUP}; mean of {n_groups} groups. By chance: 1 and 5 %.",
         "",
     ]
