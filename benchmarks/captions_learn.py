@@ -15,7 +15,7 @@ import tarfile
 from pathlib import Path
 
 import common
-from vision_learns import add_file, command
+from vision_learns import add_file
 
 GROUP = 100
 CONFIG = """
@@ -85,7 +85,7 @@ def prepare(work: Path, name: str, pairs: list[tuple[str, bytes, bytes]]) -> Non
         f'out = "{work}/corpora/{name}"\n[read]\nfolder = "{folder}"\nformat = "images"\n'
         f'[split]\nvalidation = 0\n[tokenizer]\nfile = "{work}/corpora/text/tokenizer.model"\n'
     )
-    command("prep", str(config))
+    common.run_megatfm("prep", str(config))
 
 
 def train_tokenizer(work: Path, pairs: list[tuple[str, bytes, bytes]]) -> None:
@@ -100,7 +100,7 @@ def train_tokenizer(work: Path, pairs: list[tuple[str, bytes, bytes]]) -> None:
             "tokenizer.vocab_size=800",
             "split.validation=0",
         )
-        command("prep", "quickstart-data", *words)  # fmt: skip
+        common.run_megatfm("prep", "quickstart-data", *words)  # fmt: skip
 
 
 def train(work: Path, groups: list[str], steps: int, seed: int) -> dict[str, float]:
@@ -111,7 +111,7 @@ def train(work: Path, groups: list[str], steps: int, seed: int) -> dict[str, flo
         config = work / "towers.toml"
         config.write_text(CONFIG)
         sets = ",".join(f"{group}='{work}/corpora/{group}/train'" for group in groups)
-        seconds = command(
+        seconds = common.run_megatfm(
             *("train", str(config), f"name={folder.name}", f"run_dir={folder}", f"train.seed={seed}"),
             *(f"train.steps={steps}", f"data.train={work}/corpora/train/train"),
             *(f"data.tokenizer={work}/corpora/text/tokenizer.model", f"data.validation={{{sets}}}"),
@@ -162,8 +162,8 @@ def describe(args: argparse.Namespace, n_pairs: int, n_groups: int) -> list[str]
         "",
         f"`benchmarks/captions_learn.py IMAGES --steps {args.steps}`: an image encoder of 4 layers and a text "
         "encoder of 2, d_model 96, features of 64 numbers; CLIP's loss over 128 pairs a step, "
-        f"{n_pairs:,} training pairs, one thread of {common.get_cpu_name()}. Images of typefaces that are not among the "
-        f"training images look for their caption among {GROUP}; mean of {n_groups} groups. By chance: 1 and 5 %.",
+        f"{n_pairs:,} training pairs, one thread of {common.get_cpu_name()}. Images of typefaces that are not among "
+        f"the training images look for their caption among {GROUP}; mean of {n_groups} groups. By chance: 1 and 5 %.",
         "",
     ]
 

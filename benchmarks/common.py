@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -69,13 +70,19 @@ def write_json(path: Path | None, value: object, indent: int = 1) -> None:
     write_text(path, json.dumps(value, indent=indent))
 
 
-def run_megatfm(*words: str) -> None:
-    """Run a command of megatfm on one thread; its output is shown only where it fails. Raises SystemExit."""
+def run_megatfm(*words: str) -> float:
+    """Run a command of megatfm on one thread; its output is shown only if it fails. Raises SystemExit.
+
+    Returns its CPU seconds, if no other child process ends meanwhile.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "megatfm", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     finished = subprocess.run(command, capture_output=True, text=True, env=environment)
     if finished.returncode:
         raise SystemExit(f"{' '.join(command)}\n{finished.stdout[-2000:]}{finished.stderr[-4000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 class Page:

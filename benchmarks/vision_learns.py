@@ -14,12 +14,8 @@ not repeated. CPU seconds are those of the whole command, evaluation included.
 import argparse
 import io
 import json
-import os
 import random
-import resource
 import statistics
-import subprocess
-import sys
 import tarfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,7 +111,7 @@ def prepare_corpus(plan: Plan, name: str, samples: list[tuple[str, bytes, bytes]
                 add_file(tar, f"{key}.png", image)
                 add_file(tar, f"{key}.cls", label)
         words = (f"read.folder={folder}", "split.validation_files=", "split.validation=0")
-        command("prep", "quickstart-vision-data", *words, f"out={plan.work / 'corpora' / name}")
+        common.run_megatfm("prep", "quickstart-vision-data", *words, f"out={plan.work / 'corpora' / name}")
     return len(samples)
 
 
@@ -124,19 +120,6 @@ def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     header = tarfile.TarInfo(name)
     header.size = len(content)
     tar.addfile(header, io.BytesIO(content))
-
-
-def command(*words: str) -> float:
-    """Run a command on one thread; returns its CPU seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "megatfm", *words],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"megatfm {' '.join(words)}\n{done.stderr}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def train(plan: Plan, name: str, corpus: str, steps: int, seed: int, *words: str) -> dict[str, Any]:
@@ -152,7 +135,7 @@ def train(plan: Plan, name: str, corpus: str, steps: int, seed: int, *words: str
             f'model.extra_heads={{classifier={{name="classifier",n_classes={n_classes},pool="mean"}}}}', *words,
         ]  # fmt: skip
         by_key = {word.partition("=")[0]: word for word in changes}  # a later word wins
-        seconds = command("train", "quickstart-vision", *by_key.values())
+        seconds = common.run_megatfm("train", "quickstart-vision", *by_key.values())
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         sets = lines[-1].get("evaluation", {})
         figures = {name: values["metrics"]["top1"] for name, values in sets.items()} or {
