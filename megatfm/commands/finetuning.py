@@ -226,10 +226,18 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a file with the columns of the task's texts")
     parser.add_argument("--out", metavar="FILE", help="output file, a .jsonl (RUN/predictions/NAME.jsonl)")
     parser.add_argument(
-        "--beams", type=int, metavar="K", help="beams where answers are generated (task.beams)"
+        "--num-beams",
+        "--beams",
+        type=int,
+        metavar="K",
+        dest="beams",
+        help="beam search with K beams, for tasks that generate answers (task.beams)",
     )
     parser.add_argument(
-        "--length-penalty", type=float, metavar="A", help="of the beam search (task.length_penalty)"
+        "--length-penalty",
+        type=float,
+        metavar="A",
+        help="length penalty of the beam search, as for `megatfm generate` (task.length_penalty)",
     )
     add_trust_argument(parser)
 

@@ -50,6 +50,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-beams",
+        "--beams",
         type=int,
         default=0,
         metavar="K",

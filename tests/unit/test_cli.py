@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.cli import COMMANDS, main
+from megatfm.cli import COMMANDS, build_parser, main
 from megatfm.commands.config import COMPLETION_FILES, completion_script
 from megatfm.config import preset_names
 
@@ -117,6 +117,13 @@ def test_flags_of_launch_at_train_are_told_where_they_belong(capsys: pytest.Capt
         main(["train", "quickstart", "--nproc", "2"])
     assert ended.value.code == 2
     assert "`megatfm launch CONFIG --nproc …` starts several" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--num-beams", "--beams"])
+def test_beams_have_one_name_in_both_commands(flag: str) -> None:
+    parser = build_parser()
+    assert parser.parse_args(["generate", "RUN", flag, "3"]).num_beams == 3
+    assert parser.parse_args(["predict", "RUN", "FILE", flag, "3"]).beams == 3
 
 
 def test_the_presets_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
