@@ -52,15 +52,15 @@ def test_their_configs_have_the_keys_of_today() -> None:
     """Those that no test trains, too."""
     learns, moe, zoo, engines = map(script, ("attention_learns", "moe_learns", "zoo_learns", "engines"))
     for positions in ("learned", "none"):
-        for model in learns.patterns(256, 16, positions).values():
+        for model in learns.make_models(256, 16, positions).values():
             ModelConfig.from_dotted({**learns.SMALL, "vocab_size": 7, **model})
     for section in moe.MODELS.values():
-        load_config("quickstart-moe", moe.overrides(section, ROOT, 1200, 0, ROOT))
+        load_config("quickstart-moe", moe.make_overrides(section, ROOT, 1200, 0, ROOT))
     for preset in zoo.MODELS:
-        load_config(preset, zoo.overrides(preset, ROOT, 1500, ROOT))
+        load_config(preset, zoo.make_overrides(preset, ROOT, 1500, ROOT))
     for words in engines.CASES.values():
         for engine in engines.ENGINES:
-            engines.config_of(engine, words, 2)
+            engines.load_case(engine, words, 2)
 
 
 @pytest.mark.slow
