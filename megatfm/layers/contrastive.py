@@ -32,7 +32,7 @@ class BoundaryVector(nn.Module):
     def __init__(self, *, last: bool) -> None:
         super().__init__()
         self.last = last
-        self.summed = nn.Identity()  # where documents with this token on one rank become those of all
+        self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
     def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
         """[M, D] of the documents of these indices (`document_index`)."""
@@ -40,7 +40,7 @@ class BoundaryVector(nn.Module):
         n_documents = len(hidden_BTD) * sequence.max_documents_per_row
         vectors = hidden_BTD.new_zeros(n_documents, hidden_BTD.shape[-1])
         vectors = vectors.index_copy(0, document_index(sequence, at_N), hidden_BTD.flatten(0, 1)[at_N])
-        of_all: Tensor = self.summed(vectors)
+        of_all: Tensor = self.all_reduce(vectors)
         return of_all[index_M]
 
 
