@@ -331,7 +331,13 @@ def _all_reduce_both_passes(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def check_context_plans(model: nn.Module) -> None:
-    """Raise a UsageError that names the first module without a `cp_plan`."""
+    """Raise a UsageError for the first module without a `cp_plan`, or without the submodule that its plan needs."""
+    for path, module in model.named_modules():
+        if getattr(module, "cp_plan", None) == "all_reduce" and not hasattr(module, "all_reduce"):
+            raise UsageError(
+                f"parallel.cp > 1: {type(module).__name__} ({path}) has cp_plan = 'all_reduce' and no submodule "
+                "`all_reduce` that its sums over tokens go through: add `self.all_reduce = nn.Identity()`"
+            )
     for path, module in _modules_with_context_plan(model):
         if getattr(module, "cp_plan", None) is None:
             name = f"{type(module).__name__}{f' ({path})' if path else ''}"

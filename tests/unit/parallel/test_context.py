@@ -52,6 +52,21 @@ class Here:
         return [*token_indices(length, self.size, self.folded)]
 
 
+class SumOverTokens(torch.nn.Module):
+    """Declares how it sums over tokens, and has no submodule for it."""
+
+    cp_plan = "all_reduce"
+
+
+def test_sums_over_tokens_need_the_submodule_that_ranks_share() -> None:
+    model = build(next(iter(FAMILY_MODELS.values())))
+    model.sums = SumOverTokens()
+    with pytest.raises(UsageError, match=r"SumOverTokens \(sums\).*self.all_reduce = nn.Identity"):
+        check_context_plans(model)
+    model.sums.all_reduce = torch.nn.Identity()  # type: ignore[union-attr]
+    check_context_plans(model)
+
+
 def test_every_model_is_compared_with_one_device() -> None:
     models = {
         **FAMILY_MODELS,
