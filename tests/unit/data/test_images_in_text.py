@@ -18,6 +18,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.image_size import image_extensions, upright_size
 from megatfm.corpus.writer import ShardWriter
+from megatfm.data.contact_sheet import images_of_rows
 from megatfm.data.dataset import PackedDataset, RowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
@@ -147,6 +148,19 @@ def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0) -> list
     for loader in loaders:
         loader.close()
     return [join_rows(part) for part in parts]
+
+
+def test_pictures_of_rows_have_their_own_texts(corpus: Corpus) -> None:
+    """Also behind a sample in quarantine."""
+    rows = rows_of(corpus, objective(), quarantine=Quarantine.parse(("3", "20-22"), N_SAMPLES))
+    count = 0
+    for position in range(len(rows)):  # type: ignore[arg-type]
+        for seen in images_of_rows(rows.rows([position]), 4, decode=str, image_token=IMG):
+            number = int(seen.pixels[0, 0, 0]) // 6
+            assert str(8 + number % 40) in seen.caption
+            assert seen.caption.count(str(IMG)) == PATCHES * n_images_of(number)
+            count += 1
+    assert count == sum(n_images_of(number) for number in range(N_SAMPLES) if number not in (3, 20, 21, 22))
 
 
 def test_ranks_and_resumes_give_the_same_rows(corpus: Corpus) -> None:
