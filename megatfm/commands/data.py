@@ -156,7 +156,8 @@ def _draw_images(args: argparse.Namespace) -> str:
     patch_size, images, position = embedding.patch_size if embedding else 1, list[SeenImage](), 0
     while len(images) < args.count:
         decode = tokenizer.decode if tokenizer else None
-        images += images_of_rows(rows.rows([position]), patch_size, names, decode)
+        image_token = config.model.connector.image_token_id if config.model.connector else None
+        images += images_of_rows(rows.rows([position]), patch_size, names, decode, image_token)
         position += 1
     out = io.BytesIO()
     contact_sheet(images[: args.count]).save(out, "PNG")

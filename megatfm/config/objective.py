@@ -226,7 +226,7 @@ class ImageToTextObjective(ImageObjective):
     reads_text: ClassVar[bool] = True
     name: Literal["image_to_text"] = "image_to_text"
     image_placement: Literal["before_text", "in_text"] = "before_text"
-    """Position of the image: before the text, or at its only `model.connector.image_token_id`."""
+    """Position of images: before the text, or where it has `model.connector.image_token_id`, once for each."""
     begin_token: bool = True
     """Whether a text begins with the tokenizer's begin token; all end with its end token."""
     prompt_end_token_id: Annotated[int, Field(ge=0)] | None = Field(default=None, examples=[32001])

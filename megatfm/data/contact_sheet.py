@@ -25,8 +25,12 @@ def images_of_rows(
     patch_size: int,
     class_names: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
+    image_token: int | None = None,
 ) -> Iterator[SeenImage]:
-    """The images of a batch, in their order. class_names: by number, where they are known. decode: of captions."""
+    """The images of a batch, in their order. class_names: by number, where they are known. decode: of captions.
+
+    image_token: id that stands in a text for a patch, by which an image's text is found; None: the i-th has the i-th.
+    """
     side = "" if "patches" in rows else "encoder_"
     documents, grid = rows[f"{side}documents"], rows[f"{side}grid"]
     for row, patches in enumerate(rows[f"{side}patches"]):
@@ -39,10 +43,19 @@ def images_of_rows(
             if "labels" in rows:
                 caption = _caption(rows, row, int(tokens[0]), class_names)
             elif decode is not None and "tokens" in rows:
-                caption = decode(rows["tokens"][row, rows["documents"][row] == number].tolist())
+                text = number if image_token is None else _text_of(rows, row, int(tokens[0]), image_token)
+                caption = decode(rows["tokens"][row, rows["documents"][row] == text].tolist())
             else:
                 caption = ""
             yield SeenImage(pixels, caption)
+
+
+def _text_of(rows: Fields, row: int, token: int, image_token: int) -> int:
+    """Return the document of the text in which the image of a token of the encoder's row stands."""
+    is_patch = (rows["encoder_grid"][row, :token, 0] >= 0) & (rows["encoder_documents"][row, :token] >= 0)
+    n_patches_before = int(is_patch.sum())
+    places = np.flatnonzero(rows["tokens"][row] == image_token)
+    return int(rows["documents"][row, places[n_patches_before]])
 
 
 def join_patches(patches: Pixels, grid: np.ndarray, patch_size: int) -> Pixels:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ParallelConfig
-from megatfm.layers import embedding
+from megatfm.layers import classifier, embedding, patch_merging
+from megatfm.layers.attention.patterns.windows_2d import MapWindows
 from megatfm.layers.pixel_head import PixelsHead
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
 from megatfm.parallel import context_global_attention, context_parallel, parallelize, styles
+from tests.parity import test_image_layouts
 from tests.support.faults import EVERYTHING
 from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
 from tests.support.models import ADAMW
@@ -109,6 +111,67 @@ def squares_are_read_column_by_column(patch: Patch) -> None:
     patch.setattr(PixelsHead, "_to_patches", to_patches)
 
 
+def maps_are_rolled_the_wrong_way(patch: Patch) -> None:
+    def roll(self: MapWindows, maps: Tensor) -> Tensor:
+        padded = real(replace(self, shift=0), maps)
+        return padded.roll((self.shift, self.shift), (1, 2))
+
+    real = MapWindows.pad_and_roll
+    patch.setattr(MapWindows, "pad_and_roll", roll)
+
+
+def windows_see_across_the_edge(patch: Patch) -> None:
+    real = MapWindows.mask
+
+    def mask(self: MapWindows, device: torch.device) -> Tensor | None:
+        cells = real(self, device)
+        return None if cells is None else torch.ones_like(cells)
+
+    patch.setattr(MapWindows, "mask", mask)
+
+
+def neighbours_are_merged_column_first(patch: Patch) -> None:
+    patch.setattr(patch_merging, "NEIGHBOURS", ((0, 0), (0, 1), (1, 0), (1, 1)))
+
+
+def a_rank_merges_its_neighbour_s_channels(patch: Patch) -> None:
+    patch.setattr(
+        patch_merging.ChannelShard,
+        "forward",
+        lambda self, x: x.chunk(self.n_shards, -1)[(self.shard_index + 1) % self.n_shards],
+    )
+
+
+def positions_are_the_other_rank_s(patch: Patch) -> None:
+    def install(module: Any, ranks: Any, layouts: Any) -> None:
+        module.register_forward_hook(lambda _, __, x: ranks.split_tokens(x.roll(x.shape[1] // 2, 1)))
+
+    patch.setitem(
+        styles.STYLES._parts, "split_output", replace(styles.STYLES.get("split_output"), apply=install)
+    )
+
+
+def shards_of_visible_patches_are_gathered_in_another_order(patch: Patch) -> None:
+    def install(module: Any, ranks: Any, layouts: Any) -> None:
+        def swap(_: Any, __: Any, x: Tensor) -> Tensor:
+            return torch.cat(ranks.gather_input(x).chunk(2, dim=1)[::-1], dim=1)
+
+        module.register_forward_hook(swap)
+
+    style = styles.STYLES.get("gather_output_for_tokens")
+    patch.setitem(styles.STYLES._parts, style.name, replace(style, apply=install))
+
+
+def class_tokens_count_in_the_mean(patch: Patch) -> None:
+    real = classifier._members
+    patch.setattr(classifier, "_members", lambda *sides, with_special=False: real(*sides, with_special=True))
+
+
+def an_image_is_pooled_as_the_one_before(patch: Patch) -> None:
+    real = classifier.document_index
+    patch.setattr(classifier, "document_index", lambda *arguments: real(*arguments).roll(1))
+
+
 CP2, TP2 = ParallelConfig(cp=2), ParallelConfig(tp=2)
 FAULTS: dict[Callable[[Patch], None], tuple[str, ParallelConfig, set[str]]] = {
     a_rank_s_grid_begins_at_the_row_s_first_token: ("rotary", CP2, EVERYTHING),
@@ -126,8 +189,16 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, ParallelConfig, set[str]]] = {
     masks_are_one_token_late: ("simmim", CP2, {"encoder.embedding.*", "encoder.layers.*"}),
     visible_patches_count_in_the_loss: ("simmim", CP2, {"pixels.*", "encoder.layers.*"}),
     squares_are_read_column_by_column: ("simmim swin", TP2, {"pixels.*"}),
+    maps_are_rolled_the_wrong_way: ("simmim swin", TP2, {"encoder.*", "classifier.*"}),
+    windows_see_across_the_edge: ("simmim swin", TP2, {"encoder.*", "classifier.*"}),
+    neighbours_are_merged_column_first: ("simmim swin", TP2, {"encoder.*", "classifier.*"}),
+    a_rank_merges_its_neighbour_s_channels: ("simmim swin", TP2, {"encoder.*", "classifier.*"}),
+    positions_are_the_other_rank_s: ("class", TP2, {"encoder.*", "classifier.*"}),
+    shards_of_visible_patches_are_gathered_in_another_order: ("mae", TP2, {"encoder.*", "pixels.*"}),
+    class_tokens_count_in_the_mean: ("rotary", CP2, EVERYTHING),
+    an_image_is_pooled_as_the_one_before: ("attention", CP2, {"encoder.*"}),
     a_rank_s_part_of_the_gradient_is_taken_for_all: ("mae", ParallelConfig(tp=3), {"encoder.*"}),
-    gradients_of_copies_are_summed: ("mae", ParallelConfig(tp=2, sequence_parallel=False), {"encoder.*"}),
+    gradients_of_copies_are_summed: ("mae", ParallelConfig(tp=3, sequence_parallel=False), {"encoder.*"}),
 }
 """Fault → the model and layout that show it, and parameters whose gradients must be found wrong."""
 
@@ -154,3 +225,11 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
     }
     assert expected
     assert expected <= result, sorted(expected - result)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_cell_is_a_fast_one(fault: Callable[[Patch], None]) -> None:
+    name, parallel, _ = FAULTS[fault]
+    fast = [case.values for case in test_image_layouts.CASES if not case.marks]
+    cells = [(ranks, layout) for model, layouts, ranks in fast if model == name for layout in layouts]
+    assert parallel in [test_image_layouts.LAYOUTS[ranks][layout] for ranks, layout in cells]

@@ -120,6 +120,22 @@ def test_logits_and_gradients(rows: list[list[int]], encoder: str, dtype: torch.
     hold_to_the_docs("llava-1.5-7b", dtype, figures)
 
 
+def test_a_text_of_two_images(dtype: torch.dtype) -> None:
+    """Images don't see one another, and the text sees both."""
+    config, figures = ENCODERS["clip"], Figures()
+    both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
+    images = [pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(2)]
+    image = [IMAGE_TOKEN] * N_PATCHES
+    tokens = torch.tensor([3, *image, 4, 5, *image, 6])
+    side = {f"encoder_{field}": values for field, values in to_batch(images, SIDE, 1, [[0, 1]]).items()}
+    expected = both.theirs(input_ids=tokens[None], pixel_values=normalised(images, dtype)).logits
+    figures.see_logits(both.ours(tokens=tokens[None], **side).logits, expected, dtype)
+    targets = text_targets(tokens)
+    both.ours(tokens=tokens[None], **side, targets=targets[None]).losses["causal"].backward()
+    torch.nn.functional.cross_entropy(expected[0], targets, reduction="sum").backward()
+    figures.see_gradients(both, dtype)
+
+
 def test_text_alone_is_a_decoder(dtype: torch.dtype) -> None:
     config = ENCODERS["clip"]
     both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)

@@ -46,7 +46,7 @@ TEXT_ALONE = -1
 
 
 def llava_batch(name: str) -> dict[str, Tensor]:
-    """Rows of two samples, one, or a text alone beside one; images of unlike sizes at several places; padding."""
+    """Rows of two samples, one (with two images, too), or a text alone beside one; images of unlike sizes; padding."""
     config, n = LLAVA_MODELS[name], len(SIZES)
     assert config.connector is not None
     image_token = config.connector.image_token_id
@@ -74,4 +74,7 @@ def llava_batch(name: str) -> dict[str, Tensor]:
             batch["positions"][index, place] = torch.arange(len(sequence) - 1)
             batch["documents"][index, place] = document
             begin = place.stop
+    several = batch["documents"][1] >= 0  # one text with two images
+    batch["documents"][1] = torch.where(several, 0, -1)
+    batch["positions"][1] = torch.arange(TEXT_LENGTH).where(several, 0)
     return batch | {"keys": torch.arange(ROWS) * 7919 + 3}

@@ -1,0 +1,288 @@
+"""Samples of several images in a text: planned from the index, the same on any ranks and after a resume."""
+
+import io
+import tarfile
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from megatfm import data_prep
+from megatfm.config import ContrastiveObjective, ImagesConfig, ImageToTextObjective, ModelConfig
+from megatfm.config.prep import PrepConfig
+from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.image_columns import ImageColumns
+from megatfm.corpus.image_size import image_extensions, upright_size
+from megatfm.corpus.writer import ShardWriter
+from megatfm.data.contact_sheet import images_of_rows
+from megatfm.data.dataset import PackedDataset, RowDataset
+from megatfm.data.documents import Quarantine
+from megatfm.data.loader import DataLoader
+from megatfm.data.row_batches import join_rows
+from megatfm.data.sequences import DocumentChunk, Fields
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.objectives import Objective, SpecialTokens, build_objective
+from megatfm.rng import ChunkKey
+from tests.support.llava_models import IMAGE_TOKEN, LLAVA, VOCABULARY
+from tests.support.tower_models import TOWERS
+
+BOS, EOS, IMG, PATCHES, BATCH = 1, 2, IMAGE_TOKEN, 4, 12
+ROWS = (24, 40)
+N_SAMPLES = 40
+
+
+def png(value: int) -> bytes:
+    """An image of 8 × 8 pixels of one colour."""
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8), (value, value, value)).save(out, "PNG")
+    return out.getvalue()
+
+
+def n_images_of(number: int) -> int:
+    return (1, 3, 2, 1, 4)[number % 5]
+
+
+def text_of(number: int) -> list[int]:
+    """Images between words of one id."""
+    word = 8 + number % 40
+    parts = [[word] * ((number + place) % 3) + [IMG] for place in range(n_images_of(number))]
+    return [*chain(*parts), word]
+
+
+def files_of(number: int) -> dict[str, bytes]:
+    """Images whose colour tells sample and place; stored last first."""
+    if n_images_of(number) == 1:
+        return {"png": png(6 * number)}
+    return {f"{place}.png": png(6 * number + place) for place in reversed(range(n_images_of(number)))}
+
+
+def write(
+    folder: Path, only: range = range(N_SAMPLES), changes: dict[int, list[int]] | None = None
+) -> Corpus:
+    with ShardWriter(
+        folder, tokenizer_hash="none", token_dtype="uint16", frame_bytes=2**13, shard_bytes=2**15
+    ) as writer:
+        for number in only:
+            files, text = files_of(number), (changes or {}).get(number, text_of(number))
+            writer.add(
+                f"{number:06d}", np.array(text, np.uint16), "made", len(text), files,
+                image_size=upright_size(files), n_images=len(image_extensions(files)),
+            )  # fmt: skip
+        writer.finish({})
+    return Corpus.open(folder)
+
+
+def objective(**options: Any) -> Objective:
+    special = SpecialTokens(bos=BOS, eos=EOS, pad=0, vocab_size=VOCABULARY)
+    section = ImagesConfig.model_validate(
+        {"size": 8, "crop_pct": 1.0, "transforms": options.pop("transforms", [])}
+    )
+    config = ImageToTextObjective(image_placement="in_text", **options)
+    return build_objective(config, ModelConfig.from_dotted(LLAVA), special, ROWS, section)
+
+
+def rows_of(corpus: Corpus, result: Objective, **options: Any) -> RowDataset:
+    lengths = {"sequence_length": ROWS[0], "target_length": ROWS[1]}
+    return PackedDataset(corpus, result, seed=3, streams=6, **lengths, **options)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return write(tmp_path_factory.mktemp("several"))
+
+
+def samples_in(row: dict[str, NDArray[Any]]) -> list[int]:
+    """The numbers of a row's samples, whose tokens, targets and patches are compared with those written out by hand."""
+    numbers, colours, n_documents = [], row["encoder_patches"][:, 0], int(row["documents"].max()) + 1
+    image_document = 0
+    for document in range(n_documents):
+        at = row["documents"] == document
+        tokens = row["tokens"][at].tolist()
+        first = row["encoder_documents"] == image_document
+        number = int(colours[first][1]) // 6
+        expected = [BOS]
+        for token in text_of(number):
+            expected += [IMG] * PATCHES if token == IMG else [token]
+        assert tokens == expected
+        following = [*expected[1:], EOS]
+        assert row["targets"][at].tolist() == [-100 if token == IMG else token for token in following]
+        assert row["positions"][at].tolist() == [*range(len(tokens))]
+        for place in range(n_images_of(number)):
+            image = row["encoder_documents"] == image_document
+            assert row["encoder_positions"][image].tolist() == [0, 1, 2, 3, 4]
+            assert colours[image].tolist() == [0, *[6 * number + place] * PATCHES]
+            image_document += 1
+        numbers.append(number)
+    assert image_document == row["encoder_documents"].max() + 1
+    return numbers
+
+
+def one_row(rows: RowDataset, position: int) -> dict[str, NDArray[Any]]:
+    return {name: values[0] for name, values in rows.rows([position]).items()}
+
+
+def test_each_image_stands_where_its_text_says(corpus: Corpus) -> None:
+    columns = ImageColumns(corpus, 0, corpus.n_blocks)
+    assert columns.image_counts.tolist() == [n_images_of(number) for number in range(N_SAMPLES)]
+    assert len(corpus.manifest.shards) > 1
+    rows = rows_of(corpus, objective())
+    numbers = [samples_in(one_row(rows, position)) for position in range(len(rows))]  # type: ignore[arg-type]
+    assert sorted(chain(*numbers)) == [*range(N_SAMPLES)]
+    assert max(map(len, numbers)) > 1
+
+
+def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0) -> list[Fields]:
+    """The global batch of each step, put together from all ranks."""
+    options: dict[str, Any] = {
+        "global_batch": BATCH,
+        "micro_batch": 2,
+        "data_ranks": ranks,
+        "position": position,
+    }
+    loaders = [DataLoader(rows, data_rank=rank, workers=0, **options) for rank in range(ranks)]
+    parts = [[batch for loader in loaders for batch in next(loader)] for _ in range(steps)]
+    for loader in loaders:
+        loader.close()
+    return [join_rows(part) for part in parts]
+
+
+def test_pictures_of_rows_have_their_own_texts(corpus: Corpus) -> None:
+    """Also behind a sample in quarantine."""
+    rows = rows_of(corpus, objective(), quarantine=Quarantine.parse(("3", "20-22"), N_SAMPLES))
+    count = 0
+    for position in range(len(rows)):  # type: ignore[arg-type]
+        for seen in images_of_rows(rows.rows([position]), 4, decode=str, image_token=IMG):
+            number = int(seen.pixels[0, 0, 0]) // 6
+            assert str(8 + number % 40) in seen.caption
+            assert seen.caption.count(str(IMG)) == PATCHES * n_images_of(number)
+            count += 1
+    assert count == sum(n_images_of(number) for number in range(N_SAMPLES) if number not in (3, 20, 21, 22))
+
+
+def test_ranks_and_resumes_give_the_same_rows(corpus: Corpus) -> None:
+    """With augmentation, in which the images of a sample differ; over two epochs."""
+    flips = objective(transforms=["random_resized_crop", "color_jitter"])
+    expected = batches(rows_of(corpus, flips), 1, 4)
+    for ranks in (2, 3):
+        for batch, wanted in zip(batches(rows_of(corpus, flips), ranks, 4), expected, strict=True):
+            assert_same(batch, wanted)
+    for step in (1, 3):
+        (batch,) = batches(rows_of(corpus, flips), 3, 1, position=step * BATCH)
+        assert_same(batch, expected[step])
+
+
+def test_images_of_a_sample_are_augmented_apart() -> None:
+    noise = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 20, 3), np.uint8)).save(noise, "PNG")
+    chunk = DocumentChunk(np.array([IMG, IMG]), files={"0.png": noise.getvalue(), "1.png": noise.getvalue()})
+    crops = objective(transforms=["random_resized_crop"])
+    patches = crops.build_example(chunk, ChunkKey(0, 0, 0, 0))["encoder_patches"]
+    alone = DocumentChunk(np.array([IMG]), files={"png": noise.getvalue()})
+    first = crops.build_example(alone, ChunkKey(0, 0, 0, 0))["encoder_patches"]
+    assert (patches[:5] == first).all()
+    assert (patches[5:] != first).any()
+
+
+def assert_same(actual: Fields, expected: Fields) -> None:
+    assert actual.keys() == expected.keys()
+    for name, values in actual.items():
+        np.testing.assert_array_equal(values, expected[name], name)
+
+
+def test_bad_numbers_are_refused_by_sample(tmp_path: Path) -> None:
+    changes = {7: [9, IMG, 9]}
+    broken = write(tmp_path / "broken", changes=changes)
+    message = r"sample 7 \(key 000007.* names its images 1 times \(token 55\).*'in_text' wants 2, for 2 images.*\"7\""
+    with pytest.raises(MegatfmError, match=message):
+        batches(rows_of(broken, objective()), 1, 1)
+    quarantined = rows_of(broken, objective(), quarantine=Quarantine.parse(("7",), N_SAMPLES))
+    seen: list[int] = []  # but sample 0, which is black
+    for position in range(len(quarantined)):  # type: ignore[arg-type]
+        row = one_row(quarantined, position)
+        blank = row["documents"] < 0
+        assert (row["targets"][blank] == -100).all()
+        seen += sorted(
+            {int(value) // 6 for value in row["encoder_patches"][row["encoder_documents"] >= 0, 0] if value}
+        )
+    assert sorted(seen) == [number for number in range(1, N_SAMPLES) if number != 7]
+
+
+def test_too_many_images_are_refused_by_sample(tmp_path: Path) -> None:
+    few = write(tmp_path / "few", only=range(4, 5))  # four images of five tokens
+    section = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0})
+    special = SpecialTokens(bos=BOS, eos=EOS, pad=0, vocab_size=VOCABULARY)
+    config = ImageToTextObjective(image_placement="in_text")
+    for lengths, message in {
+        (
+            16,
+            40,
+        ): "sample 0 .* has 4 images of 5 tokens, and their row has 16: choose data.sequence_length=20",
+        (24, 18): "sample 0 .* has 1[0-9] tokens before its last image of 4 patches, and a row has 18",
+    }.items():
+        short = build_objective(config, ModelConfig.from_dotted(LLAVA), special, lengths, section)
+        rows = PackedDataset(few, short, sequence_length=lengths[0], target_length=lengths[1], seed=0)
+        with pytest.raises(MegatfmError, match=message):
+            rows.rows([0])
+
+
+def test_an_objective_of_one_image_refuses_several(corpus: Corpus, tmp_path: Path) -> None:
+    model = ModelConfig.from_dotted(TOWERS)
+    special = SpecialTokens(bos=BOS, eos=EOS, pad=0, vocab_size=VOCABULARY)
+    section = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0})
+    contrastive = build_objective(ContrastiveObjective(), model, special, ROWS, section)
+    with pytest.raises(MegatfmError, match=r"has 3 images \(\.2\.png, \.1\.png, \.0\.png\), not one"):
+        batches(rows_of(corpus, contrastive), 1, 2)
+    with pytest.raises(
+        UsageError, match=r"has samples of several images, and data\.images\.max_patches takes one"
+    ):
+        _ = ImageColumns(corpus, 0, corpus.n_blocks).image_sizes
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+
+
+def prepare(folder: Path, members: dict[str, bytes]) -> Corpus:
+    write_tar(folder / "in/all.tar", members)
+    read = {"folder": str(folder / "in"), "format": "images"}
+    data_prep.run(
+        PrepConfig.model_validate({"out": str(folder / "out"), "read": read, "split": {"validation": 0.0}})
+    )
+    return Corpus.open(folder / "out/train")
+
+
+def test_prep_takes_numbered_images_of_a_tar(tmp_path: Path) -> None:
+    members = {f"a.{place}.png": png(place) for place in (10, 2, 0)} | {"b.png": png(9), "b.txt": b"one"}
+    prepared = prepare(tmp_path, members)
+    assert sorted(ImageColumns(prepared, 0, prepared.n_blocks).image_counts.tolist()) == [1, 3]
+    samples = {sample.source[-1]: dict(sample.members) for sample in map(prepared.read_sample, range(2))}
+    assert samples == {
+        "a": {"0.png": png(0), "2.png": png(2), "10.png": png(10)}, "b": {"png": png(9), "txt": b"one"},
+    }  # fmt: skip
+    assert list(samples["a"]) == ["0.png", "2.png", "10.png"]
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        (
+            {"a.png": png(0), "a.1.png": png(1)},
+            r"has \.png and \.1\.png, not one image, or several with numbers",
+        ),
+        ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.png and \.1\.jpg"),
+        ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
+        ({"a.65.png": png(0)}, r"has a member that is neither an image nor .*: a\.65\.png"),
+    ],
+)
+def test_prep_refuses_images_by_name(tmp_path: Path, members: dict[str, bytes], reason: str) -> None:
+    with pytest.raises(MegatfmError, match=f"a.*{reason}"):
+        prepare(tmp_path, members)
