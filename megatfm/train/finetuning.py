@@ -123,6 +123,10 @@ def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
 def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the changes of model and objective that replace all heads by the task's head."""
     name, kind, form, family = head_name(config), TASK_HEADS.get(task.form), task.form, config.model.family
+    if form == "span_extraction" and task.lm_weight:
+        raise UsageError(
+            f"task.lm_weight = {task.lm_weight:g}: form = 'span_extraction' has no auxiliary loss: leave lm_weight out"
+        )
     section: dict[str, Any] = {"name": kind or "text_classifier"}
     token = "all" if form == "tagging" else "first" if family == "encoder" else "last"
     if form != "span_extraction":
