@@ -172,9 +172,9 @@ def _earlier_heads(config: Config) -> Mapping[str, Any]:
 
 def _same_kind(head: Any, kind: str) -> dict[str, Any]:
     """Return the options of a head that are set, if it is of this kind; else none."""
-    options = head.model_dump(exclude_unset=True) if isinstance(head, Section) else dict(head or {})
-    name = head.name if isinstance(head, Section) else options.get("name")
-    return options if name == kind else {}
+    if isinstance(head, Section):
+        return head.model_dump(exclude_unset=True) if getattr(head, "name", None) == kind else {}
+    return dict(head) if head and head.get("name") == kind else {}
 
 
 def head_name(config: Config) -> str:
