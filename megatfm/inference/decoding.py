@@ -147,11 +147,15 @@ def _steps(
     stops = ended_B.new_tensor(stop_tokens(stop_token), dtype=torch.int64)
     for _ in range(max_tokens):
         positions = (decoding.tokens_BT.shape[1] - decoding.left_padding_B1[:, 0]).tolist()
-        token_B = torch.where(ended_B, token_B, sampling.sample(decoding.logits(), positions))
-        ended_B = torch.isin(token_B, stops)
+        next_B = sampling.sample(decoding.logits(), positions)
+        if not len(stops):
+            token_B = next_B
+        else:
+            token_B = torch.where(ended_B, token_B, next_B)
+            ended_B = torch.isin(token_B, stops)
         decoding.append(token_B)
         yield token_B
-        if ended_B.all():
+        if len(stops) and ended_B.all():
             return
 
 

@@ -166,10 +166,11 @@ class TwoStreamStack(nn.Module):
         self.query_dropout = Dropout(config.dropout, "embedding")
         distinct = config.distinct_layers or config.n_layers
         self.order = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
-        # The content stream skips the last depth, one of the uses of the last block.
-        fractions = dict.fromkeys(self.order, 1.0) | {
-            self.order[-1]: 1 - 1 / self.order.count(self.order[-1])
-        }
+        fractions = dict.fromkeys(self.order, 1.0)
+        if (
+            not config.extra_heads
+        ):  # the content stream skips the last depth, one of the uses of the last block
+            fractions[self.order[-1]] = 1 - 1 / self.order.count(self.order[-1])
         self.layers = nn.ModuleDict(
             {str(i): TwoStreamBlock(config, i, content_fraction=fractions[str(i)]) for i in range(distinct)}
         )
@@ -265,7 +266,7 @@ class TwoStreamBlock(nn.Module):
     def __init__(self, config: ModelConfig, depth: int, *, content_fraction: float) -> None:
         super().__init__()
         self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
-        self.content_fraction = content_fraction
+        self.content_fraction, self.has_queries = content_fraction, not config.extra_heads
         initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
         self.attn = TwoStreamAttention(config, initial)
@@ -274,7 +275,8 @@ class TwoStreamBlock(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the mean cost of a use, over the queries of both streams."""
-        predicted = PREDICTED_FRACTION if tokens.target_fraction is None else tokens.target_fraction
+        fraction = PREDICTED_FRACTION if tokens.target_fraction is None else tokens.target_fraction
+        predicted = fraction if self.has_queries else 0.0
         queries = tokens.with_count(tokens.n * (predicted + self.content_fraction))
         sublayers = total_cost((self.attn_residual, self.ffn_residual, self.ffn), queries)
         return sublayers + self.attn.cost(queries, tokens.n)

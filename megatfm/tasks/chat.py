@@ -1,6 +1,7 @@
 """Chat templates: conversations rendered by the tokenizer's template, and the spans of the assistant's answers."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 ASSISTANT = "assistant"
+log = logging.getLogger("megatfm")
 CHAT_FORMS = ("chat", "preference")
 """Forms of tasks whose answers a chat template ends."""
 Message = Mapping[str, Any]
@@ -163,7 +165,9 @@ def answer_end_tokens(
         return ()
     try:
         template = load_chat_template(tokenizer_file, tokenizer, task.chat_template)
-    except UsageError:  # preferences between plain texts need none
+    except UsageError as error:
+        if task.form == "chat":  # preferences between plain texts need none
+            log.warning("note: where answers end is not known beside EOS: %s", error)
         return ()
     token = template.end_of_turn(tokenizer)
     return () if token is None else (token,)

@@ -123,6 +123,10 @@ def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
 def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the changes of model and objective that replace all heads by the task's head."""
     name, kind, form, family = head_name(config), TASK_HEADS.get(task.form), task.form, config.model.family
+    if form == "span_extraction" and task.lm_weight:
+        raise UsageError(
+            f"task.lm_weight = {task.lm_weight:g}: form = 'span_extraction' has no auxiliary loss: leave lm_weight out"
+        )
     section: dict[str, Any] = {"name": kind or "text_classifier"}
     token = "all" if form == "tagging" else "first" if family == "encoder" else "last"
     if form != "span_extraction":
@@ -168,9 +172,9 @@ def _earlier_heads(config: Config) -> Mapping[str, Any]:
 
 def _same_kind(head: Any, kind: str) -> dict[str, Any]:
     """Return the options of a head that are set, if it is of this kind; else none."""
-    options = head.model_dump(exclude_unset=True) if isinstance(head, Section) else dict(head or {})
-    name = head.name if isinstance(head, Section) else options.get("name")
-    return options if name == kind else {}
+    if isinstance(head, Section):
+        return head.model_dump(exclude_unset=True) if getattr(head, "name", None) == kind else {}
+    return dict(head) if head and head.get("name") == kind else {}
 
 
 def head_name(config: Config) -> str:

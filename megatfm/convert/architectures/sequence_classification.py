@@ -314,7 +314,7 @@ for family_name, family in FAMILIES.items():
 
 # XLNet reads the last token, <cls>. Its QuestionAnswering searches beams with a head that we lack: that opens bare.
 SUMMARY = HeadTensors("logits_proj", "sequence_summary.summary")
-LAST_SUMMARY_KEYS: Mapping[str, Key] = {
+LAST_SUMMARY_KEYS: dict[str, Key] = {
     "summary_type": supported_values("last"),
     "summary_use_proj": supported_values(True),
     "summary_activation": supported_values("tanh"),
@@ -338,7 +338,7 @@ SCORE = HeadFormat(
 )
 TAGS = HeadFormat("text_classifier", {"pooler": "none", "token": "all"}, module="score")
 DECODER_ANSWERS = HeadFormat("span_extraction", {"pooler": "none", "dropout": 0.0}, "", "span")
-TAGS_DROPOUT: Mapping[str, Key] = {"classifier_dropout": used(0.1, float, int)}
+TAGS_DROPOUT: dict[str, Key] = {"classifier_dropout": used(0.1, float, int)}
 for base in ("OpenAIGPTLMHeadModel", "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"):
     name = re.sub(r"LMHeadModel|ForCausalLM", "For", base)
     register_task_class(
