@@ -250,8 +250,10 @@ class BaseEngine:
     def process_groups(self) -> Mapping[str, str]:
         """See `Engine.process_groups`."""
         ties = {str(group.group_name): PIPELINE for group in (*self.pipeline_groups, *self.ties.groups)}
-        data = {layout.data_axes.all for layout in self.layout.values()}
-        return ties | self.mesh.group_names(self.mesh.shard_axes, self.mesh.data_axes, *sorted(data))
+        data_axes = {layout.data_axes for layout in self.layout.values()}
+        joint = {axes for data in data_axes for axes in (data.all, data.replicate_axes)}
+        joint = {axes for axes in joint if sum(self.mesh.size(axis) > 1 for axis in axes) > 1}
+        return ties | self.mesh.group_names(self.mesh.shard_axes, self.mesh.data_axes, *sorted(joint))
 
 
 def materialize(

@@ -140,7 +140,9 @@ def _moments(
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
     reduced = 0
     for index in reversed(parts):
-        reduced += sum(w.local for w in weights if w.is_trained and index == w.parts[-1])
+        reduced += sum(
+            w.local for w in weights if w.is_trained and index == w.parts[0]
+        )  # complete at its first use
         if is_single_pass:
             gradients = state.gradients * min(reduced, trained) // trained
         recomputed = 0

@@ -23,6 +23,7 @@ from megatfm.errors import UsageError
 from megatfm.estimate.operators import Operator, OperatorRecorder, Recording, tensor_bytes
 from megatfm.estimate.part_profile import ModelProfile, PartProfile, SavedTensor, WeightGradient
 from megatfm.estimate.stand_ins import (
+    VOCAB_PARALLEL_STATISTICS,
     AttentionStandIn,
     CrossEntropyStandIn,
     HostValues,
@@ -119,7 +120,7 @@ class LocalModel:
                 if isinstance(module, DotProductAttention):
                     module.attend_head_shard = partial(self._attend, module)  # type: ignore[method-assign]
                 elif isinstance(module, CrossEntropy):
-                    replace_forward(module, self._cross_entropy)
+                    replace_forward(module, partial(self._cross_entropy, module))
 
     @property
     def _fraction(self) -> float:
@@ -255,7 +256,7 @@ class LocalModel:
         lengths = {point.token_field: data.sequence_length for point in points}
         if len(lengths) > 1:
             lengths["tokens"] = data.target_length or data.sequence_length
-        lengths = {name: max(1, length // cp) for name, length in lengths.items()}
+        lengths = {name: -(-length // cp) for name, length in lengths.items()}  # of the fullest rank
         read = {module.reads for module in model.modules() if isinstance(module, InputEmbedding)}
         accepted = getattr(model, "accepted", frozenset(lengths) | read | {"targets"})
         read |= {"tokens", "targets", "positions"} | ({"original"} & accepted)
@@ -295,9 +296,12 @@ class LocalModel:
         output: Tensor = AttentionStandIn.apply(partial(self._note_attention, 2 * macs), q, k, v, bias)
         return output
 
-    def _cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+    def _cross_entropy(
+        self, module: CrossEntropy, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """Stand-in for `CrossEntropy.forward`."""
-        loss: Tensor = CrossEntropyStandIn.apply(self._note, self.tp > 1, hidden, weight, bias)
+        n_statistics = VOCAB_PARALLEL_STATISTICS + 2 * bool(module.variant.smoothing) if self.tp > 1 else 0
+        loss: Tensor = CrossEntropyStandIn.apply(self._note, n_statistics, hidden, weight, bias)
         return loss
 
     def _note_attention(
@@ -323,6 +327,8 @@ class LocalModel:
             dims = (dims[0], max(1, round(rows / dims[0])), *dims[2:])
             flops = 2 * rows * dims[2] * dims[3]
         operator = Operator(name, kind, flops, reads, writes, dims, inputs[0].element_size())
+        if kind == "collective":
+            operator = replace(operator, collective=name, sent_bytes=(self.tp - 1) * inputs[0].nbytes)
         self._recorder.recording.operators.append(operator)
 
 

@@ -95,7 +95,7 @@ def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axi
             flows.add(axis, "all_to_all", ulysses, (2 + repeats) * microbatches)
         else:
             flows.add(axis, "send", ring, (1 + repeats) * microbatches)
-            flows.add(axis, "send", ring * (1 + 4 // op.itemsize), microbatches)
+            flows.add(axis, "send", ring * (1 + max(4, op.itemsize) // op.itemsize), microbatches)
 
 
 def _is_ulysses(config: Config, ulysses: int, ring: int) -> bool:

@@ -46,13 +46,15 @@ class AttentionStandIn(torch.autograd.Function):
 
 VOCAB_PARALLEL_PASSES = 4
 """Passes of a vocabulary-parallel loss over its logits: maximum, exponentials, their sum, gradient."""
+VOCAB_PARALLEL_STATISTICS = 4
+"""Numbers of a token that ranks exchange between the passes; two more with label smoothing."""
 
 
 class CrossEntropyStandIn(torch.autograd.Function):
     """`ops.cross_entropy` as a GPU runs it: chunks of a gigabyte of logits, which one kernel turns into gradients."""
 
     @staticmethod
-    def forward(ctx, note, is_vocab_parallel, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
+    def forward(ctx, note, n_statistics, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
         rows, width = len(weight_WD), padded(len(weight_WD))
         chunk = max(
             LOGITS_BYTES // (width * hidden_MD.element_size()) // ROW_ALIGNMENT * ROW_ALIGNMENT, ROW_ALIGNMENT
@@ -64,10 +66,12 @@ class CrossEntropyStandIn(torch.autograd.Function):
             hidden = hidden_MD[start : start + chunk]
             logits = buffer[: len(hidden), :rows]
             torch.mm(hidden, weight_WD.T, out=logits)
-            if is_vocab_parallel:  # ranks exchange sums between passes over a float32 copy
-                values = logits.float()
+            if n_statistics:  # ranks exchange them between passes over a copy in float32 or wider
+                values = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 for _ in range(VOCAB_PARALLEL_PASSES):
                     note("cross_entropy", "pointwise", 0, (values,), (values,))
+                statistics = values.new_empty(n_statistics, len(values))
+                note("all_gather", "collective", 0, (statistics,), ())
                 logits.copy_(values)
                 del values
             else:

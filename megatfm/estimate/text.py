@@ -273,13 +273,13 @@ def recorded_lines(estimate: Estimate, recorded: Recorded) -> list[str]:
     """Return lines on the memory that a run recorded, beside the estimate's."""
     lines = []
     if recorded.peak:
-        modelled = estimate.memory[0].total - (estimate.memory[0].reserved if recorded.is_gpu else 0)
-        counted = (
-            "" if recorded.is_gpu else "; of a CPU with Python and its libraries, held at the end of a step"
+        modelled = estimate.memory[0].total - estimate.memory[0].reserved
+        included = (
+            "" if recorded.is_gpu else ", Python and its libraries included, at the end of a step on a CPU"
         )
         lines.append(
-            f"recorded: {recorded.peak / GIB:.2f} GiB on rank 0 in step {recorded.peak_step}; predicted for its "
-            f"tensors: {modelled / GIB:.2f}{counted}"
+            f"recorded: {recorded.peak / GIB:.2f} GiB on rank 0 in step {recorded.peak_step}{included}; predicted for "
+            f"its tensors: {modelled / GIB:.2f}"
         )
     else:
         lines.append("recorded: no step, so no memory: the first one did not end")

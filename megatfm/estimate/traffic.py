@@ -264,7 +264,9 @@ def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
         return 1
     if in_block:
         return 2 * microbatches
-    return microbatches if parallel.pp == 1 else microbatches + 1
+    return microbatches * (
+        parallel.stages_per_rank if parallel.pp > 1 else 1
+    )  # each backward pass reshards them
 
 
 def _buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:

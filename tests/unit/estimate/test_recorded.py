@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,23 @@ def test_a_cpu_has_to_be_named(run: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["explain-oom", str(run)])
     assert "ran on a CPU, which is in no table of devices: name one with --device" in capsys.readouterr().err
+
+
+def test_the_memory_of_a_runs_tensors_does_not_depend_on_who_computed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run on a CPU has no CUDA, whose memory the estimate on a GPU reserves."""
+    predicted = []
+    for gpu in ("NVIDIA H100 80GB HBM3", "none"):
+        facts = {"gpu": gpu, "processes": "8", "machines": "1"}
+        (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
+        with pytest.raises(SystemExit):
+            main(["explain-oom", str(run), "--device", "h100"])
+        shown = capsys.readouterr().out
+        predicted += re.findall(r"predicted for its tensors: ([\d.]+)\n", shown)
+        assert ("Python and its libraries included" in shown) == (gpu == "none")
+    assert len(predicted) == 2
+    assert predicted[0] == predicted[1]
 
 
 class Command:

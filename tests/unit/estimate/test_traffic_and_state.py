@@ -46,19 +46,26 @@ def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
 
 
 def check_flows(workers: Workers, config: Config) -> None:
-    """Hold each pipeline rank's flows against what its executed ranks send at most."""
+    """Hold each pipeline rank's flows against what its executed ranks send at most, to the byte.
+
+    Sums of losses, norms and counts are left out; rows that travel to experts depend on values.
+    """
     ranks, pp = ranks_of(config.parallel), config.parallel.pp
     by_rank = workers.run(executed, ranks, config, ranks)
-    estimate = estimated(config)
-    for stage_rank, modelled in enumerate(estimate.flows_by_rank):
+    for stage_rank, modelled in enumerate(estimated(config).flows_by_rank):
         most: dict[tuple[str, str], int] = {}
         for flows in by_rank[stage_rank * ranks // pp : (stage_rank + 1) * ranks // pp]:
             for key, n_bytes in flows.items():
                 most[key] = max(n_bytes, most.get(key, 0))
-        large = {key: n_bytes for key, n_bytes in most.items() if n_bytes >= LEAST * 8}
-        assert large
-        for key, n_bytes in large.items():
-            assert modelled.sent.get(key, 0) == pytest.approx(n_bytes, rel=0.02), (stage_rank, key)
+        assert max(most.values()) > 8 * LEAST
+        for key in modelled.sent.keys() | most.keys():
+            sent, n_bytes = modelled.sent.get(key, 0), most.get(key, 0)
+            if key == ("ep", "all_to_all"):
+                assert sent == pytest.approx(n_bytes, rel=0.02), (stage_rank, key)
+            elif key[1] == "all_reduce":
+                assert 0 <= n_bytes - sent < LEAST, (stage_rank, key, sent, n_bytes)
+            else:
+                assert sent == n_bytes, (stage_rank, key, sent, n_bytes)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,30 @@ def check_flows(workers: Workers, config: Config) -> None:
 )
 def test_a_step_sends_what_executed_ranks_send(workers: Workers, name: str, recompute: str) -> None:
     check_flows(workers, small("llama3-8b", LAYOUTS[name], recompute=recompute))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("preset", "parallel"),
+    [
+        ("llama3-8b", ParallelConfig(tp=2, pp=2, dp_shard=2, zero=1)),
+        ("mixtral-8x7b", ParallelConfig(dp_replicate=2, dp_shard=2, cp=2, ep=2)),
+        ("gpt2-124m", ParallelConfig(pp=3, dp_shard=2)),
+        ("gpt2-124m", ParallelConfig(pp=3, dp_shard=2, pp_schedule="interleaved")),
+        ("llama3-8b", ParallelConfig(dp_shard=3, cp=2)),
+    ],
+    ids=[
+        "tp2 × pp2 × zero1",
+        "dp_replicate2 × zero3 × cp2 × ep2",
+        "pp3 × zero3, tied",
+        "interleaved pp3 × zero3",
+        "zero3 × cp2, 6 ranks",
+    ],
+)
+def test_combined_axes_send_what_six_and_eight_executed_ranks_send(
+    workers: Workers, preset: str, parallel: ParallelConfig
+) -> None:
+    check_flows(workers, small(preset, parallel))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +186,7 @@ def test_frozen_weights_have_no_gradient_matmuls(pattern: str, point: str) -> No
         flops[frozen] = sum(op.flops for op in matmuls)
     model, rows = config.model, config.train.micro_batch * 512
     if point == "head":
-        expected = 2 * rows * model.d_model * model.vocab_size
+        expected = 2 * rows * model.d_model * (model.vocab_size or 0)
     else:  # three matrices of each of a token's two experts
         expected = 2 * (2 * rows) * 3 * model.d_model * 14336
     assert flops["[]"] - flops[f'["{pattern}"]'] == pytest.approx(expected, rel=1e-9)

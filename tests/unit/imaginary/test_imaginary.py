@@ -125,23 +125,24 @@ def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "world"),
+    ("preset", "tolerance", "layout"),
     [
-        (["parallel.pp=4", "parallel.zero=1", "train.recompute=full", "train.global_batch=32"], 8),
-        (["parallel.dp_shard=8", "train.global_batch=16"], 8),
+        ("llama3-8b", 0.015, "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=32"),
+        ("llama3-8b", 0.015, "train.global_batch=16"),
+        ("bert-base", 0.03, "parallel.zero=1 train.micro_batch=32 train.global_batch=256"),
     ],
-    ids=["pipeline zero1", "zero3"],
+    ids=["pipeline zero1", "zero3", "tied, one micro-batch"],
 )
-def test_every_phase_is_as_full_as_modelled(layout: list[str], world: int) -> None:
-    """A pipeline's first rank keeps what it sent until the backward pass; optimizers see reduced gradients, and ZeRO 1
-    gathers the new weights after them."""
-    overrides = ["model.n_layers=8", "train.micro_batch=1", "train.compile=false", *layout]
-    trace = run_trace("llama3-8b", overrides, world, 1)
-    with estimator(load_config("llama3-8b", overrides), load_cluster("h100", world)) as opened:
+def test_every_phase_is_as_full_as_modelled(preset: str, tolerance: float, layout: str) -> None:
+    """A pipeline's first rank keeps what it sent until the backward pass; a tied table's gradient is complete at its
+    first use; optimizers see reduced gradients, and ZeRO 1 gathers the new weights after them."""
+    overrides = ["train.compile=false", "train.micro_batch=1", "model.n_layers=8", *layout.split()]
+    trace = run_trace(preset, overrides, 8, 1)
+    with estimator(load_config(preset, overrides), load_cluster("h100", 8)) as opened:
         rank = opened.estimate(opened.base).memory[0]
     passes = max(rank.by_phase["forward"], rank.by_phase["backward"]) - rank.reserved
-    assert passes == pytest.approx(trace.facts["passes"], rel=0.015)
-    assert rank.by_phase["optimizer"] - rank.reserved == pytest.approx(trace.facts["optimizer"], rel=0.01)
+    assert passes == pytest.approx(trace.facts["passes"], rel=tolerance)
+    assert rank.by_phase["optimizer"] - rank.reserved == pytest.approx(trace.facts["optimizer"], rel=0.02)
 
 
 @pytest.mark.parametrize(
