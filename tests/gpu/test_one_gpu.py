@@ -162,18 +162,16 @@ def test_gradients_at_real_sizes(case: str, how: str) -> None:
     gradients_are_near("cuda", how[:4], model, length, compile_blocks="compiled" in how)
 
 
-@on_a_gpu
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recorded_passes_are_those_that_were_asked_for(precision: str, compiled: bool) -> None:
+def recorded_passes_are_those_requested(
+    device: str, precision: str, graphs: CudaGraphs | None, length: int, *, compiled: bool
+) -> None:
     """Steps of several micro-batches, of two shapes, one of them skipped."""
-    in_a_group()
     requested, recorded = (
-        engine_on("cuda", precision, WIDE, compile_blocks=compiled, graphs=graphs)
-        for graphs in (None, CudaGraphs())
+        engine_on(device, precision, WIDE, compile_blocks=compiled, graphs=passes)
+        for passes in (None, graphs)
     )
     for number in range(5):
-        batch = global_batch(seed=number, rows=4, length=192 if number == 3 else 256)
+        batch = global_batch(seed=number, rows=4, length=length * 3 // 4 if number == 3 else length)
         batch["keys"] = torch.arange(4)
         parts = [{name: values[i : i + 2] for name, values in batch.items()} for i in (0, 2)]
         losses = [engine.forward_backward(parts, CAUSAL) for engine in (requested, recorded)]
@@ -182,6 +180,14 @@ def test_recorded_passes_are_those_that_were_asked_for(precision: str, compiled:
         assert worst(recorded, expected) < BOUNDS[precision]
         norms = [engine.step(1e-3, clip=0.3, skip=number == 1) for engine in (requested, recorded)]
         assert norms[0] == pytest.approx(norms[1], rel=BOUNDS[precision], nan_ok=True)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recorded_passes_are_those_that_were_asked_for(precision: str, compiled: bool) -> None:
+    in_a_group()
+    recorded_passes_are_those_requested("cuda", precision, CudaGraphs(), 256, compiled=compiled)
 
 
 # Of each product both factors are rounded, by 2⁻⁴ or 2⁻³ of a number at most, on top of what bfloat16 costs.
@@ -199,13 +205,12 @@ def test_gradients_by_products_in_8_bits(how: str, compiled: bool) -> None:
     gradients_are_near("cuda", "bf16", DEEP, 256, FP8[how], fp8=how, compile_blocks=compiled)
 
 
-@on_a_gpu
-def test_a_save_is_of_the_step_that_it_was_made_in(tmp_path: Path) -> None:
+def saves_hold_their_own_step(device: str, folder: Path, size: int) -> None:
     """While the device is still at it, and the next update waits already."""
-    weights = torch.zeros(2**26, device="cuda")
-    turned = torch.zeros(512, 4096, device="cuda").T
-    busy = torch.randn(4096, 4096, device="cuda")
-    with Saver(tmp_path) as saver:
+    weights = torch.zeros(size, device=device)
+    turned = torch.zeros(512, size // 2**14, device=device).T
+    busy = torch.randn(size // 2**14, size // 2**14, device=device)
+    with Saver(folder) as saver:
         for step in (1, 2, 3):
             for _ in range(50):
                 busy = (busy @ busy).clamp(-1, 1)
@@ -216,9 +221,14 @@ def test_a_save_is_of_the_step_that_it_was_made_in(tmp_path: Path) -> None:
             for tensor in (weights, turned):
                 tensor.add_(100)
             saver.wait_for_save()
-            for name, read in read_tensors(tmp_path / f"step-{step:08}").items():
+            for name, read in read_tensors(folder / f"step-{step:08}").items():
                 assert bool((read == 101 * step - 100).all()), name
     assert bool((weights == 303).all())
+
+
+@on_a_gpu
+def test_a_save_is_of_the_step_that_it_was_made_in(tmp_path: Path) -> None:
+    saves_hold_their_own_step("cuda", tmp_path, 2**26)
 
 
 @on_a_gpu
@@ -257,7 +267,7 @@ def test_running_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     assert held.all()
 
 
-def on_a_cpu() -> None:
+def on_a_cpu(folder: Path) -> None:
     for precision, options in CASES.values():
         if "compile_blocks" not in options:
             gradients_are_near("cpu", precision, **options)
@@ -265,7 +275,9 @@ def on_a_cpu() -> None:
         gradients_are_near("cpu", "fp32", model, min(length, 192))
     for how, bound in FP8.items():
         gradients_are_near("cpu", "bf16", DEEP, 64, bound, fp8=how)
+    recorded_passes_are_those_requested("cpu", "fp32", None, 64, compiled=False)
+    saves_hold_their_own_step("cpu", folder, 2**20)
 
 
-def test_the_same_comparisons_pass_on_a_cpu(workers: Workers) -> None:
-    workers.run(on_a_cpu, 1)
+def test_the_same_comparisons_pass_on_a_cpu(workers: Workers, tmp_path: Path) -> None:
+    workers.run(on_a_cpu, 1, tmp_path, timeout=200)

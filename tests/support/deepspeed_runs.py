@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,13 +69,16 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 ALONE = {"engine": "native", "zero": 0, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1}
 ROWS = 4
+BUCKETS = Path(__file__).with_name("deepspeed_buckets.json")
+"""Buckets of 2^20 gradients. DeepSpeed's default takes 2 GB a pass, and tests on memory of NaN fill all of it."""
 RATE = 2.0**10
 """Of the first update, so that weights don't hide it: at a usual rate it is some units of their last place."""
 
 
 def small(family: str, *overrides: str, **parallel: Any) -> Config:
     """A small config of a family, which fits its layout."""
-    base = ["data.tokenizer=t", "data.train=d", "train.precision=fp32", *OPTIMIZERS["adamw"]]
+    base = ["data.tokenizer=t", "data.train=d", "train.precision=fp32", f"deepspeed.json_file={BUCKETS}"]
+    base += OPTIMIZERS["adamw"]
     base += [*CHANGES.get(family, []), *overrides]
     keys = {"engine": "deepspeed", **parallel}
     return shrink(

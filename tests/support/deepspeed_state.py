@@ -17,7 +17,16 @@ from megatfm.engines.interface import Engine
 from megatfm.files import atomic_write
 from megatfm.verify.rank_processes import _microbatches
 from megatfm.verify.shrink import objective_for, random_batch
-from tests.support.deepspeed_runs import ALONE, OPTIMIZERS, engine_of, in_precision, small, take, weights
+from tests.support.deepspeed_runs import (
+    ALONE,
+    BUCKETS,
+    OPTIMIZERS,
+    engine_of,
+    in_precision,
+    small,
+    take,
+    weights,
+)
 
 SMALLEST = 512
 """Bytes of a weight from which on it goes to files here; DeepSpeed's own bound is 1 MiB."""
@@ -40,7 +49,8 @@ def on_disk(config: Config, folder: Path) -> Config:
     for name in ("utils", "partitioned_param_swapper", "optimizer_utils"):
         importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}").MIN_AIO_BYTES = SMALLEST  # type: ignore[attr-defined]
     # Whole at once: each rank writes it, and another may be reading.
-    atomic_write(folder / "aio.json", json.dumps({"aio": {"block_size": SMALLEST}}))
+    options = {**json.loads(BUCKETS.read_text()), "aio": {"block_size": SMALLEST}}
+    atomic_write(folder / "aio.json", json.dumps(options))
     (folder / "nvme").mkdir(exist_ok=True)
     there = {"nvme_path": str(folder / "nvme"), "json_file": str(folder / "aio.json")}
     return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=there)})

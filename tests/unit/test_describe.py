@@ -10,8 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatfm.commands.models import add_describe_arguments, describe_command
-from megatfm.config import Config, ModelConfig, load, load_config, preset_names
-from megatfm.config.prep import PrepConfig
+from megatfm.config import Config, ModelConfig, load_config, preset_names
 from megatfm.cost import TokenCounts, module_cost
 from megatfm.describe import Description, describe, description
 from megatfm.describe.description import row_cost
@@ -42,12 +41,6 @@ def test_counts_are_exact(preset: str, parameters: int) -> None:
     assert actual.embedding + actual.non_embedding == parameters
     header = Path("megatfm/presets", f"{preset}.toml")
     assert f"{parameters:,}" in (Path(__file__).resolve().parents[2] / header).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("preset", preset_names())
-def test_every_preset_loads(preset: str) -> None:
-    kind = PrepConfig if preset.endswith("-data") else Config
-    assert load(kind, preset)
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
