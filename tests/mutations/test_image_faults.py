@@ -17,8 +17,8 @@ from megatfm.layers.pixel_head import PixelsHead
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
 from megatfm.parallel import context_global_attention, context_parallel, parallelize, styles
-from tests.parity import test_image_layouts
 from tests.support.faults import EVERYTHING
+from tests.support.image_grid import CASES, LAYOUTS
 from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, microbatches, model_gradient_errors, one_device_reference
@@ -230,6 +230,6 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_cell_is_a_fast_one(fault: Callable[[Patch], None]) -> None:
     name, parallel, _ = FAULTS[fault]
-    fast = [case.values for case in test_image_layouts.CASES if not case.marks]
+    fast = [case.values for case in CASES if not case.marks]
     cells = [(ranks, layout) for model, layouts, ranks in fast if model == name for layout in layouts]
-    assert parallel in [test_image_layouts.LAYOUTS[ranks][layout] for ranks, layout in cells]
+    assert parallel in [LAYOUTS[ranks][layout] for ranks, layout in cells]

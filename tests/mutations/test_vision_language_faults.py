@@ -12,9 +12,8 @@ from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models import vision_language
 from megatfm.models.vision_language import Connector, VisionLanguage
 from megatfm.parallel import context_parallel, styles
-from tests.parity import test_llava_layouts
 from tests.support.batches import PassThroughObjective
-from tests.support.llava_models import LLAVA_MODELS, llava_batch
+from tests.support.llava_models import CASES, LAYOUTS, LLAVA_MODELS, llava_batch
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
@@ -187,7 +186,7 @@ def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
     model, objective, _ = one_device_reference(config, batch, PassThroughObjective)
     with pytest.MonkeyPatch.context() as patch:
         globals()[fault](patch)
-        engine = build_engine(config, test_llava_layouts.LAYOUTS[ranks][layout], ADAMW)
+        engine = build_engine(config, LAYOUTS[ranks][layout], ADAMW)
         engine.forward_backward(uneven_microbatches(engine, batch), objective)
         return {name for name, _ in model.named_parameters()}, set(model_gradient_errors(engine, model))
 
@@ -209,6 +208,5 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_cell_is_a_fast_one(fault: Callable[[Patch], None]) -> None:
     name, ranks, layout, _ = FAULTS[fault]
-    (mark,) = test_llava_layouts.test_gradients_equal_one_device.pytestmark  # type: ignore[attr-defined]
-    fast = [case.values for case in mark.args[1] if not case.marks]
+    fast = [case.values for case in CASES if not case.marks]
     assert [layouts for model, layouts, n in fast if (model, n) == (name, ranks) and layout in layouts]

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, ParallelConfig
+from tests.support.grids import cells_by_ranks
 from tests.support.images import pixels, to_batch
 from tests.support.models import ROWS
 
@@ -39,6 +40,42 @@ LLAVA_MODELS = {
         LLAVA | {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1}
     ),
 }
+LAYOUTS = {
+    1: {"one process": ParallelConfig()},
+    2: {
+        "zero 0": ParallelConfig(dp_shard=2, zero=0),
+        "zero 1": ParallelConfig(dp_shard=2, zero=1),
+        "zero 2": ParallelConfig(dp_shard=2, zero=2),
+        "zero 3": ParallelConfig(dp_shard=2),
+        "replicas": ParallelConfig(dp_replicate=2),
+        "tp": ParallelConfig(tp=2),
+        "tp without sequence parallelism": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp": ParallelConfig(pp=2),
+        "pp interleaved": ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=2),
+        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
+        "pp, cut behind the connector": ParallelConfig(pp=2, pp_split_points=("decoder.embedding",)),
+        "pp, cut before the connector": ParallelConfig(pp=2, pp_split_points=("connector",)),
+        "cp": ParallelConfig(cp=2),
+    },
+    3: {
+        "tp": ParallelConfig(tp=3),
+        "tp without sequence parallelism": ParallelConfig(tp=3, sequence_parallel=False),
+        "pp": ParallelConfig(pp=3),
+        "cp": ParallelConfig(cp=3),
+        "cp by Ulysses": ParallelConfig(cp=3, cp_method="ulysses"),
+    },
+    4: {
+        "tp × pp": ParallelConfig(tp=2, pp=2),
+        "tp × zero 3": ParallelConfig(tp=2, dp_shard=2),
+        "cp × tp": ParallelConfig(cp=2, tp=2),
+        "cp × pp, cut behind the connector": ParallelConfig(
+            cp=2, pp=2, pp_split_points=("decoder.embedding",)
+        ),
+        "cp × zero 3": ParallelConfig(cp=2, dp_shard=2),
+    },
+}
+CASES = cells_by_ranks(LLAVA_MODELS, LAYOUTS, rounds=2, always=["one process", "cp"])
+"""Cells of the grid of models and layouts; those of `make test-all` alone are marked slow."""
 SIZES = [(1, 3), (2, 2), (3, 2), (2, 3), (1, 1)]
 """Heights and widths of images, in patches."""
 TEXT_ALONE = -1
