@@ -43,7 +43,7 @@ NUMBERS := tests/golden tests/unit/engines/test_alignment.py tests/unit/engines/
   tests/unit/convert/test_alignment.py tests/unit/convert/test_encoders.py tests/unit/inference/test_load.py \
   tests/unit/checkpoint/test_alignment.py tests/unit/ops/test_transfer.py
 CPUS := ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS=AVX2 \
-  ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE MEGATFM_TEST_THREADS=2,OMP_WAIT_POLICY=passive
+  ATEN_CPU_CAPABILITY=default,MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE,MEGATFM_TEST_THREADS=2,OMP_WAIT_POLICY=passive
 
 test-cpus: $(VENV)/.installed-test ## the tests of numbers, as on other CPUs and with two threads
 	@failed=; for cpu in $(CPUS); do \

@@ -115,7 +115,7 @@ global_batch = 24
 micro_batch = 12
 precision = "fp32"
 [checkpoint]
-every = 120
+every = 30
 keep = 9
 [evaluate]
 every = 120
