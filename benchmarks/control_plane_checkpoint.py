@@ -20,7 +20,7 @@ import torch
 from megatfm.checkpoint import writer
 from megatfm.checkpoint.file_format import FileEntry
 from megatfm.checkpoint.metadata import encode_metadata, parse_metadata, run_lengths
-from megatfm.checkpoint.planner import WritePlan, digest, group_shards, merge_plans
+from megatfm.checkpoint.planner import WritePlan, group_shards, hash_group, merge_plans
 from megatfm.checkpoint.reader import Reader
 from megatfm.checkpoint.sharded_tensor import ShardedTensor
 from megatfm.config import load_config
@@ -98,13 +98,13 @@ def measure(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
     shards = ranks // TP // replicas
     describe_s, (groups, cuts) = time_work(lambda: group_shards(dict(iter_shards(shapes, 0, TP, shards))))
     gathered = len(
-        pickle.dumps([(digest(group), its_cuts) for group, its_cuts in zip(groups, cuts, strict=True)])
+        pickle.dumps([(hash_group(group), its_cuts) for group, its_cuts in zip(groups, cuts, strict=True)])
     )
     by_digest: dict[bytes, Any] = {}
     described = []
     for rank in range(ranks):
         groups, cuts = group_shards(dict(iter_shards(shapes, rank, TP, shards)))
-        shared = [by_digest.setdefault(digest(group), group) for group in groups]
+        shared = [by_digest.setdefault(hash_group(group), group) for group in groups]
         described.append(list(zip(shared, cuts, strict=True)))
     names = len(pickle.dumps(list(by_digest.values())))
     merge_s, plan = time_work(lambda: merge_plans(described))

@@ -23,7 +23,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.cross_entropy import IGNORE, padded
+from megatfm.ops.cross_entropy import IGNORE, pad_row_length
 
 PRODUCTS = {
     "8192 × 8192 × 8192": ((8192, 8192, 8192), "790"),
@@ -99,7 +99,9 @@ def measure_cross_entropy(device: torch.device, repeats: int) -> Iterator[str]:
     from megatfm.ops.cross_entropy_triton import to_gradients
 
     tokens, vocabulary, expected = 16 * 1024, 50257, 1.15
-    logits = torch.randn(tokens, padded(vocabulary), device=device, dtype=torch.bfloat16)[:, :vocabulary]
+    logits = torch.randn(tokens, pad_row_length(vocabulary), device=device, dtype=torch.bfloat16)[
+        :, :vocabulary
+    ]
     targets = torch.randint(vocabulary, (tokens,), device=device)
 
     def run() -> Tensor:

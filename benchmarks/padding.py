@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data.bin_packing import best_fit_decreasing, padding
+from megatfm.data.bin_packing import best_fit_decreasing, measure_padding
 
 # The middle length, and how far lengths spread (of the logarithm).
 KINDS = {
@@ -70,7 +70,7 @@ def main() -> None:
             lengths = corpus.lengths() + 1
             disk = sum(shard.bytes for shard in corpus.manifest.shards) / corpus.n_tokens
             for row in (size for size in ROWS if size <= args.longest):
-                was, now = compute_old_padding(lengths, row), padding(lengths, corpus.blocks, row)
+                was, now = compute_old_padding(lengths, row), measure_padding(lengths, corpus.blocks, row)
                 figures = [f"{100 * share:.2f} %" for pair in zip(was, now, strict=True) for share in pair]
                 print(f"| {kind} | {row:,} | {' | '.join(figures)} | {disk:.2f} |", flush=True)
 

@@ -14,7 +14,7 @@ import common
 import numpy as np
 
 from megatfm.config.prep_steps import DecontaminateConfig
-from megatfm.data_prep.dedup.hashing import signatures
+from megatfm.data_prep.dedup.hashing import compute_signatures
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.selection import Decontaminate
 
@@ -65,7 +65,7 @@ def measure_row(language: str, share: float) -> tuple[float, ...]:
     for seed in range(ROUNDS):
         text = draw_text(language, CHARACTERS, seed)
         other = edit(text, share, seed)
-        a, b = signatures([text, other], 5, 112)
+        a, b = compute_signatures([text, other], 5, 112)
         estimated = float((a == b).mean())
         results.append(
             (

@@ -73,7 +73,7 @@ class CleanStage:
                     "parts": len(chunks),
                     "blake3": _hash_files(map(self._hash_path, range(len(chunks)))),
                     "steps": [*read_result["steps"], step.as_json()],
-                    "notes": [*read_result["notes"], *_copies_warning(step)],
+                    "notes": [*read_result["notes"], *_warn_of_copies(step)],
                     "skipped_files": read_result["skipped_files"],
                 }
 
@@ -88,7 +88,7 @@ class CleanStage:
     def _read(self, basis: StageResult) -> StageResult:
         """Write the documents that pass the steps, in chunks of about `task_bytes`, and the hashes of their texts."""
         listing = self._listing
-        limit, notes = self._document_limit()
+        limit, notes = self._find_document_limit()
         notes += [note for step in self._steps for note in step.notes]
         if listing.n_excluded:
             notes.append(f"left out by name: {listing.n_excluded:,} files or folders")
@@ -104,7 +104,7 @@ class CleanStage:
                     listing, limit, listing.files[first:end], bad_in_listing if part == 0 else ()
                 )
                 repairs = [FixUnicode()] if self._config.read.fix_unicode else []
-                steps: list[PipelineStep] = [*repairs, *self._fresh_steps()]
+                steps: list[PipelineStep] = [*repairs, *self._copy_steps()]
                 documents = self._write_chunks(part, pass_through(steps, reader.documents(advance)))
                 counts = [reader.counts, *(step.counts for step in steps)]
                 return {
@@ -161,7 +161,7 @@ class CleanStage:
     def _hash_path(self, part: int) -> Path:
         return self._folder / f"identity.{part:05d}"
 
-    def _document_limit(self) -> tuple[int, list[str]]:
+    def _find_document_limit(self) -> tuple[int, list[str]]:
         """Return the size limit of a document in bytes, and notes.
 
         If the files are too few to hold some out, they are cut so finely that parts of them can be held out.
@@ -182,7 +182,7 @@ class CleanStage:
             f"too few files to hold some out: cut into documents of at most {cut_limit:,} bytes"
         ]
 
-    def _fresh_steps(self) -> list[CountingFilter]:
+    def _copy_steps(self) -> list[CountingFilter]:
         """Return the config's steps with counts reset; their lists and indices are read once for all parts."""
         for step in self._steps:
             step.counts = StepStats(step.counts.step)
@@ -196,7 +196,7 @@ class _ExactDedup(DedupPass):
         super().__init__(stages, folder, "exact_dedup", ExactDedup(), len(chunks))
         self._chunks = chunks
 
-    def rows(self, part: int) -> Path:
+    def rows_path(self, part: int) -> Path:
         return _keys_path(self.folder, *self._chunks[part])
 
     def chunk_path(self, part: int) -> Path:
@@ -220,7 +220,7 @@ def _hash_files(paths: Iterable[Path]) -> str:
     return fingerprint.hexdigest()
 
 
-def _copies_warning(step: StepStats) -> list[str]:
+def _warn_of_copies(step: StepStats) -> list[str]:
     """Return a note if most documents are copies."""
     copies = step.documents_in - step.documents_out
     if copies <= MANY_COPIES * step.documents_in:

@@ -45,7 +45,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dask", metavar="SCHEDULER", help=DASK_HELP)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments = parser.parse_args(argv)
-    previous_handler = signal.signal(signal.SIGTERM, _interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, _raise_interrupt)
     world: Any = None
     is_first = True
     try:
@@ -110,5 +110,5 @@ def _prepare(
         reporter.log(f"{summary.out} was already prepared with this config: nothing to do")
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
+def _raise_interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt

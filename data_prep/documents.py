@@ -11,7 +11,7 @@ from typing import Any, Self
 import zstandard
 
 from megatfm.corpus.files import AtomicFile
-from megatfm.corpus.inspect import domain
+from megatfm.corpus.inspect import get_domain
 from megatfm.errors import MegatfmError
 
 BLOCK_BYTES = 2**20
@@ -64,7 +64,7 @@ class Document:
     @property
     def domain(self) -> str:
         """The host of its address, without `www.`; empty if it has none."""
-        return domain(self.url)
+        return get_domain(self.url)
 
     @property
     def top_level(self) -> str:

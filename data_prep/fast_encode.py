@@ -43,7 +43,7 @@ class CachedWordEncoder:
         pieces = [
             tokenizer.id_to_piece(token).replace(SPACE_MARK, " ") for token in range(tokenizer.vocab_size)
         ]
-        self._boundaries = _boundary_table(pieces)
+        self._boundaries = _make_boundary_table(pieces)
         # Words are joined by NUL, if NUL is one id whatever its neighbours.
         nul = tokenizer.encode_batch([_NUL], 1)[0]
         self._nul = int(nul[0]) if len(nul) == 1 and not any(_NUL in piece for piece in pieces) else None
@@ -62,7 +62,7 @@ class CachedWordEncoder:
         words = pyarrow.Array.from_buffers(
             pyarrow.large_binary(), len(word_starts), buffers
         ).dictionary_encode()
-        ids_by_word = self._lookup(words.dictionary.to_pylist(), threads)
+        ids_by_word = self._look_up_words(words.dictionary.to_pylist(), threads)
         _, ends, ids = pyarrow.array(ids_by_word, pyarrow.large_binary()).take(words.indices).buffers()
         result = np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
         return np.split(result, np.frombuffer(ends, np.int64)[first_words[1:]] // 4)
@@ -86,7 +86,7 @@ class CachedWordEncoder:
         word_starts = np.flatnonzero(is_word_start)
         return data, word_starts, np.searchsorted(word_starts, text_starts)
 
-    def _lookup(self, words: list[bytes], threads: int) -> list[bytes]:
+    def _look_up_words(self, words: list[bytes], threads: int) -> list[bytes]:
         """Return the ids of each word, as the bytes of int32."""
         ids_of_word = self._cache
         if len(ids_of_word) > MAX_CACHED_WORDS:
@@ -113,7 +113,7 @@ class CachedWordEncoder:
         return result
 
 
-def _boundary_table(pieces: Sequence[str]) -> NDArray[np.bool_]:
+def _make_boundary_table(pieces: Sequence[str]) -> NDArray[np.bool_]:
     """Return [256, 256]: whether a text may be cut between two neighbouring bytes of UTF-8."""
     may_cut = np.ones((256, 256), np.bool_)
     may_cut[:, 0x80:0xC0] = False  # inside a character
@@ -138,7 +138,7 @@ class FastEncoder:
             and tokenizer.kind == "byte-bpe"
             and tokenizer.lossless
         ):
-            self._fast = _gigatoken((folder / TOKENIZER_FILENAMES[1]).read_bytes())
+            self._fast = _make_gigatoken_encoder((folder / TOKENIZER_FILENAMES[1]).read_bytes())
         elif (
             isinstance(tokenizer, SentencePieceTokenizer)
             and tokenizer.kind == "sentencepiece"
@@ -195,7 +195,7 @@ class _Gigatoken:
         return np.split(flat, np.cumsum(np.asarray(self._awkward.num(rows)))[:-1])
 
 
-def _gigatoken(tokenizer_json: bytes) -> _Gigatoken | None:
+def _make_gigatoken_encoder(tokenizer_json: bytes) -> _Gigatoken | None:
     """Return an encoder without the added tokens; None without the library. It gets no text that spells one."""
     try:
         import gigatoken

@@ -92,12 +92,12 @@ class ImportStage:
                 "import",
                 basis,
                 source.parts,
-                lambda part: self._work(part, advance),
+                lambda part: self._import_part(part, advance),
                 lambda parts: self._join(parts, provenance),
                 in_out=True,
             )
 
-    def _work(self, part: int, advance: UpdateProgress) -> StageResult:
+    def _import_part(self, part: int, advance: UpdateProgress) -> StageResult:
         """Write the documents of a part to intermediate files, from which `_join` writes the shards."""
         counts, digests, n_known_skipped = StepStats("read"), list[str](), len(self._source.skipped)
         with ExitStack() as stack:
@@ -107,8 +107,8 @@ class ImportStage:
             for document in self._source.documents(part, counts, advance):
                 counts.count_input(document.size)
                 counts.count_kept(document.size)
-                digests.append(_digest(document))
-                writers[SPLITS[self._holds_out(document.source)]].add(document)
+                digests.append(_hash_document(document))
+                writers[SPLITS[self._is_held_out(document.source)]].add(document)
             for writer in writers.values():
                 writer.commit()
         return {
@@ -152,7 +152,7 @@ class ImportStage:
             "skipped_files": [line for part in parts for line in part["skipped"]],
         }
 
-    def _holds_out(self, source: str) -> bool:
+    def _is_held_out(self, source: str) -> bool:
         """Whether a document is held out: by the user's patterns, else by a fixed random choice."""
         if self._split.validation_files:
             return matches_path(source.partition("#")[0], self._split.validation_files)
@@ -189,7 +189,7 @@ class _IntermediateFiles:
         self._members.discard()
 
 
-def _digest(document: ImportedDocument) -> str:
+def _hash_document(document: ImportedDocument) -> str:
     digest = blake3(np.ascontiguousarray(document.ids, "<i8").tobytes())
     for extension, data in document.members.items():
         digest.update(f"{extension}:{len(data)}:".encode())
@@ -269,7 +269,7 @@ class ImageFiles:
         self.skipped: list[str] = []
         self._listing = listing
         self._groups = sorted(
-            _group_files(listing.files), key=lambda group: _shuffling_key(group[0], split.seed)
+            _group_files(listing.files), key=lambda group: _hash_file_name(group[0], split.seed)
         )
         self._runs = chunk_by_bytes([sum(file.size for file in group) for group in self._groups], task_bytes)
         self.parts = len(self._runs)
@@ -278,7 +278,7 @@ class ImageFiles:
         for group in self._groups[slice(*self._runs[part])]:
             path = group[0].path
             try:
-                for source, record in self._records(group):
+                for source, record in self._read_records(group):
                     labelled = record if isinstance(record, Bad) else self._labels.apply(source, record)
                     if isinstance(labelled, Bad):
                         self._skip(path, f"{source} {labelled.reason}", reason_key(labelled.reason), counts)
@@ -288,7 +288,7 @@ class ImageFiles:
                 self._skip(path, str(error), "unreadable_file", counts)
             advance(sum(file.size for file in group))
 
-    def _records(self, group: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
+    def _read_records(self, group: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
         config = self._listing.config
         with ExitStack() as stack:
             group_paths = [stack.enter_context(self._listing.local(file)) for file in group]
@@ -306,13 +306,13 @@ class ImageFiles:
             yield group[0].name, read_files(group[0].name, paths, config)
 
     def _to_document(self, source: str, record: ImageRecord) -> ImportedDocument:
-        corpus = self._corpus(record.members)
+        corpus = self._choose_corpus(record.members)
         if self.tokenizer is None or not record.text:
             return ImportedDocument(source, np.empty(0, np.int32), 0, record.members, corpus)
         (ids,) = self.tokenizer.encode_batch([record.text], 1)
         return ImportedDocument(source, ids, len(record.text.encode()), record.members, corpus)
 
-    def _corpus(self, members: Mapping[str, bytes]) -> str:
+    def _choose_corpus(self, members: Mapping[str, bytes]) -> str:
         """Return the corpus of an image's class; "" if there is only one corpus."""
         if self._split.partition_by is None:
             return ""
@@ -335,7 +335,7 @@ def _group_files(files: list[InputFile]) -> list[list[InputFile]]:
     return list(groups.values())
 
 
-def _shuffling_key(file: InputFile, seed: int) -> bytes:
+def _hash_file_name(file: InputFile, seed: int) -> bytes:
     return blake3(f"{seed}:order:{file.name}".encode()).digest(16)
 
 

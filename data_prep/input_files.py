@@ -68,7 +68,7 @@ class InputFiles:
         )
         self._remote_files: dict[str, RemoteFile] = {}
         self._scratch = scratch
-        self.root = config.folder if self._remote else _root(config)
+        self.root = config.folder if self._remote else _find_root(config)
         is_stdlib = config.folder is None
         default_include = STDLIB_INCLUDE if is_stdlib else USUAL_INCLUDE.get(config.format or "", ("*",))
         self._include = config.include or default_include
@@ -151,15 +151,17 @@ class InputFiles:
         for parts, _ in files_by_parts:
             for depth in range(len(parts)):
                 names.setdefault(parts[:depth], set()).add(parts[depth])
-        excluded = {folder: self._excluded(folder_names) for folder, folder_names in names.items()}
+        excluded = {
+            folder: self._list_excluded_patterns(folder_names) for folder, folder_names in names.items()
+        }
         excluded_paths = set[tuple[str, ...]]()
         for parts, file in sorted(files_by_parts, key=lambda entry: [part.encode() for part in entry[0]]):
             excluded_depths = (
                 depth + 1
                 for depth, part in enumerate(parts)
-                if _matches(part, (".*", *excluded[parts[:depth]]))
+                if _matches_any(part, (".*", *excluded[parts[:depth]]))
             )
-            if (depth := next(excluded_depths, 0)) or not _matches(parts[-1], self._include):
+            if (depth := next(excluded_depths, 0)) or not _matches_any(parts[-1], self._include):
                 excluded_paths.add(parts[: depth or len(parts)])
             else:
                 name = file.name.replace("#", "%23")
@@ -167,14 +169,14 @@ class InputFiles:
                 yield InputFile(f"{remote.url}/{file.name}", name, file.size, file.version)
         self.n_excluded += len(excluded_paths)
 
-    def _excluded(self, names: Iterable[str]) -> Sequence[str]:
+    def _list_excluded_patterns(self, names: Iterable[str]) -> Sequence[str]:
         """Return the patterns of files to exclude from a folder with these names."""
         is_dataset = any(name.endswith(".arrow") or name == "dataset_dict.json" for name in names)
         return (*self._exclude, *(_DATASETS_FILES if is_dataset else ()))
 
     def _walk(self, root: Path) -> Iterator[InputFile]:
         """List files depth first, sorted by name. Links are followed; one that leads back to a folder above is bad."""
-        stack = [(self._entries(root), _identity(root))]
+        stack = [(self._list_entries(root), _identify_file(root))]
         while stack:
             path = next(stack[-1][0], None)
             if path is None:
@@ -190,23 +192,23 @@ class InputFiles:
                 if identity in [above for _, above in stack]:
                     self.skip_bad(str(path), "is a link that leads back to a folder above it")
                 else:
-                    stack.append((self._entries(path), identity))
-            elif not _matches(path.name, self._include):
+                    stack.append((self._list_entries(path), identity))
+            elif not _matches_any(path.name, self._include):
                 self.n_excluded += 1
             elif stat.S_ISREG(status.st_mode):
                 yield InputFile(str(path), _name(path.relative_to(root)), status.st_size, status.st_mtime_ns)
             else:
                 self.skip_bad(str(path), "is not a file but a device, pipe or socket")
 
-    def _entries(self, folder: Path) -> Iterator[Path]:
+    def _list_entries(self, folder: Path) -> Iterator[Path]:
         try:
             paths = sorted(folder.iterdir(), key=os.fsencode)
         except OSError as error:
             self.skip_bad(str(folder), f"can't list this folder ({error.strerror})")
             return
-        exclude = self._excluded(path.name for path in paths)
+        exclude = self._list_excluded_patterns(path.name for path in paths)
         for path in paths:
-            if _matches(path.name, (".*", *exclude)):
+            if _matches_any(path.name, (".*", *exclude)):
                 self.n_excluded += 1
             else:
                 yield path
@@ -217,7 +219,7 @@ def matches_path(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -233,7 +235,7 @@ def chunk_by_bytes(sizes: Sequence[int], task_bytes: int) -> list[tuple[int, int
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _root(config: ReadConfig) -> Path:
+def _find_root(config: ReadConfig) -> Path:
     root = Path(config.folder if config.folder is not None else sysconfig.get_path("stdlib"))
     if not root.exists():
         raise UsageError(f"{root}: no such folder: set read.folder to a folder of text files")
@@ -242,7 +244,7 @@ def _root(config: ReadConfig) -> Path:
     return root
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _identify_file(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_dev, status.st_ino
 
@@ -279,7 +281,9 @@ class DocumentReader:
         for file in self._files:
             name = self._listing.format(file)
             with self._listing.local(file) as path:
-                for document in self._text(file, path) if name == "text" else self._records(file, path, name):
+                for document in (
+                    self._read_text(file, path) if name == "text" else self._read_records(file, path, name)
+                ):
                     self.counts.count_input(document.text_bytes)
                     if document.text.strip():
                         self.counts.count_kept(document.text_bytes)
@@ -288,7 +292,7 @@ class DocumentReader:
                         self.counts.count_dropped("empty", document.text_bytes, document.id)
             advance(file.size)
 
-    def _text(self, file: InputFile, path: Path) -> Iterator[Document]:
+    def _read_text(self, file: InputFile, path: Path) -> Iterator[Document]:
         """Yield the parts of a text file, or none if it is bad.
 
         The file is read twice: a partly bad file must not be used, and a large one must not be held in memory.
@@ -312,7 +316,7 @@ class DocumentReader:
                 f"{file.path}: changed while it was read ({error}): run the same command again"
             ) from None
 
-    def _records(self, file: InputFile, path: Path, name: str) -> Iterator[Document]:
+    def _read_records(self, file: InputFile, path: Path, name: str) -> Iterator[Document]:
         """Yield the records of a file. All unusable records are counted, and the first one is reported."""
         is_reported = False
         try:

@@ -26,7 +26,7 @@ class ClassLabels:
     def __init__(self, config: LabelsConfig, sources: Iterable[str]) -> None:
         self._config = config
         self._table = _read_table(config) if config.by == "table" else {}
-        self.names = self._class_names(sources)
+        self.names = self._list_class_names(sources)
         self._class_indices = {name: index for index, name in enumerate(self.names)}
 
     @property
@@ -38,10 +38,10 @@ class ClassLabels:
         """Return the image with its class in `.cls`, or why it has none. source: its path, or `TAR#KEY`."""
         if self._config.by == "cls":
             return image
-        name = self._class_of(source, image.members)
+        name = self._find_class(source, image.members)
         if name is None:
             return Bad(image.key, f"has no label by {self._where}")
-        number = self._class_indices.get(name) if self.names else _class_number(name)
+        number = self._class_indices.get(name) if self.names else _parse_class_number(name)
         if number is None:
             known_labels = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
             return Bad(image.key, f"has the label {name!r}, which is none of {known_labels}")
@@ -66,7 +66,7 @@ class ClassLabels:
             "txt": "its .txt",
         }[self._config.by]
 
-    def _class_of(self, source: str, members: Mapping[str, bytes]) -> str | None:
+    def _find_class(self, source: str, members: Mapping[str, bytes]) -> str | None:
         path = source.partition("#")[2] or source
         if self._config.by == "folder":
             return parent_folder(path)
@@ -79,7 +79,7 @@ class ClassLabels:
         value = get_nested(json.loads(members.get("json", b"null")), self._config.key)
         return None if value is None or isinstance(value, dict | list | bool) else str(value)
 
-    def _class_names(self, sources: Iterable[str]) -> list[str]:
+    def _list_class_names(self, sources: Iterable[str]) -> list[str]:
         if self._config.classes is not None:
             return _read_names(Path(self._config.classes))
         if self._config.by == "table":
@@ -94,7 +94,9 @@ class ClassLabels:
                 "of tars, give the classes in read.labels.classes"
             )
         # Numbers are classes themselves; sorted as names, 10 would come before 2.
-        return [] if all(_class_number(name) is not None for name in class_names) else sorted(class_names)
+        return (
+            [] if all(_parse_class_number(name) is not None for name in class_names) else sorted(class_names)
+        )
 
 
 def parent_folder(path: str) -> str | None:
@@ -103,7 +105,7 @@ def parent_folder(path: str) -> str | None:
     return folders[-1] if folders else None
 
 
-def _class_number(name: str) -> int | None:
+def _parse_class_number(name: str) -> int | None:
     return int(name) if name.isascii() and name.isdigit() and len(name) <= 9 else None
 
 

@@ -74,7 +74,7 @@ def run(
             )
         if not locked:
             reporter.log(f"{workspace.out}: no locks on this file system: let no other prep work here")
-        result = executor.broadcast_result(lambda: workspace.finished(shared))
+        result = executor.broadcast_result(lambda: workspace.read_finished(shared))
         if result is not None:
             return PrepSummary(workspace.location, result, already_done=True)
         result = _prepare(workspace, StageRunner(config, workspace, reporter, executor))
@@ -95,7 +95,7 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     }
     basis["split"] = {key: value for key, value in values["split"].items() if key != "near_duplicates"}
     if isinstance(stages.executor, LockExecutor) or stages.executor.rank == 1:
-        workspace.agree(basis, shared=isinstance(stages.executor, LockExecutor))
+        workspace.check_agreement(basis, shared=isinstance(stages.executor, LockExecutor))
     if config.read.is_passthrough:
         return _finish(workspace, stages, _import(stages, listing, values, basis))
     dedup_basis = {**basis, "dedup": values["dedup"]} if "dedup" in values else basis
@@ -114,7 +114,7 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     provenance = {
         "config": values,
         "input_blake3": clean["blake3"],
-        "libraries": _libraries(config, tokenizer_facts),
+        "libraries": _get_library_versions(config, tokenizer_facts),
     }
     lossy = [] if tokenizer_facts.get("lossless", True) else [LOSSY]
     result = {
@@ -156,7 +156,7 @@ def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis
         return {
             "config": values,
             "input_blake3": digest,
-            "libraries": _libraries(config, tokenizer_facts),
+            "libraries": _get_library_versions(config, tokenizer_facts),
             **class_names,
         }
 
@@ -180,10 +180,10 @@ def _finish(workspace: Workspace, stages: StageRunner, result: StageResult) -> S
         workspace.finish(result, clean=not isinstance(stages.executor, LockExecutor))
         return result
 
-    return stages.executor.run_once(FINISH, workspace.result, finish)
+    return stages.executor.run_once(FINISH, workspace.read_result, finish)
 
 
-def _libraries(config: PrepConfig, tokenizer: StageResult) -> dict[str, str]:
+def _get_library_versions(config: PrepConfig, tokenizer: StageResult) -> dict[str, str]:
     """Return the versions of the libraries that the result depends on."""
     names = {*LIBRARIES, *(["pillow"] if config.read.format == "images" else [])}
     if not tokenizer["kind"].startswith("sentencepiece"):

@@ -90,11 +90,11 @@ class Statistics:
             ("languages", self._languages),
         ):
             if totals or name == "sources":
-                tables[name] = _largest(totals)
+                tables[name] = _list_largest(totals)
                 tables[f"more_{name}"] = max(0, len(totals) - MAX_LISTED)
         if self._fields:
-            tables["fields"] = {name: _largest(totals) for name, totals in self._countable()}
-        vocabulary = {"vocabulary": self._vocabulary(self._tokenizer)} if self._tokenizer else {}
+            tables["fields"] = {name: _list_largest(totals) for name, totals in self._iter_countable_fields()}
+        vocabulary = {"vocabulary": self._describe_vocabulary(self._tokenizer)} if self._tokenizer else {}
         return {
             "lengths": [[2**bucket, count] for bucket, count in sorted(self._lengths.items())],
             **tables,
@@ -103,33 +103,37 @@ class Statistics:
 
     def token_shares(self) -> dict[str, Any]:
         """Return tokens in total and of the largest values, by domain, language and fields, for the manifest."""
-        totals_by_field = {"domain": self._domains, "language": self._languages, **dict(self._countable())}
+        totals_by_field = {
+            "domain": self._domains,
+            "language": self._languages,
+            **dict(self._iter_countable_fields()),
+        }
         return {
-            name: [sum(total[2] for total in totals.values()), _largest(totals)]
+            name: [sum(total[2] for total in totals.values()), _list_largest(totals)]
             for name, totals in totals_by_field.items()
             if totals
         }
 
-    def _countable(self) -> Iterator[tuple[str, dict[str, list[int]]]]:
+    def _iter_countable_fields(self) -> Iterator[tuple[str, dict[str, list[int]]]]:
         """Yield the fields that have few enough values to be counted."""
         return ((name, totals) for name, totals in self._fields.items() if len(totals) <= MAX_VALUES)
 
-    def _vocabulary(self, tokenizer: Tokenizer) -> dict[str, Any]:
+    def _describe_vocabulary(self, tokenizer: Tokenizer) -> dict[str, Any]:
         order = np.argsort(-self._uses, kind="stable")[:MAX_LISTED].tolist()
         return {
             "size": len(self._uses),
             "used": int((self._uses > 0).sum()),
             "used_100_times": int((self._uses >= 100).sum()),
-            "common": [[self._token_text(tokenizer, token), int(self._uses[token])] for token in order],
+            "common": [[self._decode_token(tokenizer, token), int(self._uses[token])] for token in order],
         }
 
-    def _token_text(self, tokenizer: Tokenizer, token: int) -> str:
+    def _decode_token(self, tokenizer: Tokenizer, token: int) -> str:
         """Return the text of a token if its bytes are known, else its piece."""
         text_bytes = self._bytes[token] if self._bytes else b""
         return text_bytes.decode("utf-8", "backslashreplace") if text_bytes else tokenizer.id_to_piece(token)
 
 
-def _largest(totals: dict[str, list[int]]) -> list[list[Any]]:
+def _list_largest(totals: dict[str, list[int]]) -> list[list[Any]]:
     largest = sorted(totals.items(), key=lambda item: (-item[1][1], -item[1][0], item[0]))
     return [[value, *total] for value, total in largest[:MAX_LISTED]]
 
@@ -155,7 +159,7 @@ class SplitWriter(ExitStack):
         for path in [self._folder / MANIFEST, *self._folder.glob(f"*/{MANIFEST}")]:
             path.unlink(missing_ok=True)
         if not self._partition_by:
-            self._writer("")
+            self._get_writer("")
 
     def add(
         self, ids: NDArray[Any], documents: Sequence[Sequence[Any]], members: Iterator[Mapping[str, bytes]]
@@ -170,7 +174,7 @@ class SplitWriter(ExitStack):
             source, count, size, *metadata = document
             fields, corpus = metadata[3:5] if len(metadata) > 4 else ({}, "")
             document_ids = ids[start : start + count]
-            self._writer(corpus).add(
+            self._get_writer(corpus).add(
                 f"{self._number:09d}",
                 document_ids,
                 source,
@@ -240,7 +244,7 @@ class SplitWriter(ExitStack):
             **statistics.as_json(),
         }
 
-    def _writer(self, corpus: str) -> ShardWriter:
+    def _get_writer(self, corpus: str) -> ShardWriter:
         if corpus in self._writers:
             return self._writers[corpus]
         if len(self._writers) == MAX_CORPORA:

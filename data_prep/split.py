@@ -57,16 +57,16 @@ class Split:
     def holds_out(self, document: Document) -> bool:
         """Whether a document is for validation; documents with one name at the level stay together."""
         if self.below:
-            return _bin(LEVELS[self.level](document), self.seed) < self.below
+            return _choose_bin(LEVELS[self.level](document), self.seed) < self.below
         return bool(self.held_out) and LEVELS[self.level](document) in self.held_out
 
 
-def _digest(name: str, seed: int) -> bytes:
+def _hash_name(name: str, seed: int) -> bytes:
     return blake3(f"{seed}:{name}".encode()).digest()
 
 
-def _bin(name: str, seed: int) -> int:
-    return int.from_bytes(_digest(name, seed)[:2], "big")
+def _choose_bin(name: str, seed: int) -> int:
+    return int.from_bytes(_hash_name(name, seed)[:2], "big")
 
 
 def choose_held_out(sizes: Mapping[str, int], share: float, seed: int) -> frozenset[str]:
@@ -78,7 +78,7 @@ def choose_held_out(sizes: Mapping[str, int], share: float, seed: int) -> frozen
     max_bytes = share * sum(sizes.values())
     remaining_bytes = max_bytes
     held_out = set()
-    for name in sorted(sizes, key=lambda name: _digest(name, seed)):
+    for name in sorted(sizes, key=lambda name: _hash_name(name, seed)):
         if sizes[name] <= remaining_bytes:
             held_out.add(name)
             remaining_bytes -= sizes[name]
@@ -118,7 +118,7 @@ def plan_by_hash(
     bins = np.zeros(2**16, np.int64)
     for part in parts:
         for name, size in part[level].items():
-            bins[_bin(name, seed)] += size
+            bins[_choose_bin(name, seed)] += size
     sums, max_bytes = np.cumsum(bins), share * int(bins.sum())
     below = int(np.searchsorted(sums, max_bytes, "right"))
     fits = below > 0 and max_bytes > 0 and 2 * int(sums[below - 1]) >= max_bytes

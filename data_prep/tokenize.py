@@ -138,20 +138,20 @@ class TokenizeStage:
         """Tokenize a split and write its shards, unless that is committed; documents: its bytes and parts."""
         encoder = tokenizers.load(self._stages.out)
         fast = FastEncoder(encoder, self._stages.out)
-        threads = self._config.tokenizer_threads or _cores()
+        threads = self._config.tokenizer_threads or _count_cores()
         folder, parts = self._stages.folder_for(basis), documents["parts"]
         with self._stages.reporter.stage(f"tokenize-{name}", documents["bytes"]) as advance:
 
             def work(part: int) -> StageResult:
                 token_counts = []
                 file = AtomicFile(tokens_path(folder, name, part))
-                for batch in _batches(read_documents(part_path(self._folder, name, part))):
+                for batch in _iter_batches(read_documents(part_path(self._folder, name, part))):
                     texts = [document.text for document in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
                         entry: list[Any] = [document.domain, document.language]
                         if document.fields or self._partition_by:
-                            entry += [dict(document.fields), self._corpus(document)]
+                            entry += [dict(document.fields), self._choose_corpus(document)]
                         token_counts.append([document.id, len(ids), document.text_bytes, [], *entry])
                         advance(document.text_bytes)
                 file.commit()
@@ -172,7 +172,7 @@ class TokenizeStage:
                 tidy=tidy,
             )
 
-    def _members(self, path: Path, documents: list[list[Any]]) -> Iterator[dict[str, bytes]]:
+    def _read_members(self, path: Path, documents: list[list[Any]]) -> Iterator[dict[str, bytes]]:
         """Yield the files beside each document, by extension."""
         with ExitStack() as stack:
             file = None
@@ -194,11 +194,11 @@ class TokenizeStage:
         with SplitWriter(self._stages, name, encoder) as writer:
             for part, result in enumerate(parts):
                 ids = np.fromfile(tokens_path(folder, name, part), "<i4")
-                members = self._members(members_path(folder, name, part), result["documents"])
+                members = self._read_members(members_path(folder, name, part), result["documents"])
                 writer.add(ids, result["documents"], members)
             return writer.finish({**provenance, "split": name})
 
-    def _corpus(self, document: Document) -> str:
+    def _choose_corpus(self, document: Document) -> str:
         """Return the corpus that a document belongs to; empty if there is only one."""
         if not self._partition_by:
             return ""
@@ -217,7 +217,7 @@ def members_path(folder: Path, name: str, part: int) -> Path:
     return folder / f"{name}.{part:05d}.members"
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     """Count the cores that this process may run on; all cores if the system doesn't say, like macOS."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -227,7 +227,7 @@ def _in_sample(document: Document, share: float) -> bool:
     return int.from_bytes(blake3(document.id.encode()).digest(8), "big") < share * 2**64
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def _iter_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     size = 0
     for document in documents:

@@ -118,7 +118,7 @@ def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
         array_size=(8 if kind == "prep" else 1) if args.array is None else args.array,
         chain_length=1 if args.chain is None else args.chain,
     )
-    site = _site(args) if args.slurm else None
+    site = _make_site(args) if args.slurm else None
     partition = scheduler.partition(site.partition) if site else None
     for problem in launch_errors(job, site, partition):
         if not args.dry_run:
@@ -187,7 +187,7 @@ def _parse_nodes(text: str | None) -> tuple[int, int | None]:
     return int(match[1]), int(match[2]) if match[2] else None
 
 
-def _site(args: argparse.Namespace) -> Site:
+def _make_site(args: argparse.Namespace) -> Site:
     fields = {name: getattr(args, name) for name in SITE_FLAGS} | {"memory": args.mem}
     options = [f"--{name}={value}" for name in SBATCH_FLAGS if (value := getattr(args, name)) is not None]
     return load_site(args.site, fields, [*options, *(args.sbatch or [])])

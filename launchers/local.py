@@ -122,7 +122,7 @@ class LocalLauncher(ForegroundLauncher):
     def render(self, job: Job) -> dict[str, str]:
         """Return a shell script with one line per rank."""
         lines = []
-        for child in self._children(job, PORTS[0]):
+        for child in self._make_children(job, PORTS[0]):
             env = " ".join(f"{key}={shlex.quote(value)}" for key, value in child.environment.items())
             output = f" >>{shlex.quote(str(child.log))} 2>&1" if child.log else ""
             lines.append(f"{env} {shlex.join(child.command)}{output} &")
@@ -130,9 +130,11 @@ class LocalLauncher(ForegroundLauncher):
 
     def submit(self, job: Job, new_paths: NewPaths) -> int:
         """Run the job to its end; return the ranks' common exit code."""
-        return self.run(job, lambda is_new: supervise(self._children(job, free_port(), is_new)), new_paths)
+        return self.run(
+            job, lambda is_new: supervise(self._make_children(job, free_port(), is_new)), new_paths
+        )
 
-    def _children(self, job: Job, port: int, is_new: bool = False) -> list[Child]:
+    def _make_children(self, job: Job, port: int, is_new: bool = False) -> list[Child]:
         ranks = range(job.world_size)
         if job.kind == "prep":  # workers coordinate through files, and need no address
             return [
@@ -214,7 +216,7 @@ class MpiLauncher(ForegroundLauncher):
 
     def render(self, job: Job) -> dict[str, str]:
         """Return a shell script with the mpirun command."""
-        child = self._child(job)
+        child = self._make_child(job)
         env = " ".join(f"{key}={shlex.quote(value)}" for key, value in child.environment.items())
         return {"launch.sh": f"{env} {shlex.join(child.command)}\n"}
 
@@ -225,9 +227,9 @@ class MpiLauncher(ForegroundLauncher):
                 "mpirun is not on PATH: install openmpi-bin (`make system-deps`), load your site's MPI module, or "
                 f"use --nproc {job.world_size}"
             )
-        return self.run(job, lambda is_new: supervise([self._child(job, is_new)]), new_paths)
+        return self.run(job, lambda is_new: supervise([self._make_child(job, is_new)]), new_paths)
 
-    def _child(self, job: Job, is_new: bool = False) -> Child:
+    def _make_child(self, job: Job, is_new: bool = False) -> Child:
         return Child(
             "mpirun",
             ["mpirun", "-n", str(job.world_size), *job.command],

@@ -109,13 +109,13 @@ def prolog(args: argparse.Namespace) -> int:
                 failed_rank=cause.rank,
             )
         )
-    attempt = attempt_log.begin(Attempt(now, submission, job, _restart_count(), nodes))
+    attempt = attempt_log.begin(Attempt(now, submission, job, _read_restart_count(), nodes))
     n_attempts = sum(earlier.submission == submission for earlier in attempt_log.attempts)
     log(f"attempt {n_attempts}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
     if limit_reason := attempt_log.restart_limit_reason(submission, args.max_restarts):
         # Only after SLURM itself has requeued the job, since then no epilog ran.
         return _stop_without_progress(args, attempt_log, attempt, limit_reason)
-    usable = _usable_nodes(args, config, nodes, set(attempt_log.faulty_hosts(now)))
+    usable = _select_usable_nodes(args, config, nodes, set(attempt_log.faulty_hosts(now)))
     count = max_fitting_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node)
     error = layout_error(config, len(usable) * args.processes_per_node)
     if count is None:
@@ -130,7 +130,7 @@ def prolog(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _usable_nodes(
+def _select_usable_nodes(
     args: argparse.Namespace, config: Config, nodes: Sequence[str], faulty_hosts: set[str]
 ) -> Sequence[str]:
     """Return the job's nodes without faulty ones; all of them if the run doesn't fit on the others."""
@@ -148,7 +148,7 @@ def _usable_nodes(
 def epilog(args: argparse.Namespace) -> int:
     """Record how the attempt ended; requeue the job, leave the run to the next job of its chain, or stop."""
     attempt_log, job = AttemptLog(args.run), os.environ["SLURM_JOB_ID"]
-    started_attempt = attempt_log.attempt_of_job(job, _restart_count())
+    started_attempt = attempt_log.attempt_of_job(job, _read_restart_count())
     if started_attempt is None:
         raise MegatfmError(f"{args.run / RESTARTS}: job {job} is not recorded: was the file removed?")
     code = args.code
@@ -341,7 +341,7 @@ def _log_of_last_attempt(log: Path) -> str:
     return data[data.rfind(PROLOG_MARK.encode()) + 1 :].decode(errors="replace")
 
 
-def _restart_count() -> int:
+def _read_restart_count() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 

@@ -215,13 +215,13 @@ def foreground_state(run: Path) -> JobState:
             f"pid {launch_record['pid']} on {launch_record['host']}",
             number_of(launch_record, "time"),
         )
-    ended = _recorded_end(run)
+    ended = _read_recorded_end(run)
     if launch_record.get("host") != socket.gethostname() and not ended:
         return JobState(UNKNOWN, f"started on {launch_record.get('host')}: ask there")
     return ended or JobState("FAILED", "its launcher process is gone, and recorded no end")
 
 
-def _recorded_end(run: Path) -> JobState | None:
+def _read_recorded_end(run: Path) -> JobState | None:
     """Return the end that the last attempt or the run's last event records."""
     attempts = AttemptLog(run).attempts
     if attempts and (last := attempts[-1]).ended is not None:
@@ -239,7 +239,7 @@ def cancel(run: Path) -> str:
     """
     cancelled, jobs = [], list(active_jobs([*job_ids(run), *evaluation_job_ids(run)]))
     if jobs:
-        cancelled.append(_scancel(jobs))
+        cancelled.append(_cancel_jobs(jobs))
     if process := launcher_process(run):
         try:
             process.send_signal(signal.SIGTERM)
@@ -251,7 +251,7 @@ def cancel(run: Path) -> str:
             pass  # it has just ended
         cancelled.append(f"told process {process.pid} to save and stop")
     if not cancelled:
-        raise UsageError(f"{run}: {_why_nothing_runs(run)}")
+        raise UsageError(f"{run}: {_explain_no_jobs(run)}")
     return ", ".join(cancelled)
 
 
@@ -273,15 +273,15 @@ def cancel_job_id(job_id: str) -> str:
         return cancel(run)
     if not (jobs := list(active_jobs([job_id]))):
         raise UsageError(f"job {job_id} of {run} is over")
-    return _scancel(jobs)
+    return _cancel_jobs(jobs)
 
 
-def _scancel(jobs: Sequence[str]) -> str:
+def _cancel_jobs(jobs: Sequence[str]) -> str:
     scheduler.cancel(jobs)
     return f"cancelled job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
 
 
-def _why_nothing_runs(run: Path) -> str:
+def _explain_no_jobs(run: Path) -> str:
     launch_record = read_launch_record(run)
     if launch_record.get("launcher") == "slurm" or launch_record.get("evaluations"):
         return "none of its jobs is in the queue"

@@ -172,7 +172,7 @@ class SlurmLauncher:
         """
         name = TEMPLATES[job.kind]
         template = Environment(
-            loader=FunctionLoader(_template),
+            loader=FunctionLoader(_read_template),
             undefined=StrictUndefined,
             finalize=lambda value: shlex.quote(str(value)),
             trim_blocks=True,
@@ -184,26 +184,26 @@ class SlurmLauncher:
         cpus = self.site.cpus_per_task
         cpus = cpus * job.nproc_per_node if cpus and uses_torchrun else cpus
         srun_cpus = cpus or (1 if job.max_nodes else None)
-        folder, run = _sbatch_path(Path.cwd()), _sbatch_path(job.run_dir)
+        folder, run = _check_sbatch_path(Path.cwd()), _check_sbatch_path(job.run_dir)
         job_id_pattern = "%A_%a" if job.kind == "prep" else "%j"
-        options, dependencies = self._options()
+        options, dependencies = self._split_options()
         script = template.render(
             job=job,
             site=self.site,
             options=options,
             dependency=",".join(dependencies),
-            environment=self._environment(),
+            environment=self._make_environment(),
             cpus_per_task=(cpus or 1) * tasks if job.max_nodes else cpus,
             # Since SLURM 22.05, srun doesn't inherit it from the job.
             srun=[*([f"--cpus-per-task={srun_cpus}"] if srun_cpus else []), *self.site.srun],
-            command=[*self.site.container, *self._command(job)],
+            command=[*self.site.container, *self._make_command(job)],
             python=sys.executable,
-            pythonpath=self._slurm_dir(job) / snapshot.collect_code(job.config.plugins).dir_name,
+            pythonpath=self._get_slurm_dir(job) / snapshot.collect_code(job.config.plugins).dir_name,
             node_range=f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes),
             tasks_per_node=tasks,
             # In a chain, the next job continues the run. SLURM itself still requeues after a node failure, if allowed.
             requeue="--requeue" if self.site.requeue and job.chain_length == 1 else "--no-requeue",
-            config=self._slurm_dir(job) / "config.toml",
+            config=self._get_slurm_dir(job) / "config.toml",
             folder=folder,
             run=run,
             log=f"{run}/logs/slurm-{job_id_pattern}.log",
@@ -221,10 +221,10 @@ class SlurmLauncher:
         jobs: list[str] = []
         try:
             script, code_name = self._write_files(job, files, new_paths)
-            self._queue(job, script, code_name, jobs, evaluations)
+            self._queue_jobs(job, script, code_name, jobs, evaluations)
         except OSError as error:
             raise MegatfmError(
-                f"{error.filename or self._slurm_dir(job)}: can't write the job's files: {error.strerror}"
+                f"{error.filename or self._get_slurm_dir(job)}: can't write the job's files: {error.strerror}"
             ) from error
         finally:
             if not jobs and new_paths.is_new(job.run_dir):
@@ -234,7 +234,7 @@ class SlurmLauncher:
 
     def _write_files(self, job: Job, files: Mapping[str, str], new_paths: NewPaths) -> tuple[Path, str]:
         """Write the job's files into RUN/slurm/; return the script and the code snapshot's name. Raises OSError."""
-        folder = self._slurm_dir(job)
+        folder = self._get_slurm_dir(job)
         new_paths.make_folder(job.run_dir / "logs")  # without it, SLURM would discard the log
         if not folder.exists():
             new_paths.trees.append(folder)
@@ -247,27 +247,27 @@ class SlurmLauncher:
             atomic_write(folder / name, text)
         return folder / script, code_dir.name
 
-    def _queue(
+    def _queue_jobs(
         self, job: Job, script: Path, code_name: str, jobs: list[str], evaluations: Sequence[str]
     ) -> None:
         """Submit the job, or all jobs of its chain; append their ids to `jobs` and record them."""
-        _, dependencies = self._options()
+        _, dependencies = self._split_options()
         for _ in range(job.chain_length):
-            jobs.append(_sbatch(script, _chain_dependency(dependencies, jobs)))
+            jobs.append(_queue_script(script, _make_chain_dependency(dependencies, jobs)))
             if job.kind == "evaluate":
                 record_evaluation_jobs(job.run_dir, [*evaluations, *jobs])
             else:  # after each submission, since the first job may already run and look for the others
                 fields = {"launcher": "slurm", "kind": job.kind, "array": job.array_size, "code": code_name}
                 write_launch_record(job.run_dir, **fields, jobs=jobs)
 
-    def _slurm_dir(self, job: Job) -> Path:
+    def _get_slurm_dir(self, job: Job) -> Path:
         return job.run_dir / "slurm"
 
-    def _command(self, job: Job) -> list[str]:
+    def _make_command(self, job: Job) -> list[str]:
         megatfm = megatfm_command(job.kind, self.site.python)
         if job.kind == "evaluate":
             return [*megatfm, str(job.run_dir), *job.overrides]
-        config = str(self._slurm_dir(job) / "config.toml")
+        config = str(self._get_slurm_dir(job) / "config.toml")
         if job.kind == "train" and self.site.start == "torchrun":
             agent = [
                 megatfm[0],
@@ -281,13 +281,13 @@ class SlurmLauncher:
             return [*agent, "train", config]
         return [*megatfm, config]
 
-    def _options(self) -> tuple[list[str], list[str]]:
+    def _split_options(self) -> tuple[list[str], list[str]]:
         """Split the site's sbatch options into ordinary options and values of --dependency."""
         flag = "--dependency="
         dependencies = [option.removeprefix(flag) for option in self.site.sbatch if option.startswith(flag)]
         return [option for option in self.site.sbatch if not option.startswith(flag)], dependencies
 
-    def _environment(self) -> dict[str, str]:
+    def _make_environment(self) -> dict[str, str]:
         interface = self.site.interface
         return {
             "OMP_NUM_THREADS": str(self.site.cpus_per_task or 1),
@@ -318,7 +318,7 @@ class SlurmLauncher:
             )
 
 
-def _chain_dependency(dependencies: Sequence[str], jobs: Sequence[str]) -> str:
+def _make_chain_dependency(dependencies: Sequence[str], jobs: Sequence[str]) -> str:
     """Return sbatch's --dependency of the next job of a chain; empty for the first, whose script contains its own.
 
     The job waits for the previous one, however that ends, and for the conditions of the first. `singleton` would be
@@ -330,11 +330,11 @@ def _chain_dependency(dependencies: Sequence[str], jobs: Sequence[str]) -> str:
     return ",".join([*(name for name in dependencies if "?" not in name), f"afterany:{jobs[-1]}"])
 
 
-def _template(name: str) -> str:
+def _read_template(name: str) -> str:
     return (resources.files("megatfm.slurm") / f"{name}.sbatch").read_text(encoding="utf-8")
 
 
-def _sbatch(script: Path, dependency: str) -> str:
+def _queue_script(script: Path, dependency: str) -> str:
     """Queue a script; return the job's id."""
     try:
         output = scheduler.submit(str(script), dependency)
@@ -348,7 +348,7 @@ def _sbatch(script: Path, dependency: str) -> str:
     return job_id
 
 
-def _sbatch_path(path: Path) -> str:
+def _check_sbatch_path(path: Path) -> str:
     if re.search(r"[\x00-\x1f\x7f'\"\\%:]", str(path)):
         raise UsageError(
             f"{str(path)!r}: a SLURM job can't write to a path with quotes, backslashes, '%', ':' or control "

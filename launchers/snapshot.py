@@ -91,13 +91,13 @@ def _add_with_imports(name: str, path: Path, roots: dict[str, Path]) -> None:
     """Add a module to `roots`, and recursively the modules in the same folder that it imports."""
     roots[name] = path
     sources = [path] if path.is_file() else [file for file in _walk(path) if file.suffix == ".py"]
-    for module in sorted(set().union(*map(_imported_names, sources)) - set(roots)):
+    for module in sorted(set().union(*map(_list_imported_modules, sources)) - set(roots)):
         module_path = _find_module(module) if any(path.parent.glob(f"{module}*")) else None
         if module_path is not None and module_path.parent == path.parent:
             _add_with_imports(module, module_path, roots)
 
 
-def _imported_names(source: Path) -> set[str]:
+def _list_imported_modules(source: Path) -> set[str]:
     """Return the top-level modules that a file imports; none if it can't be parsed, since importing it will fail."""
     try:
         nodes = list(ast.walk(ast.parse(source.read_bytes())))

@@ -87,8 +87,8 @@ def run_status(run: Path) -> RunStatus:
     """Return the present status of a run."""
     records = tail_jsonl(run / METRICS, SPEED_STEPS)
     events = tail_jsonl(run / EVENTS, 1)
-    steps, last = _steps(run), records[-1] if records else {}
-    state = launched_state(run) or _state_from_lock(run, events)
+    steps, last = _read_steps(run), records[-1] if records else {}
+    state = launched_state(run) or _infer_state(run, events)
     is_prep = is_prep_run(run)
     if is_prep:
         state = prep_job_state(run, state)
@@ -112,7 +112,7 @@ def run_status(run: Path) -> RunStatus:
         loss=number_of(last, "loss"),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds_left=None if state.is_over or state.is_unknown else seconds_left,
-        restarts=_restarts(run),
+        restarts=_count_restarts(run),
         checkpoint=latest_checkpoint_step(run),
         event=detail,
         work=prep_progress(run) if is_prep else "",
@@ -127,7 +127,7 @@ def launched_state(run: Path) -> JobState | None:
     return foreground_state(run) if launcher in ("local", "mpi") else None
 
 
-def _steps(run: Path) -> int | None:
+def _read_steps(run: Path) -> int | None:
     """Return `train.steps` of the run's config, else of the config of its queued job."""
     for name in ("config.toml", "slurm/config.toml"):
         try:
@@ -137,13 +137,13 @@ def _steps(run: Path) -> int | None:
     return None
 
 
-def _restarts(run: Path) -> int:
+def _count_restarts(run: Path) -> int:
     """Return the number of restarts of the last submission."""
     attempts = AttemptLog(run).attempts
     return sum(attempt.submission == attempts[-1].submission for attempt in attempts) - 1 if attempts else 0
 
 
-def _state_from_lock(run: Path, events: list[dict[str, Any]]) -> JobState:
+def _infer_state(run: Path, events: list[dict[str, Any]]) -> JobState:
     """Return the state of a run without launch record: RUNNING if its lock is held, else from its last event."""
     holder = read_json(run / "lock", {})
     if isinstance(holder, dict) and "pid" in holder and _lock_is_held(run, holder):

@@ -128,7 +128,7 @@ class _ChildGroup:
                     stdout=output,
                     stderr=output,
                     process_group=None if self._is_foreground else 0,
-                    preexec_fn=_before_exec(child),
+                    preexec_fn=_make_exec_hook(child),
                 )
             except OSError as error:
                 raise MegatfmError(f"can't start {child.name}: {error.filename}: {error.strerror}") from error
@@ -216,15 +216,15 @@ class _ChildGroup:
         # The first child has already printed an error that all ranks share.
         is_printed = code in (EXIT_USAGE, NO_PROGRESS, LOCKED) and self.children[0].name in self.codes
         if self.first_failed and not is_printed:
-            print(self._failure_message(self.first_failed), file=sys.stderr, flush=True)
+            print(self._describe_failure(self.first_failed), file=sys.stderr, flush=True)
         return code
 
-    def _failure_message(self, name: str) -> str:
+    def _describe_failure(self, name: str) -> str:
         code = self.codes.get(name)
         if code is None:
             ending = "stopped by a signal, and never continued"
         else:
-            ending = f"exit code {code}" if code >= 0 else _signal_name(-code)
+            ending = f"exit code {code}" if code >= 0 else _describe_signal(-code)
         n_others = len(self.children) - 1
         message = f"megatfm: {name} failed first ({ending})" + (
             ", so the others were ended" if n_others else ""
@@ -253,14 +253,14 @@ def _is_stopped(pid: int) -> bool:
     return state in (b"T", b"t")
 
 
-def _signal_name(signum: int) -> str:
+def _describe_signal(signum: int) -> str:
     try:
         return f"killed by {signal.Signals(signum).name}"
     except ValueError:
         return f"killed by signal {signum}"
 
 
-def _before_exec(child: Child) -> Callable[[], None]:
+def _make_exec_hook(child: Child) -> Callable[[], None]:
     """Return the child's hook before exec: it blocks stop signals, and ties its life to this process's (Linux)."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()

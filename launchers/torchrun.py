@@ -85,14 +85,14 @@ def torchrun_command(environment: Mapping[str, str], processes: int, argv: Seque
 
 def signal_workers(pid: int, signum: int) -> bool:
     """Send a signal to torchrun's workers; return whether it has any yet."""
-    workers = list(_workers(pid))
+    workers = list(_iter_workers(pid))
     for worker in workers:
         with contextlib.suppress(psutil.Error):  # it has just ended
             worker.send_signal(signum)
     return bool(workers)
 
 
-def _workers(pid: int) -> Iterator[psutil.Process]:
+def _iter_workers(pid: int) -> Iterator[psutil.Process]:
     try:
         children = psutil.Process(pid).children()
     except psutil.Error:

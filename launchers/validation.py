@@ -8,7 +8,7 @@ from megatfm.config import Config
 from megatfm.config.deepspeed_json import derive
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import global_batches
-from megatfm.config.section import divisors
+from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job
@@ -54,7 +54,7 @@ def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
     if batch % data_ranks:
         return ""
     rows = batch // data_ranks
-    largest_fitting = max(n for n in divisors(rows) if n <= micro_batch)
+    largest_fitting = max(n for n in list_divisors(rows) if n <= micro_batch)
     return f" (train.micro_batch = {largest_fitting} would)"
 
 
@@ -74,18 +74,18 @@ def launch_errors(job: Job, site: Site | None, partition: scheduler.Partition | 
 
     site: None unless it is a SLURM job. partition: the job's partition, if SLURM describes it.
     """
-    if job.kind == "train" and (problem := _size_error(job, site is not None)):
+    if job.kind == "train" and (problem := _check_size(job, site is not None)):
         yield problem
-    if site and job.kind == "train" and (problem := _finished_error(job)):
+    if site and job.kind == "train" and (problem := _check_unfinished(job)):
         yield problem
     if site is None or not site.container:
         yield from missing_paths(job)
-        yield from _deepspeed_errors(job)
+        yield from _check_deepspeed(job)
     if site:
         yield from _time_limit_errors(job, site, partition)
 
 
-def _finished_error(job: Job) -> str | None:
+def _check_unfinished(job: Job) -> str | None:
     """Return an error if the run has already done all of its steps."""
     assert isinstance(job.config, Config)
     run, steps = job.run_dir, job.config.train.steps
@@ -154,7 +154,7 @@ def _format_duration(seconds: int) -> str:
     return f"{seconds // 60} min" if seconds % 60 == 0 else f"{seconds} s"
 
 
-def _deepspeed_errors(job: Job) -> Iterator[str]:
+def _check_deepspeed(job: Job) -> Iterator[str]:
     """Yield the error that the DeepSpeed engine would raise for the user's JSON file, if any."""
     config = job.config
     if job.kind == "train" and isinstance(config, Config) and config.deepspeed.json_file:
@@ -166,7 +166,7 @@ def _deepspeed_errors(job: Job) -> Iterator[str]:
 
 def missing_paths(job: Job) -> Iterator[str]:
     """Yield an error for each file or folder that the config names and that doesn't exist. URLs are not checked."""
-    for key, path, required_file in _config_paths(job):
+    for key, path, required_file in _iter_config_paths(job):
         if "://" in path or (Path(path) / required_file).exists():
             continue
         if Path(path).exists():
@@ -177,7 +177,7 @@ def missing_paths(job: Job) -> Iterator[str]:
             yield f"{key} = {path!r}: there is no such file or folder"
 
 
-def _config_paths(job: Job) -> Iterator[tuple[str, str, str]]:
+def _iter_config_paths(job: Job) -> Iterator[tuple[str, str, str]]:
     """Yield (key, path, file that must exist under the path or "") for all input paths of a config."""
     config = job.config
     if isinstance(config, PrepConfig):
@@ -204,7 +204,7 @@ def _config_paths(job: Job) -> Iterator[tuple[str, str, str]]:
         yield "train.branch_from", config.train.branch_from.rpartition("@")[0], ""
 
 
-def _size_error(job: Job, on_nodes: bool) -> str | None:
+def _check_size(job: Job, on_nodes: bool) -> str | None:
     """Return an error if layout and batch fit none of the requested numbers of nodes; it suggests one that works."""
     assert isinstance(job.config, Config)
     counts = range(job.min_nodes, job.largest_node_count + 1)

@@ -180,7 +180,7 @@ class Model:
         folder, else "mean" and False. batch: number of sentences per batch. Raises UsageError.
         """
         if self._encoder is None:
-            self._encoder = self._text_encoder()
+            self._encoder = self._make_text_encoder()
         return self._encoder.encode(sentences, pooling=pooling, normalize=normalize, batch_size=batch)
 
     def evaluate(
@@ -220,7 +220,7 @@ class Model:
             for task in tasks
         }
 
-    def _text_encoder(self) -> SentenceEmbedder:
+    def _make_text_encoder(self) -> SentenceEmbedder:
         if is_hf_folder(self.path):
             options = sentence_transformer_options(self.path, self.module)
             prefix_ids = bos_prefix_ids_of(self.path, tokenizer := tokenizers.load(tokenizer_path(self.path)))

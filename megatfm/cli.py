@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _stdout_is_closed():
+        if not _is_stdout_closed():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _stdout_is_closed() -> bool:
+def _is_stdout_closed() -> bool:
     """Return whether the reader of stdout has closed the pipe, as in `megatfm … | head`."""
     output = select.poll()
     output.register(sys.stdout.fileno())

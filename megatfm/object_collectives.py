@@ -120,7 +120,7 @@ def gather_errors(value: Sequence[str]) -> dict[str, list[str]]:
     return {f"rank {rank} on {host}": problems for rank, (host, problems) in enumerate(per_rank) if problems}
 
 
-def machine() -> str:
+def get_machine_name() -> str:
     """Return a unique name of this machine or container. Host names are not unique: several may be "localhost"."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -131,7 +131,7 @@ def machine() -> str:
 
 def unique_on_host(value: Collection[str], group: Group = None) -> set[str]:
     """Return those items that no other rank on this rank's machine has."""
-    host, own_rank = machine(), rank(group)
+    host, own_rank = get_machine_name(), rank(group)
     on_other_ranks: set[str] = set()
     for rank_value, (other_host, items) in enumerate(all_gather((host, list(value)), group)):
         if other_host == host and rank_value != own_rank:
@@ -164,7 +164,7 @@ def run_on_rank_0_raising(work: Callable[[], T]) -> T:
         try:
             answer = [pickle.dumps(work()), None]
         except Exception as error:  # broadcast, so that all ranks end with it
-            answer = [None, _for_others(error)]
+            answer = [None, _make_portable(error)]
     with collective_errors("rank 0 can't send its result"):
         dist.broadcast_object_list(answer)
     result, failure = answer
@@ -208,7 +208,7 @@ def one_line(error: BaseException) -> str:
     return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}"
 
 
-def _for_others(error: Exception) -> Exception:
+def _make_portable(error: Exception) -> Exception:
     """Return an error that other processes can raise: the error itself if it survives pickling, else a MegatfmError."""
     try:
         restored = pickle.loads(pickle.dumps(error))
@@ -227,10 +227,10 @@ def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None, Failure | N
 
 def _raise_if(action: str, reasons: list[Failure | None], cause: Exception | None) -> None:
     if failures := {rank: reason for rank, reason in enumerate(reasons) if reason is not None}:
-        raise _failure(action, failures) from cause
+        raise _make_failure(action, failures) from cause
 
 
-def _failure(action: str, reasons: Mapping[int, Failure]) -> MegatfmError:
+def _make_failure(action: str, reasons: Mapping[int, Failure]) -> MegatfmError:
     """Return the error that every rank raises: the lowest failed rank's message, and the other failed ranks."""
     first, *more_ranks = sorted(reasons)
     host, text = reasons[first]

@@ -62,14 +62,14 @@ def refuse_repeats(overrides: Sequence[str]) -> None:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"` if a known name is similar to the word; else an empty string."""
-    suggestion = _closest(word, list(known))
+    suggestion = _find_closest(word, list(known))
     return f" (did you mean {suggestion!r}?)" if suggestion else ""
 
 
-def _closest(word: str, known: Sequence[str]) -> str | None:
+def _find_closest(word: str, known: Sequence[str]) -> str | None:
     """Return the most similar name: equal but for case and punctuation, a prefix or an extension, or spelled alike."""
-    bare = {name: _letters(name) for name in known}
-    letters = _letters(word)
+    bare = {name: _keep_letters(name) for name in known}
+    letters = _keep_letters(word)
     if len(letters) >= MIN_PREFIX:
         longer = [name for name in known if bare[name].startswith(letters)]
         shorter = [name for name in known if len(bare[name]) >= MIN_PREFIX and letters.startswith(bare[name])]
@@ -79,7 +79,7 @@ def _closest(word: str, known: Sequence[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def _letters(word: str) -> str:
+def _keep_letters(word: str) -> str:
     return re.sub(r"[^a-z0-9]", "", word.lower())
 
 
@@ -96,18 +96,18 @@ def import_plugins(packages: Iterable[str]) -> None:
         except UsageError:
             raise
         except (Exception, SystemExit) as error:  # third-party code may raise anything
-            if isinstance(error, ImportError) and _location(error) is None:
+            if isinstance(error, ImportError) and _find_location(error) is None:
                 raise UsageError(
                     f"plugins: can't import {package!r} ({error}): put it beside the config or into the current "
                     "directory, install it, or put its folder on PYTHONPATH"
                 ) from error
             raise UsageError(
-                f"plugins: {package!r} stopped at {_location(error) or 'its first line'} with {type(error).__name__}: "
-                f"{error}: mend it there"
+                f"plugins: {package!r} stopped at {_find_location(error) or 'its first line'} with "
+                f"{type(error).__name__}: {error}: mend it there"
             ) from error
 
 
-def _location(error: BaseException) -> str | None:
+def _find_location(error: BaseException) -> str | None:
     """Return file and line at which a package's code raised an error; None if importlib itself raised it."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"

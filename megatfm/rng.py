@@ -64,7 +64,7 @@ def hash_rows(key: tuple[KeyPart, ...], *columns: NDArray[Any]) -> NDArray[np.ui
     Faster than one generator per key. For each column, adds its mixed values to the hash, then mixes the sum. Mixing
     is SplitMix64's finaliser (Steele, Lea & Flood 2014, figure 16; Stafford's variant 13), a bijection.
     """
-    hashed = np.full(max((np.size(column) for column in columns), default=1), _first(*key), np.uint64)
+    hashed = np.full(max((np.size(column) for column in columns), default=1), _hash_key(*key), np.uint64)
     for column in columns:
         hashed = _mix(hashed + _mix(np.atleast_1d(np.asarray(column)).astype(np.uint64) + _GOLDEN))
     return hashed
@@ -86,7 +86,7 @@ def short_row_keys(seed: int, positions: NDArray[Any], parts: NDArray[Any]) -> N
 
 
 @lru_cache(maxsize=64, typed=True)
-def _first(*key: KeyPart) -> int:
+def _hash_key(*key: KeyPart) -> int:
     return int(random_uint64(1, *key)[0])
 
 

@@ -26,13 +26,13 @@ def spell_unencodable() -> None:
 
     Bytes of file names that can't be decoded in this locale are written unchanged.
     """
-    codecs.register_error(ERROR_HANDLER, _spell)
+    codecs.register_error(ERROR_HANDLER, _spell_unencodable)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=ERROR_HANDLER)
 
 
-def _spell(error: UnicodeError) -> tuple[bytes, int]:
+def _spell_unencodable(error: UnicodeError) -> tuple[bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     unencodable = error.object[error.start : error.end]

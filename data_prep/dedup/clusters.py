@@ -86,7 +86,7 @@ class Buckets:
     def _in_memory(self, parts: list[HashRange], size: int) -> Iterator[Edges]:
         hashes, row_indices, start = np.empty(size, np.uint64), np.empty(size, np.int64), 0
         for part in parts:
-            records = _records(part)
+            records = _read_records(part)
             destination = slice(start, start := start + len(records))
             hashes[destination], row_indices[destination] = records["hash"], records["place"]
             row_indices[destination] += part.base
@@ -118,7 +118,7 @@ class Buckets:
         similar_pairs = [np.empty((0, 2), np.int64)]
         while len(members):
             is_small = np.repeat(sizes <= SMALL_BUCKET, sizes)
-            for pairs in _all_pairs(members[is_small], sizes[sizes <= SMALL_BUCKET]):
+            for pairs in _iter_pairs(members[is_small], sizes[sizes <= SMALL_BUCKET]):
                 similar_pairs.append(pairs[self._are_similar(signatures, pairs)])
             members, sizes = members[~is_small], sizes[sizes > SMALL_BUCKET]
             first_members = np.repeat(members[np.cumsum(sizes) - sizes], sizes)
@@ -184,7 +184,7 @@ def argsort_stable(hashes: Hashes) -> RowIndices:
     return order
 
 
-def _all_pairs(members: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[Edges]:
+def _iter_pairs(members: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[Edges]:
     """Yield all pairs inside consecutive groups of these sizes."""
     ends = np.cumsum(sizes)
     for size in np.unique(sizes):
@@ -199,13 +199,13 @@ def _search(part: HashRange, middle: int) -> int:
     return part.begin + int(np.searchsorted(mapped["hash"][part.begin :], np.uint64(middle)))
 
 
-def _records(part: HashRange) -> NDArray[Any]:
+def _read_records(part: HashRange) -> NDArray[Any]:
     return read_array(part.path, RECORD, part.begin, part.end - part.begin)
 
 
 def _read_rows(part: HashRange, batch_rows: int) -> Iterator[RowIndices]:
     for start in range(part.begin, part.end, batch_rows):
-        records = _records(part._replace(begin=start, end=min(start + batch_rows, part.end)))
+        records = _read_records(part._replace(begin=start, end=min(start + batch_rows, part.end)))
         yield records["place"].astype(np.int64) + part.base
 
 
@@ -239,7 +239,7 @@ class _Search:
         run("sort", partitioning.chunks, total, self._sort)
         run("buckets", self._bands * partitioning.ranges, total * self._bands, self._join)
         run("gather", partitioning.chunks, total, self._gather)
-        return run("clusters", 1, total, self._cluster, lambda _: {"each": partitioning.chunk_rows})
+        return run("clusters", 1, total, self._cluster_chunk, lambda _: {"each": partitioning.chunk_rows})
 
     def _sort(self, chunk: int, advance: UpdateProgress) -> Facts:
         begin, end = self._partitioning.chunk(chunk)
@@ -280,20 +280,20 @@ class _Search:
 
     def _gather(self, chunk: int, advance: UpdateProgress) -> Facts:
         edges = np.empty(0, _EDGE)
-        for new_edges in self._in_batches(self._joined(chunk)):
+        for new_edges in self._in_batches(self._read_edges(chunk)):
             edges = np.unique(np.concatenate([edges, new_edges]))
         write_keys(self._index.path("edges", chunk), [edges])
         begin, end = self._partitioning.chunk(chunk)
         advance(end - begin)
         return {}
 
-    def _joined(self, chunk: int) -> Iterator[NDArray[Any]]:
+    def _read_edges(self, chunk: int) -> Iterator[NDArray[Any]]:
         for partition in range(self._bands * self._partitioning.ranges):
             yield from read_partition(
                 self._index.path("joined", partition), _EDGE, self._partitioning.chunks, chunk
             )
 
-    def _cluster(self, _: int, advance: UpdateProgress) -> Facts:
+    def _cluster_chunk(self, _: int, advance: UpdateProgress) -> Facts:
         forwarded_paths = [self._index.path("passed", chunk) for chunk in range(self._partitioning.chunks)]
         for path in forwarded_paths:
             path.unlink(missing_ok=True)  # left by a process that died here
@@ -301,7 +301,7 @@ class _Search:
             begin, end = self._partitioning.chunk(chunk)
             marks = np.zeros(end - begin, np.uint8)
             edges = np.empty((0, 2), np.int64)
-            for packed_edges in self._in_batches(self._chunk_edges(chunk)):
+            for packed_edges in self._in_batches(self._iter_chunk_edges(chunk)):
                 edges = spanning_forest(np.concatenate([edges, self._unpack(packed_edges, chunk)]))
                 lower = edges[edges[:, 1] < begin]
                 edges = edges[edges[:, 1] >= begin]
@@ -322,9 +322,9 @@ class _Search:
             advance(end - begin)
         return {}
 
-    def _chunk_edges(self, chunk: int) -> Iterator[NDArray[Any]]:
+    def _iter_chunk_edges(self, chunk: int) -> Iterator[NDArray[Any]]:
         """Yield the edges of a chunk's rows to lower ones, and those that were passed down to it."""
-        step = self._batch()
+        step = self._choose_batch_size()
         for kind in ("edges", "passed"):
             path = self._index.path(kind, chunk)
             count = path.stat().st_size // _EDGE.itemsize if path.exists() else 0
@@ -335,13 +335,13 @@ class _Search:
         batch: list[NDArray[Any]] = []
         for array in arrays:
             batch.append(array)
-            if sum(map(len, batch)) >= self._batch():
+            if sum(map(len, batch)) >= self._choose_batch_size():
                 yield np.concatenate(batch)
                 batch = []
         if batch:
             yield np.concatenate(batch)
 
-    def _batch(self) -> int:
+    def _choose_batch_size(self) -> int:
         return max(1, self._index.memory_bytes // (4 * _EDGE_BYTES))
 
     def _pack(self, edges: Edges) -> NDArray[Any]:

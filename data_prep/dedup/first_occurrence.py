@@ -62,7 +62,7 @@ class _Search:
         partitioning, run = self._partitioning, self._index.run_tasks
         run("sort", partitioning.chunks, partitioning.total, self._sort)
         run("join", partitioning.ranges, partitioning.total, self._join)
-        return run("mark", partitioning.chunks, partitioning.total, self._mark, self._joined)
+        return run("mark", partitioning.chunks, partitioning.total, self._mark, self._join_facts)
 
     def _sort(self, chunk: int, advance: UpdateProgress) -> Facts:
         begin, end = self._partitioning.chunk(chunk)
@@ -91,7 +91,7 @@ class _Search:
         ]
         low, high = hash_range * 2**64 // partitioning.ranges, (hash_range + 1) * 2**64 // partitioning.ranges
         with PartitionsWriter(self._index.path("joined", hash_range), partitioning.chunks) as writer:
-            for hashes, row_indices, check in self._range_in_memory(parts, low, high):
+            for hashes, row_indices, check in self._read_range(parts, low, high):
                 _, repeats, firsts = group_equal_keys(hashes, check)
                 rows, firsts = row_indices[repeats], row_indices[firsts]
                 order = np.argsort(rows)
@@ -104,7 +104,7 @@ class _Search:
         advance(partitioning.total // partitioning.ranges)
         return {}
 
-    def _range_in_memory(
+    def _read_range(
         self, parts: list[_Slice], low: int, high: int
     ) -> Iterator[tuple[Hashes, RowIndices, Hashes | None]]:
         """Yield the rows of a range of hashes; in halves if they don't fit the memory."""
@@ -115,8 +115,8 @@ class _Search:
             lower = [(chunk, begin, edge) for (chunk, begin, _), edge in zip(parts, edges, strict=True)]
             upper = [(chunk, edge, end) for (chunk, _, end), edge in zip(parts, edges, strict=True)]
             del parts
-            yield from self._range_in_memory(lower, low, middle)
-            yield from self._range_in_memory(upper, middle, high)
+            yield from self._read_range(lower, low, middle)
+            yield from self._read_range(upper, middle, high)
             return
         hashes, row_indices, start = np.empty(size, np.uint64), np.empty(size, np.int64), 0
         check = np.empty(size, np.uint64) if self._is_checked else None
@@ -140,7 +140,7 @@ class _Search:
         begin, end = self._partitioning.chunk(chunk)
         marks = np.zeros(end - begin, np.uint8)
         firsts = np.arange(begin, end) if self._is_checked else None
-        for repeats in self._repeats_of_chunk(chunk):
+        for repeats in self._iter_chunk_repeats(chunk):
             marks[repeats["place"]] = 1
             if firsts is not None:
                 firsts[repeats["place"]] = repeats["first"]
@@ -154,14 +154,14 @@ class _Search:
             examples.append([begin + index, int(firsts[first - begin]) if first >= begin else first])
         return {"examples": examples}
 
-    def _repeats_of_chunk(self, chunk: int) -> Iterator[NDArray[Any]]:
+    def _iter_chunk_repeats(self, chunk: int) -> Iterator[NDArray[Any]]:
         path = self._index.path("later", chunk)
         yield read_array(path, self._repeat_dtype, 0, path.stat().st_size // self._repeat_dtype.itemsize)
         for hash_range in range(self._partitioning.ranges):
             path = self._index.path("joined", hash_range)
             yield from read_partition(path, self._repeat_dtype, self._partitioning.chunks, chunk)
 
-    def _joined(self, parts: Iterable[Facts]) -> Facts:
+    def _join_facts(self, parts: Iterable[Facts]) -> Facts:
         examples = islice((example for part in parts for example in part.get("examples", ())), EXAMPLES)
         return {"each": self._partitioning.chunk_rows, "examples": list(examples)}
 

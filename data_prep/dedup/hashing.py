@@ -130,7 +130,7 @@ def _encode(text: str) -> bytes:
         return text.encode()
     text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     points = np.frombuffer(bytearray(text.encode("utf-32-le", "replace")), "<u4")
-    kinds = _kinds()[points]
+    kinds = _classify_code_points()[points]
     if (kinds == _UNSEEN).any():
         points, kinds = points[kinds != _UNSEEN], kinds[kinds != _UNSEEN]
     points = np.where(kinds == _SEPARATES, np.uint32(_SPACE), points)
@@ -147,7 +147,7 @@ def _encode(text: str) -> bytes:
 
 
 @cache
-def _kinds() -> NDArray[np.uint8]:
+def _classify_code_points() -> NDArray[np.uint8]:
     """Return the kind of every code point."""
     kinds = np.full(0x110000, _SEPARATES, np.uint8)
     for begin, end in _PLANES:
@@ -179,7 +179,7 @@ BATCH_BYTES = 2**18  # so that all arrays of a batch stay in the cache
 Signatures = NDArray[np.uint32]
 
 
-def signatures(texts: Sequence[str], n_grams: int, hashes: int, seed: int = 0) -> Signatures:
+def compute_signatures(texts: Sequence[str], n_grams: int, hashes: int, seed: int = 0) -> Signatures:
     """Return the MinHash signatures [texts, hashes] of the sets of each text's n-grams of words.
 
     The share of hashes in which two signatures agree estimates the Jaccard similarity of the sets. A text of fewer
@@ -189,7 +189,7 @@ def signatures(texts: Sequence[str], n_grams: int, hashes: int, seed: int = 0) -
     if (np.diff(offsets) == 0).any():
         words, offsets = word_hashes(
             [
-                text if has_words else _characters_as_word(text)
+                text if has_words else _spell_as_word(text)
                 for text, has_words in zip(texts, np.diff(offsets), strict=True)
             ]
         )
@@ -208,10 +208,10 @@ def sign_documents(
         batch.append(document)
         size += len(document.text)
         if size >= BATCH_BYTES:
-            yield batch, signatures([document.text for document in batch], n_grams, hashes)
+            yield batch, compute_signatures([document.text for document in batch], n_grams, hashes)
             batch, size = [], 0
     if batch:
-        yield batch, signatures([document.text for document in batch], n_grams, hashes)
+        yield batch, compute_signatures([document.text for document in batch], n_grams, hashes)
 
 
 def band_hashes(rows: NDArray[Any], band: int, width: int) -> Hashes:
@@ -222,6 +222,6 @@ def band_hashes(rows: NDArray[Any], band: int, width: int) -> Hashes:
     return combined
 
 
-def _characters_as_word(text: str) -> str:
+def _spell_as_word(text: str) -> str:
     """Return a word for a text without words: its code points, joined by `x`, which occurs in no real text."""
     return "x".join(["x", *(str(ord(character)) for character in text.strip())])

@@ -87,7 +87,7 @@ class _TextUnitDedup:
 
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:
-            keys = self._keys(self._cut.split(document.text))
+            keys = self._hash_units(self._cut.split(document.text))
             yield np.array([xxhash.xxh3_64_intdigest(key) for key in keys if key], "<u8")
 
     def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
@@ -101,7 +101,7 @@ class _TextUnitDedup:
             counts.count_input(document.text_bytes)
             units = self._cut.split(document.text)
             kept_units, n_removed = [], 0
-            for unit, key in zip(units, self._keys(units), strict=True):
+            for unit, key in zip(units, self._hash_units(units), strict=True):
                 if key:
                     n_rows += 1
                     if marks[n_rows - 1]:
@@ -113,7 +113,7 @@ class _TextUnitDedup:
             text = self._separator.join(kept_units) if n_removed else document.text
             yield from emit_if_not_empty(document, text, counts)
 
-    def _keys(self, units: Sequence[str]) -> list[bytes]:
+    def _hash_units(self, units: Sequence[str]) -> list[bytes]:
         """Return a key for each unit, the same for equal units; empty if the unit is always kept."""
         if not self._normalizes:
             return [unit.strip().encode() if len(unit) >= self._min_characters else b"" for unit in units]
@@ -131,12 +131,12 @@ def _normalize(text: str) -> bytes:
     if not text.isascii():
         text = unicodedata.normalize("NFD", text.lower())
         points = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        text = points[_significant_points()[points] | (points < 128)].tobytes().decode("utf-32-le")
+        text = points[_find_significant_points()[points] | (points < 128)].tobytes().decode("utf-32-le")
     return text.encode().lower().translate(_DIGITS, _NOT_WORDS)
 
 
 @cache
-def _significant_points() -> NDArray[np.bool_]:
+def _find_significant_points() -> NDArray[np.bool_]:
     """Return for every code point whether units that differ only in it count as different."""
     is_significant = word_character_table().copy()
     for point in range(0x20000):
@@ -227,7 +227,7 @@ class SubstringDedup:
 
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:
-            yield self._substring_hashes(document.text.encode()).astype("<u8")
+            yield self._hash_substrings(document.text.encode()).astype("<u8")
 
     def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
         return mark_repeats(rows, index)
@@ -248,7 +248,7 @@ class SubstringDedup:
                 counts.count_event("bytes removed", len(data) - len(text.encode()))
             yield from emit_if_not_empty(document, text, counts)
 
-    def _substring_hashes(self, data: bytes) -> Hashes:
+    def _hash_substrings(self, data: bytes) -> Hashes:
         """Return the hash of the substring of `min_bytes` that begins at each byte."""
         if len(data) < self._length:
             return np.empty(0, np.uint64)

@@ -58,9 +58,11 @@ class DedupStage:
 
             def work(part: int) -> StageResult:
                 documents = track_progress(
-                    read_documents(self._documents_path(dedup_pass, name, part)), advance
+                    read_documents(self._get_documents_path(dedup_pass, name, part)), advance
                 )
-                return {"rows": write_keys(dedup_pass.rows(part), dedup_pass.method.compute_keys(documents))}
+                return {
+                    "rows": write_keys(dedup_pass.rows_path(part), dedup_pass.method.compute_keys(documents))
+                }
 
             def join(parts: Iterable[StageResult]) -> StageResult:
                 return {"rows": [part["rows"] for part in parts]}
@@ -82,7 +84,7 @@ class DedupStage:
 
             def work(part: int) -> StageResult:
                 counts = StepStats(dedup_pass.method.title)
-                documents = read_documents(self._documents_path(dedup_pass, name, part))
+                documents = read_documents(self._get_documents_path(dedup_pass, name, part))
                 return {
                     **write_part(dedup_pass.folder, dedup_pass.out, part, remaining(part, documents, counts)),
                     "step": counts.as_json(),
@@ -96,7 +98,7 @@ class DedupStage:
 
             def tidy() -> None:
                 dedup_pass.remove_marks(duplicates)
-                inputs = [self._documents_path(dedup_pass, name, part) for part in range(self._parts)]
+                inputs = [self._get_documents_path(dedup_pass, name, part) for part in range(self._parts)]
                 if name == "exact_dedup":
                     self._stages.sweep(self._input, inputs)
                 else:  # an earlier pass of the same settings, whose next one is committed
@@ -105,7 +107,7 @@ class DedupStage:
 
             return self._stages.run_parts(dedup_pass.out, basis, self._parts, work, join, tidy=tidy)
 
-    def _documents_path(self, dedup_pass: "DedupPass", name: str, part: int) -> Path:
+    def _get_documents_path(self, dedup_pass: "DedupPass", name: str, part: int) -> Path:
         return part_path(self._input if name == "exact_dedup" else dedup_pass.folder, name, part)
 
 
@@ -118,7 +120,7 @@ class DedupPass:
         self.out = key
         self._memory_bytes: int = stages.config.dedup_memory_bytes
 
-    def rows(self, part: int) -> Path:
+    def rows_path(self, part: int) -> Path:
         """Return the path of the rows of a part, which are removed after the search."""
         return self.folder / f"rows-{self.key}.{part:05d}"
 
@@ -134,13 +136,13 @@ class DedupPass:
         (self.folder / f"{USES}{task_folder.name}").touch()
         folder = task_folder / f"index-{self.key}"
         folder.mkdir(exist_ok=True)
-        rows = KeyTable([self.rows(part) for part in range(self._parts)], *self.method.row, counts)
+        rows = KeyTable([self.rows_path(part) for part in range(self._parts)], *self.method.row, counts)
         duplicates = self.method.find_duplicates(
-            rows, DedupContext(folder, self._memory_bytes, self._tasks(task_basis))
+            rows, DedupContext(folder, self._memory_bytes, self._make_task_runner(task_basis))
         )
 
         def tidy() -> None:
-            for path in [*folder.iterdir(), *map(self.rows, range(self._parts))]:
+            for path in [*folder.iterdir(), *map(self.rows_path, range(self._parts))]:
                 if not path.name.startswith("marks."):
                     path.unlink(missing_ok=True)
 
@@ -158,7 +160,9 @@ class DedupPass:
     ) -> Iterator[Callable[[int, Iterator[Document], StepStats], Iterator[Document]]]:
         """Yield a function from a part, its documents and counts to the remaining documents."""
         begins = KeyTable([], *self.method.row, counts).begins
-        index = DedupContext(self._stages.folder / duplicates["index"], self._memory_bytes, self._tasks({}))
+        index = DedupContext(
+            self._stages.folder / duplicates["index"], self._memory_bytes, self._make_task_runner({})
+        )
         marks = index.is_duplicate(int(begins[-1]), duplicates["each"])
         with self._stages.reporter.stage(self.out, size) as advance:
 
@@ -170,7 +174,7 @@ class DedupPass:
 
             yield filter_part
 
-    def _tasks(self, basis: StageResult) -> RunTasks:
+    def _make_task_runner(self, basis: StageResult) -> RunTasks:
         """Return the function that runs the tasks of a search as stages."""
 
         def run(

@@ -35,40 +35,42 @@ class ValidationNearDuplicates:
 
     def scan(self, part: int, documents: Iterable[Document]) -> None:
         """Write the signatures and sources of a part of the held-out documents."""
-        write_keys(self._path(f"signatures.{part:05d}"), self._scan(part, documents))
+        write_keys(self._get_path(f"signatures.{part:05d}"), self._scan(part, documents))
 
     def index(self, parts: int) -> int:
         """Write the index, as files `held-out.*` of the folder. Returns the number of documents."""
         ends = [0]
-        sources = AtomicFile(self._path("sources"))
+        sources = AtomicFile(self._get_path("sources"))
         try:
             for part in range(parts):
-                for line in self._path(f"sources.{part:05d}").read_bytes().splitlines():
+                for line in self._get_path(f"sources.{part:05d}").read_bytes().splitlines():
                     sources.write(line)
                     ends.append(sources.size)
             sources.commit()
         finally:
             sources.discard()
-        write_keys(self._path("lines"), [np.array(ends, "<i8")])
-        part_signatures = (np.fromfile(self._path(f"signatures.{part:05d}"), "<u4") for part in range(parts))
-        write_keys(self._path("signatures"), part_signatures)
-        rows, count = self._mapped("signatures", "<u4", HASHES), len(ends) - 1
+        write_keys(self._get_path("lines"), [np.array(ends, "<i8")])
+        part_signatures = (
+            np.fromfile(self._get_path(f"signatures.{part:05d}"), "<u4") for part in range(parts)
+        )
+        write_keys(self._get_path("signatures"), part_signatures)
+        rows, count = self._map_file("signatures", "<u4", HASHES), len(ends) - 1
         orders = (np.argsort(band_hashes(rows, band, _WIDTH), kind="stable") for band in range(BANDS))
-        write_keys(self._path("places"), (order[None] for order in orders))
-        documents_by_hash = self._mapped("places", "<i8", count)
+        write_keys(self._get_path("places"), (order[None] for order in orders))
+        documents_by_hash = self._map_file("places", "<i8", count)
         hashes = (band_hashes(rows, band, _WIDTH)[documents_by_hash[band]] for band in range(BANDS))
-        write_keys(self._path("bands"), (sorted_hashes[None] for sorted_hashes in hashes))
+        write_keys(self._get_path("bands"), (sorted_hashes[None] for sorted_hashes in hashes))
         return count
 
     def drop_near(self, documents: Iterable[Document], counts: StepStats) -> Iterator[Document]:
         """Yield the documents that are near duplicates of no held-out one."""
         for batch, signatures in sign_documents(documents, self._config.n_grams, HASHES):
-            near_duplicates = self._nearest(signatures)
+            near_duplicates = self._find_nearest(signatures)
             for index, document in enumerate(batch):
                 counts.count_input(document.text_bytes)
                 if index in near_duplicates:
                     held_out, similarity = near_duplicates[index]
-                    example = f"{document.id} ~ {self._source(held_out)} ({similarity:.2f})"
+                    example = f"{document.id} ~ {self._read_source(held_out)} ({similarity:.2f})"
                     counts.count_dropped("near_validation_document", document.text_bytes, example)
                 else:
                     counts.count_kept(document.text_bytes)
@@ -76,7 +78,7 @@ class ValidationNearDuplicates:
 
     def _scan(self, part: int, documents: Iterable[Document]) -> Iterator[Signatures]:
         """Yield the documents' signatures, and write their sources."""
-        sources = AtomicFile(self._path(f"sources.{part:05d}"))
+        sources = AtomicFile(self._get_path(f"sources.{part:05d}"))
         try:
             for batch, signatures in sign_documents(documents, self._config.n_grams, HASHES):
                 sources.write("".join(f"{json.dumps(document.id)}\n" for document in batch).encode())
@@ -85,7 +87,7 @@ class ValidationNearDuplicates:
         finally:
             sources.discard()
 
-    def _nearest(self, signatures: Signatures) -> dict[int, tuple[int, float]]:
+    def _find_nearest(self, signatures: Signatures) -> dict[int, tuple[int, float]]:
         """Return, by the number of each near duplicate, the first similar held-out document and the similarity."""
         candidates_by_query: dict[int, set[int]] = defaultdict(set)
         for band, (hashes, documents_by_hash) in enumerate(zip(*self._index, strict=True)):
@@ -104,22 +106,22 @@ class ValidationNearDuplicates:
 
     @cached_property
     def _signatures(self) -> NDArray[Any]:
-        return self._mapped("signatures", "<u4", HASHES)
+        return self._map_file("signatures", "<u4", HASHES)
 
     @cached_property
     def _index(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """[bands, documents]: the sorted hashes of each band, and the document of each hash."""
         count = len(self._signatures)
-        return self._mapped("bands", "<u8", count), self._mapped("places", "<i8", count)
+        return self._map_file("bands", "<u8", count), self._map_file("places", "<i8", count)
 
-    def _source(self, document: int) -> str:
-        begin, end = self._mapped("lines", "<i8", 1)[document : document + 2, 0].tolist()
-        with open(self._path("sources"), "rb") as file:
+    def _read_source(self, document: int) -> str:
+        begin, end = self._map_file("lines", "<i8", 1)[document : document + 2, 0].tolist()
+        with open(self._get_path("sources"), "rb") as file:
             file.seek(begin)
             return str(json.loads(file.read(end - begin)))
 
-    def _path(self, name: str) -> Path:
+    def _get_path(self, name: str) -> Path:
         return self._folder / f"held-out.{name}"
 
-    def _mapped(self, name: str, dtype: str, columns: int) -> NDArray[Any]:
-        return np.memmap(self._path(name), dtype, mode="r").reshape(-1, columns)
+    def _map_file(self, name: str, dtype: str, columns: int) -> NDArray[Any]:
+        return np.memmap(self._get_path(name), dtype, mode="r").reshape(-1, columns)

@@ -145,7 +145,7 @@ class _DaskPreparation(LockExecutor):
         with self._one_at_a_time:
             is_done, work = self._wait_for_stage(stage)
             while not is_done(part):
-                with self._claim(f"{stage}.{part}") as is_claimed:
+                with self._try_claim(f"{stage}.{part}") as is_claimed:
                     if is_claimed and not is_done(part):
                         work(part)
                         return
@@ -180,7 +180,7 @@ class _DaskPreparation(LockExecutor):
             while not self._changed.wait_for(
                 lambda: self._is_leaving or self._requested_stage not in (None, name), CLIENT_SECONDS
             ):
-                if not self._client_lives():
+                if not self._is_client_alive():
                     self._is_leaving = True
             self._local_task = None
             if self._is_leaving:
@@ -192,14 +192,14 @@ class _DaskPreparation(LockExecutor):
         last_check = time.monotonic()
         while (result := find()) is None:
             if time.monotonic() - last_check > CLIENT_SECONDS:
-                self._is_leaving |= not self._client_lives()
+                self._is_leaving |= not self._is_client_alive()
                 last_check = time.monotonic()
             if self._is_leaving:
                 raise _LeavingError
             time.sleep(POLL_SECONDS)
         return result
 
-    def _client_lives(self) -> bool:
+    def _is_client_alive(self) -> bool:
         """Whether the client still holds its lock. A killed client can't tell its workers to leave."""
         try:
             file = os.open(self._folder / CLIENT, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -255,7 +255,7 @@ def _connect(scheduler: str) -> Any:
         from distributed import Client
     except ImportError as error:
         raise UsageError("--dask: is not installed: pip install 'megatfm[cluster]'") from error
-    address = _address(scheduler)
+    address = _find_address(scheduler)
     if not address.startswith("tls://") and urlsplit(address).hostname not in LOOPBACK:
         raise UsageError(
             f"--dask {scheduler}: {address} is open to whoever reaches it: start scheduler and workers with TLS (tls://…)"
@@ -266,7 +266,7 @@ def _connect(scheduler: str) -> Any:
         raise MegatfmError(f"--dask {scheduler}: can't be reached at {address} ({error})") from error
 
 
-def _address(scheduler: str) -> str:
+def _find_address(scheduler: str) -> str:
     if "://" in scheduler:
         return scheduler
     try:

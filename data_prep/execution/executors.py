@@ -89,7 +89,7 @@ class LockExecutor:
         pending_parts = [(first + part) % count for part in range(count)]
         while pending_parts := [part for part in pending_parts if not is_done(part)]:
             for part in pending_parts:
-                with self._claim(f"{name}.{part}") as is_claimed:
+                with self._try_claim(f"{name}.{part}") as is_claimed:
                     if is_claimed and not is_done(part):
                         work(part)
             if not all(map(is_done, pending_parts)):
@@ -99,7 +99,7 @@ class LockExecutor:
         self, name: str, find: Callable[[], StageResult | None], work: Callable[[], StageResult]
     ) -> StageResult:
         while (result := find()) is None:
-            with self._claim(name) as is_claimed:
+            with self._try_claim(name) as is_claimed:
                 if is_claimed and (result := find()) is None:
                     return work()
             if result is None:
@@ -110,7 +110,7 @@ class LockExecutor:
         return read()
 
     @contextmanager
-    def _claim(self, name: str) -> Iterator[bool]:
+    def _try_claim(self, name: str) -> Iterator[bool]:
         folder = self._folder / "claims"
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

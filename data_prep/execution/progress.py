@@ -85,7 +85,7 @@ def _format_progress(seconds: float, done: int, total: int, unit: str) -> str:
     speed = int(done / max(seconds, 1e-9))
     percent = 100 * done // max(total, 1)
     if unit == "bytes":
-        text = f"{percent} %: {_size(done)} of {_size(total)}, {_size(speed)}/s"
+        text = f"{percent} %: {_format_bytes(done)} of {_format_bytes(total)}, {_format_bytes(speed)}/s"
     else:
         text = f"{percent} %: {done:,} of {total:,} {unit}, {speed:,}/s"
     if not 0 < done < total:
@@ -125,7 +125,7 @@ class PrepSummary:
             table.add_row(
                 step["step"],
                 f"{step['documents_out']:,}",
-                _size(step["bytes_out"]),
+                _format_bytes(step["bytes_out"]),
                 f"{step['changed']:,}",
                 dropped,
             )
@@ -140,14 +140,14 @@ class PrepSummary:
             table.add_row(
                 name,
                 f"{totals['documents']:,}",
-                _size(totals["text_bytes"]),
+                _format_bytes(totals["text_bytes"]),
                 "",
                 f"{tokens}{totals['shards']} shard(s)",
             )
         return table
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """Format a number of bytes."""
     if count >= 10**9:
         return f"{count / 1e9:.2f} GB"

@@ -36,11 +36,11 @@ class StageRunner:
 
     def load_result(self, name: str, basis: StageResult, in_out: bool = False) -> StageResult | None:
         """Return the result of a finished stage, else None."""
-        return self.executor.broadcast_result(lambda: self._workspace.stage(name, basis, in_out))
+        return self.executor.broadcast_result(lambda: self._workspace.read_stage(name, basis, in_out))
 
     def task_results(self, name: str, basis: StageResult, parts: Iterable[int]) -> Iterator[StageResult]:
         """Return the results of these parts of a finished stage."""
-        return (self._workspace.stage(f"{name}.{part:05d}", basis) or {} for part in parts)
+        return (self._workspace.read_stage(f"{name}.{part:05d}", basis) or {} for part in parts)
 
     def sweep(self, folder: Path, paths: Iterable[Path]) -> None:
         """Mark a folder as swept, and remove its documents, once the stage that reads them is committed."""
@@ -54,7 +54,7 @@ class StageRunner:
         folder = self._workspace.folder_of(basis)
 
         def is_needless() -> StageResult | None:
-            is_read = self._workspace.stage(reader, reader_basis) is not None
+            is_read = self._workspace.read_stage(reader, reader_basis) is not None
             return {} if is_read or not (folder / SWEPT).exists() else None
 
         def renew() -> StageResult:
@@ -94,7 +94,7 @@ class StageRunner:
             tidy()
             return result
 
-        return self.executor.run_once(name, lambda: self._workspace.stage(name, basis, in_out), commit)
+        return self.executor.run_once(name, lambda: self._workspace.read_stage(name, basis, in_out), commit)
 
     def run_parts(
         self,
@@ -116,7 +116,7 @@ class StageRunner:
             return result
 
         def task_result(part: int) -> StageResult | None:
-            return self._workspace.stage(f"{name}.{part:05d}", basis)
+            return self._workspace.read_stage(f"{name}.{part:05d}", basis)
 
         def run_task(part: int) -> None:
             self._workspace.commit(f"{name}.{part:05d}", basis, work(part))
@@ -126,7 +126,7 @@ class StageRunner:
         def is_done(part: int) -> bool:
             # A result may list every document, so it isn't read. Parts of a finished stage may have been removed.
             is_there = (folder / f"{name}.{part:05d}.json").exists()
-            return is_there or self._workspace.stage(name, basis, in_out) is not None
+            return is_there or self._workspace.read_stage(name, basis, in_out) is not None
 
         self.executor.run_tasks(name, count, is_done, run_task)
         return self.run_once(name, basis, lambda: join(_Parts(count, task_result)), in_out, tidy)

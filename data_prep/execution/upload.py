@@ -51,7 +51,7 @@ class RemoteOutput:
 
         Raises UsageError if other files are at the URL, or nothing can be written there.
         """
-        with self._one_at_a_time():
+        with self._hold_folder_lock():
             mark = self.read(IN_PROGRESS_FILE)
             if mark is not None and self._is_ours(mark):
                 return
@@ -93,7 +93,7 @@ class RemoteOutput:
         return path.read_text()
 
     @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
+    def _hold_folder_lock(self) -> Iterator[None]:
         """Keep other processes from starting in this folder meanwhile, if the file system has locks."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with open(self._folder / f"{ID}.lock", "ab") as file:
@@ -125,7 +125,7 @@ class RemoteOutput:
         name = path.relative_to(self._folder).as_posix()
         note = self._notes / f"{name.replace('/', '.')}.json"
         fingerprint = blake3().update_mmap(path).hexdigest()
-        if self._sent_hash(note, name) != fingerprint:
+        if self._read_sent_hash(note, name) != fingerprint:
             remote_file = self._remote.upload(path, name)
             note.parent.mkdir(parents=True, exist_ok=True)
             write_whole(
@@ -154,7 +154,7 @@ class RemoteOutput:
         self.remove_stale(())
         self.remove_marker()
 
-    def _sent_hash(self, note: Path, name: str) -> str | None:
+    def _read_sent_hash(self, note: Path, name: str) -> str | None:
         """Return the hash of the file sent under a name, if it is still there."""
         if not note.exists():
             return None

@@ -98,7 +98,7 @@ class Workspace:
         self._identity = config_identity(config)
         self._agreement = Agreement(self.folder)
 
-    def agree(self, basis: Mapping[str, Any], shared: bool) -> None:
+    def check_agreement(self, basis: Mapping[str, Any], shared: bool) -> None:
         """Record everything that the result depends on; with `shared`, compare it with the record of other tasks.
 
         Raises UsageError if the two differ.
@@ -112,12 +112,12 @@ class Workspace:
                 "same, or wait until the others have ended"
             )
 
-    def finished(self, shared: bool = False) -> dict[str, Any] | None:
+    def read_finished(self, shared: bool = False) -> dict[str, Any] | None:
         """Return the result of a finished prep with this config, or None if there is work to do.
 
         With `shared`, files that other tasks may read stay. Raises UsageError if `out` holds anything else.
         """
-        result = self.result()
+        result = self.read_result()
         if result is None and self._remote:
             self._remote.start(self._config.overwrite and not shared)
         elif result is None:
@@ -153,7 +153,7 @@ class Workspace:
         """The folder that is removed with the last stage."""
         return self.out if self._remote else self.folder
 
-    def result(self) -> dict[str, Any] | None:
+    def read_result(self) -> dict[str, Any] | None:
         """Return what `finish` wrote, with its config under today's keys; None before."""
         result = self._remote.read(RESULT_FILE) if self._remote else _read(self.out / RESULT_FILE)
         if not result or "config" not in result:
@@ -172,7 +172,7 @@ class Workspace:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def stage(self, name: str, basis: Mapping[str, Any], in_out: bool = False) -> dict[str, Any] | None:
+    def read_stage(self, name: str, basis: Mapping[str, Any], in_out: bool = False) -> dict[str, Any] | None:
         """Return the committed result of a stage that depends on `basis`; None if it has to run.
 
         in_out: whether it writes into `out`, where another basis may have written since.
@@ -238,7 +238,7 @@ class Workspace:
             raise MegatfmError(f"{self.out}: can't be made ({error.strerror}): choose another out") from error
         try:
             yield _acquire_lock(descriptor, self.out, shared)
-            if shared and self.result() is not None:
+            if shared and self.read_result() is not None:
                 _remove_if_last(descriptor, self._scratch)
         finally:
             self._agreement.close()

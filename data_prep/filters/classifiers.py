@@ -31,7 +31,7 @@ class LinearClassifier:
     ngrams: int
 
     def __call__(self, text: str) -> float:
-        buckets = features([text], self.ngrams, len(self.weight))[0]
+        buckets = hash_ngrams([text], self.ngrams, len(self.weight))[0]
         logit = self.bias + (float(self.weight[buckets].mean(dtype=np.float64)) if len(buckets) else 0.0)
         return float(1 / (1 + np.exp(-logit)))
 
@@ -49,7 +49,7 @@ class LinearClassifier:
         from scipy.optimize import minimize  # by name, since only fitting needs it
         from scipy.sparse import csr_matrix
 
-        buckets_by_text = features(texts, ngrams, 2**bits)
+        buckets_by_text = hash_ngrams(texts, ngrams, 2**bits)
         sizes = np.array([len(buckets) for buckets in buckets_by_text])
         rows = np.repeat(1 / np.maximum(sizes, 1), sizes)
         shape = (len(texts), 2**bits)
@@ -119,7 +119,7 @@ class LinearClassifier:
         return cls(weight, bias, ngrams)
 
 
-def features(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np.int64]]:
+def hash_ngrams(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np.int64]]:
     """Return for each text the buckets [n] of all its n-grams of 1 … ngrams words."""
     words, offsets = word_hashes(texts)
     buckets_by_text: list[list[NDArray[np.int64]]] = [[] for _ in texts]

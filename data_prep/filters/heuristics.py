@@ -45,7 +45,7 @@ class C4:
         has_script, has_lorem = "javascript" in lower, "lorem ipsum" in lower
         lines, sentences = [], 0
         for raw_line in document.text.splitlines():
-            line = self._sentence(raw_line.strip(), counts)
+            line = self._clean_sentence(raw_line.strip(), counts)
             if line is None:
                 continue
             lower = line.lower() if policies or has_script or has_lorem else ""
@@ -63,7 +63,7 @@ class C4:
             return "too_few_sentences"
         return replace(document, text="\n".join(lines).strip())
 
-    def _sentence(self, line: str, counts: StepStats) -> str | None:
+    def _clean_sentence(self, line: str, counts: StepStats) -> str | None:
         """Return the line without citations; None if it is no sentence: by its end, number and length of words."""
         if not line:
             return None
@@ -101,7 +101,7 @@ class _SpacyWords:
 
     def __init__(self, language: str) -> None:
         self.language = language
-        self._tokenizer: Any = _blank(language)
+        self._tokenizer: Any = _make_spacy_tokenizer(language)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _SpacyWords, (self.language,)
@@ -112,7 +112,7 @@ class _SpacyWords:
             return [word for token in self._tokenizer.make_doc(text) if (word := token.text.strip())]
 
 
-def _blank(language: str) -> Any:
+def _make_spacy_tokenizer(language: str) -> Any:
     try:
         import spacy
     except ImportError as error:
@@ -218,7 +218,7 @@ class FineWeb:
         if sum(len(line) <= limits.short_line_length for line in lines) > limits.short_line_thr * len(lines):
             return "short_line_ratio"
         breaks = text.count("\n")
-        _, length = repeated(lines)
+        _, length = count_repeated(lines)
         if length > limits.char_duplicates_ratio * (len(text) - breaks):
             return "char_dup_ratio"
         if breaks > limits.new_line_ratio * len(self._words(text)):
@@ -226,7 +226,7 @@ class FineWeb:
         return None
 
 
-def repeated(units: Sequence[str]) -> tuple[int, int]:
+def count_repeated(units: Sequence[str]) -> tuple[int, int]:
     """Return the number of repeated units, lines or paragraphs, and their characters."""
     if len(units) == len(set(units)):
         return 0, 0

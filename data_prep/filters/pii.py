@@ -75,7 +75,7 @@ _LENGTHS = (
 )
 
 
-def _ibans() -> str:
+def _make_iban_pattern() -> str:
     by_length: dict[int, list[str]] = {}
     for country_length in _LENGTHS.split():
         by_length.setdefault(int(country_length[2:]), []).append(country_length[:2])
@@ -87,7 +87,7 @@ def _ibans() -> str:
 # Numbers that the Social Security Administration gives: no part of zeros, no 666, none from 900 on.
 SSN = re.compile(r"[0-8](?<![\w.-].)(?!00|66)\d\d-(?!00)\d\d-(?!0000)\d{4}(?![\w-]|\.\d)", re.ASCII)
 
-IBAN = re.compile(rf"(?<![A-Za-z0-9])(?=[A-Z][A-Z]\d\d)(?:{_ibans()})(?![A-Za-z0-9])")
+IBAN = re.compile(rf"(?<![A-Za-z0-9])(?=[A-Z][A-Z]\d\d)(?:{_make_iban_pattern()})(?![A-Za-z0-9])")
 
 
 def is_card(number: str) -> bool:
@@ -165,20 +165,20 @@ class PIIFilter:
         self._by: list[tuple[str, str, re.Pattern[str], str, Callable[[re.Match[str]], bool]]] = [
             (kind, required_substring, pattern, replacement, validator)
             for kind, required_substring, pattern, replacement, validator in (
-                ("private keys", "PRIVATE KEY", PRIVATE_KEY, config.secret, _always),
+                ("private keys", "PRIVATE KEY", PRIVATE_KEY, config.secret, _accept_match),
                 *(
-                    ("keys and tokens", required_substring, form, config.secret, _always)
+                    ("keys and tokens", required_substring, form, config.secret, _accept_match)
                     for required_substring, form in SECRETS
                 ),
                 ("bank accounts", "", IBAN, config.iban, lambda match: is_iban(match[0])),
                 ("payment cards", "", CARD, config.card, lambda match: is_card(match[0])),
-                ("social security numbers", "-", SSN, config.ssn, _always),
+                ("social security numbers", "-", SSN, config.ssn, _accept_match),
                 ("e-mail addresses", "@", _EMAIL, config.email, _is_address),
                 ("IP addresses", ".", _IPV4, config.ip, _is_public),
                 ("IP addresses", ":", _IPV6, config.ip, _is_public),
                 ("telephone numbers", "", _PHONE, config.phone, _is_phone),
-                ("telephone numbers", "", _LOCAL_PHONE, config.phone, _always),
-                ("telephone numbers", "", _CALLED_PHONE, config.phone, _always),
+                ("telephone numbers", "", _LOCAL_PHONE, config.phone, _accept_match),
+                ("telephone numbers", "", _CALLED_PHONE, config.phone, _accept_match),
             )
             if replacement
         ]
@@ -208,7 +208,7 @@ class PIIFilter:
         return pattern.sub(swap, text)
 
 
-def _always(match: re.Match[str]) -> bool:
+def _accept_match(match: re.Match[str]) -> bool:
     return True
 
 
@@ -252,7 +252,7 @@ class Presidio:
 
     def __init__(self, config: PresidioConfig) -> None:
         self._config = config
-        recognizers = _pattern_recognizers(config.language)
+        recognizers = _list_pattern_recognizers(config.language)
         known_entities = sorted(
             {name for recognizer in recognizers for name in recognizer.supported_entities}
         )
@@ -283,7 +283,7 @@ class Presidio:
         return replace(document, text="".join([*parts, text[end_of_last:]])) if parts else document
 
 
-def _pattern_recognizers(language: str) -> list[Any]:
+def _list_pattern_recognizers(language: str) -> list[Any]:
     try:
         from presidio_analyzer import PatternRecognizer, RecognizerRegistry
     except ImportError as error:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megatfm.config.prep_steps import GopherRepetitionConfig
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS
-from megatfm.data_prep.filters.heuristics import make_word_tokenizer, repeated
+from megatfm.data_prep.filters.heuristics import count_repeated, make_word_tokenizer
 
 Integers = NDArray[np.int64]
 
@@ -45,7 +45,7 @@ class GopherRepetition:
             ("para", paragraphs, limits.dup_para_frac, limits.dup_para_char_frac),
             ("line", lines, limits.dup_line_frac, limits.dup_line_char_frac),
         ):
-            n_repeated, n_characters = repeated(units)
+            n_repeated, n_characters = count_repeated(units)
             if n_repeated > share * len(units):
                 return f"dup_{title}_frac"
             if n_characters > characters * len(text):
@@ -101,7 +101,7 @@ class _RepeatedNgrams:
     def top_is_over(self, n: int, limit: float) -> bool:
         """Whether all occurrences of the most frequent n-gram have more than `limit` characters."""
         while self.n < n:
-            if self._top_at_most(n) <= limit:
+            if self._bound_top_characters(n) <= limit:
                 return False
             self.grow()
         return self.top_characters() > limit
@@ -115,7 +115,7 @@ class _RepeatedNgrams:
 
         If not, the n-grams have grown to `n` words.
         """
-        while self._covered(n) > limit:
+        while self._count_covered_characters(n) > limit:
             if self.n == n:
                 return False
             self.grow()
@@ -124,9 +124,9 @@ class _RepeatedNgrams:
     def top_characters(self) -> int:
         """Return the characters of all occurrences of the (first) most frequent n-gram, with spaces."""
         if not len(self._positions):
-            return self._first(self.n)
+            return self._measure_first_ngram(self.n)
         best = int(np.argmax(self._counts))
-        return int(self._counts[best]) * (self._length(int(self._positions[best])) + self.n - 1)
+        return int(self._counts[best]) * (self._measure_ngram(int(self._positions[best])) + self.n - 1)
 
     def repeated_characters(self) -> int:
         """Return the characters of repeated n-grams, without overlap."""
@@ -136,7 +136,7 @@ class _RepeatedNgrams:
             if position < end:
                 continue
             if code in seen:
-                length += self._length(position)
+                length += self._measure_ngram(position)
                 end = position + self.n
             else:
                 seen.add(code)
@@ -149,13 +149,15 @@ class _RepeatedNgrams:
         self._counts = counts[self._codes]
         self._stretches = None
 
-    def _top_at_most(self, n: int) -> int:
+    def _bound_top_characters(self, n: int) -> int:
         """Return an upper bound of `top_characters` of n-grams: none is more frequent than its first words."""
         positions = self._positions[: np.searchsorted(self._positions, len(self._ends) - n)]
         lengths = self._ends[positions + n] - self._ends[positions] + n - 1
-        return max(int((lengths * self._counts[: len(positions)]).max(initial=0)), self._first(n))
+        return max(
+            int((lengths * self._counts[: len(positions)]).max(initial=0)), self._measure_first_ngram(n)
+        )
 
-    def _covered(self, n: int) -> int:
+    def _count_covered_characters(self, n: int) -> int:
         """Return the characters of all words that may be in a repeated n-gram."""
         if self._stretches is None:  # of consecutive places
             breaks = np.flatnonzero(self._positions[1:] != self._positions[:-1] + 1)
@@ -165,9 +167,9 @@ class _RepeatedNgrams:
         lengths, characters = self._stretches
         return int(characters[lengths >= n - self.n].sum())
 
-    def _first(self, n: int) -> int:
+    def _measure_first_ngram(self, n: int) -> int:
         """Return the characters of the text's first n-gram, with spaces."""
         return int(self._ends[n]) + n - 1 if n < len(self._ends) else 0
 
-    def _length(self, position: int) -> int:
+    def _measure_ngram(self, position: int) -> int:
         return int(self._ends[position + self.n] - self._ends[position])

@@ -40,7 +40,7 @@ class UrlFilter:
             counts.count_event("without_url")
             return document
         address = _normalize_url(document.url)
-        labels = _host(document.url).split(".")
+        labels = _parse_host(document.url).split(".")
         if any(".".join(labels[level:]) in self._domains for level in range(len(labels))):
             return "domain"
         return "url" if address.startswith(self._url_prefixes) else document
@@ -76,7 +76,7 @@ def read_list(path: str, remark: str = "") -> list[str]:
     return entries
 
 
-def _host(url: str) -> str:
+def _parse_host(url: str) -> str:
     try:
         return (urlsplit(url if "//" in url else f"//{url}").hostname or "").rstrip(".")
     except ValueError:  # such as a bracket without its other half
@@ -104,7 +104,7 @@ class Decontaminate:
     def __init__(self, config: DecontaminateConfig) -> None:
         ngrams: dict[int, set[int]] = {}
         too_short, texts = list[str](), 0
-        for text in (text for path in config.files for text in _texts(Path(path))):
+        for text in (text for path in config.files for text in _read_texts(Path(path))):
             texts += 1
             words, _ = word_hashes([text])
             if len(words) < min(config.min_words, config.n_grams):
@@ -119,7 +119,7 @@ class Decontaminate:
                 f"{', '.join(config.files)}: none of {texts} texts has {config.min_words} words or more: give "
                 "other files, or lower min_words of decontaminate"
             )
-        self.notes = [_too_short_note(too_short, texts, config)] if too_short else []
+        self.notes = [_describe_too_short(too_short, texts, config)] if too_short else []
         self._ngrams: dict[int, Hashes] = {
             length: np.array(sorted(hashes), np.uint64) for length, hashes in sorted(ngrams.items())
         }
@@ -136,7 +136,7 @@ class Decontaminate:
         return document
 
 
-def _too_short_note(too_short: list[str], texts: int, config: DecontaminateConfig) -> str:
+def _describe_too_short(too_short: list[str], texts: int, config: DecontaminateConfig) -> str:
     """Return a note on evaluation texts that are too short to be found, with the longest of them."""
     longest = " ".join(max(too_short, key=len).split())
     return (
@@ -146,12 +146,12 @@ def _too_short_note(too_short: list[str], texts: int, config: DecontaminateConfi
     )
 
 
-def _texts(path: Path) -> Iterator[str]:
+def _read_texts(path: Path) -> Iterator[str]:
     """Read the texts of an evaluation set."""
     try:
         if ".jsonl" in path.suffixes:
             for _, record in read_json_lines(path):
-                yield from _strings(record)
+                yield from _iter_strings(record)
         else:
             yield path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -160,12 +160,12 @@ def _texts(path: Path) -> Iterator[str]:
         raise UsageError(str(error)) from None
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _iter_strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         for child in value.values() if isinstance(value, dict) else value:
-            yield from _strings(child)
+            yield from _iter_strings(child)
 
 
 @STEPS.register("metadata_filter")
@@ -189,14 +189,14 @@ class MetadataFilter:
         for limit, sign in ((config.min, 1), (config.max, -1)):
             if limit is None:
                 continue
-            if not _comparable(value, limit):
+            if not _is_comparable(value, limit):
                 return f"{config.field}_not_comparable"
             if (value < limit) if sign > 0 else (value > limit):
                 return f"{config.field}_{'below_min' if sign > 0 else 'above_max'}"
         return document
 
 
-def _comparable(value: Any, limit: float | str) -> bool:
+def _is_comparable(value: Any, limit: float | str) -> bool:
     return isinstance(value, str) if isinstance(limit, str) else type(value) in (int, float)
 
 

@@ -141,7 +141,7 @@ class Language:
     def __init__(self, config: LanguageConfig) -> None:
         self._config = config
         self._keep = frozenset(config.languages)
-        known_languages = sorted(set(map(str, _identifier().nb_classes))) if self._keep else []
+        known_languages = sorted(set(map(str, _load_identifier().nb_classes))) if self._keep else []
         if unknown := sorted(self._keep.difference(known_languages)) if known_languages else []:
             raise UsageError(
                 f"steps: language: languages = {unknown[0]!r} is no code of a language"
@@ -150,7 +150,7 @@ class Language:
             )
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
-        label, probability = _identifier().classify(
+        label, probability = _load_identifier().classify(
             _sample_windows(document.text, self._config.max_characters)
         )
         language = str(label)
@@ -204,5 +204,5 @@ class _Identifier(LanguageIdentifier):  # type: ignore[misc]
 
 
 @cache
-def _identifier() -> LanguageIdentifier:
+def _load_identifier() -> LanguageIdentifier:
     return _Identifier.from_model_file(MODEL_FILE, norm_probs=True)

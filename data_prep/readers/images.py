@@ -82,7 +82,7 @@ def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> I
     if fault := _number_fault(images):
         return Bad(key, fault)
     for image in images:
-        if fault := _image_fault(members[image], image_format(image)):
+        if fault := _find_image_fault(members[image], image_format(image)):
             return Bad(key, f"has a .{image} that {fault}")
     if not _NUMBER.fullmatch(members.get("cls", b"0")):
         return Bad(key, "has a .cls that is no number of a class")
@@ -114,7 +114,7 @@ def _number_fault(images: Sequence[str]) -> str | None:
     return f"has {len(images)} images, over {MAX_IMAGES}" if len(images) > MAX_IMAGES else None
 
 
-def _image_fault(data: bytes, format_: str) -> str | None:
+def _find_image_fault(data: bytes, format_: str) -> str | None:
     """Return the reason why bytes are no image, as a phrase after "it", or None. Only headers and checksums are
     read."""
     try:

@@ -27,7 +27,7 @@ def read_arrow(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     row = 0
     try:
         with pyarrow.memory_map(str(path)) as source:
-            for batch in _batches(source):
+            for batch in _iter_batches(source):
                 names = select_columns(config, batch.schema.names)
                 batch.validate(full=True)  # otherwise damage leads to reads outside the buffer
                 for record in batch.select(names).to_pylist():
@@ -38,7 +38,7 @@ def read_arrow(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         raise BadFileError(f"is no whole Arrow file, after row {row} ({reason})") from None
 
 
-def _batches(source: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
+def _iter_batches(source: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
     is_file = source.read(len(_FILE)) == _FILE
     source.seek(0)
     if is_file:
@@ -65,22 +65,22 @@ def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
             for batch in file.iter_batches(BATCH_ROWS, columns=selected):
                 batch.validate(full=True)
-                for record in _rows(batch):
+                for record in _iter_rows(batch):
                     row += 1
                     if record is None:
                         yield Bad(str(row), f"is longer than {MAX_RECORD_BYTES:,} bytes")
                     else:
                         yield record_from_dict(str(row), record, config, names)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
-        raise BadFileError(f"is no whole Parquet file, after row {row} ({_line(error)})") from None
+        raise BadFileError(f"is no whole Parquet file, after row {row} ({_take_first_line(error)})") from None
 
 
-def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | None]:
+def _iter_rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | None]:
     """Yield the rows as dictionaries; None for a row whose texts exceed MAX_RECORD_BYTES."""
     sizes = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         if pyarrow.types.is_dictionary(column.type):
-            sizes += _lengths(column)
+            sizes += _measure_texts(column)
     if sizes.sum() <= BATCH_BYTES:
         yield from batch.to_pylist()
         return
@@ -88,12 +88,12 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any] | None]:
         yield None if size > MAX_RECORD_BYTES else batch.slice(row, 1).to_pylist()[0]
 
 
-def _lengths(column: pyarrow.DictionaryArray) -> NDArray[np.int64]:
+def _measure_texts(column: pyarrow.DictionaryArray) -> NDArray[np.int64]:
     """Return the bytes of each text of a column; 0 for null."""
     dictionary_lengths = compute.binary_length(column.dictionary)
     lengths = dictionary_lengths.take(column.indices).fill_null(0)
     return np.asarray(lengths, np.int64)
 
 
-def _line(error: Exception) -> str:
+def _take_first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]

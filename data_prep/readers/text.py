@@ -67,7 +67,7 @@ def _cut(data: bytes, limit: int) -> int:
 
 def read_jsonl(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     """Read JSON lines: a record a line, with the line's number as key."""
-    for number, line in _lines(path):
+    for number, line in _iter_lines(path):
         key = str(number)
         try:
             record = json.loads(line)
@@ -83,7 +83,7 @@ def read_jsonl(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number and content of each line. Raises MegatfmError for damage."""
     try:
-        for number, line in _lines(path):
+        for number, line in _iter_lines(path):
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError):
@@ -92,15 +92,15 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
         raise MegatfmError(f"{path}: {error}: mend it or leave it out") from None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that aren't blank, numbered from 1."""
     with open_decompressed(path) as file:
-        for number, line in _numbered(file):
+        for number, line in _number_lines(file):
             if line.strip():
                 yield number, line
 
 
-def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def _number_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield all lines, numbered from 1. Raises BadFileError for a line longer than MAX_RECORD_BYTES."""
     for number, line in enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b""), 1):
         if len(line) > MAX_RECORD_BYTES:
@@ -134,7 +134,7 @@ def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process, as the library has it
     delimiter = "\t" if ".tsv" in path.name.lower() else ","
     with open_decompressed(path) as file:
-        rows = csv.reader(_decoded_lines(file), delimiter=delimiter, strict=True)
+        rows = csv.reader(_decode_lines(file), delimiter=delimiter, strict=True)
         row = 0
         try:
             names = next(rows, [])
@@ -149,8 +149,8 @@ def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
             raise BadFileError(f"is damaged after row {row} ({error})") from None
 
 
-def _decoded_lines(file: IO[bytes]) -> Iterator[str]:
-    for number, line in _numbered(file):
+def _decode_lines(file: IO[bytes]) -> Iterator[str]:
+    for number, line in _number_lines(file):
         if b"\0" in line:
             raise BadFileError(f"is a binary file, with a zero in line {number}")
         try:

@@ -24,16 +24,16 @@ def read_token_ids(path: Path, config: ReadConfig) -> Iterator[Ids]:
     """Yield the ids [n] of each document of a file. Raises BadFileError at damage."""
     try:
         if config.format == "megatron":
-            yield from _megatron(path, config.tokens.eos_id)
+            yield from _read_megatron(path, config.tokens.eos_id)
         else:
-            yield from _plain(
+            yield from _read_plain(
                 path, np.dtype(config.tokens.dtype).newbyteorder("<"), config.tokens.eos_id or 0
             )
     except OSError as error:
         raise BadFileError(f"can't be read ({error.strerror})") from None
 
 
-def _megatron(path: Path, eos_id: int | None) -> Iterator[Ids]:
+def _read_megatron(path: Path, eos_id: int | None) -> Iterator[Ids]:
     index = path.with_suffix(".idx")
     if not index.is_file():
         raise BadFileError(f"has no {index.name} beside it")
@@ -93,7 +93,7 @@ def _index(
     return np.dtype(_DTYPES[int(header["dtype"])]), sizes, pointers, documents
 
 
-def _plain(path: Path, dtype: np.dtype[Any], eos_id: int) -> Iterator[Ids]:
+def _read_plain(path: Path, dtype: np.dtype[Any], eos_id: int) -> Iterator[Ids]:
     length = path.stat().st_size
     if length % dtype.itemsize:
         raise BadFileError(f"has {length:,} bytes, which is no whole number of {dtype.name} ids")

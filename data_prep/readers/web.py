@@ -35,10 +35,10 @@ def read_warc(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
     """
     with open_decompressed(path) as file:
         number = 0
-        for number, data in enumerate(_frames(file), 1):
+        for number, data in enumerate(_iter_frames(file), 1):
             try:
                 record = _record(data, "all")
-                page = None if record is None else _page(str(number), record, data, config)
+                page = None if record is None else _extract_page(str(number), record, data, config)
             except Exception as error:  # the library raises several kinds, some of its own
                 page = Bad(str(number), f"can't be understood: {str(error).partition(chr(10))[0]}")
             if page is not None:
@@ -53,7 +53,7 @@ def _record(data: bytes, unpack: Literal["none", "all"]) -> WarcRecord | None:
     )
 
 
-def _page(key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig) -> Record | Bad:
+def _extract_page(key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig) -> Record | Bad:
     kind = (record.http_content_type or record.headers.get("Content-Type") or "").lower()
     if kind and not kind.startswith(_TYPES):
         return Bad(key, f"is no text but {kind.partition(';')[0]}")
@@ -72,7 +72,7 @@ def _page(key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig)
     return Record(key, bytes_to_str(data, encoding), headers["url"] or "", select_metadata(headers, config))
 
 
-def _frames(file: IO[bytes]) -> Iterator[bytes]:
+def _iter_frames(file: IO[bytes]) -> Iterator[bytes]:
     """Yield the bytes of each record (ISO 28500, section 4).
 
     The library skips truncated records and those of a wrong length, so they are checked here.

@@ -34,11 +34,11 @@ def render(result: Mapping[str, Any]) -> str:
     steps, images = result["steps"], has_images(result)
     fields = {name for split in SPLITS for name in result[split].get("fields", {})}
     return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
-        headline=headline(result),
+        headline=write_headline(result),
         unit="Images" if images else "Documents",
-        tiles=tiles(result),
+        tiles=make_tiles(result),
         steps=steps,
-        flow=bars([(step["step"], step["bytes_out"]) for step in steps], format_bytes),
+        flow=make_bars([(step["step"], step["bytes_out"]) for step in steps], format_bytes),
         reasons=list(drop_reasons(steps)),
         titles=[
             ("domains", "Largest domains, by text"),
@@ -46,12 +46,17 @@ def render(result: Mapping[str, Any]) -> str:
             *((name, f"{name}, by text") for name in sorted(fields)),
         ],
         found=[
-            (step["step"], bars(sorted(step["found"].items(), key=lambda item: (-item[1], item[0]))[:12]))
+            (
+                step["step"],
+                make_bars(sorted(step["found"].items(), key=lambda item: (-item[1], item[0]))[:12]),
+            )
             for step in steps
             if step.get("found")
         ],
         splits=[
-            (name, result[name], charts(result[name], images)) for name in SPLITS if result[name]["shards"]
+            (name, result[name], make_charts(result[name], images))
+            for name in SPLITS
+            if result[name]["shards"]
         ],
         result=result,
         settings=list(flatten_settings(result["config"])),
@@ -66,14 +71,14 @@ def has_images(result: Mapping[str, Any]) -> bool:
     return bool(result["config"]["read"].get("format") == "images")
 
 
-def headline(result: Mapping[str, Any]) -> str:
+def write_headline(result: Mapping[str, Any]) -> str:
     """Return a headline, such as `3.2 M tokens of text`."""
     unit = "documents" if has_images(result) else "tokens"
     count = format_number(sum(result[name][unit] for name in SPLITS))
     return f"{count} images" if has_images(result) else f"{count} tokens of text"
 
 
-def tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def make_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the main figures as (label, value, remark)."""
     train, validation = (result[name] for name in SPLITS)
     images, read = has_images(result), result["steps"][0]
@@ -119,7 +124,7 @@ def drop_reasons(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str,
     yield from sorted(drops, key=lambda item: -item[2]["documents"])
 
 
-def charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
+def make_charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
     """Return the charts of a split by name; without tokens, or from an older version, some are empty."""
     lengths = split.get("lengths", ()) if split["tokens"] else ()
     fields = split.get("fields", {})
@@ -128,14 +133,16 @@ def charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
         rows = fields[category] if category in fields else split.get(category, ())
         totals = [(name, documents if images else text) for name, documents, text, _ in rows]
         n_more = split.get(f"more_{category}", 0)
-        return bars(totals, format_number if images else format_bytes) + (
+        return make_bars(totals, format_number if images else format_bytes) + (
             [Bar(f"and {format_number(n_more)} more", "", 0.0)] if n_more else []
         )
 
     return {
-        "lengths": bars([(f"up to {format_number(max_tokens)}", count) for max_tokens, count in lengths]),
+        "lengths": make_bars(
+            [(f"up to {format_number(max_tokens)}", count) for max_tokens, count in lengths]
+        ),
         **{category: largest(category) for category in ("sources", "domains", "languages", *fields)},
-        "pieces": bars(
+        "pieces": make_bars(
             [(visible_piece(piece), uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
         ),
     }
@@ -146,7 +153,7 @@ def visible_piece(piece: str) -> str:
     return repr(piece)[1:-1].replace(" ", "\u2423")
 
 
-def bars(values: Sequence[tuple[str, float]], format_value: Any = None) -> list[Bar]:
+def make_bars(values: Sequence[tuple[str, float]], format_value: Any = None) -> list[Bar]:
     """Return a bar for each (name, value). format_value: value → text; None: `format_number`."""
     largest = max([value for _, value in values], default=0) or 1
     return [

@@ -15,7 +15,7 @@ from megatfm.checkpoint.directory import (
     remove_leftovers,
     verify,
 )
-from megatfm.checkpoint.reader import load, names, read_state, read_tensors
+from megatfm.checkpoint.reader import load, read_names, read_state, read_tensors
 from megatfm.checkpoint.saver import Saver, save
 from megatfm.checkpoint.sharded_tensor import FlatShardedTensor, ShardedTensor
 from megatfm.checkpoint.writer import write_checkpoint_from_iterator
@@ -28,7 +28,7 @@ __all__ = [
     "find_latest",
     "find_latest_intact",
     "load",
-    "names",
+    "read_names",
     "read_state",
     "read_tensors",
     "remove_leftovers",

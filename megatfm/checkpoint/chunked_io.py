@@ -37,7 +37,7 @@ def note_progress() -> None:
     _done = next(_progress)
 
 
-def progress() -> int:
+def count_progress() -> int:
     """Return the number of such units that this process has done."""
     return _done
 
@@ -70,7 +70,7 @@ class ThreadedBlake3:
             self._digest.update(chunk)
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="megatfm-hash", daemon=True)
+            self._thread = threading.Thread(target=self._hash_chunks, name="megatfm-hash", daemon=True)
             self._thread.start()
         self._chunks.put(chunk)
 
@@ -79,7 +79,7 @@ class ThreadedBlake3:
         self._join()
         return self._digest.hexdigest()
 
-    def _work(self) -> None:
+    def _hash_chunks(self) -> None:
         while (chunk := self._chunks.get()) is not None:
             self._digest.update(chunk)
 

@@ -33,7 +33,7 @@ def find_latest(folder: Path, *, hashes: bool = False) -> Path | None:
             return path
         log.warning("checkpoint %s is not used: %s", path.name, reason)
     if paths:
-        raise _no_intact_checkpoint(folder, len(paths))
+        raise _make_no_intact_error(folder, len(paths))
     return None
 
 
@@ -120,7 +120,7 @@ def find_latest_intact(folder: Path) -> Path | None:
         if object_collectives.rank() == 0:
             log.warning("checkpoint %s is not used: %s", path.name, reason)
     if paths:
-        raise _no_intact_checkpoint(folder, len(paths))
+        raise _make_no_intact_error(folder, len(paths))
     return None
 
 
@@ -159,7 +159,7 @@ def _check_share_of_files(path: Path, raw: bytes) -> str | None:
     return None
 
 
-def _no_intact_checkpoint(folder: Path, count: int) -> MegatfmError:
+def _make_no_intact_error(folder: Path, count: int) -> MegatfmError:
     return MegatfmError(
         f"{folder}: none of its {count} checkpoints is whole, see above; move them away to start afresh"
     )

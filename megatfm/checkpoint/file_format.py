@@ -108,12 +108,12 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
         aligned."""
         return direct_io and tensors[key].nbytes % block > 0, -tensors[key].dtype.itemsize, key
 
-    parts = _safetensors_parts({key: tensors[key] for key in sorted(tensors, key=sort_key)}, block)
+    parts = _iter_safetensors_parts({key: tensors[key] for key in sorted(tensors, key=sort_key)}, block)
     size, digest = file_io.write_file(path, parts, direct_io)
     return FileEntry(bytes=size, blake3=digest)
 
 
-def _safetensors_parts(tensors: Mapping[str, Tensor], block: int) -> Iterator[memoryview]:
+def _iter_safetensors_parts(tensors: Mapping[str, Tensor], block: int) -> Iterator[memoryview]:
     entries, end = {}, 0
     for key, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -123,7 +123,7 @@ def _safetensors_parts(tensors: Mapping[str, Tensor], block: int) -> Iterator[me
     header += b" " * (-(8 + len(header)) % block)
     yield memoryview(struct.pack("<Q", len(header)) + header)
     for tensor in tensors.values():
-        yield _bytes(tensor.detach().cpu().contiguous())
+        yield _view_as_bytes(tensor.detach().cpu().contiguous())
 
 
 def read_safetensors(
@@ -181,17 +181,17 @@ def _read_tensors(file: file_io.HashedFile, destinations: Mapping[str, Tensor | 
             continue
         destination = destinations[key]
         if destination is None or not can_read_in_place(destination, dtype, entry.shape):
-            destination = _empty_aligned(entry.shape, dtype)
+            destination = _allocate_aligned(entry.shape, dtype)
         tensors[key] = destination
-        file.read_into(_bytes(tensors[key]))
+        file.read_into(_view_as_bytes(tensors[key]))
     return tensors
 
 
-def _empty_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _allocate_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Allocate an aligned tensor on the CPU."""
     return torch.from_numpy(aligned_bytes(prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _view_as_bytes(tensor: Tensor) -> memoryview:
     """View a contiguous CPU tensor as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -118,7 +118,7 @@ class HashedFile:
             self._file = os.open(path, _READ_FLAGS)
         try:
             with name_errors("read", path):
-                self.size = self.remaining = _regular_size(path, os.fstat(self._file))
+                self.size = self.remaining = _get_regular_size(path, os.fstat(self._file))
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the readahead
                 self._source = chunked_io.open_reader(self._file, self.size, direct)
         except MegatfmError:
@@ -181,7 +181,7 @@ class HashedFile:
 def file_size(path: Path) -> int:
     """Return the size of a regular file in bytes. Raises MegatfmError for anything else."""
     with name_errors("read", path):
-        return _regular_size(path, os.lstat(path))
+        return _get_regular_size(path, os.lstat(path))
 
 
 def drop_page_cache(path: Path) -> None:
@@ -225,7 +225,7 @@ def wait_until_size(path: Path, size: int, deadline: float) -> None:
         time.sleep(0.05)
 
 
-def _regular_size(path: Path, status: os.stat_result) -> int:
+def _get_regular_size(path: Path, status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise MegatfmError(f"cannot read {path}: it is not a regular file")
     return status.st_size

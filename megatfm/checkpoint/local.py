@@ -65,7 +65,7 @@ class NodeTopology:
     def discover(cls, folder: Path, group: Group) -> "NodeTopology":
         """Gather the topology: ranks with the same machine and folder form a node. A collective."""
         names: list[tuple[str, str]] = object_collectives.all_gather(
-            (object_collectives.machine(), str(folder)), group
+            (object_collectives.get_machine_name(), str(folder)), group
         )
         node_index = {name: i for i, name in enumerate(dict.fromkeys(names))}
         return cls(folder, object_collectives.rank(group), tuple(node_index[name] for name in names), group)
@@ -221,7 +221,7 @@ def fetch_missing_files(
     needed = object_collectives.run_on_all_ranks(
         action, lambda: Reader(final, content, shards).files, nodes.group
     )
-    missing = _missing_files(nodes, local, object_collectives.all_gather(needed, nodes.group))
+    missing = _find_missing_files(nodes, local, object_collectives.all_gather(needed, nodes.group))
     sends = [
         (
             file,
@@ -269,7 +269,7 @@ def remove_local_after(nodes: NodeTopology | None, newest: int = -1) -> None:
     object_collectives.run_on_all_ranks("node-local checkpoints not cleaned", clean, nodes.group)
 
 
-def _missing_files(
+def _find_missing_files(
     nodes: NodeTopology, local: LocalCheckpoint, needed: list[list[str]]
 ) -> dict[int, set[str]]:
     """Return node → files that its ranks need and it lacks. needed: by rank."""
@@ -327,12 +327,12 @@ def transfer_files(
 
 
 def _send(path: Path, entry: FileEntry, receiver: int, group: Group, errors: list[MegatfmError]) -> None:
-    with contextlib.closing(_messages(path, entry.bytes, errors)) as messages:
+    with contextlib.closing(_read_messages(path, entry.bytes, errors)) as messages:
         for message in messages:
             dist.send(message, receiver, group)
 
 
-def _messages(path: Path, size: int, errors: list[MegatfmError]) -> Generator[Tensor, None, None]:
+def _read_messages(path: Path, size: int, errors: list[MegatfmError]) -> Generator[Tensor, None, None]:
     """Yield the bytes of a file; undefined ones after a read error."""
     buffer, bytes_left = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8), size
     try:

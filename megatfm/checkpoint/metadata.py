@@ -177,31 +177,31 @@ def check_json_round_trip(state: Mapping[str, JsonValue]) -> dict[str, JsonValue
             plain[key] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise MegatfmError(f"state {key!r} can't be stored as JSON: {error}") from error
-        if not isinstance(key, str) or not _json_equal(value, plain[key]):
+        if not isinstance(key, str) or not _are_json_equal(value, plain[key]):
             raise MegatfmError(
                 f"state {key!r} would not come back from JSON as it is: use lists, text keys and plain numbers"
             )
     return plain
 
 
-def _json_equal(a: object, b: object) -> bool:
+def _are_json_equal(a: object, b: object) -> bool:
     """Return whether two JSON values are equal including their types: 1, 1.0 and True are three values."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) == list(b) and all(_json_equal(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(_are_json_equal(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_json_equal, a, b))
+        return len(a) == len(b) and all(map(_are_json_equal, a, b))
     return a == b
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
     """Return the bytes of `metadata.json`; equal metadata gives equal bytes."""
     body = json.dumps(metadata.model_dump(), allow_nan=False).encode()
-    return _metadata_head(body) + body + b"}\n"
+    return _make_metadata_head(body) + body + b"}\n"
 
 
-def _metadata_head(body: bytes) -> bytes:
+def _make_metadata_head(body: bytes) -> bytes:
     return b'{"blake3": "%s", "metadata": ' % blake3(body).hexdigest().encode()
 
 
@@ -213,11 +213,11 @@ def read_metadata(folder: Path) -> Metadata:
 def parse_metadata(folder: Path, raw: bytes) -> Metadata:
     """Parse and check the bytes of a `metadata.json`. folder: named in errors. Raises like `read_metadata`."""
     path = folder / METADATA_FILENAME
-    length = len(_metadata_head(b""))
+    length = len(_make_metadata_head(b""))
     head, body, tail = raw[:length], raw[length:-2], raw[-2:]
-    if head[:12] != _metadata_head(b"")[:12] or tail != b"}\n":
+    if head[:12] != _make_metadata_head(b"")[:12] or tail != b"}\n":
         raise MegatfmError(f"{path} is not a checkpoint's metadata, or was cut short")
-    if head != _metadata_head(body):
+    if head != _make_metadata_head(body):
         raise MegatfmError(f"{path} is damaged: its content doesn't have its hash")
     try:
         content = json.loads(body)
@@ -236,7 +236,7 @@ def parse_metadata(folder: Path, raw: bytes) -> Metadata:
     try:
         if schema == SCHEMA:
             return Metadata.model_validate(content)
-        return _upgrade(_MetadataV1.model_validate(content))
+        return _upgrade_v1(_MetadataV1.model_validate(content))
     except ValidationError as error:
         raise MegatfmError(f"{path} is not valid: {first_error(error)}") from error
     except (MegatfmError, RecursionError) as error:
@@ -270,7 +270,7 @@ class _MetadataV1(StrictModel):
     files: dict[FileName, FileEntry]
 
 
-def _upgrade(old: _MetadataV1) -> Metadata:
+def _upgrade_v1(old: _MetadataV1) -> Metadata:
     """Convert metadata of schema 1. Raises MegatfmError if it contradicts itself."""
     files = dict(sorted(old.files.items()))
     file_index = {name: i for i, name in enumerate(files)}

@@ -81,9 +81,9 @@ class WritePlan:
     @cached_property
     def items(self) -> list[WriteItem]:
         """This rank's pieces, sorted by name and offsets."""
-        return sorted(self._items(), key=lambda item: (item.name, item.region[0]))
+        return sorted(self._iter_items(), key=lambda item: (item.name, item.region[0]))
 
-    def _items(self) -> Iterator[WriteItem]:
+    def _iter_items(self) -> Iterator[WriteItem]:
         for group_index, group in enumerate(self.groups):
             for piece_index, piece in enumerate(group.pieces):
                 start = 0
@@ -108,7 +108,7 @@ def plan_save(action: str, shards: Mapping[str, ShardedTensor], group: Group = N
     def describe() -> list[tuple[bytes, Regions]]:
         nonlocal local_groups
         local_groups, regions = group_shards(shards)
-        return [(digest(group), held) for group, held in zip(local_groups, regions, strict=True)]
+        return [(hash_group(group), held) for group, held in zip(local_groups, regions, strict=True)]
 
     descriptions = object_collectives.run_and_gather(action, describe, group)
 
@@ -128,7 +128,7 @@ def plan_save(action: str, shards: Mapping[str, ShardedTensor], group: Group = N
     received = object_collectives.gather_from(action, to_send, list(senders), group)
 
     def merge() -> tuple[PlannedGroup, ...]:
-        groups = {digest(group): group for sent in received for group in sent}
+        groups = {hash_group(group): group for sent in received for group in sent}
         return merge_plans(
             [[(groups[group_digest], regions) for group_digest, regions in rank] for rank in descriptions]
         )
@@ -136,7 +136,7 @@ def plan_save(action: str, shards: Mapping[str, ShardedTensor], group: Group = N
     return WritePlan(object_collectives.run_on_rank_0(action, merge, group), object_collectives.rank(group))
 
 
-def digest(group: LocalGroup) -> bytes:
+def hash_group(group: LocalGroup) -> bytes:
     """Return a short hash that identifies a group, in place of its names."""
     return blake3(json.dumps(group).encode()).digest(16)
 
@@ -165,8 +165,8 @@ def merge_plans(by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]]) -> tupl
     tensor is incomplete.
     """
     groups = [
-        (kind, names, _holders_of_pieces(names[0], kind, held))
-        for kind, names, held in _common_groups(by_rank)
+        (kind, names, _find_holders(names[0], kind, held))
+        for kind, names, held in _iter_common_groups(by_rank)
     ]
     loads = [0] * len(by_rank)
     writers: dict[tuple[int, Region], tuple[tuple[int, int], ...]] = {}
@@ -191,7 +191,7 @@ HeldRegions = list[tuple[int, Regions]]
 """Ranks, and the pieces that each holds of the tensors of a group."""
 
 
-def _common_groups(
+def _iter_common_groups(
     by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]],
 ) -> Iterator[tuple[Kind, tuple[str, ...], HeldRegions]]:
     """Yield groups of tensors that are in one group on each rank that has them, in the order of their first names."""
@@ -218,7 +218,7 @@ def _common_groups(
         yield kinds[0], tuple(names), sorted(held, key=lambda rank_regions: rank_regions[0])
 
 
-def _holders_of_pieces(name: str, kind: Kind, held: HeldRegions) -> dict[Region, list[int]]:
+def _find_holders(name: str, kind: Kind, held: HeldRegions) -> dict[Region, list[int]]:
     """Return the ranks that hold each piece. name: of a tensor, for errors."""
     by_offsets: dict[tuple[int, ...], tuple[Region, int]] = {}
     holders: dict[Region, list[int]] = defaultdict(list)

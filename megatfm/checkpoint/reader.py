@@ -74,7 +74,7 @@ def read_state(path: Path) -> dict[str, JsonValue]:
     return read_metadata(path).state
 
 
-def names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def read_names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return every tensor's dtype and global shape by name."""
     return read_metadata(path).names()
 
@@ -122,7 +122,7 @@ class Reader:
         self._by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for name, shard in shards.items():
             for block in shard.blocks:
-                for item in self._items(name, block):
+                for item in self._iter_items(name, block):
                     self._by_file[item.piece.file].append(item)
 
     @property
@@ -141,14 +141,14 @@ class Reader:
             file_io.wait_until_visible(self.folder / file, deadline)
             destinations: dict[str, Tensor | None] = {}
             for item in self._by_file[file]:
-                destinations.setdefault(item.piece.key, _destination(item))
+                destinations.setdefault(item.piece.key, _get_destination(item))
             tensors = file_format.read_safetensors(
                 self.folder / file, self.content.files[file], destinations, file in exclusive_files
             )
             for item in self._by_file[file]:
                 self._copy(item, tensors)
 
-    def _items(self, name: str, block: ShardedTensor) -> Iterator[ReadItem]:
+    def _iter_items(self, name: str, block: ShardedTensor) -> Iterator[ReadItem]:
         """Yield the reads that fill a block."""
         group, name_index = self.content.group_and_index[name]
         region = tuple(block.offsets), tuple(block.tensor.shape)
@@ -185,7 +185,7 @@ def _overlaps(group: TensorGroup, region: Region) -> list[tuple[int, Region]]:
     ]
 
 
-def _destination(item: ReadItem) -> Tensor | None:
+def _get_destination(item: ReadItem) -> Tensor | None:
     """Return the target if the full piece can be read into it in place, else None."""
     piece = item.piece
     fits = item.is_complete and file_format.can_read_in_place(item.target, piece.dtype, piece.sizes)

@@ -118,7 +118,7 @@ class FlatShardedTensor(ShardedTensor):
                 self.global_shape,
                 tuple(a + b for a, b in zip(self.offsets, offsets, strict=True)),
             )
-            for offsets, sizes, start in _dense_blocks(
+            for offsets, sizes, start in _iter_dense_blocks(
                 self.block_shape, self.flat_start, self.flat_start + self.tensor.numel()
             )
         )
@@ -139,7 +139,7 @@ class FlatShardedTensor(ShardedTensor):
         raise MegatfmError(f"no piece begins at {region[0]}")
 
 
-def _dense_blocks(
+def _iter_dense_blocks(
     shape: tuple[int, ...], first: int, last: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Yield the dense blocks that elements [first, last) of a flattened tensor cover: complete rows as one block, and
@@ -155,16 +155,18 @@ def _dense_blocks(
     row_size = prod(shape[1:])
     begin, end = -(-first // row_size), last // row_size  # rows [begin, end) are complete
     if begin > end:  # within one row
-        for offsets, sizes, start in _dense_blocks(shape[1:], first - end * row_size, last - end * row_size):
+        for offsets, sizes, start in _iter_dense_blocks(
+            shape[1:], first - end * row_size, last - end * row_size
+        ):
             yield (end, *offsets), (1, *sizes), start
         return
     for offsets, sizes, start in (
-        _dense_blocks(shape[1:], first % row_size, row_size) if first % row_size else ()
+        _iter_dense_blocks(shape[1:], first % row_size, row_size) if first % row_size else ()
     ):
         yield (begin - 1, *offsets), (1, *sizes), start
     if begin < end:
         yield (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]), begin * row_size - first
-    for offsets, sizes, start in _dense_blocks(shape[1:], 0, last - end * row_size):
+    for offsets, sizes, start in _iter_dense_blocks(shape[1:], 0, last - end * row_size):
         yield (end, *offsets), (1, *sizes), end * row_size - first + start
 
 

@@ -184,10 +184,10 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _split_into_chunks(target: Tensor, source: Tensor) -> Iterator[Chunk]:
-    target_bytes, source_bytes = _bytes(target), _bytes(source)
+    target_bytes, source_bytes = _view_as_bytes(target), _view_as_bytes(source)
     for start in range(0, len(source_bytes), CHUNK_BYTES):
         yield target_bytes[start : start + CHUNK_BYTES], source_bytes[start : start + CHUNK_BYTES]
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
+def _view_as_bytes(tensor: Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()

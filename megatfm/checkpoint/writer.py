@@ -95,7 +95,7 @@ def write_checkpoint(
         per_rank = object_collectives.run_and_gather(action, write, group)
         return object_collectives.run_on_rank_0(action, finish, group)
     except MegatfmError as error:
-        _discard(created_dir, error)
+        _discard_staging(created_dir, error)
         raise
 
 
@@ -176,7 +176,7 @@ def _verify_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
         file_format.read_safetensors(folder / name, entry, {}, True)
 
 
-def _discard(staging_dir: Path | None, error: MegatfmError) -> None:
+def _discard_staging(staging_dir: Path | None, error: MegatfmError) -> None:
     """Remove the staging folder of a failed save (only rank 0 has it); a second error becomes a note of the first."""
     if staging_dir is not None and staging_dir.exists():
         try:
@@ -242,11 +242,11 @@ def _write_full_tensors(
             flush()
         pending[name] = tensor
     flush()
-    groups = [_full_group(kind, dict(sorted(indices.items()))) for kind, indices in file_indices.items()]
+    groups = [_make_full_group(kind, dict(sorted(indices.items()))) for kind, indices in file_indices.items()]
     return tuple(sorted(groups, key=lambda group: group.names[0])), files
 
 
-def _full_group(kind: Kind, file_indices: Mapping[str, int]) -> TensorGroup:
+def _make_full_group(kind: Kind, file_indices: Mapping[str, int]) -> TensorGroup:
     """Return a group of full tensors. file_indices: name → index of its file, sorted by name."""
     dtype, shape = kind
     piece = Piece(offsets=(0,) * len(shape), sizes=shape, runs=run_lengths(file_indices.values()))

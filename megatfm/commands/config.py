@@ -62,7 +62,7 @@ def config_command(args: argparse.Namespace) -> int:
 def schema_of(config_class: type[Section]) -> dict[str, Any]:
     """Return the JSON schema of a config file. A file with `extends` has no required keys."""
     schema = config_class.model_json_schema()
-    partial = _without_required(json.loads(json.dumps(schema).replace('"#/$defs/', '"#/$defs/partial ')))
+    partial = _drop_required(json.loads(json.dumps(schema).replace('"#/$defs/', '"#/$defs/partial ')))
     sections = {f"partial {name}": section for name, section in partial["$defs"].items()}
     partial["$defs"] = sections | schema.pop("$defs")
     partial["properties"]["extends"] = {
@@ -79,13 +79,13 @@ def schema_of(config_class: type[Section]) -> dict[str, Any]:
     return partial | {"if": {"not": {"required": ["extends"]}}, "then": schema}
 
 
-def _without_required(schema: Any) -> Any:
+def _drop_required(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_without_required(item) for item in schema]
+        return [_drop_required(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: _without_required(item)
+        key: _drop_required(item)
         for key, item in schema.items()
         if not (key == "required" and isinstance(item, list))
     }
@@ -125,32 +125,34 @@ def completion_script(shell: str) -> str:
     from megatfm import cli  # here, since it imports this module
 
     parser = cli.build_parser()
-    for command, actions in _command_arguments(parser):
+    for command, actions in _iter_command_arguments(parser):
         for action in actions:
             if action.dest in ("config", "overrides"):
                 kind = "prep" if command == "prep" else "training"
                 action.complete = {
                     "fish": f"(_megatfm_settings_{kind})",
-                    **_bash_and_zsh(f"_megatfm_settings_{kind}"),
+                    **_map_bash_and_zsh(f"_megatfm_settings_{kind}"),
                 }
             elif action.dest in ("runs", "run_dir"):
-                action.complete = {"fish": "(_megatfm_dir_runs)", **_bash_and_zsh("_megatfm_dir_runs")}
+                action.complete = {"fish": "(_megatfm_dir_runs)", **_map_bash_and_zsh("_megatfm_dir_runs")}
             elif action.metavar in ("DIR", "FOLDER", "FILE", "MODEL", "SRC", "DST", "OUT"):
                 action.complete = shtab.FILE
     preamble = (
         RUN_FUNCTIONS[shell]
-        + _settings_function(shell, "training", Config)
-        + _settings_function(shell, "prep", PrepConfig)
+        + _write_settings_function(shell, "training", Config)
+        + _write_settings_function(shell, "prep", PrepConfig)
     )
     script = str(shtab.complete(parser, shell, preamble=preamble))
     return script + (BASH_WITHOUT_SPACE if shell == "bash" else "")
 
 
-def _bash_and_zsh(function: str) -> dict[str, str]:
+def _map_bash_and_zsh(function: str) -> dict[str, str]:
     return dict.fromkeys(("bash", "zsh"), function)
 
 
-def _command_arguments(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, list[Any]]]:
+def _iter_command_arguments(
+    parser: argparse.ArgumentParser, command: str = ""
+) -> Iterator[tuple[str, list[Any]]]:
     """Yield each command's name and arguments. An action such as `config show` has its command's name."""
     yield (
         command,
@@ -159,24 +161,24 @@ def _command_arguments(parser: argparse.ArgumentParser, command: str = "") -> It
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, subparser in action.choices.items():
-                yield from _command_arguments(subparser, command or name)
+                yield from _iter_command_arguments(subparser, command or name)
 
 
-def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+def _iter_settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the dotted keys of a config, of all variants of its sections, with their values if these are few."""
     for name, field in section.model_fields.items():
         sections = [
             kind
-            for kind in _members(field.annotation)
+            for kind in _iter_member_types(field.annotation)
             if isinstance(kind, type) and issubclass(kind, BaseModel)
         ]
         for kind in sections:
-            yield from _settings(kind, f"{prefix}{name}.")
+            yield from _iter_settings(kind, f"{prefix}{name}.")
         if not sections:
-            yield f"{prefix}{name}", tuple(_values(field.annotation))
+            yield f"{prefix}{name}", tuple(_iter_values(field.annotation))
 
 
-def _members(annotation: Any) -> Iterator[Any]:
+def _iter_member_types(annotation: Any) -> Iterator[Any]:
     """Yield the member types of an annotation, except those inside lists and tables."""
     origin = get_origin(annotation)
     if origin in (list, dict, tuple):
@@ -185,21 +187,21 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield annotation
         return
     for member in get_args(annotation):
-        yield from _members(member)
+        yield from _iter_member_types(member)
 
 
-def _values(annotation: Any) -> Iterator[str]:
-    for member in _members(annotation):
+def _iter_values(annotation: Any) -> Iterator[str]:
+    for member in _iter_member_types(annotation):
         if member is bool:
             yield from ("true", "false")
         elif get_origin(member) is Literal:
             yield from (str(value) for value in get_args(member) if not isinstance(value, NoneType))
 
 
-def _settings_function(shell: str, kind: str, config: type[BaseModel]) -> str:
+def _write_settings_function(shell: str, kind: str, config: type[BaseModel]) -> str:
     """Return a shell function that completes a config, a key or a value from what was typed, its argument."""
     settings = dict[str, dict[str, None]]()
-    for key, values in _settings(config):
+    for key, values in _iter_settings(config):
         settings.setdefault(key, {}).update(dict.fromkeys(values))
     keys = " ".join(f"{key}=" for key in settings)
     key_values = " ".join(f"{key}={value}" for key, values in settings.items() for value in values)

@@ -62,7 +62,7 @@ def data_command(args: argparse.Namespace) -> int:
     from megatfm import tokenizers
     from megatfm.corpus.corpus import Corpus
     from megatfm.corpus.export import Detokenizer, export
-    from megatfm.corpus.inspect import check, show, stats
+    from megatfm.corpus.inspect import check, show, tabulate_stats
     from megatfm.corpus.webdataset_index import index_folder
     from megatfm.data.bin_packing import describe_padding
 
@@ -90,7 +90,7 @@ def data_command(args: argparse.Namespace) -> int:
         codec = Detokenizer(text_tokenizer.decode, text_tokenizer.eos) if text_tokenizer else None
         print(export(args.dir, args.out, codec))
     elif args.action == "stats":
-        print(stats(args.dir, text_tokenizer.id_to_piece if text_tokenizer else None))
+        print(tabulate_stats(args.dir, text_tokenizer.id_to_piece if text_tokenizer else None))
     elif args.images:
         print(_draw_images(args))
     else:

@@ -82,29 +82,29 @@ def _run_check(check: Callable[[], Iterator[Finding]], section: str) -> Iterator
         yield Finding(section.lower(), False, f"can't tell: {type(error).__name__}: {text}")
 
 
-def python() -> Iterator[Finding]:
+def check_python() -> Iterator[Finding]:
     """Check the interpreter, torch and the processor."""
     current, oldest = sys.version_info[:2], ".".join(map(str, OLDEST_PYTHON))
     yield Finding(
         "Python", current >= OLDEST_PYTHON, platform.python_version(), f"install {oldest}", required=True
     )
-    version = _version("torch")
+    version = _get_version("torch")
     yield Finding(
         "torch",
-        bool(version) and _numbers(version) >= OLDEST_TORCH,
+        bool(version) and _parse_version(version) >= OLDEST_TORCH,
         version or "not installed",
         "pip install -c constraints.txt megatfm",
         required=True,
     )
     yield Finding("processor", True, f"{os.cpu_count()} cores, {platform.machine()}")
     if version:
-        ratio = _bf16_speed("cpu")
+        ratio = _measure_bf16_speed("cpu")
         yield Finding(
             "bf16 on it", ratio > 1, f"{ratio:.1f} × as fast as fp32", "train.precision=fp32 is faster here"
         )
 
 
-def gpus() -> Iterator[Finding]:
+def check_gpus() -> Iterator[Finding]:
     """Check the GPUs that torch sees, and its communication backends."""
     import torch
     import torch.distributed as dist
@@ -118,7 +118,7 @@ def gpus() -> Iterator[Finding]:
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        ratio = f"bf16 {_bf16_speed(f'cuda:{index}'):.1f} × as fast as fp32"
+        ratio = f"bf16 {_measure_bf16_speed(f'cuda:{index}'):.1f} × as fast as fp32"
         yield Finding(f"GPU {index}", True, f"{properties.name}, {memory}, {ratio}")
     has_fp8 = count > 0 and all(multiplies_fp8(torch.device("cuda", index)) for index in range(count))
     yield Finding("fp8 on it", has_fp8, "for train.precision=fp8", "needs Ada or Hopper; elsewhere use bf16")
@@ -129,32 +129,34 @@ def gpus() -> Iterator[Finding]:
     yield Finding("NCCL", nccl, version or "for processes on GPUs", "comes with a torch for CUDA")
 
 
-def mpi() -> Iterator[Finding]:
+def check_mpi() -> Iterator[Finding]:
     """Check mpirun, and mpi4py with its MPI library."""
-    yield _program("mpirun", ["--version"], "make system-deps, or apt-get install openmpi-bin")
-    if not _version("mpi4py"):
+    yield _check_program("mpirun", ["--version"], "make system-deps, or apt-get install openmpi-bin")
+    if not _get_version("mpi4py"):
         yield Finding("mpi4py", False, "not installed", "pip install 'megatfm[mpi]'")
         return
     # In another process, since an incompatible library may crash the process that loads it.
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     ok, text = _run([sys.executable, "-c", code])
-    library = f"{_version('mpi4py')}, {text.split(',')[0]}" if ok else "finds no MPI library that it can load"
+    library = (
+        f"{_get_version('mpi4py')}, {text.split(',')[0]}" if ok else "finds no MPI library that it can load"
+    )
     yield Finding("mpi4py", ok, library, "make system-deps, or apt-get install libopenmpi-dev")
 
 
-def slurm() -> Iterator[Finding]:
+def check_slurm() -> Iterator[Finding]:
     """Check SLURM's commands, and whether its controller answers."""
-    yield _program("sbatch", ["--version"], "run `megatfm launch --slurm` where jobs are submitted")
+    yield _check_program("sbatch", ["--version"], "run `megatfm launch --slurm` where jobs are submitted")
     if shutil.which("sinfo"):
         ok, text = _run(["sinfo", "--noheader", "--format=%P %D"])
         partitions = ", ".join(f"{line} nodes" for line in text.splitlines()) if ok else text
         yield Finding("partitions", ok, partitions, "is slurmctld running? ask `scontrol ping`")
 
 
-def packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Check optional packages and programs."""
     for package, (purpose, advice) in OPTIONAL.items():
-        version = _version(package)
+        version = _get_version(package)
         yield Finding(package, bool(version), f"{version or 'not installed'}, for {purpose}", advice)
     browsers = ("chromium", "chromium-browser", "google-chrome")
     browser = next((name for name in browsers if shutil.which(name)), None)
@@ -166,9 +168,9 @@ def packages() -> Iterator[Finding]:
     )
 
 
-def deepspeed() -> Iterator[Finding]:
+def check_deepspeed() -> Iterator[Finding]:
     """Check which of DeepSpeed's operators can be compiled here, and look for locks of killed builds."""
-    if not _version("deepspeed"):
+    if not _get_version("deepspeed"):
         yield Finding("deepspeed", False, "not installed", "make deepspeed")
         return
     compiler = shutil.which("g++")
@@ -186,14 +188,14 @@ def deepspeed() -> Iterator[Finding]:
         name, answer, advice = line.split("|")
         duration = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
         duration = f"would compile{duration}; megatfm never starts that"
-        if any(_extensions().glob(f"**/{name}/{name}.so")):
+        if any(_get_extensions_folder().glob(f"**/{name}/{name}.so")):
             answer = "installed"
         compiled = {"installed": "compiled", "yes": duration}.get(answer, "doesn't compile here")
         use = OP_USES.get(name, "megatfm doesn't need it")
         yield Finding(name, answer != "no", f"{compiled} ({use})", advice or "g++ and ninja are needed")
     if not ok:
         yield Finding("operators", False, text, "make deepspeed")
-    for lock in sorted(_extensions().glob("**/lock")):
+    for lock in sorted(_get_extensions_folder().glob("**/lock")):
         is_compiling = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
         note = "stale: its build was killed, and the next build will wait for it for ever"
         yield Finding(
@@ -204,12 +206,12 @@ def deepspeed() -> Iterator[Finding]:
         )
 
 
-def _extensions() -> Path:
+def _get_extensions_folder() -> Path:
     """Return the folder in which torch compiles extensions."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
 
 
-def disk() -> Iterator[Finding]:
+def check_disk() -> Iterator[Finding]:
     """Check the free disk space in the working directory."""
     free = shutil.disk_usage(Path.cwd()).free
     free_text = f"{free / 1e9:.1f} GB free in {Path.cwd()}"
@@ -217,17 +219,17 @@ def disk() -> Iterator[Finding]:
 
 
 SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
-    "Python": python,
-    "Devices": gpus,
-    "MPI": mpi,
-    "SLURM": slurm,
-    "Packages": packages,
-    "DeepSpeed": deepspeed,
-    "Disk": disk,
+    "Python": check_python,
+    "Devices": check_gpus,
+    "MPI": check_mpi,
+    "SLURM": check_slurm,
+    "Packages": check_packages,
+    "DeepSpeed": check_deepspeed,
+    "Disk": check_disk,
 }
 
 
-def _version(package: str) -> str:
+def _get_version(package: str) -> str:
     """Return the installed version of a package; empty if it can't be imported."""
     if importlib.util.find_spec(package) is None:
         return ""
@@ -237,11 +239,11 @@ def _version(package: str) -> str:
         return "of unknown version"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
-def _program(name: str, arguments: list[str], advice: str) -> Finding:
+def _check_program(name: str, arguments: list[str], advice: str) -> Finding:
     path = shutil.which(name)
     if path is None:
         return Finding(name, False, "not on the PATH", advice)
@@ -263,7 +265,7 @@ def _run(command: list[str], seconds: float = 0.0) -> tuple[bool, str]:
     return False, (result.stderr.strip().splitlines() or ["failed"])[-1]
 
 
-def _bf16_speed(device: str) -> float:
+def _measure_bf16_speed(device: str) -> float:
     """Measure how many times faster a matmul is in bfloat16 than in float32."""
     import torch
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
 from megatfm.config import load_config
-from megatfm.config.section import divisors
+from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
 from megatfm.terminal import print_table
 
@@ -74,7 +74,7 @@ def estimate_command(args: argparse.Namespace) -> int:
     from megatfm.estimate.estimator import estimator
     from megatfm.estimate.text import as_dict
 
-    sizes = [size for size in divisors(cluster.gpus) if size <= cluster.node.gpus]
+    sizes = [size for size in list_divisors(cluster.gpus) if size <= cluster.node.gpus]
     with estimator(config, cluster, sizes) as opened_estimator:
         estimate = (
             _best(opened_estimator, args.json)

@@ -59,7 +59,7 @@ def finetune_command(args: argparse.Namespace) -> int:
     config, overrides = args.config, args.overrides
     if config is not None and "=" in config:
         config, overrides = None, [config, *overrides]
-    name = _values(config, overrides).get("name") or f"from-{Path(args.source).absolute().name}"
+    name = _read_values(config, overrides).get("name") or f"from-{Path(args.source).absolute().name}"
     results_by_seed: list[TaskResults] = []
     for seed in seeds:
         code, results = finetune_once(
@@ -142,7 +142,7 @@ def finetuning_config(
         )
     if path is not None:
         _check_has_task(path, overrides)
-    placeholders = ["data.train=task", *_steps_by_epochs(path, overrides)]
+    placeholders = ["data.train=task", *_convert_epochs_to_steps(path, overrides)]
     if source is None:
         assert path is not None
         config, notes = load_config(path, [*placeholders, *overrides]), list[str]()
@@ -157,7 +157,7 @@ def finetuning_config(
     return resolved, [*notes, *messages]
 
 
-def _values(path: str | None, overrides: Sequence[str]) -> Mapping[str, Any]:
+def _read_values(path: str | None, overrides: Sequence[str]) -> Mapping[str, Any]:
     """Return the values of a config file and overrides, without validation."""
     values = merge_files(Config, read_files(Config, path)) if path else {}
     apply_overrides(Config, values, overrides)
@@ -165,15 +165,15 @@ def _values(path: str | None, overrides: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _check_has_task(path: str, overrides: Sequence[str]) -> None:
-    if not _values(path, overrides).get("task"):
+    if not _read_values(path, overrides).get("task"):
         raise UsageError(
             f"{path}: has no [task]: name the training file, for example task.train=reviews.csv, or use `megatfm train`"
         )
 
 
-def _steps_by_epochs(path: str | None, overrides: Sequence[str]) -> list[str]:
+def _convert_epochs_to_steps(path: str | None, overrides: Sequence[str]) -> list[str]:
     """Return overrides so that epochs decide train.steps; none if the config sets the steps."""
-    values = _values(path, overrides)
+    values = _read_values(path, overrides)
     task, train = values.get("task"), values.get("train")
     if isinstance(task, Mapping) and task.get("epochs"):
         return [f"train.steps={PLACEHOLDER_STEPS}"]

@@ -49,14 +49,14 @@ def continue_from_config(
     if is_hf_folder(source) or is_electra_folder(source):
         try:
             folder, messages = _convert_hf_once(source, base_config, [f"name={name}", *overrides], new_paths)
-            return _config(folder, base_config, overrides, name), messages
+            return _make_config(folder, base_config, overrides, name), messages
         except UsageError:
             new_paths.remove()
             raise
-    return _config(source, base_config, overrides, name), messages
+    return _make_config(source, base_config, overrides, name), messages
 
 
-def _config(source: Path, base_config: str | None, overrides: Sequence[str], name: str) -> Config:
+def _make_config(source: Path, base_config: str | None, overrides: Sequence[str], name: str) -> Config:
     """Return the config of a run that starts from a megatfm run or checkpoint."""
     path = checkpoint.find_checkpoint(source)
     folder = path.absolute().parent.parent

@@ -108,7 +108,7 @@ def generate_command(args: argparse.Namespace) -> int:
     from megatfm.inference.decoding import Sampling
     from megatfm.inference.text import TextModel, generate_text, generate_text_beam, load
 
-    path, device = args.run_dir, _device(args.device)
+    path, device = args.run_dir, _choose_device(args.device)
     if is_hf_folder(path) or is_electra_folder(path):
         loaded = TextModel(load_hf(path, device, dtype=args.dtype), **text_generation_fields(path))
     else:
@@ -130,7 +130,7 @@ def generate_command(args: argparse.Namespace) -> int:
     sampling = Sampling(
         args.temperature, args.top_k, args.top_p, args.seed, vocab_size=loaded.tokenizer.vocab_size
     )
-    show = _show if args.num_samples == 1 else _discard
+    show = _show if args.num_samples == 1 else _ignore_text
     texts = generate_text(
         loaded,
         args.prompt,
@@ -167,7 +167,7 @@ def _append_samples(loaded: "TextModel", prompt: str, texts: list[str]) -> None:
         _warn(f"{path}: not written, so the report won't show this: {error.strerror}")
 
 
-def _device(name: str) -> str:
+def _choose_device(name: str) -> str:
     import torch
 
     if name == "auto":
@@ -185,7 +185,7 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _discard(text: str) -> None:
+def _ignore_text(text: str) -> None:
     """Take a text that is printed later."""
 
 
@@ -273,7 +273,7 @@ def convert_command(args: argparse.Namespace) -> int:
         args.source,
         args.target,
         args.to,
-        shard_bytes=size(args.max_shard_size),
+        shard_bytes=parse_size(args.max_shard_size),
         trust_plugins=args.trust_plugins,
     )
     return _print_result(args.target, first, notes)
@@ -312,7 +312,7 @@ def _print_result(target: str, first: str, notes: list[str]) -> int:
     return 0
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the bytes of "5GB", "200MB" or a plain number. Raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]B)?", text.strip().upper())
     if match is None or (number := int(float(match[1]) * UNITS[match[2] or ""])) < 1:

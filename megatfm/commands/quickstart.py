@@ -41,7 +41,7 @@ def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
 def quickstart_command(args: argparse.Namespace) -> int:
     """Run all stages; return 0. Raises MegatfmError, with the stage's exit code, at the first that fails."""
     start = time.monotonic()
-    prep, overrides = _corpus_overrides(args.corpus)
+    prep, overrides = _make_corpus_overrides(args.corpus)
     overridden_keys = {override.partition("=")[0].strip() for override in args.overrides}
     defaults = [
         override
@@ -69,7 +69,7 @@ def quickstart_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _corpus_overrides(corpus: str | None) -> tuple[list[str], list[str]]:
+def _make_corpus_overrides(corpus: str | None) -> tuple[list[str], list[str]]:
     """Return the overrides of prep and of training for the user's folder of text: names of corpus and run."""
     if corpus is None:
         return [], []
@@ -105,7 +105,7 @@ def _run_subprocess(
             process.terminate()
             process.wait()
     if code not in (0, EXIT_REQUEUE if stop_after is not None else 0):
-        raise _failure(argv, f"failed (exit {code}), see above", code)
+        raise _make_failure(argv, f"failed (exit {code}), see above", code)
 
 
 def _run_in_process(title: str, argv: Sequence[str]) -> None:
@@ -115,14 +115,14 @@ def _run_in_process(title: str, argv: Sequence[str]) -> None:
     try:
         args.run(args)
     except MegatfmError as error:
-        raise _failure(argv, f"failed: {error}", error.exit_code) from error
+        raise _make_failure(argv, f"failed: {error}", error.exit_code) from error
 
 
 def _print_command(title: str, argv: Sequence[str]) -> None:
     console.print(f"\n[bold]{title}[/bold]\n[dim]$ megatfm {shlex.join(argv)}[/dim]")
 
 
-def _failure(argv: Sequence[str], outcome: str, code: int) -> MegatfmError:
+def _make_failure(argv: Sequence[str], outcome: str, code: int) -> MegatfmError:
     error = MegatfmError(f"quickstart stopped: `megatfm {shlex.join(argv)}` {outcome}")
     error.exit_code = code
     return error
@@ -130,21 +130,21 @@ def _failure(argv: Sequence[str], outcome: str, code: int) -> MegatfmError:
 
 def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> bool:
     """Wait until the run has logged a step; return False if it ended before, or had logged the step earlier."""
-    if _last_step(run_dir) >= step:
+    if _read_last_step(run_dir) >= step:
         return False
     while process.poll() is None:
-        if _last_step(run_dir) >= step:
+        if _read_last_step(run_dir) >= step:
             return True
         time.sleep(0.2)
     return False
 
 
-def _last_step(run_dir: Path) -> int:
-    lines = _metrics(run_dir)
+def _read_last_step(run_dir: Path) -> int:
+    lines = _read_metrics(run_dir)
     return int(lines[-1]["step"]) if lines else 0
 
 
-def _metrics(run_dir: Path) -> list[dict[str, Any]]:
+def _read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line] if path.is_file() else []
     return [json.loads(line) for line in lines]
@@ -153,7 +153,7 @@ def _metrics(run_dir: Path) -> list[dict[str, Any]]:
 def _print_summary(config: Config, run_dir: Path, seconds: float) -> None:
     evaluation = json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))
     baselines = json.loads((run_dir / "baselines.json").read_text(encoding="utf-8"))
-    lines = _metrics(run_dir)
+    lines = _read_metrics(run_dir)
     tokens_per_second = sorted(line["tokens_per_second"] for line in lines)[len(lines) // 2]
     table = Table(title="Results", show_header=False, title_justify="left")
     table.add_column(style="bold")

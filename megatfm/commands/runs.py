@@ -40,13 +40,13 @@ def status_command(args: argparse.Namespace) -> int:
         for status in statuses:
             print(json.dumps(status.as_dict()))
     elif len(args.runs) == 1:
-        print(_details(statuses[0]))
+        print(_format_details(statuses[0]))
     else:
-        print_table(_table(statuses))
+        print_table(_make_table(statuses))
     return 0
 
 
-def _table(statuses: Iterable[RunStatus]) -> "Table":
+def _make_table(statuses: Iterable[RunStatus]) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -59,8 +59,8 @@ def _table(statuses: Iterable[RunStatus]) -> "Table":
             status.run.name,
             status.state.name,
             _step(status),
-            _loss(status),
-            _speed(status),
+            _format_loss(status),
+            _format_speed(status),
             _format_eta(status),
         )
         details = "; ".join(filter(None, (status.state.reason, status.work)))
@@ -68,7 +68,7 @@ def _table(statuses: Iterable[RunStatus]) -> "Table":
     return table
 
 
-def _details(status: RunStatus) -> str:
+def _format_details(status: RunStatus) -> str:
     since = (
         f", since {time.strftime('%d %b %H:%M', time.localtime(status.state.since))}"
         if status.state.since
@@ -79,8 +79,8 @@ def _details(status: RunStatus) -> str:
         "state": status.state.name + (f": {status.state.reason}" if status.state.reason else "") + since,
         "work": status.work,
         "step": _step(status),
-        "loss": _loss(status),
-        "tokens/s": _speed(status),
+        "loss": _format_loss(status),
+        "tokens/s": _format_speed(status),
         "time left": _format_eta(status),
         "checkpoint": f"step {status.checkpoint}" if status.checkpoint else "none",
         "restarts": str(status.restarts),
@@ -99,11 +99,11 @@ def _step(status: RunStatus) -> str:
     )
 
 
-def _loss(status: RunStatus) -> str:
+def _format_loss(status: RunStatus) -> str:
     return "" if status.loss is None else f"{status.loss:.4f}"
 
 
-def _speed(status: RunStatus) -> str:
+def _format_speed(status: RunStatus) -> str:
     return "" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f}"
 
 
@@ -243,15 +243,15 @@ def compare_command(args: argparse.Namespace) -> int:
     from megatfm.report.compare import RunComparison, write_comparison
 
     comparison = RunComparison.of([check_path(Path(run)) for run in args.runs])
-    results = comparison.results()
+    results = comparison.collect_results()
     table = Table("", *comparison.names, box=box.SIMPLE_HEAD, title_justify="left")
-    for key, cells in comparison.differences():
+    for key, cells in comparison.list_differences():
         table.add_row(key, *cells)
     table.add_section()
     for index, column in enumerate(results.columns):
         table.add_row(column, *(row[index] for row in results.rows))
     print_table(table)
-    for note in comparison.notes():
+    for note in comparison.list_notes():
         print(f"note: {note}")
     print(write_comparison(comparison, args.out))
     return 0

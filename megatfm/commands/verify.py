@@ -73,10 +73,10 @@ def verify_command(args: argparse.Namespace) -> int:
 
     comparison = verify(config, args.documents)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_heading(comparison), markup=False)
+    console.print(_format_heading(comparison), markup=False)
     differences = comparison.gradients if args.all else comparison.gradients[:MAX_SHOWN]
-    print_table(_gradient_table(comparison, len(differences)))
-    print_table(_traffic_table(comparison))
+    print_table(_make_gradient_table(comparison, len(differences)))
+    print_table(_make_traffic_table(comparison))
     for reason in dict.fromkeys(comparison.axes_without_closed_form.values()):
         axes = {
             flow.axis
@@ -87,7 +87,7 @@ def verify_command(args: argparse.Namespace) -> int:
             console.print(
                 f"The traffic over {', '.join(sorted(axes))} is not predicted: {reason}.", markup=False
             )
-    console.print(_conclusion(comparison), markup=False)
+    console.print(_format_conclusion(comparison), markup=False)
     return 1 if comparison.wrong or comparison.traffic_mismatches else 0
 
 
@@ -151,7 +151,7 @@ def _print_summary(cases: "Sequence[PresetResult]", seconds: float) -> int:
     return 1 if wrong else 0
 
 
-def _heading(comparison: "GradientComparison") -> str:
+def _format_heading(comparison: "GradientComparison") -> str:
     parallel = comparison.config.parallel
     axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
     if parallel.cp > 1:
@@ -175,7 +175,7 @@ def _heading(comparison: "GradientComparison") -> str:
     )
 
 
-def _gradient_table(comparison: "GradientComparison", n_rows: int) -> "Table":
+def _make_gradient_table(comparison: "GradientComparison", n_rows: int) -> "Table":
     from rich.table import Table
 
     hidden = len(comparison.gradients) - n_rows
@@ -204,7 +204,7 @@ def _gradient_table(comparison: "GradientComparison", n_rows: int) -> "Table":
     return table
 
 
-def _traffic_table(comparison: "GradientComparison") -> "Table":
+def _make_traffic_table(comparison: "GradientComparison") -> "Table":
     from rich.table import Table
 
     table = Table(title="Counted in this step, for the rank that sends most", title_justify="left")
@@ -227,7 +227,7 @@ def _traffic_table(comparison: "GradientComparison") -> "Table":
     return table
 
 
-def _conclusion(comparison: "GradientComparison") -> str:
+def _format_conclusion(comparison: "GradientComparison") -> str:
     bound, n_gradients = comparison.bound, len(comparison.gradients)
     if not comparison.wrong and comparison.traffic_mismatches:
         more = (

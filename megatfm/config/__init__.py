@@ -87,7 +87,7 @@ from megatfm.config.position import (
     T5PositionConfig,
 )
 from megatfm.config.root import Config
-from megatfm.config.section import invalid, require_variant
+from megatfm.config.section import make_usage_error, require_variant
 from megatfm.config.sources import find_config, preset_names, presets_of_models
 from megatfm.config.task import TaskConfig
 from megatfm.config.task_heads import (
@@ -187,9 +187,9 @@ __all__ = [
     "WindowedAttentionConfig",
     "Windows2dPatternConfig",
     "find_config",
-    "invalid",
     "load",
     "load_config",
+    "make_usage_error",
     "preset_names",
     "presets_of_models",
     "require_variant",

@@ -79,21 +79,21 @@ def check_compatibility(
                     "parallel.engine = 'deepspeed'"
                 )
         return
-    for problem in _problems(parallel, train, optimizer, deepspeed):
+    for problem in _iter_problems(parallel, train, optimizer, deepspeed):
         raise ValueError(f"parallel.engine = 'deepspeed' with {problem}, or parallel.engine = 'native'")
 
 
-def _problems(
+def _iter_problems(
     parallel: ParallelConfig, train: TrainConfig, optimizer: OptimizerSection, offload: DeepSpeedConfig
 ) -> Iterator[str]:
     """Yield each unsupported setting, and what to set instead."""
-    yield from _parallel_problems(parallel)
+    yield from _iter_parallel_problems(parallel)
     yield from _train_problems(parallel, train)
-    yield from _optimizer_problems(parallel, optimizer)
-    yield from _offload_problems(parallel, train, offload)
+    yield from _iter_optimizer_problems(parallel, optimizer)
+    yield from _iter_offload_problems(parallel, train, offload)
 
 
-def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
+def _iter_parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.pp > 1 and parallel.zero > 1:
         yield (
             f"parallel.pp = {parallel.pp} and parallel.zero = {parallel.zero}, which reduces gradients in each of the "
@@ -132,7 +132,7 @@ def _train_problems(parallel: ParallelConfig, train: TrainConfig) -> Iterator[st
         yield "train.compile = true: its hooks stand between compiled blocks: set train.compile = false"
 
 
-def _optimizer_problems(parallel: ParallelConfig, optimizer: OptimizerSection) -> Iterator[str]:
+def _iter_optimizer_problems(parallel: ParallelConfig, optimizer: OptimizerSection) -> Iterator[str]:
     if isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS):
         yield (
             f"optimizer.name = {optimizer.name!r}, which looks at whole tensors, while its ZeRO cuts flattened "
@@ -150,7 +150,7 @@ def _optimizer_problems(parallel: ParallelConfig, optimizer: OptimizerSection) -
         )
 
 
-def _offload_problems(
+def _iter_offload_problems(
     parallel: ParallelConfig, train: TrainConfig, offload: DeepSpeedConfig
 ) -> Iterator[str]:
     if offload.offload_optimizer != "none" and parallel.zero == 0:
@@ -165,7 +165,7 @@ def _offload_problems(
     if offload.offload_parameters == "nvme" and parallel.zero == 3 and _has_unsharded_weights(parallel):
         yield f"{NVME_UNSHARDED_ERROR}: {NVME_UNSHARDED_HINT}"
     if offload.zero_hpz_partition_size > 1 and (
-        problem := _zero_plus_plus_problem(parallel) or _hpz_problem(offload)
+        problem := _zero_plus_plus_problem(parallel) or _find_hpz_problem(offload)
     ):
         yield f"deepspeed.zero_hpz_partition_size = {offload.zero_hpz_partition_size} and {problem}"
     for key in offload.quantized_keys:
@@ -191,7 +191,7 @@ def _zero_plus_plus_problem(parallel: ParallelConfig) -> str:
     return ""
 
 
-def _hpz_problem(offload: DeepSpeedConfig) -> str:
+def _find_hpz_problem(offload: DeepSpeedConfig) -> str:
     if offload.offload_parameters != "none":
         return (
             f"deepspeed.offload_parameters = {offload.offload_parameters!r}, which would keep the copy on the host, "

@@ -26,7 +26,7 @@ def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
 
     Raises UsageError if the user's JSON can't be read, or disagrees with our config, naming the keys.
     """
-    derived = _base_json(config, precision, str(folder or config.deepspeed.nvme_path))
+    derived = _make_base_json(config, precision, str(folder or config.deepspeed.nvme_path))
     if config.deepspeed.json_file is None:
         return derived
     path = Path(config.deepspeed.json_file)
@@ -39,7 +39,7 @@ def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
     return merge(derived, tuned, controlled_keys(config, precision))
 
 
-def _base_json(config: Config, precision: str, folder: str) -> Json:
+def _make_base_json(config: Config, precision: str, folder: str) -> Json:
     parallel, offload = config.parallel, config.deepspeed
     zero: Json = {"stage": parallel.zero}
     if parallel.zero == 3:
@@ -90,14 +90,14 @@ def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]
     overlap = {"zero_optimization.overlap_comm": ("parallel.pp", False)} if parallel.pp > 1 else {}
     return {
         **overlap,
-        **_precision_keys(precision),
-        **_offload_keys(config),
+        **_get_precision_keys(precision),
+        **_get_offload_keys(config),
         "train_batch_size": ("train.global_batch", train.global_batch),
         "train_micro_batch_size_per_gpu": ("train.micro_batch", train.micro_batch),
         "gradient_accumulation_steps": ("train.global_batch and train.micro_batch", ANY_VALUE),
         "gradient_clipping": ("optimizer.max_grad_norm", optimizer.max_grad_norm),
         "zero_optimization.stage": ("parallel.zero", parallel.zero),
-        "optimizer.type": ("optimizer.name", _optimizer_types(optimizer.name)),
+        "optimizer.type": ("optimizer.name", _get_optimizer_types(optimizer.name)),
         "optimizer.params.adam_w_mode": ("optimizer.name = 'adamw' decays weights by themselves", True),
         "optimizer.params.torch_adam": ("optimizer.name", ANY_VALUE),
         "optimizer.params.lr": ("optimizer.lr", optimizer.lr),
@@ -107,7 +107,7 @@ def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]
     }
 
 
-def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
+def _get_precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
     """Return the controlled keys of precision. precision: "auto" if not resolved; the loss scale's count for fp16."""
     precision_text = f"train.precision = {precision!r}"
     keys: dict[str, tuple[str, Any]] = {
@@ -129,7 +129,7 @@ def _precision_keys(precision: str) -> dict[str, tuple[str, Any]]:
     return keys | {f"fp16.{key}": (reason, value) for key, value in scale.items()}
 
 
-def _offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
+def _get_offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
     offload = config.deepspeed
     keys: dict[str, tuple[str, Any]] = {
         "zero_optimization.offload_optimizer.device": (
@@ -159,7 +159,7 @@ def _offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
     return keys
 
 
-def _optimizer_types(name: str) -> str | tuple[str, ...]:
+def _get_optimizer_types(name: str) -> str | tuple[str, ...]:
     """Return DeepSpeed's names of our optimizer. Its Adam is AdamW by default."""
     names: dict[str, str | tuple[str, ...]] = {"adamw": ("AdamW", "Adam"), "lion": "Lion"}
     return names.get(name, name)
@@ -256,7 +256,7 @@ def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
     """
     merged: Json = json.loads(json.dumps(derived))
     conflicts: dict[str, str] = {}
-    for key, value in _leaves(tuned):
+    for key, value in _iter_leaves(tuned):
         unsupported = next((k for k in UNSUPPORTED_KEYS if f"{key}.".startswith(f"{k}.")), None)
         section, _, inner_key = key.partition(".")
         if value == "auto" or _matches(value, FIXED_VALUES.get(key)):
@@ -264,7 +264,7 @@ def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> J
         if key in fixed:
             source, expected = fixed[key]
             if not _matches(value, expected):
-                conflicts[f"{key} = {json.dumps(value)}"] = _conflict(source, expected)
+                conflicts[f"{key} = {json.dumps(value)}"] = _explain_conflict(source, expected)
         elif unsupported:
             if not (
                 _is_disabled(tuned, key) or (value in DISABLED_VALUES and unsupported not in FIXED_VALUES)
@@ -288,7 +288,7 @@ def _matches(value: Any, expected: Any) -> bool:
     return isinstance(expected, tuple) and value in expected
 
 
-def _conflict(source: str, expected: Any) -> str:
+def _explain_conflict(source: str, expected: Any) -> str:
     """Return the reason of a conflict: our key with its value, or a phrase."""
     value = expected[0] if isinstance(expected, tuple) else expected
     return f", but {source}" if " " in source else f", but {source} = {json.dumps(value)}"
@@ -303,10 +303,10 @@ def _is_disabled(values: Json, key: str) -> bool:
     return False
 
 
-def _leaves(table: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iter_leaves(table: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from _iter_leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -41,9 +41,9 @@ def check_compile(config: "Config") -> None:
 def check_gpu_only(config: "Config") -> None:
     """Raise ValueError if parallel.async_tp or train.cuda_graphs can't be carried out, and name the conflict."""
     if config.parallel.async_tp:
-        _refuse("parallel.async_tp", _async_tp_conflicts(config))
+        _refuse("parallel.async_tp", _find_async_tp_conflicts(config))
     if config.train.cuda_graphs:
-        _refuse("train.cuda_graphs", _cuda_graph_conflicts(config))
+        _refuse("train.cuda_graphs", _find_cuda_graph_conflicts(config))
 
 
 def _refuse(key: str, conflicts: Mapping[str, bool]) -> None:
@@ -53,7 +53,7 @@ def _refuse(key: str, conflicts: Mapping[str, bool]) -> None:
             raise ValueError(f"{key} = true: {reason}: set {key} = false")
 
 
-def _async_tp_conflicts(config: "Config") -> dict[str, bool]:
+def _find_async_tp_conflicts(config: "Config") -> dict[str, bool]:
     parallel, train, uncompiled = config.parallel, config.train, compile_conflict(config)
     return {
         f"parallel.engine = {parallel.engine!r} compiles nothing": parallel.engine != "native",
@@ -68,7 +68,7 @@ def _async_tp_conflicts(config: "Config") -> dict[str, bool]:
     }
 
 
-def _cuda_graph_conflicts(config: "Config") -> dict[str, bool]:
+def _find_cuda_graph_conflicts(config: "Config") -> dict[str, bool]:
     parallel, train, objective = config.parallel, config.train, config.objective.name
     axes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
     axes |= {"dp_shard": max(parallel.dp_shard, 1), "dp_replicate": parallel.dp_replicate}

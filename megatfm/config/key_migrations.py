@@ -229,17 +229,17 @@ def migrate(
     if not isinstance(values, Mapping):
         return values
     tables = copy.deepcopy(dict(values))
-    for old, new in _for_blocks(RENAMED_KEYS if renamed is None else renamed):
+    for old, new in _expand_to_block_kinds(RENAMED_KEYS if renamed is None else renamed):
         _rename(tables, old.split("."), new.split("."))
     for key, old_value, new_value in RENAMED_VALUES if new_values is None else new_values:
-        for path, _ in _for_blocks([(key, key)]):
+        for path, _ in _expand_to_block_kinds([(key, key)]):
             *parents, last = path.split(".")
-            for table in _tables_at(tables, parents):
+            for table in _iter_tables(tables, parents):
                 if last in table and table[last] == old_value:
                     table[last] = new_value
     for key, value in VALUES_BEFORE if replacements is None else replacements:
         *parents, last = key.split(".")
-        for table in _tables_at(tables, parents):
+        for table in _iter_tables(tables, parents):
             table.setdefault(last, value)
     _tag_all_tokens(tables)
     return tables
@@ -261,7 +261,7 @@ def migrate_prep(values: Any, renamed: Renames | None = None) -> Any:
     tables = copy.deepcopy(dict(values))
     for key in INVERTED_PREP_KEYS:
         *parents, last = key.split(".")
-        for table in _tables_at(tables, parents):
+        for table in _iter_tables(tables, parents):
             if isinstance(table.get(last), bool):
                 table[last] = not table[last]
     tables = migrate(tables, RENAMED_PREP_KEYS, RENAMED_PREP_VALUES, ())
@@ -280,11 +280,11 @@ def find_renamed_prep_words(values: Any) -> list[str]:
         if not find_renamed_keys(tables, [(old, new)]):
             continue
         opposite = " (which says the opposite)" if old in INVERTED_PREP_KEYS else ""
-        messages.append(f"{_plain(old)} is {_plain(new)} now{opposite}")
+        messages.append(f"{_strip_variants(old)} is {_strip_variants(new)} now{opposite}")
         _rename(tables, old.split("."), new.split("."))
     for key, old_value, new_value in RENAMED_PREP_VALUES:
         *parents, last = key.split(".")
-        if any(table.get(last) == old_value for table in _tables_at(tables, parents)):
+        if any(table.get(last) == old_value for table in _iter_tables(tables, parents)):
             messages.append(f"{key} = {old_value!r} is {new_value!r} now")
     return messages
 
@@ -292,14 +292,14 @@ def find_renamed_prep_words(values: Any) -> list[str]:
 def find_renamed_keys(values: Any, renamed: Renames | None = None) -> list[tuple[str, str]]:
     """Return (old key, new key) of the old keys that a config has."""
     renamed_keys = []
-    for old, new in _for_blocks(RENAMED_KEYS if renamed is None else renamed):
+    for old, new in _expand_to_block_kinds(RENAMED_KEYS if renamed is None else renamed):
         *parents, last = old.split(".")
-        if any(last in table for table in _tables_at(values, parents)):
-            renamed_keys.append((_plain(old), _plain(new)))
+        if any(last in table for table in _iter_tables(values, parents)):
+            renamed_keys.append((_strip_variants(old), _strip_variants(new)))
     return renamed_keys
 
 
-def _for_blocks(renamed: Renames) -> Iterator[tuple[str, str]]:
+def _expand_to_block_kinds(renamed: Renames) -> Iterator[tuple[str, str]]:
     """Yield the rows, and those of [model] also for each section of a kind of block."""
     for old, new in renamed:
         yield old, new
@@ -311,12 +311,12 @@ def _for_blocks(renamed: Renames) -> Iterator[tuple[str, str]]:
 def _rename(tables: dict[str, Any], old: list[str], new: list[str]) -> None:
     """Move the value of an old path to the new one, below the deepest table that both paths share."""
     shared = 0
-    while shared < min(len(old), len(new)) - 1 and _names_same_table(old[shared], new[shared]):
+    while shared < min(len(old), len(new)) - 1 and _is_same_table(old[shared], new[shared]):
         shared += 1
-    for root in _tables_at(tables, old[:shared]):
+    for root in _iter_tables(tables, old[:shared]):
         *parents, last = old[shared:]
         *new_parents, name = (part.partition("[")[0] for part in new[shared:])
-        for table in _tables_at(root, parents):
+        for table in _iter_tables(root, parents):
             if last not in table:
                 continue
             value, target = table.pop(last), root
@@ -325,29 +325,29 @@ def _rename(tables: dict[str, Any], old: list[str], new: list[str]) -> None:
             target.setdefault(name, value)
 
 
-def _names_same_table(old: str, new: str) -> bool:
+def _is_same_table(old: str, new: str) -> bool:
     return old.partition("[")[0] == new.partition("[")[0]
 
 
-def _tables_at(values: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _iter_tables(values: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield every table at a path."""
     if isinstance(values, list | tuple):
         for element in values:
-            yield from _tables_at(element, path)
+            yield from _iter_tables(element, path)
     elif not isinstance(values, dict):
         return
     elif not path:
         yield values
     elif path[0] == "*":
         for value in list(values.values()):
-            yield from _tables_at(value, path[1:])
+            yield from _iter_tables(value, path[1:])
     else:
         key, _, variant = path[0].partition("[")
-        for table in _tables_at(values.get(key), ()):
+        for table in _iter_tables(values.get(key), ()):
             if not variant or table.get("name") == variant.rstrip("]"):
-                yield from _tables_at(table, path[1:])
+                yield from _iter_tables(table, path[1:])
 
 
-def _plain(path: str) -> str:
+def _strip_variants(path: str) -> str:
     """Return a path as users write it."""
     return ".".join(part.partition("[")[0].replace("*", "KIND") for part in path.split("."))

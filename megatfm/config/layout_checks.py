@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatfm.config.attention import LongformerPatternConfig
 from megatfm.config.ffn import SoftMoEConfig
-from megatfm.config.section import divisors, nearest_divisor
+from megatfm.config.section import list_divisors, nearest_divisor
 
 if TYPE_CHECKING:
     from megatfm.config.root import Config
@@ -25,7 +25,7 @@ def check_tensor_parallel(config: "Config") -> None:
     for key, count in divided.items():
         if not divides(parallel.tp, key):
             sizes = [n for name, n in divided.items() if not name.endswith("n_kv_heads")] or [count]
-            smaller = [tp for tp in divisors(gcd(*sizes)) if tp < parallel.tp]
+            smaller = [tp for tp in list_divisors(gcd(*sizes)) if tp < parallel.tp]
             fitting = [tp for tp in smaller if all(divides(tp, name) for name in divided)]
             raise ValueError(
                 f"parallel.tp = {parallel.tp} does not divide model.{key} = {count}: the nearest tp that fits "

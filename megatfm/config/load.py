@@ -157,7 +157,7 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
         if key == CORPUS and text:
             _set_corpus(values, override, text)
             continue
-        table = _table(values, parts[:-1], override)
+        table = _descend(values, parts[:-1], override)
         if not text:
             table.pop(parts[-1], None)
             continue
@@ -188,7 +188,7 @@ def drop_preset_vocab_size(values: Mapping[str, Any], overrides: Sequence[str]) 
 
 
 def _set_corpus(values: dict[str, Any], override: str, folder: str) -> None:
-    data = _table(values, ["data"], override)
+    data = _descend(values, ["data"], override)
     for key in ("mixture", "mixture_schedule"):
         data.pop(key, None)
     parent = folder.rstrip("/")  # on S3, c//train is another key than c/train
@@ -197,7 +197,7 @@ def _set_corpus(values: dict[str, Any], override: str, folder: str) -> None:
     data["tokenizer"] = FromCommandLine(folder)
 
 
-def _table(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:
+def _descend(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:
     table = values
     for part in parts:
         table = table.setdefault(part, {})
@@ -228,7 +228,7 @@ def _from_command_line(value: Any) -> Any:
 def _format_error(error: ValidationError, config_class: type[BaseModel], values: Mapping[str, Any]) -> str:
     """Return the first of a config's errors as `key = value: reason; way out`."""
     first = error.errors(include_url=False)[0]
-    path, section, value = _locate(first["loc"], config_class, values)
+    path, section, value = _locate_error(first["loc"], config_class, values)
     message = first["msg"].removeprefix("Value error, ")
     n_more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     key = ".".join(path) or "config"
@@ -243,7 +243,8 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
         known_text = f"known here: {', '.join(known_keys)}" if known_keys else ""
         return f"{key}: unknown key{hint}; {known_text}{n_more}"
     if first["type"] == "missing" and value is None:
-        return f"{key}: is required{_by_name(values, path)}{_example(section, path)}{_also(error) or n_more}"
+        reason, example = _explain_by_name(values, path), _give_example(section, path)
+        return f"{key}: is required{reason}{example}{_list_other_missing_keys(error) or n_more}"
     if first["type"] == "value_error":
         return f"{key + ': ' if path else ''}{message}{n_more}"
     if first["type"].startswith("union_tag"):
@@ -257,10 +258,10 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
         message = "this is a list"
     elif first["type"] == "missing":
         message = "has too few elements"
-    return f"{key} = {text}: {message[0].lower()}{message[1:]}{_example(section, path)}{n_more}"
+    return f"{key} = {text}: {message[0].lower()}{message[1:]}{_give_example(section, path)}{n_more}"
 
 
-def _locate(
+def _locate_error(
     loc: tuple[int | str, ...], config_class: type[BaseModel], values: Mapping[str, Any]
 ) -> tuple[list[str], type[BaseModel] | None, Any]:
     """Return key path, section class and value at an error's location, without pydantic's tags of unions."""
@@ -287,7 +288,7 @@ def _locate(
     return path, section, value
 
 
-def _by_name(values: Mapping[str, Any], path: Sequence[str]) -> str:
+def _explain_by_name(values: Mapping[str, Any], path: Sequence[str]) -> str:
     """Return the section's name, if the config sets one: the reason why the key is required."""
     value: Any = values
     for key in path[:-1]:
@@ -296,7 +297,7 @@ def _by_name(values: Mapping[str, Any], path: Sequence[str]) -> str:
     return f" by name = {str(name)!r}" if isinstance(name, str) else ""
 
 
-def _also(error: ValidationError) -> str:
+def _list_other_missing_keys(error: ValidationError) -> str:
     """Return the other missing keys of the same section, if there are no other errors."""
     first, *later_errors = error.errors(include_url=False)
     if not all(item["type"] == "missing" and item["loc"][:-1] == first["loc"][:-1] for item in later_errors):
@@ -304,7 +305,7 @@ def _also(error: ValidationError) -> str:
     return f" (and {', '.join(str(item['loc'][-1]) for item in later_errors)})" if later_errors else ""
 
 
-def _example(section: type[BaseModel] | None, path: Sequence[str]) -> str:
+def _give_example(section: type[BaseModel] | None, path: Sequence[str]) -> str:
     key = path[-1]
     field = section.model_fields.get(key) if section else None
     if field is None:
@@ -312,19 +313,19 @@ def _example(section: type[BaseModel] | None, path: Sequence[str]) -> str:
     if field.examples:
         return f"; for example {field.examples[0]!r}"
     if sections := sections_of(section, key):
-        return f"; for example {'.'.join(path)} = {_inline(sections[0])}"
+        return f"; for example {'.'.join(path)} = {_write_inline_table(sections[0])}"
     default = field.get_default(call_default_factory=True, validated_data={})
     value = list(default) if isinstance(default, tuple) else default
     return "" if field.is_required() or default is None else f"; the default is {value!r}"
 
 
-def _inline(section: type[BaseModel]) -> str:
+def _write_inline_table(section: type[BaseModel]) -> str:
     """Return the required keys of a section, with examples, as an inline TOML table."""
     keys = []
     for key, field in section.model_fields.items():
         example = next(iter(field.examples or ()), None)
         if field.is_required() and (sections := sections_of(section, key)):
-            keys.append(f"{key} = {_inline(sections[0])}")
+            keys.append(f"{key} = {_write_inline_table(sections[0])}")
         elif example is not None and (
             field.is_required() or (field.default is None and isinstance(example, str))
         ):

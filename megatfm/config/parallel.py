@@ -114,10 +114,10 @@ class ParallelConfig(Section):
                 f"async_tp = true is for tensor-parallel ranks that gather and scatter tokens, and {reason}: leave it "
                 "out, or set tp = 2 or more and sequence_parallel = true"
             )
-        self._folds_experts()
+        self._check_expert_tp()
         return self
 
-    def _folds_experts(self) -> None:
+    def _check_expert_tp(self) -> None:
         if self.expert_tp != "by_expert" and self.tp == 1:
             raise ValueError(
                 f"expert_tp = {self.expert_tp!r} is for tensor-parallel ranks, and tp = 1: leave it out"

@@ -250,7 +250,7 @@ _BY_NAME: dict[str, type[Section]] = {
 }
 
 
-def _by_its_name(value: Any, info: ValidationInfo) -> Any:
+def _parse_by_name(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, Section):
         return value
     name = value.get("name") if isinstance(value, Mapping) else None
@@ -261,7 +261,7 @@ def _by_its_name(value: Any, info: ValidationInfo) -> Any:
     return _BY_NAME.get(name, PluginStepConfig).model_validate(value, context=info.context)
 
 
-StepConfig = Annotated[KnownStep | PluginStepConfig, BeforeValidator(_by_its_name)]
+StepConfig = Annotated[KnownStep | PluginStepConfig, BeforeValidator(_parse_by_name)]
 
 
 class RepeatedLinesConfig(Section):

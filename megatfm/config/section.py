@@ -39,7 +39,7 @@ MAX_WIDTH, MAX_LAYERS, MAX_LENGTH = 2**24, 2**14, 2**31
 """Bounds of a model's sizes: far above any ever trained, far below what hangs or overflows."""
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """Return the divisors of a number, in ascending order."""
     small_divisors = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small_divisors, *(number // divisor for divisor in small_divisors)})
@@ -47,7 +47,7 @@ def divisors(number: int) -> list[int]:
 
 def nearest_divisor(number: int, target: int) -> int:
     """Return the divisor of a number nearest to `target`; the smaller of two."""
-    return min(divisors(number), key=lambda divisor: (abs(divisor - target), divisor))
+    return min(list_divisors(number), key=lambda divisor: (abs(divisor - target), divisor))
 
 
 class LacksOptionError(UsageError, AttributeError):
@@ -153,7 +153,7 @@ def _merge_into_table(
         old = values.get(key)
         if not inner_path and not (isinstance(old, Section) and isinstance(change, Mapping)):
             values[key] = unflatten(change) if isinstance(change, Mapping) else change
-    for key, changes in _changes_below(keys, values).items():
+    for key, changes in _group_changes(keys, values).items():
         old, annotation = values.get(key), annotations.get(key)
         if isinstance(old, Section):
             values[key] = _merge_into_variant(old, changes, variants_of(annotation))
@@ -167,7 +167,7 @@ def _merge_into_table(
     return values
 
 
-def _changes_below(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _group_changes(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return key → changes below it, from dotted keys and from tables for sections."""
     changes_by_key: dict[str, dict[str, Any]] = {}
     for path, change in keys.items():
@@ -233,7 +233,7 @@ def name_of(section: type[BaseModel]) -> object:
     return section.model_fields["name"].default if "name" in section.model_fields else None
 
 
-def invalid(subject: str, error: ValidationError) -> UsageError:
+def make_usage_error(subject: str, error: ValidationError) -> UsageError:
     """Return the first error of a config that was computed, not read from a file, as `subject: key: reason`."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
@@ -291,12 +291,12 @@ def split_words(text: str) -> list[str]:
     return [word for word in words if word]
 
 
-def _types_in(annotation: Any) -> list[Any]:
+def _list_types(annotation: Any) -> list[Any]:
     """Return the types in a union, and the values of a Literal."""
     if get_origin(annotation) is Annotated:
-        return _types_in(get_args(annotation)[0])
+        return _list_types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _types_in(part)]
+        return [kind for part in get_args(annotation) for kind in _list_types(part)]
     return list(get_args(annotation)) if get_origin(annotation) is Literal else [annotation]
 
 
@@ -304,7 +304,7 @@ def _number_in_place_of_bool(value: Any, annotation: Any) -> str:
     """Return what to write in place of a bool where a number belongs, also in lists and tables; "" if all is well."""
     if not isinstance(value, bool | list | tuple | Mapping):
         return ""  # nearly every value; a deep model's layers validate thousands
-    kinds = _types_in(annotation)
+    kinds = _list_types(annotation)
     if isinstance(value, bool):
         numbers = [kind for kind in kinds if kind in (int, float) or type(kind) in (int, float)]
         if not numbers or any(kind is bool or isinstance(kind, bool) for kind in kinds):

@@ -77,7 +77,7 @@ def merge_files(config_class: type[Section], files: list[ConfigFile]) -> dict[st
             _remove_key(values, key, file.path)
         changes = file.values if file.folder == folder else _from_file(file.values, file.folder)
         values = merge(config_class, values, changes)
-    tokenizers = [file for file in files if "tokenizer" in _table(file, "data") and not file.is_preset]
+    tokenizers = [file for file in files if "tokenizer" in _get_table(file, "data") and not file.is_preset]
     if tokenizers and is_vocab_size_of_preset(files) and isinstance(values["model"], dict):
         values["model"].pop("vocab_size", None)  # the user's tokenizer decides it
     return values
@@ -100,10 +100,10 @@ def _remove_key(values: dict[str, Any], key: str, path: Path) -> None:
 
 def is_vocab_size_of_preset(files: list[ConfigFile]) -> bool:
     """Whether `model.vocab_size` comes from a preset, not from a user's file."""
-    return next((file.is_preset for file in files if "vocab_size" in _table(file, "model")), False)
+    return next((file.is_preset for file in files if "vocab_size" in _get_table(file, "model")), False)
 
 
-def _table(file: ConfigFile, key: str) -> Mapping[str, Any]:
+def _get_table(file: ConfigFile, key: str) -> Mapping[str, Any]:
     table = file.values.get(key)
     return table if isinstance(table, Mapping) else {}
 

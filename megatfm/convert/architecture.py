@@ -237,11 +237,11 @@ def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[st
         return {
             key: value
             for depth in range(max(config.n_layers, config.encoder_layers))
-            for key, value in _named_by_layer(depth, functional_config(config.layer_config(depth)))
+            for key, value in _name_by_layer(depth, functional_config(config.layer_config(depth)))
         }
     values = {
         key: value
-        for key, value in _flat(config.with_resolved_factors().model_dump())
+        for key, value in _flatten(config.with_resolved_factors().model_dump())
         if key not in TRAINING_ONLY
     }
     values |= {
@@ -262,16 +262,16 @@ def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[st
     return values
 
 
-def _named_by_layer(depth: int, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _name_by_layer(depth: int, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         yield (f"block at {depth}.{key}" if key.startswith(PER_LAYER_KEYS) else key), value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Flatten nested mappings to dotted keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

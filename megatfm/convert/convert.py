@@ -116,7 +116,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     parts = exported_models(model, origin.get("name"))
     tensors = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
-        for key, (dtype, shape) in checkpoint.names(path).items()
+        for key, (dtype, shape) in checkpoint.read_names(path).items()
         if key.startswith("model.")
     }
     _check_names(path, tensors, config.model)

@@ -154,14 +154,14 @@ class UniversalFolder(HfFolder):
             yield f"model.{name}", tensor
         for rule in self.rules:
             for key in MOMENTS:
-                for name, tensor in self._moments(rule, key):
+                for name, tensor in self._read_moments(rule, key):
                     non_finite += [f"{name}'s {key}"] * (not tensor.isfinite().all())
                     yield f"optimizer.{name}.{key}", tensor
             for name in rule.megatfm:
                 yield f"optimizer.{name}.step", torch.tensor(float(step))
         self.notes += note_non_finite(non_finite)
 
-    def _moments(self, rule: WeightMapping, key: str) -> Iterator[tuple[str, Tensor]]:
+    def _read_moments(self, rule: WeightMapping, key: str) -> Iterator[tuple[str, Tensor]]:
         tensors = rule.from_hf([self.read_state(name, key) for name in rule.hf])
         yield from zip(rule.megatfm, (tensor.contiguous() for tensor in tensors), strict=True)
 

@@ -52,7 +52,7 @@ def exported_models(config: ModelConfig, previous_name: object = None) -> list[E
             name, architecture, hf_config = architecture_for(config)
         return [ExportedModel("", name, architecture, hf_config, architecture.weight_mappings(config))]
     classes = DEBERTA if config.position.name == "deberta_v2" else CLASSES
-    halves = _halves(config)
+    halves = _split_config(config)
     if classes is DEBERTA:
         headless = {"family": "encoder", "lm_head": HeadConfig(name="none")}
         halves["discriminator"] = halves["discriminator"].model_copy(update=headless)
@@ -87,9 +87,10 @@ class ElectraFolder:
                 )
             if self.models[half].name != name:
                 raise UsageError(f"{self.path / half}: a {self.models[half].name}, but a {half} is a {name}")
-        self.architecture, self.config = discriminator.architecture, self._config()
+        self.architecture, self.config = discriminator.architecture, self._make_config()
         parts = [
-            _export(half, half_config, CLASSES[half]) for half, half_config in _halves(self.config).items()
+            _export(half, half_config, CLASSES[half])
+            for half, half_config in _split_config(self.config).items()
         ]
         self.rules = [
             rule
@@ -107,7 +108,7 @@ class ElectraFolder:
             f"{half}.{name}": tensor for name, tensor in self.models[half].megatfm_tensors(half_rule).items()
         }
 
-    def _config(self) -> ModelConfig:
+    def _make_config(self) -> ModelConfig:
         discriminator, generator = (self.models[half].config for half in CLASSES)
         section = GeneratorConfig(
             d_model=generator.d_model,
@@ -133,7 +134,7 @@ class ElectraFolder:
                 )
 
 
-def _halves(config: ModelConfig) -> dict[str, ModelConfig]:
+def _split_config(config: ModelConfig) -> dict[str, ModelConfig]:
     changes = {"family": "discriminator", "generator": None}
     return {"discriminator": config.model_copy(update=changes), "generator": generator_config(config)}
 

@@ -58,15 +58,16 @@ class HfFolder:
             missing_names = missing_names or missing
         else:
             raise MegatfmError(f"{self.path}: {missing_names[0]} is not in its files, but {names[0]} has it")
-        self.notes = [*model_type_note, *self._unused_tensors(), *self.architecture.notes(self.config)]
+        self.notes = [*model_type_note, *self._note_unused_tensors(), *self.architecture.notes(self.config)]
         if missing_names and self.json.get("architectures"):
             self.notes.insert(
-                0, f"opened without its head: its files lack {_abbreviate(missing_names)} of a {names[0]}"
+                0,
+                f"opened without its head: its files lack {_abbreviate_names(missing_names)} of a {names[0]}",
             )
 
     def stored_names(self, name: str) -> Mapping[str, str]:
         """Return tensor name → file; name: of the architecture."""
-        return _weight_map(self.path, name)
+        return _read_weight_map(self.path, name)
 
     def _infer_model_type(self) -> list[str]:
         """Infer model_type from tensor names if config.json names neither it nor a class; returns a note if so."""
@@ -96,12 +97,12 @@ class HfFolder:
 
     def _match_tensors(self, file_by_tensor: Mapping[str, str]) -> list[str]:
         """Match the architecture's tensors with the files'; returns the names of missing ones."""
-        self.files = _canonical_names(file_by_tensor, self.architecture)
+        self.files = _map_canonical_names(file_by_tensor, self.architecture)
         self.config = self.architecture.refine_config(self.config, self.files)
         self.rules = list(self.architecture.rules_for(self.config, self.files))
         return sorted({name for rule in self.rules for name in rule.hf} - self.files.keys())
 
-    def _unused_tensors(self) -> list[str]:
+    def _note_unused_tensors(self) -> list[str]:
         """Return a note about stored heads of a bare model. Raises MegatfmError for other unknown tensors."""
         allowed = {name for rule in self.rules for name in (*rule.hf, *rule.tied_names)}
         prefix, unexpected = self.architecture.base_model_prefix, sorted(self.files.keys() - allowed)
@@ -114,7 +115,9 @@ class HfFolder:
                 raise MegatfmError(
                     f"{self.path}: {name} is in its files, but is no weight of a {self.name} that megatfm knows"
                 )
-        return [f"not read, as it belongs to no {self.name}: {_abbreviate(unexpected)}"] * bool(unexpected)
+        return [f"not read, as it belongs to no {self.name}: {_abbreviate_names(unexpected)}"] * bool(
+            unexpected
+        )
 
     def read_tensor(self, name: str) -> Tensor:
         """Read a tensor by its name in the mappings, into aligned memory. Raises MegatfmError."""
@@ -153,7 +156,7 @@ def _check_regular(path: Path) -> None:
         raise MegatfmError(f"{path}: not a regular file")
 
 
-def _abbreviate(names: Sequence[str]) -> str:
+def _abbreviate_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
@@ -208,7 +211,7 @@ def write_preprocessor(folder: Path, hf_config: dict[str, Any]) -> None:
     )
 
 
-def _weight_map(path: Path, name: str) -> Mapping[str, str]:
+def _read_weight_map(path: Path, name: str) -> Mapping[str, str]:
     """Return tensor name → file. name: of the architecture, for errors."""
     if (path / INDEX).is_file():
         weight_map = read_json(path / INDEX).get("weight_map")
@@ -230,7 +233,7 @@ def _weight_map(path: Path, name: str) -> Mapping[str, str]:
     raise UsageError(f"{path}: has a config.json, but neither {WEIGHTS} nor {INDEX}{pickled}")
 
 
-def _canonical_names(files: Mapping[str, str], architecture: Architecture) -> dict[str, tuple[str, str]]:
+def _map_canonical_names(files: Mapping[str, str], architecture: Architecture) -> dict[str, tuple[str, str]]:
     """Return name in the mappings → file and name in that file."""
     is_bare = architecture.base_model_prefix and not any(
         name.startswith(architecture.base_model_prefix) for name in files
@@ -263,11 +266,11 @@ def write_weights(
     hf_tensors = to_hf(rules, tensors)
     shards = split_by_size(hf_tensors, shard_bytes)
     total = len(shards)
-    names = [WEIGHTS] if total == 1 else [_file_name(index, total) for index in range(1, total + 1)]
+    names = [WEIGHTS] if total == 1 else [_format_file_name(index, total) for index in range(1, total + 1)]
     converted = _convert_tensors(rules, read)
     for name, shard in zip(names, shards, strict=True):
         file_io.write_file(
-            folder / name, _safetensors_chunks({key: hf_tensors[key] for key in shard}, converted)
+            folder / name, _iter_safetensors_chunks({key: hf_tensors[key] for key in shard}, converted)
         )
     size = sum(tensor.nbytes for tensor in hf_tensors.values())
     if total > 1:
@@ -300,7 +303,7 @@ def _convert_tensors(rules: Sequence[WeightMapping], read: ReadTensors) -> Itera
         yield from to_hf([rule], read(rule.megatfm)).values()
 
 
-def _safetensors_chunks(layout: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> Iterator[memoryview]:
+def _iter_safetensors_chunks(layout: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> Iterator[memoryview]:
     """Yield header and data of a safetensors file (see `checkpoint.file_format`), reading tensors on the way."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -320,5 +323,5 @@ def _safetensors_chunks(layout: Mapping[str, Tensor], tensors: Iterator[Tensor])
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _file_name(index: int, total: int) -> str:
+def _format_file_name(index: int, total: int) -> str:
     return f"model-{index:05d}-of-{total:05d}.safetensors"

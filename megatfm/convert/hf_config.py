@@ -32,7 +32,7 @@ class Key:
         """Raise UsageError for a value of another type, or one that megatfm doesn't support."""
         if is_present and self.allowed is None and self.kinds and not _has_type(value, self.kinds):
             raise UsageError(
-                f"config.json: {name} = {_abbreviate(value)} is not {_describe_types(self.kinds)}"
+                f"config.json: {name} = {_abbreviate_value(value)} is not {_describe_types(self.kinds)}"
             )
         if self.allowed is not None and not any(
             _is_equal(value, allowed_value) for allowed_value in self.allowed
@@ -40,28 +40,30 @@ class Key:
             allowed_values = " or ".join(repr(allowed_value) for allowed_value in self.allowed)
             absent = "" if is_present else " (the default, as the key is missing)"
             raise UsageError(
-                f"config.json: {name} = {_abbreviate(value)} is not supported, only {allowed_values}{absent}"
+                f"config.json: {name} = {_abbreviate_value(value)} is not supported, only {allowed_values}{absent}"
             )
 
 
-def _types(kinds: Iterable[type | None]) -> tuple[type, ...]:
+def _convert_types(kinds: Iterable[type | None]) -> tuple[type, ...]:
     return tuple(type(None) if kind is None else kind for kind in kinds)
 
 
 def used(default: Any, *kinds: type | None) -> Key:
     """Declare a key that `config_from_hf` reads; kinds: its types (None included) if others than its default's."""
-    return Key(default, _types(kinds) if kinds else _types([type(default)]))
+    return Key(default, _convert_types(kinds) if kinds else _convert_types([type(default)]))
 
 
 def supported_values(*allowed: Any, default: Any = ...) -> Key:
     """Declare a key with the values that megatfm supports; default: of transformers, if it isn't the first value."""
-    kinds = _types([*(type(value) for value in allowed), *([] if default is ... else [type(default)])])
+    kinds = _convert_types(
+        [*(type(value) for value in allowed), *([] if default is ... else [type(default)])]
+    )
     return Key(allowed[0] if default is ... else default, kinds, allowed)
 
 
 def ignored(*names: str, kinds: Iterable[type | None] = ()) -> dict[str, Key]:
     """Declare keys that don't change what a model computes."""
-    return dict.fromkeys(names, Key(kinds=_types(kinds), is_ignored=True))
+    return dict.fromkeys(names, Key(kinds=_convert_types(kinds), is_ignored=True))
 
 
 def alias(key: str) -> Key:
@@ -77,7 +79,7 @@ def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], nam
     for key, value in hf_config.items():
         if key not in keys:
             raise UsageError(
-                f"config.json: {key} = {_abbreviate(value)}: megatfm knows no such key of a {name}"
+                f"config.json: {key} = {_abbreviate_value(value)}: megatfm knows no such key of a {name}"
                 f"{did_you_mean(key, keys)}: if the model computes the same without it, remove it from the file"
             )
     declared_keys = {key: declared for key, declared in keys.items() if not declared.alias_of}
@@ -93,8 +95,8 @@ def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], nam
             and not _is_equal(hf_config[key], values[declared.alias_of])
         ):
             raise UsageError(
-                f"config.json: {key} = {_abbreviate(hf_config[key])} is another name of {declared.alias_of}, which is "
-                f"{_abbreviate(values[declared.alias_of])}: keep only {declared.alias_of}"
+                f"config.json: {key} = {_abbreviate_value(hf_config[key])} is another name of {declared.alias_of}, "
+                f"which is {_abbreviate_value(values[declared.alias_of])}: keep only {declared.alias_of}"
             )
     return {key: value for key, value in values.items() if not declared_keys[key].is_ignored}
 
@@ -104,7 +106,7 @@ def check_table_keys(name: str, table: Mapping[str, Any], known_keys: Iterable[s
     for key, value in table.items():
         if key not in known_keys:
             raise UsageError(
-                f"config.json: {name}.{key} = {_abbreviate(value)} is not supported here: remove it"
+                f"config.json: {name}.{key} = {_abbreviate_value(value)} is not supported here: remove it"
             )
 
 
@@ -185,5 +187,5 @@ def _describe_types(kinds: tuple[type, ...]) -> str:
     return " or ".join(names)
 
 
-def _abbreviate(value: Any) -> str:
+def _abbreviate_value(value: Any) -> str:
     return f"{value!r:.80}"

@@ -108,7 +108,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     table = legacy or current or {}
     theta = _read_number(table, "rope_theta", config, table_name)
     theta = 10_000.0 if theta is None else theta
-    return {"position.theta": float(theta), "position.scaling": _scaling(table, config, table_name)}
+    return {"position.theta": float(theta), "position.scaling": _convert_scaling(table, config, table_name)}
 
 
 def rope_of_layer_type(
@@ -193,7 +193,9 @@ def rope_to_hf(config: ModelConfig) -> Json:
     return {"rope_parameters": parameters}
 
 
-def _scaling(table: Mapping[str, Any], config: Mapping[str, Any], table_name: str) -> RopeScaling | None:
+def _convert_scaling(
+    table: Mapping[str, Any], config: Mapping[str, Any], table_name: str
+) -> RopeScaling | None:
     layer_type = table.get("rope_type", table.get("type", "default"))
     if layer_type not in ROPE_TYPES:
         raise UsageError(
@@ -226,7 +228,7 @@ def _scaling(table: Mapping[str, Any], config: Mapping[str, Any], table_name: st
                 original_length=original_length,
                 beta_fast=table.get("beta_fast") or 32.0,
                 beta_slow=table.get("beta_slow") or 1.0,
-                attention_factor=_attention_factor(table),
+                attention_factor=_get_attention_factor(table),
                 truncate=truncate,
             )
         case _:
@@ -238,7 +240,7 @@ def _scaling(table: Mapping[str, Any], config: Mapping[str, Any], table_name: st
             )
 
 
-def _attention_factor(table: Mapping[str, Any]) -> float | None:
+def _get_attention_factor(table: Mapping[str, Any]) -> float | None:
     """Return YaRN's attention factor, if absent from mscale and mscale_all_dim."""
     factor, mscale, mscale_all_dims = (
         table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")

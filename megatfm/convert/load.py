@@ -19,7 +19,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
 from megatfm.models import build
 from megatfm.models.base import take, working_dtype
-from megatfm.ops.transfer import aligned
+from megatfm.ops.transfer import align
 from megatfm.tokenizers import Tokenizer
 
 log = logging.getLogger("megatfm")
@@ -37,7 +37,7 @@ def load_model(
     stored = checkpoint_tensors(model)
     for name, tensor in converted_tensors(folder, meta_shapes(folder.config)):
         # In place, so that tied weights stay tied.
-        stored[name].data = aligned(take(stored[name], tensor, dtype))
+        stored[name].data = align(take(stored[name], tensor, dtype))
     for note in folder.notes:
         log.warning("%s: %s", path, note)
     return model.eval().to(device)

@@ -34,7 +34,7 @@ def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False
     scale, shapes = options.alpha / options.rank, meta_shapes(plain.model)
 
     def merged_tensors() -> Iterator[tuple[str, Tensor]]:
-        stored = checkpoint.names(path)
+        stored = checkpoint.read_names(path)
         for name in shapes:
             factors = {f"model.{factor}" for factor in factor_names(name)} & stored.keys()
             tensors = checkpoint.read_tensors(path, only={f"model.{name}", *factors})

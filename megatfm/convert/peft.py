@@ -72,12 +72,14 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     part = parts[0]
     rules = module_rules(part.architecture, base) or part.rules
     factors, saved, is_transposed = _convert_trained(part.name, rules, _read(path, options), source)
-    written = _adapter_config(options, factors, saved, [name for rule in rules for name in rule.hf]) | {
-        "base_model_name_or_path": _base_of(state),
+    written = _make_adapter_config(options, factors, saved, [name for rule in rules for name in rule.hf]) | {
+        "base_model_name_or_path": _get_base(state),
         "task_type": next((task for end, task in TASK_TYPES.items() if part.name.endswith(end)), None),
         "fan_in_fan_out": is_transposed,
     }
-    content = {PREFIX + name: t.contiguous().clone() for name, t in {**_named(factors), **saved}.items()}
+    content = {
+        PREFIX + name: t.contiguous().clone() for name, t in {**_name_factors(factors), **saved}.items()
+    }
     with new_folder(target) as folder:
         file_io.write_file(folder / ADAPTER_WEIGHTS, [memoryview(save(content, {"format": "pt"}))])
         write_json(folder / ADAPTER_CONFIG, written)
@@ -94,8 +96,8 @@ def _convert_trained(
     """
     factors, saved, unused, is_transposed = dict[str, Factors](), dict[str, Tensor](), set(trained), False
     for rule in rules:
-        if rule_factors := _factors_of(rule, trained):
-            joined, transposed = _joined_factors(rule, rule_factors)
+        if rule_factors := _collect_factors(rule, trained):
+            joined, transposed = _join_factors(rule, rule_factors)
             factors[rule.hf[0].removesuffix(".weight")] = joined
             is_transposed |= transposed and joined[0].dim() == 2
             unused -= {factor for weight in rule_factors for factor in factor_names(weight)}
@@ -111,11 +113,11 @@ def _convert_trained(
     return factors, saved, is_transposed
 
 
-def _adapter_config(
+def _make_adapter_config(
     options: LoRAConfig, factors: Mapping[str, Factors], saved: Mapping[str, Tensor], all_names: Sequence[str]
 ) -> Json:
     """Return what follows from the adapters in adapter_config.json. all_names: of the model's tensors."""
-    modules, parameters = _modules_and_parameters(factors)
+    modules, parameters = _split_names(factors)
     ranks = {name: a.shape[-2] for name, (a, _) in factors.items() if a.shape[-2] != options.rank}
     module_names = [name.removesuffix(".weight") for name in all_names if name.endswith(".weight")]
     return {
@@ -137,16 +139,16 @@ def _adapter_config(
     }
 
 
-def _modules_and_parameters(factors: Mapping[str, Factors]) -> tuple[list[str], list[str]]:
+def _split_names(factors: Mapping[str, Factors]) -> tuple[list[str], list[str]]:
     """Divide names into those of linear layers and those of parameters that hold all experts."""
     return [n for n, (a, _) in factors.items() if a.dim() == 2], [
         n for n, (a, _) in factors.items() if a.dim() > 2
     ]
 
 
-def _named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
+def _name_factors(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     """Return A and B by their names in PEFT's file."""
-    _, parameters = _modules_and_parameters(factors)
+    _, parameters = _split_names(factors)
     wrappers = wrapper_names(parameters)
     return {
         f"{wrappers.get(name, name)}.lora_{letter}.weight": tensor
@@ -189,19 +191,19 @@ def _read(path: Path, options: LoRAConfig) -> dict[str, Tensor]:
     """Read what is trained of a model with adapters."""
     chosen = [
         name
-        for name in checkpoint.names(path)
+        for name in checkpoint.read_names(path)
         if name.startswith("model.")
         and (is_factor(name) or any(fnmatchcase(name[6:], pattern) for pattern in options.trained))
     ]
     return {name.removeprefix("model."): t for name, t in checkpoint.read_tensors(path, only=chosen).items()}
 
 
-def _base_of(state: Mapping[str, JsonValue]) -> str | None:
+def _get_base(state: Mapping[str, JsonValue]) -> str | None:
     base = state.get("base")
     return str(base["checkpoint"]) if isinstance(base, dict) else None
 
 
-def _factors_of(rule: WeightMapping, trained: Mapping[str, Tensor]) -> dict[str, Factors]:
+def _collect_factors(rule: WeightMapping, trained: Mapping[str, Tensor]) -> dict[str, Factors]:
     """Return the adapters of a rule's matrices, by their names."""
     return {
         name: (trained[a], trained[b])
@@ -211,7 +213,7 @@ def _factors_of(rule: WeightMapping, trained: Mapping[str, Tensor]) -> dict[str,
     }
 
 
-def _joined_factors(rule: WeightMapping, factors: Mapping[str, Factors]) -> tuple[Factors, bool]:
+def _join_factors(rule: WeightMapping, factors: Mapping[str, Factors]) -> tuple[Factors, bool]:
     """Return A and B of their matrix, and whether they store that as [d_in, d_out].
 
     Raises UsageError where theirs has no such product.

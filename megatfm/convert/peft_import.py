@@ -62,7 +62,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     opened = _open_base(source, base)
     factors, saved = _read_factors(source, opened)
     rank = max(a.shape[-2] for a, _, _ in factors.values())
-    scale = _usual([scale for _, _, scale in factors.values()])
+    scale = _find_most_common([scale for _, _, scale in factors.values()])
     with torch.device("meta"):
         plain = MODELS.get(opened.config.family)(opened.config)
     options = {
@@ -79,7 +79,9 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     adapters = {
         name: tensor
         for weight, (a, b, own_scale) in factors.items()
-        for name, tensor in zip(factor_names(weight), _padded(a, b * (own_scale / scale), rank), strict=True)
+        for name, tensor in zip(
+            factor_names(weight), _pad_rank(a, b * (own_scale / scale), rank), strict=True
+        )
     }
     with new_folder(target) as folder:
         _write(opened, model, {**adapters, **saved}, folder, target, source)
@@ -96,11 +98,11 @@ def _open_base(source: Path, base: str | Path | None) -> HfFolder:
     return HfFolder(place)
 
 
-def _usual(scales: Sequence[float]) -> float:
+def _find_most_common(scales: Sequence[float]) -> float:
     return max(set(scales), key=scales.count)
 
 
-def _padded(a: Tensor, b: Tensor, rank: int) -> Factors:
+def _pad_rank(a: Tensor, b: Tensor, rank: int) -> Factors:
     """Return A and B of a higher rank, whose product is the same."""
     more = rank - a.shape[-2]
     return torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
@@ -112,8 +114,8 @@ def _read_factors(
     """Return A, B and scale by name of our weights, and other weights by name."""
     adapter_config, tensors = read_json(source / ADAPTER_CONFIG), _read_tensors(source / ADAPTER_WEIGHTS)
     rules = {name: rule for rule in opened.rules for name in rule.hf}
-    rules |= {name: rule for rule in _module_rules(opened) for name in rule.hf}
-    parameters = _adapted_parameters(adapter_config, opened)
+    rules |= {name: rule for rule in _get_module_rules(opened) for name in rule.hf}
+    parameters = _map_adapted_parameters(adapter_config, opened)
     factors: dict[str, tuple[Tensor, Tensor, float]] = {}
     others: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -128,10 +130,10 @@ def _read_factors(
             if b is None:
                 raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: {name} has no lora_B beside it")
             weight = parameters.get(module, f"{module}.weight")
-            rule = _rule_of(rules, weight, opened, source)
+            rule = _find_rule(rules, weight, opened, source)
             pair = _unflatten(tensor, b, rule, opened, source) if module in parameters else (tensor, b)
             scale = _scale(adapter_config, weight.removesuffix(".weight"), pair[0].shape[-2])
-            ours, is_transposed = _ours(rule, *pair, source)
+            ours, is_transposed = _split_factors(rule, *pair, source)
             if module in parameters and not is_transposed:
                 _check_layout(adapter_config, weight, source)
             factors |= {our_name: (*our_pair, scale) for our_name, our_pair in ours.items()}
@@ -139,7 +141,7 @@ def _read_factors(
             others[module] = tensor
     saved: dict[str, Tensor] = {}
     for name in others:
-        rule = _rule_of(rules, name, opened, source)
+        rule = _find_rule(rules, name, opened, source)
         if all(hf in others for hf in rule.hf):
             saved |= dict(zip(rule.megatfm, rule.from_hf([others[hf] for hf in rule.hf]), strict=True))
     if not factors:
@@ -147,16 +149,16 @@ def _read_factors(
     return factors, saved
 
 
-def _module_rules(opened: HfFolder) -> Sequence[WeightMapping]:
+def _get_module_rules(opened: HfFolder) -> Sequence[WeightMapping]:
     return module_rules(opened.architecture, opened.config) or opened.rules
 
 
-def _adapted_parameters(adapter_config: Mapping[str, Any], opened: HfFolder) -> dict[str, str]:
+def _map_adapted_parameters(adapter_config: Mapping[str, Any], opened: HfFolder) -> dict[str, str]:
     """Return the module that PEFT keeps an adapter under → name of the parameter that it is of."""
     targets = adapter_config.get("target_parameters") or []
     chosen = [
         name
-        for rule in _module_rules(opened)
+        for rule in _get_module_rules(opened)
         for name in rule.hf
         if any(name == target or name.endswith(f".{target}") for target in targets)
     ]
@@ -197,7 +199,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise MegatfmError(f"{path}: can't read it: {error}") from None
 
 
-def _rule_of(rules: Mapping[str, WeightMapping], name: str, opened: HfFolder, source: Path) -> WeightMapping:
+def _find_rule(
+    rules: Mapping[str, WeightMapping], name: str, opened: HfFolder, source: Path
+) -> WeightMapping:
     rule = rules.get(name) or rules.get(opened.architecture.base_model_prefix + name)
     if rule is None:
         raise UsageError(
@@ -216,7 +220,9 @@ def _scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (rank**0.5 if adapter_config.get("use_rslora") else rank)
 
 
-def _ours(rule: WeightMapping, a: Tensor, b: Tensor, source: Path) -> tuple[dict[str, Factors], bool]:
+def _split_factors(
+    rule: WeightMapping, a: Tensor, b: Tensor, source: Path
+) -> tuple[dict[str, Factors], bool]:
     """Return the adapters of our matrices that one of theirs holds, and whether it is stored as [d_in, d_out]."""
     product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
     for transposed in (False, True):

@@ -6,7 +6,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatfm.config import Config, LearnedPosition2dConfig, ModelConfig, PatchEmbeddingConfig, invalid
+from megatfm.config import (
+    Config,
+    LearnedPosition2dConfig,
+    ModelConfig,
+    PatchEmbeddingConfig,
+    make_usage_error,
+)
 
 OBJECTIVES = {
     "decoder": "causal",
@@ -43,10 +49,10 @@ def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, len
     if model.stages is not None:
         (rows, columns), patch_size = model.stages.grid, getattr(model.embedding, "patch_size", 1)
         values["data"] |= {"sequence_length": rows * columns, "images": {"size": rows * patch_size}}
-    return _validate(values | _image_sections(values["data"], model), target)
+    return _validate(values | _make_image_sections(values["data"], model), target)
 
 
-def _image_sections(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+def _make_image_sections(data: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the objective and data sections of an image model, with images as large as its position table."""
     if (tower := model.vision_tower) is not None:
         n_patches, size = max(tower.grid) ** 2, max(tower.grid) * tower.embedding.patch_size
@@ -82,4 +88,4 @@ def _validate(values: dict[str, Any], target: Path) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise invalid(f"{target}: the converted model has no valid config", error) from None
+        raise make_usage_error(f"{target}: the converted model has no valid config", error) from None

@@ -90,10 +90,10 @@ def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
 
 def tokenizer_path(source: Path) -> Path:
     """Return the path for `tokenizers.load` in a folder in the Hugging Face format: a file, or the folder."""
-    return tokenizers.find_tokenizer_file(source) or _plain_sentencepiece(source) or source
+    return tokenizers.find_tokenizer_file(source) or _find_plain_sentencepiece(source) or source
 
 
-def _plain_sentencepiece(source: Path) -> Path | None:
+def _find_plain_sentencepiece(source: Path) -> Path | None:
     """Return a SentencePiece model if the files beside it add no tokens, as in folders of `to_hf`."""
     path, config_file = source / "tokenizer.model", source / TOKENIZER_CONFIG
     if not path.is_file() or (source / "added_tokens.json").is_file():

@@ -11,7 +11,7 @@ from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.config import Config, ModelConfig, invalid
+from megatfm.config import Config, ModelConfig, make_usage_error
 from megatfm.config.ffn import DenseFFNConfig, FFNConfig, MoEConfig
 from megatfm.config.key_migrations import migrate
 from megatfm.convert.convert import check_is_new, meta_shapes, new_folder, write_model
@@ -54,7 +54,7 @@ class Upcycling:
             raise UsageError(
                 "--experts, --top-k, --granularity and --every are 1 or more, and --noise 0 or more"
             )
-        for key, d_ff in _widths(dense).items():
+        for key, d_ff in _list_widths(dense).items():
             if d_ff % self.granularity:
                 raise UsageError(
                     f"--granularity {self.granularity} does not divide {key} = {d_ff}: choose "
@@ -66,15 +66,15 @@ class Upcycling:
             )
         try:
             if self.every == 1:
-                block = {kind: self._block(dense, kind) for kind in dense.layer_type}
-                return dense.with_changes({"ffn": self._section(dense.ffn), "layer_type": block})
+                block = {kind: self._make_block_kind(dense, kind) for kind in dense.layer_type}
+                return dense.with_changes({"ffn": self._make_section(dense.ffn), "layer_type": block})
             blocks = ["dense"] * (self.every - 1) + ["sparse"]
-            sparse = {"ffn": self._section(dense.ffn)}
+            sparse = {"ffn": self._make_section(dense.ffn)}
             return dense.with_changes({"layer_types": blocks, "layer_type": {"dense": {}, "sparse": sparse}})
         except ValidationError as error:
-            raise invalid("no mixture can be made of it", error) from None
+            raise make_usage_error("no mixture can be made of it", error) from None
 
-    def _section(self, ffn: FFNConfig) -> dict[str, Any]:
+    def _make_section(self, ffn: FFNConfig) -> dict[str, Any]:
         """Return the section of the experts that replace a dense network."""
         assert isinstance(ffn, DenseFFNConfig)
         return {
@@ -88,11 +88,11 @@ class Upcycling:
             "router": {"name": "top_k", "aux_loss_coef": 0.01},
         }
 
-    def _block(self, dense: ModelConfig, kind: str) -> dict[str, Any]:
+    def _make_block_kind(self, dense: ModelConfig, kind: str) -> dict[str, Any]:
         """Return the keys of a layer type, with its own section of experts if its network differs from the model's."""
         keys = {key: value for key, value in dense.layer_type[kind].items() if key.partition(".")[0] != "ffn"}
         has_ffn = len(keys) < len(dense.layer_type[kind])
-        return keys | ({"ffn": self._section(dense.type_config(kind).ffn)} if has_ffn else {})
+        return keys | ({"ffn": self._make_section(dense.type_config(kind).ffn)} if has_ffn else {})
 
     def tensors(
         self, dense: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
@@ -111,7 +111,7 @@ class Upcycling:
     ) -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
             if match := EXPERT_TENSOR.fullmatch(name):
-                yield name, self._experts(name, dense[_dense_name(match)], match)
+                yield name, self._stack_experts(name, dense[_get_dense_name(match)], match)
             elif name.endswith(".ffn.router.weight"):
                 # The parts of a copy share a row of the router, so they are chosen together at first.
                 rows = (self.experts, shape[1])
@@ -122,7 +122,7 @@ class Upcycling:
             else:
                 yield name, dense[name]
 
-    def _experts(self, name: str, tensor: Tensor, match: re.Match[str]) -> Tensor:
+    def _stack_experts(self, name: str, tensor: Tensor, match: re.Match[str]) -> Tensor:
         """Return a stacked tensor of experts [E, …] from the dense tensor."""
         is_bias, projection = match[2] == "b", match[3]
         if projection == "down" and is_bias:
@@ -140,7 +140,7 @@ class Upcycling:
         return (stacked.double() + noise.view_as(stacked).double()).to(tensor.dtype)
 
 
-def _widths(dense: ModelConfig) -> dict[str, int]:
+def _list_widths(dense: ModelConfig) -> dict[str, int]:
     """Return config key → d_ff of each layer type."""
     kinds = {"model.ffn.d_ff": dense} | {
         f"model.layer_type.{k}.ffn.d_ff": dense.type_config(k) for k in dense.layer_type
@@ -148,7 +148,7 @@ def _widths(dense: ModelConfig) -> dict[str, int]:
     return {key: kind.ffn.d_ff for key, kind in kinds.items() if isinstance(kind.ffn, DenseFFNConfig)}
 
 
-def _dense_name(match: re.Match[str]) -> str:
+def _get_dense_name(match: re.Match[str]) -> str:
     return f"{match[1]}.w_{match[3]}.{'weight' if match[2] == 'w' else 'bias'}"
 
 
@@ -173,7 +173,7 @@ def upcycle(
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     except ValidationError as error:
-        raise invalid(f"{source}: its config doesn't go with a mixture of experts", error) from None
+        raise make_usage_error(f"{source}: its config doesn't go with a mixture of experts", error) from None
     shapes = meta_shapes(upcycled.model)
     kept_state: dict[str, JsonValue] = {
         key: state[key] for key in ("tokenizer", "begins", "stop") if key in state
@@ -199,7 +199,7 @@ class _LazyCheckpoint(Mapping[str, Tensor]):
         return checkpoint.read_tensors(self.path, only={f"model.{name}"})[f"model.{name}"]
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix("model.") for name in checkpoint.names(self.path))
+        return (name.removeprefix("model.") for name in checkpoint.read_names(self.path))
 
     def __len__(self) -> int:
-        return len(checkpoint.names(self.path))
+        return len(checkpoint.read_names(self.path))

@@ -136,7 +136,7 @@ class Corpus:
 
     def read_blocks(self, blocks: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
         """Read several blocks of compressed shards into one buffer, which is faster than one by one."""
-        locations = [self._locate(block) for block in blocks]
+        locations = [self._locate_block(block) for block in blocks]
         compressed = [self.frame_bytes(block) for block in blocks]
         sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in locations]
         contents: Sequence[bytes | memoryview]
@@ -144,17 +144,17 @@ class Corpus:
             contents = decompress_frames(compressed, sizes)
         except BadFrame:  # decompressed one by one, to find the damaged frame and its error
             contents = [
-                self._decompress(*location, data)
+                self._decompress_frame(*location, data)
                 for location, data in zip(locations, compressed, strict=True)
             ]
         return [
-            list(enumerate(self._tokens(block, data), start=int(self.blocks[block])))
+            list(enumerate(self._view_tokens(block, data), start=int(self.blocks[block])))
             for block, data in zip(blocks, contents, strict=True)
         ]
 
     def is_uncompressed(self, block: int) -> bool:
         """Return True if a block lies in an uncompressed tar, so that single samples can be read."""
-        return self.manifest.shards[self._locate(block)[0]].is_raw
+        return self.manifest.shards[self._locate_block(block)[0]].is_raw
 
     def verify(self, block: int) -> None:
         """Verify a block against the index, as its first read does."""
@@ -168,7 +168,7 @@ class Corpus:
         """Ask the operating system to read a block ahead, if it can."""
         if not hasattr(os, "posix_fadvise"):  # as on macOS
             return
-        shard, frame = self._locate(block)
+        shard, frame = self._locate_block(block)
         offset, end = self.indexes[shard].offsets[frame : frame + 2].tolist()
         descriptor = self.store.open(self.manifest.shards[shard])
         try:
@@ -178,7 +178,7 @@ class Corpus:
 
     def read_samples(self, block: int, rows: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield samples `rows` of a verified block that `is_uncompressed`, as `read_block` does, each read lazily."""
-        shard, frame = self._locate(block)
+        shard, frame = self._locate_block(block)
         entry, index, dtype = self.manifest.shards[shard], self.indexes[shard], self.manifest.dtype
         entries = index.frame_samples(frame)
         starts = (index.offsets[frame] + entries["offset"]).tolist()
@@ -193,7 +193,7 @@ class Corpus:
 
     def block_lengths(self, block: int) -> NDArray[np.int64]:
         """Return the token count of each sample of a block [n], from the index alone."""
-        shard, frame = self._locate(block)
+        shard, frame = self._locate_block(block)
         return self.indexes[shard].frame_samples(frame)["tokens"].astype(np.int64)
 
     def read_block_samples(self, block: int) -> list[Sample]:
@@ -211,7 +211,7 @@ class Corpus:
             tokens = arrays[len(samples)]
             try:
                 if shard_entry.files_only:
-                    samples.append(self._image_sample(block, len(samples), shard, frame, data, tokens))
+                    samples.append(self._read_image_sample(block, len(samples), shard, frame, data, tokens))
                     continue
                 if shard_entry.foreign:
                     name = check_external_sample(data, int(entry["offset"]), len(tokens), dtype)
@@ -226,14 +226,14 @@ class Corpus:
                 if text_bytes != entry["text_bytes"]:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
             except MegatfmError as error:
-                raise self._damage_error(shard, frame, str(error), sample) from error
+                raise self._make_damage_error(shard, frame, str(error), sample) from error
             sample_index = int(self.blocks[block]) + len(samples)
             samples.append(Sample(sample_index, key, source, text_bytes, tokens, members, fields))
         if not shard_entry.foreign:
             self._check_end(shard, frame, data, offset)
         return samples
 
-    def _image_sample(
+    def _read_image_sample(
         self, block: int, row: int, shard: int, frame: int, data: bytes, tokens: NDArray[Any]
     ) -> Sample:
         """Read a sample of an image tar: its files, with the class index from the manifest's label rule."""
@@ -260,7 +260,7 @@ class Corpus:
             if sizes != entries["text_bytes"].tolist():
                 raise MegatfmError("its texts have other numbers of bytes than the index says")
         except MegatfmError as error:
-            raise self._damage_error(shard, frame, str(error)) from error
+            raise self._make_damage_error(shard, frame, str(error)) from error
         self._check_end(shard, frame, data, end)
         first = int(self.blocks[block])
         documents = zip(keys, sources, sizes, arrays, strict=True)
@@ -271,7 +271,7 @@ class Corpus:
 
     def _check_end(self, shard: int, frame: int, data: bytes, end: int) -> None:
         if data[end:].strip(b"\0"):
-            raise self._damage_error(shard, frame, f"unknown data after byte {end} of the frame")
+            raise self._make_damage_error(shard, frame, f"unknown data after byte {end} of the frame")
 
     def read_sample(self, sample: int) -> Sample:
         """Read one sample by its index. Raises a UsageError if the index is out of range."""
@@ -283,7 +283,7 @@ class Corpus:
     def describe_sample(self, sample: int) -> tuple[str, str]:
         """Return two texts for an error: where a sample lies, and how to train without it."""
         block = int(np.searchsorted(self.blocks, sample, side="right")) - 1
-        shard, frame = self._locate(block)
+        shard, frame = self._locate_block(block)
         keys = self.indexes.complete(shard).samples["key"]
         name = keys[sample - int(self.blocks[self._first_blocks[shard]])].decode("ascii", "replace")
         return (
@@ -293,7 +293,7 @@ class Corpus:
 
     def frame_bytes(self, block: int) -> bytes:
         """Return a block's bytes as they lie in its shard: one frame, compressed unless the shard is a plain tar."""
-        shard, frame = self._locate(block)
+        shard, frame = self._locate_block(block)
         offset, end = map(int, self.indexes[shard].offsets[frame : frame + 2])
         return self.store.read(self.manifest.shards[shard], offset, end - offset)
 
@@ -303,29 +303,29 @@ class Corpus:
 
     def shard_of(self, block: int) -> tuple[int, range]:
         """Return the number of the shard that has a block, and the indexes of its blocks."""
-        shard = self._locate(block)[0]
+        shard = self._locate_block(block)[0]
         return shard, self.shard_blocks(shard)
 
-    def _locate(self, block: int) -> tuple[int, int]:
+    def _locate_block(self, block: int) -> tuple[int, int]:
         if not 0 <= block < self.n_blocks:
             raise MegatfmError(f"{self.folder}: has blocks 0 to {self.n_blocks - 1}, not {block}")
         shard = int(np.searchsorted(self._first_blocks, block, side="right")) - 1
         return shard, block - int(self._first_blocks[shard])
 
     def _read(self, block: int, verify: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
-        """Return a block's shard, frame within it, uncompressed bytes, and token arrays (see `_tokens`)."""
-        shard, frame = self._locate(block)
+        """Return a block's shard, frame within it, uncompressed bytes, and token arrays (see `_view_tokens`)."""
+        shard, frame = self._locate_block(block)
         data = self.frame_bytes(block)
         if not self.manifest.shards[shard].is_raw:
-            data = self._decompress(shard, frame, data)
-        return shard, frame, data, self._tokens(block, data, verify)
+            data = self._decompress_frame(shard, frame, data)
+        return shard, frame, data, self._view_tokens(block, data, verify)
 
-    def _tokens(self, block: int, data: bytes | memoryview, verify: bool = False) -> list[NDArray[Any]]:
+    def _view_tokens(self, block: int, data: bytes | memoryview, verify: bool = False) -> list[NDArray[Any]]:
         """Return the tokens [n] of each sample of a block, as views of `data`.
 
         The first read of a block verifies it; verify: do so even if an earlier read has.
         """
-        shard, frame = self._locate(block)
+        shard, frame = self._locate_block(block)
         index, dtype = self.indexes[shard], self.manifest.dtype
         if verify or not self._verified[block]:
             self._verify(shard, frame, bytes(data))
@@ -341,7 +341,7 @@ class Corpus:
         """Raise a MegatfmError if a frame's hash, where the index has one, or its samples' offsets differ from it."""
         index, dtype = self.indexes[shard], self.manifest.dtype
         if index.frame_hashes is not None and frame_hash(data) != index.frame_hashes[frame]:
-            raise self._damage_error(shard, frame, "its hash is not the index's")
+            raise self._make_damage_error(shard, frame, "its hash is not the index's")
         first, end = index.first_samples[frame : frame + 2].tolist()
         entries = index.samples[first:end]
         if self.manifest.shards[shard].files_only:
@@ -351,7 +351,7 @@ class Corpus:
             starts = PAYLOAD_OFFSET + (np.cumsum(counts) - counts) * dtype.itemsize
             header = npy_header(dtype, int(counts.sum()))
             if (entries["offset"] != starts).any() or not data.startswith(header, tarfile.BLOCKSIZE):
-                raise self._damage_error(
+                raise self._make_damage_error(
                     shard, frame, f"no array of {counts.sum()} {dtype} for all its samples"
                 )
             return
@@ -360,19 +360,21 @@ class Corpus:
         ):
             if not data.startswith(npy_header(dtype, n), start - NPY_HEADER_BYTES):
                 reason = f"no array of {n} {dtype} at byte {start} of the frame"
-                raise self._damage_error(shard, frame, reason, sample)
+                raise self._make_damage_error(shard, frame, reason, sample)
 
-    def _decompress(self, shard: int, frame: int, compressed: bytes) -> bytes:
+    def _decompress_frame(self, shard: int, frame: int, compressed: bytes) -> bytes:
         try:
             return decompress_frame(compressed, int(self.indexes[shard].frames["uncompressed"][frame]))
         except BadFrame as error:
-            raise self._damage_error(shard, frame, str(error)) from error
+            raise self._make_damage_error(shard, frame, str(error)) from error
 
     def shard_path(self, shard: int) -> Path:
         """Return the path of a shard, or of its copy if it is remote."""
         return self.store.path(self.manifest.shards[shard])
 
-    def _damage_error(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
+    def _make_damage_error(
+        self, shard: int, frame: int, reason: str, sample: int | None = None
+    ) -> MegatfmError:
         block = int(self._first_blocks[shard]) + frame
         first = int(self.blocks[self._first_blocks[shard]])
         samples = f"samples {self.blocks[block]} to {self.blocks[block + 1] - 1}"

@@ -75,7 +75,7 @@ def export(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> st
         return _write_tars(corpus, out)
     if out.name.endswith(IDS_SUFFIX):
         return _write_megatron(corpus, out, codec.eos)
-    records = _records(corpus, codec)
+    records = _iter_records(corpus, codec)
     if out.name.endswith(".parquet"):
         _write_parquet(records, out)
     else:
@@ -83,13 +83,13 @@ def export(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> st
     return f"{out}: the text of {corpus.n_samples:,} documents"
 
 
-def _samples(corpus: Corpus) -> Iterator[Sample]:
+def _iter_samples(corpus: Corpus) -> Iterator[Sample]:
     for block in range(corpus.n_blocks):
         yield from corpus.read_block_samples(block)
 
 
-def _records(corpus: Corpus, codec: Detokenizer) -> Iterator[dict[str, Any]]:
-    for sample in _samples(corpus):
+def _iter_records(corpus: Corpus, codec: Detokenizer) -> Iterator[dict[str, Any]]:
+    for sample in _iter_samples(corpus):
         text = codec.decode(sample.tokens)
         if (size := len(text.encode())) != sample.text_bytes and sample.text_bytes:
             raise MegatfmError(
@@ -145,10 +145,10 @@ def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
     lengths = corpus.lengths() + 1
     if lengths.max() >= 2**31 or eos > np.iinfo(dtype).max:
         raise UsageError(f"{corpus.folder}: has documents or ids that are too large for Megatron-LM's index")
-    index = _megatron_index(lengths, np.dtype(dtype).itemsize, code)
+    index = _make_megatron_index(lengths, np.dtype(dtype).itemsize, code)
     file = AtomicFile(out)
     try:
-        for sample in _samples(corpus):
+        for sample in _iter_samples(corpus):
             if int(sample.tokens.max(initial=0)) > np.iinfo(dtype).max:
                 raise MegatfmError(
                     f"{corpus.folder}: sample {sample.index} has ids over {np.iinfo(dtype).max}"
@@ -168,7 +168,7 @@ def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
     )
 
 
-def _megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> bytes:
+def _make_megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> bytes:
     """Return the bytes of an `.idx` file. lengths [D]: ids in each document; width: bytes of an id."""
     n = len(lengths)
     return b"".join(
@@ -186,7 +186,7 @@ def _write_tars(corpus: Corpus, out: Path) -> str:
     dtype = corpus.manifest.token_dtype
     options: dict[str, Any] = {"compress": False, "pack": False}
     with ShardWriter(out, tokenizer_hash=corpus.tokenizer_hash, token_dtype=dtype, **options) as writer:
-        for sample in _samples(corpus):
+        for sample in _iter_samples(corpus):
             fields = (sample.source, sample.text_bytes, sample.members, sample.metadata)
             writer.add(sample.key, sample.tokens, *fields)
         manifest = writer.finish({**corpus.manifest.provenance, "exported": "megatfm data export"})

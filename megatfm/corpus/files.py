@@ -46,7 +46,7 @@ def regular_file_size(path: Path) -> int:
     try:
         status = os.lstat(path)
     except OSError as error:
-        raise _unreadable(path, error, RESTORE) from error
+        raise _make_unreadable_error(path, error, RESTORE) from error
     if not stat.S_ISREG(status.st_mode):
         raise MegatfmError(f"{path}: is a link or a special file, not a plain file: {RESTORE}")
     return status.st_size
@@ -65,10 +65,10 @@ def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
         # Without O_NONBLOCK opening a planted FIFO would wait for a writer indefinitely.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise _unreadable(path, error, remedy) from error
+        raise _make_unreadable_error(path, error, remedy) from error
 
 
-def _unreadable(path: Path, error: OSError, remedy: str, location: str = "") -> MegatfmError:
+def _make_unreadable_error(path: Path, error: OSError, remedy: str, location: str = "") -> MegatfmError:
     return MegatfmError(
         f"{path}: cannot be read{location} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}"
     )
@@ -84,7 +84,7 @@ def read_at(descriptor: int, path: Path, offset: int, size: int, remedy: str = R
         # pread returns at most about 2 GiB; every range of a corpus is smaller (see MAX_FRAME_BYTES).
         data = os.pread(descriptor, size, offset)
     except OSError as error:
-        raise _unreadable(path, error, remedy, f" at byte {offset}") from error
+        raise _make_unreadable_error(path, error, remedy, f" at byte {offset}") from error
     if len(data) != size:
         raise MegatfmError(f"{path}: ends at byte {offset + len(data)}, before {offset + size}: {remedy}")
     return data
@@ -127,7 +127,7 @@ class AtomicFile:
 
     def write(self, data: bytes) -> None:
         """Append bytes. Raises a MegatfmError and removes the partial file if they can't be written."""
-        with self._whole_or_nothing():
+        with self._discard_on_error():
             unwritten = memoryview(data)
             while unwritten:  # an unbuffered write may take only a part
                 unwritten = unwritten[self._file.write(unwritten) :]
@@ -136,7 +136,7 @@ class AtomicFile:
 
     def commit(self) -> None:
         """Sync the file, give it its final name, and sync the folder. Raises a MegatfmError as `write` does."""
-        with self._whole_or_nothing():
+        with self._discard_on_error():
             os.fsync(self._file.fileno())
             self._file.close()
             self._partial.replace(self.path)
@@ -148,7 +148,7 @@ class AtomicFile:
         self._partial.unlink(missing_ok=True)
 
     @contextmanager
-    def _whole_or_nothing(self) -> Iterator[None]:
+    def _discard_on_error(self) -> Iterator[None]:
         with disk_errors_as_megatfm_errors(self.path):
             try:
                 yield

@@ -14,7 +14,7 @@ FIRST_SIDEWAYS = 5
 """First of the EXIF orientations that swap width and height."""
 
 
-def orientation(image: Image.Image) -> int:
+def read_orientation(image: Image.Image) -> int:
     """Return the EXIF orientation of an opened image, 1 (upright) to 8, without decoding the image."""
     if image.format == "PNG" and "exif" not in image.info:  # Pillow would decode it to look behind the pixels
         return 1
@@ -46,6 +46,6 @@ def upright_size(files: Mapping[str, bytes]) -> tuple[int, int] | None:
         return None
     try:
         image = Image.open(BytesIO(files[images[0]]), formats=[image_format(images[0])])
-        return image.size if orientation(image) >= FIRST_SIDEWAYS else image.size[::-1]
+        return image.size if read_orientation(image) >= FIRST_SIDEWAYS else image.size[::-1]
     except Exception:  # Pillow raises many kinds; decoding reports the damage
         return None

@@ -107,7 +107,7 @@ class SharedIndexes(Indexes):
         for shard in manifest.shards:
             store.check(shard.index)
         self._complete = ByteCache(COMPLETE_CACHE_BYTES, nbytes)
-        key = _shards_hash(manifest)
+        key = _hash_shards(manifest)
         path = cache.folder.expanduser() / INDEX_FOLDER / key
         if (file := _open_tables(path, key, manifest)) is None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,7 +269,7 @@ def open_indexes(store: ShardStorage, manifest: Manifest, cache: ShardCacheConfi
         return Indexes(store, manifest)
 
 
-def _shards_hash(manifest: Manifest) -> str:
+def _hash_shards(manifest: Manifest) -> str:
     """Return a hash of everything that determines the tables."""
     shards = [shard.model_dump(mode="json") for shard in manifest.shards]
     content = json.dumps([1, manifest.token_dtype, shards], sort_keys=True)

@@ -93,7 +93,7 @@ def show(
         "tokens": f"{corpus.n_tokens:,} ({corpus.manifest.token_dtype})",
         "text": f"{corpus.n_text_bytes:,} bytes ({corpus.n_text_bytes / max(corpus.n_tokens, 1):.3f} a token)",
         **describe_rows(corpus),
-        **_token_shares(corpus.manifest.provenance),
+        **_describe_token_shares(corpus.manifest.provenance),
         "tokenizer": corpus.tokenizer_hash,
         "fingerprint": corpus.fingerprint,
         "provenance": json.dumps(
@@ -105,7 +105,7 @@ def show(
     return _format_facts(facts)
 
 
-def _token_shares(provenance: dict[str, Any]) -> dict[str, str]:
+def _describe_token_shares(provenance: dict[str, Any]) -> dict[str, str]:
     """Return the largest values of each field that `megatfm prep` counted, with each one's share of all tokens."""
     shares_by_field = {}
     for name, (total, rows) in provenance.get(TOKEN_SHARES, {}).items():
@@ -142,7 +142,7 @@ def _format_facts(facts: dict[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
 
 
-def stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:
+def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> str:
     """Return printable tables of a corpus. Reads all of it.
 
     They count documents by length, by source (its first folder, or its file), by domain and by each field's values,
@@ -163,15 +163,17 @@ def stats(folder: str | Path, decode_id: Callable[[int], str] | None = None) -> 
             uses[: len(counts)] += counts
     parts = [
         f"{corpus.n_samples:,} documents, {corpus.n_tokens:,} tokens, {corpus.n_text_bytes:,} bytes of text",
-        _table(("tokens a document", "at most"), _percentiles(lengths)),
-        _table(("documents of up to", "documents", "tokens", "of all tokens"), _by_length(lengths)),
+        _format_table(("tokens a document", "at most"), _tabulate_percentiles(lengths)),
+        _format_table(
+            ("documents of up to", "documents", "tokens", "of all tokens"), _count_by_length(lengths)
+        ),
         by_source.table(),
         *(field_counts.table() for field_counts in by_field.values()),
     ]
     if uses.any():
         common = np.argsort(-uses, kind="stable")[: min(MAX_LISTED, int((uses > 0).sum()))].tolist()
         rows = [(str(i), repr(decode_id(i)) if decode_id else "", f"{uses[i]:,}") for i in common]
-        parts.append(f"{int((uses > 0).sum()):,} ids occur\n" + _table(("id", "piece", "times"), rows))
+        parts.append(f"{int((uses > 0).sum()):,} ids occur\n" + _format_table(("id", "piece", "times"), rows))
     return "\n\n".join(parts)
 
 
@@ -180,10 +182,10 @@ def countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:
     values = {
         name: str(value) for name, value in fields.items() if isinstance(value, str | int | float | bool)
     }
-    return {"domain": domain(values.pop("url")), **values} if "url" in values else values
+    return {"domain": get_domain(values.pop("url")), **values} if "url" in values else values
 
 
-def domain(url: str) -> str:
+def get_domain(url: str) -> str:
     """Return the host of a URL without `www.`, or "" if it has none."""
     host = url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0]
     return host.lower().removeprefix("www.")
@@ -210,18 +212,18 @@ class _Totals:
         largest = sorted(self._totals.items(), key=lambda item: (-item[1][1], item[0]))[:MAX_LISTED]
         rows = [(name, *(f"{n:,}" for n in total)) for name, total in largest]
         n_more = len(self._totals) - MAX_LISTED
-        return _table((self._name, "documents", "tokens", "bytes of text"), rows) + (
+        return _format_table((self._name, "documents", "tokens", "bytes of text"), rows) + (
             f"\nand {n_more:,} more" if n_more > 0 else ""
         )
 
 
-def _percentiles(lengths: NDArray[np.int64]) -> list[Sequence[str]]:
+def _tabulate_percentiles(lengths: NDArray[np.int64]) -> list[Sequence[str]]:
     percentiles = np.percentile(lengths, PERCENTILES, method="higher").astype(int).tolist()
     rows: list[Sequence[str]] = [(f"{p} %", f"{n:,}") for p, n in zip(PERCENTILES, percentiles, strict=True)]
     return [*rows, ("all", f"{lengths.max():,}")]
 
 
-def _by_length(lengths: NDArray[np.int64]) -> list[Sequence[str]]:
+def _count_by_length(lengths: NDArray[np.int64]) -> list[Sequence[str]]:
     """Count documents and tokens by length, in powers of two."""
     sizes = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     rows: list[Sequence[str]] = []
@@ -232,7 +234,7 @@ def _by_length(lengths: NDArray[np.int64]) -> list[Sequence[str]]:
     return rows
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     columns = list(zip(head, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     lines = []

@@ -87,7 +87,7 @@ class CorpusShard(_Strict):
         return self
 
     @model_serializer(mode="wrap")
-    def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
         defaults = {"foreign": False, "files_only": False, "frame_bytes": DEFAULT_FRAME_BYTES}
         return {
@@ -153,7 +153,7 @@ class Manifest(_Strict):
                     f"{folder}: holds a corpus for each of {', '.join(parts[:8])}{' …' if len(parts) > 8 else ''}: "
                     f"name one of these folders, or give them weights as data.mixture.NAME.path = '{folder / parts[0]}'"
                 )
-            if (corpora := _training_corpora(folder)) is not None:
+            if (corpora := _read_training_corpora(folder)) is not None:
                 raise UsageError(
                     f"{folder}: is a run directory, not a corpus: look at it with `megatfm status {folder}`"
                     + "".join(
@@ -185,7 +185,7 @@ class Manifest(_Strict):
             raise MegatfmError(f"{path}: {field}: {first['msg']}: {RESTORE}") from error
 
 
-def _training_corpora(folder: Path) -> list[str] | None:
+def _read_training_corpora(folder: Path) -> list[str] | None:
     """Return the training corpora of a run directory, as its config names them; None for another folder."""
     try:
         data = tomllib.loads((folder / "config.toml").read_text())["data"]

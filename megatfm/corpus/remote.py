@@ -69,13 +69,13 @@ class RemoteFolder:
 
         def list_files(fs: Any, root: str) -> list[RemoteFile]:
             fs.invalidate_cache()
-            listing = _list_html_index(fs, root) if _protocols(fs) & _WEB else fs.find(root, detail=True)
+            listing = _list_html_index(fs, root) if _get_protocols(fs) & _WEB else fs.find(root, detail=True)
             prefix = f"{root.rstrip('/')}/"
             names = {
                 path: path.removeprefix(prefix) if path.startswith(prefix) else path.rpartition("/")[2]
                 for path in listing
             }
-            if _protocols(fs) & _WEB:
+            if _get_protocols(fs) & _WEB:
                 names = {path: unquote(name) for path, name in names.items()}
             return [_to_remote_file(names[path], info, path) for path, info in listing.items() if names[path]]
 
@@ -139,8 +139,8 @@ class RemoteFolder:
 
         def send(fs: Any, root: str) -> RemoteFile:
             final = f"{root}/{name}"
-            options = {"chunksize": PART_BYTES} if _protocols(fs) & {"s3", "s3a"} else {}
-            if _protocols(fs) & _ATOMIC_UPLOAD_PROTOCOLS:
+            options = {"chunksize": PART_BYTES} if _get_protocols(fs) & {"s3", "s3a"} else {}
+            if _get_protocols(fs) & _ATOMIC_UPLOAD_PROTOCOLS:
                 fs.put_file(str(path), final, **options)
             else:
                 folder, _, base = final.rpartition("/")
@@ -150,7 +150,7 @@ class RemoteFolder:
             fs.invalidate_cache()
             info = fs.info(final)
             if info["size"] != path.stat().st_size or not (
-                _checksum_matches(info, path) or _content_matches(fs, final, path)
+                _has_same_checksum(info, path) or _has_same_content(fs, final, path)
             ):
                 raise OSError(f"what arrived is not what was sent, {path.stat().st_size} bytes")
             return _to_remote_file(name, info)
@@ -182,7 +182,7 @@ def download_rest(url: str, name: str, partial: Path, size: int, path: str = "")
 
     def copy(fs: Any, root: str) -> None:
         if n_bytes() < size or not size:
-            _append(fs, path or f"{root}/{name}", partial, size)
+            _append_remote(fs, path or f"{root}/{name}", partial, size)
 
     with_retries(url, name, copy, n_bytes)
 
@@ -245,7 +245,7 @@ def _is_refusal(error: Exception) -> bool:
     )
 
 
-def _append(fs: Any, remote_path: str, partial: Path, size: int) -> None:
+def _append_remote(fs: Any, remote_path: str, partial: Path, size: int) -> None:
     """Append to `partial` from where it ends, or fetch all anew if the server can't seek.
 
     A remote file shorter than `size` is read to its end. Raises an OSError if the connection ends before.
@@ -296,7 +296,7 @@ def _is_page(info: dict[str, Any]) -> bool:
     return str(info.get("mimetype") or "").startswith("text/html")
 
 
-def _protocols(fs: Any) -> set[str]:
+def _get_protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 
@@ -305,40 +305,40 @@ def _to_remote_file(name: str, info: dict[str, Any], path: str = "") -> RemoteFi
         raise MegatfmError(
             f"{path or name}: the server doesn't say how long it is, so nothing can be checked"
         )
-    return RemoteFile(name, int(info["size"]), _version(info), path)
+    return RemoteFile(name, int(info["size"]), _get_version(info), path)
 
 
-def _version(info: dict[str, Any]) -> str:
+def _get_version(info: dict[str, Any]) -> str:
     return next((str(info[name]) for name in (*_VERSION_FIELDS, *_TIME_FIELDS) if info.get(name)), "")
 
 
-def _checksum_matches(info: dict[str, Any], path: Path) -> bool:
+def _has_same_checksum(info: dict[str, Any], path: Path) -> bool:
     """Return True if the store's checksum (ETag, md5Hash) equals the file's MD5.
 
     False doesn't prove a difference, since an ETag of S3 is no MD5 with SSE-KMS.
     """
     tag = str(info.get("ETag") or "").strip('"')
     if len(tag) == 32:
-        return tag == _md5(path).hex()
+        return tag == _hash_md5(path).hex()
     if "-" in tag:
-        parts = b"".join(hashlib.md5(part).digest() for part in _parts(path))
+        parts = b"".join(hashlib.md5(part).digest() for part in _iter_parts(path))
         return tag == f"{hashlib.md5(parts).hexdigest()}-{len(parts) // 16}"
     expected = info.get("md5Hash")
-    return bool(expected) and expected == base64.b64encode(_md5(path)).decode()
+    return bool(expected) and expected == base64.b64encode(_hash_md5(path)).decode()
 
 
-def _md5(path: Path) -> bytes:
+def _hash_md5(path: Path) -> bytes:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "md5").digest()
 
 
-def _parts(path: Path) -> Iterator[bytes]:
+def _iter_parts(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while part := file.read(PART_BYTES):
             yield part
 
 
-def _content_matches(fs: Any, remote_path: str, path: Path) -> bool:
+def _has_same_content(fs: Any, remote_path: str, path: Path) -> bool:
     """Return True if the bytes of a remote file equal those of the local file `path`."""
     remote, local = blake3(), blake3()
     with fs.open(remote_path, "rb") as source:

@@ -65,8 +65,8 @@ def encode_sample(sample: Sample) -> bytes:
     extra_fields |= {"members": list(members)} if members else {}
     meta = json.dumps({"bytes": sample.text_bytes, **extra_fields, "source": sample.source}).encode("ascii")
     payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
-    parts = _member(f"{key}.tokens.npy", payload) + _member(f"{key}.meta.json", meta)
-    return parts + b"".join(_member(f"{key}.{extension}", data) for extension, data in members.items())
+    parts = _make_member(f"{key}.tokens.npy", payload) + _make_member(f"{key}.meta.json", meta)
+    return parts + b"".join(_make_member(f"{key}.{extension}", data) for extension, data in members.items())
 
 
 def decode_sample(
@@ -77,10 +77,10 @@ def decode_sample(
     Raises a MegatfmError, whose message is only the reason, if the members are not those of this sample.
     """
     size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
-    if _member_size(frame, start, f"{key}.tokens.npy") != size:
+    if _parse_member_size(frame, start, f"{key}.tokens.npy") != size:
         raise MegatfmError("its tokens have another size than the index says")
-    start += tarfile.BLOCKSIZE + _padded(size)
-    size = _member_size(frame, start, f"{key}.meta.json")
+    start += tarfile.BLOCKSIZE + _round_up_to_block(size)
+    size = _parse_member_size(frame, start, f"{key}.meta.json")
     start += tarfile.BLOCKSIZE
     try:
         meta = json.loads(frame[start : start + size])
@@ -96,15 +96,15 @@ def decode_sample(
         isinstance(extension, str) and EXTENSION.fullmatch(extension) for extension in extensions
     ):
         raise MegatfmError("its meta.json names members that can't be")
-    start += _padded(size)
+    start += _round_up_to_block(size)
     members: dict[str, bytes] = {}
     for extension in extensions:
-        size = _member_size(frame, start, f"{key}.{extension}")
+        size = _parse_member_size(frame, start, f"{key}.{extension}")
         start += tarfile.BLOCKSIZE
         members[extension] = frame[start : start + size]
         if len(members[extension]) != size:
             raise MegatfmError(f"its .{extension} ends outside its frame")
-        start += _padded(size)
+        start += _round_up_to_block(size)
     if len(members) != len(extensions):
         raise MegatfmError("its meta.json names a member twice")
     return source, text_bytes, members, fields, start
@@ -123,7 +123,7 @@ def encode_packed_documents(documents: Sequence[Sample]) -> bytes:
     }
     key = documents[0].key
     payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
-    return _member(f"{key}.tokens.npy", payload) + _member(
+    return _make_member(f"{key}.tokens.npy", payload) + _make_member(
         f"{key}.meta.json", json.dumps(meta).encode("ascii")
     )
 
@@ -136,10 +136,10 @@ def decode_packed_documents(
     Raises a MegatfmError, whose message is only the reason, if the members are not those of these documents.
     """
     size = NPY_HEADER_BYTES + sum(n_tokens) * dtype.itemsize
-    if _member_size(frame, 0, f"{keys[0]}.tokens.npy") != size:
+    if _parse_member_size(frame, 0, f"{keys[0]}.tokens.npy") != size:
         raise MegatfmError("its tokens have another size than the index says")
-    start = tarfile.BLOCKSIZE + _padded(size)
-    size = _member_size(frame, start, f"{keys[0]}.meta.json")
+    start = tarfile.BLOCKSIZE + _round_up_to_block(size)
+    size = _parse_member_size(frame, start, f"{keys[0]}.meta.json")
     start += tarfile.BLOCKSIZE
     try:
         meta = json.loads(frame[start : start + size])
@@ -155,7 +155,7 @@ def decode_packed_documents(
         raise MegatfmError("its meta.json lacks a source or a number of bytes")
     if not all(isinstance(metadata, dict) for metadata in fields):
         raise MegatfmError("its meta.json has fields that are no table")
-    return sources, text_bytes, fields, start + _padded(size)
+    return sources, text_bytes, fields, start + _round_up_to_block(size)
 
 
 def check_external_sample(frame: bytes, start: int, n_tokens: int, dtype: np.dtype[Any]) -> str:
@@ -163,7 +163,7 @@ def check_external_sample(frame: bytes, start: int, n_tokens: int, dtype: np.dty
 
     Raises a MegatfmError, whose message is only the reason, if no such member lies there.
     """
-    info = _tar_header(frame, start - PAYLOAD_OFFSET, "a sample")
+    info = _parse_tar_header(frame, start - PAYLOAD_OFFSET, "a sample")
     size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
     if not info.isreg() or info.size != size:
         raise MegatfmError(
@@ -184,11 +184,11 @@ def npy_header(dtype: np.dtype[Any], n: int) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
 
 
-def _member(name: str, data: bytes) -> bytes:
-    return _header(name.encode("ascii"), len(data)) + data.ljust(_padded(len(data)), b"\0")
+def _make_member(name: str, data: bytes) -> bytes:
+    return _make_header(name.encode("ascii"), len(data)) + data.ljust(_round_up_to_block(len(data)), b"\0")
 
 
-def _header(name: bytes, size: int) -> bytes:
+def _make_header(name: bytes, size: int) -> bytes:
     """Return the tar header of a plain file, as tarfile writes it. Names fit, since keys and extensions are short."""
     digits = b"%011o" % size
     header = bytearray(_EMPTY_HEADER)
@@ -198,7 +198,7 @@ def _header(name: bytes, size: int) -> bytes:
     return bytes(header)
 
 
-def _tar_header(frame: bytes, start: int, name: str) -> tarfile.TarInfo:
+def _parse_tar_header(frame: bytes, start: int, name: str) -> tarfile.TarInfo:
     try:
         header = frame[max(start, 0) : start + tarfile.BLOCKSIZE]
         return tarfile.TarInfo.frombuf(header, "utf-8", "strict")
@@ -206,7 +206,7 @@ def _tar_header(frame: bytes, start: int, name: str) -> tarfile.TarInfo:
         raise MegatfmError(f"no tar header of {name} at byte {start} of its frame ({error})") from error
 
 
-def _member_size(frame: bytes, start: int, name: str) -> int:
+def _parse_member_size(frame: bytes, start: int, name: str) -> int:
     field = frame[start + _SIZE.start : start + _SIZE.stop]
     # A header that this module wrote is compared as a whole, which takes a fifth of the time of parsing it.
     if start >= 0 and field.isdigit() and name.isascii():
@@ -214,15 +214,15 @@ def _member_size(frame: bytes, start: int, name: str) -> int:
             size = int(field, 8)
         except ValueError:  # digits that are no octal ones
             size = -1
-        if size >= 0 and frame[start : start + tarfile.BLOCKSIZE] == _header(name.encode("ascii"), size):
+        if size >= 0 and frame[start : start + tarfile.BLOCKSIZE] == _make_header(name.encode("ascii"), size):
             return size
-    info = _tar_header(frame, start, name)
+    info = _parse_tar_header(frame, start, name)
     if info.name != name or not info.isreg():
         raise MegatfmError(f"at byte {start} of its frame lies {info.name!r}, not the file {name!r}")
     return info.size
 
 
-def _padded(size: int) -> int:
+def _round_up_to_block(size: int) -> int:
     return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
@@ -234,7 +234,7 @@ def decompress_frame(compressed: bytes, size: int) -> bytes:
     """Return the `size` bytes of a frame. Raises BadFrame."""
     try:
         _check_claimed_size(compressed, size)
-        return _decompressor().decompress(compressed, allow_extra_data=False)
+        return _get_decompressor().decompress(compressed, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise BadFrame(str(error)) from error
 
@@ -249,11 +249,11 @@ def decompress_frames(compressed: Sequence[bytes], sizes: Sequence[int]) -> list
     try:
         for data, size in zip(compressed, sizes, strict=True):
             _check_claimed_size(data, size)
-            if _frame_end(data) != len(data):
+            if _find_frame_end(data) != len(data):
                 raise BadFrame("its frame ends elsewhere")
         expected = np.array(sizes, "<u8").tobytes()
         # The library's annotations know neither that lists of bytes are taken nor that segments are buffers.
-        unpack_all: Any = _decompressor().multi_decompress_to_buffer
+        unpack_all: Any = _get_decompressor().multi_decompress_to_buffer
         return [memoryview(block) for block in unpack_all(compressed, decompressed_sizes=expected, threads=1)]
     except zstandard.ZstdError as error:
         raise BadFrame(str(error)) from error
@@ -266,7 +266,7 @@ def _check_claimed_size(compressed: bytes, size: int) -> None:
         raise BadFrame(f"holds {actual} bytes, the index says {size}")
 
 
-def _frame_end(compressed: bytes) -> int:
+def _find_frame_end(compressed: bytes) -> int:
     """Return the offset at which a frame ends, by its block headers (RFC 8878, section 3.1.1)."""
     offset, is_last = zstandard.frame_header_size(compressed), False
     while not is_last and offset < len(compressed):
@@ -276,7 +276,7 @@ def _frame_end(compressed: bytes) -> int:
     return offset + _CHECKSUM_BYTES * zstandard.get_frame_parameters(compressed).has_checksum
 
 
-def _decompressor() -> zstandard.ZstdDecompressor:
+def _get_decompressor() -> zstandard.ZstdDecompressor:
     """Return this thread's decompressor, since making one takes as long as decompressing a small frame."""
     if not hasattr(_thread_local, "decompressor"):
         _thread_local.decompressor = zstandard.ZstdDecompressor()

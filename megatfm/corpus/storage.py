@@ -154,7 +154,7 @@ class CachedRemoteStorage:
     def _fetch(self, path: Path, entry: ManifestFile) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_name(f".{path.name}.lock")):
+            with _hold_lock(path.with_name(f".{path.name}.lock")):
                 if not _has_expected_size(path, entry):  # by another process, while this one waited
                     make_room(self.cache, entry.bytes)
                     self._download(path, entry)
@@ -226,7 +226,7 @@ def _has_expected_size(path: Path, entry: ManifestFile) -> bool:
 def make_room(cache: ShardCacheConfig, size: int) -> None:
     """Remove the least recently used files of the cache, except mapped ones, until `size` more bytes fit."""
     root = cache.folder.expanduser()
-    with _locked(root / ".lock"):
+    with _hold_lock(root / ".lock"):
         files = [(path.stat(), path) for path in root.glob("*/[!.]*") if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime)
         total = sum(status.st_size for status, _ in files)
@@ -272,7 +272,7 @@ def acquire_lock(path: Path) -> int:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock of a file. Raises a MegatfmError if its file system has no locks."""
     try:
         descriptor = acquire_lock(path)

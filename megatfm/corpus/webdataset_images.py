@@ -97,11 +97,11 @@ class LabelRule:
         if self.by == "cls":
             return dict(files)
         label = self.label(files)
-        class_index = self._class_index(label) if label is not None else None
+        class_index = self._find_class_index(label) if label is not None else None
         other_files = {extension: data for extension, data in files.items() if extension != "cls"}
         return other_files if class_index is None else {**other_files, "cls": b"%d" % class_index}
 
-    def _class_index(self, label: str) -> int | None:
+    def _find_class_index(self, label: str) -> int | None:
         if self.names:
             return self.names.index(label) if label in self.names else None
         return int(label) if _CLASS_NUMBER.fullmatch(label) else None
@@ -186,7 +186,7 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
                 if sample.key in keys:
                     raise MegatfmError(f"{where} is there twice: refused")
                 keys.add(sample.key)
-                height, width = _image_size(upright_size(sample.files), sample.files, where)
+                height, width = _find_image_size(upright_size(sample.files), sample.files, where)
                 _record_label(rule, sample.files, labels, where)
                 key = sample.key if KEY.fullmatch(sample.key) else f"{len(rows):09d}"
                 rows.append((sample.payload, 0, 0, key.encode(), height, width))
@@ -212,7 +212,7 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
     )
 
 
-def _image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where: str) -> tuple[int, int]:
+def _find_image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where: str) -> tuple[int, int]:
     n_images = sum(extension in IMAGE_EXTENSIONS for extension in files)
     if n_images != 1:
         listed = ", ".join(f".{extension}" for extension in files) or "none that is known"

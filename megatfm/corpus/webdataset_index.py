@@ -118,7 +118,7 @@ def _index_shard(path: Path) -> tuple[CorpusShard, str]:
     rows: list[tuple[int, int, int, bytes]] = []
     hashes: list[int] = []
     dtypes, keys = set[str](), set[str]()
-    for compressed, data, arrays in _frames(path):
+    for compressed, data, arrays in _iter_frames(path):
         for array in _check_unique_keys(arrays, keys, path):
             if not array.has_native_layout:
                 raise _needs_rewrite_error(
@@ -150,10 +150,10 @@ def _index_shard(path: Path) -> tuple[CorpusShard, str]:
     return shard, dtypes.pop()
 
 
-def _frames(path: Path) -> Iterator["Frame"]:
+def _iter_frames(path: Path) -> Iterator["Frame"]:
     """Yield stored size, uncompressed bytes and samples of each frame of a shard of token ids."""
     if not path.name.endswith(".tar"):
-        yield from _zstd_frames(path)
+        yield from _iter_zstd_frames(path)
         return
     for data, arrays in raw_frames(path, iter_shard_samples(path)):
         yield len(data), data, arrays
@@ -186,14 +186,14 @@ def raw_frames(path: Path, samples: Iterable[SampleT]) -> Iterator[tuple[bytes, 
     with open_regular_file(path) as file:
         for sample in samples:
             if frame_samples and sample.begin - begin >= FRAME_BYTES:
-                yield _raw_frame(file, path, begin, sample.begin, frame_samples)
+                yield _read_raw_frame(file, path, begin, sample.begin, frame_samples)
                 begin, frame_samples = sample.begin, []
             frame_samples.append(sample)
         if frame_samples:
-            yield _raw_frame(file, path, begin, size, frame_samples)
+            yield _read_raw_frame(file, path, begin, size, frame_samples)
 
 
-def _raw_frame(
+def _read_raw_frame(
     file: IO[bytes], path: Path, begin: int, end: int, frame_samples: list[SampleT]
 ) -> tuple[bytes, list[SampleT]]:
     if end - begin > MAX_FRAME_BYTES:
@@ -210,7 +210,7 @@ def _raw_frame(
     ]
 
 
-def _zstd_frames(path: Path) -> Iterator[Frame]:
+def _iter_zstd_frames(path: Path) -> Iterator[Frame]:
     """Yield the frames of a `.tar.zst`. Raises a UsageError unless each holds whole samples."""
     frame, data = 0, b""
     with open_regular_file(path) as file:

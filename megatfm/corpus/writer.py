@@ -294,7 +294,7 @@ class _OpenShard:
         return (), [()] * n_samples
 
     def _end_frame(self, end: bytes = b"") -> None:
-        data = self._encoded_frame() + end
+        data = self._encode_frame() + end
         stored = self._compressor.compress(data) if self._options.compress else data
         self._frames.append((len(stored), len(data), len(self._frame)))
         if not self._options.compress:
@@ -302,7 +302,7 @@ class _OpenShard:
         self._file.write(stored)
         self._frame, self._frame_bytes = [], 0
 
-    def _encoded_frame(self) -> bytes:
+    def _encode_frame(self) -> bytes:
         """Return the frame's tar members, and record where each sample's tokens start in them."""
         offset, parts = PAYLOAD_OFFSET, []
         packed = self._frame[0].data is None and len(self._frame) > 1

@@ -43,13 +43,13 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacities: Sequence[int]) -
     rows = np.arange(len(lengths))
     # A sequence that fills one side cannot share its row.
     shared = np.flatnonzero((lengths != np.array(capacities)).all(axis=1))
-    fit = _fit_one if len(capacities) == 1 else _fit_many
+    fit = _fit_one_side if len(capacities) == 1 else _fit_sides
     rows[shared] = len(lengths) + fit(lengths[shared], capacities)
     _, first, row_indices = np.unique(rows, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[row_indices]
 
 
-def _fit_one(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
+def _fit_one_side(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
     order = np.argsort(-lengths[:, 0], kind="stable")
     rows = np.empty(len(lengths), np.int64)
     open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
@@ -67,7 +67,7 @@ def _fit_one(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[n
     return rows
 
 
-def _fit_many(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
+def _fit_sides(lengths: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.int64]:
     shares = lengths / np.array(capacities)
     rows = np.empty(len(lengths), np.int64)
     room = np.tile(np.array(capacities, np.int64), (len(lengths), 1))
@@ -100,12 +100,12 @@ def group_blocks(
         yield from ((block + 1, count_rows(block, block + 1)) for block in range(n))
         return
     while begin < n:
-        end, rows = _group(cumulative_lengths, begin, np.array(capacities), count_rows)
+        end, rows = _choose_group(cumulative_lengths, begin, np.array(capacities), count_rows)
         yield end, rows
         begin = end
 
 
-def _group(
+def _choose_group(
     cumulative_lengths: Volumes,
     begin: int,
     capacities: NDArray[np.int64],
@@ -115,11 +115,13 @@ def _group(
     n = len(cumulative_lengths) - 1
     best, tried = (2.0, n, 0), begin
     for min_rows, max_rows in pairwise(GROUP_ROWS):
-        first, after = (_first(cumulative_lengths, begin, capacities * rows) for rows in (min_rows, max_rows))
+        first, after = (
+            _find_group_end(cumulative_lengths, begin, capacities * rows) for rows in (min_rows, max_rows)
+        )
         ends = np.arange(first, max(first + 1, after))
         needed = ((cumulative_lengths[ends] - cumulative_lengths[begin]) / capacities).max(axis=1)
         end = int(ends[(1 - needed / np.maximum(np.ceil(needed), 1)).argmin()])
-        if _first(cumulative_lengths, end, capacities * GROUP_ROWS[0]) == n:
+        if _find_group_end(cumulative_lengths, end, capacities * GROUP_ROWS[0]) == n:
             end = n  # otherwise the last group would have too few rows
         if end == tried:  # where blocks are large, several steps end with the same one
             continue
@@ -134,7 +136,7 @@ def _group(
     return best[1], best[2]
 
 
-def _first(cumulative_lengths: Volumes, begin: int, targets: NDArray[np.int64]) -> int:
+def _find_group_end(cumulative_lengths: Volumes, begin: int, targets: NDArray[np.int64]) -> int:
     """Return the first end at which the blocks from `begin` reach the target tokens on one side, else the last."""
     sides = range(cumulative_lengths.shape[1])
     ends = [
@@ -144,7 +146,7 @@ def _first(cumulative_lengths: Volumes, begin: int, targets: NDArray[np.int64]) 
     return min(max(begin + 1, min(ends)), len(cumulative_lengths) - 1)
 
 
-def padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> tuple[float, float]:
+def measure_padding(lengths: NDArray[np.int64], blocks: NDArray[np.int64], row: int) -> tuple[float, float]:
     """Return the share of padding in rows of `row` tokens: first with documents cut at row ends, then kept whole.
 
     lengths [D]: tokens of each document plus one for its end; blocks [B + 1]: first document of each block.
@@ -169,7 +171,7 @@ def describe_padding(corpus: Corpus) -> dict[str, str]:
     blocks = corpus.blocks[: max(2, int(corpus.blocks.searchsorted(PADDING_SAMPLE, "right")))]
     lengths, lines = corpus.lengths(0, len(blocks) - 1) + 1, {}
     for row in (size for size in ROWS if size <= int(lengths.sum())):
-        cut, unsplit = padding(lengths, blocks, row)
+        cut, unsplit = measure_padding(lengths, blocks, row)
         much = ": documents don't fill such rows" if unsplit > MUCH_PADDING else ""
         lines[f"rows of {row:,}"] = (
             f"{100 * cut:.1f} % padding where documents are cut, {100 * unsplit:.1f} % where whole{much}"

@@ -41,7 +41,7 @@ def images_of_rows(
             is_patch = grid[row, tokens, 0] >= 0
             pixels = join_patches(patches[tokens[is_patch]], grid[row, tokens[-1], 2:], patch_size)
             if "labels" in rows:
-                caption = _caption(rows, row, int(tokens[0]), class_names)
+                caption = _write_caption(rows, row, int(tokens[0]), class_names)
             elif decode is not None and "tokens" in rows:
                 text = number if image_token is None else _text_of(rows, row, int(tokens[0]), image_token)
                 caption = decode(rows["tokens"][row, rows["documents"][row] == text].tolist())
@@ -65,7 +65,7 @@ def join_patches(patches: Pixels, grid: np.ndarray, patch_size: int) -> Pixels:
     return cells.transpose(0, 3, 1, 4, 2).reshape(height * patch_size, width * patch_size, -1)
 
 
-def _caption(rows: Fields, row: int, token: int, names: Sequence[str]) -> str:
+def _write_caption(rows: Fields, row: int, token: int, names: Sequence[str]) -> str:
     def name(field: str) -> str:
         label = int(rows[field][row, token])
         return names[label] if label < len(names) else str(label)

@@ -202,11 +202,11 @@ class PackedDataset:
         """Return for each position the (packed block, row index) pairs that make up its row."""
         requested = np.array([-1 if at is None else at for at in positions], np.int64)
         slots = iter(self.order.slots(requested[requested >= 0]))
-        return [self._padding if at is None else self._locate(next(slots)) for at in positions]
+        return [self._padding if at is None else self._locate_row(next(slots)) for at in positions]
 
-    def _locate(self, slot: RowSlot) -> RowSources:
+    def _locate_row(self, slot: RowSlot) -> RowSources:
         epoch, block, _, begin = slot
-        row_index, block_data = self.order.block_order(slot)[slot.row], self._block(epoch, block, begin)
+        row_index, block_data = self.order.block_order(slot)[slot.row], self._get_block(epoch, block, begin)
         if isinstance(block_data, BinPackedRows):
             return [(block_data.row(row_index), 0)]
         head, length = self.order.carry_length(begin), self.sequence_length
@@ -214,7 +214,7 @@ class PackedDataset:
         at, end = begin + int(self._plan.sizes[block]), begin + head + (row_index + 1) * length
         while at < min(end, self.order.size):
             block = self.order.block_at(epoch, at)
-            block_data = self._block(epoch, block, at)
+            block_data = self._get_block(epoch, block, at)
             assert isinstance(block_data, PackedBlock)
             sources.append((block_data, 0))
             at += int(self._plan.sizes[block])
@@ -226,7 +226,7 @@ class PackedDataset:
         sizes = self._plan.sizes
         return [(self._pack(0, int(np.where(sizes, sizes, sizes.max()).argmin()), 0).padding, 0)]
 
-    def _block(self, epoch: int, block: int, begin: int) -> PackedBlock | BinPackedRows:
+    def _get_block(self, epoch: int, block: int, begin: int) -> PackedBlock | BinPackedRows:
         """Return the packed block, or group of blocks, of a requested row."""
         block_data = self._cache.get((epoch, block), partial(self._open, epoch, block, begin))
         if next(block_data.n_requests) == block_data.n_rows:
@@ -244,13 +244,15 @@ class PackedDataset:
         packed: PackedBlock | BinPackedRows
         if groups is not None:
             first, end = groups[block : block + 2].tolist()
-            blank = self._blank(first, end)
+            blank = self._mask_quarantined(first, end)
             documents = BlockDocuments(self.corpus, first, end, blank, self._read, needs_members)
             packed = BinPackedRows(documents, self._packing, epoch)
             size = packed.n_rows
         else:
             first = block
-            block_data = read_block(self.corpus, block, self._blank(block, block + 1), needs_members)
+            block_data = read_block(
+                self.corpus, block, self._mask_quarantined(block, block + 1), needs_members
+            )
             order = (lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None
             packed = pack_chunked(block_data, self._packing, epoch=epoch, order=order, carry_length=head)
             size = packed.sides[0].bounds[-1]
@@ -262,7 +264,7 @@ class PackedDataset:
             )
         return packed
 
-    def _blank(self, first: int, end: int) -> NDArray[np.bool_] | None:
+    def _mask_quarantined(self, first: int, end: int) -> NDArray[np.bool_] | None:
         if not self.quarantine:
             return None
         blank = self.quarantine.mask(int(self.corpus.blocks[first]), int(self.corpus.blocks[end]))

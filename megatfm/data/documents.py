@@ -78,21 +78,21 @@ class BlockDocuments(Sequence[NDArray[Any]]):
             return [self[i] for i in range(*number.indices(len(self)))]
         if self.is_quarantined is not None and self.is_quarantined[number]:
             return np.zeros(int(self.lengths[number]), np.int64)
-        block, at = self._locate(number)
+        block, at = self._locate_document(number)
         return block.tokens[at]
 
     def members(self, number: int) -> Mapping[str, bytes]:
         """The files that belong to a document; none where they are not needed."""
         if not self._needs_members or (self.is_quarantined is not None and self.is_quarantined[number]):
             return {}
-        block, at = self._locate(number)
+        block, at = self._locate_document(number)
         return block.members[at] if block.members else {}
 
     def describe(self, number: int) -> tuple[str, str]:
         """Describe where a document is stored, and how to train without it, for error messages."""
         return self._corpus.describe_sample(self.first + number)
 
-    def _locate(self, number: int) -> tuple[Read, int]:
+    def _locate_document(self, number: int) -> tuple[Read, int]:
         at = int(self._starts.searchsorted(number, side="right")) - 1
         block = self._begin + at
         return self._read.get(

@@ -37,10 +37,10 @@ class Mixing:
         if not draws.chance(self.probability):
             return 1.0, None
         if self.mixup and (not self.cutmix or draws.chance(0.5)):
-            return beta(draws, self.mixup), None
-        return self._box(draws, beta(draws, self.cutmix))
+            return draw_beta(draws, self.mixup), None
+        return self._draw_box(draws, draw_beta(draws, self.cutmix))
 
-    def _box(self, draws: Draws, weight: float) -> tuple[float, NDArray[np.bool_]]:
+    def _draw_box(self, draws: Draws, weight: float) -> tuple[float, NDArray[np.bool_]]:
         """A rectangle of 1 − weight of the area around a random centre (Yun et al. 2019, equation 2)."""
         side = self.size * sqrt(1 - weight)
         begin_end = []
@@ -53,7 +53,7 @@ class Mixing:
         return float(remaining.mean()), patchify(remaining, self.patch_size)
 
 
-def beta(draws: Draws, alpha: float) -> float:
+def draw_beta(draws: Draws, alpha: float) -> float:
     """A number from Beta(α, α), by Jöhnk's method in logarithms (Devroye 1986, section IX.3.5)."""
     while True:
         x, y = (log(1 - draws.uniform()) / alpha for _ in range(2))
@@ -100,16 +100,16 @@ class MixedImages:
     def rows(self, positions: Sequence[int | None]) -> Fields:
         """The rows at positions, as `RowDataset` says."""
         positions_read = dict.fromkeys(positions)
-        positions_read |= dict.fromkeys(self.partner(at) for at in positions if at is not None)
+        positions_read |= dict.fromkeys(self.choose_partner(at) for at in positions if at is not None)
         place = {at: number for number, at in enumerate(positions_read)}
         stored = self._rows.rows(list(positions_read))
         rows = {name: values[[place[at] for at in positions]] for name, values in stored.items()}
         for number, at in enumerate(positions):
             if at is not None:
-                self._mix(rows, stored, number, place[self.partner(at)], at)
+                self._mix(rows, stored, number, place[self.choose_partner(at)], at)
         return rows
 
-    def partner(self, position: int) -> int:
+    def choose_partner(self, position: int) -> int:
         """The position of the row that a row is mixed with."""
         return position - self._turn if position // self._turn % 2 else position + self._turn
 

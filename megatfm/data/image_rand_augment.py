@@ -24,36 +24,38 @@ def rotate(image: Image.Image, strength: float, filter_: Image.Resampling) -> Im
     angle = radians(30 * strength)
     a, b = cos(angle), sin(angle)
     x, y = image.width / 2, image.height / 2
-    return _affine(image, (a, -b, x - a * x + b * y, b, a, y - b * x - a * y), filter_)
+    return _transform_affinely(image, (a, -b, x - a * x + b * y, b, a, y - b * x - a * y), filter_)
 
 
 def shear_x(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
     """Shear along the rows."""
-    return _affine(image, (1, 0.3 * strength, 0, 0, 1, 0), filter_)
+    return _transform_affinely(image, (1, 0.3 * strength, 0, 0, 1, 0), filter_)
 
 
 def shear_y(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
     """Shear along the columns."""
-    return _affine(image, (1, 0, 0, 0.3 * strength, 1, 0), filter_)
+    return _transform_affinely(image, (1, 0, 0, 0.3 * strength, 1, 0), filter_)
 
 
 def translate_x(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
     """Shift along the rows."""
-    return _affine(image, (1, 0, 0.45 * strength * image.width, 0, 1, 0), filter_)
+    return _transform_affinely(image, (1, 0, 0.45 * strength * image.width, 0, 1, 0), filter_)
 
 
 def translate_y(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
     """Shift along the columns."""
-    return _affine(image, (1, 0, 0, 0, 1, 0.45 * strength * image.height), filter_)
+    return _transform_affinely(image, (1, 0, 0, 0, 1, 0.45 * strength * image.height), filter_)
 
 
-def _affine(image: Image.Image, matrix: tuple[float, ...], filter_: Image.Resampling) -> Image.Image:
+def _transform_affinely(
+    image: Image.Image, matrix: tuple[float, ...], filter_: Image.Resampling
+) -> Image.Image:
     """The pixel of the result at (x, y) is the image's at (a x + b y + c, d x + e y + f)."""
     fill: Any = FILL[image.mode] if image.mode == "RGB" else FILL[image.mode][0]
     return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=filter_, fillcolor=fill)
 
 
-def _enhanced(kind: Callable[[Image.Image], Any]) -> Operation:
+def _make_enhancement(kind: Callable[[Image.Image], Any]) -> Operation:
     def apply(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
         enhanced: Image.Image = kind(image).enhance(1 + 0.9 * strength)
         return enhanced
@@ -68,10 +70,10 @@ OPERATIONS: dict[str, Operation] = {
     "rotate": rotate,
     "solarize": lambda image, strength, filter_: ImageOps.solarize(image, round(256 * (1 - abs(strength)))),
     "posterize": lambda image, strength, filter_: ImageOps.posterize(image, 8 - round(4 * abs(strength))),
-    "color": _enhanced(ImageEnhance.Color),
-    "contrast": _enhanced(ImageEnhance.Contrast),
-    "brightness": _enhanced(ImageEnhance.Brightness),
-    "sharpness": _enhanced(ImageEnhance.Sharpness),
+    "color": _make_enhancement(ImageEnhance.Color),
+    "contrast": _make_enhancement(ImageEnhance.Contrast),
+    "brightness": _make_enhancement(ImageEnhance.Brightness),
+    "sharpness": _make_enhancement(ImageEnhance.Sharpness),
     "shear_x": shear_x,
     "shear_y": shear_y,
     "translate_x": translate_x,

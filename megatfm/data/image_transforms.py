@@ -85,7 +85,7 @@ class RandomResizedCrop(SectionTransform):
 
     def __call__(self, image: Image.Image, key: Key, size: Size) -> Image.Image:
         scale, ratio = self.section.scale, self.section.ratio
-        box = _random_box(image.size, scale, ratio, Draws(key)) or _central_box(image.size, ratio)
+        box = _draw_box(image.size, scale, ratio, Draws(key)) or _compute_central_box(image.size, ratio)
         left, top, width, height = box
         part = image.crop((left, top, left + width, top + height))  # or the filter would see beyond it
         return part.resize(size, self.filter)
@@ -154,7 +154,7 @@ class RandomErasing(SectionTransform):
         draws, section = Draws(key), self.section
         if not draws.chance(section.p):
             return image
-        box = _random_box(image.size, section.scale, section.ratio, draws)
+        box = _draw_box(image.size, section.scale, section.ratio, draws)
         if box is None:
             return image
         left, top, width, height = box
@@ -169,7 +169,7 @@ class RandomErasing(SectionTransform):
         return Image.fromarray(pixels)
 
 
-def _random_box(
+def _draw_box(
     size: Size, scale: Sequence[float], ratio: Sequence[float], draws: Draws
 ) -> tuple[int, int, int, int] | None:
     """Left, top, width and height of a random part of an image; None where no attempt fits."""
@@ -182,7 +182,7 @@ def _random_box(
     return None
 
 
-def _central_box(size: Size, ratio: Sequence[float]) -> tuple[int, int, int, int]:
+def _compute_central_box(size: Size, ratio: Sequence[float]) -> tuple[int, int, int, int]:
     """Left, top, width and height of the largest central part within the range of ratios."""
     width, height = size
     if width < ratio[0] * height:

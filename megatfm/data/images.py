@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from megatfm.corpus.image_size import PILLOW_FORMATS, image_extensions, image_format, orientation
+from megatfm.corpus.image_size import PILLOW_FORMATS, image_extensions, image_format, read_orientation
 from megatfm.data.image_transforms import Key, Size, Transform
 from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import Field
@@ -85,7 +85,7 @@ class PatchLayout:
         height, width = pixels.shape[0] // self.patch_size, pixels.shape[1] // self.patch_size
         patches = np.zeros((self.n_special + height * width, self.patch_values), np.uint8)
         patches[self.n_special :] = patchify(pixels, self.patch_size)
-        return {"patches": patches, "grid": _grid(height, width, self.n_special)}
+        return {"patches": patches, "grid": _make_grid(height, width, self.n_special)}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class ImageReader:
         """Pixels [H, W, C]. Raises SampleError for files that hold no readable image."""
         extension = find_image(files)
         image = decode(files[extension], extension, self.layout.channels)
-        size = self._target_size(image)
+        size = self._choose_size(image)
         for number, transform in enumerate(self.transforms):
             image = transform(image, (*key, "transform", number), size)
         if image.size != size and self.size is not None:
@@ -144,7 +144,7 @@ class ImageReader:
         begins[np.cumsum([len(image["grid"]) for image in images])[:-1]] = 1
         return {**fields, BEGINS: begins}
 
-    def _target_size(self, image: Image.Image) -> Size:
+    def _choose_size(self, image: Image.Image) -> Size:
         if self.size is not None:
             return self.size, self.size
         stored = np.array([[image.height, image.width]])
@@ -199,7 +199,7 @@ def _decode_any(data: bytes, extension: str) -> Image.Image:
     image: Image.Image = Image.open(io.BytesIO(data), formats=[image_format(extension)])
     if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError
-    turn = TURNS.get(orientation(image))
+    turn = TURNS.get(read_orientation(image))
     image.load()
     return image if turn is None else image.transpose(turn)
 
@@ -262,7 +262,7 @@ def patchify(pixels: NDArray[Number], patch_size: int) -> NDArray[Number]:
 
 
 @lru_cache(maxsize=256)
-def _grid(height: int, width: int, n_special: int) -> NDArray[np.int32]:
+def _make_grid(height: int, width: int, n_special: int) -> NDArray[np.int32]:
     """(row, column, height, width) of each token [n, 4]."""
     grid = np.empty((n_special + height * width, 4), np.int32)
     grid[:, 2:] = height, width

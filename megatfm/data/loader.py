@@ -184,7 +184,7 @@ class DataLoader(Iterator[list[Fields]]):
     ) -> None:
         self.close()
 
-    def _holders(self, row_range: _RowRange) -> int:
+    def _count_holders(self, row_range: _RowRange) -> int:
         return min(row_range.rows, self._readers.count)
 
     def _read(self, row_range: _RowRange) -> Fields | None:
@@ -192,7 +192,7 @@ class DataLoader(Iterator[list[Fields]]):
 
         None if there are fewer rows than readers and this one gets none.
         """
-        reader, n_readers = self._readers.rank, self._holders(row_range)
+        reader, n_readers = self._readers.rank, self._count_holders(row_range)
         if reader >= n_readers:
             return None
         begin, end = (
@@ -204,13 +204,13 @@ class DataLoader(Iterator[list[Fields]]):
 
     def _step(self, prefetched: _PrefetchedStep) -> tuple[list[Fields], float]:
         """Join the rows of all readers; return the micro-batches and the share of padding."""
-        (first, n, parts), local_rows = prefetched.row_range, _result_or_error(prefetched.read)
+        (first, n, parts), local_rows = prefetched.row_range, _get_result_or_error(prefetched.read)
         if self._readers.count == 1:
             gathered = [local_rows]
         else:
             gathered = self._readers.broadcast(
                 picklable_error(local_rows) if isinstance(local_rows, Exception) else local_rows,
-                self._holders(prefetched.row_range),
+                self._count_holders(prefetched.row_range),
             )
         for row_fields in (local_rows, *gathered):
             if isinstance(row_fields, Exception):
@@ -230,7 +230,7 @@ class DataLoader(Iterator[list[Fields]]):
         return step, padding_fraction(rows)
 
 
-def _result_or_error(read: Future[Fields | None]) -> Fields | Exception | None:
+def _get_result_or_error(read: Future[Fields | None]) -> Fields | Exception | None:
     try:
         return read.result()
     except Exception as error:  # raised on all readers alike

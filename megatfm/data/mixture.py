@@ -88,10 +88,10 @@ class Mixture:
                 f"rows: choose "
                 f"at most {MAX_POINTS // streams}"
             )
-        self._step = _golden_step(block, streams)
+        self._step = _choose_golden_step(block, streams)
         self._blocks: ByteCache[tuple[int, int, int], _Block] = ByteCache(2**26, nbytes)
         self._spans: list[_PhaseState] = []
-        self._make_spans()
+        self._start_phases()
 
     @property
     def warnings(self) -> list[str]:
@@ -138,7 +138,7 @@ class Mixture:
         phase = int(np.searchsorted([span.first for span in self._spans], turn, side="right")) - 1
         span = self._spans[phase]
         block, slot = divmod(turn - span.first, self.block)
-        slots = self._slots(phase, stream, block)
+        slots = self._get_slots(phase, stream, block)
         source = int(slots.sources[slot])
         n_before = (
             int(span.consumed[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
@@ -153,7 +153,7 @@ class Mixture:
         blocks, slots = np.divmod(turns - np.array(firsts)[phases], self.block)
         addresses = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
         slot_sources = [
-            self._slots(phase, stream, block).sources[slot] for phase, stream, block, slot in addresses
+            self._get_slots(phase, stream, block).sources[slot] for phase, stream, block, slot in addresses
         ]
         return np.array(slot_sources, np.int64)
 
@@ -201,23 +201,23 @@ class Mixture:
         turns, more = divmod(int(position), self.streams)
         number = int(np.searchsorted([span.first for span in self._spans], turns, side="right")) - 1
         counts = sum(
-            (self._consumed(number, stream, turns + (stream < more)) for stream in range(self.streams)),
+            (self._count_consumed(number, stream, turns + (stream < more)) for stream in range(self.streams)),
             np.zeros(len(self._rows), np.int64),
         )
         return dict(zip(self.sources, counts.tolist(), strict=True))
 
-    def _consumed(self, number: int, stream: int, turn: int) -> Ints:
+    def _count_consumed(self, number: int, stream: int, turn: int) -> Ints:
         """Count the rows [n_sources] that a stream took before a turn of a phase (or the first turn after it)."""
         span = self._spans[number]
         blocks, slots = divmod(turn - span.first, self.block)
-        block_sources = self._slots(number, stream, blocks).sources[:slots]
+        block_sources = self._get_slots(number, stream, blocks).sources[:slots]
         return (
             span.consumed[stream]
             + blocks * span.quotas
             + np.bincount(block_sources, minlength=len(self._rows))
         )
 
-    def _slots(self, phase: int, stream: int, block: int) -> _Block:
+    def _get_slots(self, phase: int, stream: int, block: int) -> _Block:
         return self._blocks.get((phase, stream, block), partial(self._assign_slots, phase, stream, block))
 
     def _assign_slots(self, phase: int, stream: int, block: int) -> _Block:
@@ -229,16 +229,16 @@ class Mixture:
         at = (begin + (np.arange(self.block) * self.streams + stream) * self._step) % points
         sources = np.searchsorted(np.cumsum(quotas) * self.streams, at, side="right")
         n_before = np.empty(self.block, np.int64)
-        n_before[np.argsort(sources, kind="stable")] = _occurrence_number(quotas)
+        n_before[np.argsort(sources, kind="stable")] = _number_occurrences(quotas)
         return _Block(sources, n_before)
 
-    def _make_spans(self) -> None:
+    def _start_phases(self) -> None:
         consumed = np.zeros((self.streams, len(self._rows)), np.int64)
         for number, phase in enumerate(self.phases):
             first = -(-phase.position // self.streams)
             if number:
                 consumed = np.stack(
-                    [self._consumed(number - 1, stream, first) for stream in range(self.streams)]
+                    [self._count_consumed(number - 1, stream, first) for stream in range(self.streams)]
                 )
             self._spans.append(
                 _PhaseState(first, largest_remainder(phase.weights, list(self.sources), self.block), consumed)
@@ -246,7 +246,7 @@ class Mixture:
 
 
 def largest_remainder(weights: Mapping[str, float], names: Sequence[str], block: int) -> Ints:
-    """`block` slots divided by weight: rounded down, and the rest given to the largest remainders. [n_sources]"""
+    """Divide `block` slots by weight [n_sources]: round down, and give the remaining ones to the largest remainders."""
     exact_quotas = np.array([weights[name] for name in names], np.float64)
     if not exact_quotas.sum() > 0:
         raise UsageError("data.mixture: all weights are 0: give at least one source a weight")
@@ -263,8 +263,8 @@ def largest_remainder(weights: Mapping[str, float], names: Sequence[str], block:
     return quotas
 
 
-def _golden_step(block: int, streams: int) -> int:
-    """A step that meets all block·streams points of a circle, evenly at any time, as do the steps of one stream.
+def _choose_golden_step(block: int, streams: int) -> int:
+    """Return a step that meets all block·streams points of a circle, evenly at any time, as do the steps of one stream.
 
     Both are the more even, the smaller the terms of the continued fraction of step and circle are; those of the golden
     ratio are 1 (Niederreiter 1978, "Quasi-Monte Carlo methods and pseudo-random numbers", section 3).
@@ -275,12 +275,14 @@ def _golden_step(block: int, streams: int) -> int:
     coprime = islice((step for step in candidates if 0 < step < points and gcd(step, points) == 1), 256)
     return min(
         coprime,
-        key=lambda step: max(*_continued_fraction(step, points), *_continued_fraction(step % block, block)),
+        key=lambda step: max(
+            *_expand_continued_fraction(step, points), *_expand_continued_fraction(step % block, block)
+        ),
         default=1,
     )
 
 
-def _continued_fraction(numerator: int, denominator: int) -> list[int]:
+def _expand_continued_fraction(numerator: int, denominator: int) -> list[int]:
     """Return the convergents of the continued fraction of a number between 0 and 1, except the last."""
     terms = []
     while numerator:
@@ -290,10 +292,10 @@ def _continued_fraction(numerator: int, denominator: int) -> list[int]:
 
 
 def source_seed(seed: int, name: str) -> int:
-    """A seed for each source, so that equal sample numbers of two don't draw alike."""
+    """Return a seed for each source, so that equal sample numbers of two sources don't draw alike."""
     return int.from_bytes(blake3(f"{seed} {name}".encode()).digest()[:7], "little")
 
 
-def _occurrence_number(quotas: Ints) -> Ints:
-    """0, 1, … for each source. [block]"""
+def _number_occurrences(quotas: Ints) -> Ints:
+    """Number the slots of each source 0, 1, … [block]."""
     return np.arange(int(quotas.sum())) - np.repeat(np.cumsum(quotas) - quotas, quotas)

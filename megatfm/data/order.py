@@ -153,7 +153,7 @@ class RowOrder:
         # For two epochs, since the loader may fetch ahead into the next one.
         self._epochs: ByteCache[int, _Table] = ByteCache(4 * (unit_sizes.nbytes + 8), nbytes)
         self._units: ByteCache[tuple[int, int], _Table] = ByteCache(2**25, nbytes)
-        self._rows: ByteCache[tuple[int, int], list[int]] = ByteCache(2**23, _list_bytes)
+        self._rows: ByteCache[tuple[int, int], list[int]] = ByteCache(2**23, _estimate_bytes)
 
     def __len__(self) -> int:
         return -(-self.size // self.length)
@@ -169,32 +169,32 @@ class RowOrder:
         slots = np.empty((4, len(positions)), np.int64)
         for epoch in np.unique(epochs).tolist():
             is_in_epoch = epochs == epoch
-            at = self._in_epoch(positions[is_in_epoch], epoch) * self.length
+            at = self._locate_in_epoch(positions[is_in_epoch], epoch) * self.length
             slots[0, is_in_epoch] = epoch
-            slots[1, is_in_epoch], offsets = self._find(epoch, at)
+            slots[1, is_in_epoch], offsets = self._find_blocks(epoch, at)
             slots[2, is_in_epoch], slots[3, is_in_epoch] = offsets // self.length, at - offsets
         return [RowSlot(*slot) for slot in slots.T.tolist()]
 
     def block_at(self, epoch: int, at: int) -> int:
         """Return the block that contains offset `at` of the epoch."""
-        blocks, _ = self._find(epoch, np.array([at]))
+        blocks, _ = self._find_blocks(epoch, np.array([at]))
         return int(blocks[0])
 
-    def _in_epoch(self, positions: Ints, epoch: int) -> Ints:
+    def _locate_in_epoch(self, positions: Ints, epoch: int) -> Ints:
         """Map global positions [n] of an epoch to row indices [n] in its list before streams are interleaved."""
         steps, stream = np.divmod(self.interleave(positions, epoch) - epoch * len(self), self.streams)
         rows, longer = divmod(len(self), self.streams)  # the first `longer` streams have one row more
         return stream * rows + np.minimum(stream, longer) + steps
 
-    def _find(self, epoch: int, at: Ints) -> tuple[Ints, Ints]:
+    def _find_blocks(self, epoch: int, at: Ints) -> tuple[Ints, Ints]:
         """Return the blocks [n] that contain offsets `at` [n] of an epoch, and the offsets [n] inside those blocks."""
-        blocks, offsets = _find(self._table(epoch), at)
+        blocks, offsets = _find(self._get_epoch_table(epoch), at)
         if self._blocks_per_unit > 1:
             units = blocks.copy()
             for unit in np.unique(units).tolist():
                 is_in_unit = units == unit
                 blocks[is_in_unit], offsets[is_in_unit] = _find(
-                    self._unit_table(epoch, unit), offsets[is_in_unit]
+                    self._get_unit_table(epoch, unit), offsets[is_in_unit]
                 )
         return blocks, offsets
 
@@ -205,11 +205,11 @@ class RowOrder:
         """
         rows, longer = divmod(len(self), self.streams)
         begin, end = ((stream + after) * rows + min(stream + after, longer) for after in (0, 1))
-        for number, at, stop in _runs(self._table(epoch), begin + turns, end):
+        for number, at, stop in _iter_runs(self._get_epoch_table(epoch), begin + turns, end):
             if self._blocks_per_unit == 1:
                 yield number, at, stop
             else:
-                yield from _runs(self._unit_table(epoch, number), at, stop)
+                yield from _iter_runs(self._get_unit_table(epoch, number), at, stop)
 
     def carry_length(self, begin: int) -> int:
         """Return how many tokens of a block at offset `begin` complete the last row of the block before it."""
@@ -217,7 +217,7 @@ class RowOrder:
 
     def block_order(self, slot: RowSlot) -> list[int]:
         """Return the rows that start in the block of a slot, in epoch order."""
-        return self._rows.get(slot[:2], partial(self._in_block, slot))
+        return self._rows.get(slot[:2], partial(self._permute_block_rows, slot))
 
     def interleave(self, positions: Ints, epoch: int) -> Ints:
         """Map positions [n] that take `turn` rows per stream to positions that take one row per stream.
@@ -236,25 +236,25 @@ class RowOrder:
             at < turns * self.streams, interleave(at, self.streams, np.maximum(turns, 1)), at
         )
 
-    def _table(self, epoch: int) -> _Table:
-        return self._epochs.get(epoch, partial(self._epoch, epoch))
+    def _get_epoch_table(self, epoch: int) -> _Table:
+        return self._epochs.get(epoch, partial(self._make_epoch_table, epoch))
 
-    def _unit_table(self, epoch: int, unit: int) -> _Table:
-        return self._units.get((epoch, unit), partial(self._in_unit, epoch, unit))
+    def _get_unit_table(self, epoch: int, unit: int) -> _Table:
+        return self._units.get((epoch, unit), partial(self._make_unit_table, epoch, unit))
 
-    def _epoch(self, epoch: int) -> _Table:
+    def _make_epoch_table(self, epoch: int) -> _Table:
         n = len(self._unit_sizes)
         units = permutation(n, self.seed, "blocks", epoch) if self.shuffle else np.arange(n, dtype=np.int64)
-        return _Table(units, _sums(self._unit_sizes[units]))
+        return _Table(units, _prefix_sums(self._unit_sizes[units]))
 
-    def _in_unit(self, epoch: int, unit: int) -> _Table:
+    def _make_unit_table(self, epoch: int, unit: int) -> _Table:
         first = unit * self._blocks_per_unit
         sizes = self._block_sizes(first, first + self._blocks_per_unit)
         n = len(sizes)
         blocks = permutation(n, self.seed, "blocks of a unit", epoch, unit) if self.shuffle else np.arange(n)
-        return _Table(first + blocks, _sums(sizes[blocks]))
+        return _Table(first + blocks, _prefix_sums(sizes[blocks]))
 
-    def _in_block(self, slot: RowSlot) -> list[int]:
+    def _permute_block_rows(self, slot: RowSlot) -> list[int]:
         (size,) = self._block_sizes(slot.block, slot.block + 1).tolist()
         rows = -(-(size - self.carry_length(slot.begin)) // self.length)
         if not self.shuffle:
@@ -313,7 +313,7 @@ def _find(table: _Table, at: Ints) -> tuple[Ints, Ints]:
     return table.indices[entries], at - table.starts[entries]
 
 
-def _runs(table: _Table, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _iter_runs(table: _Table, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield (unit or block, first, end) for the offsets `at` … `end` − 1 of a table; first and end count inside it."""
     entry = int(table.starts.searchsorted(at, side="right")) - 1
     while at < end:
@@ -324,9 +324,9 @@ def _runs(table: _Table, at: int, end: int) -> Iterator[tuple[int, int, int]]:
         at, entry = stop, entry + 1
 
 
-def _list_bytes(rows: list[int]) -> int:
+def _estimate_bytes(rows: list[int]) -> int:
     return 36 * len(rows)
 
 
-def _sums(counts: Ints) -> Ints:
+def _prefix_sums(counts: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)])

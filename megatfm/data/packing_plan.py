@@ -156,7 +156,7 @@ class _Planner:
 
     def plan_chunked(self) -> PackingPlan:
         chunk_rows = np.concatenate(
-            [np.add.reduceat(chunks.lengths[:, 0], starts[:-1]) for _, starts, chunks in self._planned()]
+            [np.add.reduceat(chunks.lengths[:, 0], starts[:-1]) for _, starts, chunks in self._iter_planned()]
         )
         total, length = int(chunk_rows.sum()), self.row_lengths[0]
         if total < length:
@@ -166,14 +166,14 @@ class _Planner:
                 + (f", or set data.sequence_length to at most {total}" if total else "")
             )
         padding = 1 - total / (-(-total // length) * length)
-        return PackingPlan(chunk_rows, None, padding, tuple(self._padding_warning(padding)))
+        return PackingPlan(chunk_rows, None, padding, tuple(self._warn_of_padding(padding)))
 
     def plan_bin_packed(self) -> PackingPlan:
         blocks, folder = self.corpus.blocks, self.corpus.folder
         volumes = np.zeros((len(blocks), len(self.row_lengths)), np.int64)
         texts = np.zeros(len(blocks), np.int64)
         total = dropped = without_partner = 0
-        for begin, starts, chunks in self._planned():
+        for begin, starts, chunks in self._iter_planned():
             is_filled = chunks.lengths.any(axis=1)
             self._check_lengths(chunks.take(np.flatnonzero(is_filled)))
             volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(chunks.lengths, starts[:-1])
@@ -184,7 +184,7 @@ class _Planner:
                 f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"
             )
         packed_groups = list(
-            group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._rows_of, self._fits)
+            group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._count_rows, self._fits)
         )
         groups = np.array([0, *(end for end, _ in packed_groups)])
         sizes = np.array([rows for _, rows in packed_groups])
@@ -203,24 +203,24 @@ class _Planner:
                 f"{folder}: {without_partner:,} of {total:,} sequences lie in groups of blocks with no other "
                 "document, so they have no partner"
             )
-        return PackingPlan(sizes, groups, padding, (*notes, *self._padding_warning(padding)))
+        return PackingPlan(sizes, groups, padding, (*notes, *self._warn_of_padding(padding)))
 
     @property
     def _fits(self) -> bool:
         return not needs_own_row(self.objective)
 
-    def _rows_of(self, begin: int, end: int) -> int:
+    def _count_rows(self, begin: int, end: int) -> int:
         """Count the rows that these blocks make together."""
-        rows = assign_rows(self.objective, self._sequences(begin, end).lengths, self.row_lengths)
+        rows = assign_rows(self.objective, self._make_sequences(begin, end).lengths, self.row_lengths)
         return int(rows.max(initial=-1)) + 1
 
-    def _sequences(self, begin: int, end: int) -> ChunkTable:
+    def _make_sequences(self, begin: int, end: int) -> ChunkTable:
         first, n_tokens = int(self.corpus.blocks[begin]), self.corpus.lengths(begin, end)
         images = ImageColumns(self.corpus, begin, end)
         return split_documents(n_tokens, self.objective, first, self.seed, images).without_empty()
 
     def _count_texts(self, begin: int, starts: NDArray[np.int64], chunks: ChunkTable) -> NDArray[np.int64]:
-        """Count the non-empty documents of each block [n], from the chunks that `_planned` yields."""
+        """Count the non-empty documents of each block [n], from the chunks that `_iter_planned` yields."""
         is_text = (chunks.numbers == 0) & (chunks.ends > 0)
         return np.add.reduceat(is_text, starts[:-1], dtype=np.int64)
 
@@ -230,11 +230,11 @@ class _Planner:
         texts [n_blocks + 1]: number of non-empty documents before each block.
         """
         return sum(
-            len(self._sequences(*groups[at : at + 2].tolist()))
+            len(self._make_sequences(*groups[at : at + 2].tolist()))
             for at in np.flatnonzero(np.diff(texts[groups]) == 1)
         )
 
-    def _padding_warning(self, share: float) -> Iterator[str]:
+    def _warn_of_padding(self, share: float) -> Iterator[str]:
         if share > MUCH_PADDING:
             rows = " and ".join(f"{length:,}" for length in self.row_lengths)
             reason = (
@@ -247,7 +247,7 @@ class _Planner:
                 f"{reason}: choose shorter rows (data.sequence_length), or prepare more text"
             )
 
-    def _planned(self) -> Iterator[tuple[int, NDArray[np.int64], ChunkTable]]:
+    def _iter_planned(self) -> Iterator[tuple[int, NDArray[np.int64], ChunkTable]]:
         """Yield runs of n blocks: first block, offsets [n + 1] of each block's chunks, and the chunks."""
         blocks, begin = self.corpus.blocks, 0
         while begin < len(blocks) - 1:

@@ -80,7 +80,7 @@ class RowStore:
 
     def write_typed(self, row: int, target: Fields, target_row: int, offset: int = 0) -> None:
         """Write the `typed` fields of `row` into row `target_row` of `target` from `offset`, then padding."""
-        begin, n = self._extent(row)
+        begin, n = self._get_extent(row)
         for name, (field, values) in self.typed.items():
             out = target[name]
             if field.per == "row":
@@ -91,7 +91,7 @@ class RowStore:
                     field.pad_value,
                 )
 
-    def _extent(self, row: int) -> tuple[int, int]:
+    def _get_extent(self, row: int) -> tuple[int, int]:
         """Return the start and length of a row; the length is 0 past the last row."""
         begin, *ends = self.bounds[row : row + 2] or (0,)
         return begin, ends[0] - begin if ends else 0
@@ -104,7 +104,7 @@ class RowStore:
         A row past the last is all padding. documents: number of documents before `offset`. Returns the end of the row,
         and the number of documents up to it.
         """
-        begin, n = self._extent(row)
+        begin, n = self._get_extent(row)
         end = offset + n
         for values, out in zip(self.fields.values(), target, strict=False):
             out[offset:end] = values[begin : begin + n]
@@ -124,7 +124,7 @@ class RowStore:
         self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> int:
         """Write document ids and positions of a row that starts at `begin`; return its number of documents."""
-        n, ramp, starts = len(documents), _arange(self.length), self.starts
+        n, ramp, starts = len(documents), _get_arange(self.length), self.starts
         if self.as_one_document:
             documents[:], positions[:] = 0, ramp[:n]
             if self.blank is None:
@@ -170,7 +170,7 @@ def _as_int32(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:
 
 
 @lru_cache(maxsize=64)
-def _arange(n: int) -> NDArray[np.int64]:
+def _get_arange(n: int) -> NDArray[np.int64]:
     ramp = np.arange(n)
     ramp.flags.writeable = False
     return ramp

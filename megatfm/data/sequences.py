@@ -314,7 +314,7 @@ def build_sequences(
     partners = np.flatnonzero((documents.lengths > 0) & ~blank)
     for document, start, end, number, planned_lengths in chunks.iter_chunks():
         if blank[document] and objective.fields is not None:
-            sequences.append(_declared_padding(objective, planned_lengths))
+            sequences.append(_make_padding(objective, planned_lengths))
             continue
         key = ChunkKey(packing.seed, epoch, first + document, number)
         tokens = documents[document][start:end]
@@ -364,7 +364,7 @@ def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sampl
     return arrays
 
 
-def _declared_padding(objective: PackingObjective, planned_lengths: Sequence[int]) -> Fields:
+def _make_padding(objective: PackingObjective, planned_lengths: Sequence[int]) -> Fields:
     return {
         name: field.filled(
             *(

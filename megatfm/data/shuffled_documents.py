@@ -36,18 +36,18 @@ class ShuffledDocuments(Iterator[Numbered]):
         self.order = make_row_order(np.diff(corpus.blocks), seed=seed, streams=streams, shuffle=True)
         self.position = position
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="megatfm-samples")
-        self._streams = self._epoch()
+        self._streams = self._iter_epoch()
 
     def __next__(self) -> Numbered:
         try:
             document = next(self._streams)
         except StopIteration:
-            self._streams = self._epoch()
+            self._streams = self._iter_epoch()
             document = next(self._streams)
         self.position += 1
         return document
 
-    def _epoch(self) -> Iterator[Numbered]:
+    def _iter_epoch(self) -> Iterator[Numbered]:
         """Yield the remaining samples of the epoch that contains `position`."""
         epoch, n_drawn = divmod(self.position, len(self.order))
         turns, first = divmod(n_drawn, self.order.streams)

@@ -55,11 +55,11 @@ class RowWorkers:
         requests = []
         for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
             if begin < end:
-                with contextlib.suppress(OSError):  # The worker died; `_answer` reports it.
+                with contextlib.suppress(OSError):  # The worker died; `_receive_answer` reports it.
                     pipes[number].send(list(positions[begin:end]))
                 requests.append(number)
         # Reads all answers, also after an error, so that no stale answer is left for the next call.
-        answers = [_answer(number, processes[number], pipes[number]) for number in requests]
+        answers = [_receive_answer(number, processes[number], pipes[number]) for number in requests]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -90,7 +90,7 @@ class RowWorkers:
         for number in range(self._n):
             parent_pipe, worker_pipe = context.Pipe()
             process = context.Process(
-                target=_main, args=(worker_pipe, pickled), name=f"megatfm-data-{number}", daemon=True
+                target=_run_worker, args=(worker_pipe, pickled), name=f"megatfm-data-{number}", daemon=True
             )
             process.start()
             worker_pipe.close()
@@ -98,7 +98,7 @@ class RowWorkers:
             self._pipes.append(parent_pipe)
 
 
-def _answer(number: int, process: Any, pipe: Connection) -> Fields | BaseException:
+def _receive_answer(number: int, process: Any, pipe: Connection) -> Fields | BaseException:
     try:
         answer: Fields | BaseException = pipe.recv()
         return answer
@@ -120,7 +120,7 @@ def _exit_code(process: Any) -> int | None:
     return code
 
 
-def _main(pipe: Connection, pickled: bytes) -> None:
+def _run_worker(pipe: Connection, pickled: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends its workers itself
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     worker_loop(pipe, pickled)

@@ -140,9 +140,9 @@ def _measure(config: Config) -> tuple[int, int]:
         replace_forward(block, partial(measure_block, block, block.forward))
     splittable = cast(Splittable, model)
     points = [p for p in splittable.split_points if model.get_submodule(p.modules[0]) in stack_paths]
-    fields, lengths = _inputs(config, model, splittable.split_points)
+    fields, lengths = _make_inputs(config, model, splittable.split_points)
     carry = {
-        name: _zeros((config.train.micro_batch, lengths[point.token_field]), spec, dtype)
+        name: _make_zeros((config.train.micro_batch, lengths[point.token_field]), spec, dtype)
         for point in splittable.split_points
         for name, spec in point.writes.items()
         if spec.length_of is None  # the length of others depends on values
@@ -173,7 +173,7 @@ def _build(config: Config, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _inputs(
+def _make_inputs(
     config: Config, model: nn.Module, points: Sequence[SplitPoint]
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return the fields of a batch, all zeros since only shapes matter, and token field → length of its rows."""
@@ -198,7 +198,7 @@ def _inputs(
     return {**zeros, **grids, "keys": torch.zeros(rows, dtype=torch.int64)}, lengths
 
 
-def _zeros(shape: tuple[int, int], spec: CarrySpec, dtype: torch.dtype) -> Tensor:
+def _make_zeros(shape: tuple[int, int], spec: CarrySpec, dtype: torch.dtype) -> Tensor:
     """Return a carried tensor as an earlier pipeline stage would send it."""
     if spec.d_model is None:
         return torch.zeros(shape, dtype=torch.int64)

@@ -224,7 +224,7 @@ def optimizer_state_bytes(config: Config, model: "nn.Module", weight_bytes: int)
                 n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names
             }
             shapes_by_ndim = {
-                dims: _state_shapes(group, options, dims)
+                dims: _get_state_shapes(group, options, dims)
                 for dims in set(map(len, state_shapes_by_name.values()))
             }
             state_bytes = group.state_dtype.itemsize if group.state_dtype else weight_bytes
@@ -243,7 +243,7 @@ def optimizer_state_bytes(config: Config, model: "nn.Module", weight_bytes: int)
     return state
 
 
-def _state_shapes(group: "OptimizerGroup", options: dict[str, Any], dims: int) -> list[tuple[int, ...]]:
+def _get_state_shapes(group: "OptimizerGroup", options: dict[str, Any], dims: int) -> list[tuple[int, ...]]:
     """Return the shapes of an optimizer's state tensors for a parameter of shape `PROBE[:dims]`."""
     import torch
 

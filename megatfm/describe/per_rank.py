@@ -43,7 +43,7 @@ def rank_state(config: Config) -> RankState | None:
     With dp_shard = -1 (all processes of the job), counts for the smallest dp_shard possible. Raises UsageError where
     the layout does not fit the model.
     """
-    dp_shard = max(config.parallel.dp_shard, _min_dp_shard(config.parallel))
+    dp_shard = max(config.parallel.dp_shard, _compute_min_dp_shard(config.parallel))
     parallel = config.parallel.model_copy(update={"dp_shard": dp_shard})
     ranks = math.prod((parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp))
     if ranks == 1 or parallel.engine != "native" or dist.is_initialized():
@@ -56,7 +56,7 @@ def rank_state(config: Config) -> RankState | None:
     holders: Mapping[str, tuple[int, ...]] = {}
     if parallel.pp > 1:
         holders = plan_pipeline_split(config, model).parameter_ranks
-    with _fake_mesh(parallel, ranks) as mesh:
+    with _make_fake_mesh(parallel, ranks) as mesh:
         layout = parallelize(
             model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
         )
@@ -92,7 +92,7 @@ def rank_state(config: Config) -> RankState | None:
     return max(states, key=lambda state: state.total_bytes)
 
 
-def _min_dp_shard(parallel: ParallelConfig) -> int:
+def _compute_min_dp_shard(parallel: ParallelConfig) -> int:
     """Return the fewest ranks of dp_shard over which `ep` divides the experts."""
     other_ranks = parallel.cp * (parallel.tp if parallel.expert_tp == "folded" else 1)
     return parallel.ep // math.gcd(parallel.ep, other_ranks)
@@ -115,7 +115,7 @@ def _has_whole_gradients(config: Config, zero: int, data_ranks: int) -> bool:
 
 
 @contextmanager
-def _fake_mesh(parallel: ParallelConfig, ranks: int) -> Iterator[Mesh]:
+def _make_fake_mesh(parallel: ParallelConfig, ranks: int) -> Iterator[Mesh]:
     """Yield the first rank's mesh of a layout, without the other processes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 

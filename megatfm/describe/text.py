@@ -30,14 +30,14 @@ Line = tuple[str, str]
 def to_lines(description: "Description") -> list[Line]:
     """Return the lines that `megatfm describe` prints."""
     return [
-        *_architecture(description.config.model),
+        *_describe_architecture(description.config.model),
         ("objective", description.config.objective.name),
         ("", ""),
-        *_counts(description),
+        *_describe_counts(description),
     ]
 
 
-def _architecture(model: ModelConfig) -> list[Line]:
+def _describe_architecture(model: ModelConfig) -> list[Line]:
     blocks = f"{model.n_layers} blocks"
     if model.family == "encoder_decoder":
         blocks = f"{model.encoder_layers} + {blocks}"
@@ -45,15 +45,15 @@ def _architecture(model: ModelConfig) -> list[Line]:
         blocks += f" that share the weights of {model.distinct_layers}"
     lines = [
         ("model", f"{model.family}, {blocks} of width {model.d_model:,}"),
-        ("attention", f"{_heads(model)}; {_position(model)}"),
-        *([("  pattern", _patterns(model))] if not _is_full_attention(model) else []),
-        ("feed-forward", _feed_forward(model)),
+        ("attention", f"{_describe_heads(model)}; {_describe_position(model)}"),
+        *([("  pattern", _describe_patterns(model))] if not _is_full_attention(model) else []),
+        ("feed-forward", _describe_feed_forward(model)),
         ("norm", f"{model.norm.name} ({model.norm.placement}), epsilon {model.norm.eps:g}"),
-        _input(model),
+        _describe_input(model),
     ]
     if model.stages is not None:
-        lines.insert(1, ("  stages", _stages(model.stages, model.d_model)))
-    if heads := _extra_heads(model):
+        lines.insert(1, ("  stages", _describe_stages(model.stages, model.d_model)))
+    if heads := _describe_extra_heads(model):
         lines.append(("heads", ", ".join(heads)))
     if model.text_tower is not None:
         text = model.text_tower
@@ -88,7 +88,7 @@ def _architecture(model: ModelConfig) -> list[Line]:
     return lines
 
 
-def _input(model: ModelConfig) -> Line:
+def _describe_input(model: ModelConfig) -> Line:
     """Describe the vocabulary, or an image model's patches."""
     embedding = model.embedding
     if isinstance(embedding, PatchEmbeddingConfig):
@@ -99,10 +99,10 @@ def _input(model: ModelConfig) -> Line:
             f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
         )
     vocabulary = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
-    return "vocabulary", f"{vocabulary}{_embeddings(model)}"
+    return "vocabulary", f"{vocabulary}{_describe_embeddings(model)}"
 
 
-def _stages(stages: StagesConfig, d_model: int) -> str:
+def _describe_stages(stages: StagesConfig, d_model: int) -> str:
     """Describe blocks, widths and heads of each stage."""
     blocks, heads = (" · ".join(map(str, counts)) for counts in (stages.layers, stages.heads))
     widths = " · ".join(str(d_model * 2**stage) for stage in range(len(stages.layers)))
@@ -110,7 +110,7 @@ def _stages(stages: StagesConfig, d_model: int) -> str:
     return f"{blocks} blocks of width {widths} with {heads} heads, from {rows} × {columns} patches on"
 
 
-def _heads(model: ModelConfig) -> str:
+def _describe_heads(model: ModelConfig) -> str:
     text = f"{model.attention.n_heads} heads of {model.head_width}"
     if isinstance(latent := model.attention, MLAAttentionConfig):
         queries = f", queries from {latent.q_lora_rank}" if latent.q_lora_rank else ""
@@ -120,15 +120,17 @@ def _heads(model: ModelConfig) -> str:
     return f"{text}, {model.attention.kv_heads} key-value heads{kind}"
 
 
-def _patterns(model: ModelConfig) -> str:
+def _describe_patterns(model: ModelConfig) -> str:
     """Count blocks by attention pattern; an encoder-decoder's are the decoder's."""
-    n_layers_by_pattern = Counter(_pattern(model.layer_config(depth)) for depth in range(model.n_layers))
+    n_layers_by_pattern = Counter(
+        _describe_pattern(model.layer_config(depth)) for depth in range(model.n_layers)
+    )
     if len(n_layers_by_pattern) == 1:
         return next(iter(n_layers_by_pattern))
     return ", ".join(f"{count} × {name}" for name, count in n_layers_by_pattern.items())
 
 
-def _pattern(model: ModelConfig) -> str:
+def _describe_pattern(model: ModelConfig) -> str:
     pattern = model.attention.pattern
     if pattern.name == "full" and model.attention.name not in ("gqa", "mla"):
         return model.attention.name
@@ -137,7 +139,7 @@ def _pattern(model: ModelConfig) -> str:
     return f"{pattern.name} ({options_text})" if options_text else pattern.name
 
 
-def _position(model: ModelConfig) -> str:
+def _describe_position(model: ModelConfig) -> str:
     match model.position:
         case RopeConfig(theta=theta, scaling=scaling):
             return f"rope, theta {theta:,g}{f', scaled by {scaling.name}' if scaling else ''}"
@@ -155,14 +157,14 @@ def _position(model: ModelConfig) -> str:
     return model.position.name
 
 
-def _embeddings(model: ModelConfig) -> str:
+def _describe_embeddings(model: ModelConfig) -> str:
     text = "output head tied to the embedding" if model.embedding.tied else "output head not tied"
     if model.embedding_width != model.d_model:
         text += f"; embeddings of {model.embedding_width:,}"
     return text + (f"; {model.embedding.n_segments} segments" if model.embedding.n_segments else "")
 
 
-def _extra_heads(model: ModelConfig) -> list[str]:
+def _describe_extra_heads(model: ModelConfig) -> list[str]:
     heads = []
     for name, section in model.extra_heads.items():
         if isinstance(section, SentenceHeadConfig):
@@ -176,7 +178,7 @@ def _extra_heads(model: ModelConfig) -> list[str]:
     return heads
 
 
-def _counts(description: "Description") -> list[Line]:
+def _describe_counts(description: "Description") -> list[Line]:
     config, weight = description.config, description.weight_bytes
     optimizer = f"{description.optimizer_bytes:.3g} {config.optimizer.name}"
     copy = f"{description.copy_bytes} {config.train.precision} weight, " if description.copy_bytes else ""
@@ -198,26 +200,29 @@ def _counts(description: "Description") -> list[Line]:
             else []
         ),
         ("", ""),
-        *_flops(description),
+        *_describe_flops(description),
         ("", ""),
         (
             "tokens",
             f"{description.tokens_per_step:,} a step, {description.tokens:,} in {config.train.steps:,} steps",
         ),
-        ("FLOPs", f"{description.flops_causal * description.tokens:.3g} in total{_causal_note(description)}"),
+        (
+            "FLOPs",
+            f"{description.flops_causal * description.tokens:.3g} in total{_describe_causal(description)}",
+        ),
         (
             "state",
             f"{description.state_bytes:.3g} bytes a parameter: {copy}{weight} weight, {weight} gradient, {optimizer}",
         ),
-        ("", f"{description.total_bytes / 2**30:,.2f} GiB, {_sharding(description)}"),
-        *_engine_note(config),
-        *_per_rank_state(config),
-        ("activations", _activations(description)),
-        *_warmup_hint(description.config),
+        ("", f"{description.total_bytes / 2**30:,.2f} GiB, {_describe_sharding(description)}"),
+        *_describe_engine(config),
+        *_describe_per_rank_state(config),
+        ("activations", _describe_activations(description)),
+        *_suggest_warmup(description.config),
     ]
 
 
-def _sharding(description: "Description") -> str:
+def _describe_sharding(description: "Description") -> str:
     if description.zero == 0:
         return "on each data rank"
     if not description.unsharded_bytes:
@@ -227,7 +232,7 @@ def _sharding(description: "Description") -> str:
     )
 
 
-def _engine_note(config: Config) -> list[Line]:
+def _describe_engine(config: Config) -> list[Line]:
     if config.parallel.engine == "native":
         return []
     uncounted = "buckets and offloading" if config.parallel.engine == "deepspeed" else "buffers"
@@ -239,7 +244,7 @@ def _engine_note(config: Config) -> list[Line]:
     ]
 
 
-def _per_rank_state(config: Config) -> list[Line]:
+def _describe_per_rank_state(config: Config) -> list[Line]:
     from megatfm.describe.per_rank import rank_state
     from megatfm.parallel.mesh import ALL_AXES, describe_sizes
 
@@ -266,7 +271,7 @@ def _per_rank_state(config: Config) -> list[Line]:
     ]
 
 
-def _warmup_hint(config: Config) -> list[Line]:
+def _suggest_warmup(config: Config) -> list[Line]:
     if config.lr_schedule.warmup_steps or config.optimizer.name not in (
         "adamw",
         "muon",
@@ -281,13 +286,13 @@ def _warmup_hint(config: Config) -> list[Line]:
     ]
 
 
-def _feed_forward(model: ModelConfig) -> str:
+def _describe_feed_forward(model: ModelConfig) -> str:
     """Describe the feed-forward network of each kind of block."""
     sections = (model.layer_config(depth).ffn for depth in range(max(1, len(model.layer_types))))
-    return "; or ".join(dict.fromkeys(map(_network, sections)))
+    return "; or ".join(dict.fromkeys(map(_describe_network, sections)))
 
 
-def _network(ffn: FFNConfig) -> str:
+def _describe_network(ffn: FFNConfig) -> str:
     network = f"{ffn.activation}, inner width {ffn.d_ff:,}"
     if not isinstance(ffn, MoEConfig):
         return network
@@ -295,7 +300,7 @@ def _network(ffn: FFNConfig) -> str:
     return f"{ffn.n_experts:,} experts, {ffn.top_k} a token by {ffn.router.name!r}{shared}: {network}"
 
 
-def _activations(description: "Description") -> str:
+def _describe_activations(description: "Description") -> str:
     from megatfm.describe.activation_memory import block_activation_bytes
 
     rows = description.config.train.micro_batch
@@ -315,7 +320,7 @@ def _activations(description: "Description") -> str:
     )
 
 
-def _flops(description: "Description") -> list[Line]:
+def _describe_flops(description: "Description") -> list[Line]:
     config, model = description.config, description.config.model
     length = f"s = {config.data.sequence_length:,}"
     if model.family == "encoder_decoder":
@@ -360,5 +365,5 @@ def _is_full_attention(model: ModelConfig) -> bool:
     )
 
 
-def _causal_note(description: "Description") -> str:
+def _describe_causal(description: "Description") -> str:
     return ", with half of causal attention" if description.flops_causal < description.flops_full else ""

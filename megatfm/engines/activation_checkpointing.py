@@ -59,7 +59,7 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compi
         if budget:
             replace_forward(block, partial(budget.forward, block, block.forward))
         elif mode != "none":
-            replace_forward(block, partial(_checkpointed, block, block.forward, mode))
+            replace_forward(block, partial(_run_checkpointed, block, block.forward, mode))
 
 
 def parse_share(text: str) -> float:
@@ -73,19 +73,19 @@ def parse_size(text: str) -> int:
     return int(float(text[:-2]) * UNITS[unit])
 
 
-def _checkpointed(block: nn.Module, forward: Forward, mode: str, *args: Any, **kwargs: Any) -> Any:
+def _run_checkpointed(block: nn.Module, forward: Forward, mode: str, *args: Any, **kwargs: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     options: dict[str, Any] = {}
     if mode == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _save_policy)
         options["context_fn"] = (
-            contexts if torch.compiler.is_compiling() else partial(_functional_contexts, contexts)
+            contexts if torch.compiler.is_compiling() else partial(_make_functional_contexts, contexts)
         )
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
-def _functional_contexts(
+def _make_functional_contexts(
     contexts: Callable[[], Any],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of forward pass and recomputation with functional collectives, whose results can be saved."""
@@ -100,11 +100,11 @@ def _with_functional_collectives(context: AbstractContextManager[None]) -> Itera
 
 
 def _save_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_saved = operator in SAVED_OPS or _operator_name(operator) in SAVED_OP_NAMES
+    is_saved = operator in SAVED_OPS or _get_operator_name(operator) in SAVED_OP_NAMES
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _operator_name(operator: Any) -> str:
+def _get_operator_name(operator: Any) -> str:
     """Return the name of an operator without its overload."""
     return str(operator._schema.name if hasattr(operator, "_schema") else operator)
 
@@ -132,13 +132,13 @@ class MemoryBudget:
             return forward(*args, **kwargs)
         if block not in self._keys:
             self._keys[block] = memory_key(block)
-        key = self._keys[block], _shapes(args), _shapes(kwargs.values())
+        key = self._keys[block], _get_shapes(args), _get_shapes(kwargs.values())
         if key not in self._sizes:
             output, self._sizes[key] = measure_saved_bytes(block, partial(forward, *args, **kwargs))
             self.used += self._sizes[key]
             return output
         if self.used + self._sizes[key] > self.limit:
-            return _checkpointed(block, forward, "full", *args, **kwargs)
+            return _run_checkpointed(block, forward, "full", *args, **kwargs)
         self.used += self._sizes[key]
         return forward(*args, **kwargs)
 
@@ -167,5 +167,5 @@ def measure_saved_bytes(block: nn.Module, forward: Forward) -> tuple[Any, int]:
     return output, sum(storages.values())
 
 
-def _shapes(values: Iterable[Any]) -> tuple[Any, ...]:
+def _get_shapes(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(tuple(value.shape) if isinstance(value, Tensor) else None for value in values)

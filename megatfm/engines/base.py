@@ -125,7 +125,7 @@ class BaseEngine:
         """Return the terms of all samples of the micro-batches; for engines with the feature "compares_samples"."""
         raise NotImplementedError
 
-    def _weights_without_gradient(self) -> Collection[str]:
+    def _find_weights_without_gradient(self) -> Collection[str]:
         """Return the names of trained weights that no pass of the step has reached."""
         raise NotImplementedError
 
@@ -140,7 +140,7 @@ class BaseEngine:
         """Set the weights that the model computes with from `local`, frozen ones too."""
         raise NotImplementedError
 
-    def _replicated_data_axes(self, data_axes: DataAxes) -> Sequence[str]:
+    def _get_replicated_data_axes(self, data_axes: DataAxes) -> Sequence[str]:
         """Return the data axes over which ranks hold copies of a weight's block."""
         raise NotImplementedError
 
@@ -152,7 +152,9 @@ class BaseEngine:
     def replicated_axes(self) -> Sequence[str]:
         """See `Engine.replicated_axes`."""
         axes = {
-            axis for layout in self.layout.values() for axis in self._replicated_data_axes(layout.data_axes)
+            axis
+            for layout in self.layout.values()
+            for axis in self._get_replicated_data_axes(layout.data_axes)
         }
         axes |= {axis for layout in self.layout.state.values() for axis in layout.data_axes.all}
         return sort_axes(axes)
@@ -178,7 +180,7 @@ class BaseEngine:
                 losses.add(terms)
             losses.add_row_losses(recorders, batches)
         self._finish_passes()
-        if missing := sorted(self._weights_without_gradient()):
+        if missing := sorted(self._find_weights_without_gradient()):
             raise MegatfmError(
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
                 "out of [model], or take an objective that trains it; a part that some micro-batches don't reach must "

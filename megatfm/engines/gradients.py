@@ -33,7 +33,8 @@ class GlobalNorm:
     ) -> None:
         self._mesh, self._device, self.is_counted = mesh, device, is_counted
         axes = {
-            name: _axes(tensor_layout, sharded, shards_replicas) for name, tensor_layout in layout.items()
+            name: _find_sharded_axes(tensor_layout, sharded, shards_replicas)
+            for name, tensor_layout in layout.items()
         }
         # From the layout, which lists the full model, so that all ranks have the same axis sets.
         self.axis_sets = sorted(set(axes.values()))
@@ -108,7 +109,7 @@ def clip_gradients(gradients: Mapping[str, Tensor], norm: float | Tensor, max_no
         torch._foreach_mul_(tensors, max_norm / (norm + 1e-6))
 
 
-def _axes(layout: TensorLayout, sharded: bool, shards_replicas: bool) -> tuple[str, ...]:
+def _find_sharded_axes(layout: TensorLayout, sharded: bool, shards_replicas: bool) -> tuple[str, ...]:
     """Axes that divide the elements of a parameter."""
     axes = {PIPELINE, *layout.axes}
     if sharded:
@@ -147,12 +148,12 @@ class LayerStatistics:
             {path for rank in mesh.gather_objects(local_paths, (PIPELINE,)) for path in rank}
         )
         self._activations: dict[str, Tensor] = {}  # path → [sum of squares, count]
-        layer_of = {name: self._layer_of(name) for name in layout}
+        layer_of = {name: self._find_layer(name) for name in layout}
         self._layers = sorted(set(layer_of.values()))
         self._layer_index = {name: self._layers.index(layer) for name, layer in layer_of.items()}
         # Not in compiled blocks: a hook that only sometimes measures would break their graphs.
         for path in () if compiled else local_paths:
-            model.get_submodule(path).register_forward_hook(self._hook(path))
+            model.get_submodule(path).register_forward_hook(self._make_hook(path))
 
     def watch(self, enabled: bool) -> None:
         """Enable or disable the measurement of activations in the next passes."""
@@ -190,13 +191,13 @@ class LayerStatistics:
             statistics_by_layer.setdefault(max(parents, key=len, default=path), {}).update(values)
         return statistics_by_layer
 
-    def _layer_of(self, name: str) -> str:
+    def _find_layer(self, name: str) -> str:
         for path in self._blocks:
             if name.startswith(f"{path}."):
                 return path
         return ".".join(name.split(".")[:2]) if name.count(".") > 1 else name.partition(".")[0]
 
-    def _hook(self, path: str) -> Callable[[nn.Module, object, object], None]:
+    def _make_hook(self, path: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, _: object, output: object) -> None:
             stream = output[0] if isinstance(output, tuple) else output
             if self._is_watching and module.training and isinstance(stream, Tensor):

@@ -14,7 +14,7 @@ from megatfm.layers.output_head import LMHead, RowLossRecorder
 from megatfm.ops.attention.varlen import cu_seqlens_from_documents
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.deferred_reads import DeferredReads
-from megatfm.ops.transfer import aligned, moved
+from megatfm.ops.transfer import align, move_to_device
 from megatfm.parallel.context_parallel import split_batch
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import Mesh
@@ -87,7 +87,7 @@ class LossAccumulator:
         """
         if not self._n_batches:
             raise MegatfmError("no batch to compute a loss of: every rank must bring at least one")
-        counts = moved(self._local_counts, self._device)
+        counts = move_to_device(self._local_counts, self._device)
         self._mesh.all_reduce_(counts, self._mesh.data_axes)
         self._counts += counts
         self._local_counts = torch.zeros_like(self._local_counts)
@@ -115,7 +115,9 @@ class LossAccumulator:
             for batch, sources in zip(batches, by_microbatch, strict=True):
                 losses = recorder.row_losses(batch["targets"])
                 if losses is not None:
-                    source_sums.index_add_(0, moved(torch.from_numpy(sources), losses.device), losses)
+                    source_sums.index_add_(
+                        0, move_to_device(torch.from_numpy(sources), losses.device), losses
+                    )
 
     def result(self) -> LossTotals:
         """Reduce sums and counts over all ranks. A collective."""
@@ -217,5 +219,5 @@ def to_device(batch: Arrays, device: torch.device) -> dict[str, Tensor]:
     """Convert a loader's batch to tensors on the device."""
     tensors = {field: torch.as_tensor(values) for field, values in batch.items()}
     if device.type == "cpu":
-        return {field: aligned(values) for field, values in tensors.items()}
-    return {field: moved(values, device) for field, values in tensors.items()}
+        return {field: align(values) for field, values in tensors.items()}
+    return {field: move_to_device(values, device) for field, values in tensors.items()}

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatfm.engines.interface import NeedsShardLocations, OptimizerGroup, ShardLocation
 from megatfm.errors import MegatfmError
-from megatfm.ops.transfer import aligned
+from megatfm.ops.transfer import align
 from megatfm.parallel.layout import Chunk
 
 
@@ -46,16 +46,21 @@ class OwnedTensors:
     def gather(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather the blocks of all ranks to full tensors on their owners."""
         send_buffers = [self._pack(blocks, owner) for owner in range(self.ranks)]
-        received = [[name for name in self.full if self._sends(name, source)] for source in range(self.ranks)]
+        received = [
+            [name for name in self.full if self._is_sender(name, source)] for source in range(self.ranks)
+        ]
         sizes = [
-            sum(_numel(self.chunks[name][source]) for name in names) for source, names in enumerate(received)
+            sum(_count_elements(self.chunks[name][source]) for name in names)
+            for source, names in enumerate(received)
         ]
         flat = self._exchange(send_buffers, sizes)
         full = {name: torch.empty_like(tensor) for name, tensor in self.full.items()}
         for source, names in enumerate(received):
-            pieces = flat[source].split([_numel(self.chunks[name][source]) for name in names])
+            pieces = flat[source].split([_count_elements(self.chunks[name][source]) for name in names])
             for name, piece in zip(names, pieces, strict=True):
-                _view(full[name], self.chunks[name][source]).copy_(piece.view(self.chunks[name][source][1]))
+                _view_chunk(full[name], self.chunks[name][source]).copy_(
+                    piece.view(self.chunks[name][source][1])
+                )
         return full
 
     def refresh(self) -> None:
@@ -68,9 +73,10 @@ class OwnedTensors:
         send_buffers = []
         for target in range(self.ranks):
             parts = [
-                _view(tensor, self.chunks[name][target]).reshape(-1) for name, tensor in self.full.items()
+                _view_chunk(tensor, self.chunks[name][target]).reshape(-1)
+                for name, tensor in self.full.items()
             ]
-            send_buffers.append(self._cat(parts))
+            send_buffers.append(self._concatenate(parts))
         owned = [[name for name in self.local if self.owners[name] == owner] for owner in range(self.ranks)]
         flat = self._exchange(
             send_buffers, [sum(self.local[name].numel() for name in names) for names in owned]
@@ -80,15 +86,17 @@ class OwnedTensors:
             for name, piece in zip(names, pieces, strict=True):
                 self.local[name].copy_(piece.view_as(self.local[name]))
 
-    def _sends(self, name: str, rank: int) -> bool:
+    def _is_sender(self, name: str, rank: int) -> bool:
         chunks = self.chunks[name]
         return chunks.index(chunks[rank]) == rank
 
     def _pack(self, blocks: Mapping[str, Tensor], owner: int) -> Tensor:
-        names = [name for name in self.local if self.owners[name] == owner and self._sends(name, self.rank)]
-        return self._cat([blocks[name].reshape(-1) for name in names])
+        names = [
+            name for name in self.local if self.owners[name] == owner and self._is_sender(name, self.rank)
+        ]
+        return self._concatenate([blocks[name].reshape(-1) for name in names])
 
-    def _cat(self, parts: list[Tensor]) -> Tensor:
+    def _concatenate(self, parts: list[Tensor]) -> Tensor:
         first = next(iter(self.local.values()))
         return torch.cat(parts) if parts else first.new_empty(0)
 
@@ -113,11 +121,11 @@ def _assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return owners
 
 
-def _numel(chunk: Chunk) -> int:
+def _count_elements(chunk: Chunk) -> int:
     return torch.Size(chunk[1]).numel()
 
 
-def _view(tensor: Tensor, chunk: Chunk) -> Tensor:
+def _view_chunk(tensor: Tensor, chunk: Chunk) -> Tensor:
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(*chunk, strict=True))]
 
 
@@ -180,7 +188,7 @@ class TorchOptimizer:
                 value,
             ) in state.items():  # LAPACK returns column-major tensors, a resume would have row-major
                 if isinstance(value, Tensor):
-                    state[key] = aligned(value)
+                    state[key] = align(value)
 
     def restore_counters(self) -> None:
         """Reset counters after a step that was skipped on the device."""
@@ -190,9 +198,9 @@ class TorchOptimizer:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensor name → state with counters. Not copied (except stacks); empty before the first step."""
-        return {name: self._state_of(name) for name in self.tensors}
+        return {name: self._get_state(name) for name in self.tensors}
 
-    def _state_of(self, name: str) -> dict[str, Tensor]:
+    def _get_state(self, name: str) -> dict[str, Tensor]:
         assert self.optimizer is not None
         states = [self.optimizer.state[part] for part in self._parts[name]]
         state = dict(states[0])
@@ -208,7 +216,7 @@ class TorchOptimizer:
         """Load the result of `state` for exactly these tensors. Raises KeyError for a missing one."""
         for name, parts in self._parts.items():
             assert self.optimizer is not None
-            values = {key: aligned(value) for key, value in state[name].items()}
+            values = {key: align(value) for key, value in state[name].items()}
             for key in self.counters:
                 if key in values:
                     self.options[name][key] = type(self.options[name][key])(values.pop(key).item())

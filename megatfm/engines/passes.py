@@ -134,11 +134,11 @@ def backward_input(
     if not inputs:
         return lambda: torch.autograd.backward(roots, gradients)
     root_nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-    parents = _parents(root_nodes)
+    parents = _find_parents(root_nodes)
     leaves = {get_gradient_edge(tensor).node for tensor in inputs}
     branches: dict[Node, list[Tensor]] = defaultdict(list)
     first_part = list(inputs)
-    for weight, nodes in _branch_nodes(root_nodes, parents, leaves):
+    for weight, nodes in _find_branch_nodes(root_nodes, parents, leaves):
         (node,) = nodes if len(nodes) == 1 else (NOT_ON_INPUT_PATH,)
         if node is NOT_ON_INPUT_PATH:
             first_part.append(weight)
@@ -171,7 +171,7 @@ def _save_gradients(saved: dict[Node, Sequence[Tensor | None]], node: Node) -> C
     return hook
 
 
-def _parents(root_nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+def _find_parents(root_nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     """Return the parents of every node that a backward pass from the roots reaches."""
     parents: dict[Node, list[Node]] = {root: [] for root in root_nodes}
     pending = list(parents)
@@ -186,7 +186,7 @@ def _parents(root_nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     return parents
 
 
-def _branch_nodes(
+def _find_branch_nodes(
     root_nodes: Sequence[Node], parents: dict[Node, list[Node]], leaves: set[Node]
 ) -> list[tuple[Tensor, frozenset[Node | None]]]:
     """Pair each weight with the nodes on the path from which its branches leave."""

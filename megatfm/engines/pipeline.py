@@ -258,7 +258,7 @@ class PipelineForwardBackward:
             specs, step.batches[i], stage.index + 1, self._backward_group
         )
 
-    def _dtype_of(self, spec: CarrySpec) -> torch.dtype:
+    def _get_dtype(self, spec: CarrySpec) -> torch.dtype:
         """Return the dtype in which a tensor is sent between stages."""
         return torch.int64 if spec.d_model is None else self._dtype
 
@@ -268,7 +268,7 @@ class PipelineForwardBackward:
         peer, sends = self._pipeline.stages[target_stage].rank, []
         for name, spec in specs.items():
             tensor = carry[name].contiguous()
-            if tensor.dtype != (dtype := self._dtype_of(spec)):
+            if tensor.dtype != (dtype := self._get_dtype(spec)):
                 raise MegatfmError(
                     f"{name} goes to the next pipeline stage in {tensor.dtype}, and that takes it in {dtype}: have "
                     f"the part that makes it return {dtype}"
@@ -284,7 +284,7 @@ class PipelineForwardBackward:
         peer, carry, works = self._pipeline.stages[source_stage].rank, Carry(), []
         for name, spec in specs.items():
             shape = activation_shape(spec, batch, self._pipeline.sequence_shards)
-            carry[name] = torch.empty(shape, dtype=self._dtype_of(spec), device=self._device)
+            carry[name] = torch.empty(shape, dtype=self._get_dtype(spec), device=self._device)
             work = dist.irecv(carry[name], group=group, group_src=peer)
             assert work is not None
             works.append(work)

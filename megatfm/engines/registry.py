@@ -66,7 +66,7 @@ class EngineRegistry(Registry[EngineFactory]):
         """Raise UsageError for a feature that the config asks for and its engine does not declare."""
         name = config.parallel.engine
         self.get(name)
-        for feature, setting, alternative in _requested_features(config, precision):
+        for feature, setting, alternative in _iter_requested_features(config, precision):
             if feature not in self._features[name]:
                 supporting = [engine for engine in self.names() if feature in self._features[engine]]
                 raise UsageError(
@@ -83,7 +83,7 @@ class _RequestedFeature(NamedTuple):
     alternative: str
 
 
-def _requested_features(config: Config, precision: str) -> Iterator[_RequestedFeature]:
+def _iter_requested_features(config: Config, precision: str) -> Iterator[_RequestedFeature]:
     parallel, train = config.parallel, config.train
     axes: tuple[tuple[Feature, int], ...] = (("pp", parallel.pp), ("cp", parallel.cp), ("ep", parallel.ep))
     for axis, size in axes:

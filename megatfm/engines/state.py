@@ -57,7 +57,7 @@ class TrainState:
     def state_dict(self) -> StateDict:
         """Return weights as model.NAME (averaged ones if there are), optimizer state as optimizer.NAME.KEY, and the
         loss scale as engine.KEY. Not copied."""
-        averaged = self._averaged()
+        averaged = self._collect_averages()
         state: StateDict = {
             f"model.{name}": block.with_tensor(averaged.get(name, block.tensor))
             for name, block in self.weights.items()
@@ -65,7 +65,7 @@ class TrainState:
         for optimizer in self.optimizers:
             for name, values in optimizer.state().items():
                 for key, value in values.items():
-                    state[f"optimizer.{name}.{key}"] = self._sharded(optimizer, name, value)
+                    state[f"optimizer.{name}.{key}"] = self._shard_state(optimizer, name, value)
         return {**state, **(self._loss_scale.state() if self._loss_scale else {})}
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
@@ -82,7 +82,7 @@ class TrainState:
                     # Scalars too go to the device: fused optimizers keep their step count there.
                     sizes = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
                     value = torch.zeros(sizes if shape else (), dtype=dtype, device=block.device)
-                    state[full_name] = self._sharded(optimizer, name, value)
+                    state[full_name] = self._shard_state(optimizer, name, value)
         scale = self._loss_scale.state() if self._loss_scale else {}
         return state | {name: value for name, value in scale.items() if name in stored}
 
@@ -110,7 +110,7 @@ class TrainState:
 
         on_change: called after the weights were set, unless the optimizers have no averages.
         """
-        averaged = self._averaged()
+        averaged = self._collect_averages()
         trained = {name: self.weights[name].tensor.clone() for name in averaged}
         self._copy_weights(averaged, on_change)
         try:
@@ -118,7 +118,7 @@ class TrainState:
         finally:
             self._copy_weights(trained, on_change)
 
-    def _averaged(self) -> dict[str, Tensor]:
+    def _collect_averages(self) -> dict[str, Tensor]:
         """Return the averaged weights of all optimizers."""
         return {name: value for optimizer in self.optimizers for name, value in optimizer.averaged().items()}
 
@@ -128,7 +128,7 @@ class TrainState:
         if values:
             on_change()
 
-    def _sharded(self, optimizer: StatefulOptimizer, name: str, value: Tensor) -> ShardedTensor | Tensor:
+    def _shard_state(self, optimizer: StatefulOptimizer, name: str, value: Tensor) -> ShardedTensor | Tensor:
         """Return optimizer state as a block like the weight's; scalars and state of whole tensors unchanged."""
         if value.dim() == 0 or isinstance(optimizer, WholeTensorOptimizer):
             return value
@@ -202,7 +202,7 @@ class ModuleState:
         self._mesh, self._ties = mesh, ties or TiedParameters(None, mesh)
         self._modules: dict[str, tuple[Stateful, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
-            axes = _reduced_axes(path, module, layout)
+            axes = _find_reduced_axes(path, module, layout)
             if isinstance(module, Stateful):
                 self._modules[path] = module, axes
         tensors = dict(model.named_buffers())
@@ -220,14 +220,14 @@ class ModuleState:
     @torch.no_grad()
     def update(self) -> None:
         """Update each module's state from the observations of all ranks. A collective if there is such a module."""
-        for _, module, total in self._totals():
+        for _, module, total in self._sum_observations():
             module.update(total)
 
     @torch.no_grad()
     def statistics(self) -> dict[str, dict[str, Any]]:
         """Return path → statistics of all ranks' observations, by the modules' method `statistics`. A collective."""
         statistics: dict[str, dict[str, Any]] = {}
-        for path, module, total in self._totals():
+        for path, module, total in self._sum_observations():
             if compute := getattr(module, "statistics", None):
                 statistics[path] = compute(total)
         if self._mesh.size(PIPELINE) == 1:
@@ -238,9 +238,9 @@ class ModuleState:
             for path, values in stage_statistics.items()
         }
 
-    def _totals(self) -> Iterator[tuple[str, Stateful, dict[str, Tensor]]]:
+    def _sum_observations(self) -> Iterator[tuple[str, Stateful, dict[str, Tensor]]]:
         """Yield each module with the sums of its observations. A collective."""
-        for (axes, holders), paths in self._modules_by_ranks():
+        for (axes, holders), paths in self._iter_modules_by_ranks():
             observed = {path: dict(sorted(self._modules[path][0].observed.items())) for path in paths}
             # Float64 sums of integers are exact in any order.
             totals = {
@@ -260,7 +260,7 @@ class ModuleState:
                 in_dtype = {name: total.to(observed[path][name].dtype) for name, total in values.items()}
                 yield path, self._modules[path][0], in_dtype
 
-    def _modules_by_ranks(self) -> Iterator[tuple[tuple[tuple[str, ...], tuple[int, ...]], list[str]]]:
+    def _iter_modules_by_ranks(self) -> Iterator[tuple[tuple[tuple[str, ...], tuple[int, ...]], list[str]]]:
         """Yield (axes, pipeline ranks) and the modules that are summed over these, in the same order on all ranks."""
         groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[str]] = {}
         for path, (_, axes) in self._modules.items():
@@ -268,7 +268,7 @@ class ModuleState:
         yield from sorted(groups.items(), key=lambda item: item[0])
 
 
-def _reduced_axes(path: str, module: nn.Module, layout: ModelLayout) -> tuple[str, ...]:
+def _find_reduced_axes(path: str, module: nn.Module, layout: ModelLayout) -> tuple[str, ...]:
     """Axes over which a module's observations are summed."""
     buffers = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
     data_axes = {axis for buffer in buffers for axis in buffer.data_axes.all} or set(DENSE_DATA_AXES.all)

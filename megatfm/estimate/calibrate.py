@@ -18,7 +18,7 @@ from torch import Tensor, multiprocessing
 
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import GIB, NODE
-from megatfm.tracking.hardware import processor
+from megatfm.tracking.hardware import describe_processor
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MATMUL_SIZES: Mapping[str, Sequence[int]] = {"cpu": (32, 96, 256, 768, 2048), "cuda": (128, 512, 2048, 8192)}
@@ -68,7 +68,7 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
     name = (
         torch.cuda.get_device_name(device)
         if kind == "cuda"
-        else f"{processor()['cpu']}, {torch.get_num_threads()} threads"
+        else f"{describe_processor()['cpu']}, {torch.get_num_threads()} threads"
     )
     memory = (
         torch.cuda.get_device_properties(device).total_memory

@@ -51,7 +51,7 @@ class Recorded:
 def read_recorded(folder: Path) -> Recorded:
     """Read the facts of a run directory. Raises UsageError for another folder."""
     run = Run(folder)
-    memory, environment = run.curve("memory_bytes"), run.environment
+    memory, environment = run.get_curve("memory_bytes"), run.environment
     peak, at = max(zip(memory.values, memory.steps, strict=True), default=(0, 0))
     snapshots = sorted((folder / SNAPSHOT_DIR).glob("rank-*.pickle"))
     return Recorded(
@@ -69,7 +69,7 @@ def read_recorded(folder: Path) -> Recorded:
 
 
 def _median(run: Run, key: str) -> float | None:
-    curve = run.curve(key)
+    curve = run.get_curve(key)
     values = [value for step, value in zip(curve.steps, curve.values, strict=True) if step > FIRST_STEPS]
     values = values or list(curve.values)
     return statistics.median(values) if values else None

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatfm.config import Config, ParallelConfig, layout_checks
-from megatfm.config.section import divisors
+from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
 from megatfm.estimate.estimator import Estimate, Estimator
 from megatfm.estimate.quick import QuickScores, Score
@@ -198,19 +198,19 @@ def _parallel_configs(
 
 def _list_axis_sizes(gpus: int, gpus_per_node: int, has_experts: bool) -> Iterator[dict[str, int]]:
     """Yield axis sizes whose product is the number of GPUs; tp stays within a node."""
-    for tp in divisors(gpus):
+    for tp in list_divisors(gpus):
         if tp > gpus_per_node:
             break
-        for cp in (size for size in divisors(gpus // tp) if size <= 16 and size & (size - 1) == 0):
-            for pp in divisors(gpus // (tp * cp)):
+        for cp in (size for size in list_divisors(gpus // tp) if size <= 16 and size & (size - 1) == 0):
+            for pp in list_divisors(gpus // (tp * cp)):
                 data = gpus // (tp * cp * pp)
                 for replicas in _list_replicas(data):
                     shard = data // replicas
-                    for ep in divisors(shard * cp) if has_experts else (1,):
+                    for ep in list_divisors(shard * cp) if has_experts else (1,):
                         names = TENSOR, CONTEXT, PIPELINE, REPLICATE, SHARD, EXPERT
                         yield dict(zip(names, (tp, cp, pp, replicas, shard, ep), strict=True))
 
 
 def _list_replicas(data_ranks: int) -> list[int]:
     """Return the numbers of replicas: 1, and those that leave at least 8 ranks to shard over."""
-    return [1, *(n for n in divisors(data_ranks) if n > 1 and data_ranks // n >= 8)]
+    return [1, *(n for n in list_divisors(data_ranks) if n > 1 and data_ranks // n >= 8)]

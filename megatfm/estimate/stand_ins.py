@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatfm.errors import UsageError
-from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, padded
+from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
 from megatfm.ops.grouped_mm import KERNELS
 
 Note = Callable[..., None]
@@ -55,7 +55,7 @@ class CrossEntropyStandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, note, n_statistics, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
-        rows, width = len(weight_WD), padded(len(weight_WD))
+        rows, width = len(weight_WD), pad_row_length(len(weight_WD))
         chunk = max(
             LOGITS_BYTES // (width * hidden_MD.element_size()) // ROW_ALIGNMENT * ROW_ALIGNMENT, ROW_ALIGNMENT
         )

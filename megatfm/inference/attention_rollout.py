@@ -45,7 +45,7 @@ def record_attention(model: Any) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def rollout(maps: list[Tensor]) -> Tensor:
+def compute_rollout(maps: list[Tensor]) -> Tensor:
     """Return the rollout [B, output token, input token]: the product over layers of (A + I) / 2, rows scaled to sum 1.
 
     maps: attention [B, T, T] of each layer, first layer first.

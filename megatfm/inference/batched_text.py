@@ -69,7 +69,7 @@ def generate_texts(
     limit, n_cut = loaded.config.model.position.limit, 0
     items = []
     for number, request in enumerate(requests):
-        prompts = _prompts(loaded, request.prompt).to(device)
+        prompts = _make_prompts(loaded, request.prompt).to(device)
         if cut_prompts and limit is not None:
             room = limit + 1 - request.max_tokens
             n_cut += len(prompts.tokens[0]) > room
@@ -84,7 +84,7 @@ def generate_texts(
     )
 
 
-def _prompts(loaded: TextModel, prompt: str | Sequence[int]) -> Prompts:
+def _make_prompts(loaded: TextModel, prompt: str | Sequence[int]) -> Prompts:
     if isinstance(prompt, str):
         return build_prompts(loaded, prompt, sentinel="never")
     return Prompts([torch.tensor(prompt)])

@@ -121,7 +121,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
     decoding = DecodingState(model, prompts, max_tokens, cache=cache)
-    new_tokens = _steps(decoding, sampling, max_tokens, stop_token)
+    new_tokens = _iter_steps(decoding, sampling, max_tokens, stop_token)
     return torch.cat([decoding.tokens_BT, *(token_B[:, None] for token_B in new_tokens)], dim=1)
 
 
@@ -136,10 +136,12 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the tokens [B] of `generate`, one position at a time."""
     prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
-    return _steps(DecodingState(model, prompts, max_tokens, cache=cache), sampling, max_tokens, stop_token)
+    return _iter_steps(
+        DecodingState(model, prompts, max_tokens, cache=cache), sampling, max_tokens, stop_token
+    )
 
 
-def _steps(
+def _iter_steps(
     decoding: "DecodingState", sampling: Sampling, max_tokens: int, stop_token: int | Sequence[int] | None
 ) -> Iterator[Tensor]:
     token_B = torch.zeros_like(decoding.tokens_BT[:, 0])
@@ -223,7 +225,7 @@ class DecodingState:
             log.warning("family %r takes no cache: each token recomputes its prefix", config.family)
             cache = False
         self.model, self.config = model, config
-        self.tokens_BT, self.documents_BT = _padded(prompts.tokens, left=True)
+        self.tokens_BT, self.documents_BT = _pad_rows(prompts.tokens, left=True)
         self.prefix = self.tokens_BT.shape[1] if prompts.prefix else 0
         self.left_padding_B1 = (self.documents_BT == PADDING).sum(1, keepdim=True)
         self.has_padding = bool(self.left_padding_B1.any())
@@ -281,13 +283,13 @@ class DecodingState:
         if self.cache is not None:
             inputs["cache"] = self.cache
         self.n_cached = self.tokens_BT.shape[1]
-        with self._taking_all_tokens():
+        with self._disable_capacity():
             if self._body is None:
                 return cast(Tensor, self.model(self.tokens_BT[:, n_fed:], **inputs).logits[:, -1])
             hidden_BTD = self._body.forward(self.tokens_BT[:, n_fed:], **inputs).hidden
             return cast(Tensor, cast(Any, self.model).head(hidden_BTD[:, -1:])[:, 0])
 
-    def _taking_all_tokens(self) -> AbstractContextManager[None]:
+    def _disable_capacity(self) -> AbstractContextManager[None]:
         return without_capacity(self.model) if self._has_capacity else nullcontext()
 
     def append(self, tokens_B: Tensor) -> None:
@@ -314,14 +316,14 @@ class DecodingState:
                 f"{max(map(len, tokens))} tokens for the encoder, but model.position.max_positions = "
                 f"{self.config.position.limit}: give it fewer"
             )
-        tokens_BS, documents_BS = _padded(tokens, left=False)
+        tokens_BS, documents_BS = _pad_rows(tokens, left=False)
         metadata = {"documents": documents_BS} if (documents_BS == PADDING).any() else {}
-        with self._taking_all_tokens():
+        with self._disable_capacity():
             memory = cast(Any, self.model).encode(tokens_BS, **metadata)
         return {"memory": memory, **{f"encoder_{key}": value for key, value in metadata.items()}}
 
 
-def _padded(rows: Sequence[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
+def _pad_rows(rows: Sequence[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
     """Return rows as one tensor [B, T], and their document ids [B, T]: 0, or −1 for padding."""
     max_length = max(len(row) for row in rows)
 

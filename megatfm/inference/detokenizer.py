@@ -64,7 +64,7 @@ class ContextDetokenizer:
     def add(self, token: int) -> str:
         """Return the text that is sure after this id."""
         self._pending.append(token)
-        text = self._new_text()
+        text = self._decode_new_text()
         if not text or text.endswith(_BROKEN):
             return ""
         self._emitted, self._pending = self._pending, []
@@ -72,8 +72,8 @@ class ContextDetokenizer:
 
     def end(self) -> str:
         """Return the text that was held back."""
-        return self._new_text()
+        return self._decode_new_text()
 
-    def _new_text(self) -> str:
+    def _decode_new_text(self) -> str:
         decode = self._tokenizer.decode
         return decode([*self._emitted, *self._pending])[len(decode(self._emitted)) :]

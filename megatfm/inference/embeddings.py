@@ -61,7 +61,7 @@ class SentenceEmbedder:
             raise UsageError(f"pooling = {chosen_pooling!r}: choose one of {', '.join(POOLINGS)}")
         if not texts:
             raise UsageError("no sentences to encode: give at least one")
-        before, after = self._frame()
+        before, after = self._make_frame()
         if self.max_tokens is not None and self.max_tokens <= len(before) + len(after):
             raise UsageError(
                 f"max_tokens = {self.max_tokens}: {len(before) + len(after)} tokens stand around a text already: "
@@ -85,7 +85,7 @@ class SentenceEmbedder:
             pooled_BD = nn.functional.normalize(pooled_BD, dim=-1)
         return pooled_BD
 
-    def _frame(self) -> tuple[list[int], list[int]]:
+    def _make_frame(self) -> tuple[list[int], list[int]]:
         """Return the ids before and after a text in the training of the model's family. Raises UsageError."""
         family, special = cast(ModelConfig, self.model.config).family, self.tokenizer.special
         if has_encoder(self.model):

@@ -47,7 +47,7 @@ def evaluate_run(
         )
     config = load_config(run_dir / "config.toml")
     import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
-    data = config.data.model_copy(update={"validation": {**config.data.validation, **_absolute(sets)}})
+    data = config.data.model_copy(update={"validation": {**config.data.validation, **_make_absolute(sets)}})
     # Evaluation is data-parallel over all processes, whatever layout the run had.
     parallel = ParallelConfig(engine=config.parallel.engine, zero=config.parallel.zero)
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
@@ -58,7 +58,7 @@ def evaluate_run(
         )
     checkpoint.find_checkpoint(run_dir)  # raises before the first collective
     with distributed.distributed_session(device=config.train.device) as rank:
-        source, state = run_on_rank_0_raising(lambda: _newest(run_dir))  # the run may be saving
+        source, state = run_on_rank_0_raising(lambda: _find_newest(run_dir))  # the run may be saving
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
         corpora = open_corpora(config, tokenizer)
         engine = build_engine(config, mesh, rank.device, str(state["precision"]))
@@ -79,7 +79,9 @@ def evaluate_run(
     baselines = {}
     if with_compressors and tokenizer:
         folders = config.data.validation.items()
-        baselines = {name: compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
+        baselines = {
+            name: measure_compressors(open_corpus(config, folder), tokenizer) for name, folder in folders
+        }
     run = RunDirectory(run_dir, rank.rank)
     run.write("evaluation.json", json.dumps(evaluation, indent=2) + "\n")
     if images:
@@ -89,7 +91,7 @@ def evaluate_run(
     return evaluation, baselines
 
 
-def _newest(run_dir: Path) -> tuple[Path, dict[str, Any]]:
+def _find_newest(run_dir: Path) -> tuple[Path, dict[str, Any]]:
     """Return a run's newest checkpoint and its state. Raises UsageError, MegatfmError."""
     source = checkpoint.find_checkpoint(run_dir)
     state = checkpoint.read_state(source)
@@ -98,7 +100,7 @@ def _newest(run_dir: Path) -> tuple[Path, dict[str, Any]]:
     return source, dict(state)
 
 
-def _absolute(sets: Mapping[str, str | Path]) -> dict[str, str]:
+def _make_absolute(sets: Mapping[str, str | Path]) -> dict[str, str]:
     """Make folders absolute, as a run's paths are. URLs are kept."""
     return {
         name: str(location) if "://" in str(location) else str(Path(location).expanduser().resolve())
@@ -112,13 +114,13 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def compressors(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
+def measure_compressors(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
     """Return the bits per byte of each compressor, on single documents and on all of them joined.
 
     Python's zlib and lzma replace the programs: lzma gives xz's bytes, zlib up to half a percent more than gzip.
     Raises MegatfmError if the decoded tokens differ in size from the corpus's text, UsageError for an empty corpus.
     """
-    texts = list(_texts(corpus, tokenizer))
+    texts = list(_iter_texts(corpus, tokenizer))
     size = sum(map(len, texts))
     if size != corpus.n_text_bytes:
         raise MegatfmError(
@@ -134,7 +136,7 @@ def compressors(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
     return result
 
 
-def _texts(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[bytes]:
+def _iter_texts(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[bytes]:
     for block in range(corpus.n_blocks):
         for _, tokens in corpus.read_block(block):
             yield tokenizer.decode(tokens.tolist()).encode()

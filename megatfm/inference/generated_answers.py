@@ -57,19 +57,19 @@ def answer_rows(
     assert task is not None
     texts = [row_text(path, number, row, task.text) for number, row in enumerate(rows, start=1)]
     prompts = [encode_prompt(model, tokenizer, task, text) for text in texts]
-    limits = [_longest_answer(model, config, f"{path}, row {n}", p) for n, p in enumerate(prompts, start=1)]
+    limits = [_limit_answer(model, config, f"{path}, row {n}", p) for n, p in enumerate(prompts, start=1)]
     shapes = [(padded_length(len(prompt)), limit) for prompt, limit in zip(prompts, limits, strict=True)]
     answers = [""] * len(texts)
     for block in blocks_of_shape(shapes, batch_size):
         limit = limits[block[0]]
         for row, ids in zip(
-            block, _continue(model, tokenizer, task, [prompts[r] for r in block], limit), strict=True
+            block, _generate_answers(model, tokenizer, task, [prompts[r] for r in block], limit), strict=True
         ):
             answers[row] = tokenizer.decode(ids).strip()
     return GeneratedAnswers(task, answers)
 
 
-def _longest_answer(model: nn.Module, config: Config, place: str, prompt: torch.Tensor) -> int:
+def _limit_answer(model: nn.Module, config: Config, place: str, prompt: torch.Tensor) -> int:
     """Return how many tokens may follow a prompt. Raises UsageError that names its place where there is no room."""
     task, data = config.task, config.data
     assert task is not None
@@ -92,7 +92,7 @@ def encode_prompt(model: nn.Module, tokenizer: Tokenizer, task: TaskConfig, text
 
 
 @torch.no_grad()
-def _continue(
+def _generate_answers(
     model: nn.Module, tokenizer: Tokenizer, task: TaskConfig, prompts: Sequence[torch.Tensor], limit: int
 ) -> list[list[int]]:
     """Return the ids of each answer, without EOS."""

@@ -109,7 +109,7 @@ class ChatPrompts:
 
     def encode(self, prompt: str) -> list[int] | None:
         """Return the tokens of a rendered conversation; None for another text."""
-        return self._tokens(prompt) if prompt in self._rendered else None
+        return self._encode(prompt) if prompt in self._rendered else None
 
     def split(self, prompt: str, answer: str) -> Continuation | None:
         """Return a rendered conversation and the answer after it, tokenized as one text; None after another text.
@@ -120,14 +120,14 @@ class ChatPrompts:
             return None
         words = prompt.rstrip()
         answer = prompt[len(words) :] + answer
-        context, joined = self._tokens(words), self._tokens(words + answer)
+        context, joined = self._encode(words), self._encode(words + answer)
         is_prefix = joined[: len(context)] == context and len(joined) > len(context)
-        targets = joined[len(context) :] if is_prefix else self._tokens(answer)
+        targets = joined[len(context) :] if is_prefix else self._encode(answer)
         if not targets:
             raise UsageError(f"the answer {answer!r:.60} makes no token: give one with text")
         return Continuation(context, targets)
 
-    def _tokens(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         tokenizer = self._loaded.tokenizer
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         ids: list[int] = tokenizer.encode_with_offsets(text)[0].tolist()
@@ -177,12 +177,12 @@ class HarnessRequests:
                 "model.family = 'encoder_decoder' has no likelihood of a text from its beginning: leave out tasks of "
                 "perplexity"
             )
-        windows = [self._windows(text) for text in texts]
+        windows = [self._split_windows(text) for text in texts]
         all_windows = [window for windows_of_text in windows for window in windows_of_text]
         scored = iter(score(self._loaded.model, all_windows, batch_size=self._batch_size))
         return [sum(next(scored).log_probability for _ in windows_of_text) for windows_of_text in windows]
 
-    def _windows(self, text: str) -> list[Continuation]:
+    def _split_windows(self, text: str) -> list[Continuation]:
         """Cut a text into windows of the model's length; the last one has as much context as fits."""
         tokenizer, window = self._loaded.tokenizer, self._window
         tokens = [tokenizer.bos, *tokenizer.encode(text).tolist()]
@@ -198,13 +198,13 @@ class HarnessRequests:
     ) -> list[str]:
         """Return each prompt's continuation, up to the first of its stop texts."""
         text_requests = [
-            TextRequest((chat and chat.encode(prompt)) or prompt, *_options(options))
+            TextRequest((chat and chat.encode(prompt)) or prompt, *_parse_options(options))
             for prompt, options in requests
         ]
         return generate_texts(self._loaded, text_requests, batch_size=self._batch_size, cut_prompts=True)
 
 
-def _options(options: Mapping[str, Any]) -> tuple[int, tuple[str, ...], Sampling]:
+def _parse_options(options: Mapping[str, Any]) -> tuple[int, tuple[str, ...], Sampling]:
     """Return maximal tokens, stop texts and sampling. Raises UsageError for an unsupported option."""
     if unknown := sorted(set(options) - PASSED_OPTIONS):
         raise UsageError(
@@ -252,10 +252,10 @@ def run_harness(
         model=model, tasks=list(tasks), num_fewshot=shots, limit=limit or None, task_manager=manager,
         log_samples=False, bootstrap_iters=0, apply_chat_template=chat_template, fewshot_as_multiturn=True,
     )  # fmt: skip
-    return {name: _metrics(values) for name, values in results["results"].items()}
+    return {name: _select_metrics(values) for name, values in results["results"].items()}
 
 
-def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
+def _select_metrics(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric results of a task, without the suffix of the harness's default filter."""
     return {
         metric.removesuffix(",none"): value

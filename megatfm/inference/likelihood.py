@@ -112,7 +112,7 @@ def map_blocks(
             results |= zip(block, compute([items[index] for index in block]), strict=True)
         return results
 
-    shares = object_collectives.all_gather(_caught(compute_share))
+    shares = object_collectives.all_gather(_catch_errors(compute_share))
     for share in shares:
         if isinstance(share, Exception):
             raise share
@@ -120,7 +120,7 @@ def map_blocks(
     return [by_index[index] for index in range(len(items))]
 
 
-def _caught(work: Callable[[], T]) -> T | Exception:
+def _catch_errors(work: Callable[[], T]) -> T | Exception:
     try:
         return work()
     except MegatfmError as error:  # raised on all ranks after the gather
@@ -175,13 +175,13 @@ class _Scorer:
             inputs["documents"] = documents_BT
         inputs = {name: field.to(device) for name, field in inputs.items()}
         with without_capacity(self.model):
-            logits_by_row = self._logits(tokens_BT.to(device), inputs, block)
+            logits_by_row = self._iter_logits(tokens_BT.to(device), inputs, block)
             return [
-                _likelihood(logits_MV, row.targets)
+                _compute_likelihood(logits_MV, row.targets)
                 for logits_MV, row in zip(logits_by_row, block, strict=True)
             ]
 
-    def _logits(
+    def _iter_logits(
         self, tokens_BT: Tensor, inputs: dict[str, Tensor], block: Sequence[Continuation]
     ) -> Iterator[Tensor]:
         """Yield the logits [M, V] of each row's targets; one row at a time if the head can be split off."""
@@ -206,7 +206,7 @@ def pad_right(rows: Sequence[Sequence[int]], length: int) -> tuple[Tensor, Tenso
     return tokens, documents
 
 
-def _likelihood(logits_MV: Tensor, targets: Sequence[int]) -> Likelihood:
+def _compute_likelihood(logits_MV: Tensor, targets: Sequence[int]) -> Likelihood:
     targets_M = torch.tensor(targets, device=logits_MV.device)
     log_probabilities_M = logits_MV.double().log_softmax(-1).gather(1, targets_M[:, None])[:, 0]
     total = float(log_probabilities_M.sum())

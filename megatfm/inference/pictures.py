@@ -17,9 +17,9 @@ from megatfm.config import Config
 from megatfm.data.dataset import SizedRowDataset
 from megatfm.data.sequences import IGNORE_INDEX
 from megatfm.files import atomic_write
-from megatfm.inference.attention_rollout import record_attention, rollout
+from megatfm.inference.attention_rollout import compute_rollout, record_attention
 from megatfm.inference.image_classes import Mistake, Pixels, pixels_at, tokens_of_image
-from megatfm.layers.patch_embedding import normalisation
+from megatfm.layers.patch_embedding import make_normalisation
 from megatfm.models.masked_autoencoder import VARIANCE_EPS
 
 PICTURES, FOLDER = "pictures.json", "pictures"
@@ -70,9 +70,9 @@ def rollout_gallery(
         inputs = {name: values.to(device) for name, values in batch.items() if name != "labels"}
         with record_attention(model) as maps:
             output = model(**inputs)
-        reached_TT = rollout(maps)[0].cpu()
+        reached_TT = compute_rollout(maps)[0].cpu()
         logits = (output.predictions or {}).get("classifier")
-        for index, token in enumerate(_first_tokens(batch)):
+        for index, token in enumerate(_find_first_tokens(batch)):
             token_indices = tokens_of_image(batch, 0, token)
             is_patch = batch["grid"][0, token_indices, 0].numpy() >= 0
             attention_TT = reached_TT[token_indices][:, token_indices[is_patch]]
@@ -115,7 +115,7 @@ def reconstruction_gallery(
             is_masked_T1 = batch["masked"][0, :, None] > 0
         visible_TK = image_TK.masked_fill(is_masked_T1, GREY)
         filled_TK = torch.where(is_masked_T1, to_bytes(predicted_TK, image_TK, config), image_TK)
-        for token in _first_tokens(batch):
+        for token in _find_first_tokens(batch):
             panels = [
                 pixels_at({**batch, "patches": patches_TK[None]}, 0, token, _patch_size(config))
                 for patches_TK in (visible_TK, filled_TK, image_TK)
@@ -131,7 +131,7 @@ def reconstruction_gallery(
 def to_bytes(predicted_TK: Tensor, patches_TK: Tensor, config: Config) -> Tensor:
     """Return predicted pixels [T, K] as uint8. Normalised targets are rescaled by each patch's mean and deviation."""
     predicted_TK = predicted_TK.double()
-    scale_K, shift_K = normalisation(config.model.embedding, predicted_TK.device, torch.float64)  # type: ignore[arg-type]
+    scale_K, shift_K = make_normalisation(config.model.embedding, predicted_TK.device, torch.float64)  # type: ignore[arg-type]
     if getattr(config.model.pixel_decoder, "normalize_targets", False):
         pixels_TK = patches_TK.double() * scale_K + shift_K
         deviation_T1 = (pixels_TK.var(-1, keepdim=True) + VARIANCE_EPS).sqrt()
@@ -210,7 +210,7 @@ def make_galleries(
     return build_galleries
 
 
-def _first_tokens(batch: Batch) -> list[int]:
+def _find_first_tokens(batch: Batch) -> list[int]:
     """Return the index of the first token of each image of a row, without padding."""
     is_first = batch["positions"][0] == 0
     if "documents" in batch:

@@ -58,7 +58,7 @@ def build_prompts(
     if begin == "chat":
         if image is not None:
             raise UsageError("a chat prompt with an image is not supported: leave out one of the two")
-        return Prompts(_rows(_encode_chat(loaded, text), samples))
+        return Prompts(_repeat_rows(_encode_chat(loaded, text), samples))
     ids = tokenizer.encode(text).tolist()
     if objective == "span_corruption":
         ids = encode_with_sentinels(loaded, text, sentinel)
@@ -70,7 +70,7 @@ def build_prompts(
             encoder, prefix_ids = [tokenizer.eos], [tokenizer.pad, *ids]
         else:
             encoder, prefix_ids = [*ids, tokenizer.eos], [tokenizer.pad]
-        return Prompts(_rows(prefix_ids, samples), _rows(encoder, samples))
+        return Prompts(_repeat_rows(prefix_ids, samples), _repeat_rows(encoder, samples))
     has_no_prefix = objective == "span_corruption" or (objective == "ul2" and "S" in tokenizer.modes)
     prefix = objective in ("prefix", "span_corruption", "ul2")
     prefix_ids = []
@@ -83,11 +83,11 @@ def build_prompts(
         prefix_ids = [] if begin == "none" else prefix_ids
         ids = [*prefix_ids, *ids] or [tokenizer.bos]  # decoding needs at least one token
     if image is None:
-        return Prompts(_rows(ids, samples), prefix=prefix)
+        return Prompts(_repeat_rows(ids, samples), prefix=prefix)
     fields = read_prompt_image(loaded, image)
     ids = insert_image_tokens(loaded, ids, fields, len(prefix_ids))
     images = {name: field.repeat(samples, *[1] * (field.dim() - 1)) for name, field in fields.items()}
-    return Prompts(_rows(ids, samples), images=images)
+    return Prompts(_repeat_rows(ids, samples), images=images)
 
 
 def _encode_chat(loaded: "TextModel", text: str) -> list[int]:
@@ -132,7 +132,7 @@ def encode_with_sentinels(loaded: "TextModel", text: str, sentinel: str) -> list
     return ids
 
 
-def _rows(ids: list[int], samples: int) -> list[Tensor]:
+def _repeat_rows(ids: list[int], samples: int) -> list[Tensor]:
     return [torch.tensor(ids)] * samples
 
 

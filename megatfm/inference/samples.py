@@ -31,7 +31,7 @@ class PromptSampler:
 
     def check(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config) -> None:
         """Raise UsageError for a prompt that the model can't continue."""
-        loaded = _text_model(model, tokenizer, config)
+        loaded = _make_text_model(model, tokenizer, config)
         limit, n_tokens = config.model.position.limit, config.evaluate.sample_tokens
         for prompt in config.evaluate.sample_prompts:
             length = len(build_prompts(loaded, prompt).tokens[0])
@@ -45,7 +45,7 @@ class PromptSampler:
     @torch.no_grad()
     def generate(self, model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int) -> list[str]:
         """Return the continuation of each prompt. Collective."""
-        loaded = _text_model(model, tokenizer, config, step)
+        loaded = _make_text_model(model, tokenizer, config, step)
         sampling = LockstepSampling(TEMPERATURE, top_p=TOP_P, vocab_size=loaded.tokenizer.vocab_size)
         n_tokens = config.evaluate.sample_tokens
         return [
@@ -54,7 +54,9 @@ class PromptSampler:
         ]
 
 
-def _text_model(model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int = 0) -> TextModel:
+def _make_text_model(
+    model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int = 0
+) -> TextModel:
     if tokenizer is None:
         raise UsageError("evaluate.sample_prompts: the run reads no text: leave them out")
     return TextModel(model, tokenizer, config, step, None, eos_token_id=(tokenizer.eos,))

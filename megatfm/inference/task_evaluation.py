@@ -146,12 +146,12 @@ def predict_file(
     predictions, *_ = collected[1]["predicted"]
     assert predictions is not None
     if isinstance(predictions, SpanPredictions):
-        predictions = replace(predictions, threshold=_stored_threshold(run_dir))
+        predictions = replace(predictions, threshold=_read_threshold(run_dir))
     target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
     return target, _write_predictions(target, predictions)
 
 
-def _stored_threshold(run_dir: Path) -> float:
+def _read_threshold(run_dir: Path) -> float:
     """Return the no-answer threshold that a run chose on its validation file; 0 if it chose none."""
     results = run_dir / RESULTS
     sets = json.loads(results.read_text()).get("sets", {}) if results.is_file() else {}

@@ -21,7 +21,7 @@ from megatfm.inference.prompts import prepare_prompts
 from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
 from megatfm.models import build
 from megatfm.models.base import take, working_dtype
-from megatfm.ops.transfer import aligned
+from megatfm.ops.transfer import align
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.chat import answer_end_tokens
 from megatfm.tokenizers import Tokenizer
@@ -68,7 +68,7 @@ def load(
 
 def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
     """Return a checkpoint's model with its tokenizer and config. Raises as `load` does."""
-    state, config = _state(source)
+    state, config = _read_state(source)
     run = source.absolute().parent.parent
     folder = run if (run / "config.toml").is_file() else None
     tokenizer_file = tokenizers.find_tokenizer_file(run) or config.data.tokenizer
@@ -135,7 +135,7 @@ def load_model(
     Call it with `tokens` [batch, sequence]; it returns `.logits` and `.hidden`. Raises as `load` does.
     """
     source = checkpoint.find_checkpoint(path)
-    _, config = _state(source)
+    _, config = _read_state(source)
     import_foreign_plugins(config.plugins, source, trusted=trust_plugins)
     model = build(config.model)
     initialise_buffers(model)
@@ -158,11 +158,11 @@ def load_model(
                 "config describes: open it with the version and plugins that wrote it"
             )
         # In place, so that tied modules keep sharing it.
-        tensor.data = aligned(take(tensor, stored.pop(name), working))
+        tensor.data = align(take(tensor, stored.pop(name), working))
     return model.eval().to(device)
 
 
-def _state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
+def _read_state(source: Path) -> tuple[Mapping[str, JsonValue], Config]:
     """Return a checkpoint's state and the config it was saved under, which unlike RUN/config.toml never changes."""
     state = checkpoint.read_state(source)
     try:

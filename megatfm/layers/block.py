@@ -10,7 +10,7 @@ from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.attention.patterns.local import CrossAttentionPattern
 from megatfm.layers.feed_forward import FFNS
-from megatfm.layers.initialisation import StackKind, initialiser
+from megatfm.layers.initialisation import StackKind, make_initialiser
 from megatfm.layers.lora import InputDropout
 from megatfm.layers.loss_terms import AuxiliaryCollector, AuxiliaryLoss, BlockOutput
 from megatfm.layers.residual import RESIDUALS
@@ -29,7 +29,7 @@ class Block(nn.Module):
         super().__init__()
         self.input_dropouts: list[InputDropout] = []
         self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
-        initial, residual = initialiser(config, stack), RESIDUALS.get(config.norm.placement)
+        initial, residual = make_initialiser(config, stack), RESIDUALS.get(config.norm.placement)
         first = RESIDUALS.get("none") if depth == 0 and not config.norm.first_attention_norm else residual
         self.attn_residual = first(config, "attention residual", stack)
         pattern = PATTERNS.get(config.attention.pattern.name)(config, stack == "decoder").at_depth(depth)

@@ -11,14 +11,14 @@ from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, default_cost, total_cost
 from megatfm.errors import MegatfmError
 from megatfm.layers.feed_forward import ACTIVATIONS
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.transfer import moved, to_host
+from megatfm.ops.transfer import move_to_device, to_host
 
 # B batch, T tokens, M images that count, I most images of a row, N heads, D model width, C classes
 
@@ -35,9 +35,9 @@ class ImageMean(nn.Module):
     def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
         """Return vectors [M, D] of the images at these indices (`document_index`)."""
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
-        sums_BID = self.all_reduce(_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
+        sums_BID = self.all_reduce(_find_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
         row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
-        counts_BI1 = _members(row, sequence).sum(-1, keepdim=True).clamp(min=1)
+        counts_BI1 = _find_members(row, sequence).sum(-1, keepdim=True).clamp(min=1)
         means_BID = (sums_BID / counts_BI1).to(hidden_BTD.dtype)
         return means_BID.flatten(0, 1)[index_M]
 
@@ -48,7 +48,7 @@ class AttentionPool(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        initial, d, d_ff = initialiser(config), config.d_model, config.ffn.d_ff
+        initial, d, d_ff = make_initialiser(config), config.d_model, config.ffn.d_ff
         self.n_heads = config.attention.n_heads
         self.query = nn.Parameter(torch.empty(1, d))
         self.initial, self.roles = {"query": initial("embedding", 1, d)}, {"query": "embedding"}
@@ -71,7 +71,7 @@ class AttentionPool(nn.Module):
         """Return vectors [M, D] of the images at these indices (`document_index`)."""
         q_NH = self.wq(self.query)[0].unflatten(-1, (self.n_heads, -1))
         k_BTNH, v_BTNH = (w(hidden_BTD).unflatten(-1, (self.n_heads, -1)) for w in (self.wk, self.wv))
-        is_member_BIT = _members(sequence, sequence, with_special=True)
+        is_member_BIT = _find_members(sequence, sequence, with_special=True)
         heads_BIND = self.core(q_NH, k_BTNH, v_BTNH, is_member_BIT)
         y_MD = self.wo(heads_BIND.flatten(-2).flatten(0, 1)[index_M])
         return y_MD + self.w_down(self.activation(self.w_up(self.norm(y_MD))))
@@ -96,18 +96,18 @@ class PoolingAttention(nn.Module):
         return scores_BNT[:, None].masked_fill(~is_member_BIT[:, :, None], torch.finfo(precise).min)
 
 
-def _members(
+def _find_members(
     sequence: SequenceMetadata, full_sequence: SequenceMetadata, *, with_special: bool = False
 ) -> Tensor:
     """Return boolean [B, I, T]: which tokens of a sequence are patches of each image. full_sequence: of full rows."""
     images_I1 = torch.arange(full_sequence.max_documents_per_row, device=sequence.positions.device)[:, None]
-    members_BIT = _documents(sequence)[:, None] == images_I1
+    members_BIT = _get_documents(sequence)[:, None] == images_I1
     if with_special or sequence.grid is None:
         return members_BIT
     return members_BIT & (sequence.grid[..., 0] >= 0)[:, None]
 
 
-def _documents(sequence: SequenceMetadata) -> Tensor:
+def _get_documents(sequence: SequenceMetadata) -> Tensor:
     """Return the index of each token's image in its row [B, T], −1 for padding."""
     return torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
 
@@ -122,7 +122,7 @@ def document_index(
     """
     tokens = other_side or sequence
     row_M = at_M // tokens.positions.shape[1]
-    return row_M * sequence.max_documents_per_row + _documents(tokens).flatten()[at_M]
+    return row_M * sequence.max_documents_per_row + _get_documents(tokens).flatten()[at_M]
 
 
 OnClasses = Callable[[Tensor, Tensor], None]
@@ -149,7 +149,7 @@ class ClassifierHead(nn.Module):
 
     def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
         super().__init__()
-        initial, d = initialiser(config), config.d_model
+        initial, d = make_initialiser(config), config.d_model
         self.reads_class_token = "class" in section.pool
         pools = {"mean": ImageMean, "class_mean": ImageMean, "attention": lambda: AttentionPool(config)}
         self.pool: nn.Module | None = pools[section.pool]() if section.pool in pools else None
@@ -186,13 +186,13 @@ class ClassifierHead(nn.Module):
         if sequence is None:
             raise MegatfmError("the head 'classifier' needs the sequence: a family passes it to Model.output")
         if labels_BT is None:
-            return self._logits(hidden_BTD, _first_tokens(sequence), sequence)
-        at_M = _indices(labels_BT != IGNORE, to_host(labels_BT) != IGNORE)
-        logits_MC = self._logits(hidden_BTD, at_M, sequence)
+            return self._compute_logits(hidden_BTD, _find_first_tokens(sequence), sequence)
+        at_M = _list_indices(labels_BT != IGNORE, to_host(labels_BT) != IGNORE)
+        logits_MC = self._compute_logits(hidden_BTD, at_M, sequence)
         logits_MC = logits_MC.to(torch.promote_types(logits_MC.dtype, torch.float32))
         if mixed_labels is None or label_weights is None:
             labels_M = labels_BT.flatten()[at_M]
-            loss = self._cross_entropy(logits_MC, labels_M).sum()
+            loss = self._compute_cross_entropy(logits_MC, labels_M).sum()
             if self.training:
                 return loss
             if self.on_classes is not None:
@@ -200,16 +200,17 @@ class ClassifierHead(nn.Module):
             return {self.term: loss, **n_right(logits_MC, labels_M)}
         weights_M = label_weights.flatten()[at_M].to(logits_MC.dtype)
         losses = (
-            self._cross_entropy(logits_MC, labels.flatten()[at_M]) for labels in (labels_BT, mixed_labels)
+            self._compute_cross_entropy(logits_MC, labels.flatten()[at_M])
+            for labels in (labels_BT, mixed_labels)
         )
         first_M, second_M = losses
         return (weights_M * first_M + (1 - weights_M) * second_M).sum()
 
-    def _cross_entropy(self, logits_MC: Tensor, labels_M: Tensor) -> Tensor:
+    def _compute_cross_entropy(self, logits_MC: Tensor, labels_M: Tensor) -> Tensor:
         smoothing = self.label_smoothing if self.training else 0.0
         return F.cross_entropy(logits_MC, labels_M, reduction="none", label_smoothing=smoothing)
 
-    def _logits(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
+    def _compute_logits(self, hidden_BTD: Tensor, at_M: Tensor, sequence: SequenceMetadata) -> Tensor:
         """Return logits [M, C] of the images whose first tokens are at `at_M`."""
         pooled = [hidden_BTD.flatten(0, 1)[at_M]] if self.reads_class_token else []
         if self.pool is not None:
@@ -229,13 +230,13 @@ def n_right(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _first_tokens(sequence: SequenceMetadata) -> Tensor:
+def _find_first_tokens(sequence: SequenceMetadata) -> Tensor:
     """Return the indices [images] of images' first tokens, counted over all rows."""
     host = sequence.on_host()
-    is_first_BT = (host.positions == 0) & (_documents(host) >= 0)
-    return _indices(sequence.positions, is_first_BT)
+    is_first_BT = (host.positions == 0) & (_get_documents(host) >= 0)
+    return _list_indices(sequence.positions, is_first_BT)
 
 
-def _indices(like: Tensor, chosen_BT: Tensor) -> Tensor:
+def _list_indices(like: Tensor, chosen_BT: Tensor) -> Tensor:
     """Return chosen tokens' indices on the device of `like`, computed on the host, since shapes depend on them."""
-    return moved(chosen_BT.flatten().nonzero()[:, 0], like.device)
+    return move_to_device(chosen_BT.flatten().nonzero()[:, 0], like.device)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from megatfm.config import ContrastiveConfig, ModelConfig
 from megatfm.errors import MegatfmError
 from megatfm.layers.classifier import AttentionPool, ImageMean, document_index
-from megatfm.layers.initialisation import Constant, initialiser
+from megatfm.layers.initialisation import Constant, make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops.contrastive import ONE_RANK, LossOptions, Ring, contrastive_loss, retrieval_ranks
-from megatfm.ops.transfer import moved
+from megatfm.ops.transfer import move_to_device
 
 # B batch, T tokens, M documents of all rows, D width of a tower, W width of a feature
 
@@ -58,7 +58,7 @@ class FeatureHead(nn.Module):
         pools = {"mean": ImageMean, "attention": lambda: AttentionPool(config)}
         self.pool: nn.Module = pools[pool]() if pool in pools else BoundaryVector(last=pool == "last")
         d = config.d_model
-        self.projection = width and Linear(d, width, initialiser(config)("dense", d, width), bias=bias)
+        self.projection = width and Linear(d, width, make_initialiser(config)("dense", d, width), bias=bias)
 
     def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata, captions: SequenceMetadata) -> Tensor:
         """[M, W] in float32 at least, of the pairs whose captions begin here, in the order of rows and of documents."""
@@ -82,7 +82,7 @@ def boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
         chosen_BT = chosen_BT & (row.documents >= 0)
     if isinstance(host, SequenceShard):
         chosen_BT = chosen_BT[:, host.token_indices]
-    return moved(chosen_BT.flatten().nonzero()[:, 0], sequence.positions.device)
+    return move_to_device(chosen_BT.flatten().nonzero()[:, 0], sequence.positions.device)
 
 
 def check_pairs(images: SequenceMetadata, captions: SequenceMetadata) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
-from megatfm.layers.initialisation import Initialiser, StackKind, initialiser
+from megatfm.layers.initialisation import Initialiser, StackKind, make_initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
@@ -119,7 +119,7 @@ class InputEmbedding(nn.Module):
         inserts_vectors: bool = False,
     ) -> None:
         super().__init__()
-        initial, width = initialiser(config, stack), config.embedding_width
+        initial, width = make_initialiser(config, stack), config.embedding_width
         self.scale = config.embedding_scale
         self.name = config.embedding.name
         first = shared.first if shared else EMBEDDINGS.get(self.name)(config, initial)

@@ -244,7 +244,7 @@ INITIALISATIONS: Registry[Callable[[ModelConfig, StackKind], Initialiser]] = Reg
 )
 
 
-def initialiser(config: ModelConfig, stack_kind: StackKind = "decoder") -> Initialiser:
+def make_initialiser(config: ModelConfig, stack_kind: StackKind = "decoder") -> Initialiser:
     """Return the config's initialiser for a stack, with muP's scaling if configured."""
     initial = INITIALISATIONS.get(config.init.name)(config, stack_kind)
     if config.mup is None:
@@ -252,7 +252,7 @@ def initialiser(config: ModelConfig, stack_kind: StackKind = "decoder") -> Initi
     return MuPInitialiser(initial, config.init.name, config.mup.base_width / config.d_model)
 
 
-def depth(config: ModelConfig, stack: StackKind) -> int:
+def count_blocks(config: ModelConfig, stack: StackKind) -> int:
     """Number of blocks of a stack."""
     return config.encoder_layers if stack == "encoder" else config.n_layers
 
@@ -275,7 +275,7 @@ def bert(config: ModelConfig, stack: StackKind) -> Initialiser:
 def gpt2(config: ModelConfig, stack: StackKind) -> Initialiser:
     """N(0, std²), with std / √(2 · depth) for projections back to the residual stream."""
     std = require_variant(config.init, NormalInitSection, "model.init").std
-    smaller = (2 * depth(config, stack)) ** -0.5
+    smaller = (2 * count_blocks(config, stack)) ** -0.5
 
     def initial(role: Role, d_in: int, d_out: int) -> Normal:
         residual = role in ("out", "ffn_out")

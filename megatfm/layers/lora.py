@@ -110,7 +110,7 @@ def lora_targets(model: nn.Module, patterns: Sequence[str]) -> dict[str, Linear 
     for pattern in patterns:
         matched = {path for path in matrices if _matches(path, pattern)}
         if not matched:
-            raise UsageError(_no_target(pattern, model, list(in_blocks)))
+            raise UsageError(_explain_no_target(pattern, model, list(in_blocks)))
         chosen |= matched
     return {path: module for path, module in matrices.items() if path in chosen}
 
@@ -130,7 +130,7 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
 
 
-def _no_target(pattern: str, model: nn.Module, matrices: Sequence[str]) -> str:
+def _explain_no_target(pattern: str, model: nn.Module, matrices: Sequence[str]) -> str:
     """Return the message for a pattern that chooses no matrix."""
     ends = sorted({path.rpartition(".")[2] for path in matrices})
     for path, module in model.named_modules():

@@ -64,9 +64,9 @@ class MapSequence(SequenceMetadata):
 
     def downsampled_indices(self, size: MapSize) -> Tensor:
         """Return for each token of a smaller map the index of the first token that it covers here, int64 [S]."""
-        return self.cached(("downsampled indices", size), lambda: self._downsampled_indices(size))
+        return self.cached(("downsampled indices", size), lambda: self._find_downsampled(size))
 
-    def _downsampled_indices(self, size: MapSize) -> Tensor:
+    def _find_downsampled(self, size: MapSize) -> Tensor:
         device, (rows, columns) = self.positions.device, self.size
         r_H, c_W = torch.arange(size[0], device=device), torch.arange(size[1], device=device)
         r_H, c_W = r_H * -(-rows // size[0]), c_W * -(-columns // size[1])

@@ -13,12 +13,12 @@ from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, default_cost
 from megatfm.errors import UsageError
 from megatfm.layers.feed_forward import ACTIVATIONS
-from megatfm.layers.initialisation import Constant, Initialiser, initialiser
+from megatfm.layers.initialisation import Constant, Initialiser, make_initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.preference import PairFields, PairSums, Preference, preference_terms
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
-from megatfm.ops.transfer import moved, to_host, true_places
+from megatfm.ops.transfer import move_to_device, to_host, true_places
 from megatfm.registry import Registry
 
 # B batch, T tokens, M tokens with targets, D model width, E embedding width, V vocabulary, C classes
@@ -117,7 +117,7 @@ class LMHead(nn.Module):
 
     def __init__(self, config: ModelConfig, tied_to: Embedding | None, *, sparse: bool = False) -> None:
         super().__init__()
-        initial, width, vocabulary = initialiser(config), config.embedding_width, config.vocab_size or 0
+        initial, width, vocabulary = make_initialiser(config), config.embedding_width, config.vocab_size or 0
         self.transform: nn.Module | None = None
         if config.lm_head.name == "transform":
             self.transform = PredictionHeadTransform(config, initial, config.d_model)
@@ -154,7 +154,9 @@ class LMHead(nn.Module):
         hidden_MD, targets_M, indices_M = hidden_BTD.flatten(0, 1), targets_BT.flatten(), None
         if self.sparse:
             # The host finds the indices, as it has to know their number.
-            indices_M = moved((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
+            indices_M = move_to_device(
+                (to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device
+            )
             hidden_MD, targets_M = hidden_MD[indices_M], targets_M[indices_M]
         hidden_ME = self._transform_and_scale(hidden_MD)
         loss_dtype = torch.promote_types(hidden_ME.dtype, torch.float32)
@@ -198,7 +200,7 @@ class SentenceHead(nn.Module):
 
     def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
         super().__init__()
-        initial, d, classes = initialiser(config), config.d_model, section.classes
+        initial, d, classes = make_initialiser(config), config.d_model, section.classes
         self.pooler = Linear(d, d, initial("dense", d, d), bias=True)
         self.classifier = Linear(d, classes, initial("dense", d, classes), bias=True)
 
@@ -253,7 +255,7 @@ class SpanBoundaryHead(nn.Module):
             raise UsageError(
                 "model.extra_heads.boundary predicts tokens: set model.embedding.name = 'tokens'"
             )
-        initial, d, width = initialiser(config), config.d_model, config.embedding_width
+        initial, d, width = make_initialiser(config), config.d_model, config.embedding_width
         d_in, n_positions = 2 * d + POSITION_WIDTH, MAX_SPAN_POSITIONS
         self.around = SpanBoundaryGather()
         self.positions = Embedding(

@@ -10,7 +10,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.embedding import EMBEDDINGS
 from megatfm.layers.initialisation import Constant, Initialiser, with_fixed_inputs
 from megatfm.layers.maps import MapSequence, to_maps, to_rows
-from megatfm.layers.patch_embedding import normalisation
+from megatfm.layers.patch_embedding import make_normalisation
 from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, T tokens, K values of a patch, E embedding width, I images, H rows and W columns of a map
@@ -46,7 +46,7 @@ class OverlappingPatches(nn.Module):
             )
         side, channels = self.options.patch_size, self.options.channels
         precise = torch.promote_types(self.weight.dtype, torch.float32)
-        scale_K, shift_K = normalisation(self.options, self.weight.device, precise)
+        scale_K, shift_K = make_normalisation(self.options, self.weight.device, precise)
         x_IHWK = to_maps((patches_BTK * scale_K + shift_K).to(self.weight.dtype), sequence.size)
         pixels = x_IHWK.unflatten(3, (channels, side, side)).permute(0, 3, 1, 4, 2, 5)
         images = pixels.flatten(4, 5).flatten(2, 3)

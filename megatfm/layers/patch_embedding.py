@@ -46,7 +46,7 @@ class PatchEmbedding(nn.Module):
             raise TypeError("a model of images needs the field 'grid'")
         weight = self.projection.weight
         precise = torch.promote_types(weight.dtype, torch.float32)
-        scale_K, shift_K = normalisation(self.options, weight.device, precise)
+        scale_K, shift_K = make_normalisation(self.options, weight.device, precise)
         x_BTE: Tensor = self.projection((patches_BTK * scale_K + shift_K).to(weight.dtype))
         if self.special is None:
             return x_BTE
@@ -54,7 +54,7 @@ class PatchEmbedding(nn.Module):
         return torch.where(is_special(sequence.grid)[..., None], special_BTE, x_BTE)
 
 
-def normalisation(
+def make_normalisation(
     options: PatchEmbeddingConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return scale and shift [K] that turn a pixel x in 0 … 255 into (x / 255 − mean) / std. Cached by device."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, total_cost
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.maps import MapSize, to_maps, to_rows
 from megatfm.layers.norm import make_norm
@@ -36,7 +36,7 @@ class PatchMerging(nn.Module):
         d, self.share = config.d_model, share
         self.norm = make_norm(config, 4 * d) if norm == "input" else None
         self.channels = ChannelShard()
-        self.reduction = Linear(4 * d, 2 * d, initialiser(config, "encoder")("dense", 4 * d, 2 * d))
+        self.reduction = Linear(4 * d, 2 * d, make_initialiser(config, "encoder")("dense", 4 * d, 2 * d))
         self.norm_out = make_norm(config, 2 * d) if norm == "output" else None
 
     def cost(self, tokens: TokenCounts) -> Cost:

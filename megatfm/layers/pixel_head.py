@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, PatchEmbeddingConfig, require_variant
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.maps import MapSequence
 from megatfm.layers.output_head import HEADS
-from megatfm.layers.patch_embedding import normalisation
+from megatfm.layers.patch_embedding import make_normalisation
 from megatfm.layers.sequence import SequenceMetadata
 
 # B batch, S tokens of the last map, T tokens of the row, D model width, K values of a patch, C channels
@@ -39,7 +39,7 @@ class PixelsHead(nn.Module):
         self.options = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
         self.factor = int(section.stride) // self.options.patch_size
         d, n_values = config.d_model, self.options.channels * int(section.stride) ** 2
-        self.prediction = Linear(d, n_values, initialiser(config)("dense", d, n_values), bias=True)
+        self.prediction = Linear(d, n_values, make_initialiser(config)("dense", d, n_values), bias=True)
 
     def forward(
         self,
@@ -57,7 +57,7 @@ class PixelsHead(nn.Module):
         if masked_BT is None or target_BTK is None:
             return predicted_BTK
         precise = torch.promote_types(predicted_BTK.dtype, torch.float32)
-        scale_K, shift_K = normalisation(self.options, target_BTK.device, precise)
+        scale_K, shift_K = make_normalisation(self.options, target_BTK.device, precise)
         errors_BTK = (predicted_BTK.to(precise) - (target_BTK * scale_K + shift_K)).abs()
         return (errors_BTK.mean(-1) * (masked_BT > 0)).sum()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatfm.config import LearnedPositionConfig, ModelConfig, T5PositionConfig, require_variant
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import FixedValues, Initialiser
-from megatfm.layers.rope import Rope, frequencies
+from megatfm.layers.rope import Rope, compute_frequencies
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry
 
@@ -90,7 +90,9 @@ class SinusoidalPositions(nn.Module):
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         """Return float64 [B, T, D]."""
         positions_BT1 = sequence.positions[..., None].double()
-        angles_BTH = positions_BT1 * frequencies(self.width + self.width % 2, 10_000.0, positions_BT1.device)
+        angles_BTH = positions_BT1 * compute_frequencies(
+            self.width + self.width % 2, 10_000.0, positions_BT1.device
+        )
         table_BTD = torch.stack((angles_BTH.sin(), angles_BTH.cos()), dim=-1).flatten(-2)
         return table_BTD[..., : self.width]
 
@@ -189,7 +191,7 @@ class RelativeSinusoids(nn.Module):
         """Return float64 [R, D]."""
         farthest, device = sequence.length - 1, sequence.positions.device
         distances_R = torch.arange(-farthest, farthest + 1, dtype=torch.float64, device=device)
-        angles_RH = distances_R[:, None] * frequencies(self.width + self.width % 2, 10_000.0, device)
+        angles_RH = distances_R[:, None] * compute_frequencies(self.width + self.width % 2, 10_000.0, device)
         return torch.cat((angles_RH.sin(), angles_RH.cos()), dim=-1)[:, : self.width]
 
 

@@ -10,9 +10,9 @@ from megatfm.config import LearnedPosition2dConfig, ModelConfig, Rope2dConfig, r
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position import POSITIONS, PositionEncoding
-from megatfm.layers.rope import frequencies, rotate
+from megatfm.layers.rope import compute_frequencies, rotate
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.transfer import moved, to_host
+from megatfm.ops.transfer import move_to_device, to_host
 
 # B batch, T tokens, N query heads, K key-value heads, H head width, D model width, S sizes of images
 
@@ -50,11 +50,11 @@ class LearnedPositions2d(nn.Module):
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         """Return [B, T, D]."""
         grid_BT4 = grid_of(sequence)
-        sizes_S = self._sizes(sequence)
-        tables = [self._interpolated(*divmod(size, SIDE)) for size in sizes_S.tolist()]
+        sizes_S = self._list_sizes(sequence)
+        tables = [self._interpolate(*divmod(size, SIDE)) for size in sizes_S.tolist()]
         table_starts = torch.tensor([0, *(len(table) for table in tables)]).cumsum(0)[:-1]
         row, column, height, width = grid_BT4.long().unbind(-1)
-        table_starts_S, sizes_S = (moved(values, row.device) for values in (table_starts, sizes_S))
+        table_starts_S, sizes_S = (move_to_device(values, row.device) for values in (table_starts, sizes_S))
         image_BT = torch.searchsorted(sizes_S, (height * SIDE + width).contiguous()).clamp(
             max=len(tables) - 1
         )
@@ -65,7 +65,7 @@ class LearnedPositions2d(nn.Module):
         table = torch.cat([*([] if self.special is None else [self.special]), zero_row, *tables])
         return F.embedding(index_BT.clamp(max=len(table) - 1), table)
 
-    def _sizes(self, sequence: SequenceMetadata) -> Tensor:
+    def _list_sizes(self, sequence: SequenceMetadata) -> Tensor:
         """Return the distinct image sizes of the batch, height · SIDE + width, int64 [S] ascending, on the host."""
         height, width = to_host(grid_of(sequence))[..., 2:].long().unbind(-1)
         sizes = height * SIDE + width
@@ -73,7 +73,7 @@ class LearnedPositions2d(nn.Module):
             sizes = sizes[to_host(sequence.documents) >= 0]
         return sizes.unique() if sizes.numel() else torch.tensor([self.grid[0] * SIDE + self.grid[1]])
 
-    def _interpolated(self, height: int, width: int) -> Tensor:
+    def _interpolate(self, height: int, width: int) -> Tensor:
         """Interpolate the table to an image's grid, [height · width, D], in float32 at least."""
         if (height, width) == self.grid:
             return self.weight
@@ -102,7 +102,7 @@ class SinusoidalPositions2d(nn.Module):
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         """Return float64 [B, T, D]."""
         grid_BT4 = grid_of(sequence)
-        rates = frequencies(self.width // 2, 10_000.0, grid_BT4.device)
+        rates = compute_frequencies(self.width // 2, 10_000.0, grid_BT4.device)
         column_BTQ, row_BTQ = (grid_BT4[..., i, None].double() * rates for i in (1, 0))
         waves = (column_BTQ.sin(), column_BTQ.cos(), row_BTQ.sin(), row_BTQ.cos())
         return torch.cat(waves, dim=-1) * (grid_BT4[..., :1] >= 0)
@@ -125,17 +125,19 @@ class Rope2d(nn.Module):
 
     def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q_BNTH.dtype, torch.float32)
-        cos, sin = sequence.cached((self.key, dtype), lambda: self._table(sequence, dtype))
+        cos, sin = sequence.cached((self.key, dtype), lambda: self._make_table(sequence, dtype))
         return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
 
-    def _table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _make_table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [B, 1, T, H/2], computed from float64 angles."""
         grid_BT4 = grid_of(sequence)
         at_BT2, size_BT2 = grid_BT4[..., :2].double(), grid_BT4[..., 2:].double()
         if self.normalized:
             at_BT2 = 2 * math.pi * (2 * (at_BT2 + 0.5) / size_BT2 - 1)
         at_BT2 = at_BT2 * (grid_BT4[..., :1] >= 0)
-        angles_BTH = (at_BT2[..., None] * frequencies(self.width // 2, self.theta, at_BT2.device)).flatten(-2)
+        angles_BTH = (
+            at_BT2[..., None] * compute_frequencies(self.width // 2, self.theta, at_BT2.device)
+        ).flatten(-2)
         return angles_BTH.cos()[:, None].to(dtype), angles_BTH.sin()[:, None].to(dtype)
 
 

@@ -11,7 +11,7 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
 
 
-def frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
+def compute_frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
     """Return the angles per position theta^(−2i/H) of the channel pairs, float64 [H/2].
 
     Computed on the device, because a copy from the host would wait for it.
@@ -50,10 +50,10 @@ class Rope(nn.Module):
 
     def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, sequence: SequenceMetadata) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q_BNTH.dtype, torch.float32)
-        cos, sin = sequence.cached((self.key, dtype), lambda: self._table(sequence, dtype))
+        cos, sin = sequence.cached((self.key, dtype), lambda: self._make_table(sequence, dtype))
         return rotate(q_BNTH, cos, sin), rotate(k_BKTH, cos, sin)
 
-    def _table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _make_table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute the table for all layers, converted once to the dtype in which they rotate."""
         positions = sequence.positions
         angles, factor = scaled_frequencies(self.width, self.theta, self.scaling, positions.device)
@@ -65,20 +65,20 @@ def scaled_frequencies(
     width: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
 ) -> tuple[Tensor, float]:
     """Return scaled angles per position, float64 [H/2], and the factor on rotated queries and keys."""
-    plain = frequencies(width, theta, device)
+    plain = compute_frequencies(width, theta, device)
     match scaling:
         case LinearScaling():
             return plain / scaling.factor, 1.0
         case NtkScaling():
-            return frequencies(width, theta * scaling.factor ** (width / (width - 2)), device), 1.0
+            return compute_frequencies(width, theta * scaling.factor ** (width / (width - 2)), device), 1.0
         case YarnScaling():
-            return _yarn(plain, width, theta, scaling)
+            return _interpolate_yarn(plain, width, theta, scaling)
         case Llama3Scaling():
-            return _llama3(plain, scaling), 1.0
+            return _interpolate_llama3(plain, scaling), 1.0
     return plain, 1.0
 
 
-def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tuple[Tensor, float]:
+def _interpolate_yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023, section 3.2): interpolate channels that rotate seldom within the original length."""
 
     def channel(n_rotations: float) -> float:
@@ -97,7 +97,7 @@ def _yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tupl
     return plain / scaling.factor * interpolated_share + plain * (1 - interpolated_share), factor
 
 
-def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _interpolate_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Interpolate between the plain and divided frequency by the number of rotations (Llama 3.1's released code)."""
     n_rotations = scaling.original_length * plain / (2 * math.pi)
     kept_share = (n_rotations - scaling.low_freq_factor) / (

@@ -121,7 +121,7 @@ class SequenceMetadata:
     def on_host(self) -> "SequenceMetadata":
         """Return a copy in host memory, without tokens and random keys, from which the host plans; itself on a CPU.
 
-        Does not wait for the device if the batch came from the host by `megatfm.ops.transfer.moved`.
+        Does not wait for the device if the batch came from the host by `megatfm.ops.transfer.move_to_device`.
         """
         return self if is_on_host(self.positions) else self.cached("on host", self._on_host)
 

@@ -8,7 +8,7 @@ from megatfm.cost import Cost, TokenCounts, default_cost, total_cost
 from megatfm.layers.attention.pooled import PooledAttention
 from megatfm.layers.block import Block
 from megatfm.layers.feed_forward import FFN
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.maps import MapSequence, MapSize, to_maps, to_rows
 from megatfm.layers.residual import PreNorm
@@ -49,7 +49,7 @@ class PooledBlock(nn.Module):
         share: float,
     ) -> None:
         super().__init__()
-        initial, d, d_ff = initialiser(config, "encoder"), config.d_model, config.ffn.d_ff
+        initial, d, d_ff = make_initialiser(config, "encoder"), config.d_model, config.ffn.d_ff
         self.kind, self.share, self.d_out = (d_in, d_out, stride), share, d_out
         self.attn_residual = PreNorm(
             config.with_changes({"d_model": d_in, "attention.n_heads": 1}), "attention residual", "encoder"

@@ -12,7 +12,7 @@ from megatfm.config import ModelConfig
 from megatfm.cost import Cost, TokenCounts, default_cost
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.feed_forward import ACTIVATIONS
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import HEADS
@@ -56,7 +56,7 @@ class TaskHead(nn.Module):
 
     def __init__(self, config: ModelConfig, section: Any, classes: int) -> None:
         super().__init__()
-        initial, d = initialiser(config), config.d_model
+        initial, d = make_initialiser(config), config.d_model
         self.layers = tuple(getattr(section, "layers", ()))
         _check_layers(config, self.layers)
         width, kind = d * max(1, len(self.layers)), getattr(section, "pooler", "none")

@@ -162,7 +162,7 @@ class Model(nn.Module):
         return Output(hidden_BTD, logits, losses_or_none, predictions or None, carry or None)  # type: ignore[arg-type]
 
 
-def needed(batch: Mapping[str, Tensor], name: str) -> Tensor:
+def require_field(batch: Mapping[str, Tensor], name: str) -> Tensor:
     """Return a field of the batch. Raises TypeError if it is missing."""
     if name not in batch:
         raise TypeError(f"the model needs {name}")

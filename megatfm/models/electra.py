@@ -11,7 +11,7 @@ from megatfm.config import GQAAttentionConfig, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.feed_forward import ACTIVATIONS
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
 from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
@@ -19,7 +19,7 @@ from megatfm.models.stack import Stack, make_sequence
 from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.keyed_random import fold_in, token_keys, uniform
-from megatfm.ops.transfer import moved, to_host, true_places
+from megatfm.ops.transfer import move_to_device, to_host, true_places
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, M masked tokens, D model width, V vocabulary
@@ -111,7 +111,7 @@ class Electra(Model):
             }
             discriminator_batch |= {
                 "tokens": corrupted_tokens,
-                "replaced": _replaced_labels(batch, corrupted_tokens),
+                "replaced": _make_replaced_labels(batch, corrupted_tokens),
             }
             output = self.discriminator(**discriminator_batch, hidden=hidden)
             hidden, losses = output.hidden, add_by_name(losses, output.losses or {})
@@ -134,7 +134,7 @@ def _sample_replacements(
     with torch.no_grad():
         # The host computes the mask, because shapes depend on the number of masked tokens.
         masked_on_host = to_host(targets) != IGNORE
-        masked = moved(masked_on_host, original.device)
+        masked = move_to_device(masked_on_host, original.device)
         logits_MV = head(hidden_BTD, token_mask_BT=masked)
         # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
         keys_M = rng_keys_BT[true_places(masked_on_host, original.device)]
@@ -142,7 +142,7 @@ def _sample_replacements(
         return original.masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
 
 
-def _replaced_labels(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
+def _make_replaced_labels(batch: Mapping[str, Tensor], corrupted: Tensor) -> Tensor:
     """Return labels [B, T]: 1 where a token differs from the original, else 0; −100 for padding."""
     original, documents = batch["original"], batch.get("documents")
     is_token = torch.ones_like(original).bool() if documents is None else documents >= 0
@@ -165,7 +165,7 @@ class Discriminator(Model):
         embedding = embedding or InputEmbedding(config, "encoder")
         self.encoder = Stack(config, "encoder", embedding=embedding)
         self.reads = embedding.reads
-        initial, d = initialiser(config, "encoder"), config.d_model
+        initial, d = make_initialiser(config, "encoder"), config.d_model
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
         self.runs_head = config.lm_head.name != "none"
         if self.runs_head:
@@ -205,7 +205,7 @@ class Discriminator(Model):
         if self.runs_head and (replaced is not None or not self.has_targets(batch)):
             logits = self.verdict(self.activation(self.dense(x_BTD)))[..., 0]
             if replaced is not None:
-                losses["discriminator"], logits = _detection_loss(logits, replaced), None
+                losses["discriminator"], logits = _compute_detection_loss(logits, replaced), None
         return self.output(batch, x_BTD, losses, logits)
 
     def stage(self, names: Collection[str]) -> Self:
@@ -217,7 +217,7 @@ class Discriminator(Model):
         return view
 
 
-def _detection_loss(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
+def _compute_detection_loss(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
     """Return the summed binary cross-entropy of log-odds; labels of −100 do not count."""
     logits_BT = logits_BT.to(torch.promote_types(logits_BT.dtype, torch.float32))
     truth_BT = (replaced_BT == 1).to(logits_BT.dtype)

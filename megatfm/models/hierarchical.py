@@ -16,7 +16,16 @@ from megatfm.layers.maps import MapSequence, MapSize, map_size
 from megatfm.layers.norm import make_norm
 from megatfm.layers.patch_merging import PatchMerging
 from megatfm.layers.stage_blocks import PooledBlock, StageBlock
-from megatfm.models.base import MODELS, Model, Output, names_below, needed, sequence_fields, unpack, view_of
+from megatfm.models.base import (
+    MODELS,
+    Model,
+    Output,
+    names_below,
+    require_field,
+    sequence_fields,
+    unpack,
+    view_of,
+)
 from megatfm.models.stack import make_sequence
 from megatfm.split_points import CarrySpec, SplitPoint
 
@@ -63,11 +72,11 @@ class PyramidStack(nn.Module):
             n_compiled = len(self.layers) if block._compiled_call_impl is not None else 0
             at_layer = maps[stage].at_layer(depth, self.skip_rates[depth], n_compiled_layers=n_compiled)
             x, losses = unpack(block, block(x, at_layer), losses)
-            if self._ends_with_merge(depth):
+            if self._is_before_merge(depth):
                 x = self.merges[str(stage)](x, maps[stage].size)
         return x if self.norm is None else self.norm(x), losses
 
-    def _ends_with_merge(self, depth: int) -> bool:
+    def _is_before_merge(self, depth: int) -> bool:
         """Whether patch merging follows the block at this depth."""
         return (
             not self.pools
@@ -91,7 +100,7 @@ class PyramidStack(nn.Module):
         points = [SplitPoint(f"{path}.embedding", (f"{path}.embedding",), (), self._carry(0))]
         for depth, stage in enumerate(self.stage_of):
             modules = [f"{path}.layers.{depth}"]
-            if self._ends_with_merge(depth):
+            if self._is_before_merge(depth):
                 modules.append(f"{path}.merges.{stage}")
                 stage += 1
             d_out = getattr(self.layers[str(depth)], "d_out", self.widths[stage])
@@ -200,12 +209,12 @@ class Hierarchical(Model):
         maps += [maps[0].downsampled(size, previous) for previous, size in pairwise(sizes)]
         x, losses = hidden, dict[str, Tensor]()
         if self.encoder is not None:
-            x, losses = self.encoder(needed(batch, self.reads), maps, hidden)
+            x, losses = self.encoder(require_field(batch, self.reads), maps, hidden)
         if self.extra_heads:
-            batch = self._at_last_stage(batch, maps)
+            batch = self._downsample_fields(batch, maps)
         return self.output(batch, x, losses, sequence=maps[-1])
 
-    def _at_last_stage(self, batch: Mapping[str, Tensor], maps: list[MapSequence]) -> dict[str, Tensor]:
+    def _downsample_fields(self, batch: Mapping[str, Tensor], maps: list[MapSequence]) -> dict[str, Tensor]:
         """Return a batch in which the fields that heads read are downsampled to the last stage's tokens."""
         heads: list[Any] = [getattr(self, name) for name in self.extra_heads]
         names = {

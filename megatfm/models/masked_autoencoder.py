@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, PatchEmbeddingConfig, PixelDecoderConfig, require_variant
 from megatfm.errors import UsageError
 from megatfm.layers.embedding import InputEmbedding, TokenGather
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
-from megatfm.layers.patch_embedding import normalisation
+from megatfm.layers.patch_embedding import make_normalisation
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
 from megatfm.models.stack import Stack, make_sequence
-from megatfm.ops.transfer import moved, to_host
+from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.split_points import SplitPoint
 
 # B batch, S tokens of the encoder, T of the decoder, I images of a row, M masked patches, K values of a patch
@@ -47,9 +47,9 @@ class Visible(NamedTuple):
     def memory_indices(self, sequence: SequenceMetadata) -> Tensor:
         """Return the index in the encoder's row of each token of the decoder's full rows, −1 for masked patches."""
         if self.full_source_BT is None:
-            return _memory_indices(self.source_BT, sequence, self.sequence)
-        host = (_full_sequence(side).on_host() for side in (sequence, self.sequence))
-        return moved(_memory_indices(to_host(self.full_source_BT), *host), self.source_BT.device)
+            return _index_memory(self.source_BT, sequence, self.sequence)
+        host = (_get_full_sequence(side).on_host() for side in (sequence, self.sequence))
+        return move_to_device(_index_memory(to_host(self.full_source_BT), *host), self.source_BT.device)
 
 
 class VisibleTokens(nn.Module):
@@ -60,7 +60,7 @@ class VisibleTokens(nn.Module):
 
     def __init__(self, encoder: ModelConfig, decoder: ModelConfig) -> None:
         super().__init__()
-        initial, d = initialiser(decoder, "encoder"), decoder.d_model
+        initial, d = make_initialiser(decoder, "encoder"), decoder.d_model
         self.projection = Linear(encoder.d_model, d, initial("dense", encoder.d_model, d), bias=True)
         self.mask_token = nn.Parameter(torch.empty(1, d))
         self.initial, self.roles = {"mask_token": initial("embedding", 1, d)}, {"mask_token": "embedding"}
@@ -79,18 +79,18 @@ class VisibleTokens(nn.Module):
         return x_BTD if self.positions is None else x_BTD + self.positions(sequence).to(x_BTD.dtype)
 
 
-def _full_sequence(sequence: SequenceMetadata) -> SequenceMetadata:
+def _get_full_sequence(sequence: SequenceMetadata) -> SequenceMetadata:
     return sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
 
 
-def _memory_indices(source_BT: Tensor, sequence: SequenceMetadata, encoder: SequenceMetadata) -> Tensor:
+def _index_memory(source_BT: Tensor, sequence: SequenceMetadata, encoder: SequenceMetadata) -> Tensor:
     """Return indices in rows [B, T], from indices among an image's visible tokens."""
     documents_BT = torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
-    starts_BT = _image_starts(encoder).gather(1, documents_BT.clamp(min=0))
+    starts_BT = _find_image_starts(encoder).gather(1, documents_BT.clamp(min=0))
     return (starts_BT + source_BT).where(source_BT >= 0, -1)
 
 
-def _image_starts(sequence: SequenceMetadata) -> Tensor:
+def _find_image_starts(sequence: SequenceMetadata) -> Tensor:
     """Return the index [B, I] of each image's first token in its row; 0 where a row has fewer images."""
     max_images, positions_BS = sequence.max_documents_per_row, sequence.positions
     if sequence.documents is None:
@@ -117,7 +117,7 @@ class PixelDecoderHead(nn.Module):
         self.normalize = bool(config.pixel_decoder and config.pixel_decoder.normalize_targets)
         d, n_values = decoder.d_model, self.options.patch_values
         self.prediction = Linear(
-            d, n_values, initialiser(decoder, "encoder")("dense", d, n_values), bias=True
+            d, n_values, make_initialiser(decoder, "encoder")("dense", d, n_values), bias=True
         )
 
     def forward(
@@ -132,7 +132,7 @@ class PixelDecoderHead(nn.Module):
         is_masked = to_host(source_BT) < 0
         if sequence.documents is not None:
             is_masked = is_masked & sequence.on_host().non_padding_mask
-        at_M = moved(is_masked.flatten().nonzero()[:, 0], source_BT.device)
+        at_M = move_to_device(is_masked.flatten().nonzero()[:, 0], source_BT.device)
         predicted_MK = self.prediction(hidden_BTD.flatten(0, 1)[at_M])
         precise = torch.promote_types(predicted_MK.dtype, torch.float32)
         errors_MK = predicted_MK.to(precise) - self.targets(patches_BTK.flatten(0, 1)[at_M], precise)
@@ -140,7 +140,7 @@ class PixelDecoderHead(nn.Module):
 
     def targets(self, patches_MK: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the target pixels [M, K], normalised by patch if configured."""
-        scale_K, shift_K = normalisation(self.options, patches_MK.device, dtype)
+        scale_K, shift_K = make_normalisation(self.options, patches_MK.device, dtype)
         pixels_MK = patches_MK * scale_K + shift_K
         if not self.normalize or not len(pixels_MK):
             return pixels_MK

@@ -13,12 +13,12 @@ from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.attention.linformer import layerwise_projection, shares_projection
 from megatfm.layers.block import Block
 from megatfm.layers.embedding import InputEmbedding
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.models.base import needed, unpack, view_of
+from megatfm.models.base import require_field, unpack, view_of
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, S tokens of the memory, D model width
@@ -48,18 +48,18 @@ class Stack(nn.Module):
         embedding = embedding or InputEmbedding(config, kind)
         self.embedding: InputEmbedding | None = embedding
         self.reads = embedding.reads
-        n_layers = initialisation.depth(config, kind)
+        n_layers = initialisation.count_blocks(config, kind)
         distinct = config.distinct_layers or n_layers
         self.layers = nn.ModuleDict({str(i): Block(config, kind, i, cross=cross) for i in range(distinct)})
         self.layer_of_depth = [str(i * distinct // n_layers) for i in range(n_layers)]
         self.skip_rates = [config.drop_path * i / max(n_layers - 1, 1) for i in range(n_layers)]
         bias = POSITIONS.get(config.position.name).score_bias
-        self.position = bias(config, initialiser(config, kind)) if bias else None
+        self.position = bias(config, make_initialiser(config, kind)) if bias else None
         self.has_position_bias = [has_position_bias(config, depth) for depth in range(n_layers)]
         self.has_shared_projection = [
             kind == "encoder" and shares_projection(config.layer_config(depth)) for depth in range(n_layers)
         ]
-        self.sketch = layerwise_projection(config, self.has_shared_projection, initialiser(config, kind))
+        self.sketch = layerwise_projection(config, self.has_shared_projection, make_initialiser(config, kind))
         self.norm = make_norm(config) if config.norm.has_final_norm else None
         self.causal = kind == "decoder"
         self.depths: Sequence[int] = range(n_layers)
@@ -177,7 +177,9 @@ class FullRow(NamedTuple):
         if f"{side}token_indices" not in batch:
             return None
         optional = (batch.get(f"{side}full_row_{name}") for name in ("documents", "prefix", "grid"))
-        return cls(batch[f"{side}token_indices"], needed(batch, f"{side}full_row_positions"), *optional)
+        return cls(
+            batch[f"{side}token_indices"], require_field(batch, f"{side}full_row_positions"), *optional
+        )
 
 
 def make_sequence(
@@ -194,7 +196,7 @@ def make_sequence(
     reads: the field that the embedding reads, [B, T, …]. Without the field `positions`, each row is one document that
     continues after the cache's tokens. keys: random keys of this stack.
     """
-    inputs_BT = needed(batch, side + reads)
+    inputs_BT = require_field(batch, side + reads)
     full_row = FullRow.of(batch, side)
     positions_BT, documents_BT = batch.get(f"{side}positions"), batch.get(f"{side}documents")
     if full_row is not None:
@@ -204,7 +206,7 @@ def make_sequence(
         shard = SequenceShard(full, full_row.token_indices, memory)
         shard.masked = batch.get(f"{side}masked")
         return _with_tokens(shard, inputs_BT)
-    past = _length_of(cache) if cache else 0
+    past = _get_length(cache) if cache else 0
     if positions_BT is None:
         rows, length = inputs_BT.shape[:2]
         positions_BT = torch.arange(past, past + length, device=inputs_BT.device).expand(rows, length)
@@ -226,7 +228,7 @@ def make_sequence(
     return _with_tokens(sequence, inputs_BT)
 
 
-def _length_of(cache: KVCache) -> int:
+def _get_length(cache: KVCache) -> int:
     """Return the number of tokens in a cache. Raises MegatfmError if an earlier forward pass failed midway."""
     lengths = {layer.length for layer in cache.layers}
     if len(lengths) > 1:

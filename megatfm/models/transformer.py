@@ -19,7 +19,7 @@ from megatfm.models.base import (
     Model,
     Output,
     names_below,
-    needed,
+    require_field,
     sequence_fields,
     targets_of,
     unpack,
@@ -94,13 +94,15 @@ class Decoder(Model):
             )
         if self.head is not None and targets is not None:
             if self.runs_head and "pairs" in batch:
-                losses |= zip(PREFERENCE_TERMS, self.head(x_BTD, targets, pairs=_pairs(batch)), strict=True)
+                losses |= zip(
+                    PREFERENCE_TERMS, self.head(x_BTD, targets, pairs=_get_pairs(batch)), strict=True
+                )
             elif self.runs_head:
                 losses["causal"] = self.head(x_BTD, targets)
             for n in self.ahead:
                 future, at_layer = self.future[n], sequence.at_layer(self.config.n_layers + int(n))
                 y_BTD, losses = unpack(future, future(x_BTD, at_layer), losses)
-                losses[f"future_{n}"] = self.head(y_BTD, _future_targets(batch, int(n)))
+                losses[f"future_{n}"] = self.head(y_BTD, _shift_targets(batch, int(n)))
         elif self.head is not None and self.runs_head and not self.has_targets(batch):
             logits = self.head(x_BTD)
         return self.output(batch, x_BTD, losses, logits, sequence=sequence, layers=layers)
@@ -230,7 +232,7 @@ class EncoderDecoder(Model):
         `Decoder.forward`, for the encoder with the prefix "encoder_".
         """
         batch = self.read(tokens=tokens, encoder_tokens=encoder_tokens, targets=targets, keys=keys, **fields)
-        encoder_sequence = self._encoder_sequence(batch, keys, memory)
+        encoder_sequence = self._make_encoder_sequence(batch, keys, memory)
         sequence = make_sequence(batch, self.reads, keys=keys, cache=cache, memory=encoder_sequence)
         x_BTD, encoder_losses, losses, logits = hidden, dict[str, Tensor](), dict[str, Tensor](), None
 
@@ -266,7 +268,7 @@ class EncoderDecoder(Model):
         reads = f"encoder_{self.encoder_reads}"
         batch = self.read(**{reads: tokens}, encoder_positions=positions, encoder_documents=documents)
         assert self.encoder is not None  # the whole model, not a stage
-        hidden_BSD, _ = self.encoder(tokens, self._encoder_sequence(batch, keys))
+        hidden_BSD, _ = self.encoder(tokens, self._make_encoder_sequence(batch, keys))
         memory_BSD: Tensor = self.memory(hidden_BSD)
         return memory_BSD
 
@@ -279,7 +281,7 @@ class EncoderDecoder(Model):
         view.extra_heads = [name for name in self.extra_heads if name in names]
         return view
 
-    def _encoder_sequence(
+    def _make_encoder_sequence(
         self, batch: Mapping[str, Tensor], keys: Tensor | None, memory: Tensor | None = None
     ) -> SequenceMetadata:
         """Make the metadata of the encoder's tokens. Raises TypeError if the batch has neither tokens nor memory."""
@@ -318,15 +320,15 @@ class FutureHead(nn.Module):
         )
 
 
-def _pairs(batch: Mapping[str, Tensor]) -> PairFields:
+def _get_pairs(batch: Mapping[str, Tensor]) -> PairFields:
     """Return the preference pairs of a batch."""
-    whole_rows = batch.get("full_row_documents", needed(batch, "documents"))
+    whole_rows = batch.get("full_row_documents", require_field(batch, "documents"))
     return PairFields(
-        batch["pairs"], needed(batch, "reference"), batch["documents"], whole_rows.shape[1] // 2 + 1
+        batch["pairs"], require_field(batch, "reference"), batch["documents"], whole_rows.shape[1] // 2 + 1
     )
 
 
-def _future_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
+def _shift_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
     """Return targets shifted by `n` more tokens, [B, T].
 
     Under context parallelism these may be on another rank, so they are taken from full rows.
@@ -334,5 +336,5 @@ def _future_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
     full_row = FullRow.of(batch)
     if full_row is None:
         return shifted_targets(batch["targets"], batch.get("documents"), n)
-    full_targets = needed(batch, "full_row_targets")
+    full_targets = require_field(batch, "full_row_targets")
     return shifted_targets(full_targets, full_row.documents, n)[:, full_row.token_indices]

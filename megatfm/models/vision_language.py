@@ -16,7 +16,7 @@ from megatfm.config import ModelConfig, PatchEmbeddingConfig
 from megatfm.config.image_text import image_tower
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.embedding import InputEmbedding, TokenGather
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.output_head import LMHead
@@ -24,7 +24,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, targets_of, view_of
 from megatfm.models.stack import Stack, make_sequence
-from megatfm.ops.transfer import moved, to_host
+from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, S tokens of the image row, T of the text row, V width of the image encoder, D of the decoder
@@ -41,7 +41,7 @@ class Connector(nn.Module):
         assert config.connector is not None  # checked with the config
         assert config.vision_tower is not None
         width, d, bias = config.vision_tower.d_model, config.d_model, config.connector.bias
-        initial = initialiser(config, "decoder")
+        initial = make_initialiser(config, "decoder")
         self.w_in = Linear(width, d, initial("dense", width, d), bias=bias)
         self.w_out = (
             Linear(d, d, initial("dense", d, d), bias=bias) if config.connector.name == "mlp" else None
@@ -149,7 +149,7 @@ class VisionLanguage(Model):
             return patch_indices(tokens == self.image_token_id, images, self.n_special_tokens)
         is_image_BT = to_host(batch["full_row_tokens"]) == self.image_token_id
         full_images = images.full_sequence.on_host()
-        return moved(patch_indices(is_image_BT, full_images, self.n_special_tokens), tokens.device)
+        return move_to_device(patch_indices(is_image_BT, full_images, self.n_special_tokens), tokens.device)
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs these split points only, for a pipeline stage."""

@@ -18,7 +18,7 @@ from megatfm.layers.attention.two_stream import LocalAndFull, QueryStream, TwoSt
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.feed_forward import FFNS
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.loss_terms import AuxiliaryCollector, BlockOutput
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import LMHead
@@ -30,7 +30,7 @@ from megatfm.models.base import (
     Model,
     Output,
     names_below,
-    needed,
+    require_field,
     sequence_fields,
     unpack,
     view_of,
@@ -137,7 +137,7 @@ class QueryEmbedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.d_model))
-        initial = initialiser(config, "encoder")
+        initial = make_initialiser(config, "encoder")
         self.initial = {"weight": initial("embedding", 1, config.d_model)}
         self.roles = {"weight": "embedding"}
 
@@ -177,7 +177,7 @@ class TwoStreamStack(nn.Module):
         self.skip_rates = [config.drop_path * i / max(config.n_layers - 1, 1) for i in range(config.n_layers)]
         make_table = POSITIONS.get(config.position.name).score_bias
         assert make_table is not None
-        self.position = make_table(config, initialiser(config, "encoder"))
+        self.position = make_table(config, make_initialiser(config, "encoder"))
         self.norm = make_norm(config) if config.norm.has_final_norm else None
         self.dropout: Dropout | None = Dropout(config.dropout, "output")
         self.depths: Sequence[int] = range(config.n_layers)
@@ -267,7 +267,7 @@ class TwoStreamBlock(nn.Module):
         super().__init__()
         self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
         self.content_fraction, self.has_queries = content_fraction, not config.extra_heads
-        initial, residual = initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
+        initial, residual = make_initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
         self.attn = TwoStreamAttention(config, initial)
         self.ffn_residual = residual(config, "ffn residual", "encoder")
@@ -317,7 +317,7 @@ def streams_of(
     def local_and_full(name: str) -> LocalAndFull:
         if name not in batch:
             return LocalAndFull(zeros, full_zeros)
-        full = batch[name] if row_positions is None else needed(batch, f"full_row_{name}")
+        full = batch[name] if row_positions is None else require_field(batch, f"full_row_{name}")
         return LocalAndFull(batch[name], full)
 
     segments = local_and_full("segments")

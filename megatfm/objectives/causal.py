@@ -174,15 +174,15 @@ class PrefixSeq2Seq(Objective):
         self.max_tokens = max_chunk_tokens(lambda n: np.where(n > 1, n, 0), [max_side], config.name)
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        cuts = self._cuts(n_tokens, keys)
+        cuts = self._draw_cuts(n_tokens, keys)
         return np.where(n_tokens[:, None] > 1, np.stack([cuts + 1, n_tokens - cuts + 1], axis=1), 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
-        cut = int(self._cuts(np.array([len(tokens)]), key.without_epoch)[0])
+        cut = int(self._draw_cuts(np.array([len(tokens)]), key.without_epoch)[0])
         return seq2seq_example(tokens[:cut], tokens[cut:], self.special)
 
-    def _cuts(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def _draw_cuts(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         min_prefix = np.maximum(n_tokens - self.max_targets, 1)
         max_prefix = np.minimum(n_tokens - 1, self.max_inputs)
         return min_prefix + randint_below(

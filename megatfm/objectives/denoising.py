@@ -52,7 +52,7 @@ class SpanCorruption(Objective):
         self.field_prefixes = ENCODER_DECODER if self.is_encoder_decoder else DECODER_ONLY
         self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
         self.max_tokens = max_chunk_tokens(
-            self._lengths, row_lengths[: len(self.field_prefixes)], config.name
+            self._compute_lengths, row_lengths[: len(self.field_prefixes)], config.name
         )
         _, n_spans = count_noise_spans(
             np.arange(2, self.max_tokens + 1), config.noise_density, config.mean_noise_span_length
@@ -60,7 +60,7 @@ class SpanCorruption(Objective):
         require_sentinels(special, int(n_spans.max(initial=0)), config.name)
 
     def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        return self._lengths(n_tokens)
+        return self._compute_lengths(n_tokens)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         inputs, target_tokens = corrupt_spans(
@@ -74,7 +74,7 @@ class SpanCorruption(Objective):
             inputs, target_tokens, self.special
         )
 
-    def _lengths(self, n_tokens: Ints) -> Ints:
+    def _compute_lengths(self, n_tokens: Ints) -> Ints:
         return corrupted_lengths(
             n_tokens, self.config.noise_density, self.config.mean_noise_span_length, self.is_encoder_decoder
         )

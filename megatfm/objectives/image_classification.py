@@ -43,7 +43,7 @@ class ImageClassification(Objective):
         *,
         training: bool = True,
     ) -> None:
-        self.n_classes = _n_classes(model)
+        self.n_classes = _get_n_classes(model)
         self.reader: ImageReader = image_reader(
             images,
             model,
@@ -124,7 +124,7 @@ def read_label(files: Mapping[str, bytes], n_classes: int) -> int:
     return int(text)
 
 
-def _n_classes(model: ModelConfig) -> int:
+def _get_n_classes(model: ModelConfig) -> int:
     head: Any = model.extra_heads.get(HEAD)
     if head is None:
         raise UsageError(

@@ -214,7 +214,7 @@ class SpanBoundary(Objective):
         tokens = chunk.tokens
         n, starts = len(tokens), self.special.word_boundaries(tokens)
         random = rng.uniform(2 * n + 2 * len(starts) + 1, *masking_key(key, "span_boundary"))
-        span_starts, ends = self._spans(np.append(starts, n), random[2 * n :])
+        span_starts, ends = self._choose_spans(np.append(starts, n), random[2 * n :])
         span_lengths = ends - span_starts
         # [CLS] is at position 0, so the chunk's tokens begin at 1.
         offsets = span_starts - np.cumsum(span_lengths) + span_lengths
@@ -235,7 +235,7 @@ class SpanBoundary(Objective):
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"masked": (batch["targets"] != IGNORE).sum(), "boundary": (batch["span_left"] > 0).sum()}
 
-    def _spans(self, bounds: Ints, random: Floats) -> tuple[Ints, Ints]:
+    def _choose_spans(self, bounds: Ints, random: Floats) -> tuple[Ints, Ints]:
         """Return first tokens and ends [spans] of random spans. bounds [words + 1]: first tokens of words, text end."""
         n_words = len(bounds) - 1
         n_spans = stochastic_round(self.config.mask_rate * n_words / self.mean_span_words, float(random[-1]))

@@ -299,7 +299,7 @@ class Answers(Objective):
     @property
     def chunk_sizes(self) -> Callable[[DocumentChunk], tuple[int, int]] | None:
         """Function that returns the tokens of both sides of a chunk, for corpora without an index."""
-        return _answer_sizes if self.is_encoder_decoder else None
+        return _measure_answer if self.is_encoder_decoder else None
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens, spans = chunk.tokens.astype(np.int64), read_annotation(chunk)["trained"]
@@ -319,6 +319,6 @@ class Answers(Objective):
         return DocumentChunk(tokens, files={ANNOTATION: json.dumps({"trained": [[begin, end]]}).encode()})
 
 
-def _answer_sizes(chunk: DocumentChunk) -> tuple[int, int]:
+def _measure_answer(chunk: DocumentChunk) -> tuple[int, int]:
     ((begin, end),) = read_annotation(chunk)["trained"]
     return begin, end - begin

@@ -46,7 +46,7 @@ def cross_entropy_reference(
     variant: LogitOptions = LogitOptions(),
 ) -> Tensor:
     """Return Σ −log softmax(h Wᵀ + b)[target] over tokens with a target, in nats, from all logits at once."""
-    logits_MV = F.linear(hidden_MD, weight_VD, bias_V).to(_precise(hidden_MD))
+    logits_MV = F.linear(hidden_MD, weight_VD, bias_V).to(_widen_dtype(hidden_MD))
     if variant.softcap:
         logits_MV = variant.softcap * torch.tanh(logits_MV / variant.softcap)
     return F.cross_entropy(
@@ -96,11 +96,11 @@ def default_chunk(hidden_MD: Tensor, rows: int) -> int:
     """
     if hidden_MD.device.type == "cpu":
         return 1024
-    chunk = LOGITS_BYTES // (padded(rows) * hidden_MD.element_size())
+    chunk = LOGITS_BYTES // (pad_row_length(rows) * hidden_MD.element_size())
     return max(chunk // ROW_ALIGNMENT * ROW_ALIGNMENT, ROW_ALIGNMENT)
 
 
-def padded(rows: int) -> int:
+def pad_row_length(rows: int) -> int:
     """Return the padded row length of the logits buffer."""
     return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
@@ -123,8 +123,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         if weights_M is not None and losses_M is None:
             losses_M = torch.empty_like(weights_M)
-        precise, vocabulary = _precise(hidden_MD), len(weight_WD)
-        buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), padded(vocabulary))
+        precise, vocabulary = _widen_dtype(hidden_MD), len(weight_WD)
+        buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), pad_row_length(vocabulary))
         # oneDNN's bf16 matmuls with AMX read beyond a row's end and multiply by zero, which NaN would survive.
         buffer[:, vocabulary:] = 0
         total = hidden_MD.new_zeros((), dtype=precise)
@@ -137,7 +137,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = hidden_MD[rows]
-            logits = _logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
+            logits = _compute_logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
             losses = None if losses_M is None else losses_M[rows]
             chunk_loss = _to_gradient(logits, targets_M[rows], variant, vocab_start, all_gather, losses)
             gradient = logits
@@ -181,12 +181,12 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """
     if total is None:
         return left @ right
-    if total.dtype == right.dtype == _precise(right):
+    if total.dtype == right.dtype == _widen_dtype(right):
         return total.addmm_(left, right)
-    return total.to(_precise(right)).add_(left @ right)
+    return total.to(_widen_dtype(right)).add_(left @ right)
 
 
-def _logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, out: Tensor) -> Tensor:
+def _compute_logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, out: Tensor) -> Tensor:
     """Compute logits into `out`, in the dtype of the hidden vectors."""
     if bias_W is None:
         return torch.mm(hidden, weight_WD.T, out=out)
@@ -206,7 +206,7 @@ def _to_gradient(
     A GPU runs one Triton kernel. A CPU processes a few rows at a time, so that intermediate results stay in its cache.
     Vocabulary shards communicate once a chunk.
     """
-    if all_gather is None and (in_place := _kernel(logits)):
+    if all_gather is None and (in_place := _choose_kernel(logits)):
         losses = in_place(
             logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing
         )
@@ -218,9 +218,9 @@ def _to_gradient(
     sums = []
     for start in range(0, len(logits), step):
         rows, targets = logits[start : start + step], targets_M[start : start + step]
-        values = rows.to(_precise(rows))
-        losses_M1, gradient = _chunk(
-            values, targets[:, None], variant, vocab_start, all_gather or _single_shard
+        values = rows.to(_widen_dtype(rows))
+        losses_M1, gradient = _compute_chunk(
+            values, targets[:, None], variant, vocab_start, all_gather or _add_shard_dim
         )
         if gradient is not rows:
             rows.copy_(gradient)
@@ -230,14 +230,14 @@ def _to_gradient(
     return torch.stack(sums).sum()
 
 
-def _single_shard(values: Tensor) -> Tensor:
+def _add_shard_dim(values: Tensor) -> Tensor:
     return values[None]
 
 
-def _kernel(logits: Tensor) -> Callable[..., Tensor] | None:
+def _choose_kernel(logits: Tensor) -> Callable[..., Tensor] | None:
     """Return the Triton kernel, if the logits are on a GPU and Triton is installed."""
     if logits.device.type == "cuda" and is_fake(logits):
-        return _losses_by_shape
+        return _make_fake_losses
     if logits.device.type != "cuda" or logits.dtype == torch.float64 or not has_triton():
         return None
     from megatfm.ops.cross_entropy_triton import to_gradients
@@ -245,7 +245,7 @@ def _kernel(logits: Tensor) -> Callable[..., Tensor] | None:
     return to_gradients
 
 
-def _losses_by_shape(logits: Tensor, targets_M: Tensor, **_: Any) -> Tensor:
+def _make_fake_losses(logits: Tensor, targets_M: Tensor, **_: Any) -> Tensor:
     """Stand in for the Triton kernel on fake tensors."""
     return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
 
@@ -256,7 +256,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _chunk(
+def _compute_chunk(
     logits: Tensor, targets_M1: Tensor, variant: LogitOptions, vocab_start: int, all_gather: AllGather
 ) -> tuple[Tensor, Tensor]:
     """Return the losses [M, 1] of a chunk and the gradient of their sum by the logits [M, W]; overwrites the logits."""
@@ -303,7 +303,7 @@ def _chunk(
     return losses.where(has_target, 0), gradient
 
 
-def _precise(tensor: Tensor) -> torch.dtype:
+def _widen_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

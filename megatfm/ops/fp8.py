@@ -52,7 +52,7 @@ def quantise(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
     return (x * scale.reciprocal().to(x.dtype)).to(kind)
 
 
-def product(
+def multiply_fp8(
     left_MK: Tensor, right_NK: Tensor, rowwise: bool, dtype: torch.dtype, *, use_fast_accum: bool
 ) -> Tensor:
     """Return left · rightᵀ [M, N] in left's dtype, with left quantised to `dtype` and right to e4m3.
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rowwise = rowwise
-        out = product(x.reshape(-1, x.shape[-1]), weight, rowwise, E4M3, use_fast_accum=True)
+        out = multiply_fp8(x.reshape(-1, x.shape[-1]), weight, rowwise, E4M3, use_fast_accum=True)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -95,11 +95,11 @@ class _Linear(torch.autograd.Function):
         x_MK, gradient_MN = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         kind, x_grad, weight_grad = E4M3 if ctx.rowwise else E5M2, None, None
         if ctx.needs_input_grad[0]:
-            x_grad = product(gradient_MN, weight.T, ctx.rowwise, kind, use_fast_accum=False).view_as(x)
+            x_grad = multiply_fp8(gradient_MN, weight.T, ctx.rowwise, kind, use_fast_accum=False).view_as(x)
         if ctx.needs_input_grad[1] and (ctx.rowwise or x_MK.shape[0] % ALIGNMENT):
             weight_grad = gradient_MN.T @ x_MK
         elif ctx.needs_input_grad[1]:
-            weight_grad = product(gradient_MN.T, x_MK.T, False, kind, use_fast_accum=False)
+            weight_grad = multiply_fp8(gradient_MN.T, x_MK.T, False, kind, use_fast_accum=False)
         return x_grad, weight_grad, None
 
 

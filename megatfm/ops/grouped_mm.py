@@ -71,20 +71,20 @@ class _Windowed(torch.autograd.Function):
     def forward(ctx, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x_MI, weight_GOI)
         ctx.windows = padded_ranges(ends_G.tolist())
-        return _by_windows(x_MI, weight_GOI.mT, ctx.windows)
+        return _multiply_windows(x_MI, weight_GOI.mT, ctx.windows)
 
     @staticmethod
     def backward(ctx, gradient_MO):  # type: ignore[no-untyped-def]
         x_MI, weight_GOI = ctx.saved_tensors
         gradient_MO, x_grad_MI, weight_grad_GOI = gradient_MO.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            x_grad_MI = _by_windows(gradient_MO, weight_GOI, ctx.windows)
+            x_grad_MI = _multiply_windows(gradient_MO, weight_GOI, ctx.windows)
         if ctx.needs_input_grad[1]:
-            weight_grad_GOI = _weight_gradients(gradient_MO, x_MI, weight_GOI, ctx.windows)
+            weight_grad_GOI = _compute_weight_gradients(gradient_MO, x_MI, weight_GOI, ctx.windows)
         return x_grad_MI, weight_grad_GOI, None
 
 
-def _weight_gradients(
+def _compute_weight_gradients(
     gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, ranges: list[RowRange]
 ) -> Tensor:
     """Return the weight gradients [G, O, I]."""
@@ -97,7 +97,7 @@ def _weight_gradients(
     return weight_grad_GOI
 
 
-def _by_windows(x_MI: Tensor, weight_GIO: Tensor, ranges: list[RowRange]) -> Tensor:
+def _multiply_windows(x_MI: Tensor, weight_GIO: Tensor, ranges: list[RowRange]) -> Tensor:
     """Return x W [M, O]. Rows that a window has beyond its group are overwritten by the next group's."""
     y_MO = x_MI.new_empty(len(x_MI), weight_GIO.shape[2])
     for (first, last, low, high), weight_IO in zip(ranges, weight_GIO, strict=True):

@@ -22,7 +22,7 @@ RATE_STEPS = 2**16
 
 def fold_in(keys: Tensor, value: Tensor | int) -> Tensor:
     """Return new keys that also depend on `value`; int64 tensors that broadcast."""
-    steps = _golden_steps(value) if isinstance(value, Tensor) else _wrapped(value * GOLDEN)
+    steps = _multiply_golden(value) if isinstance(value, Tensor) else _wrap_int64(value * GOLDEN)
     mixed = (keys ^ steps).add_(GOLDEN)
     mixed.bitwise_xor_(_shift(mixed, 30)).mul_(MULTIPLIER_1)
     mixed.bitwise_xor_(_shift(mixed, 27)).mul_(MULTIPLIER_2)
@@ -63,7 +63,7 @@ def uniform(keys: Tensor, width: int) -> Tensor:
     return (_shift(hashes, 12) * 2 + 1).double() * 2.0**-53
 
 
-def _golden_steps(values: Tensor) -> Tensor:
+def _multiply_golden(values: Tensor) -> Tensor:
     """Return values · GOLDEN modulo 2⁶⁴, computed from 32-bit halves.
 
     As a single product with an `arange`, inductor (torch 2.13) generates C++ that multiplies a loop index by a
@@ -80,7 +80,7 @@ def _shift(values: Tensor, bits: int) -> Tensor:
     return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _wrapped(value: int) -> int:
+def _wrap_int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 

@@ -28,16 +28,18 @@ def is_aligned(tensor: Tensor) -> bool:
     return start % LINE_BYTES == 0 and tensor.is_contiguous()
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def align(tensor: Tensor) -> Tensor:
     """Return the tensor itself if it is aligned, else an aligned copy."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return all tensors aligned. If one view of a buffer needs a copy, all views are copied, to free the buffer."""
-    unaligned = {_buffer(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
+    unaligned = {_identify_storage(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
     return {
-        name: tensor.clone(memory_format=torch.contiguous_format) if _buffer(tensor) in unaligned else tensor
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        if _identify_storage(tensor) in unaligned
+        else tensor
         for name, tensor in tensors.items()
     }
 
@@ -49,7 +51,7 @@ def aligned_bytes(size: int, line: int = LINE_BYTES) -> NDArray[np.uint8]:
     return memory[start : start + size]
 
 
-def _buffer(tensor: Tensor) -> int:
+def _identify_storage(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     return storage._cdata if is_fake(tensor) else storage.data_ptr()
 
@@ -58,7 +60,7 @@ _HOST_COPIES: Any = weak_dictionary()
 """Host copies of tensors on a device, by tensor, with the tensor's version when it was copied."""
 
 
-def moved(values: Tensor, device: torch.device) -> Tensor:
+def move_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Return the values on the device, copied asynchronously from pinned memory.
 
     From pageable memory, the host would wait for the copy and for all earlier work of the GPU. `to_host` returns the
@@ -83,7 +85,7 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return the values in host memory: a CPU tensor itself, or the host copy from which `moved` made it.
+    """Return the values in host memory: a CPU tensor itself, or the host copy from which `move_to_device` made it.
 
     Waits for the device if there is no host copy, if the tensor was modified since, and in compiled code.
     """
@@ -100,4 +102,4 @@ def true_places(condition: Tensor, device: torch.device) -> tuple[Tensor, ...]:
 
     Computed on the host, because it needs their number for shapes.
     """
-    return tuple(moved(indices, device) for indices in condition.nonzero(as_tuple=True))
+    return tuple(move_to_device(indices, device) for indices in condition.nonzero(as_tuple=True))

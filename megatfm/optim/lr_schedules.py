@@ -28,13 +28,13 @@ def constant(config: ConstantSchedule, step: int, steps: int) -> float:
 @SCHEDULES.register("linear")
 def linear(config: LinearSchedule, step: int, steps: int) -> float:
     """Decay linearly from 1 to `min_lr_factor`."""
-    return 1.0 + (config.min_lr_factor - 1.0) * _progress(config, step, steps)
+    return 1.0 + (config.min_lr_factor - 1.0) * _compute_progress(config, step, steps)
 
 
 @SCHEDULES.register("cosine")
 def cosine(config: CosineSchedule, step: int, steps: int) -> float:
     """Decay by half a cosine from 1 to `min_lr_factor` (Loshchilov & Hutter 2017, equation 5, without restarts)."""
-    fall = 0.5 * (1.0 + math.cos(math.pi * _progress(config, step, steps)))
+    fall = 0.5 * (1.0 + math.cos(math.pi * _compute_progress(config, step, steps)))
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * fall
 
 
@@ -70,6 +70,6 @@ def schedule_factor(config: ScheduleConfig, step: int, steps: int) -> float:
     return schedule(config, step, steps)
 
 
-def _progress(config: ScheduleSection, step: int, steps: int) -> float:
+def _compute_progress(config: ScheduleSection, step: int, steps: int) -> float:
     """Return the progress from 0 at the first step after warm-up to 1 at the last step of the run."""
     return (step - config.warmup_steps - 1) / max(1, steps - config.warmup_steps - 1)

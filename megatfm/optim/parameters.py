@@ -55,7 +55,7 @@ def parameter_table(
     Modules declare roles that names and shapes do not show, e.g. `self.roles = {"weight": "embedding"}`. scales: the
     model's learning rate factors (muP). Raises MegatfmError for a factor without a parameter.
     """
-    roles = _roles(model)
+    roles = _collect_roles(model)
     if unknown := sorted(scales.keys() - roles.keys()):
         raise MegatfmError(
             f"there is a learning rate factor for {unknown[0]!r}, but the model has no such parameter"
@@ -97,7 +97,7 @@ def depths_below_output(all_names: Sequence[str]) -> dict[str, int]:
     return depths
 
 
-def _roles(model: nn.Module) -> dict[str, Role]:
+def _collect_roles(model: nn.Module) -> dict[str, Role]:
     """Return each parameter's role, by its module: the number of dims is no criterion (per-head biases have two)."""
     norms = tuple(norm_class for name in NORMS.names() if isinstance(norm_class := NORMS.get(name), type))
     roles: dict[str, Role] = {}

@@ -37,19 +37,19 @@ def use_functional_collectives() -> Iterator[None]:
         _use_functional.reset(token)
 
 
-def _functional() -> bool:
+def _is_functional() -> bool:
     return torch.compiler.is_compiling() or _use_functional.get()
 
 
-def _dim_to_front(x: Tensor, dim: int) -> Tensor:
+def _move_dim_to_front(x: Tensor, dim: int) -> Tensor:
     """Move `dim` to the front. Skips dim 0: a no-op move would still appear in a compiled graph."""
     return (x.movedim(dim, 0) if dim else x).contiguous()
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """All-gather along `dim`."""
-    first = _dim_to_front(x, dim)  # no copy for a single row
-    if _functional():
+    first = _move_dim_to_front(x, dim)  # no copy for a single row
+    if _is_functional():
         gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(first, group.size(), group.group_name))
     else:
         gathered = first.new_empty((group.size() * first.shape[0], *first.shape[1:]))
@@ -59,8 +59,8 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, each keeping its shard along `dim`."""
-    first = _dim_to_front(x, dim)
-    if _functional():
+    first = _move_dim_to_front(x, dim)
+    if _is_functional():
         shard = _ops.wait_tensor(_ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name))
     else:
         shard = first.new_empty((first.shape[0] // group.size(), *first.shape[1:]))
@@ -70,7 +70,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def all_reduce_no_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, outside autograd."""
-    if _functional():
+    if _is_functional():
         reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
         return reduced
     total = x.detach().clone(memory_format=torch.contiguous_format)
@@ -151,7 +151,7 @@ def all_to_all_no_grad(
 ) -> Tensor:
     """All-to-all of rows, outside autograd. input_splits, output_splits: rows sent to, and received from, each rank."""
     first = x.contiguous()
-    if _functional():
+    if _is_functional():
         arrived: Tensor = _ops.wait_tensor(
             _ops.all_to_all_single(first, output_splits, input_splits, group.group_name)
         )
@@ -192,7 +192,7 @@ class _AsyncAllToAll:
         """Start the transfer. back: from receivers to senders, as for gradients."""
         input_splits, output_splits = (self._received, self._sent) if back else (self._sent, self._received)
         first = x.contiguous()
-        if _functional():
+        if _is_functional():
             output, self._work = (
                 _ops.all_to_all_single(first, output_splits, input_splits, self._group.group_name),
                 None,

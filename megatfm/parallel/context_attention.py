@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatfm.ops.attention.relative_bias import is_relative
 from megatfm.ops.log_once import constant_when_compiled
-from megatfm.ops.transfer import moved
+from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.collectives import all_to_all_no_grad
 from megatfm.parallel.context_global_attention import GlobalQueries, add_global_attention
 from megatfm.parallel.context_parallel import (
@@ -239,14 +239,14 @@ def _to_heads(x: Tensor, row: _SplitRow) -> Tensor:
     indices_by_rank, heads = row.indices_by_rank, x.shape[1] // row.contexts.size
     shapes = [(x.shape[0], heads, len(at), x.shape[3]) for at in indices_by_rank]
     received = _exchange(x.chunk(row.contexts.size, 1), shapes, row.contexts)
-    return torch.cat(received, 2)[:, :, moved(torch.cat(indices_by_rank).argsort(), x.device)]
+    return torch.cat(received, 2)[:, :, move_to_device(torch.cat(indices_by_rank).argsort(), x.device)]
 
 
 def _to_tokens(x: Tensor, row: _SplitRow) -> Tensor:
     """Exchange [B, n / c, S, ·] → [B, n, T, ·]."""
     indices_by_rank, contexts = row.indices_by_rank, row.contexts
     shape = *x.shape[:2], len(indices_by_rank[contexts.rank]), x.shape[3]
-    parts = [x[:, :, moved(at, x.device)] for at in indices_by_rank]
+    parts = [x[:, :, move_to_device(at, x.device)] for at in indices_by_rank]
     return torch.cat(_exchange(parts, [shape] * contexts.size, contexts), 1)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
-from megatfm.ops.transfer import moved, to_host
+from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.parallel.collectives import all_gather, all_reduce_no_grad, copy_to_group, reduce_from_group
 from megatfm.parallel.context_parallel import ContextParallel
 from megatfm.parallel.ring_attention import (
@@ -60,13 +60,13 @@ def add_global_attention(
 ) -> Tensor:  # fmt: skip
     """Return `out` [B, N, T, V] with the attention of global queries to all keys written at their positions."""
     device = q_BNTH.device
-    positions = moved(global_queries.local_positions, device)
-    local = moved(global_queries.local_indices, device)
+    positions = move_to_device(global_queries.local_positions, device)
+    local = move_to_device(global_queries.local_indices, device)
     zeros = q_BNTH.new_zeros(*q_BNTH.shape[:2], len(global_queries.row_indices), q_BNTH.shape[3])
     local_q = zeros.index_copy(2, positions, q_BNTH[:, :, local])
     q_BNGH = copy_to_group(reduce_from_group(local_q, contexts.group), contexts.group)
     queries = sequence.with_queries_at(
-        ("global queries", core.pattern), moved(global_queries.row_indices, device)
+        ("global queries", core.pattern), move_to_device(global_queries.row_indices, device)
     )
     dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
     key_indices = contexts.token_indices(sequence.length)[contexts.rank]
@@ -134,9 +134,9 @@ def _attend_to_local_keys(
     if not len(columns):
         return torch.zeros_like(v_BNTV)
     key_indices, device = contexts.token_indices(sequence.length)[contexts.rank], q_BNTH.device
-    at = moved(columns, device)
+    at = move_to_device(columns, device)
     queries = sequence.with_queries_at(
-        ("local global queries", core.pattern), moved(key_indices[columns], device)
+        ("local global queries", core.pattern), move_to_device(key_indices[columns], device)
     )
     dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
     plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNTH[:, :, at])

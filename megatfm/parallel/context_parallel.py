@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
-from megatfm.ops.transfer import moved, to_host
+from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.parallel.mesh import CONTEXT, TENSOR, Mesh
 
 # B batch, T tokens of a rank, S tokens of the row, M masked tokens, D model width
@@ -137,7 +137,7 @@ def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch
         if positions is None:
             continue
         length = positions.shape[1]
-        local_indices = moved(contexts.token_indices(length)[contexts.rank], positions.device)
+        local_indices = move_to_device(contexts.token_indices(length)[contexts.rank], positions.device)
         for name, field in batch.items():
             if field.dim() < 2 or name.startswith("encoder_") != bool(side):
                 continue
@@ -250,29 +250,31 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: FetchPlan) -> Tensor:
         ctx.plan = plan
-        sends = [(r, x[:, :, moved(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)]
-        receives = [(r, _empty(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
+        sends = [
+            (r, x[:, :, move_to_device(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)
+        ]
+        receives = [(r, _allocate_like(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
         received = P2PExchange(plan.contexts.group, sends, receives).wait()
-        return torch.cat([x, *received], 2)[:, :, moved(plan.permutation, x.device)]
+        return torch.cat([x, *received], 2)[:, :, move_to_device(plan.permutation, x.device)]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         plan: FetchPlan = ctx.plan
         sizes = [len(at) for at in plan.recv_indices]
         by_source = torch.empty_like(g)
-        by_source[:, :, moved(plan.permutation, g.device)] = g
+        by_source[:, :, move_to_device(plan.permutation, g.device)] = g
         local_grad, *received_grads = by_source.split([g.shape[2] - sum(sizes), *sizes], 2)
         sends = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
         users = [(r, at) for r, at in enumerate(plan.send_indices) if len(at)]
-        receives = [(r, _empty(g, len(at))) for r, at in users]
+        receives = [(r, _allocate_like(g, len(at))) for r, at in users]
         returned = P2PExchange(plan.contexts.group, sends, receives).wait()
         local_grad = local_grad.clone()
         for (_, at), part in zip(users, returned, strict=True):
-            local_grad.index_add_(2, moved(at, g.device), part)
+            local_grad.index_add_(2, move_to_device(at, g.device), part)
         return local_grad, None
 
 
-def _empty(like: Tensor, tokens: int) -> Tensor:
+def _allocate_like(like: Tensor, tokens: int) -> Tensor:
     return like.new_empty(*like.shape[:2], tokens, *like.shape[3:])
 
 
@@ -289,7 +291,9 @@ def make_span_boundary_forward(
         needed = [span_boundary_indices(*row, indices) for indices in indices_by_rank]
         plan = FetchPlan.of(contexts, indices_by_rank, needed)
         x_BLD = fetch(hidden_BTD[:, None], plan)[:, 0]
-        local, fetched = (moved(x, left_BT.device) for x in (indices_by_rank[contexts.rank], plan.indices))
+        local, fetched = (
+            move_to_device(x, left_BT.device) for x in (indices_by_rank[contexts.rank], plan.indices)
+        )
         rows, columns = (left_BT > 0).nonzero(as_tuple=True)
         left_M, right_M = local[columns] - left_BT[rows, columns], local[columns] + right_BT[rows, columns]
         at_left, at_right = (torch.searchsorted(fetched, at) for at in (left_M, right_M))
@@ -306,7 +310,9 @@ def make_token_gather_forward(_: nn.Module, contexts: ContextParallel) -> Callab
         needed = [gathered_indices(host_BT[:, indices]) for indices in indices_by_rank]
         plan = FetchPlan.of(contexts, contexts.token_indices(length), needed)
         x_BLD = fetch(x_BSD[:, None], plan)[:, 0]
-        local, fetched = (moved(x, at_BT.device) for x in (indices_by_rank[contexts.rank], plan.indices))
+        local, fetched = (
+            move_to_device(x, at_BT.device) for x in (indices_by_rank[contexts.rank], plan.indices)
+        )
         # searchsorted wants contiguous input; an index of −1 becomes 0.
         at_BT = torch.searchsorted(fetched, at_BT[:, local].contiguous())
         return x_BLD.gather(1, at_BT[..., None].expand(-1, -1, x_BSD.shape[-1]))

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import raise_descriptor_limit
-from megatfm.object_collectives import machine
+from megatfm.object_collectives import get_machine_name
 from megatfm.parallel.process_environment import Launcher, ProcessEnvironment, read_process_environment
 from megatfm.parallel.startup_watch import STOPPED_KEY, StartupWatch
 
@@ -79,9 +79,9 @@ def init_distributed(
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_ranks))
         _set_default_timeouts(later, later)
         env = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
-        return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, _device(env, device))
+        return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, _choose_device(env, device))
     env = read_process_environment(os.environ)
-    chosen = _device(env, device)
+    chosen = _choose_device(env, device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     options: dict[str, Any] = {"backend": backend, "timeout": later}
     if chosen.type == "cuda":
@@ -116,7 +116,7 @@ def init_distributed(
         address = f" at {env.address}:{env.port}" if env.address else ""
         raise MegatfmError(
             f"rank {env.rank} of {env.world_size} could not meet the others{address} within {timeout:g} s: check "
-            f"that all ranks run, that the host is reachable and the port free ({_first_line(error)})"
+            f"that all ranks run, that the host is reachable and the port free ({_take_first_line(error)})"
         ) from error
     return ProcessInfo(env.rank, env.world_size, env.local_rank, env.launcher, chosen, env.address)
 
@@ -174,7 +174,7 @@ def _set_default_timeouts(gloo: timedelta, nccl: timedelta | None) -> None:
     c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = gloo, nccl
 
 
-def _device(env: ProcessEnvironment, requested: Device) -> torch.device:
+def _choose_device(env: ProcessEnvironment, requested: Device) -> torch.device:
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -304,7 +304,7 @@ def _rendezvous_over_mpi(
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UsageError(
-            f"started by mpirun, but mpi4py can't be used ({_first_line(error)}): "
+            f"started by mpirun, but mpi4py can't be used ({_take_first_line(error)}): "
             "pip install 'megatfm[mpi]', with an MPI library on the system"
         ) from error
     is_started_here = not MPI.Is_initialized()
@@ -320,16 +320,16 @@ def _rendezvous_over_mpi(
             f"mpirun started {env.world_size} processes, but mpi4py sees {world.size}: it loads another MPI library "
             f"({MPI.Get_library_version().split(',')[0].strip()}); point MPI4PY_LIBMPI at the one of this mpirun"
         )
-    hosts = world.allgather((machine(), socket.gethostname()))
+    hosts = world.allgather((get_machine_name(), socket.gethostname()))
     store = None
     address, port, problem = "", 0, None
     if world.rank == 0:
         try:
-            address = _reachable_address(hosts)
+            address = _find_reachable_address(hosts)
             store = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
             port = store.port
         except (MegatfmError, RuntimeError) as error:
-            problem = _first_line(error)
+            problem = _take_first_line(error)
     address, port, problem = world.bcast((address, port, problem))
     if is_started_here:
         MPI.Finalize()
@@ -340,7 +340,7 @@ def _rendezvous_over_mpi(
     return replace(env, address=address, port=port), store
 
 
-def _reachable_address(hosts: Sequence[tuple[str, str]]) -> str:
+def _find_reachable_address(hosts: Sequence[tuple[str, str]]) -> str:
     """Find an address of this host (rank 0's) that the other hosts can reach.
 
     hosts: machine id and host name of each rank. The result is the local address of the route to another host, as this
@@ -371,5 +371,5 @@ def _reachable_address(hosts: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def _take_first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0] or type(error).__name__

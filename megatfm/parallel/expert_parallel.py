@@ -120,20 +120,20 @@ def _dispatch(module: nn.Module, mesh: Mesh, layouts: Layouts) -> None:
         module.register_forward_hook(lambda _, __, output: (output[0].clone(), *output[1:]))
 
 
-def _by_expert(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _shard_by_expert(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     (first, *_), (experts, *_) = layouts["w_up"].region[0], layouts["w_up"].shape
     module.first = first % (experts // module.ep_size)  # type: ignore[assignment, operator]
 
 
-def _by_channel(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _shard_by_channel(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     """Have every rank process all rows; the output bias, which is not sharded, is added once."""
-    _by_expert(module, ranks, layouts)
+    _shard_by_expert(module, ranks, layouts)
     module.down_bias_scale = float(ranks.rank == 0)  # type: ignore[assignment]
 
 
 FOLDED_EXPERTS = ParallelStyle(
     "expert_parallel",
-    apply=_by_expert,
+    apply=_shard_by_expert,
     shard_experts=_shard_experts,
     apply_expert_parallel=_dispatch,
     communication=(),
@@ -144,7 +144,7 @@ EXPERTS_BY_CHANNEL = replace(
     # A of `w_down` reads a rank's channels, and B of the others writes them; the adapter's other matrix is replicated.
     | {"w_gate_lora_b": 1, "w_up_lora_b": 1, "w_down_lora_a": 2},
     gradient="partial",
-    apply=_by_channel,
+    apply=_shard_by_channel,
 )
 register_style(
     replace(
@@ -197,7 +197,7 @@ def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:
         module: Any = moe.get_submodule(owner)
         if hasattr(module, "split_row"):
             replace_forward(module.gather_row, partial(_gather_row, contexts))
-            replace_forward(module.split_row, _local_tokens)
+            replace_forward(module.split_row, _take_local_tokens)
     replace_forward(moe.get_submodule("counted"), partial(reduce_from_group, group=contexts.group))
 
 
@@ -207,7 +207,7 @@ def _gather_row(contexts: ContextParallel, values_BTK: Tensor, sequence: Any) ->
     return fetch(values_BTK[:, None], plan)[:, 0]
 
 
-def _local_tokens(values_BSK: Tensor, sequence: Any) -> Tensor:
+def _take_local_tokens(values_BSK: Tensor, sequence: Any) -> Tensor:
     """Take the local tokens' values [B, T, K]."""
     return values_BSK[:, sequence.indices]
 

@@ -48,7 +48,7 @@ class TensorLayout:
 
     def __post_init__(self) -> None:
         for i, cut in enumerate(self.shards):
-            size = self._narrowed(i)[1][cut.dim]
+            size = self._narrow(i)[1][cut.dim]
             per_rank = -(-size // cut.count)
             outer = -(-self.shape[cut.dim] // size)
             if cut.uneven and per_rank * (cut.count - 1) >= size:
@@ -75,13 +75,13 @@ class TensorLayout:
     @property
     def region(self) -> Chunk:
         """Offsets and sizes of this rank's block, before data axes shard it."""
-        return self._narrowed(len(self.shards))
+        return self._narrow(len(self.shards))
 
     def subregion(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
         """Global offsets and sizes of a block within `region`, e.g. ZeRO's shard of it."""
         return tuple(a + b for a, b in zip(self.region[0], offsets, strict=True)), sizes
 
-    def _narrowed(self, cuts: int) -> Chunk:
+    def _narrow(self, cuts: int) -> Chunk:
         """Offsets and sizes after the first `cuts` shards."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for cut in self.shards[:cuts]:

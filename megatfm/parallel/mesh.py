@@ -89,12 +89,12 @@ class Mesh:
         """Number of ranks along an axis; 1 for an unused axis."""
         if axis == EXPERT and self.expert_mesh is None:
             return 1
-        mesh = self._mesh_with(axis)
+        mesh = self._find_mesh(axis)
         return mesh.size((mesh.mesh_dim_names or ()).index(axis))
 
     def rank(self, axis: str) -> int:
         """This process's coordinate along an axis, from 0."""
-        return self._mesh_with(axis).get_local_rank(axis)
+        return self._find_mesh(axis).get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup:
         """Process group of this rank along one axis: the ranks that differ only in that coordinate."""
@@ -103,7 +103,7 @@ class Mesh:
             nontrivial = [folded_axis for folded_axis in folded if self.size(folded_axis) > 1]
             if len(nontrivial) == 1:  # the same ranks, so the same group
                 return self.group(nontrivial[0])
-        return self._mesh_with(axis).get_group(axis)
+        return self._find_mesh(axis).get_group(axis)
 
     @property
     def data_ranks(self) -> int:
@@ -148,7 +148,7 @@ class Mesh:
 
     def fsdp_mesh(self, data: DataAxes) -> DeviceMesh:
         """The mesh for FSDP2: replicas × shard (HSDP), or shard alone."""
-        mesh = self._mesh_with(data.shard)
+        mesh = self._find_mesh(data.shard)
         copies = tuple(axis for axis in sort_axes(data.replicate_axes) if self.size(axis) > 1)
         if not copies:
             return mesh[data.shard]
@@ -177,12 +177,12 @@ class Mesh:
         if len(nontrivial) <= 1:
             return self.group(nontrivial[0] if nontrivial else sort_axes(outer)[0])
         ordered = sort_axes(nontrivial)
-        return self._mesh_with(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
+        return self._find_mesh(*ordered)[ordered]._flatten("_".join(ordered)).get_group()
 
     def new_group_along(self, axis: str) -> ProcessGroup:
         """Create a second group of the ranks of `group(axis)`, with its own communicator, so that its collectives don't
         queue behind those of the first. A collective of all ranks; each call creates another group."""
-        mesh = self._mesh_with(axis)
+        mesh = self._find_mesh(axis)
         dim = (mesh.mesh_dim_names or ()).index(axis)
         lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
         group, _ = dist.new_subgroups_by_enumeration(lines)
@@ -216,7 +216,7 @@ class Mesh:
         """All axes that there are, the slowest first."""
         return AXES if self.expert_mesh is None else (*AXES, *EXPERT_AXES)
 
-    def _mesh_with(self, *axes: str) -> DeviceMesh:
+    def _find_mesh(self, *axes: str) -> DeviceMesh:
         """The mesh that has these axes."""
         if self.expert_mesh is not None and not set(axes).isdisjoint(EXPERT_AXES):
             return self.expert_mesh

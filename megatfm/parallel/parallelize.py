@@ -80,7 +80,7 @@ def parallelize(
     """
     parts = mesh.size(TENSOR)
     ranks = TensorParallelGroup(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
-    rows_by_module = _rows_by_module(model)
+    rows_by_module = _match_rows(model)
     styles = _match(model, rows_by_module, complete=parts > 1)
     local: dict[Tensor, tuple[TensorLayout, Tensor]] = {}
     buffers: dict[str, TensorLayout] = {}
@@ -90,7 +90,7 @@ def parallelize(
         style = styles[path] = planned.resolve(module, parts, mesh.expert_tp)
         layouts: dict[str, TensorLayout] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            layouts[key] = layout = _tensor_layout(
+            layouts[key] = layout = _make_tensor_layout(
                 f"{path}.{key}".lstrip("."), tensor, style, mesh, sequence_parallel
             )
             shard = torch.empty(layout.region[1], dtype=tensor.dtype, device=tensor.device)
@@ -117,11 +117,11 @@ def parallelize(
         install_context_parallel(model, contexts)
     install_data_ring(model, mesh)
     layout_by_name = {layout.name: layout for layout, _ in local.values()}
-    table = _table(model, rows_by_module, styles, layout_by_name, mesh)
+    table = _format_table(model, rows_by_module, styles, layout_by_name, mesh)
     return ModelLayout(layout_by_name, table, buffers, state, contexts)
 
 
-def _tensor_layout(
+def _make_tensor_layout(
     name: str, tensor: Tensor, style: ParallelStyle, mesh: Mesh, sequence_parallel: bool
 ) -> TensorLayout:
     """Return the layout of a module's tensor; one with too few dims, e.g. the bias of a row-wise matrix, is replicated.
@@ -129,7 +129,7 @@ def _tensor_layout(
     Raises UsageError if its gradient would then be partial, and the style declares it replicated.
     """
     shape, parts = tuple(tensor.shape), mesh.size(TENSOR)
-    shard_experts = style.shard_experts or _unchanged
+    shard_experts = style.shard_experts or _keep_layout
     if parts == 1:
         return shard_experts(TensorLayout(name, shape), mesh)
     dim = style.cut_dim(name.rpartition(".")[2], len(shape))
@@ -146,7 +146,7 @@ def _tensor_layout(
     return shard_experts(TensorLayout(name, shape, partial_axes=(TENSOR,) if partial else ()), mesh)
 
 
-def _unchanged(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
+def _keep_layout(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
     return layout
 
 
@@ -177,7 +177,7 @@ def match(model: nn.Module, *, complete: bool = True) -> dict[str, ParallelStyle
     Raises UsageError for an unknown style, for two styles of one module and, if `complete`, for a module with
     parameters or buffers that has no style.
     """
-    return _match(model, _rows_by_module(model), complete)
+    return _match(model, _match_rows(model), complete)
 
 
 def _match(
@@ -201,12 +201,12 @@ def _match(
                     "to shard an adapter of it: leave it out of the targets, or set parallel.tp = 1"
                 )
             if complete:
-                raise UsageError(_missing(model, path, tensors[0][0]))
+                raise UsageError(_explain_missing_row(model, path, tensors[0][0]))
             styles[path] = UNPLANNED
     return styles
 
 
-def _rows_by_module(model: nn.Module) -> dict[nn.Module, list[_Row]]:
+def _match_rows(model: nn.Module) -> dict[nn.Module, list[_Row]]:
     """Collect the plan rows that match each module."""
     rows_by_module: dict[nn.Module, list[_Row]] = {}
     for path, owner in model.named_modules():
@@ -239,7 +239,7 @@ def _matches_segments(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return bool(names) and fnmatchcase(names[0], first) and _matches_segments(names[1:], later_patterns)
 
 
-def _missing(model: nn.Module, path: str, key: str) -> str:
+def _explain_missing_row(model: nn.Module, path: str, key: str) -> str:
     """Return an error message that shows the missing plan row.
 
     The row belongs to the module's class, or to the nearest enclosing class that is not general-purpose.
@@ -255,7 +255,7 @@ def _missing(model: nn.Module, path: str, key: str) -> str:
     )
 
 
-def _table(
+def _format_table(
     model: nn.Module,
     rows_by_module: Mapping[nn.Module, list[_Row]],
     styles: dict[str, ParallelStyle],
@@ -338,7 +338,7 @@ def check_context_plans(model: nn.Module) -> None:
                 f"parallel.cp > 1: {type(module).__name__} ({path}) has cp_plan = 'all_reduce' and no submodule "
                 "`all_reduce` that its sums over tokens go through: add `self.all_reduce = nn.Identity()`"
             )
-    for path, module in _modules_with_context_plan(model):
+    for path, module in _iter_modules_with_context_plan(model):
         if getattr(module, "cp_plan", None) is None:
             name = f"{type(module).__name__}{f' ({path})' if path else ''}"
             reason = getattr(module, "full_rows_reason", None)
@@ -352,7 +352,7 @@ def check_context_plans(model: nn.Module) -> None:
             )
 
 
-def _modules_with_context_plan(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _iter_modules_with_context_plan(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that must have a `cp_plan`: the model, its direct submodules, and in each block the attention,
     its core and the feed-forward network."""
     yield "", model

@@ -54,11 +54,11 @@ def build_schedule(schedule: str, ranks: int, virtual: int, microbatches: int) -
         kinds: tuple[Kind, Kind] = ("F", "B")
         return [[Action(r, kind, i) for kind in kinds for i in range(microbatches)] for r in range(ranks)]
     if schedule == "1f1b":
-        return [_one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)]
-    return _torch_orders(schedule, ranks, virtual, microbatches)
+        return [_make_1f1b_order(rank, ranks, microbatches) for rank in range(ranks)]
+    return _make_torch_orders(schedule, ranks, virtual, microbatches)
 
 
-def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _make_1f1b_order(rank: int, ranks: int, microbatches: int) -> list[Action]:
     n_warmup = min(ranks - 1 - rank, microbatches)
     order = [Action(rank, "F", i) for i in range(n_warmup)]
     for i in range(microbatches):
@@ -68,7 +68,7 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
     return order
 
 
-def _torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
+def _make_torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     from torch.distributed.pipelining import schedules
 
     schedule_class, min_microbatches = {
@@ -142,7 +142,7 @@ def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule
                 continue
             action, moved = queue.popleft(), True
             planned[rank].append(action)
-            done.add(_done(action))
+            done.add(_get_completion(action))
             onward = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
             target = action.stage + onward
             if onward and 0 <= target < len(rank_of) and rank_of[target] != rank:
@@ -156,7 +156,7 @@ def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule
     return planned
 
 
-def _done(action: Action) -> tuple[int, str, int]:
+def _get_completion(action: Action) -> tuple[int, str, int]:
     return action.stage, {"I": "B"}.get(action.kind, action.kind), action.microbatch
 
 

@@ -68,7 +68,7 @@ class Pipeline:
         """The stages of a pipeline rank, in the order of the forward pass."""
         return [stage for stage in self.stages if stage.rank == rank]
 
-    def table(self) -> str:
+    def format_table(self) -> str:
         """The stages as a table, for plan.txt."""
         total = sum(stage.cost for stage in self.stages)
         lines = [f"pipeline  {self.schedule}, {len(self.stages)} stages on {self.ranks} ranks", ""]
@@ -109,16 +109,16 @@ def split_into_stages(
         )
     points = cast(Splittable, model).split_points
     rank_of = stage_to_rank(schedule, ranks, virtual)
-    costs = [cost(model, point, lengths, predicted) for point in points]
+    costs = [compute_cost(model, point, lengths, predicted) for point in points]
     starts = [0, *(i for i, point in enumerate(points) if i and _may_begin(point, costs[i]))]
     if not at and len(starts) < len(rank_of):
         raise UsageError(
             f"{len(rank_of)} pipeline stages (parallel.pp = {ranks}, {virtual} on each rank), but the model can be "
             f"cut into {len(starts)} at most: choose {_suggest_layout(schedule, ranks, virtual, len(starts))}"
         )
-    trained = _trained(model, points)
+    trained = _find_trained_fields(model, points)
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    bounds = _named_cuts(points, at, len(rank_of)) if at else _balanced(starts, costs, len(rank_of))
+    bounds = _find_named_cuts(points, at, len(rank_of)) if at else _balance_cuts(starts, costs, len(rank_of))
     stages = []
     for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(points)], strict=True)):
         stages.append(
@@ -139,14 +139,14 @@ def split_into_stages(
         ranks,
         virtual,
         stages,
-        _holders(model, stages),
+        _find_holders(model, stages),
         sequence_parts,
-        _module_holders(model, stages),
+        _find_module_holders(model, stages),
         frozen,
     )
 
 
-def cost(
+def compute_cost(
     model: nn.Module, point: SplitPoint, lengths: Mapping[str, int], predicted: float | None = None
 ) -> float:
     """Multiply-accumulates of a split point for all tokens of a row, in matmuls and attention."""
@@ -155,7 +155,7 @@ def cost(
     return total.matmul_macs + total.attention_macs
 
 
-def _trained(model: nn.Module, points: Sequence[SplitPoint]) -> list[frozenset[str]]:
+def _find_trained_fields(model: nn.Module, points: Sequence[SplitPoint]) -> list[frozenset[str]]:
     """Fields of the carry that depend on trained weights, before each split point and after the last."""
     trained = [frozenset[str]()]
     for point in points:
@@ -170,7 +170,7 @@ def _trained(model: nn.Module, points: Sequence[SplitPoint]) -> list[frozenset[s
     return trained
 
 
-def _named_cuts(points: Sequence[SplitPoint], at: Sequence[str], stages: int) -> list[int]:
+def _find_named_cuts(points: Sequence[SplitPoint], at: Sequence[str], stages: int) -> list[int]:
     names = [point.name for point in points]
     unknown = [name for name in at if name not in names[1:]]
     if unknown:
@@ -196,7 +196,7 @@ def _suggest_layout(schedule: str, ranks: int, virtual: int, max_stages: int) ->
     return f"parallel.pp = {min(ranks, max_stages)} and parallel.pp_schedule = '1f1b'"
 
 
-def _balanced(starts: Sequence[int], costs: Sequence[float], stages: int) -> list[int]:
+def _balance_cuts(starts: Sequence[int], costs: Sequence[float], stages: int) -> list[int]:
     """Find where stages 1, 2, … begin, such that the sum of squared stage costs is minimal (dynamic programming).
 
     starts: split points at which a stage may begin.
@@ -226,11 +226,11 @@ def _may_begin(point: SplitPoint, cost: float) -> bool:
     return cost > 0 or point.name.endswith("embedding")
 
 
-def _holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tuple[int, ...]]:
+def _find_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tuple[int, ...]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     ranks_by_name: dict[str, set[int]] = {name: set() for name in names.values()}
     for stage in stages:
-        for parameter in _used(model, [stage]):
+        for parameter in _find_used_parameters(model, [stage]):
             ranks_by_name[names[parameter]].add(stage.rank)
     if unused := [name for name, ranks in ranks_by_name.items() if not ranks]:
         raise UsageError(
@@ -239,7 +239,7 @@ def _holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tup
     return {name: tuple(sorted(ranks)) for name, ranks in ranks_by_name.items()}
 
 
-def _module_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tuple[int, ...]]:
+def _find_module_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tuple[int, ...]]:
     used = {stage.rank: set[nn.Module]() for stage in stages}
     for stage in stages:
         for path in {path for point in stage.split_points for path in point.modules}:
@@ -251,7 +251,7 @@ def _module_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[s
     }
 
 
-def _used(model: nn.Module, stages: Sequence[PipelineStage]) -> set[nn.Parameter]:
+def _find_used_parameters(model: nn.Module, stages: Sequence[PipelineStage]) -> set[nn.Parameter]:
     paths = {path for stage in stages for point in stage.split_points for path in point.modules}
     return {parameter for path in paths for parameter in model.get_submodule(path).parameters()}
 
@@ -261,7 +261,7 @@ def prune_to_stages(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
 
     The owner of a tied parameter stays if a used module shares it, so that the parameter keeps its name.
     """
-    used = _used(model, stages)
+    used = _find_used_parameters(model, stages)
     paths = {path for stage in stages for point in stage.split_points for path in point.modules}
     kept_modules = {module for path in paths for module in model.get_submodule(path).modules()}
     owners = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter in used}

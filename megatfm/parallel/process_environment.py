@@ -41,7 +41,7 @@ def read_process_environment(environment: Mapping[str, str]) -> ProcessEnvironme
         return _from_torchrun(environment)
     for names in (OPEN_MPI, MPICH):
         if names[0] in environment and not _is_step(environment):
-            rank, world_size, local_rank = _numbers(environment, *names)
+            rank, world_size, local_rank = _read_numbers(environment, *names)
             return ProcessEnvironment("mpirun", rank, world_size, local_rank)
     if _is_step(environment):
         return _from_srun(environment)
@@ -68,7 +68,7 @@ def _is_step(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several tasks, rather than only the helper that started it."""
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return False
-    _numbers(environment, "SLURM_PROCID")
+    _read_numbers(environment, "SLURM_PROCID")
     if "OMPI_COMM_WORLD_RANK" in environment:
         return False
     pmi = environment.get("PMI_SIZE", environment.get("SLURM_STEP_NUM_TASKS", "1"))
@@ -76,29 +76,35 @@ def _is_step(environment: Mapping[str, str]) -> bool:
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> ProcessEnvironment:
-    rank, world_size = _numbers(environment, "RANK", "WORLD_SIZE")
-    _numbers(environment, *(name for name in LOCAL if name in environment))
+    rank, world_size = _read_numbers(environment, "RANK", "WORLD_SIZE")
+    _read_numbers(environment, *(name for name in LOCAL if name in environment))
     if world_size == 1:
         return ProcessEnvironment("torchrun")
-    (local_rank,) = _numbers(environment, "LOCAL_RANK")
-    port = _port(environment)
+    (local_rank,) = _read_numbers(environment, "LOCAL_RANK")
+    port = _read_port(environment)
     return ProcessEnvironment(
-        "torchrun", rank, world_size, local_rank, _text(environment, "MASTER_ADDR"), port
+        "torchrun", rank, world_size, local_rank, _read_text(environment, "MASTER_ADDR"), port
     )
 
 
 def _from_srun(environment: Mapping[str, str]) -> ProcessEnvironment:
-    rank, world_size, local_rank = _numbers(
+    rank, world_size, local_rank = _read_numbers(
         environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
     )
-    job, step = _numbers(environment, "SLURM_JOB_ID", "SLURM_STEP_ID")
-    address = environment.get("MASTER_ADDR") or _head_node(_text(environment, "SLURM_STEP_NODELIST"))
-    port = _port(environment) if environment.get("MASTER_PORT") else FIRST_PORT + (31 * job + step) % N_PORTS
+    job, step = _read_numbers(environment, "SLURM_JOB_ID", "SLURM_STEP_ID")
+    address = environment.get("MASTER_ADDR") or _parse_head_node(
+        _read_text(environment, "SLURM_STEP_NODELIST")
+    )
+    port = (
+        _read_port(environment)
+        if environment.get("MASTER_PORT")
+        else FIRST_PORT + (31 * job + step) % N_PORTS
+    )
     return ProcessEnvironment("srun", rank, world_size, local_rank, address, port)
 
 
-def _port(environment: Mapping[str, str]) -> int:
-    (port,) = _numbers(environment, "MASTER_PORT")
+def _read_port(environment: Mapping[str, str]) -> int:
+    (port,) = _read_numbers(environment, "MASTER_PORT")
     if not 0 < port < 65536:
         raise UsageError(
             f"MASTER_PORT={port} in the environment: ports are 1 to 65535: set another, or unset it"
@@ -106,7 +112,7 @@ def _port(environment: Mapping[str, str]) -> int:
     return port
 
 
-def _head_node(nodes: str) -> str:
+def _parse_head_node(nodes: str) -> str:
     """The first host of SLURM's compressed list, e.g. `gpu[07-09,12]`."""
     if re.fullmatch(r"[\w.-]+", nodes):
         return nodes
@@ -122,11 +128,11 @@ def _head_node(nodes: str) -> str:
     return first
 
 
-def _numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...]:
+def _read_numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...]:
     """Non-negative integers of the environment; a rank must lie below the world size that follows it."""
     values = []
     for name in names:
-        text = _text(environment, name)
+        text = _read_text(environment, name)
         if not (text.isascii() and text.isdecimal() and len(text) < 16):
             raise UsageError(
                 f"{name}={text[:40]!r} in the environment is not a number: unset it or mend the launcher"
@@ -140,7 +146,7 @@ def _numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _text(environment: Mapping[str, str], name: str) -> str:
+def _read_text(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
         hints = (
             "RANK",

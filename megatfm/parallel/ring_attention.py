@@ -17,7 +17,7 @@ from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.block_plan import BlockGrid, plan_blocks
 from megatfm.ops.attention.block_sparse import pad_to_blocks
 from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
-from megatfm.ops.transfer import moved
+from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange
 from megatfm.parallel.pipeline_schedule import current_part
 
@@ -28,7 +28,7 @@ def block_attention_plan(
     core: Any, sequence: Any, key: Hashable, key_indices: Tensor, q_BNTH: Tensor
 ) -> BlockAttentionPlan:
     """Plan which blocks of the keys at row indices `key_indices` to compute. key: cache key, shared by all layers."""
-    key_indices = moved(key_indices, q_BNTH.device)
+    key_indices = move_to_device(key_indices, q_BNTH.device)
     batch, n_heads, queries, width = q_BNTH.shape
     shard = sequence.with_keys_at(key, key_indices)
     mask = core.attention_mask(shard, n_heads)

@@ -182,7 +182,7 @@ def _slice_heads(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts
     replace_forward(module, forward)
 
 
-def _vocabulary_embedding(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _shard_vocabulary_embedding(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     first = layouts["weight"].region[0][0]
 
     def embed(tokens_BT: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def _vocabulary_embedding(module: nn.Module, ranks: TensorParallelGroup, layouts
     replace_forward(module, embed)
 
 
-def _vocabulary_head(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _shard_vocabulary_head(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     loss_module = module.get_submodule("loss")
     variant: LogitOptions = loss_module.variant  # type: ignore[assignment]
     (first, _), (vocabulary, _) = layouts["weight"].region[0], layouts["weight"].shape
@@ -225,16 +225,16 @@ def _reduce_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layou
     module.register_forward_hook(lambda _, __, output: ranks.reduce_output(output))
 
 
-def _local_token_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _localize_token_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     all_keys: Callable[..., Tensor] = module.token_rng_keys  # type: ignore[assignment]
     module.token_rng_keys = lambda layout: ranks.split_tokens(all_keys(layout))  # type: ignore[assignment]
 
 
-def _local_shard_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _localize_shard_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     module.shard_index = ranks.rank  # type: ignore[assignment]
 
 
-def _local_channels(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _localize_channels(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     module.shard_index, module.n_shards = ranks.rank, ranks.group.size()  # type: ignore[assignment]
 
 
@@ -373,7 +373,7 @@ register_style(
         "vocab_parallel_embedding",
         dim=0,
         allows_uneven=True,
-        apply=_vocabulary_embedding,
+        apply=_shard_vocabulary_embedding,
         communication=("output summed",),
     )
 )
@@ -384,17 +384,17 @@ register_style(
         "vocab_parallel_head",
         dim=0,
         allows_uneven=True,
-        apply=_vocabulary_head,
+        apply=_shard_vocabulary_head,
         communication=("input gathered", "loss over the vocabulary"),
     )
 )
 """An output head sharded by vocabulary, with the loss of its submodule `loss`."""
 
-register_style(ParallelStyle("local_token_dropout", apply=_local_token_dropout, communication=()))
+register_style(ParallelStyle("local_token_dropout", apply=_localize_token_dropout, communication=()))
 """Keyed dropout on the residual stream."""
 
-register_style(ParallelStyle("local_shard_dropout", apply=_local_shard_dropout, communication=()))
+register_style(ParallelStyle("local_shard_dropout", apply=_localize_shard_dropout, communication=()))
 """Keyed dropout of sharded heads or channels."""
 
-register_style(ParallelStyle("local_channels", apply=_local_channels, communication=()))
+register_style(ParallelStyle("local_channels", apply=_localize_channels, communication=()))
 """A module that passes on this rank's channels of a replicated input."""

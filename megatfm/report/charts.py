@@ -86,13 +86,13 @@ class Chart:
         return {
             "log": self.is_log,
             "zero": self.from_zero,
-            "lines": [_line_data(line) for line in self.lines],
+            "lines": [_make_line_data(line) for line in self.lines],
             "levels": [[level.name, level.value, format_number(level.value)] for level in self.levels],
             "events": [[event.step, event.kind, event.text] for event in self.events],
         }
 
 
-def _line_data(line: Line) -> dict[str, Any]:
+def _make_line_data(line: Line) -> dict[str, Any]:
     curve = downsample(line.curve)
     steps, values = list(curve.steps), [float(f"{value:.7g}") for value in curve.values]
     return {
@@ -105,7 +105,7 @@ def _line_data(line: Line) -> dict[str, Any]:
     }
 
 
-def chart(
+def make_chart(
     title: str,
     unit: str,
     lines: Sequence[Line],

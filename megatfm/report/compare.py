@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import atomic_write
-from megatfm.report.charts import Chart, Line, chart, format_number, smooth
+from megatfm.report.charts import Chart, Line, format_number, make_chart, smooth
 from megatfm.report.page import format_duration, render_page
-from megatfm.report.run import Curve, Run, leaves, text, unique_names
+from megatfm.report.run import Curve, Run, format_setting, iter_leaves, unique_names
 
 IGNORED_SETTINGS = ("name", "run_dir", "log.", "resume.", "checkpoint.")
 """Settings that don't affect what a run computes."""
@@ -39,9 +39,9 @@ class RunComparison:
         runs = [Run(Path(folder)) for folder in folders]
         return cls(runs, unique_names([run.folder for run in runs]))
 
-    def differences(self) -> list[tuple[str, list[str]]]:
+    def list_differences(self) -> list[tuple[str, list[str]]]:
         """Return the settings that differ between runs: key, and its value in each run."""
-        settings = [dict(leaves(run.config)) for run in self.runs]
+        settings = [dict(iter_leaves(run.config)) for run in self.runs]
         keys = dict.fromkeys(
             key for run_settings in settings for key in run_settings if not key.startswith(IGNORED_SETTINGS)
         )
@@ -50,20 +50,20 @@ class RunComparison:
             for key in keys
         ]
         return [
-            (key, [text(cell[0]) if cell else MISSING for cell in cells])
+            (key, [format_setting(cell[0]) if cell else MISSING for cell in cells])
             for key, cells in rows
             if any(cell != cells[0] for cell in cells)
         ]
 
-    def results(self) -> Results:
+    def collect_results(self) -> Results:
         """Return steps, tokens, losses, bits per byte, speed and time of each run, as far as they are recorded."""
         sets = list(dict.fromkeys(name for run in self.runs for name in run.evaluated))
         columns = ["steps", "tokens", "training loss"]
         columns += [f"{name} {result}" for name in sets for result in ("loss", "bits/byte")]
         columns += ["tokens/s", "MFU", "time", "commit"]
-        return Results(columns, [self._row(run, sets) for run in self.runs])
+        return Results(columns, [self._make_row(run, sets) for run in self.runs])
 
-    def notes(self) -> list[str]:
+    def list_notes(self) -> list[str]:
         """Return notes on files that can't be read, and on columns that are left out."""
         notes = [
             f"{name}: {note}" for name, run in zip(self.names, self.runs, strict=True) for note in run.notes
@@ -79,57 +79,59 @@ class RunComparison:
     @property
     def _has_different_peaks(self) -> bool:
         """Whether the runs' MFU is relative to different peaks, and so not comparable."""
-        return len({run.environment.get("peak") for run in self.runs if run.curve("mfu").finite}) > 1
+        return len({run.environment.get("peak") for run in self.runs if run.get_curve("mfu").finite}) > 1
 
-    def _row(self, run: Run, sets: Sequence[str]) -> list[str]:
-        losses = run.curve("loss").finite
-        speeds, seconds = run.curve("tokens_per_second").finite, run.curve("step_seconds").finite
+    def _make_row(self, run: Run, sets: Sequence[str]) -> list[str]:
+        losses = run.get_curve("loss").finite
+        speeds, seconds = run.get_curve("tokens_per_second").finite, run.get_curve("step_seconds").finite
         last = losses[-max(1, len(losses) // 50) :]
         cells = [
             f"{run.last_step:,}",
-            format_number(max(run.curve("tokens").finite, default=0)),
+            format_number(max(run.get_curve("tokens").finite, default=0)),
             f"{statistics.fmean(last):.4f}" if last else MISSING,
         ]
         for name in sets:
             for key in ("loss", "bits_per_byte"):
-                values = run.curve("evaluation", name, key).finite
+                values = run.get_curve("evaluation", name, key).finite
                 cells.append(f"{values[-1]:.4f}" if values else MISSING)
         cells.append(format_number(statistics.median(speeds)) if speeds else MISSING)
-        mfu = run.curve("mfu").finite
+        mfu = run.get_curve("mfu").finite
         is_comparable = mfu and not self._has_different_peaks
         cells.append(f"{100 * statistics.median(mfu):.3g} %" if is_comparable else MISSING)
         cells.append(format_duration(sum(seconds)) if seconds else MISSING)
         return [*cells, str(run.environment.get("commit", MISSING))[:12]]
 
-    def charts(self) -> list[Chart]:
+    def make_charts(self) -> list[Chart]:
         """Return the charts, each with one line per run."""
         sets = list(dict.fromkeys(name for run in self.runs for name in run.evaluated))
         charts = [
-            self._chart("Training loss", "nats per token, smoothed", ["loss"], smoothed=True),
+            self._make_chart("Training loss", "nats per token, smoothed", ["loss"], smoothed=True),
             *(
-                self._chart(f"{title}, {name}", unit, ["evaluation", name, key])
+                self._make_chart(f"{title}, {name}", unit, ["evaluation", name, key])
                 for name in sets
                 for key, title, unit in (
                     ("loss", "Held-out loss", "nats per token"),
                     ("bits_per_byte", "Bits per byte", "held-out text"),
                 )
             ),
-            self._chart("Gradient norm", "before clipping, smoothed", ["grad_norm"], smoothed=True),
-            self._chart("Learning rate", "", ["lr"], from_zero=True),
-            self._chart("Speed", "tokens per second, smoothed", ["tokens_per_second"], True, from_zero=True),
+            self._make_chart("Gradient norm", "before clipping, smoothed", ["grad_norm"], smoothed=True),
+            self._make_chart("Learning rate", "", ["lr"], from_zero=True),
+            self._make_chart(
+                "Speed", "tokens per second, smoothed", ["tokens_per_second"], True, from_zero=True
+            ),
         ]
         return [chart for chart in charts if chart]
 
-    def _chart(
+    def _make_chart(
         self, title: str, unit: str, path: Sequence[str], smoothed: bool = False, *, from_zero: bool = False
     ) -> Chart | None:
         lines = []
         for index, run in enumerate(self.runs):
-            curve: Curve = run.curve(*path)
+            curve: Curve = run.get_curve(*path)
             kind = "smooth" if smoothed else "dots" if path[0] == "evaluation" else "line"
             curve = smooth(curve) if smoothed else curve
             lines.append(Line(self.names[index], curve, 1 + index % 6, kind, index))  # type: ignore[arg-type]
-        return chart(title, unit, lines, from_zero=from_zero)
+        return make_chart(title, unit, lines, from_zero=from_zero)
 
 
 def write_comparison(comparison: RunComparison, path: str | Path) -> Path:
@@ -139,10 +141,10 @@ def write_comparison(comparison: RunComparison, path: str | Path) -> Path:
         "compare.html",
         comparison.runs,
         names=comparison.names,
-        results=comparison.results(),
-        differences=comparison.differences(),
-        charts=comparison.charts(),
-        notes=comparison.notes(),
+        results=comparison.collect_results(),
+        differences=comparison.list_differences(),
+        charts=comparison.make_charts(),
+        notes=comparison.list_notes(),
     )
     try:
         atomic_write(path, content)

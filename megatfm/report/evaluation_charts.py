@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from itertools import pairwise
 
-from megatfm.report.charts import Chart, Line, chart
+from megatfm.report.charts import Chart, Line, make_chart
 from megatfm.report.run import Run
 
 TASK_METRICS = {
@@ -19,15 +19,16 @@ def task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None]:
 
     def lines(metric: str) -> list[Line]:
         drawn = [
-            Line(name, run.curve("tasks", name, metric), 1 + i % 6, "dots") for i, name in enumerate(tasks)
+            Line(name, run.get_curve("tasks", name, metric), 1 + i % 6, "dots")
+            for i, name in enumerate(tasks)
         ]
         return drawn + [
-            Line(f"{other}, {name}", other_run.curve("tasks", name, metric), 6 - i % 5, "other", i + 1)
+            Line(f"{other}, {name}", other_run.get_curve("tasks", name, metric), 6 - i % 5, "other", i + 1)
             for i, (other, other_run) in enumerate(compared.items())
             for name in tasks
         ]
 
-    return [chart(title, unit, lines(metric)) for metric, (title, unit) in TASK_METRICS.items()]
+    return [make_chart(title, unit, lines(metric)) for metric, (title, unit) in TASK_METRICS.items()]
 
 
 def position_charts(run: Run) -> list[Chart | None]:
@@ -40,11 +41,11 @@ def position_charts(run: Run) -> list[Chart | None]:
         lines = [
             Line(
                 f"tokens {first + 1:,} to {end:,}",
-                run.curve("evaluation", name, "loss_by_position", str(i)),
+                run.get_curve("evaluation", name, "loss_by_position", str(i)),
                 1 + i % 6,
                 "dots",
             )
             for i, (first, end) in enumerate(pairwise(edges))
         ]
-        drawn.append(chart("Loss by position in the row", f"nats per token, {name}", lines))
+        drawn.append(make_chart("Loss by position in the row", f"nats per token, {name}", lines))
     return drawn

@@ -19,12 +19,12 @@ from markupsafe import Markup
 from megatfm.errors import MegatfmError
 from megatfm.files import atomic_write
 from megatfm.report.charts import format_number
-from megatfm.report.predictions import class_results, galleries
-from megatfm.report.run import Run, flatten, non_default_settings, sections, unique_names
+from megatfm.report.predictions import class_results, read_galleries
+from megatfm.report.run import Run, flatten, non_default_settings, split_sections, unique_names
 from megatfm.report.run_charts import (
-    baselines,
-    charts,
     expert_load_maps,
+    list_baselines,
+    make_run_charts,
     time_shares,
 )
 from megatfm.report.units import loss_unit, metric_title
@@ -68,7 +68,7 @@ def write_report(
 def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[str]] = ()) -> str:
     """Return the report of a run as HTML."""
     differing = non_default_settings(run.config)
-    classes, pictures = class_results(run), galleries(run)
+    classes, pictures = class_results(run), read_galleries(run)
     _, *names = unique_names([run.folder, *(other.folder for other in compared)])
     behind = dict(zip(names, compared, strict=True))
     notes = [*run.notes, *(f"{name}: {note}" for name, other in behind.items() for note in other.notes)]
@@ -76,10 +76,10 @@ def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[
         "report.html",
         [run, *compared],
         name=run.config.get("name", run.folder.name),
-        subtitle=subtitle(run.config),
-        status=status(run),
-        headline=headline(run),
-        charts=charts(run, behind),
+        subtitle=write_subtitle(run.config),
+        status=describe_progress(run),
+        headline=list_headlines(run),
+        charts=make_run_charts(run, behind),
         times=time_shares(run),
         estimated=estimated,
         maps=expert_load_maps(run),
@@ -87,14 +87,14 @@ def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[
         classes=classes,
         galleries=pictures,
         evaluated_step=run.confusion.get("step", run.task_results.get("step", run.pictures.get("step"))),
-        corpora=run.corpora(),
+        corpora=run.read_corpora(),
         preps=[
             (name, prep_steps(prep), [*prep.get("notes", []), *prep.get("skipped_files", [])])
-            for name, prep in run.prep().items()
+            for name, prep in run.read_prep().items()
         ],
         plan=run.plan,
-        differing=None if differing is None else sections(differing),
-        config=sections(run.config),
+        differing=None if differing is None else split_sections(differing),
+        config=split_sections(run.config),
         environment=list(flatten(run.environment)),
         events=run.events,
         resume=resume_command(run),
@@ -138,7 +138,7 @@ def _parse_count(text: object) -> int:
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else 0
 
 
-def subtitle(config: Mapping[str, Any]) -> str:
+def write_subtitle(config: Mapping[str, Any]) -> str:
     """Describe the run in one line: architecture, sequence length, batch size and optimizer."""
     parts = (
         ("model", "family", "{}"),
@@ -152,7 +152,7 @@ def subtitle(config: Mapping[str, Any]) -> str:
     return " · ".join(form.format(value) for form, value in values if value is not None)
 
 
-def status(run: Run) -> str:
+def describe_progress(run: Run) -> str:
     """Describe the run's progress."""
     steps = run.config.get("train", {}).get("steps")
     if not run.last_step:
@@ -162,14 +162,14 @@ def status(run: Run) -> str:
     return f"step {run.last_step:,} of {steps:,}"
 
 
-def headline(run: Run) -> list[Headline]:
+def list_headlines(run: Run) -> list[Headline]:
     """Return the key results that the run has."""
     headlines = []
     for name in run.evaluated:
         suffix = f", {name}" if len(run.evaluated) > 1 else ""
-        bits, loss = (run.curve("evaluation", name, key).values for key in ("bits_per_byte", "loss"))
+        bits, loss = (run.get_curve("evaluation", name, key).values for key in ("bits_per_byte", "loss"))
         if bits:
-            best = min(baselines(run, name), key=lambda level: level.value, default=None)
+            best = min(list_baselines(run, name), key=lambda level: level.value, default=None)
             note = f"{best.name}: {best.value:.2f}" if best else "held-out text"
             headlines.append(Headline(f"Bits per byte{suffix}", f"{bits[-1]:.3f}", note))
         if loss:
@@ -177,9 +177,9 @@ def headline(run: Run) -> list[Headline]:
         headlines += [
             Headline(f"{metric_title(metric)}{suffix}", f"{100 * values[-1]:.2f} %", "of the last evaluation")
             for metric in ("top1", "accuracy")
-            if (values := run.curve("evaluation", name, "metrics", metric).values)
+            if (values := run.get_curve("evaluation", name, "metrics", metric).values)
         ]
-    losses = run.curve("loss").finite
+    losses = run.get_curve("loss").finite
     if losses:
         last = losses[-max(1, len(losses) // 50) :]
         headlines.append(
@@ -189,20 +189,20 @@ def headline(run: Run) -> list[Headline]:
                 f"mean of the last {len(last)}" if len(last) > 1 else "last step",
             )
         )
-    tokens = run.curve("tokens").finite
+    tokens = run.get_curve("tokens").finite
     if tokens:
         headlines.append(Headline("Tokens seen", format_number(tokens[-1]), f"{run.last_step:,} steps"))
-    speed = run.curve("tokens_per_second").finite
+    speed = run.get_curve("tokens_per_second").finite
     if speed:
         headlines.append(Headline("Speed", format_number(statistics.median(speed)), "tokens per second"))
-    mfu, causal_mfu = (run.curve(key).finite for key in ("mfu", "mfu_causal"))
+    mfu, causal_mfu = (run.get_curve(key).finite for key in ("mfu", "mfu_causal"))
     if mfu and causal_mfu:
         note = f"{100 * statistics.median(causal_mfu):.3g} % by visible pairs"
         headlines.append(Headline("MFU", f"{100 * statistics.median(mfu):.3g} %", note))
-    seconds = run.curve("step_seconds").finite
+    seconds = run.get_curve("step_seconds").finite
     if seconds:
         headlines.append(Headline("Training time", format_duration(sum(seconds)), "in steps"))
-    memory = run.curve("memory_bytes").finite
+    memory = run.get_curve("memory_bytes").finite
     if memory:
         headlines.append(Headline("Memory", format_bytes(max(memory)), "highest"))
     return headlines
@@ -232,13 +232,13 @@ def render_page(template: str, runs: Iterable[Run], **values: Any) -> str:
 
     Escapes all values, since samples, names and paths are untrusted. Only report.js may run, by its hash.
     """
-    script = _file("report.js")
+    script = _read_file("report.js")
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        loader=FunctionLoader(_file),
+        loader=FunctionLoader(_read_file),
     )
     environment.filters |= {
         "number": format_number,
@@ -250,22 +250,22 @@ def render_page(template: str, runs: Iterable[Run], **values: Any) -> str:
         axes=[axis_samples(run) for run in runs],
         version=__version__,
         now=time.time(),
-        style=Markup(_file("report.css")),
+        style=Markup(_read_file("report.css")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         **values,
     )
 
 
-def _file(name: str) -> str:
+def _read_file(name: str) -> str:
     return (resources.files("megatfm.report") / name).read_text(encoding="utf-8")
 
 
 def axis_samples(run: Run) -> list[list[float]]:
     """Return steps, tokens and hours of training at evenly spaced steps; the page's script interpolates."""
-    tokens = dict(zip(*_columns(run, "tokens"), strict=True))
+    tokens = dict(zip(*_list_columns(run, "tokens"), strict=True))
     hours, total = dict[int, float](), 0.0
-    for step, seconds in zip(*_columns(run, "step_seconds"), strict=True):
+    for step, seconds in zip(*_list_columns(run, "step_seconds"), strict=True):
         total += seconds / 3600
         hours[step] = total
     steps = sorted(tokens.keys() & hours.keys())
@@ -274,8 +274,8 @@ def axis_samples(run: Run) -> list[list[float]]:
     return [[0, *chosen], [0, *(tokens[step] for step in chosen)], [0, *(round(hours[s], 6) for s in chosen)]]
 
 
-def _columns(run: Run, name: str) -> tuple[list[int], list[float]]:
-    curve = run.curve(name)
+def _list_columns(run: Run, name: str) -> tuple[list[int], list[float]]:
+    curve = run.get_curve(name)
     pairs = [pair for pair in zip(curve.steps, curve.values, strict=True) if pair[1] < float("inf")]
     return [step for step, _ in pairs], [value for _, value in pairs]
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatfm.errors import MegatfmError
 from megatfm.report.charts import Tick
 from megatfm.report.run import Run
-from megatfm.report.run_charts import png
+from megatfm.report.run_charts import encode_png
 from megatfm.tasks.files import read_rows
 from megatfm.tasks.forms import label_text
 
@@ -102,28 +102,28 @@ class ShownGallery:
 def class_results(run: Run) -> list[ClassResults]:
     """Return the results of each set, for a run on images or a fine-tuning run."""
     results = []
-    for name, table in _sets(run.confusion).items():
-        counts = _counts(table.get("counts"))
+    for name, table in _get_sets(run.confusion).items():
+        counts = _parse_counts(table.get("counts"))
         if counts:
-            results.append(summarize(name, counts, _labels(table.get("labels"), counts)))
+            results.append(summarize(name, counts, _make_labels(table.get("labels"), counts)))
     labels = run.task_results.get("labels")
-    for name, table in _sets(run.task_results).items():
+    for name, table in _get_sets(run.task_results).items():
         rows = table.get("confusion")
-        counts = _counts(_triples(rows)) if isinstance(rows, list) else {}
+        counts = _parse_counts(_list_triples(rows)) if isinstance(rows, list) else {}
         if counts:
-            names = _labels(labels, counts)
+            names = _make_labels(labels, counts)
             results.append(summarize(name, counts, names, text_errors(run, name)))
     return results
 
 
-def _sets(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _get_sets(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     sets = table.get("sets")
     if not isinstance(sets, Mapping):
         return {}
     return {str(name): value for name, value in sets.items() if isinstance(value, Mapping)}
 
 
-def _triples(rows: Sequence[Any]) -> list[list[Any]]:
+def _list_triples(rows: Sequence[Any]) -> list[list[Any]]:
     return [
         [label, predicted, count]
         for label, row in enumerate(rows)
@@ -132,7 +132,7 @@ def _triples(rows: Sequence[Any]) -> list[list[Any]]:
     ]
 
 
-def _counts(entries: Any) -> dict[tuple[int, int], int]:
+def _parse_counts(entries: Any) -> dict[tuple[int, int], int]:
     """Return the positive counts of entries [label, predicted, count]; ignores invalid entries."""
     counts: Counter[tuple[int, int]] = Counter()
     for entry in entries if isinstance(entries, list) else []:
@@ -141,7 +141,7 @@ def _counts(entries: Any) -> dict[tuple[int, int], int]:
     return {pair: count for pair, count in counts.items() if count}
 
 
-def _labels(names: Any, counts: Counts) -> list[str]:
+def _make_labels(names: Any, counts: Counts) -> list[str]:
     """Return the names of all classes; a class without a name has its index."""
     known_names = [str(name) for name in names] if isinstance(names, list) else []
     n_classes = max(len(known_names), 1 + max(max(pair) for pair in counts))
@@ -181,29 +181,29 @@ def summarize(
         accuracy=n_right / total,
         examples=total,
         scores=scores,
-        cells=_cells(counts, labels, of_label) if is_small else (),
-        picture="" if is_small else _picture(counts, len(labels), of_label),
-        ticks=() if is_small else _ticks(labels),
+        cells=_make_cells(counts, labels, of_label) if is_small else (),
+        picture="" if is_small else _draw_matrix(counts, len(labels), of_label),
+        ticks=() if is_small else _make_ticks(labels),
         confusions=confusions,
         errors=errors,
     )
 
 
-def _cells(
+def _make_cells(
     counts: Counts, labels: Sequence[str], of_label: Mapping[int, int]
 ) -> list[tuple[str, list[Cell]]]:
     indices = range(len(labels))
     return [
-        (labels[row], [_cell(counts.get((row, column), 0), of_label[row], row == column) for column in indices])
+        (labels[row], [_make_cell(counts.get((row, column), 0), of_label[row], row == column) for column in indices])
         for row in indices
     ]  # fmt: skip
 
 
-def _cell(count: int, of_label: int, is_right: bool) -> Cell:
+def _make_cell(count: int, of_label: int, is_right: bool) -> Cell:
     return Cell(count, math.sqrt(count / of_label) if count else 0.0, is_right)
 
 
-def _picture(counts: Counts, n_classes: int, of_label: Mapping[int, int]) -> str:
+def _draw_matrix(counts: Counts, n_classes: int, of_label: Mapping[int, int]) -> str:
     """Draw the confusion matrix with one pixel per pair of classes.
 
     The opacity is the square root of the pair's share of the label's examples, so that rare errors are visible.
@@ -213,10 +213,10 @@ def _picture(counts: Counts, n_classes: int, of_label: Mapping[int, int]) -> str
     for (label, predicted), count in counts.items():
         opacity = max(24, round(255 * math.sqrt(count / of_label[label])))
         pixels[label][predicted] = (*(RIGHT if label == predicted else WRONG), opacity)
-    return png(pixels)
+    return encode_png(pixels)
 
 
-def _ticks(labels: Sequence[str]) -> list[tuple[Tick, str]]:
+def _make_ticks(labels: Sequence[str]) -> list[tuple[Tick, str]]:
     """Return ticks with shortened class names, at most MAX_TICKS, and the full names."""
     stride = -(-len(labels) // MAX_TICKS)
     return [
@@ -239,7 +239,7 @@ def text_errors(run: Run, name: str) -> list[TextError]:
     path = task.get(name)
     predictions = [
         line
-        for line in run.lines(f"predictions/{name}.jsonl")
+        for line in run.read_lines(f"predictions/{name}.jsonl")
         if type(line.get("row")) is int and "label" in line
     ]
     if not isinstance(path, str) or not predictions:
@@ -275,7 +275,7 @@ def text_errors(run: Run, name: str) -> list[TextError]:
 # --- pictures -------------------------------------------------------------------------------------------------------
 
 
-def galleries(run: Run) -> list[ShownGallery]:
+def read_galleries(run: Run) -> list[ShownGallery]:
     """Return the pictures that `megatfm evaluate --images` has written; notes those that can't be read."""
     entries = run.pictures.get("galleries")
     shown: list[ShownGallery] = []
@@ -287,7 +287,7 @@ def galleries(run: Run) -> list[ShownGallery]:
         pictures = []
         listed = entry.get("pictures")
         for picture in (listed if isinstance(listed, list) else [])[:remaining]:
-            uri = _data_uri(run.folder, picture.get("file") if isinstance(picture, Mapping) else None)
+            uri = _read_data_uri(run.folder, picture.get("file") if isinstance(picture, Mapping) else None)
             if uri:
                 pictures.append((uri, str(picture.get("caption", ""))))
             else:
@@ -299,7 +299,7 @@ def galleries(run: Run) -> list[ShownGallery]:
     return shown
 
 
-def _data_uri(folder: Path, name: Any) -> str:
+def _read_data_uri(folder: Path, name: Any) -> str:
     """Return a PNG file of the run's folder `pictures` as a data URI; empty if it isn't one."""
     if not isinstance(name, str) or Path(name).parent != Path("pictures"):
         return ""

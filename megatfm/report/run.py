@@ -56,24 +56,24 @@ class Run:
             )
         self.folder = folder
         self.notes: list[str] = []
-        self.config = self._config()
+        self.config = self._read_config()
         self.samples: list[dict[str, Any]] = []
-        self.curves = self._curves()
-        self.events = list(self.lines("events.jsonl"))
-        self.samples += self.lines("samples.jsonl")
-        self.environment = self._table("environment.json")
-        self.baselines = self._table("baselines.json")
-        self.confusion = self._table("confusion.json")
-        self.task_results = self._table("task.json")
-        self.pictures = self._table("pictures.json")
-        self.plan = self._text("plan.txt")
+        self.curves = self._read_curves()
+        self.events = list(self.read_lines("events.jsonl"))
+        self.samples += self.read_lines("samples.jsonl")
+        self.environment = self._read_table("environment.json")
+        self.baselines = self._read_table("baselines.json")
+        self.confusion = self._read_table("confusion.json")
+        self.task_results = self._read_table("task.json")
+        self.pictures = self._read_table("pictures.json")
+        self.plan = self._read_text("plan.txt")
 
     @property
     def last_step(self) -> int:
         """Last recorded step; 0 if there is none."""
         return max((curve.steps[-1] for curve in self.curves.values()), default=0)
 
-    def curve(self, *path: str) -> Curve:
+    def get_curve(self, *path: str) -> Curve:
         """Return a metric's curve by its path, e.g. `curve("evaluation", "code", "loss")`; empty if not recorded."""
         return self.curves.get(path, Curve())
 
@@ -98,26 +98,26 @@ class Run:
         """Names of the loss terms, if the loss has several."""
         return list(dict.fromkeys(path[1] for path in self.curves if len(path) == 2 and path[0] == "terms"))
 
-    def corpora(self) -> list[CorpusFacts]:
+    def read_corpora(self) -> list[CorpusFacts]:
         """Return the statistics of the training and validation corpora."""
         validation = self.config.get("data", {}).get("validation") or {}
-        corpora = [*self._training_corpora(), *validation.items()]
-        return [_corpus(name, str(folder)) for name, folder in corpora]
+        corpora = [*self._list_training_corpora(), *validation.items()]
+        return [_read_corpus(name, str(folder)) for name, folder in corpora]
 
-    def prep(self) -> dict[str, dict[str, Any]]:
+    def read_prep(self) -> dict[str, dict[str, Any]]:
         """Return training corpus → its prep.json, for those that have one."""
         tables: dict[str, dict[str, Any]] = {}
-        for name, location in self._training_corpora():
+        for name, location in self._list_training_corpora():
             store = open_storage(location, ShardCacheConfig())
             if isinstance(store, CachedRemoteStorage):
-                table = _remote_table(replace(store, url=store.url.rpartition("/")[0]), "prep.json")
+                table = _read_remote_table(replace(store, url=store.url.rpartition("/")[0]), "prep.json")
             else:
-                table = self._table(Path(location).parent / "prep.json")
+                table = self._read_table(Path(location).parent / "prep.json")
             if table:
                 tables[name] = table
         return tables
 
-    def _training_corpora(self) -> list[tuple[str, str]]:
+    def _list_training_corpora(self) -> list[tuple[str, str]]:
         """Return name and folder or URL of the training corpus, or of each source of a mixture."""
         data = self.config.get("data", {})
         mixture = data.get("mixture") or {}
@@ -126,7 +126,7 @@ class Run:
             (name, str(location)) for name, location in [("train", data.get("train")), *sources] if location
         ]
 
-    def _config(self) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any]:
         path = self.folder / "config.toml"
         try:
             config: dict[str, Any] = migrate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -134,7 +134,7 @@ class Run:
         except (OSError, ValueError) as error:
             raise MegatfmError(f"{path}: can't read the run's config: {error}") from error
 
-    def _text(self, name: str | Path) -> str:
+    def _read_text(self, name: str | Path) -> str:
         path = self.folder / name
         if not path.is_file():
             return ""
@@ -144,17 +144,17 @@ class Run:
             self.notes.append(f"{path.name} can't be read: {error.strerror}")
             return ""
 
-    def _table(self, name: str | Path) -> dict[str, Any]:
-        text = self._text(name)
+    def _read_table(self, name: str | Path) -> dict[str, Any]:
+        text = self._read_text(name)
         if not text:
             return {}
-        table = _json(text)
+        table = _parse_json(text)
         if not isinstance(table, dict):
             self.notes.append(f"{Path(name).name} can't be read: not a JSON object")
             return {}
         return table
 
-    def lines(self, name: str) -> Iterator[dict[str, Any]]:
+    def read_lines(self, name: str) -> Iterator[dict[str, Any]]:
         """Yield the objects of a JSONL file. The last line may be incomplete while the run writes, or after a kill."""
         path, n_unreadable = self.folder / name, 0
         if not path.exists():
@@ -162,7 +162,7 @@ class Run:
         try:
             with path.open(encoding="utf-8", errors="replace") as file:
                 for line in file:
-                    value = _json(line)
+                    value = _parse_json(line)
                     if isinstance(value, dict):
                         yield value
                     else:
@@ -172,13 +172,13 @@ class Run:
         if n_unreadable:
             self.notes.append(f"{name}: {n_unreadable} line(s) left out that can't be read")
 
-    def _curves(self) -> dict[tuple[str, ...], Curve]:
+    def _read_curves(self) -> dict[tuple[str, ...], Curve]:
         """Read `metrics.jsonl`: return every number as a curve, and add its samples to `samples`.
 
         Curves are arrays, since a run may have a million steps.
         """
         columns: dict[tuple[str, ...], tuple[array[int], array[float]]] = {}
-        for record in self.lines("metrics.jsonl"):
+        for record in self.read_lines("metrics.jsonl"):
             step = record.get("step")
             if not isinstance(step, int):
                 continue
@@ -187,7 +187,7 @@ class Run:
                 self.samples += [
                     {**sample, "step": step} for sample in samples if isinstance(sample, Mapping)
                 ]
-            for path, value in _numbers(record):
+            for path, value in _iter_numbers(record):
                 steps, values = columns.setdefault(path, (array("q"), array("d")))
                 steps.append(step)
                 values.append(value)
@@ -204,36 +204,36 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
     raise AssertionError("unreachable: full paths are distinct")
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _numbers(
+def _iter_numbers(
     table: Mapping[str, Any], prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yield path and value of each number in nested objects and lists. NaN and infinities are strings in the file."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, (*prefix, key))
+            yield from _iter_numbers(value, (*prefix, key))
         elif isinstance(value, list):
-            yield from _numbers({str(index): item for index, item in enumerate(value)}, (*prefix, key))
+            yield from _iter_numbers({str(index): item for index, item in enumerate(value)}, (*prefix, key))
         elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
             yield (*prefix, key), float(value)
 
 
-def _remote_table(store: CachedRemoteStorage, name: str) -> dict[str, Any]:
+def _read_remote_table(store: CachedRemoteStorage, name: str) -> dict[str, Any]:
     """Read a JSON object from a remote corpus; empty if there is none."""
     try:
-        table = _json(store.manifest(name).decode(errors="replace"))
+        table = _parse_json(store.manifest(name).decode(errors="replace"))
     except MegatfmError:
         return {}
     return table if isinstance(table, dict) else {}
 
 
-def _corpus(name: str, folder: str) -> CorpusFacts:
+def _read_corpus(name: str, folder: str) -> CorpusFacts:
     try:
         store = open_storage(folder, ShardCacheConfig())
         if isinstance(store, CachedRemoteStorage):
@@ -259,7 +259,7 @@ def _corpus(name: str, folder: str) -> CorpusFacts:
 Settings = list[tuple[str, list[tuple[str, str]]]]
 
 
-def sections(config: Mapping[str, Any]) -> Settings:
+def split_sections(config: Mapping[str, Any]) -> Settings:
     """Return the config as sections, title → (key, value). Keys outside a section come first, under "run"."""
     top_level = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
     tables = {key: value for key, value in config.items() if isinstance(value, Mapping) and value}
@@ -293,19 +293,19 @@ def _restore_names(differing: dict[str, Any], full: Mapping[str, Any]) -> None:
 
 def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield dotted keys and formatted values of nested tables."""
-    return ((key, text(value)) for key, value in leaves(table))
+    return ((key, format_setting(value)) for key, value in iter_leaves(table))
 
 
-def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values of nested tables."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from iter_leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
-def text(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format a setting. Numbers keep all digits, so that different ones look different."""
     if isinstance(value, bool | str):
         return str(value).lower() if isinstance(value, bool) else value

@@ -20,8 +20,8 @@ from megatfm.report.charts import (
     Line,
     ReferenceLine,
     Tick,
-    chart,
     format_number,
+    make_chart,
     round_ticks,
     smooth,
 )
@@ -83,71 +83,80 @@ class RunLines:
     run: Run
     compared: Mapping[str, Run]
 
-    def behind(self, *path: str, name: str = "", is_smooth: bool = False) -> list[Line]:
+    def list_compared(self, *path: str, name: str = "", is_smooth: bool = False) -> list[Line]:
         """Return the curves at a path of the compared runs. name: appended to the names of the runs."""
-        curves = [(other, run.curve(*path)) for other, run in self.compared.items()]
+        curves = [(other, run.get_curve(*path)) for other, run in self.compared.items()]
         return [
             Line(other + name, smooth(curve) if is_smooth else curve, 6 - i % 5, "other", i + 1)
             for i, (other, curve) in enumerate(curves)
         ]
 
-    def evaluated(self, *key: str) -> list[Line]:
+    def list_evaluated(self, *key: str) -> list[Line]:
         """Return the curves of a metric on each validation set."""
         names = self.run.evaluated
         lines = [
-            Line(name, self.run.curve("evaluation", name, *key), 2 + i % 5, "dots")
+            Line(name, self.run.get_curve("evaluation", name, *key), 2 + i % 5, "dots")
             for i, name in enumerate(names)
         ]
         return lines + [
-            line for name in names for line in self.behind("evaluation", name, *key, name=f", {name}")
+            line for name in names for line in self.list_compared("evaluation", name, *key, name=f", {name}")
         ]
 
-    def smoothed(self, name: str, key: str) -> list[Line]:
+    def list_smoothed(self, name: str, key: str) -> list[Line]:
         """Return a raw curve and its smooth one."""
-        curve = self.run.curve(key)
+        curve = self.run.get_curve(key)
         return [
             Line(name, curve, kind="raw"),
             Line(name, smooth(curve), kind="smooth"),
-            *self.behind(key, is_smooth=True),
+            *self.list_compared(key, is_smooth=True),
         ]
 
 
-def charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
+def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
     """Return the charts of the curves that the run has. compared: name → run whose curves are drawn behind."""
     of = RunLines(run, compared or {})
-    terms = [Line(name, smooth(run.curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.terms)]
-    levels = [level for name in run.evaluated for level in baselines(run, name)]
+    terms = [Line(name, smooth(run.get_curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.terms)]
+    levels = [level for name in run.evaluated for level in list_baselines(run, name)]
     candidates = (
-        chart("Loss", loss_unit(run), [*of.smoothed("training", "loss"), *of.evaluated("loss")]),
-        chart("Terms of the loss", "mean over their targets", terms),
+        make_chart(
+            "Loss", loss_unit(run), [*of.list_smoothed("training", "loss"), *of.list_evaluated("loss")]
+        ),
+        make_chart("Terms of the loss", "mean over their targets", terms),
         source_chart(run),
-        chart("Bits per byte", "held-out text", of.evaluated("bits_per_byte"), levels=levels),
+        make_chart("Bits per byte", "held-out text", of.list_evaluated("bits_per_byte"), levels=levels),
         *(
-            chart(
+            make_chart(
                 metric_title(metric),
                 METRICS.get(metric, ("", "held-out examples"))[1],
-                of.evaluated("metrics", metric),
+                of.list_evaluated("metrics", metric),
             )
             for metric in run.metrics
         ),
         *task_charts(run, of.compared),
         *position_charts(run),
-        chart("Gradient norm", "before clipping", of.smoothed("gradient norm", "grad_norm")),
-        chart(
-            "Learning rate", "", [Line("learning rate", run.curve("lr")), *of.behind("lr")], from_zero=True
+        make_chart("Gradient norm", "before clipping", of.list_smoothed("gradient norm", "grad_norm")),
+        make_chart(
+            "Learning rate",
+            "",
+            [Line("learning rate", run.get_curve("lr")), *of.list_compared("lr")],
+            from_zero=True,
         ),
-        chart("Speed", "tokens per second", of.smoothed("speed", "tokens_per_second"), from_zero=True),
-        chart(
+        make_chart(
+            "Speed", "tokens per second", of.list_smoothed("speed", "tokens_per_second"), from_zero=True
+        ),
+        make_chart(
             "Utilization (MFU)",
             f"% of {run.environment.get('peak', 'what the devices could do')}",
             [
-                Line("with all of attention", smooth(scale(run.curve("mfu"), 100)), kind="smooth"),
-                Line("without its masked half", smooth(scale(run.curve("mfu_causal"), 100)), 2, "smooth"),
+                Line("with all of attention", smooth(scale(run.get_curve("mfu"), 100)), kind="smooth"),
+                Line("without its masked half", smooth(scale(run.get_curve("mfu_causal"), 100)), 2, "smooth"),
             ],
             from_zero=True,
         ),
         step_time_chart(run),
-        chart("Memory", "GiB", [Line("memory", scale(run.curve("memory_bytes"), 1 / GIB))], from_zero=True),
+        make_chart(
+            "Memory", "GiB", [Line("memory", scale(run.get_curve("memory_bytes"), 1 / GIB))], from_zero=True
+        ),
         mixture_chart(run),
         *layer_charts(run),
     )
@@ -167,7 +176,7 @@ def event_lines(run: Run, first: int, last: int) -> list[EventLine]:
 
 def mixture_chart(run: Run) -> Chart | None:
     """Return the chart of each corpus's share of the rows, for a mixture."""
-    data, tokens = run.config.get("data", {}), run.curve("tokens")
+    data, tokens = run.config.get("data", {}), run.get_curve("tokens")
     sources = data.get("mixture")
     if not isinstance(sources, Mapping) or not tokens.steps:
         return None
@@ -182,44 +191,46 @@ def mixture_chart(run: Run) -> Chart | None:
         return Curve(tokens.steps, [percentage(name, seen) for seen in tokens.values])
 
     lines = [Line(name, curve(name), 1 + i % 6) for i, name in enumerate(sources)]
-    return chart("Mixture", "% of the rows", lines, from_zero=True)
+    return make_chart("Mixture", "% of the rows", lines, from_zero=True)
 
 
 def source_chart(run: Run) -> Chart | None:
     """Return the chart of the training loss of each corpus of a mixture."""
     names = [path[1] for path in run.curves if path[0] == "loss_by_source"]
-    lines = [Line(name, smooth(run.curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)]
-    return chart("Training loss by source", "nats per token", lines)
+    lines = [
+        Line(name, smooth(run.get_curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)
+    ]
+    return make_chart("Training loss by source", "nats per token", lines)
 
 
 def step_time_chart(run: Run) -> Chart | None:
     """Return the chart of the parts of each step's time; for older runs, of the wait for data only."""
-    if not run.curve("step_parts", "passes").steps:
-        wait = _share_of_step(run, "data_wait_seconds")
+    if not run.get_curve("step_parts", "passes").steps:
+        wait = _compute_step_share(run, "data_wait_seconds")
         lines = [Line("wait", wait, kind="raw"), Line("wait", smooth(wait), kind="smooth")]
-        return chart("Waiting for data", "% of the step", lines, from_zero=True)
+        return make_chart("Waiting for data", "% of the step", lines, from_zero=True)
     lines = [
-        Line(name, smooth(_share_of_step(run, "step_parts", key)), 1 + i, "smooth")
+        Line(name, smooth(_compute_step_share(run, "step_parts", key)), 1 + i, "smooth")
         for i, (key, name) in enumerate(STEP_PARTS.items())
     ]
-    return chart("Where a step's time goes", "% of the step", lines, from_zero=True)
+    return make_chart("Where a step's time goes", "% of the step", lines, from_zero=True)
 
 
 def time_shares(run: Run) -> list[TimeShare]:
     """Return the parts of the run's total time; empty if it didn't record them."""
-    seconds = {name: sum(run.curve("step_parts", key).finite) for key, name in STEP_PARTS.items()}
-    seconds |= {name: sum(run.curve(key).finite) for key, name in BETWEEN_STEPS.items()}
+    seconds = {name: sum(run.get_curve("step_parts", key).finite) for key, name in STEP_PARTS.items()}
+    seconds |= {name: sum(run.get_curve(key).finite) for key, name in BETWEEN_STEPS.items()}
     total = sum(seconds.values())
-    if not run.curve("step_parts", "passes").steps or not total:
+    if not run.get_curve("step_parts", "passes").steps or not total:
         return []
     return [
         TimeShare(name, part, part / total, 1 + i) for i, (name, part) in enumerate(seconds.items()) if part
     ]
 
 
-def _share_of_step(run: Run, *path: str) -> Curve:
+def _compute_step_share(run: Run, *path: str) -> Curve:
     """Return a part of each step's time in percent."""
-    part, steps = run.curve(*path), run.curve("step_seconds")
+    part, steps = run.get_curve(*path), run.get_curve("step_seconds")
     seconds = dict(zip(steps.steps, steps.values, strict=True))
     percentages = {
         step: 100 * value / seconds[step]
@@ -234,7 +245,7 @@ def scale(curve: Curve, factor: float) -> Curve:
     return Curve(curve.steps, [value * factor for value in curve.values])
 
 
-def baselines(run: Run, name: str) -> list[ReferenceLine]:
+def list_baselines(run: Run, name: str) -> list[ReferenceLine]:
     """Return the bits per byte of file compressors on a validation set."""
     table = run.baselines.get(name)
     return [ReferenceLine(key, value) for key, value in table.items()] if isinstance(table, Mapping) else []
@@ -242,10 +253,10 @@ def baselines(run: Run, name: str) -> list[ReferenceLine]:
 
 def layer_charts(run: Run) -> list[Chart | None]:
     """Return one chart for each kind of layer statistics; None for those not recorded (see `log.layer_stats_every`)."""
-    return [_layer_chart(run, kind, *labels) for kind, labels in KINDS.items()]
+    return [_make_layer_chart(run, kind, *labels) for kind, labels in KINDS.items()]
 
 
-def _layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
+def _make_layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
     paths = [path for path in run.curves if path[0] == "norms" and len(path) == 3 and path[2] == kind]
     paths.sort(key=lambda path: natural_key(path[1]))
     charted_layers = evenly_spaced(paths, MAX_LAYERS)
@@ -254,10 +265,10 @@ def _layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
     for path in charted_layers:
         colour = colours.get(path, colour)
         lines.append(
-            Line(short_name(path[1]), run.curve(*path), colour, "line" if path in colours else "raw")
+            Line(short_name(path[1]), run.get_curve(*path), colour, "line" if path in colours else "raw")
         )
     selection = f", {len(charted_layers)} of {len(paths)} layers" if len(charted_layers) < len(paths) else ""
-    return chart(f"{title} by layer", f"{unit}{selection}", lines, from_zero=kind == "dropped")
+    return make_chart(f"{title} by layer", f"{unit}{selection}", lines, from_zero=kind == "dropped")
 
 
 def evenly_spaced(items: Sequence[Item], limit: int) -> list[Item]:
@@ -306,14 +317,16 @@ def _load_map(run: Run, layer: str, selection: str) -> HeatMap:
     keys = sorted(
         (path for path in run.curves if path[:3] == ("norms", layer, "load")), key=lambda path: int(path[3])
     )
-    curves = [run.curve(*key) for key in keys]
+    curves = [run.get_curve(*key) for key in keys]
     first, last = curves[0].steps[0], curves[0].steps[-1]
     columns = min(COLUMNS, len(curves[0].steps))
 
     def column_of(step: float) -> float:
         return (columns - 1) * (step - first) / max(last - first, 1)
 
-    rows = [_means(curve, columns, [round(column_of(step)) for step in curve.steps]) for curve in curves]
+    rows = [
+        _compute_means(curve, columns, [round(column_of(step)) for step in curve.steps]) for curve in curves
+    ]
     height = len(rows)
     labelled_experts = range(0, height, max(1, math.ceil(height / 8)))
     ticks = round_ticks(first, max(last, first + 1), 6)
@@ -321,7 +334,7 @@ def _load_map(run: Run, layer: str, selection: str) -> HeatMap:
     return HeatMap(
         title=f"Load of experts, {short_name(layer)}",
         unit=f"choices, as a multiple of the mean{selection}",
-        picture=png([[colour(value) for value in row] for row in rows]),
+        picture=encode_png([[choose_colour(value) for value in row] for row in rows]),
         x_ticks=[
             Tick(100 * (column_of(step) + 0.5) / columns, format_number(step)) for step in labelled_steps
         ],
@@ -330,7 +343,7 @@ def _load_map(run: Run, layer: str, selection: str) -> HeatMap:
     )
 
 
-def _means(curve: Curve, columns: int, column_of_value: Sequence[int]) -> list[float]:
+def _compute_means(curve: Curve, columns: int, column_of_value: Sequence[int]) -> list[float]:
     """Return the mean of the finite values in each column; NaN for an empty one."""
     sums, counts = [0.0] * columns, [0] * columns
     for column, value in zip(column_of_value, curve.values, strict=True):
@@ -355,7 +368,7 @@ def _summarize_loads(curves: Sequence[Curve]) -> str:
     return "; ".join((describe_load("Busiest", *max(loads)), describe_load("idlest", *min(loads))))
 
 
-def colour(load: float) -> tuple[int, int, int, int]:
+def choose_colour(load: float) -> tuple[int, int, int, int]:
     """Return a load's colour (RGBA): blue below the mean, grey at it, orange above; transparent if unknown."""
     if not math.isfinite(load):
         return 0, 0, 0, 0
@@ -369,7 +382,7 @@ def colour(load: float) -> tuple[int, int, int, int]:
     raise AssertionError("unreachable: the load is clamped to the colour scale")
 
 
-def png(pixels: Sequence[Sequence[tuple[int, int, int, int]]]) -> str:
+def encode_png(pixels: Sequence[Sequence[tuple[int, int, int, int]]]) -> str:
     """Encode rows of RGBA pixels as a PNG data URI (ISO/IEC 15948, colour type 6)."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:

@@ -62,14 +62,14 @@ class AnswerEncoder:
             last_answer = tokens[trained[-1][0] : trained[-1][1]]
             n_closed += bool(np.isin(last_answer, list(self.tokenizer.special.reserved)).any())
             examples.append(EncodedExample(tokens, text_bytes, {"trained": [list(span) for span in trained]}))
-        return examples, self._notes(examples, n_cut, n_closed)
+        return examples, self._write_notes(examples, n_cut, n_closed)
 
     def _encode_pairs(
         self, rows: Sequence[Row], target_length: int
     ) -> tuple[list[EncodedExample], list[str]]:
         """Encode prefix and text for the encoder, and the answer for the decoder. The objective adds EOS to both."""
         task, tokenizer, examples, n_cut = self.task, self.tokenizer, list[EncodedExample](), 0
-        texts, answers = self._text_columns(rows)
+        texts, answers = self._read_columns(rows)
         encoded = [tokenizer.encode_batch([f"{task.prefix}{text}" for text in texts], THREADS)]
         encoded.append(tokenizer.encode_batch(answers, THREADS))
         limits = {"data.sequence_length": self.length - 1, "data.target_length": target_length - 1}
@@ -108,7 +108,7 @@ class AnswerEncoder:
             is_cut |= len(tokens) > limit
         return is_cut
 
-    def _text_columns(self, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    def _read_columns(self, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
         """Return texts and answers."""
         columns = {"task.text": self.task.text, "task.label": self.task.label}
         require_columns(self.path, rows, columns)
@@ -121,7 +121,7 @@ class AnswerEncoder:
     def encode_prompts(self, rows: Sequence[Row]) -> list[tuple[NDArray[np.int64], Spans, int]]:
         """Return tokens, trained spans and bytes of each row: BOS, prefix, text, then the trained answer and EOS."""
         task, tokenizer = self.task, self.tokenizer
-        texts, labels = self._text_columns(rows)
+        texts, labels = self._read_columns(rows)
         prompts = tokenizer.encode_batch([f"{task.prefix}{text}{task.separator}" for text in texts], THREADS)
         answers = tokenizer.encode_batch(labels, THREADS)
         encoded = []
@@ -161,7 +161,7 @@ class AnswerEncoder:
         spans = [(int(starts.searchsorted(begin)), int(starts.searchsorted(end))) for begin, end in answers]
         return tokens.astype(np.int64), spans, len(text.encode())
 
-    def _notes(self, examples: Sequence[EncodedExample], n_cut: int, n_closed: int) -> list[str]:
+    def _write_notes(self, examples: Sequence[EncodedExample], n_cut: int, n_closed: int) -> list[str]:
         n_tokens = sum(len(example.tokens) for example in examples)
         n_trained = sum(end - begin for example in examples for begin, end in example.annotation["trained"])
         notes = [f"{self.path}: {n_trained:,} of {n_tokens:,} tokens are trained"]
@@ -217,14 +217,14 @@ def format_trained(
     opening, closing = ("\033[32m", "\033[0m") if colour else ("⟦", "⟧")
     parts, position = [], 0
     for begin, end in [*trained, (len(tokens), len(tokens))]:
-        parts.append(_spell(tokens[position:begin], tokenizer))
+        parts.append(_spell_tokens(tokens[position:begin], tokenizer))
         if begin < end:
-            parts.append(f"{opening}{_spell(tokens[begin:end], tokenizer)}{closing}")
+            parts.append(f"{opening}{_spell_tokens(tokens[begin:end], tokenizer)}{closing}")
         position = end
     return "".join(parts)
 
 
-def _spell(tokens: NDArray[Any], tokenizer: Tokenizer) -> str:
+def _spell_tokens(tokens: NDArray[Any], tokenizer: Tokenizer) -> str:
     """Return the text of tokens. Special tokens, which decoding drops, are spelled by their names."""
     reserved, parts, run = tokenizer.special.reserved, list[str](), list[int]()
     for token in [*tokens.tolist(), None]:

@@ -57,9 +57,9 @@ class ChoiceEncoder:
         examples, n_cut = list[EncodedExample](), 0
         for row_number, row in enumerate(rows, start=1):
             texts = [row_text(self.path, row_number, row, column) for column in columns.values()]
-            choices = self._choices(row_number, row)
+            choices = self._read_choices(row_number, row)
             label = self._label(row_number, row, len(choices)) if self.with_labels else 0
-            firsts, seconds = self._sides(texts, choices)
+            firsts, seconds = self._tokenize_sides(texts, choices)
             room = self.length // len(choices) - frame.n_special(pair=True)
             if room < 2:
                 self._refuse(
@@ -87,7 +87,7 @@ class ChoiceEncoder:
         note = f"{self.path}: {n_cut} of {len(rows)} examples cut to {self.length} tokens for all choices"
         return examples, [note] if n_cut else []
 
-    def _sides(
+    def _tokenize_sides(
         self, texts: Sequence[str], choices: Sequence[str]
     ) -> tuple[list[NDArray[np.integer]], list[NDArray[np.integer]]]:
         """Return the tokens of the first and of the second text of each choice."""
@@ -99,7 +99,7 @@ class ChoiceEncoder:
         tokens = self.tokenizer.encode_batch([first, *seconds], THREADS)
         return [tokens[0]] * len(choices), [*tokens[1:]]
 
-    def _choices(self, row_number: int, row: Row) -> list[str]:
+    def _read_choices(self, row_number: int, row: Row) -> list[str]:
         columns = self.task.choices
         if len(columns) > 1:
             return [row_text(self.path, row_number, row, column) for column in columns]

@@ -93,7 +93,7 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
     first_character = text.lstrip()[:1]
     values: Any = None
     if first_character == "{" and path.suffix == ".json" and '"paragraphs"' in text:
-        values = _squad_rows(path, _parse_json(path, 1, text))
+        values = _read_squad_rows(path, _parse_json(path, 1, text))
     elif first_character == "[":
         values = _parse_json(path, 1, text)
     if values is None:
@@ -110,7 +110,7 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
         yield value
 
 
-def _squad_rows(path: Path, content: Any) -> list[Row]:
+def _read_squad_rows(path: Path, content: Any) -> list[Row]:
     """Read SQuAD's format: articles of paragraphs, each a context with its questions (`qas`)."""
     try:
         return [

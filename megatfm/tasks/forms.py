@@ -137,13 +137,14 @@ class RowEncoder:
     def _encode_texts(self, rows: Sequence[Row], frame: Frame) -> tuple[list[EncodedExample], int]:
         """Encode texts or pairs, each with one label or list of labels."""
         task, n_cut = self.task, 0
-        firsts = [self._text(row_number, row, task.text) for row_number, row in enumerate(rows, start=1)]
+        firsts = [self._read_text(row_number, row, task.text) for row_number, row in enumerate(rows, start=1)]
         encoded_firsts: list[Tokens] = [*self.tokenizer.encode_batch(firsts, THREADS)]
         seconds: list[str] = []
         encoded_pairs: list[Tokens | None] = [None] * len(rows)
         if task.text_pair:
             seconds = [
-                self._text(row_number, row, task.text_pair) for row_number, row in enumerate(rows, start=1)
+                self._read_text(row_number, row, task.text_pair)
+                for row_number, row in enumerate(rows, start=1)
             ]
             encoded_pairs = [*self.tokenizer.encode_batch(seconds, THREADS)]
         read_label = LABEL_READERS[task.form]
@@ -151,7 +152,7 @@ class RowEncoder:
         for row_number, (row, first, second) in enumerate(
             zip(rows, encoded_firsts, encoded_pairs, strict=True), start=1
         ):
-            label = read_label(self, row_number, row) if self.with_labels else self._no_label()
+            label = read_label(self, row_number, row) if self.with_labels else self._make_placeholder_label()
             room = self.length // (1 + task.both_orders) - frame.n_special(pair=second is not None)
             n_tokens = len(first) + (0 if second is None else len(second))
             n_cut += self._check_length(row_number, n_tokens, room)
@@ -159,7 +160,7 @@ class RowEncoder:
             framed = frame.wrap(first, second)
             n_bytes = len((firsts[row_number - 1] + (seconds[row_number - 1] if seconds else "")).encode())
             positions = [self.cls_index % len(framed.tokens)]
-            example = _example(framed, n_bytes, positions, [label])
+            example = _make_example(framed, n_bytes, positions, [label])
             if task.both_orders and second is not None:
                 example = join_sequences(
                     [framed, frame.wrap(second, first)], self.cls_index, label, 2 * n_bytes
@@ -190,7 +191,7 @@ class RowEncoder:
             n_kept = int((starts < room).sum())
             positions = (starts[:n_kept] + len(frame.before)).tolist()
             text_bytes = len(" ".join(words).encode())
-            examples.append(_example(frame.wrap(tokens[:room]), text_bytes, positions, labels[:n_kept]))
+            examples.append(_make_example(frame.wrap(tokens[:room]), text_bytes, positions, labels[:n_kept]))
         return examples, n_cut
 
     def class_index(self, row_number: int, label: Any) -> int:
@@ -218,11 +219,11 @@ class RowEncoder:
             self._refuse(row_number, f"column {self.task.label!r} is {value!r:.40}: give a number")
         return [parsed]
 
-    def _no_label(self) -> Any:
+    def _make_placeholder_label(self) -> Any:
         classes = max(1, len(self.task.labels))
         return 0 if self.task.form == "classification" else [0] * classes
 
-    def _text(self, row_number: int, row: Row, column: str) -> str:
+    def _read_text(self, row_number: int, row: Row, column: str) -> str:
         return row_text(self.path, row_number, row, column)
 
     def _list(
@@ -315,7 +316,7 @@ def join_sequences(
     return EncodedExample(np.concatenate([framed.tokens for framed in sequences]), text_bytes, annotation)
 
 
-def _example(framed: Framed, text_bytes: int, positions: list[int], labels: list[Any]) -> EncodedExample:
+def _make_example(framed: Framed, text_bytes: int, positions: list[int], labels: list[Any]) -> EncodedExample:
     second = {} if framed.second is None else {"second": framed.second}
     return EncodedExample(framed.tokens, text_bytes, {"at": positions, "labels": labels, **second})
 

@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 CALIBRATION_BINS = 15
 
 
-def _sklearn_metrics() -> Any:
+def _import_sklearn_metrics() -> Any:
     try:
         from sklearn import metrics
     except ImportError:
@@ -37,22 +37,22 @@ def accuracy(targets: Values, predicted: Values) -> float:
 def f1(targets: Values, predicted: Values) -> float:
     """F1 of class 1 where there are two; else the mean over classes, weighted by their number of examples."""
     average = "binary" if max(targets.max(initial=0), predicted.max(initial=0)) < 2 else "weighted"
-    return float(_sklearn_metrics().f1_score(targets, predicted, average=average, zero_division=0.0))
+    return float(_import_sklearn_metrics().f1_score(targets, predicted, average=average, zero_division=0.0))
 
 
 def f1_macro(targets: Values, predicted: Values) -> float:
     """Mean F1 of the classes: over all columns of flags, else over the classes that occur."""
-    return float(_sklearn_metrics().f1_score(targets, predicted, average="macro", zero_division=0.0))
+    return float(_import_sklearn_metrics().f1_score(targets, predicted, average="macro", zero_division=0.0))
 
 
 def f1_micro(targets: Values, predicted: Values) -> float:
     """F1 over all decisions of all classes."""
-    return float(_sklearn_metrics().f1_score(targets, predicted, average="micro", zero_division=0.0))
+    return float(_import_sklearn_metrics().f1_score(targets, predicted, average="micro", zero_division=0.0))
 
 
 def matthews(targets: Values, predicted: Values) -> float:
     """Matthews correlation coefficient (CoLA's metric)."""
-    return float(_sklearn_metrics().matthews_corrcoef(targets, predicted))
+    return float(_import_sklearn_metrics().matthews_corrcoef(targets, predicted))
 
 
 def exact_match(targets: Values, predicted: Values) -> float:
@@ -69,15 +69,15 @@ def pearson(targets: Values, predicted: Values) -> float:
 
 def spearman(targets: Values, predicted: Values) -> float:
     """Spearman's rank correlation: Pearson's correlation of ranks; ties get their mean rank."""
-    return pearson(_ranks(targets), _ranks(predicted))
+    return pearson(_rank_values(targets), _rank_values(predicted))
 
 
 def r2(targets: Values, predicted: Values) -> float:
     """Coefficient of determination; 0 for fewer than two examples."""
-    return float(_sklearn_metrics().r2_score(targets, predicted)) if len(targets) > 1 else 0.0
+    return float(_import_sklearn_metrics().r2_score(targets, predicted)) if len(targets) > 1 else 0.0
 
 
-def _ranks(values: Values) -> NDArray[np.float64]:
+def _rank_values(values: Values) -> NDArray[np.float64]:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     means: NDArray[np.float64] = (ends - (counts - 1) / 2)[inverse]
@@ -157,7 +157,7 @@ def per_class_scores(
     targets: Values, predicted: Values, labels: Sequence[str]
 ) -> dict[str, dict[str, float]]:
     """Return label → precision, recall, F1 and number of examples."""
-    columns = _sklearn_metrics().precision_recall_fscore_support(
+    columns = _import_sklearn_metrics().precision_recall_fscore_support(
         targets, predicted, labels=range(len(labels)), zero_division=0.0
     )
     names = ("precision", "recall", "f1", "examples")

@@ -61,7 +61,7 @@ class Predictions:
         if self.task.form == "classification":
             values["calibration_error"] = calibration_error(self.expected, self.probabilities)
         if self.task.form == "tagging" and self.task.has_spans:
-            expected, predicted = self._tags(self.expected), self._tags(self.predicted)
+            expected, predicted = self._list_tags(self.expected), self._list_tags(self.predicted)
             return {"span_f1": span_f1(expected, predicted), **values}
         return values
 
@@ -72,7 +72,7 @@ class Predictions:
             labels = [str(choice) for choice in range(self.logits.shape[1])]
         if form == "tagging":
             example_indices = np.unique(self.examples).tolist()
-            for example, tags in zip(example_indices, self._tags(self.predicted), strict=True):
+            for example, tags in zip(example_indices, self._list_tags(self.predicted), strict=True):
                 yield {"row": example + 1, "labels": tags}
             return
         for index, example in enumerate(self.examples.tolist()):
@@ -98,7 +98,7 @@ class Predictions:
                     "probabilities": probabilities,
                 }
 
-    def _tags(self, classes: NDArray[Any]) -> list[list[str]]:
+    def _list_tags(self, classes: NDArray[Any]) -> list[list[str]]:
         """Return the labels of each example's words."""
         labels, (_, starts) = self.task.labels, np.unique(self.examples, return_index=True)
         return [[labels[index] for index in words.tolist()] for words in np.split(classes, starts[1:])]

@@ -43,10 +43,10 @@ class PreferenceEncoder:
         for row_number, pair in enumerate(zip(encoded["chosen"], encoded["rejected"], strict=True), start=1):
             (chosen, (begin, end), n_chosen), (rejected, (rejected_begin, rejected_end), n_rejected) = pair
             if np.array_equal(chosen, rejected):
-                self._answer_encoder().refuse(row_number, "both answers are the same: take the row out")
+                self._make_answer_encoder().refuse(row_number, "both answers are the same: take the row out")
             needed = len(chosen) + len(rejected) - 2
             if needed > self.length:
-                self._answer_encoder().refuse(
+                self._make_answer_encoder().refuse(
                     row_number,
                     f"has {needed} tokens in both sequences, more than data.sequence_length = {self.length}: choose "
                     f"{needed} or more, or take the row out; pairs are not cut",
@@ -75,10 +75,10 @@ class PreferenceEncoder:
         """Return tokens, the answer's span and bytes of each row's chosen or rejected sequence."""
         column, prompt = getattr(self.task, side), self.task.prompt
         is_chat = any(isinstance(row.get(column), list) for row in rows)
-        encoder = self._answer_encoder()
+        encoder = self._make_answer_encoder()
         if is_chat:
             messages = [
-                {encoder.task.messages: self._messages(row_number, row, column)}
+                {encoder.task.messages: self._make_conversation(row_number, row, column)}
                 for row_number, row in enumerate(rows, 1)
             ]
             encoded = encoder.encode_chats(messages)
@@ -86,29 +86,29 @@ class PreferenceEncoder:
             require_columns(self.path, rows, {"task.prompt": prompt})
             task = encoder.task.model_copy(update={"text": prompt, "label": column})
             encoded = replace(encoder, task=task).encode_prompts(rows)
-        return [(tokens, _last_span(spans, len(tokens)), n_bytes) for tokens, spans, n_bytes in encoded]
+        return [(tokens, _get_last_span(spans, len(tokens)), n_bytes) for tokens, spans, n_bytes in encoded]
 
-    def _messages(self, row_number: int, row: Row, column: str) -> list[Any]:
+    def _make_conversation(self, row_number: int, row: Row, column: str) -> list[Any]:
         """Return the conversation of a row that ends in the answer of a column."""
         prompt, answer = row.get(self.task.prompt), row.get(column)
         if not isinstance(answer, list) or not answer:
-            self._answer_encoder().refuse(
+            self._make_answer_encoder().refuse(
                 row_number, f"column {column!r} is no list of messages, as in other rows: give one"
             )
         assert isinstance(answer, list)
         messages = [*(prompt if isinstance(prompt, list) else []), *answer]
         if not isinstance(messages[-1], dict) or messages[-1].get("role") != ASSISTANT:
-            self._answer_encoder().refuse(
+            self._make_answer_encoder().refuse(
                 row_number,
                 f"the last message of column {column!r} is not the assistant's: end with the answer",
             )
         return messages
 
-    def _answer_encoder(self) -> AnswerEncoder:
+    def _make_answer_encoder(self) -> AnswerEncoder:
         return AnswerEncoder(self.path, self.task, self.tokenizer, self.tokenizer_file, self.length)
 
 
-def _last_span(spans: Spans, n_tokens: int) -> tuple[int, int]:
+def _get_last_span(spans: Spans, n_tokens: int) -> tuple[int, int]:
     """Return the last answer's span. The first token is left out: no position predicts it."""
     begin, end = spans[-1]
     return max(begin, 1), min(end, n_tokens)

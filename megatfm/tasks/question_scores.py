@@ -63,7 +63,9 @@ def score_choices(
         "chosen": chosen,
         "log_probabilities": log_probabilities.tolist(),
     }
-    return QuestionResult(values | _code_length(answers[question.right], n_bytes[question.right]), record)
+    return QuestionResult(
+        values | _measure_code_length(answers[question.right], n_bytes[question.right]), record
+    )
 
 
 def score_cloze(question: Question, answer: Likelihood, delimiter: str) -> QuestionResult:
@@ -75,10 +77,10 @@ def score_cloze(question: Question, answer: Likelihood, delimiter: str) -> Quest
         "log_probability": answer.log_probability,
     }
     (n_bytes,) = answer_bytes(question, delimiter)
-    return QuestionResult(values | _code_length(answer, n_bytes), record)
+    return QuestionResult(values | _measure_code_length(answer, n_bytes), record)
 
 
-def _code_length(right: Likelihood, n_bytes: int) -> MetricValues:
+def _measure_code_length(right: Likelihood, n_bytes: int) -> MetricValues:
     nats = -right.log_probability
     return {BITS: nats / math.log(2), BYTES: float(n_bytes), NATS: nats}
 
@@ -122,7 +124,7 @@ def mean_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, floa
     bits_per_byte: total bits of the right answers over their total bytes. perplexity (cloze): exp of the mean nats of
     an answer.
     """
-    columns = _columns(results)
+    columns = _list_columns(results)
     metrics = {
         name: math.fsum(column) / len(column)
         for name, column in columns.items()
@@ -139,7 +141,7 @@ def summarise_results(task: EvaluationTask, results: Sequence[QuestionResult]) -
     """Return metrics over all questions, with bootstrap intervals for means."""
     intervals = {
         name: bootstrap_interval(lambda _, values: float(values.mean()), np.array(column), np.array(column))
-        for name, column in _columns(results).items()
+        for name, column in _list_columns(results).items()
         if name not in SUMMED_METRICS
     }
     return {
@@ -151,5 +153,5 @@ def summarise_results(task: EvaluationTask, results: Sequence[QuestionResult]) -
     }
 
 
-def _columns(results: Sequence[QuestionResult]) -> dict[str, list[float]]:
+def _list_columns(results: Sequence[QuestionResult]) -> dict[str, list[float]]:
     return {name: [result.values[name] for result in results] for name in results[0].values}

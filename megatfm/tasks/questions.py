@@ -85,7 +85,7 @@ class QuestionReader:
         if isinstance(config.choices, str):
             columns["choices"] = config.choices
         require_columns(self.path, rows, columns)
-        questions = [self._question(number, row) for number, row in enumerate(rows)]
+        questions = [self._make_question(number, row) for number, row in enumerate(rows)]
         if not config.shots:
             return questions
         examples, excludes_itself = questions, True
@@ -94,7 +94,7 @@ class QuestionReader:
             require_columns(config.shots_from, shot_rows, columns)
             reader = QuestionReader(config.shots_from, config)
             examples, excludes_itself = (
-                [reader._question(number, row) for number, row in enumerate(shot_rows)],
+                [reader._make_question(number, row) for number, row in enumerate(shot_rows)],
                 False,
             )
         n_examples = len(examples) - excludes_itself
@@ -119,11 +119,11 @@ class QuestionReader:
         )
         return Question(**{**vars(question), "prompt": solved + question.prompt})
 
-    def _question(self, number: int, row: Row) -> Question:
+    def _make_question(self, number: int, row: Row) -> Question:
         config = self.config
         prompt = self._render(config.prompt, number, row)
         if config.kind != "choice":
-            accepted = self._texts(number, row)
+            accepted = self._read_accepted_texts(number, row)
             choices = (config.delimiter + accepted[0],) if config.kind == "cloze" else ()
             return Question(number, prompt, choices, accepted=accepted)
         if isinstance(config.choices, str):
@@ -142,11 +142,11 @@ class QuestionReader:
             number,
             prompt,
             tuple(config.delimiter + text for text in texts),
-            self._right(number, row.get(config.answer), texts),
+            self._find_right_answer(number, row.get(config.answer), texts),
             unconditional=None if unconditional is None else self._render(unconditional, number, row),
         )
 
-    def _right(self, number: int, value: Any, texts: Sequence[str]) -> int:
+    def _find_right_answer(self, number: int, value: Any, texts: Sequence[str]) -> int:
         """Return the index of the right answer."""
         name, labels = "" if value is None else label_text(value), self.config.labels
         if labels:
@@ -168,7 +168,7 @@ class QuestionReader:
             )
         return int(name)
 
-    def _texts(self, number: int, row: Row) -> tuple[str, ...]:
+    def _read_accepted_texts(self, number: int, row: Row) -> tuple[str, ...]:
         """Return the accepted texts."""
         value = row.get(self.config.answer)
         texts = [

@@ -84,7 +84,10 @@ class SpanPredictions:
                 question_fields[row] = annotation
             if number in logits_by_window:
                 by_row.setdefault(row, []).append((annotation, logits_by_window[number]))
-        return [self._question(row, question_fields[row], windows) for row, windows in sorted(by_row.items())]
+        return [
+            self._answer_question(row, question_fields[row], windows)
+            for row, windows in sorted(by_row.items())
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Return SQuAD's F1 and exact match; with `no_answer`, also over questions with and without an answer."""
@@ -156,7 +159,7 @@ class SpanPredictions:
     def _has_answer(self) -> NDArray[np.bool_]:
         return np.array([bool(question.references) for question in self.questions], np.bool_)
 
-    def _question(
+    def _answer_question(
         self,
         row: int,
         question_fields: Mapping[str, Any],
@@ -168,7 +171,7 @@ class SpanPredictions:
         null = float("inf")
         for window, (annotation, logits) in enumerate(windows):
             null = min(null, float(logits[0].astype(np.float64).sum()))
-            for begin, end, score in self._window_candidates(window, annotation, logits, begins, sizes):
+            for begin, end, score in self._iter_candidates(window, annotation, logits, begins, sizes):
                 best[begin, end] = max(best.get((begin, end), -np.inf), score)
         ordered = sorted(best.items(), key=lambda item: (-item[1], item[0]))[: self.task.n_best]
         candidates = [AnswerCandidate(*span, score) for span, score in ordered]
@@ -181,7 +184,7 @@ class SpanPredictions:
             null,
         )
 
-    def _window_candidates(
+    def _iter_candidates(
         self, window: int, annotation: Mapping[str, Any], logits: NDArray[np.float32], begins: Sequence[int],
         sizes: Sequence[int],
     ) -> Iterator[tuple[int, int, float]]:  # fmt: skip
@@ -191,7 +194,7 @@ class SpanPredictions:
         """
         offsets = np.array(annotation["offsets"]).reshape(-1, 2)
         text_logits = logits[annotation["first"] :][: len(offsets)].astype(np.float64)
-        starts, ends = (_largest(text_logits[:, side], self.task.n_best) for side in (0, 1))
+        starts, ends = (_find_largest(text_logits[:, side], self.task.n_best) for side in (0, 1))
         for start in starts:
             if shows_most_context(window, begins[window] + start, begins, sizes):
                 for end in ends:
@@ -215,7 +218,7 @@ def shows_most_context(window: int, token: int, begins: Sequence[int], sizes: Se
     return int(np.argmax(scores)) == window
 
 
-def _largest(values: NDArray[np.float64], n: int) -> list[int]:
+def _find_largest(values: NDArray[np.float64], n: int) -> list[int]:
     """Return the indices of the n largest values; the first of equal ones."""
     indices: list[int] = np.argsort(-values, kind="stable")[:n].tolist()
     return indices

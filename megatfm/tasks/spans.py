@@ -60,7 +60,7 @@ class SpanEncoder:
             question, context = (row_text(self.path, row_number, row, column) for column in columns.values())
             if context not in encoded:  # the questions on a text follow one another: one entry is enough
                 encoded = {context: tokenizer.encode_text_with_offsets(context)}
-            answers = self._answers(row_number, row, context, counts) if self.with_labels else []
+            answers = self._read_answers(row_number, row, context, counts) if self.with_labels else []
             name = str(row.get(ID, row_number))
             if row_by_id.setdefault(name, row_number) != row_number:
                 self._refuse(
@@ -70,10 +70,10 @@ class SpanEncoder:
                 row_number, tokenizer.encode(question).astype(np.int64), counts
             )
             question_fields = {"id": name, "context": context, "answers": [answer.text for answer in answers]}
-            examples += self._windows(
+            examples += self._make_windows(
                 row_number, question_tokens, *encoded[context], answers, question_fields, frame
             )
-        return examples, self._notes(len(rows), len(examples), counts)
+        return examples, self._write_notes(len(rows), len(examples), counts)
 
     def _cut_question(
         self, row_number: int, question_tokens: NDArray[np.int64], counts: dict[str, int]
@@ -89,7 +89,7 @@ class SpanEncoder:
             counts["cut"] = counts.get("cut", 0) + 1
         return question_tokens[:limit]
 
-    def _windows(
+    def _make_windows(
         self,
         row_number: int,
         question_tokens: NDArray[np.int64],
@@ -108,7 +108,7 @@ class SpanEncoder:
                 if len(tokens)
                 else f"column {self.task.text_pair!r} makes no token: give a text, or take the row out",
             )
-        span = self._token_span(row_number, offsets, answers[0]) if answers else None
+        span = self._find_token_span(row_number, offsets, answers[0]) if answers else None
         windows, begin = [], 0
         while True:
             end = min(begin + room, len(tokens))
@@ -128,7 +128,9 @@ class SpanEncoder:
                 return windows
             begin += min(room, self.task.stride)
 
-    def _token_span(self, row_number: int, offsets: NDArray[np.int64], answer: Answer) -> tuple[int, int]:
+    def _find_token_span(
+        self, row_number: int, offsets: NDArray[np.int64], answer: Answer
+    ) -> tuple[int, int]:
         """Return the first and the last token that overlap an answer."""
         inside = (offsets[:, 1] > answer.begin) & (offsets[:, 0] < answer.end)
         if not inside.any():
@@ -138,9 +140,9 @@ class SpanEncoder:
         indices = np.flatnonzero(inside)
         return int(indices[0]), int(indices[-1])
 
-    def _answers(self, row_number: int, row: Row, context: str, counts: dict[str, int]) -> list[Answer]:
+    def _read_answers(self, row_number: int, row: Row, context: str, counts: dict[str, int]) -> list[Answer]:
         answers = []
-        for text, start in self._listed_answers(row_number, row):
+        for text, start in self._list_answers(row_number, row):
             answer, is_moved = find_answer(context, text, start)
             if answer is None:
                 self._refuse(
@@ -157,7 +159,7 @@ class SpanEncoder:
             )
         return answers
 
-    def _listed_answers(self, row_number: int, row: Row) -> list[tuple[str, int]]:
+    def _list_answers(self, row_number: int, row: Row) -> list[tuple[str, int]]:
         """Return text and first character of each answer, from SQuAD's format or that of the datasets library."""
         value = row.get(self.task.label)
         if row.get("is_impossible") is True:
@@ -190,7 +192,7 @@ class SpanEncoder:
             listed.append((text, start))
         return listed
 
-    def _notes(self, n_rows: int, n_windows: int, counts: Mapping[str, int]) -> list[str]:
+    def _write_notes(self, n_rows: int, n_windows: int, counts: Mapping[str, int]) -> list[str]:
         notes = [f"{self.path}: {n_rows:,} questions in {n_windows:,} windows"]
         if counts.get("cut"):
             notes.append(
@@ -217,10 +219,10 @@ def find_answer(context: str, text: str, start: int) -> tuple[Answer | None, boo
     begin = start + len(text) - len(text.lstrip())
     if context[begin : begin + len(stripped)] == stripped:
         return Answer(text, begin, begin + len(stripped)), False
-    spans = _occurrences(context, stripped)
+    spans = _find_occurrences(context, stripped)
     if not spans:
         folded_context, source_spans = _fold(context)
-        occurrences = _occurrences(folded_context, _fold(stripped)[0])
+        occurrences = _find_occurrences(folded_context, _fold(stripped)[0])
         spans = [(source_spans[begin][0], source_spans[end - 1][1]) for begin, end in occurrences]
     if not spans:
         return None, True
@@ -228,7 +230,7 @@ def find_answer(context: str, text: str, start: int) -> tuple[Answer | None, boo
     return Answer(text, first, last), True
 
 
-def _occurrences(text: str, part: str) -> list[tuple[int, int]]:
+def _find_occurrences(text: str, part: str) -> list[tuple[int, int]]:
     spans, begin = [], text.find(part) if part else -1
     while begin >= 0:
         spans.append((begin, begin + len(part)))

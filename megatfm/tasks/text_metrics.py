@@ -30,10 +30,12 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 
 def token_f1(answer: str, references: Sequence[str]) -> float:
     """Largest F1 of an answer's words and those of a reference, both normalised (SQuAD)."""
-    return max(_word_f1(normalise_answer(answer).split(), normalise_answer(r).split()) for r in references)
+    return max(
+        _compute_word_f1(normalise_answer(answer).split(), normalise_answer(r).split()) for r in references
+    )
 
 
-def _word_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
+def _compute_word_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
     if not predicted or not reference:
         return float(predicted == reference)
     common = sum((Counter(predicted) & Counter(reference)).values())
@@ -69,7 +71,7 @@ def corpus_metric(
         means = hits[random.integers(0, len(hits), (BLEU_SAMPLES, len(hits)))].mean(1)
         low, high = np.quantile(means, [0.025, 0.975])
         return float(hits.mean()), (float(low), float(high))
-    metric = _sacrebleu_metric(name)
+    metric = _make_sacrebleu_metric(name)
     from sacrebleu.significance import _bootstrap_resample
 
     statistics = metric._extract_corpus_statistics(list(answers), [list(references)])
@@ -82,10 +84,12 @@ def corpus_metric(
 
 def metric_signature(name: str) -> str:
     """Return what names a metric's settings in papers; of exact match its name."""
-    return name if name == "exact_match" else str(_sacrebleu_metric(name, score_once=True).get_signature())
+    return (
+        name if name == "exact_match" else str(_make_sacrebleu_metric(name, score_once=True).get_signature())
+    )
 
 
-def _sacrebleu_metric(name: str, *, score_once: bool = False) -> Any:
+def _make_sacrebleu_metric(name: str, *, score_once: bool = False) -> Any:
     try:
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF

@@ -77,17 +77,17 @@ def find_special_tokens(
     `eos`. Raises UsageError if no token can end a text.
     """
     roles = {
-        role: _first_present(tokens, (role_names.get(role, ""), *names)) for role, names in ROLES.items()
+        role: _find_first_present(tokens, (role_names.get(role, ""), *names)) for role, names in ROLES.items()
     }
     bos, eos = roles["bos"], roles["eos"]
-    bos = _first_known(bos, roles["cls"], eos)
-    eos = _first_known(eos, roles["sep"], bos)
+    bos = _find_first_known(bos, roles["cls"], eos)
+    eos = _find_first_known(eos, roles["sep"], bos)
     if bos is None or eos is None:
         raise UsageError(
             f"{source}: no special token that could end a text, such as </s>, <|endoftext|> or [SEP]: give a tokenizer "
             "that has one, or train one with `megatfm prep`"
         )
-    pad = _first_known(roles["pad"], eos)
+    pad = _find_first_known(roles["pad"], eos)
     assert pad is not None
     # GPT-2's files also call <|endoftext|> the unknown token, though no text needs one.
     unk = roles["unk"] if roles["unk"] not in (bos, eos) else None
@@ -116,11 +116,11 @@ def special_token_names(pieces: Iterator[str] | list[str]) -> list[str]:
     ]
 
 
-def _first_present(tokens: Mapping[str, int], names: tuple[str, ...]) -> int | None:
+def _find_first_present(tokens: Mapping[str, int], names: tuple[str, ...]) -> int | None:
     return next((tokens[name] for name in names if name in tokens), None)
 
 
-def _first_known(*tokens: int | None) -> int | None:
+def _find_first_known(*tokens: int | None) -> int | None:
     return next((token for token in tokens if token is not None), None)
 
 
@@ -138,7 +138,7 @@ def _find_sentinels(tokens: Mapping[str, int]) -> tuple[int, ...]:
 
 def _find_modes(tokens: Mapping[str, int]) -> dict[str, int]:
     """Return all three mode tokens, or none."""
-    candidates = {letter: _first_present(tokens, names) for letter, names in MODES.items()}
+    candidates = {letter: _find_first_present(tokens, names) for letter, names in MODES.items()}
     found_modes = {letter: token for letter, token in candidates.items() if token is not None}
     return found_modes if len(found_modes) == len(MODES) else {}
 

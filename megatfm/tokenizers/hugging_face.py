@@ -45,17 +45,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer = _read(data, name)
         self._file = json.loads(self._tokenizer.to_str())  # in the format of the installed version
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.special, extra_state = self._find_special_tokens(_roles_from_config(config, name), name)
+        self.special, extra_state = self._find_special_tokens(_read_roles(config, name), name)
         self.hash = blake3(data + extra_state).hexdigest()
-        self._is_bytes = any(part["type"] == "ByteLevel" for part in self._components("pre_tokenizer"))
+        self._is_bytes = any(part["type"] == "ByteLevel" for part in self._list_components("pre_tokenizer"))
         self.kind = _KINDS.get(self._file["model"]["type"], "byte-bpe" if self._is_bytes else "bpe")
-        self._bytes = self._bytes_by_id()
+        self._bytes = self._list_bytes()
         self.lossless = self._bytes is not None
         self._skipped_ids = self.special.reserved - {self.special.unk}
         # A unigram model may have </s> among its pieces, and would find it in HTML.
         pieces = {token: self._tokenizer.model.id_to_token(token) for token in self._skipped_ids}
         self._escape_reserved = ReservedTokenEscaper(
-            {token: self._character_ids(piece) for token, piece in pieces.items() if piece}, self.vocab_size
+            {token: self._list_character_ids(piece) for token, piece in pieces.items() if piece},
+            self.vocab_size,
         )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
@@ -83,12 +84,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return None if self._bytes is None else list(self._bytes)
 
     def word_starts(self) -> NDArray[np.bool_] | None:
-        begins_word = self._word_start_test()
+        begins_word = self._make_word_start_test()
         if begins_word is None:
             return None
         pieces = [self.id_to_piece(token) for token in range(self.vocab_size)]
         starts = np.array(list(map(begins_word, pieces)), np.bool_)
-        for token, added_token in self._added_tokens().items():
+        for token, added_token in self._list_added_tokens().items():
             starts[token] = added_token.content[:1].isspace() or begins_word(added_token.content)
         starts[list(self.special.reserved)] = True
         return starts
@@ -96,7 +97,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def reserved_spellings(self) -> list[str]:
         """Spellings that `encode_with_offsets` reads as special tokens."""
-        return list(self._special_tokens())
+        return list(self._list_special_tokens())
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
         """Encode a text in which special tokens are spelled out; return ids [n] and their characters (begin, end)."""
@@ -154,9 +155,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _find_special_tokens(self, role_names: Mapping[str, str], name: str) -> tuple[SpecialTokenIds, bytes]:
         """Return the reserved ids, and JSON to hash with the file if the config beside it changes them."""
-        frame = self._post_processor_roles()
+        frame = self._find_post_processor_roles()
         try:
-            from_file = find_special_tokens(self._special_tokens(), frame, name)
+            from_file = find_special_tokens(self._list_special_tokens(), frame, name)
         except UsageError:
             from_file = None
             if not role_names:
@@ -168,51 +169,51 @@ class HuggingFaceTokenizer(Tokenizer):
                     "transformers' AutoTokenizer and save them again"
                 )
         self._tokenizer.add_special_tokens(list(role_names.values()))
-        special = find_special_tokens(self._special_tokens(), {**frame, **role_names}, name)
+        special = find_special_tokens(self._list_special_tokens(), {**frame, **role_names}, name)
         return special, b"" if special == from_file else json.dumps(vars(special), sort_keys=True).encode()
 
-    def _special_tokens(self) -> dict[str, int]:
+    def _list_special_tokens(self) -> dict[str, int]:
         return {
             added_token.content: token
-            for token, added_token in self._added_tokens().items()
+            for token, added_token in self._list_added_tokens().items()
             if added_token.special
         }
 
-    def _added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+    def _list_added_tokens(self) -> dict[int, tokenizers.AddedToken]:
         """Added tokens by id: found in text before the model runs."""
         return self._tokenizer.get_added_tokens_decoder()
 
-    def _post_processor_roles(self) -> dict[str, str]:
+    def _find_post_processor_roles(self) -> dict[str, str]:
         """Return role → token text, from the file's post-processor."""
-        parts = (part for part in self._components("post_processor") if part["type"] in _FRAMES)
+        parts = (part for part in self._list_components("post_processor") if part["type"] in _FRAMES)
         return {role: part[role][0] for part in parts for role in ("cls", "sep")}
 
-    def _components(self, section: str) -> list[dict[str, Any]]:
+    def _list_components(self, section: str) -> list[dict[str, Any]]:
         """Return the components of a section of the file, with nested sequences flattened."""
         return list(_flatten(self._file[section]))
 
-    def _character_ids(self, piece: str) -> list[int]:
+    def _list_character_ids(self, piece: str) -> list[int]:
         """Return the ids of a piece's single characters."""
         characters = "".join(_BYTE_CHARACTERS[byte] for byte in piece.encode()) if self._is_bytes else piece
         return [token.id for character in characters for token in self._tokenizer.model.tokenize(character)]
 
-    def _bytes_by_id(self) -> list[bytes] | None:
+    def _list_bytes(self) -> list[bytes] | None:
         """Return the bytes of each id [vocab_size] if encoding and decoding keep every byte; else None."""
         model = self._file["model"]
         has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-        steps = self._components("pre_tokenizer")
+        steps = self._list_components("pre_tokenizer")
         added = {
             token: added_token
-            for token, added_token in self._added_tokens().items()
+            for token, added_token in self._list_added_tokens().items()
             if token not in self.special.reserved
         }
         if (
             model["type"] != "BPE"
             or has_affixes
-            or self._components("normalizer")
-            or not all(map(_keeps_text, steps))
+            or self._list_components("normalizer")
+            or not all(map(_is_lossless, steps))
             or [step["type"] for step in steps].count("ByteLevel") != 1
-            or [step["type"] for step in self._components("decoder")] != ["ByteLevel"]
+            or [step["type"] for step in self._list_components("decoder")] != ["ByteLevel"]
             or any(self._tokenizer.model.token_to_id(character) is None for character in _BYTE_CHARACTERS)
             or any(added_token.lstrip or added_token.rstrip for added_token in added.values())
             or any(
@@ -230,7 +231,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 result.append(_to_bytes(self.id_to_piece(token)))
         return result
 
-    def _word_start_test(self) -> Callable[[str], bool] | None:
+    def _make_word_start_test(self) -> Callable[[str], bool] | None:
         """Return a test whether a piece begins a word; None if pieces don't show it."""
         model = self._file["model"]
         if model["type"] == "WordLevel":
@@ -240,9 +241,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._is_bytes:
             return lambda piece: piece.startswith(_SPACES)
         components = [
-            *self._components("pre_tokenizer"),
-            *self._components("normalizer"),
-            *self._components("decoder"),
+            *self._list_components("pre_tokenizer"),
+            *self._list_components("normalizer"),
+            *self._list_components("decoder"),
         ]
         if any(SPACE_MARK in json.dumps(component, ensure_ascii=False) for component in components):
             return lambda piece: piece.startswith((SPACE_MARK, *" \t\n\r\f\v"))
@@ -265,7 +266,7 @@ def _read(data: bytes, name: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _roles_from_config(config: bytes | None, name: str) -> dict[str, str]:
+def _read_roles(config: bytes | None, name: str) -> dict[str, str]:
     """Return role → token text from a `tokenizer_config.json`."""
     try:
         values = json.loads(config) if config else {}
@@ -290,14 +291,14 @@ def _flatten(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
                 yield from _flatten(step)
 
 
-def _keeps_text(step: dict[str, Any]) -> bool:
+def _is_lossless(step: dict[str, Any]) -> bool:
     """Whether a pre-tokenization step keeps every byte of the text."""
     if step["type"] == "ByteLevel":
         return not step["add_prefix_space"]
     return step["type"] in ("Split", "Digits", "Punctuation") and step.get("behavior") != "Removed"
 
 
-def _byte_characters() -> list[str]:
+def _list_byte_characters() -> list[str]:
     """Return GPT-2's character of each byte: itself if visible in Latin-1, else one from U+0100 on.
 
     Radford et al. 2019, section 2.2; the table is that of their code.
@@ -307,7 +308,7 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in visible else chr(next(hidden)) for byte in range(256)]
 
 
-_BYTE_CHARACTERS = _byte_characters()
+_BYTE_CHARACTERS = _list_byte_characters()
 _BYTES = {character: byte for byte, character in enumerate(_BYTE_CHARACTERS)}
 _SPACES = tuple(_BYTE_CHARACTERS[byte] for byte in b" \t\n\r\f\v")
 

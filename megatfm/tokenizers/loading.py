@@ -28,9 +28,9 @@ def load(path: str | Path) -> Tokenizer:
     if file.is_dir():
         folder, in_folder = file, find_tokenizer_file(file)
         if in_folder is None:
-            raise UsageError(f"{path}: {_not_found_message(folder)}")
+            raise UsageError(f"{path}: {_explain_not_found(folder)}")
         file = in_folder
-    data = _without_blanks(file, _read(file))
+    data = _skip_blanks(file, _read(file))
     if converted := _convert_legacy(file, data):
         return HuggingFaceTokenizer(converted, None, str(file))
     if data[:1] != b"{":
@@ -66,7 +66,7 @@ def tokenizer_files(path: str | Path) -> dict[str, bytes]:
     """
     file = Path(path)
     file = (find_tokenizer_file(file) or file) if file.is_dir() else file
-    data = _without_blanks(file, _read(file))
+    data = _skip_blanks(file, _read(file))
     if converted := _convert_legacy(file, data):
         return {TOKENIZER_JSON: converted}
     if data[:1] != b"{":
@@ -81,7 +81,7 @@ def tokenizer_files(path: str | Path) -> dict[str, bytes]:
     )
 
 
-def _without_blanks(file: Path, data: bytes) -> bytes:
+def _skip_blanks(file: Path, data: bytes) -> bytes:
     """Return a JSON file's content from its brace on. Some editors put a byte order mark before it."""
     if file.suffix != ".json":
         return data
@@ -116,7 +116,7 @@ def _is_hugging_face(data: bytes) -> bool:
     return not (isinstance(values, dict) and "blake3" in values and "model" not in values)
 
 
-def _not_found_message(folder: Path) -> str:
+def _explain_not_found(folder: Path) -> str:
     if any(Path(folder, name).is_file() for name in (*SP_MODELS, "vocab.json")):
         return (
             f"no {TOKENIZER_JSON} here: transformers makes it: "

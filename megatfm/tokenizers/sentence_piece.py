@@ -60,7 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
             ) from None
         if not model:
             raise UsageError(f"{name}: is empty: give the tokenizer.model of a prepared corpus")
-        settings = _settings(model)
+        settings = _read_settings(model)
         self._word_start_is_marked = not settings["treat_whitespace_as_suffix"]
         self.kind = _KINDS.get(settings["model_type"], "sentencepiece")
         self.hash = blake3(model).hexdigest()
@@ -71,13 +71,13 @@ class SentencePieceTokenizer(Tokenizer):
             self.id_to_piece(token): token for token in range(self.vocab_size) if self._is_reserved(token)
         }
         special_tokens |= {piece: ids[role] for role, piece in role_names.items()}
-        user_defined = self._user_defined(settings["user_defined_symbols"])
+        user_defined = self._find_user_defined(settings["user_defined_symbols"])
         self.special = find_special_tokens({**special_tokens, **user_defined}, role_names, name)
         byte_tokens = [self._sp.piece_to_id(_BYTE.format(byte)) for byte in range(256)]
         self.lossless = all(map(self._sp.is_byte, byte_tokens)) and not settings["changes_text"]
         self._space_mark = np.array([byte_tokens[byte] for byte in SPACE_MARK.encode()], np.int32)
         self._escape_reserved = ReservedTokenEscaper(
-            {token: self._character_ids(piece) for piece, token in user_defined.items()}, self.vocab_size
+            {token: self._list_character_ids(piece) for piece, token in user_defined.items()}, self.vocab_size
         )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
@@ -97,7 +97,7 @@ class SentencePieceTokenizer(Tokenizer):
     def token_bytes(self) -> list[bytes] | None:
         if not self.lossless:
             return None
-        return [self._bytes(token) for token in range(self.vocab_size)]
+        return [self._get_bytes(token) for token in range(self.vocab_size)]
 
     def word_starts(self) -> NDArray[np.bool_] | None:
         if not self._word_start_is_marked:
@@ -116,7 +116,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise
         return [ids.copy() for ids in self._sp.encode(encoded, return_type="numpy", num_threads=threads)]
 
-    def _bytes(self, token: int) -> bytes:
+    def _get_bytes(self, token: int) -> bytes:
         piece = self.id_to_piece(token)
         if self._sp.is_byte(token):
             return bytes([int(piece[3:5], 16)])
@@ -125,7 +125,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _is_reserved(self, token: int) -> bool:
         return bool(self._sp.is_control(token) or self._sp.is_unknown(token))
 
-    def _user_defined(self, symbols: Iterable[str]) -> Mapping[str, int]:
+    def _find_user_defined(self, symbols: Iterable[str]) -> Mapping[str, int]:
         """Return name → id of reserved names among the user-defined symbols, which SentencePiece finds in text."""
         return {
             piece: token
@@ -133,7 +133,7 @@ class SentencePieceTokenizer(Tokenizer):
             if not self._is_reserved(token := self._sp.piece_to_id(piece))
         }
 
-    def _character_ids(self, piece: str) -> list[int]:
+    def _list_character_ids(self, piece: str) -> list[int]:
         """Return the ids of a piece's single characters."""
         ids: list[int] = []
         for character in piece:
@@ -185,7 +185,7 @@ def read_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         offset += size
 
 
-def _settings(model: bytes) -> dict[str, Any]:
+def _read_settings(model: bytes) -> dict[str, Any]:
     """Return a model's settings of text, with the field numbers and defaults of sentencepiece_model.proto."""
     messages = {number: dict[int, Any]() for number in (_TRAINER, _NORMALIZER)}
     symbols = []

@@ -53,14 +53,14 @@ def train_sentencepiece(
     model = io.BytesIO()
     failures: list[BaseException] = []
     model_options: dict[str, Any] = {
-        "sentence_iterator": _record_errors(_sentences(texts), failures),
-        "pretokenizer": _segments,
+        "sentence_iterator": _record_errors(_iter_sentences(texts), failures),
+        "pretokenizer": _split_segments,
         "allow_inconsistent_pretokenization": True,  # encoding needs no segments
     }
     if model_type == "unigram":
         # Unigram learns from distinct segments with their counts; docs/LOG.md has the comparison.
         model_options = {
-            "sentence_iterator": _record_errors(_counted_segments(texts), failures),
+            "sentence_iterator": _record_errors(_iter_counted_segments(texts), failures),
             "input_format": "tsv",
         }
     try:
@@ -92,7 +92,7 @@ def train_sentencepiece(
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        raise _training_error(error, vocab_size) from error
+        raise _explain_error(error, vocab_size) from error
     return _restore_spaces(model.getvalue())
 
 
@@ -118,17 +118,17 @@ def _restore_spaces(model: bytes) -> bytes:
     return bytes(restored)
 
 
-def _segments(sentence: str) -> list[str]:
+def _split_segments(sentence: str) -> list[str]:
     segments = _SEGMENT.findall(sentence.translate(_MARKS_TO_TEXT))
     return [segment.translate(_TEXT_TO_MARKS) for segment in segments]
 
 
-def _sentences(texts: Iterable[str]) -> Iterator[str]:
+def _iter_sentences(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         yield text.translate(_TEXT_TO_MARKS)
 
 
-def _counted_segments(texts: Iterable[str]) -> Iterator[str]:
+def _iter_counted_segments(texts: Iterable[str]) -> Iterator[str]:
     """Yield distinct segments with their counts, the most frequent first, as TSV lines."""
     counts = Counter[str]()
     for text in texts:
@@ -149,7 +149,7 @@ def _record_errors(sentences: Iterator[str], failures: list[BaseException]) -> I
         raise
 
 
-def _training_error(error: RuntimeError, vocab_size: int) -> MegatfmError:
+def _explain_error(error: RuntimeError, vocab_size: int) -> MegatfmError:
     message = str(error)
     if max_match := _TOO_LARGE.search(message):
         return UsageError(
@@ -228,7 +228,7 @@ def train_wordpiece(
     pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     with _report_invalid_unicode():
         normalized = [normalizer.normalize_str(text) for text in texts]
-    alphabet = _alphabet(normalized)
+    alphabet = _choose_alphabet(normalized)
     # The trainer numbers continuing characters in an order that changes from run to run, and breaks ties between pairs
     # by these numbers. As special tokens they have a fixed order.
     inner_characters = [
@@ -303,7 +303,7 @@ def _count_texts(texts: Iterable[str], has_text: Counter[bool]) -> Iterator[str]
         yield text
 
 
-def _alphabet(texts: list[str]) -> list[str]:
+def _choose_alphabet(texts: list[str]) -> list[str]:
     """Return the characters that cover CHARACTER_COVERAGE of the texts, without white space, by code point."""
     counts = Counter[str]()
     for text in texts:

@@ -93,7 +93,7 @@ class RunLog:
         self._n_steps_done += 1
         if self._has_console and self._console.is_terminal:
             if self._progress is None:
-                self._progress = self._stack.enter_context(self._bar(record["step"] - 1))
+                self._progress = self._stack.enter_context(self._make_progress_bar(record["step"] - 1))
             self._progress.update(self._progress.task_ids[0], completed=record["step"], metrics=metrics)
         if is_due:
             log.info(
@@ -102,20 +102,20 @@ class RunLog:
                 metrics,
                 record["lr"],
                 record["grad_norm"],
-                self._eta(record["step"]),
+                self._format_eta(record["step"]),
             )
             if by_source := record.get("loss_by_source"):
                 losses = ", ".join(f"{name} {loss:.4f}" for name, loss in by_source.items())
                 log.info("step %d  loss by source: %s", record["step"], losses)
 
-    def _eta(self, step: int) -> str:
+    def _format_eta(self, step: int) -> str:
         """Format the time left, from the average duration of steps since this start; empty at the last step."""
         if step >= self._steps:
             return ""
         seconds = (time.monotonic() - self._start_time) / self._n_steps_done * (self._steps - step)
         return f"  {timedelta(seconds=round(seconds))} left"
 
-    def _bar(self, completed: int) -> Progress:
+    def _make_progress_bar(self, completed: int) -> Progress:
         progress = Progress(
             TextColumn("train"),
             BarColumn(),

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.config import Config
-from megatfm.object_collectives import all_gather, machine
+from megatfm.object_collectives import all_gather, get_machine_name
 from megatfm.version import __version__
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -55,19 +55,19 @@ HardwareByRank = Mapping[str, Sequence[Any]]
 """`kinds`: list of distinct hardware descriptions; `of_rank`: for each rank, the index of its description in it."""
 
 
-def environment(device: torch.device) -> dict[str, str]:
+def describe_environment(device: torch.device) -> dict[str, str]:
     """Return versions and hardware of this process. GPUs are described only if `device` is one."""
     packages = ("numpy", "safetensors", "sentencepiece", "tokenizers")
     return {
         "megatfm": __version__,
         **commit(Path(__file__).parents[2]),
         "python": platform.python_version(),
-        **libraries(),
+        **list_libraries(),
         **{package: metadata.version(package) for package in packages},
         "system": platform.platform(),
         "cpu cores": str(os.cpu_count()),
-        **processor(),
-        **(gpu() if device.type == "cuda" else {"gpu": "none"}),
+        **describe_processor(),
+        **(describe_gpu() if device.type == "cuda" else {"gpu": "none"}),
     }
 
 
@@ -81,8 +81,8 @@ def commit(root: Path) -> dict[str, str]:
     try:
         if (root / ".git").exists():
             head, changed = (
-                _git(root, "rev-parse", "HEAD"),
-                bool(_git(root, "status", "--porcelain", "-uno")),
+                _run_git(root, "rev-parse", "HEAD"),
+                bool(_run_git(root, "status", "--porcelain", "-uno")),
             )
         elif origin.is_file():
             record = json.loads(origin.read_text(encoding="utf-8"))
@@ -92,14 +92,14 @@ def commit(root: Path) -> dict[str, str]:
     return {"commit": head + " with changes" * changed} if head else {}
 
 
-def _git(root: Path, *argv: str) -> str:
+def _run_git(root: Path, *argv: str) -> str:
     result = subprocess.run(
         ["git", "-C", str(root), *argv], capture_output=True, text=True, check=True, timeout=30
     )
     return result.stdout.strip()
 
 
-def processor() -> dict[str, str]:
+def describe_processor() -> dict[str, str]:
     """Return the processor's model and instruction sets, the one for which torch chose its kernels, and threads."""
     facts: dict[str, str] = {}
     try:
@@ -117,7 +117,7 @@ def processor() -> dict[str, str]:
     }
 
 
-def gpu() -> dict[str, str]:
+def describe_gpu() -> dict[str, str]:
     """Return the GPU of this process, and the versions of its libraries."""
     facts = {
         "gpu": torch.cuda.get_device_name(),
@@ -131,11 +131,11 @@ def gpu() -> dict[str, str]:
 
 def launch_info(launcher: str) -> dict[str, str]:
     """Return the numbers of processes and machines of a run, and the launcher. A collective."""
-    machines = all_gather(machine())
+    machines = all_gather(get_machine_name())
     return {"processes": str(len(machines)), "machines": str(len(set(machines))), "launcher": launcher}
 
 
-def libraries() -> dict[str, str]:
+def list_libraries() -> dict[str, str]:
     """Return the versions of torch and its libraries, and the environment variables that configure them."""
     build_config = torch.__config__.show()
     matches = {name: re.search(pattern, build_config) for name, pattern in LIBRARIES.items()}
@@ -149,7 +149,7 @@ def libraries() -> dict[str, str]:
 
 def gather_hardware(device: torch.device) -> dict[str, list[Any]]:
     """Gather the hardware of every rank. A collective."""
-    facts = {**libraries(), **(gpu() if device.type == "cuda" else processor())}
+    facts = {**list_libraries(), **(describe_gpu() if device.type == "cuda" else describe_processor())}
     ranks = all_gather(facts)
     kinds = [facts for rank, facts in enumerate(ranks) if facts not in ranks[:rank]]
     return {"kinds": kinds, "of_rank": [kinds.index(facts) for facts in ranks]}
@@ -157,7 +157,7 @@ def gather_hardware(device: torch.device) -> dict[str, list[Any]]:
 
 def diff_hardware(saved: HardwareByRank, current: HardwareByRank) -> list[str]:
     """Return the changes on ranks that exist in both, as `threads: 1 → 2`."""
-    pairs = list(zip(_by_rank(saved), _by_rank(current), strict=False))
+    pairs = list(zip(_expand_by_rank(saved), _expand_by_rank(current), strict=False))
     ranks_by_change: dict[str, list[int]] = defaultdict(list)
     for rank, (old, new) in enumerate(pairs):
         for key in dict.fromkeys([*old, *new]):
@@ -170,7 +170,7 @@ def diff_hardware(saved: HardwareByRank, current: HardwareByRank) -> list[str]:
     ]
 
 
-def _by_rank(machines: HardwareByRank) -> list[Mapping[str, str]]:
+def _expand_by_rank(machines: HardwareByRank) -> list[Mapping[str, str]]:
     return [machines["kinds"][index] for index in machines["of_rank"]]
 
 
@@ -237,7 +237,7 @@ class Utilization:
     peak: Peak
     devices: int
 
-    def mfu(self, tokens_per_second: float) -> dict[str, float]:
+    def compute_mfu(self, tokens_per_second: float) -> dict[str, float]:
         """Return `mfu` and `mfu_causal`, which leaves out the masked half of attention, at a speed."""
         tokens_per_flop = tokens_per_second / (self.peak.flops * self.devices)
         return {

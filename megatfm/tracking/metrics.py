@@ -99,12 +99,12 @@ class MetricsLog:
     def __init__(self, run: RunInfo, sinks: Sequence[str] = ()) -> None:
         sink_classes = [SINKS.get(name) for name in sinks]
         self._path = run.folder / METRICS
-        with _naming(self._path):
+        with _name_file_in_errors(self._path):
             run.folder.mkdir(parents=True, exist_ok=True)
             _truncate_after(self._path, run.first_step, has_earlier_steps=not run.is_branch)
         self._last_step = run.first_step or -1  # a new run may write a step 0
         self._sinks = [sink_class(run) for sink_class in sink_classes]
-        with _naming(self._path):
+        with _name_file_in_errors(self._path):
             self._file = open(self._path, "ab", opener=open_nofollow)  # noqa: SIM115
 
     @classmethod
@@ -122,7 +122,7 @@ class MetricsLog:
         step = record["step"]
         if step <= self._last_step:
             raise ValueError(f"step {step} was written already: the last one was {self._last_step}")
-        with _naming(self._path):
+        with _name_file_in_errors(self._path):
             self._file.write(to_json_line(record))
             self._file.flush()  # readers see the step now; it is on disk after sync()
         self._last_step = step
@@ -131,7 +131,7 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Force everything written so far to disk. Called before a checkpoint is saved."""
-        with _naming(self._path):
+        with _name_file_in_errors(self._path):
             os.fsync(self._file.fileno())
         for sink in self._sinks:
             sink.sync()
@@ -168,7 +168,7 @@ def log_event(folder: Path, event: str, detail: str, step: int | None = None, **
     if step is not None:
         record["step"] = step
     path = folder / EVENTS
-    with _naming(path):
+    with _name_file_in_errors(path):
         has_unfinished_line = path.exists() and not path.read_bytes().endswith(b"\n")
         with open(path, "ab", opener=open_nofollow) as file:
             file.write((b"\n" if has_unfinished_line else b"") + to_json_line(record))
@@ -225,7 +225,7 @@ def _truncate_after(path: Path, first_step: int, *, has_earlier_steps: bool) -> 
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _name_file_in_errors(path: Path) -> Iterator[None]:
     """Turn an OSError into a MegatfmError that names the file."""
     try:
         yield
@@ -263,7 +263,7 @@ class TensorBoard:
 
         folder = run.folder / "tensorboard"
         self._event = event_pb2.Event
-        with _naming(folder):
+        with _name_file_in_errors(folder):
             folder.mkdir(exist_ok=True)
             self._folder = folder
             self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns()}")
@@ -275,15 +275,15 @@ class TensorBoard:
         event = self._event(wall_time=record.get("time", time.time()), step=record["step"])
         for name, value in _flatten_scalars(record):
             event.summary.value.add(tag=name, simple_value=value)
-        with _naming(self._folder):
+        with _name_file_in_errors(self._folder):
             self._writer.write_event(event)
 
     def sync(self) -> None:
-        with _naming(self._folder):
+        with _name_file_in_errors(self._folder):
             self._writer.flush()
 
     def close(self) -> None:
-        with _naming(self._folder):
+        with _name_file_in_errors(self._folder):
             self._writer.close()
 
 
@@ -308,7 +308,7 @@ class WeightsAndBiases:
         options: dict[str, Any] = {
             "project": run.wandb_project,
             "name": run.folder.name,
-            "id": _wandb_run_id(run.folder / "wandb-id"),
+            "id": _get_wandb_run_id(run.folder / "wandb-id"),
             "resume": "allow",
             "dir": str(run.folder),
             "config": dict(run.config),
@@ -340,8 +340,8 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _wandb_run_id(path: Path) -> str:
-    with _naming(path):
+def _get_wandb_run_id(path: Path) -> str:
+    with _name_file_in_errors(path):
         if not path.exists():
             atomic_write(path, secrets.token_hex(4))
         return path.read_text().strip()

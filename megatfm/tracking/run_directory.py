@@ -182,7 +182,7 @@ class RunDirectory:
         self.write("plan.txt", plan)
         self.write(
             "environment.json",
-            json.dumps({**hardware.environment(device), **(launch_info or {})}, indent=2) + "\n",
+            json.dumps({**hardware.describe_environment(device), **(launch_info or {})}, indent=2) + "\n",
         )
         if config.data.tokenizer is not None:
             self._write_tokenizer(tokenizers.tokenizer_files(config.data.tokenizer))

@@ -77,11 +77,11 @@ class RunLock:
                 raise MegatfmError(f"{self.path} is not a regular file, so it can't be locked: remove it")
             holder = _read_holder(file)
             if not _try_lock(file) or (
-                holder and holder["host"] != socket.gethostname() and self._mtime_advances(holder)
+                holder and holder["host"] != socket.gethostname() and self._does_mtime_advance(holder)
             ):
-                raise LockedError(self._refusal(holder))
+                raise LockedError(self._describe_holder(holder))
             os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(_holder_info()).encode() + b"\n", 0)
+            os.pwrite(file, json.dumps(_describe_this_process()).encode() + b"\n", 0)
         except BaseException:
             os.close(file)
             raise
@@ -136,7 +136,7 @@ class RunLock:
                 with contextlib.suppress(OSError):  # try again at the next heartbeat
                     os.utime(self._file)
 
-    def _mtime_advances(self, holder: dict[str, Any]) -> bool:
+    def _does_mtime_advance(self, holder: dict[str, Any]) -> bool:
         """Return whether the mtime changes, so that the holder on another machine lives. Doesn't compare clocks."""
         _log.warning(
             "%s names process %s on %s: waiting up to %.0f s for a sign that it still trains",
@@ -151,7 +151,7 @@ class RunLock:
                 return True
         return False
 
-    def _refusal(self, holder: dict[str, Any]) -> str:
+    def _describe_holder(self, holder: dict[str, Any]) -> str:
         job = f", job {holder['job']}" if holder.get("job") else ""
         holder_name = f" (process {holder['pid']} on {holder['host']}{job})" if holder else ""
         return (
@@ -160,7 +160,7 @@ class RunLock:
         )
 
 
-def _holder_info() -> dict[str, Any]:
+def _describe_this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -191,11 +191,11 @@ def _try_lock(file: int) -> bool:
         if error.errno not in UNSUPPORTED:
             raise
         holder = _read_holder(file)
-        return not (holder.get("host") == socket.gethostname() and _pid_exists(holder["pid"]))
+        return not (holder.get("host") == socket.gethostname() and _is_process_alive(holder["pid"]))
     return True
 
 
-def _pid_exists(pid: int) -> bool:
+def _is_process_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

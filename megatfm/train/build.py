@@ -51,7 +51,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         )
     if pipeline is not None:
         prune_to_stages(model, pipeline.stages_of(mesh.rank(PIPELINE)))
-        layout.table += f"\n{pipeline.table()}"
+        layout.table += f"\n{pipeline.format_table()}"
     if parallel.async_tp:
         layout.table += f"\n{ASYNC_TP}"
     setup = EngineSetup(config, model, layout, mesh, device, precision, optimizers, pipeline)

@@ -130,7 +130,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
 
     opener = _CorpusOpener(config, tokenizer, objective)
     validation: dict[str, SizedRowDataset] = {
-        name: opener.rows(path, shuffle=False, objective=opener.objective.for_evaluation())
+        name: opener.open_rows(path, shuffle=False, objective=opener.objective.for_evaluation())
         for name, path in data.validation.items()
     }
     for name, rows in validation.items():
@@ -206,7 +206,7 @@ class _CorpusOpener:
     tokenizer: Tokenizer | None
     objective: Objective
 
-    def rows(
+    def open_rows(
         self,
         path: str,
         *,
@@ -240,9 +240,9 @@ class _CorpusOpener:
         data, seed = self.config.data, self.config.train.seed
         if data.train is not None:
             turn = self.streams.turn
-            return self.rows(data.train, shuffle=data.shuffle, quarantine=data.quarantine, turn=turn)
+            return self.open_rows(data.train, shuffle=data.shuffle, quarantine=data.quarantine, turn=turn)
         sources = {
-            name: self.rows(
+            name: self.open_rows(
                 source.path,
                 shuffle=data.shuffle,
                 seed=source_seed(seed, name),

@@ -49,7 +49,7 @@ def evaluate(
     byte_lengths = byte_lengths if objective.likelihood_term else None
     stop = min(max_rows or len(rows), len(rows))
     n_bytes = torch.zeros(1, dtype=torch.float64, device=engine.device)
-    with _loader(engine, rows, micro_batch, stop) as loader:
+    with _make_loader(engine, rows, micro_batch, stop) as loader:
 
         def batches() -> Iterator[dict[str, NDArray[Any]]]:
             for microbatches in loader:
@@ -93,7 +93,7 @@ def loss_by_position(
     assert term is not None
     losses = []
     for bucket in range(n_buckets):
-        with _loader(engine, rows, micro_batch, min(n_rows, len(rows))) as loader:
+        with _make_loader(engine, rows, micro_batch, min(n_rows, len(rows))) as loader:
 
             def batches(
                 loader: DataLoader = loader, bucket: int = bucket
@@ -111,7 +111,7 @@ def loss_by_position(
     return losses
 
 
-def _loader(engine: Engine, rows: SizedRowDataset, micro_batch: int, end_position: int) -> DataLoader:
+def _make_loader(engine: Engine, rows: SizedRowDataset, micro_batch: int, end_position: int) -> DataLoader:
     return DataLoader(
         rows,
         global_batch=micro_batch * engine.mesh.data_ranks,
@@ -123,7 +123,7 @@ def _loader(engine: Engine, rows: SizedRowDataset, micro_batch: int, end_positio
     )
 
 
-def summary(result: Mapping[str, Any]) -> str:
+def format_result(result: Mapping[str, Any]) -> str:
     """Format a result for the log, as "loss 1.2345, 1.650 bits per byte"."""
     texts = [f"loss {result['loss']:.4f}"]
     values = {**result.get("terms", {}), **result.get("metrics", {})}
@@ -184,9 +184,9 @@ class Evaluator:
                 texts = (f"{metric.replace('_', ' ')} {value:.4f}" for metric, value in metrics.items())
                 log.info("step %d  task %s: %s", step, name, ", ".join(texts))
         record["evaluation_seconds"] = time.perf_counter() - start
-        return record | ({"samples": self._samples(step)} if self._sampler else {})
+        return record | ({"samples": self._generate_samples(step)} if self._sampler else {})
 
-    def _samples(self, step: int) -> list[dict[str, str]]:
+    def _generate_samples(self, step: int) -> list[dict[str, str]]:
         assert self._sampler
         generate, tokenizer, config = self._sampler.generate, self._corpora.tokenizer, self._config
         texts = self._run_model(lambda model: generate(model, tokenizer, config, step))
@@ -222,7 +222,7 @@ def evaluate_sets(
             )
         if config.task and collector:
             results[name]["metrics"] = collector.gather(config.task, config.data.validation[name]).metrics()
-        log.info("step %d  %s: %s", step, name, summary(results[name]))
+        log.info("step %d  %s: %s", step, name, format_result(results[name]))
         if (n_buckets := config.evaluate.position_buckets) and corpora.objective.likelihood_term:
             results[name]["loss_by_position"] = loss_by_position(
                 engine,

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, ModelConfig, PreferenceObjective, TaskConfig, invalid
+from megatfm.config import Config, ModelConfig, PreferenceObjective, TaskConfig, make_usage_error
 from megatfm.config.key_migrations import migrate
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
@@ -71,7 +71,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
         {
             "task.labels": task.labels,
             "model.vocab_size": config.model.vocab_size or tokenizer.vocab_size,
-            **(_head_changes(config, task) if task.has_head else _answer_changes(config, task)),
+            **(_make_head_changes(config, task) if task.has_head else _make_answer_changes(config, task)),
         }
     )
     if task.has_head:
@@ -108,7 +108,7 @@ def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with
     )  # fmt: skip
 
 
-def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
+def _make_answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the change of the objective to "answers", or to "preference" with the config's options for it."""
     if task.form != "preference":
         return {"objective": {"name": "answers"}}
@@ -120,7 +120,7 @@ def _answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     }
 
 
-def _head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
+def _make_head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the changes of model and objective that replace all heads by the task's head."""
     name, kind, form, family = head_name(config), TASK_HEADS.get(task.form), task.form, config.model.family
     if form == "span_extraction" and task.lm_weight:
@@ -200,7 +200,7 @@ def weights_to_load(config: Config) -> list[str]:
     if config.train.init_from is None:
         return []
     path = checkpoint.find_checkpoint(Path(config.train.init_from))
-    stored = checkpoint.names(path)
+    stored = checkpoint.read_names(path)
     head = head_name(config)
     section = config.model.extra_heads[head]
     is_pooled = getattr(section, "pooler", "none") != "none" and not getattr(section, "layers", ())
@@ -263,6 +263,6 @@ def _with_steps(config: Config) -> Config:
     try:
         return config.with_changes(changes)
     except ValidationError as error:
-        raise invalid(
+        raise make_usage_error(
             f"the steps of task.epochs = {config.task.epochs} over {config.task.train}", error
         ) from None

@@ -150,14 +150,14 @@ class HangDetector:
                 return None
             return self._diagnose_failures(ended, now)
         if any(
-            rank.seconds_without_progress(now) > self.hang_timeout for rank in self._active_ranks()
+            rank.seconds_without_progress(now) > self.hang_timeout for rank in self._list_active_ranks()
         ) and not self._is_slowest_making_progress(now):
             return self._diagnose_hang(now)
         return None
 
     def _is_slowest_making_progress(self, now: float) -> bool:
         """Return whether a rank for which others may wait makes progress, for example while it reads a checkpoint."""
-        active = self._active_ranks()
+        active = self._list_active_ranks()
         min_ticks = min(rank.heartbeat.ticks for rank in active)
         return any(
             rank.heartbeat.ticks == min_ticks
@@ -168,7 +168,9 @@ class HangDetector:
 
     def _diagnose_failures(self, ended: list[_Rank], now: float) -> Diagnosis:
         causes = [rank for rank in ended if not rank.lost_peer]
-        if not causes and self._active_ranks():  # they only lost a peer, and that is a rank that hasn't ended
+        if (
+            not causes and self._list_active_ranks()
+        ):  # they only lost a peer, and that is a rank that hasn't ended
             return self._diagnose_hang(now)
         first = (causes or ended)[0]
         if (
@@ -178,11 +180,11 @@ class HangDetector:
         ):
             return Diagnosis([], [], first.heartbeat.step, first.reason, hung=False)
         cause = f"failed: {first.reason}" if first.reason else ENDED_SILENTLY
-        return self._blame([first], f"{first.describe()}: {cause}", hung=False)
+        return self._make_diagnosis([first], f"{first.describe()}: {cause}", hung=False)
 
     def _diagnose_hang(self, now: float) -> Diagnosis:
-        active = self._active_ranks()
-        silent = self._silent_ranks(active, now)
+        active = self._list_active_ranks()
+        silent = self._find_silent_ranks(active, now)
         min_ticks = min(rank.heartbeat.ticks for rank in active)
         behind = [rank for rank in active if rank.heartbeat.ticks == min_ticks]
         not_waiting = [rank for rank in behind if not rank.heartbeat.waiting]
@@ -197,9 +199,9 @@ class HangDetector:
             )
         ranks_text = ", ".join(rank.describe() for rank in blamed[:8])
         more = f" and {len(blamed) - 8} more" if len(blamed) > 8 else ""
-        return self._blame(blamed, f"{ranks_text}{more}: {reason}", hung=True)
+        return self._make_diagnosis(blamed, f"{ranks_text}{more}: {reason}", hung=True)
 
-    def _silent_ranks(self, active: Sequence[_Rank], now: float) -> list[_Rank]:
+    def _find_silent_ranks(self, active: Sequence[_Rank], now: float) -> list[_Rank]:
         """Return the ranks without recent heartbeats, except those whose relay is itself silent."""
         silent = [rank for rank in active if now - rank.last_heartbeat_at > self.heartbeat_timeout]
         silent_ranks = {rank.rank for rank in silent}
@@ -208,10 +210,10 @@ class HangDetector:
             rank for rank in silent if (relay := relays[rank.rank]) == rank.rank or relay not in silent_ranks
         ]
 
-    def _active_ranks(self) -> list[_Rank]:
+    def _list_active_ranks(self) -> list[_Rank]:
         return [rank for rank in self._ranks if not rank.exited and rank.failed_at is None]
 
-    def _blame(self, blamed: list[_Rank], text: str, hung: bool) -> Diagnosis:
+    def _make_diagnosis(self, blamed: list[_Rank], text: str, hung: bool) -> Diagnosis:
         blamed_ranks = [rank.rank for rank in blamed]
         hung_ranks = set(blamed_ranks) if hung else set()
         reporters = (

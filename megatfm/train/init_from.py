@@ -80,7 +80,7 @@ def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ())
     source = run_on_rank_0_raising(lambda: checkpoint.find_checkpoint(path))
     stored = {
         name.removeprefix("model."): tuple(shape)
-        for name, (_, shape) in run_on_rank_0_raising(lambda: checkpoint.names(source)).items()
+        for name, (_, shape) in run_on_rank_0_raising(lambda: checkpoint.read_names(source)).items()
         if name.startswith("model.")
     }
     shapes = {name: p.shape for name, p in {**engine.layout, **engine.layout.state}.items()}
@@ -102,7 +102,7 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
     selected = {name for name in required if not only or any(fnmatchcase(name, pattern) for pattern in only)}
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in expected):
-            loadable = ", ".join(map(repr, _loadable_patterns(required, stored) or ["decoder.*"]))
+            loadable = ", ".join(map(repr, _find_loadable_patterns(required, stored) or ["decoder.*"]))
             raise UsageError(
                 f"train.init_include: {pattern!r} matches none of the model's weights"
                 f"{did_you_mean(pattern, expected)}; patterns are such as {loadable}"
@@ -116,7 +116,7 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
             for name in mismatched[:3]
         ]
         more = f" and {len(mismatched) - 3} more" if len(mismatched) > 3 else ""
-        advice = _mismatch_advice(expected, stored, _loadable_patterns(required, stored), source)
+        advice = _advise_on_mismatch(expected, stored, _find_loadable_patterns(required, stored), source)
         raise UsageError(f"train.init_from = {source}: {'; '.join(mismatches)}{more}: {advice}")
     return LoadReport(
         source,
@@ -126,9 +126,9 @@ def match_weights(expected: Shapes, stored: Shapes, only: Sequence[str], source:
     )
 
 
-def _mismatch_advice(expected: Shapes, stored: Shapes, patterns: Sequence[str], source: Path) -> str:
+def _advise_on_mismatch(expected: Shapes, stored: Shapes, patterns: Sequence[str], source: Path) -> str:
     """Return what to do about weights that don't fit. patterns: modules that could be loaded."""
-    stored_modules, model_modules = _top_modules(stored), _top_modules(expected)
+    stored_modules, model_modules = _list_top_modules(stored), _list_top_modules(expected)
     stored_has_experts, model_has_experts = (
         any(".ffn.experts." in name for name in shapes) for shapes in (stored, expected)
     )
@@ -162,11 +162,11 @@ def _check_adapters(expected: Shapes, stored: Shapes, source: Path) -> None:
         )
 
 
-def _top_modules(shapes: Shapes) -> set[str]:
+def _list_top_modules(shapes: Shapes) -> set[str]:
     return {name.partition(".")[0] for name in shapes}
 
 
-def _loadable_patterns(expected: Shapes, stored: Shapes) -> list[str]:
+def _find_loadable_patterns(expected: Shapes, stored: Shapes) -> list[str]:
     """Return the patterns of those top modules of a model that can be loaded completely from a checkpoint."""
     modules: dict[str, bool] = {}
     for name, shape in expected.items():

@@ -16,7 +16,7 @@ class MixtureSources:
         self.note = ""
         if self._mixture and not config.log.loss_by_source:
             self._mixture = None
-        if self._mixture and (reason := _conflict(config, corpora)):
+        if self._mixture and (reason := _find_conflict(config, corpora)):
             self._mixture = None
             self.note = f"log.loss_by_source: the loss can't be split by corpus, since {reason}"
 
@@ -28,7 +28,7 @@ class MixtureSources:
         return RowSources(list(self._mixture.sources), sources)
 
 
-def _conflict(config: Config, corpora: Corpora) -> str:
+def _find_conflict(config: Config, corpora: Corpora) -> str:
     """Return why losses can't be split by rows; "" if they can."""
     engine = config.parallel.engine
     if not corpora.objective.predicts_tokens:

@@ -77,11 +77,11 @@ def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iter
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        requested_bytes = _requested_memory(error)
+        requested_bytes = _parse_requested_memory(error)
         if requested_bytes is None:
             raise
         allocated_bytes = memory_bytes(device)
-        snapshot = _snapshot(folder, rank) if device.type == "cuda" else ""
+        snapshot = _write_snapshot(folder, rank) if device.type == "cuda" else ""
         raise MegatfmError(
             f"rank {rank} is out of memory: it held {allocated_bytes / 2**30:.3g} GiB{requested_bytes}{snapshot}. "
             "Lower train.micro_batch, set train.recompute = 'full', or shard the model more: a higher parallel.zero, "
@@ -89,7 +89,7 @@ def explain_out_of_memory(folder: Path, rank: int, device: torch.device) -> Iter
         ) from error
 
 
-def _requested_memory(error: BaseException) -> str | None:
+def _parse_requested_memory(error: BaseException) -> str | None:
     """Describe the allocation that failed; None for an error of another kind."""
     if isinstance(error, MemoryError):
         return ""
@@ -102,7 +102,7 @@ def _requested_memory(error: BaseException) -> str | None:
     return None
 
 
-def _snapshot(folder: Path, rank: int) -> str:
+def _write_snapshot(folder: Path, rank: int) -> str:
     """Write the GPU's memory snapshot; return the end of the error message, which says where it is."""
     path = folder / SNAPSHOT_DIR / f"rank-{rank}.pickle"
     try:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatfm.errors import EXIT_FAILED, MegatfmError
 from megatfm.files import open_nofollow
-from megatfm.object_collectives import all_gather, machine, run_on_all_ranks, run_on_rank_0_raising
+from megatfm.object_collectives import all_gather, get_machine_name, run_on_all_ranks, run_on_rank_0_raising
 from megatfm.parallel.distributed import ProcessInfo
 from megatfm.train.hang_detector import CAUSE_WINDOW_SECONDS, ENDED_SILENTLY, Diagnosis, Heartbeat
 from megatfm.train.json_connection import JsonConnection
@@ -105,8 +105,10 @@ class RankMonitor:
     ) -> None:
         lost_peer = error is not None and is_peer_loss(error)
         self._leaving.set()
-        self._send({"heartbeat": self._heartbeat(time.monotonic()).__dict__})
-        self._send({"bye": True} if error is None else {"failed": _one_line(error), "lost_peer": lost_peer})
+        self._send({"heartbeat": self._make_heartbeat(time.monotonic()).__dict__})
+        self._send(
+            {"bye": True} if error is None else {"failed": _format_one_line(error), "lost_peer": lost_peer}
+        )
         if self._hub and error is None:  # others still send their messages through this process
             self._finished.wait()
         elif self._hub or lost_peer:
@@ -128,7 +130,7 @@ class RankMonitor:
         self._ticks += 1
         # At once, so that a sudden death is reported with the right phase.
         if is_new_phase or self._last_progress - self._last_heartbeat > self._min_heartbeat_gap:
-            self._send({"heartbeat": self._heartbeat(self._last_progress).__dict__})
+            self._send({"heartbeat": self._make_heartbeat(self._last_progress).__dict__})
 
     def attach_run_log(self, path: Path, report: Report) -> None:
         """Write stacks to this file from now on. After a diagnosis, one of the remaining ranks calls `report`."""
@@ -140,7 +142,7 @@ class RankMonitor:
 
     def _connect(self) -> None:
         """Start the server on rank 0 and relays on other nodes, and connect to the nearest. A collective."""
-        own_rank, host_names = self._rank.rank, all_gather((socket.gethostname(), machine()))
+        own_rank, host_names = self._rank.rank, all_gather((socket.gethostname(), get_machine_name()))
         self._hosts, machines = [host for host, _ in host_names], [name for _, name in host_names]
         self._relays = find_relays(machines)
         single_host = len(set(machines)) == 1
@@ -171,7 +173,7 @@ class RankMonitor:
             endpoint.close()
             hub_endpoint.close()
             relay = self._relays[own_rank]
-            endpoint = self._dial(*addresses[0 if relay == own_rank else relay])
+            endpoint = self._open_socket(*addresses[0 if relay == own_rank else relay])
         self._connection = JsonConnection(endpoint)
         self._connection.send({"rank": own_rank, "token": token})
 
@@ -183,7 +185,7 @@ class RankMonitor:
         def start() -> int:
             if own_rank == 0 or len(ranks) < 2:
                 return 0
-            upstream = JsonConnection(self._dial(*server))
+            upstream = JsonConnection(self._open_socket(*server))
             upstream.send({"rank": own_rank, "token": token})
             listener = _listen(single_host=True)
             self._hub = RankMonitorRelay(
@@ -194,7 +196,7 @@ class RankMonitor:
         ports = all_gather(run_on_all_ranks("the rank monitor can't start", start))
         return {rank: ("127.0.0.1", port) for rank, port in enumerate(ports) if port}
 
-    def _dial(self, address: str, port: int) -> socket.socket:
+    def _open_socket(self, address: str, port: int) -> socket.socket:
         try:
             return socket.create_connection((address, port), timeout=max(self._hang_timeout, 10.0))
         except OSError as error:
@@ -226,7 +228,7 @@ class RankMonitor:
                 )
             if now >= next_heartbeat:
                 next_heartbeat = now + self._heartbeat_interval
-                self._send({"heartbeat": self._heartbeat(now).__dict__})
+                self._send({"heartbeat": self._make_heartbeat(now).__dict__})
                 self._rearm_gil_watchdog()
         faulthandler.cancel_dump_traceback_later()
         if self._diagnosis:
@@ -266,8 +268,8 @@ class RankMonitor:
             self._write(
                 f"\n{diagnosis.text}\nThe stacks of rank {own_rank}, at step {self._step}, {self._phase}:\n"
             )
-            faulthandler.dump_traceback(self._file(), all_threads=True)
-            dump_flight_recorder(self._file(), own_rank)
+            faulthandler.dump_traceback(self._get_log_file(), all_threads=True)
+            dump_flight_recorder(self._get_log_file(), own_rank)
         if own_rank == diagnosis.reporter and self._report:
             with contextlib.suppress(MegatfmError, OSError):  # a full disk must not prevent the exit
                 self._report(diagnosis.text, diagnosis.step, diagnosis.ranks, diagnosis.hosts)
@@ -280,7 +282,7 @@ class RankMonitor:
         os.write(2, f"error: {diagnosis.text}\n".encode())
         os._exit(EXIT_FAILED)
 
-    def _heartbeat(self, now: float) -> Heartbeat:
+    def _make_heartbeat(self, now: float) -> Heartbeat:
         self._last_heartbeat = now
         if (progress := self.progress()) != self._progress:
             self._progress, self._last_progress = progress, now
@@ -302,9 +304,9 @@ class RankMonitor:
 
         It fires later than the hang timeout, after the server has diagnosed the silence.
         """
-        faulthandler.dump_traceback_later(1.2 * self._hang_timeout + 1, exit=True, file=self._file())
+        faulthandler.dump_traceback_later(1.2 * self._hang_timeout + 1, exit=True, file=self._get_log_file())
 
-    def _file(self) -> int:
+    def _get_log_file(self) -> int:
         return 2 if self._log is None else self._log
 
     def _warn(self, text: str) -> None:
@@ -371,6 +373,6 @@ def is_peer_loss(error: BaseException | None) -> bool:
     return False
 
 
-def _one_line(error: BaseException) -> str:
+def _format_one_line(error: BaseException) -> str:
     text = str(error).strip().split("\n", 1)[0][:2000]
     return text if isinstance(error, MegatfmError) else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -113,18 +113,18 @@ class _Hub(threading.Thread):
         del self._connections[connection]
         self._unidentified.pop(connection, None)
 
-    def _identified(self) -> list[JsonConnection]:
+    def _list_identified(self) -> list[JsonConnection]:
         """Return the identified connections, this process's own last: it may exit as soon as it has the message."""
         pairs = [(rank, connection) for connection, rank in self._connections.items() if rank is not None]
         return [connection for _, connection in sorted(pairs, key=lambda pair: pair[0], reverse=True)]
 
     def _broadcast(self, message: Message) -> None:
-        for connection in self._identified():
+        for connection in self._list_identified():
             connection.send(message)
 
     def _broadcast_last(self, message: Message) -> None:
         deadline = time.monotonic() + LAST_MESSAGE_SECONDS
-        for connection in self._identified():
+        for connection in self._list_identified():
             connection.send_last(message, deadline)
 
     def _close(self) -> None:

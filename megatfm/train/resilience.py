@@ -270,7 +270,9 @@ def forward_backward_with_replay(
     load_rng_state_dict(rng_state, 0, engine.device)
     replayed = engine.forward_backward(microbatches, objective, **options)
     differ = [
-        name for name, gradient in engine.gradients().items() if not _same(first_gradients[name], gradient)
+        name
+        for name, gradient in engine.gradients().items()
+        if not _are_identical(first_gradients[name], gradient)
     ]
     if stats.sums != replayed.sums and all(map(math.isfinite, stats.sums.values())):
         differ.insert(0, "the loss")
@@ -286,7 +288,7 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     replicated_axes = engine.replicated_axes
     if every == 0 or step % every or all(engine.mesh.size(axis) == 1 for axis in replicated_axes):
         return
-    local_hashes = hashes(engine.state_dict())
+    local_hashes = hash_blocks(engine.state_dict())
     all_hashes: list[dict[Block, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
     differ = []
     for (name, offsets), local_hash in local_hashes.items():
@@ -301,22 +303,22 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     raise_together(differ, f"after step {step}, replicas of one parameter differ")
 
 
-def hashes(state: Mapping[str, ShardedTensor | Tensor]) -> dict[Block, str]:
+def hash_blocks(state: Mapping[str, ShardedTensor | Tensor]) -> dict[Block, str]:
     """Return the BLAKE3 hash of each block of a state dict that this rank holds."""
     sharded_tensors = {name: ShardedTensor.from_tensor(value) for name, value in state.items()}
     return {
-        (name, block.offsets): blake3(_bytes(block.tensor)).hexdigest()
+        (name, block.offsets): blake3(_view_as_bytes(block.tensor)).hexdigest()
         for name, sharded_tensor in sharded_tensors.items()
         for block in sharded_tensor.blocks
     }
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _view_as_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _are_identical(first: Tensor, second: Tensor) -> bool:
     """Return whether all bits are equal: NaN equals itself, −0 differs from 0."""
     return torch.equal(
         first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)

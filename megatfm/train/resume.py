@@ -133,7 +133,7 @@ def find_resume_point(
     return ResumePoint(nodes.folder / f"step-{local.step:08d}", local.metadata(nodes.folder).state, local)
 
 
-def precision(config: Config, start: ResumePoint | None) -> str:
+def choose_precision(config: Config, start: ResumePoint | None) -> str:
     """Return the precision to train in. With "auto", a run that starts from a checkpoint keeps its precision."""
     name = config.train.precision
     return str(start.state["precision"]) if start and name == "auto" else name
@@ -226,7 +226,7 @@ def check_compatible(
             f"{point.path}: holds the state of optimizer.name = {old_name!r}, which {new_name!r} can't use: {instead}, "
             f"and start from these weights with {shlex.quote(f'train.init_from={point.path}')}"
         )
-    precision = _precision_change(point, current, instead)
+    precision = _describe_precision_change(point, current, instead)
     changes_by_group = _group_changes(saved_values, current_values)
     allowed = [line for group, lines in changes_by_group.items() if group in allow for line in lines]
     refused_changes = {group: lines for group, lines in changes_by_group.items() if group not in allow}
@@ -271,7 +271,7 @@ def _group_changes(
     return changes_by_group
 
 
-def _precision_change(point: ResumePoint, current: Mapping[str, Any], instead: str) -> list[str]:
+def _describe_precision_change(point: ResumePoint, current: Mapping[str, Any], instead: str) -> list[str]:
     """Describe a change of precision for the log. Raises UsageError if weights would have another type."""
     old, new = point.state["precision"], current["precision"]
     if old == new:
@@ -300,7 +300,7 @@ def stored_tensors(point: ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int
     """
     if point.local:
         return point.local.metadata(point.path).names()
-    return run_on_rank_0_raising(lambda: checkpoint.names(point.path))
+    return run_on_rank_0_raising(lambda: checkpoint.read_names(point.path))
 
 
 def shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:

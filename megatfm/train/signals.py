@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.ops.deferred_reads import DeferredReads
-from megatfm.ops.transfer import moved
+from megatfm.ops.transfer import move_to_device
 
 log = logging.getLogger("megatfm")
 
@@ -67,13 +67,13 @@ class StopSignals:
         self._thread.join()
         self._wakeup_reader.close()
 
-    def agreed(self, busy: bool = False) -> tuple[str | None, bool]:
+    def agree(self, busy: bool = False) -> tuple[str | None, bool]:
         """Return the signal's name if any rank has received one, and whether any rank is busy. A collective."""
         self._start(busy)
         return self._finish()
 
     def agreed_before(self, busy: bool = False) -> tuple[str | None, bool]:
-        """Like `agreed`, but return the result of the previous call, and (None, True) at the first.
+        """Like `agree`, but return the result of the previous call, and (None, True) at the first.
 
         The GPU has computed that result by now, so the host need not wait until the GPU has finished its queue.
         """
@@ -83,7 +83,9 @@ class StopSignals:
 
     def _start(self, busy: bool) -> None:
         """Start the all-reduce of the signal numbers and busy flags, and the copy of its result to the host."""
-        state = moved(torch.tensor([self._received or 0, int(busy)], dtype=torch.int64), self._device)
+        state = move_to_device(
+            torch.tensor([self._received or 0, int(busy)], dtype=torch.int64), self._device
+        )
         dist.all_reduce(state, op=dist.ReduceOp.MAX)
         self._pending = DeferredReads()
         self._read_result = self._pending.defer(state)

@@ -25,7 +25,7 @@ from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.checkpoint.local import KEEP, NodeTopology
 from megatfm.config import Config
 from megatfm.config.root import global_batches
-from megatfm.config.section import divisors
+from megatfm.config.section import list_divisors
 from megatfm.engines.interface import MOMENTS, Engine
 from megatfm.errors import MegatfmError, NoProgressError, UsageError
 from megatfm.files import atomic_write
@@ -58,13 +58,15 @@ def preflight(
     Raises MegatfmError on all ranks; it names the ranks where a check failed.
     """
     try:
-        return _preflight(config, run, engine, nodes)
+        return _run_preflight(config, run, engine, nodes)
     finally:
         with contextlib.suppress(OSError):
             (run.folder / f".probe-{run.rank}").unlink()
 
 
-def _preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None) -> list[str]:
+def _run_preflight(
+    config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None
+) -> list[str]:
     problems: list[str] = []
     seconds: dict[str, float] = {}
     start = time.perf_counter()
@@ -82,7 +84,7 @@ def _preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTop
     except (MegatfmError, OSError) as error:
         problems.append(str(error))
     raise_together(problems)
-    raise_together(_missing_probes(run))
+    raise_together(_find_missing_probes(run))
     seconds |= time_axes(engine.mesh, engine.device)
     return slow_ranks(seconds)
 
@@ -121,8 +123,8 @@ def check_space(folder: Path, checkpoints: Path, state_bytes: int, keep: int, ad
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < n_to_write * state_bytes:
         raise MegatfmError(
-            f"{folder}: {_size(free_bytes)} are free, but {n_to_write} more checkpoint{'s' * (n_to_write > 1)} of "
-            f"{_size(state_bytes)} will be written: make room, {advice}"
+            f"{folder}: {_format_bytes(free_bytes)} are free, but {n_to_write} more checkpoint{'s' * (n_to_write > 1)} "
+            f"of {_format_bytes(state_bytes)} will be written: make room, {advice}"
         )
 
 
@@ -153,10 +155,11 @@ def check_memory(config: Config, engine: Engine) -> None:
     free_bytes = free_memory(engine.device)
     if needed.total > free_bytes:
         raise MegatfmError(
-            f"{_size(free_bytes)} of memory are free for this rank, but gradients and optimizer state need "
-            f"{_size(needed.gradients + needed.optimizer_state)}, gathered weights {_size(needed.gathered)} and the "
-            f"inputs of blocks {_size(needed.block_inputs)}: lower train.micro_batch, shard over more ranks "
-            "(parallel.zero, parallel.dp_shard, parallel.tp, parallel.pp), or make the model smaller"
+            f"{_format_bytes(free_bytes)} of memory are free for this rank, but gradients and optimizer state need "
+            f"{_format_bytes(needed.gradients + needed.optimizer_state)}, gathered weights "
+            f"{_format_bytes(needed.gathered)} and the inputs of blocks {_format_bytes(needed.block_inputs)}: "
+            "lower train.micro_batch, shard over more ranks (parallel.zero, parallel.dp_shard, parallel.tp, "
+            "parallel.pp), or make the model smaller"
         )
 
 
@@ -225,7 +228,7 @@ def find_slow(per_rank: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
     return lines
 
 
-def _missing_probes(run: RunDirectory) -> list[str]:
+def _find_missing_probes(run: RunDirectory) -> list[str]:
     """Return a problem, on rank 0, if it can't see every rank's probe file: then run_dir is not on a shared disk."""
     dist.barrier()
     problems = []
@@ -260,7 +263,7 @@ def raise_together(problems: list[str]) -> None:
         raise MegatfmError(f"the check before training failed: {'; '.join(lines[:3])}{more}")
 
 
-def _size(size: float) -> str:
+def _format_bytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
 
 
@@ -296,10 +299,10 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
         batch_settings = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
         raise UsageError(
             f"no layout fits {world_size} process{'es' * (world_size > 1)}: {batch_settings} and "
-            f"{model_parallel_size(config)} ranks per model allow {_valid_world_sizes(config, common)} processes"
+            f"{model_parallel_size(config)} ranks per model allow {_list_valid_world_sizes(config, common)} processes"
         )
     rows_per_rank = common // data_ranks
-    micro_batch = max(m for m in divisors(rows_per_rank) if m <= config.train.micro_batch)
+    micro_batch = max(m for m in list_divisors(rows_per_rank) if m <= config.train.micro_batch)
     replicas = max(
         r
         for r in range(1, config.parallel.dp_replicate + 1)
@@ -336,9 +339,9 @@ def expert_fold_size(config: Config) -> int:
     return abs(config.parallel.expert_mesh_size // config.parallel.dp_shard)
 
 
-def _valid_world_sizes(config: Config, batch: int) -> str:
+def _list_valid_world_sizes(config: Config, batch: int) -> str:
     ranks = model_parallel_size(config)
-    fitting = [str(ranks * n) for n in divisors(batch)]
+    fitting = [str(ranks * n) for n in list_divisors(batch)]
     return ", ".join(fitting[-8:]) if len(fitting) <= 8 else f"{', '.join(fitting[:4])}, … {fitting[-1]}"
 
 
@@ -357,7 +360,7 @@ def check_progress(
         return
     run_id = environment["TORCHELASTIC_RUN_ID"]
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    failures = run_on_rank_0_raising(lambda: _restarts_since_checkpoint(run, run_id, restarts, step))
+    failures = run_on_rank_0_raising(lambda: _count_restarts_since_checkpoint(run, run_id, restarts, step))
     if failures >= max_failures:
         raise NoProgressError(
             f"{run.folder}: {failures} restarts in a row saved no checkpoint after step {step} "
@@ -365,7 +368,7 @@ def check_progress(
         )
 
 
-def _restarts_since_checkpoint(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
+def _count_restarts_since_checkpoint(run: RunDirectory, run_id: str, restarts: int, step: int) -> int:
     """Return the number of restarts since the agent's first start from this checkpoint; write it to attempts.json."""
     path = run.folder / ATTEMPTS
     first = None

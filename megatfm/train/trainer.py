@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pydantic import JsonValue
 
 from megatfm import checkpoint
-from megatfm.checkpoint.chunked_io import progress
+from megatfm.checkpoint.chunked_io import count_progress
 from megatfm.checkpoint.local import NodeTopology, fetch_missing_files, remove_local_after
 from megatfm.config import Config
 from megatfm.data.loader import DataLoader, check_global_batch
@@ -76,7 +76,7 @@ def train(
         RankMonitor(rank, hang) as monitor,
         StopSignals(rank.device) as signals,
     ):
-        monitor.progress = progress
+        monitor.progress = count_progress
         keep_freed_memory(rank.device)
         requested, config = config, elastic_config(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
@@ -93,7 +93,7 @@ def train(
             branch_from = None if latest else config.train.branch_from
             branch = resume.branch_point(branch_from) if branch_from else None
             monitor.tick(0, "start")
-            precision = choose_precision(resume.precision(config, latest or branch), rank.device)
+            precision = choose_precision(resume.choose_precision(config, latest or branch), rank.device)
             with explain_out_of_memory(run.folder, rank.rank, rank.device):
                 engine = build_engine(config, mesh, rank.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
@@ -144,7 +144,7 @@ class Trainer:
 
     def train(self, signals: StopSignals) -> int:
         """Train until the run ends or a signal tells it to stop; return the exit code."""
-        stop, _ = signals.agreed()  # a signal during the start: there is nothing to save yet
+        stop, _ = signals.agree()  # a signal during the start: there is nothing to save yet
         with StepProfile(self.config.log.profile, self.run, self.engine.device) as profile, self.saver:
             while not self._is_over and not stop:
                 stop = self._train_until_interrupted(signals, profile)
@@ -161,8 +161,8 @@ class Trainer:
         """Train until the run ends, a stop signal arrives (returns its name), or the position in the data jumps, which
         it does after a rollback and where the decision log says so."""
         config, stop = self.config, None
-        agreed = signals.agreed_before if self.engine.device.type == "cuda" else signals.agreed
-        with self._loader() as loader, self._open_metrics() or nullcontext() as metrics:
+        agreed = signals.agreed_before if self.engine.device.type == "cuda" else signals.agree
+        with self._make_loader() as loader, self._open_metrics() or nullcontext() as metrics:
             self.run.keep()
             while not self._is_over and not stop:
                 profile.before_step(self.step + 1)
@@ -243,7 +243,7 @@ class Trainer:
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens_per_second": speed,
-            **(self.utilization.mfu(speed) if self.utilization else {}),
+            **(self.utilization.compute_mfu(speed) if self.utilization else {}),
             **seconds,
             "padding": loader.padding,
             "memory_bytes": memory_bytes(engine.device),
@@ -252,7 +252,7 @@ class Trainer:
             **({"skipped": True} if skipped else {}),
         }
 
-    def _loader(self) -> DataLoader:
+    def _make_loader(self) -> DataLoader:
         return self.corpora.train_loader(self.config, self.engine.mesh, self.step, self.position)
 
     def _open_metrics(self) -> MetricsLog | None:
@@ -320,7 +320,7 @@ class Trainer:
 
     def _resume_from(self, point: resume.ResumePoint, *, same_run: bool = True) -> list[str]:
         """Continue from a checkpoint of this run or another; return details for the log."""
-        with self._loader() as loader:
+        with self._make_loader() as loader:
             current = self._run_state(loader)
         is_same_model = current["config"]["model"] == point.state["config"]["model"]
         mismatch = "" if is_same_model else resume.shape_mismatch(point, self.engine.layout)

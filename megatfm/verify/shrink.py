@@ -26,7 +26,7 @@ from megatfm.config import (
     StridedPatternConfig,
     TrainConfig,
     WindowPatternConfig,
-    invalid,
+    make_usage_error,
 )
 from megatfm.config.attention import AttentionSection
 from megatfm.config.section import Section, unflatten
@@ -96,7 +96,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             rows=rows,
         )
     except ValidationError as error:
-        raise invalid("verify can't make this model small", error) from None
+        raise make_usage_error("verify can't make this model small", error) from None
     small = config.model_copy(
         update={
             "model": model,

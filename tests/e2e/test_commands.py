@@ -145,11 +145,11 @@ def test_the_commands_of_the_tutorials_run_in_their_order_in_one_folder(texts, t
 def test_gzip_and_xz_agree_with_the_programs(corpus, tmp_path):
     from megatfm import tokenizers
     from megatfm.corpus.corpus import Corpus
-    from megatfm.inference.evaluate import compressors
+    from megatfm.inference.evaluate import measure_compressors
 
     tokenizer = tokenizers.load(corpus / "tokenizer.model")
     held_out = Corpus.open(corpus / "validation")
-    actual = compressors(held_out, tokenizer)
+    actual = measure_compressors(held_out, tokenizer)
     blocks = (held_out.read_block(number) for number in range(held_out.n_blocks))
     text = b"".join(tokenizer.decode(tokens).encode() for block in blocks for _, tokens in block)
     # zlib, which Python has, finds other matches than the gzip program: up to half a percent more bytes.

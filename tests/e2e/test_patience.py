@@ -72,7 +72,7 @@ def test_adapters_resume_to_the_bit_and_leave_the_base_alone(
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert moved == {"model.decoder.norm.weight"}, "the base is frozen"
     assert all(".lora." in name for name in after.keys() - before.keys())
-    states = [name for name in checkpoint.names(newest) if name.startswith("optimizer.")]
+    states = [name for name in checkpoint.read_names(newest) if name.startswith("optimizer.")]
     assert all(".lora." in name or ".decoder.norm." in name for name in states)
     identity = checkpoint.read_state(newest)["base"]
     assert isinstance(identity, dict)

@@ -39,8 +39,8 @@ STEPS = 3
 def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]:
     """Three steps under DeepSpeed alone; the universal checkpoint is in folder/universal. Its own word for what it
     holds: key → name → tensor."""
+    from megatfm.engines.deepspeed.library import ignore_warnings
     from megatfm.engines.deepspeed.library import import_deepspeed as deepspeed
-    from megatfm.engines.deepspeed.library import quiet
 
     model = LlamaForCausalLM(TINY)
     if dist.get_rank() == 0:
@@ -52,7 +52,7 @@ def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
     }
-    with quiet():
+    with ignore_warnings():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)
         for _ in range(STEPS):

@@ -82,7 +82,7 @@ def captions_belong_to_the_next_image(patch: Patch) -> None:
 
 
 def pooled_vectors_are_of_one_rank_s_tokens(patch: Patch) -> None:
-    patch.setattr(parallelize, "_summed", lambda x, group: x)
+    patch.setattr(parallelize, "_all_reduce_both_passes", lambda x, group: x)
 
 
 def gradients_of_pooled_vectors_stay_on_their_rank(patch: Patch) -> None:

@@ -163,8 +163,10 @@ def shards_of_visible_patches_are_gathered_in_another_order(patch: Patch) -> Non
 
 
 def class_tokens_count_in_the_mean(patch: Patch) -> None:
-    real = classifier._members
-    patch.setattr(classifier, "_members", lambda *sides, with_special=False: real(*sides, with_special=True))
+    real = classifier._find_members
+    patch.setattr(
+        classifier, "_find_members", lambda *sides, with_special=False: real(*sides, with_special=True)
+    )
 
 
 def an_image_is_pooled_as_the_one_before(patch: Patch) -> None:

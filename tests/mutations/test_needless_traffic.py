@@ -62,7 +62,7 @@ def experts_get_slots_that_no_row_has(patch: Patch) -> None:
 
 
 def stages_are_divided_unequally(patch: Patch) -> None:
-    rewrite(patch, pipeline_stages._balanced, lambda starts, costs, stages: list(starts[1:stages]))
+    rewrite(patch, pipeline_stages._balance_cuts, lambda starts, costs, stages: list(starts[1:stages]))
 
 
 def a_rank_is_dealt_more_of_a_row_than_others(patch: Patch) -> None:

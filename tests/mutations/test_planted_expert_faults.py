@@ -49,8 +49,12 @@ def read_gradients_before_they_come(patch: Patch) -> None:
 
 def forget_what_is_below_shared_ones(patch: Patch) -> None:
     """Their tokens get no gradient from shared experts."""
-    share = MoE._share
-    patch.setattr(MoE, "_share", lambda self, result, x, sequence: share(self, result, x.detach(), sequence))
+    share = MoE._add_shared_experts
+    patch.setattr(
+        MoE,
+        "_add_shared_experts",
+        lambda self, result, x, sequence: share(self, result, x.detach(), sequence),
+    )
 
 
 def forget_shared_ones(patch: Patch) -> None:
@@ -58,18 +62,18 @@ def forget_shared_ones(patch: Patch) -> None:
         assert self.shared is not None
         outputs.append(self.shared(x, sequence).detach())
 
-    patch.setattr(MoE, "_share", share)
+    patch.setattr(MoE, "_add_shared_experts", share)
 
 
 def count_shared_ones_twice(patch: Patch) -> None:
     """In the backward pass alone."""
-    share = MoE._share
+    share = MoE._add_shared_experts
 
     def doubled(self: MoE, outputs: list[Tensor], x: Tensor, sequence: Any) -> None:
         share(self, outputs, x, sequence)
         outputs[-1] = 2 * outputs[-1] - outputs[-1].detach()
 
-    patch.setattr(MoE, "_share", doubled)
+    patch.setattr(MoE, "_add_shared_experts", doubled)
 
 
 def limit_parts_of_rows(patch: Patch) -> None:

@@ -102,12 +102,12 @@ def take_the_last_loss_only(patch: Patch) -> None:
 
 def forget_weights_off_the_way(patch: Patch) -> None:
     """What torch's own stages do."""
-    real = passes._branch_nodes
+    real = passes._find_branch_nodes
 
     def branching(*args: Any) -> Any:
         return [(w, nodes) for w, nodes in real(*args) if passes.NOT_ON_INPUT_PATH not in nodes]
 
-    patch.setattr(passes, "_branch_nodes", branching)
+    patch.setattr(passes, "_find_branch_nodes", branching)
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[int, str, ParallelConfig, set[str]]] = {

@@ -136,7 +136,7 @@ def resume(folder: Path, name: str, parallel: ParallelConfig, between: ParallelC
     for step, layout in enumerate((between, parallel), 1):
         path = checkpoint.save(folder, step, kept.state_dict(), {}, keep=3)
         kept = build_engine(config, layout, ADAMW)
-        room = kept.empty_state_dict(checkpoint.names(path))
+        room = kept.empty_state_dict(checkpoint.read_names(path))
         checkpoint.load(path, room)
         kept.load_state_dict(room)
     train(engine)
@@ -145,7 +145,7 @@ def resume(folder: Path, name: str, parallel: ParallelConfig, between: ParallelC
     assert after.keys() == engine.weights().keys()
     for key, box in engine.weights().items():
         assert torch.equal(box.tensor, after[key].tensor), key
-    names = checkpoint.names(folder / "step-00000001")
+    names = checkpoint.read_names(folder / "step-00000001")
     return [key for key in names if key.endswith((".shares", ".router.bias"))]
 
 

@@ -29,8 +29,8 @@ def by_blocks(*args: object) -> torch.Tensor:
 
 
 VISITED: list[bool] = []
-BLOCKS = kernels.Kernel("blocks", by_blocks, kernels._supports_block_sparse, kernels._any)
-WRITTEN = kernels.Kernel("products", attention_reference, kernels._any, kernels._any)
+BLOCKS = kernels.Kernel("blocks", by_blocks, kernels._supports_block_sparse, kernels._supports_any)
+WRITTEN = kernels.Kernel("products", attention_reference, kernels._supports_any, kernels._supports_any)
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:

@@ -204,7 +204,7 @@ def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int
     def carried_over(one: NativeEngine, step: int, parallel: ParallelConfig) -> NativeEngine:
         path = checkpoint.save(folder, step, one.state_dict(), {}, keep=3)
         other = engine(parallel)
-        stored = other.empty_state_dict(checkpoint.names(path))
+        stored = other.empty_state_dict(checkpoint.read_names(path))
         checkpoint.load(path, stored)
         other.load_state_dict(stored)
         return other

@@ -7,7 +7,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from megatfm.config import ModelConfig
 from megatfm.layers.block import Block
-from megatfm.layers.rope import frequencies
+from megatfm.layers.rope import compute_frequencies
 from megatfm.layers.sequence import SequenceMetadata
 from tests.support.reference_gradients import perturb
 
@@ -50,7 +50,7 @@ def test_output_and_every_gradient(window: int | None) -> None:
     assert {NAMES[name] for name in named} == set(right)
     expected.load_state_dict({NAMES[name]: parameter.detach() for name, parameter in named.items()})
     x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    angles = torch.arange(LENGTH)[:, None] * frequencies(HEAD, 10_000.0)
+    angles = torch.arange(LENGTH)[:, None] * compute_frequencies(HEAD, 10_000.0)
     turned = (angles.cos()[None].expand(2, -1, -1), angles.sin()[None].expand(2, -1, -1))
     away = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     hidden = (away < 0) | (away >= (window or LENGTH))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatfm.data.sequences import DocumentChunk, Field
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.output_head import HEADS
 from megatfm.objectives import OBJECTIVES, Objective
@@ -27,7 +27,7 @@ class Topic(nn.Module):
         super().__init__()
         d = config.d_model
         self.classifier = Linear(
-            d, section.classes, initialiser(config)("dense", d, section.classes), bias=True
+            d, section.classes, make_initialiser(config)("dense", d, section.classes), bias=True
         )
 
     def forward(self, hidden_BTD, in_text_BT, labels_B):

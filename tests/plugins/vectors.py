@@ -9,7 +9,7 @@ from torch import nn
 
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.layers.embedding import EMBEDDINGS
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.output_head import HEADS
 from megatfm.objectives import OBJECTIVES, Objective
@@ -41,7 +41,7 @@ class NextVector(nn.Module):
     def __init__(self, config, section, tokens):
         super().__init__()
         d, width = config.d_model, config.embedding.width
-        self.matrix = Linear(d, width, initialiser(config)("dense", d, width), bias=True)
+        self.matrix = Linear(d, width, make_initialiser(config)("dense", d, width), bias=True)
 
     def forward(self, hidden_BTD, next_BTW=None, has_BT=None):
         made_BTW = self.matrix(hidden_BTD)

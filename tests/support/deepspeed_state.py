@@ -95,7 +95,7 @@ def save_first(folder: Path, config: Config) -> None:
 
 def load(engine: Engine, path: Path) -> None:
     """Load a checkpoint into an engine."""
-    room = engine.empty_state_dict(checkpoint.names(path))
+    room = engine.empty_state_dict(checkpoint.read_names(path))
     checkpoint.load(path, room)
     engine.load_state_dict(room)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.sequence import SequenceMetadata
 
@@ -32,7 +32,7 @@ def moe_config(**ffn: Any) -> ModelConfig:
 def build_moe(dtype: torch.dtype = torch.float64, seed: int = 0, **ffn: Any) -> MoE:
     """A mixture with random weights and state."""
     config = moe_config(**ffn)
-    module = MoE(config, initialiser(config)).to(dtype)
+    module = MoE(config, make_initialiser(config)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data.copy_(0.7 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))

@@ -19,7 +19,7 @@ from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns import AttentionPattern
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.output_head import DEFAULT_MASKED_FRACTION
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
@@ -247,9 +247,9 @@ def test_an_optimizer_is_tried_once_for_all_tensors_of_as_many_dimensions(
 ) -> None:
     """AdamW has two groups, with weight decay and without; each training run describes its model at its start."""
     probed: list[int] = []
-    genuine = description._state_shapes
+    genuine = description._get_state_shapes
     monkeypatch.setattr(
-        description, "_state_shapes", lambda *group: probed.append(group[2]) or genuine(*group)
+        description, "_get_state_shapes", lambda *group: probed.append(group[2]) or genuine(*group)
     )
     describe(load_config("llama3-405b"))
     assert sorted(probed) == [1, 2]
@@ -369,7 +369,7 @@ def test_pairs_of_a_pattern_that_differs_by_head_are_those_of_all_heads() -> Non
             return (q - k >= 0) & (q - k <= heads)
 
     model = ModelConfig.from_dotted({**SMALL, "n_layers": 1, "vocab_size": 50})
-    core = DotProductAttention(model, initialiser(model), Widening())
+    core = DotProductAttention(model, make_initialiser(model), Widening())
     seen = sum(1 for n in range(4) for q in range(9) for k in range(9) if 0 <= q - k <= n)
     assert core.cost(TokenCounts(9)).attention_macs == 2 * 6 * seen  # each head has 6 channels
 

@@ -144,7 +144,7 @@ def read_with_router(hf_config: Json, router: Json) -> ModelConfig:
             "attention.dropout": hf_config["attention_dropout"] or 0.0,
             "init.name": "normal",
             **rotary,
-            **_blocks(hf_config, n_layers, router),
+            **_make_layer_types(hf_config, n_layers, router),
         }
     )
 
@@ -157,32 +157,32 @@ def _scale(hf_config: Json, scaling: RopeScaling | None) -> float | None:
         return None
     if isinstance(mscale_all_dim, bool) or not isinstance(mscale_all_dim, int | float):
         raise UsageError(f"config.json: mscale_all_dim = {mscale_all_dim!r} is no number")
-    plain_scale = _plain_scale(hf_config["qk_nope_head_dim"], hf_config["qk_rope_head_dim"])
-    return float(plain_scale * _yarn_mscale(scaling, mscale_all_dim) ** 2)
+    plain_scale = _compute_plain_scale(hf_config["qk_nope_head_dim"], hf_config["qk_rope_head_dim"])
+    return float(plain_scale * _compute_yarn_mscale(scaling, mscale_all_dim) ** 2)
 
 
-def _plain_scale(*widths: int) -> float:
+def _compute_plain_scale(*widths: int) -> float:
     return float(sum(widths) ** -0.5)
 
 
-def _yarn_mscale(scaling: YarnScaling, multiplier: float) -> float:
+def _compute_yarn_mscale(scaling: YarnScaling, multiplier: float) -> float:
     return 0.1 * multiplier * log(max(scaling.factor, 1.0)) + 1.0
 
 
-def _rope_and_scale_to_hf(config: ModelConfig) -> Json:
+def _convert_rope_to_hf(config: ModelConfig) -> Json:
     """Return rope_parameters with mscale_all_dim, the inverse of `_scale`. Raises UsageError for other scales."""
-    latent, hf_config = _latent(config), rope_to_hf(config)
+    latent, hf_config = _get_attention(config), rope_to_hf(config)
     scaling = config.position.scaling if isinstance(config.position, RopeConfig) else None
     if latent.scale is None:
         return hf_config
     if not isinstance(scaling, YarnScaling) or scaling.factor <= 1:
         raise UsageError(f"model.attention.scale = {latent.scale}: here transformers has one with YaRN alone")
-    mscale = (latent.scale / _plain_scale(config.head_width, latent.qk_rope_head_dim)) ** 0.5
+    mscale = (latent.scale / _compute_plain_scale(config.head_width, latent.qk_rope_head_dim)) ** 0.5
     hf_config["rope_parameters"]["mscale_all_dim"] = (mscale - 1) / (0.1 * log(scaling.factor))
     return hf_config
 
 
-def _blocks(hf_config: Json, n_layers: int, router: Json) -> Json:
+def _make_layer_types(hf_config: Json, n_layers: int, router: Json) -> Json:
     """Return megatfm's layer types: dense blocks, then blocks with experts."""
     n_dense = max(hf_config["first_k_dense_replace"], 0)
     if n_dense >= n_layers:
@@ -227,12 +227,12 @@ def sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
 
 def write_without_router(config: ModelConfig) -> Json:
     """Write config.json without the router's keys."""
-    latent = _latent(config)
+    latent = _get_attention(config)
     if config.norm.eps != 1e-6:
         raise UsageError("model.norm.eps must be 1e-6: transformers' norms of latents have no other")
     return {
         **write_mapped(config, CONFIG_MAPPING),
-        **_experts_to_hf(config),
+        **_convert_experts_to_hf(config),
         "num_key_value_heads": config.attention.n_heads,
         "qk_rope_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim or config.head_width,
@@ -241,11 +241,11 @@ def write_without_router(config: ModelConfig) -> Json:
         "intermediate_size": config.layer_config(0).ffn.d_ff,
         "hidden_act": activation_to_hf(config.ffn.activation, gated=True),
         "attention_dropout": config.attention.dropout,
-        **_rope_and_scale_to_hf(config),
+        **_convert_rope_to_hf(config),
     }
 
 
-def _experts_to_hf(config: ModelConfig) -> Json:
+def _convert_experts_to_hf(config: ModelConfig) -> Json:
     ffns = [config.layer_config(depth).ffn for depth in range(config.n_layers)]
     sparse = [depth for depth, ffn in enumerate(ffns) if isinstance(ffn, MoEConfig)]
     hf_config: Json = {"first_k_dense_replace": sparse[0] if sparse else config.n_layers}
@@ -264,7 +264,7 @@ def _experts_to_hf(config: ModelConfig) -> Json:
 
 
 def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
-    latent = _latent(config)
+    latent = _get_attention(config)
     n_heads, nope_dim, rope_dim = config.attention.n_heads, config.head_width, latent.qk_rope_head_dim
     v_dim = latent.v_head_dim or config.head_width
     q_down = [
@@ -291,14 +291,17 @@ def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
         WeightMapping(
             ("attn.wq.weight",),
             (q_name,),
-            lambda tensors: [reorder_rotary(_halves_to_pairs(rope_dim), tensors[0])],
-            lambda tensors: [reorder_rotary(_pairs_to_halves(rope_dim), tensors[0])],
+            lambda tensors: [reorder_rotary(_order_halves_to_pairs(rope_dim), tensors[0])],
+            lambda tensors: [reorder_rotary(_order_pairs_to_halves(rope_dim), tensors[0])],
         ),
         WeightMapping(
             ("attn.wkv_down.weight", "attn.wk_rope.weight"),
             ("self_attn.kv_a_proj_with_mqa.weight",),
-            lambda tensors: [torch.cat([tensors[0], tensors[1][_halves_to_pairs(rope_dim)]])],
-            lambda tensors: [tensors[0][:-rope_dim], tensors[0][-rope_dim:][_pairs_to_halves(rope_dim)]],
+            lambda tensors: [torch.cat([tensors[0], tensors[1][_order_halves_to_pairs(rope_dim)]])],
+            lambda tensors: [
+                tensors[0][:-rope_dim],
+                tensors[0][-rope_dim:][_order_pairs_to_halves(rope_dim)],
+            ],
         ),
         rename("attn.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
         WeightMapping(
@@ -306,11 +309,11 @@ def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
         ),
         rename("attn.wo.weight", "self_attn.o_proj.weight"),
     ]
-    ffns = [_ffn_rules(config.layer_config(depth), fused=fused) for depth in range(config.n_layers)]
+    ffns = [_make_ffn_rules(config.layer_config(depth), fused=fused) for depth in range(config.n_layers)]
     return llama_style_rules(config, attention, *ffns)
 
 
-def _ffn_rules(config: ModelConfig, *, fused: bool) -> list[WeightMapping]:
+def _make_ffn_rules(config: ModelConfig, *, fused: bool) -> list[WeightMapping]:
     if not isinstance(config.ffn, MoEConfig):
         return dense_rules("ffn", "mlp")
     corrected = [rename("ffn.router.bias", "mlp.gate.e_score_correction_bias")]
@@ -321,17 +324,17 @@ def _ffn_rules(config: ModelConfig, *, fused: bool) -> list[WeightMapping]:
     ]
 
 
-def _pairs_to_halves(width: int) -> list[int]:
+def _order_pairs_to_halves(width: int) -> list[int]:
     """Return the order 0, 2, …, 1, 3, …, which turns pairs of neighbours into halves."""
     return [*range(0, width, 2), *range(1, width, 2)]
 
 
-def _halves_to_pairs(width: int) -> list[int]:
-    """Return the inverse of `_pairs_to_halves`."""
+def _order_halves_to_pairs(width: int) -> list[int]:
+    """Return the inverse of `_order_pairs_to_halves`."""
     return [half * width // 2 + i for i in range(width // 2) for half in (0, 1)]
 
 
-def _latent(config: ModelConfig) -> MLAAttentionConfig:
+def _get_attention(config: ModelConfig) -> MLAAttentionConfig:
     return require_variant(config.attention, MLAAttentionConfig, "model.attention")
 
 

@@ -46,7 +46,7 @@ def write_electra(config: ModelConfig) -> Json:
 
 def electra_generator_rules(config: ModelConfig) -> list[WeightMapping]:
     return [
-        *_electra_encoder_rules(config, copies=["generator_lm_head.weight"]),
+        *_make_encoder_rules(config, copies=["generator_lm_head.weight"]),
         *head_rules(
             "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"
         ),
@@ -55,15 +55,13 @@ def electra_generator_rules(config: ModelConfig) -> list[WeightMapping]:
 
 def electra_discriminator_rules(config: ModelConfig) -> list[WeightMapping]:
     return [
-        *_electra_encoder_rules(config),
+        *_make_encoder_rules(config),
         *rename_linear("dense", "discriminator_predictions.dense", bias=True),
         *rename_linear("verdict", "discriminator_predictions.dense_prediction", bias=True),
     ]
 
 
-def _electra_encoder_rules(
-    config: ModelConfig, copies: tuple[str, ...] | list[str] = ()
-) -> list[WeightMapping]:
+def _make_encoder_rules(config: ModelConfig, copies: tuple[str, ...] | list[str] = ()) -> list[WeightMapping]:
     has_projection = config.embedding_width != config.d_model
     projection = rename_linear("encoder.embedding.projection", "electra.embeddings_project", bias=True)
     return [

@@ -72,7 +72,9 @@ GLOBAL_EVERY, THETA, LOCAL_THETA = 6, 1e6, 1e4
 
 def read(hf_config: Json) -> ModelConfig:
     kinds = read_layer_types(hf_config, 2)
-    return _read(hf_config, {**rope_from_hf(hf_config), **layer_type_blocks(kinds, _window(hf_config), {})})
+    return _read(
+        hf_config, {**rope_from_hf(hf_config), **layer_type_blocks(kinds, _make_window(hf_config), {})}
+    )
 
 
 def read_3(hf_config: Json) -> ModelConfig:
@@ -84,13 +86,13 @@ def read_3(hf_config: Json) -> ModelConfig:
     local = rope_of_layer_type(hf_config, LOCAL, "rope_local_base_freq", LOCAL_THETA)
     kinds = layer_type_blocks(
         read_layer_types(hf_config, global_every),
-        {**_window(hf_config), "position": local},
+        {**_make_window(hf_config), "position": local},
         {"position": full},
     )
     return _read(hf_config, {"attention.qk_norm": True, **kinds})
 
 
-def _window(hf_config: Json) -> Json:
+def _make_window(hf_config: Json) -> Json:
     return {"attention": {"pattern": {"name": "window", "width": hf_config["sliding_window"]}}}
 
 

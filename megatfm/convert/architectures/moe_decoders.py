@@ -99,7 +99,7 @@ def _write_mixtral(config: ModelConfig) -> Json:
     }
 
 
-def _mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _make_mixtral_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
     attention = attention_rules(bias=bias)
     return llama_style_rules(config, attention, expert_rules(config, MIXTRAL_NAMES, fused=fused))
@@ -111,7 +111,7 @@ _register(
     MIXTRAL_KEYS,
     _read_mixtral,
     _write_mixtral,
-    _mixtral_rules,
+    _make_mixtral_rules,
     ignored_tensors=ROTARY_BUFFERS,
 )
 
@@ -168,7 +168,7 @@ def _write_olmoe(config: ModelConfig) -> Json:
     }
 
 
-def _olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _make_olmoe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     bias = bool(getattr(config.attention, "bias", False))
     attention = [
         *attention_rules(bias=bias),
@@ -183,7 +183,7 @@ _register(
     OLMOE_KEYS,
     _read_olmoe,
     _write_olmoe,
-    _olmoe_rules,
+    _make_olmoe_rules,
     ignored_tensors=ROTARY_BUFFERS,
     fingerprint={"attention.qk_norm": "all_heads"},
 )
@@ -246,7 +246,7 @@ def _write_qwen3_moe(config: ModelConfig) -> Json:
     }
 
 
-def _qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def _make_qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     attention = [
         *attention_rules(),
         *(rule for part in "qk" for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")),
@@ -260,6 +260,6 @@ _register(
     QWEN3_MOE_KEYS,
     _read_qwen3_moe,
     _write_qwen3_moe,
-    _qwen3_moe_rules,
+    _make_qwen3_moe_rules,
     fingerprint={"attention.qk_norm": True},
 )

@@ -240,7 +240,7 @@ SUMMARY_KEYS: Mapping[str, Key] = {
 TRANSFORMED_DROPOUT: Mapping[str, Key] = {"classifier_dropout": used(0.0, float, int)}
 
 
-def _tensors(sequences: HeadTensors, choices: HeadTensors | None = None) -> Mapping[str, HeadTensors]:
+def _collect_tensors(sequences: HeadTensors, choices: HeadTensors | None = None) -> Mapping[str, HeadTensors]:
     """Return the tensors of a family's classes. choices: None: there is no such class."""
     by_task = {
         "SequenceClassification": sequences,
@@ -253,25 +253,29 @@ def _tensors(sequences: HeadTensors, choices: HeadTensors | None = None) -> Mapp
 # In transformers Longformer's first token is global in classifiers of sequences alone: its other classes compute
 # something else.
 FAMILIES = {
-    "Bert": FamilyHeads("tanh", _tensors(*[HeadTensors("classifier", "bert.pooler.dense")] * 2)),
+    "Bert": FamilyHeads("tanh", _collect_tensors(*[HeadTensors("classifier", "bert.pooler.dense")] * 2)),
     "Roberta": FamilyHeads(
-        "tanh", _tensors(ROBERTA_CLASSIFIER, HeadTensors("classifier", "roberta.pooler.dense"))
+        "tanh", _collect_tensors(ROBERTA_CLASSIFIER, HeadTensors("classifier", "roberta.pooler.dense"))
     ),
-    "Albert": FamilyHeads("tanh", _tensors(*[HeadTensors("classifier", "albert.pooler")] * 2)),
+    "Albert": FamilyHeads("tanh", _collect_tensors(*[HeadTensors("classifier", "albert.pooler")] * 2)),
     "Longformer": FamilyHeads("tanh", {"SequenceClassification": ROBERTA_CLASSIFIER}),
     "Deberta": FamilyHeads(
-        "gelu", _tensors(CONTEXT_POOLER), CONTEXT_DROPOUT, dropout="cls_dropout", pooled_keys=CONTEXT_KEYS
+        "gelu",
+        _collect_tensors(CONTEXT_POOLER),
+        CONTEXT_DROPOUT,
+        dropout="cls_dropout",
+        pooled_keys=CONTEXT_KEYS,
     ),
     "DebertaV2": FamilyHeads(
         "gelu",
-        _tensors(CONTEXT_POOLER, CONTEXT_POOLER),
+        _collect_tensors(CONTEXT_POOLER, CONTEXT_POOLER),
         CONTEXT_DROPOUT,
         dropout="cls_dropout",
         pooled_keys=CONTEXT_KEYS,
     ),
     "Electra": FamilyHeads(
         "gelu",
-        _tensors(ROBERTA_CLASSIFIER, HeadTensors("classifier", "sequence_summary.summary")),
+        _collect_tensors(ROBERTA_CLASSIFIER, HeadTensors("classifier", "sequence_summary.summary")),
         pooled_keys=SUMMARY_KEYS,
     ),
     "ModernBert": FamilyHeads(
@@ -285,7 +289,7 @@ FAMILIES = {
 }
 
 
-def _head_format(family: FamilyHeads, task: str) -> HeadFormat:
+def _make_head_format(family: FamilyHeads, task: str) -> HeadFormat:
     is_pooled = task in POOLED_TASKS
     options: Json = {"pooler": family.pooler if is_pooled else family.token_pooler}
     if task == "QuestionAnswering":
@@ -302,7 +306,7 @@ for family_name, family in FAMILIES.items():
         register_task_class(
             f"{family_name}For{task}",
             f"{family_name}ForMaskedLM",
-            _head_format(family, task),
+            _make_head_format(family, task),
             head_tensors,
             {
                 **family.keys,

@@ -21,7 +21,13 @@ from megatfm.config import (
 from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
 from megatfm.config.stages import StagesConfig
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.architectures.vision import TRAINED, convolution, read_labels, square, write_labels
+from megatfm.convert.architectures.vision import (
+    TRAINED,
+    map_convolution,
+    read_labels,
+    read_side,
+    write_labels,
+)
 from megatfm.convert.architectures.vit import CLASSIFIER
 from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
 from megatfm.convert.hf_values import (
@@ -72,10 +78,10 @@ MAPPING = {
 
 def read_swin(hf_config: Json, **options: Any) -> ModelConfig:
     """Read a hierarchical model. options: megatfm's keys that differ. Raises UsageError for unsupported features."""
-    depths, patch_size = hf_config["depths"], square(hf_config, "patch_size")
+    depths, patch_size = hf_config["depths"], read_side(hf_config, "patch_size")
     last_width = hf_config["embed_dim"] * 2 ** (len(depths) - 1)
     check_implied_values(hf_config, hidden_size=last_width, num_layers=len(depths))
-    side = -(-square(hf_config, "image_size") // patch_size)
+    side = -(-read_side(hf_config, "image_size") // patch_size)
     common = {
         **read_mapped(hf_config, MAPPING),
         "family": "hierarchical",
@@ -107,7 +113,7 @@ def write_swin(config: ModelConfig) -> Json:
     """Write config.json, the inverse of `read_swin`."""
     embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
     pattern = require_variant(config.attention.pattern, Windows2dPatternConfig, "model.attention.pattern")
-    stages = _stages(config)
+    stages = _get_stages(config)
     if stages.grid[0] != stages.grid[1]:
         raise UsageError(f"model.stages.grid = {list(stages.grid)}: transformers stores square images here")
     return {
@@ -128,7 +134,7 @@ def write_swin(config: ModelConfig) -> Json:
     }
 
 
-def _stages(config: ModelConfig) -> StagesConfig:
+def _get_stages(config: ModelConfig) -> StagesConfig:
     """Return the stages of a hierarchical model. Raises UsageError for another family."""
     if config.stages is None:
         raise UsageError(f"model.family = {config.family!r} has no stages")
@@ -156,8 +162,8 @@ def read_swin_v2(hf_config: Json) -> ModelConfig:
 def _check_windows_by_config(hf_config: Json) -> None:
     """Raise UsageError if transformers would choose other windows: it rounds the sizes of maps down."""
     side, patch, window = (
-        square(hf_config, "image_size"),
-        square(hf_config, "patch_size"),
+        read_side(hf_config, "image_size"),
+        read_side(hf_config, "patch_size"),
         hf_config["window_size"],
     )
     for stage, depth in enumerate(hf_config["depths"]):
@@ -174,7 +180,7 @@ def write_swin_v2(config: ModelConfig) -> Json:
     """Write config.json, the inverse of `read_swin_v2`."""
     require_variant(config.attention, WindowedAttentionConfig, "model.attention")
     position = require_variant(config.position, LogRelative2dConfig, "model.position")
-    windows = position.pretrained_windows or [0] * len(_stages(config).layers)
+    windows = position.pretrained_windows or [0] * len(_get_stages(config).layers)
     return {**write_swin(config), "pretrained_window_sizes": list(windows)}
 
 
@@ -199,7 +205,7 @@ BLOCK_V1 = [
 ]
 
 
-def _per_head(megatfm_name: str, hf_name: str) -> WeightMapping:
+def _map_per_head(megatfm_name: str, hf_name: str) -> WeightMapping:
     """Map a vector [heads] to [heads, 1, 1] in transformers."""
 
     def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -214,7 +220,7 @@ def _per_head(megatfm_name: str, hf_name: str) -> WeightMapping:
 BLOCK_V2 = [
     *BLOCK,
     *rename_linear("attn.wk", "attention.self.key"),
-    _per_head("attn.cosine.weight", "attention.self.logit_scale"),
+    _map_per_head("attn.cosine.weight", "attention.self.logit_scale"),
     *rename_linear("attn.position.hidden", "attention.self.continuous_position_bias_mlp.0", bias=True),
     *rename_linear("attn.position.out", "attention.self.continuous_position_bias_mlp.2"),
 ]
@@ -223,13 +229,13 @@ BLOCK_V2 = [
 def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig) -> list[WeightMapping]:
     """Map a model. prefix: of the names of the bare model in transformers. block: mappings of a block."""
     embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
-    stages = _stages(config)
+    stages = _get_stages(config)
     merging = [
         ("norm" if stages.merging_norm == "input" else "norm_out", "norm", True),
         ("reduction", "reduction", False),
     ]
     rules = [
-        *convolution(f"{prefix}embeddings.patch_embeddings.projection", embedding),
+        *map_convolution(f"{prefix}embeddings.patch_embeddings.projection", embedding),
         *rename_linear("encoder.embedding.norm", f"{prefix}embeddings.norm", bias=True),
     ]
     depth = 0

@@ -85,7 +85,7 @@ def read_t5(hf_config: Json) -> ModelConfig:
             "family": "encoder_decoder",
             "n_layers": n_encoder_layers if n_layers is None else n_layers,
             "n_encoder_layers": n_encoder_layers,
-            "ffn.activation": _t5_activation(ffn),
+            "ffn.activation": _convert_activation(ffn),
             "attention.scale": 1.0,
             "position.name": "t5",
             "position.buckets": hf_config["relative_attention_num_buckets"],
@@ -196,7 +196,7 @@ def refine_tying(config: ModelConfig, names: Container[str]) -> ModelConfig:
     return config if config.head_scale != 1.0 else config.with_changes({"embedding.tied": is_tied})
 
 
-def _t5_activation(hf_name: str) -> str:
+def _convert_activation(hf_name: str) -> str:
     if hf_name == GATED_GELU:
         return "geglu_tanh"
     return activation_from_hf(hf_name.removeprefix("gated-"), gated=hf_name.startswith("gated-"))
@@ -266,10 +266,10 @@ def read_switch(hf_config: Json) -> ModelConfig:
         "dropout": 0.0,
         "router": {"name": "switch"},
     }
-    in_encoder = _sparse_layers(
+    in_encoder = _find_sparse_layers(
         hf_config["num_sparse_encoder_layers"], dense.encoder_layers, hf_config["encoder_sparse_step"]
     )
-    in_decoder = _sparse_layers(
+    in_decoder = _find_sparse_layers(
         hf_config["num_sparse_decoder_layers"], dense.n_layers, hf_config["decoder_sparse_step"]
     )
     if any(a != b for a, b in zip(in_encoder, in_decoder, strict=False)):
@@ -288,7 +288,7 @@ def read_switch(hf_config: Json) -> ModelConfig:
     )
 
 
-def _sparse_layers(n_sparse: int, n_layers: int, step: int | None = None) -> list[bool]:
+def _find_sparse_layers(n_sparse: int, n_layers: int, step: int | None = None) -> list[bool]:
     """Return for each layer whether transformers gives it experts. n_sparse = 0 still gives them to the second layer.
 
     step: from config.json; overrides `n_sparse`.
@@ -321,7 +321,7 @@ def write_switch(config: ModelConfig) -> Json:
         hf_config |= {"num_experts": experts.n_experts, "expert_capacity": experts.expert_capacity}
     for side, n_layers in (("encoder", config.encoder_layers), ("decoder", config.n_layers)):
         is_sparse = [isinstance(config.layer_config(depth).ffn, MoEConfig) for depth in range(n_layers)]
-        counts = (n for n in range(n_layers + 1) if _sparse_layers(n, n_layers) == is_sparse)
+        counts = (n for n in range(n_layers + 1) if _find_sparse_layers(n, n_layers) == is_sparse)
         if (count := next(counts, None)) is None:
             raise UsageError(
                 f"model.layer_types: transformers' Switch can't have experts in these layers of the {side}"

@@ -64,7 +64,7 @@ TRAINED_MAPPING = {
 }
 
 
-def square(hf_config: Json, key: str) -> int:
+def read_side(hf_config: Json, key: str) -> int:
     """Return a side in pixels. Raises UsageError if height and width differ."""
     sides = hf_config[key] if isinstance(hf_config[key], list) else [hf_config[key]]
     if len(set(sides)) != 1:
@@ -82,7 +82,7 @@ def read_vision(hf_config: Json, mean: Sequence[float], std: Sequence[float], **
     """
     position: Json = {"position.name": "learned_2d"}
     if "position.name" not in options:
-        side = square(hf_config, "image_size") // square(hf_config, "patch_size")
+        side = read_side(hf_config, "image_size") // read_side(hf_config, "patch_size")
         position["position.grid"] = (side, side)
     trained = read_mapped(hf_config, {k: v for k, v in TRAINED_MAPPING.items() if k in hf_config})
     common = {
@@ -94,7 +94,7 @@ def read_vision(hf_config: Json, mean: Sequence[float], std: Sequence[float], **
         "ffn.bias": True,
         "attention.bias": True,
         "embedding.name": "patches",
-        "embedding.patch_size": square(hf_config, "patch_size"),
+        "embedding.patch_size": read_side(hf_config, "patch_size"),
         "embedding.mean": tuple(hf_config["image_mean"] or mean),
         "embedding.std": tuple(hf_config["image_std"] or std),
         "lm_head.name": "none",
@@ -200,7 +200,7 @@ def position_table(hf_name: str, n_class: int, *, batched: bool) -> WeightMappin
     return WeightMapping(tuple(megatfm_names), (hf_name,), to_hf, from_hf)
 
 
-def convolution(hf_name: str, embedding: PatchEmbeddingConfig) -> list[WeightMapping]:
+def map_convolution(hf_name: str, embedding: PatchEmbeddingConfig) -> list[WeightMapping]:
     """Map the projection of patches to a convolution's weight [D, channels, side, side]."""
     megatfm_name, side = "encoder.embedding.patches.projection", embedding.patch_size
 
@@ -224,7 +224,7 @@ def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]
     table = position_table(positions, embedding.n_class_tokens, batched=not positions.endswith(".weight"))
     return [
         *([special_tokens(names)] if names.special else []),
-        *convolution(f"{prefix}{names.patches}", embedding),
+        *map_convolution(f"{prefix}{names.patches}", embedding),
         *([] if isinstance(config.position, Rope2dConfig) else [table]),
         *per_layer(config.n_layers, "encoder.layers.", f"{prefix}{names.layers}", names.block),
         *rename_linear("encoder.norm", f"{prefix}{names.final_norm}", bias=True),

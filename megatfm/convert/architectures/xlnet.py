@@ -104,9 +104,9 @@ def write(config: ModelConfig) -> Json:
 def rules(config: ModelConfig) -> list[WeightMapping]:
     n_heads = config.attention.n_heads
     block = [
-        *(_input_projection(f"attn.w{part}.weight", f"rel_attn.{part}", n_heads) for part in "qkv"),
-        _input_projection("attn.wk_position.weight", "rel_attn.r", n_heads),
-        _output_projection("attn.wo.weight", "rel_attn.o", n_heads),
+        *(_map_input_projection(f"attn.w{part}.weight", f"rel_attn.{part}", n_heads) for part in "qkv"),
+        _map_input_projection("attn.wk_position.weight", "rel_attn.r", n_heads),
+        _map_output_projection("attn.wo.weight", "rel_attn.o", n_heads),
         rename("attn.content_bias", "rel_attn.r_w_bias"),
         rename("attn.position_bias", "rel_attn.r_r_bias"),
         rename("attn.segment_bias", "rel_attn.r_s_bias"),
@@ -131,7 +131,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-def _input_projection(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
+def _map_input_projection(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
     """Map [heads · width, d_in] to [d_in, heads, width]."""
 
     def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -140,7 +140,7 @@ def _input_projection(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMa
     return WeightMapping((megatfm_name,), (hf_name,), to_hf, lambda tensors: [tensors[0].flatten(1).T])
 
 
-def _output_projection(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
+def _map_output_projection(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
     """Map [d_out, heads · width] to [d_out, heads, width]."""
 
     def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -23,9 +23,9 @@ from megatfm.engines.deepspeed.library import (
     allow_fp16_on_cpu,
     build_settings,
     clear_module_stack,
+    ignore_warnings,
     import_deepspeed,
     parameter_groups,
-    quiet,
     register_experts,
     release,
     require_single_group,
@@ -79,7 +79,7 @@ class DeepSpeedEngine(BaseEngine):
         names, options = parameter_groups(group, trained, self.layout, setup.pipeline)
         moe_marker = register_experts(self.parameters, self.layout, mesh, self.zero)
         # DeepSpeed prints memory statistics with bf16.
-        with quiet(), allow_fp16_on_cpu(), redirect_stdout(StringIO()):
+        with ignore_warnings(), allow_fp16_on_cpu(), redirect_stdout(StringIO()):
             self.engine, *_ = package.initialize(
                 model=ModelWrapper(self.model, moe_marker),
                 optimizer=group.build(options),
@@ -90,7 +90,7 @@ class DeepSpeedEngine(BaseEngine):
         weakref.finalize(self, release, self.engine).atexit = False
         weakref.finalize(self, ds_config.remove)
         self._watch_gradients(trained)
-        weights = self._weights()
+        weights = self._make_weights()
         init_weights(self.model, self.layout, weights, config.train.seed)
         self.optimizer = FlatOptimizer(self.engine.basic_optimizer, self.partitions, group)
         self.local = {name: block.tensor for name, block in weights.items()}
@@ -106,7 +106,7 @@ class DeepSpeedEngine(BaseEngine):
         self.boundaries = AccumulationBoundary(self.engine, defers_offload=defers_offload)
         self.weights_changed()
 
-    def _weights(self) -> dict[str, ShardedTensor]:
+    def _make_weights(self) -> dict[str, ShardedTensor]:
         """Return this rank's blocks: partitions of trained weights, and its tensor-parallel shards of frozen ones."""
         weights: dict[str, ShardedTensor] = {}
         for name in self.parameters:
@@ -125,7 +125,7 @@ class DeepSpeedEngine(BaseEngine):
         for name, parameter in trained.items():
             parameter.register_hook(lambda _, name=name: reached.add(name))
 
-    def _replicated_data_axes(self, data_axes: DataAxes) -> Sequence[str]:
+    def _get_replicated_data_axes(self, data_axes: DataAxes) -> Sequence[str]:
         return () if self.zero else data_axes.all
 
     def _set_training(self, training: bool) -> None:
@@ -140,7 +140,7 @@ class DeepSpeedEngine(BaseEngine):
         sources: RowSources | None = None,
     ) -> LossTotals:
         """See `Engine.forward_backward`."""
-        with quiet():
+        with ignore_warnings():
             return super().forward_backward(
                 microbatches, objective, record_activations=record_activations, sources=sources
             )
@@ -164,10 +164,10 @@ class DeepSpeedEngine(BaseEngine):
         clear_module_stack()
 
     def _evaluate_batch(self, batch: Batch, objective: LossFunction) -> Mapping[str, Tensor]:
-        with quiet():
+        with ignore_warnings():
             return self.passes.evaluate(batch, objective)
 
-    def _weights_without_gradient(self) -> Collection[str]:
+    def _find_weights_without_gradient(self) -> Collection[str]:
         return self.partitions.parts.keys() - self._reached
 
     def step(self, lr: float, clip: float, *, skip: bool = False) -> float:
@@ -182,7 +182,7 @@ class DeepSpeedEngine(BaseEngine):
             clip_gradients(gradients, norm, clip)
             self.optimizer.set_lr(lr)
             self.partitions.prepare_step()
-            with quiet():
+            with ignore_warnings():
                 self.engine.step()
             if not self.engine.was_step_applied():  # DeepSpeed's norm, in float32, overflowed
                 norm, gradients_are_finite = math.inf, False

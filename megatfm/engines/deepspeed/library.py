@@ -35,7 +35,7 @@ log = logging.getLogger("megatfm")
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def ignore_warnings() -> Iterator[None]:
     """Ignore warnings within this context: users can't act on DeepSpeed's use of deprecated functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     if "LOCAL_RANK" not in os.environ:
         environment = read_process_environment(os.environ)
         os.environ["LOCAL_RANK"] = str(environment.local_rank if device.index is None else device.index)
-    with quiet():
+    with ignore_warnings():
         try:
             package = importlib.import_module("deepspeed")
         except ImportError as error:
@@ -255,7 +255,7 @@ def require_single_group(optimizers: Sequence[OptimizerGroup]) -> OptimizerGroup
     return group
 
 
-@quiet()
+@ignore_warnings()
 def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> None:
     """Load DeepSpeed's operator that quantizes to 8 and 4 bits. Raises UsageError if it can't be loaded.
 
@@ -274,13 +274,13 @@ def _load(package: ModuleType, name: str, feature: str, way_out: str) -> None:
     version_info: Any = importlib.import_module("deepspeed.git_version_info")
     if not version_info.installed_ops.get(builder.name) and builder.name not in builder._loaded_ops:
         requirement = f"{feature} needs DeepSpeed's operator {builder.name}"
-        builder._loaded_ops[builder.name] = _compiled(
+        builder._loaded_ops[builder.name] = _load_compiled(
             builder, requirement, f"{COMPILE_COMMAND.format(name=name)}, {way_out}"
         )
     builder.load(verbose=False)
 
 
-def _compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
+def _load_compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
     """Load an operator from the folder of torch's compiled extensions. Raises UsageError if it isn't there."""
     folder = Path(_get_build_directory(builder.name, verbose=False))
     library, lock = folder / f"{builder.name}.so", folder / "lock"

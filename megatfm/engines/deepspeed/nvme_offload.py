@@ -50,7 +50,7 @@ class OffloadDirectory:
                 f"deepspeed.nvme_path = {str(path)!r} is no folder of this machine: make it, or {way_out}"
             )
         try:
-            parent = _folder_of_user(path)
+            parent = _make_user_folder(path)
             with (parent / "lock").open("ab") as lock_file:
                 fcntl.flock(lock_file, fcntl.LOCK_EX)
                 host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
@@ -71,7 +71,7 @@ class OffloadDirectory:
             self._lock.close()
 
 
-def _folder_of_user(path: Path) -> Path:
+def _make_user_folder(path: Path) -> Path:
     """Return this user's folder of offloaded files, and create it if needed. Raises OSError."""
     parent = path / f".megatfm-offload-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
@@ -196,7 +196,7 @@ class SwappedGroups:
         flat: Tensor = self._optimizer.fp32_partitioned_groups_flat[group]
         if id(flat) not in self._groups:
             return flat
-        (weights, *_) = self._info(flat).tensors
+        (weights, *_) = self._get_info(flat).tensors
         return self._map(weights.swap_path, group)
 
     @contextmanager
@@ -216,7 +216,7 @@ class SwappedGroups:
         """Return the state of a group between steps, mapped from its files if it is swapped."""
         if id(flat) not in self._groups:
             return state
-        paths = {id(info.compute_tensor): info.swap_path for info in self._info(flat).tensors}
+        paths = {id(info.compute_tensor): info.swap_path for info in self._get_info(flat).tensors}
         group = self._groups[id(flat)]
         return {
             key: self._map(paths[id(value)], group) if id(value) in paths else value
@@ -227,7 +227,7 @@ class SwappedGroups:
         """Write a group's state to its files; returns False if the group is not swapped."""
         if id(flat) not in self._groups:
             return False
-        optimizer, group, info = self._optimizer, self._groups[id(flat)], self._info(flat)
+        optimizer, group, info = self._optimizer, self._groups[id(flat)], self._get_info(flat)
         info.tensors, info.has_state_tensors = info.tensors[:1], False
         optimizer.optimizer.state[flat] = {}
         optimizer._optimizer_states_and_gradient_swap_in(group)
@@ -248,7 +248,7 @@ class SwappedGroups:
             if in_file:
                 parameter.nvme_swapper.swap_out_and_release([parameter])
 
-    def _info(self, flat: Any) -> Any:
+    def _get_info(self, flat: Any) -> Any:
         return self._optimizer.optimizer_swapper.swap_params_info[flat.ds_id]
 
     def _map(self, path: str, group: int) -> Tensor:

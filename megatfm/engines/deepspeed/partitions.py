@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatfm.engines.deepspeed.library import quiet
+from megatfm.engines.deepspeed.library import ignore_warnings
 from megatfm.engines.deepspeed.nvme_offload import SwappedGroups
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.engines.optimizers import TRAINED, State
@@ -71,7 +71,7 @@ class Partitions(ABC):
         """Return flat views of the gradients of these partitions; empty before a backward pass."""
         if not self._has_gradients():
             return {}
-        return {name: self._gradient(self._parameters[name], part) for name, part in self.parts.items()}
+        return {name: self._get_gradient(self._parameters[name], part) for name, part in self.parts.items()}
 
     def prepare_step(self) -> None:
         """Prepare DeepSpeed's optimizer for a step with the gradients as they are now."""
@@ -107,7 +107,7 @@ class Partitions(ABC):
     def _has_gradients(self) -> bool: ...
 
     @abstractmethod
-    def _gradient(self, parameter: Any, part: Part) -> Tensor: ...
+    def _get_gradient(self, parameter: Any, part: Part) -> Tensor: ...
 
 
 class UnpartitionedParameters(Partitions):
@@ -119,11 +119,11 @@ class UnpartitionedParameters(Partitions):
     def _has_gradients(self) -> bool:
         return any(self._parameters[name].grad is not None for name in self.parts)
 
-    def _gradient(self, parameter: Any, part: Part) -> Tensor:
+    def _get_gradient(self, parameter: Any, part: Part) -> Tensor:
         gradient: Tensor = parameter.grad.view(-1)
         return gradient
 
-    @quiet()
+    @ignore_warnings()
     def drop_gradients(self) -> None:
         self._engine.zero_grad()
 
@@ -149,7 +149,7 @@ class FlatPartitions(Partitions):
             bool(gradients) and all(gradient is not None for gradient in gradients.values())
         )
 
-    def _gradient(self, parameter: Any, part: Part) -> Tensor:
+    def _get_gradient(self, parameter: Any, part: Part) -> Tensor:
         if self._optimizer.cpu_offload:
             return (
                 part.view_in(part.flat.grad) if part.flat.grad is not None else part.flat.new_zeros(part.size)
@@ -159,7 +159,7 @@ class FlatPartitions(Partitions):
         gradient: Tensor = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
         return gradient.view(-1)
 
-    @quiet()
+    @ignore_warnings()
     def drop_gradients(self) -> None:
         optimizer = self._optimizer
         optimizer.micro_step_id = -1
@@ -171,7 +171,7 @@ class FlatPartitions(Partitions):
         for group in list(optimizer.averaged_gradients):
             optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
 
-    @quiet()
+    @ignore_warnings()
     @torch.no_grad()
     def weights_changed(self) -> None:
         self._optimizer.update_lp_params()
@@ -185,10 +185,10 @@ class Bf16OptimizerPartitions(FlatPartitions):
     def _has_gradients(self) -> bool:
         return any(any(has_gradients) for has_gradients in self._optimizer.fp32_groups_has_gradients)
 
-    def _gradient(self, parameter: Any, part: Part) -> Tensor:
+    def _get_gradient(self, parameter: Any, part: Part) -> Tensor:
         return part.view_in(self._optimizer.fp32_groups_gradient_flat_partition[part.group])
 
-    @quiet()
+    @ignore_warnings()
     def drop_gradients(self) -> None:
         self._optimizer.clear_hp_grads()
         self._optimizer.clear_lp_grads(set_to_none=True)
@@ -219,22 +219,22 @@ class ShardedPartitions(Partitions):
         gradients = self._optimizer.averaged_gradients
         return bool(gradients) and all(gradient is not None for gradient in gradients.values())
 
-    def _gradient(self, parameter: Any, part: Part) -> Tensor:
+    def _get_gradient(self, parameter: Any, part: Part) -> Tensor:
         gradient: Tensor = getattr(self._optimizer, GRADIENT_PARTITIONS)[parameter.ds_id]
         return gradient.view(-1)[: part.size]
 
-    @quiet()
+    @ignore_warnings()
     def prepare_step(self) -> None:
         """See `Partitions`. Offloaded gradients are copied now, after clipping, not when they are reduced."""
         super().prepare_step()
         self._optimizer.finalize_gradient_accumulation_boundary()
 
-    @quiet()
+    @ignore_warnings()
     def drop_gradients(self) -> None:
         self._optimizer._pre_step()
         self._optimizer._overflow_clean_up(1.0)
 
-    @quiet()
+    @ignore_warnings()
     @torch.no_grad()
     def weights_changed(self) -> None:
         optimizer = self._optimizer
@@ -305,18 +305,18 @@ class FlatOptimizer:
         if self._group.averaged is None:
             return {}
         return {
-            name: self._group.averaged(self._blocks[name], state, self._options(name))
-            for name, state in self._state().items()
+            name: self._group.averaged(self._blocks[name], state, self._get_options(name))
+            for name, state in self._read_state().items()
             if state
         }
 
     def state(self) -> State:
         """Return parameter name → key → flat block, or a scalar that all parameters of a flat tensor share."""
-        state = self._state()
+        state = self._read_state()
         for name, values in state.items():
             if values:
                 for key in self._group.counters:
-                    values[key] = torch.tensor(self._options(name)[key], dtype=torch.float64)
+                    values[key] = torch.tensor(self._get_options(name)[key], dtype=torch.float64)
                 if self._group.averaged:
                     values[TRAINED] = self._blocks[name]
         return state
@@ -331,7 +331,7 @@ class FlatOptimizer:
                 self._blocks[name].copy_(values.pop(TRAINED))
             for key in self._group.counters:
                 if key in values:
-                    options = self._options(name)
+                    options = self._get_options(name)
                     options[key] = type(options[key])(values.pop(key).item())
             for key, value in values.items():
                 if value.dim():
@@ -345,7 +345,7 @@ class FlatOptimizer:
         for flat, values in states_by_flat.items():
             self._partitions.set_optimizer_state(flat, values)
 
-    def _state(self) -> dict[str, dict[str, Tensor]]:
+    def _read_state(self) -> dict[str, dict[str, Tensor]]:
         flat_tensors = {part.flat for part in self._parts.values()}
         states = {
             flat: self._partitions.optimizer_state(flat, self._torch.state.get(flat, {}))
@@ -358,5 +358,5 @@ class FlatOptimizer:
             for name, part in self._parts.items()
         }
 
-    def _options(self, name: str) -> dict[str, Any]:
+    def _get_options(self, name: str) -> dict[str, Any]:
         return self._torch.param_groups[self._parts[name].group]

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from megatfm.config import Config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.object_collectives import machine, run_on_all_ranks
+from megatfm.object_collectives import get_machine_name, run_on_all_ranks
 from megatfm.ops.attention import kernels
 from megatfm.parallel.layout import replace_forward
 from megatfm.parallel.mesh import TENSOR, Mesh
@@ -92,7 +92,7 @@ def enable_symmetric_memory(mesh: Mesh, device: torch.device) -> None:
 def _open(mesh: Mesh) -> None:
     from torch.distributed import _symmetric_memory as memory
 
-    hosts_by_machine = dict(mesh.gather_objects((machine(), socket.gethostname()), (TENSOR,)))
+    hosts_by_machine = dict(mesh.gather_objects((get_machine_name(), socket.gethostname()), (TENSOR,)))
     if len(hosts_by_machine) > 1:
         hosts = sorted(hosts_by_machine.values())
         raise MegatfmError(
@@ -159,7 +159,7 @@ def _collapse_views(node: Node) -> None:
 
 
 def _is_gathered(node: Any) -> bool:
-    source = _without_views(node)
+    source = _skip_views(node)
     return source.target is _collectives.wait_tensor.default and _is_all_gather(source.args[0])
 
 
@@ -167,7 +167,7 @@ def _is_all_gather(node: Any) -> bool:
     return isinstance(node, Node) and node.target is _collectives.all_gather_into_tensor.default
 
 
-def _without_views(node: Node) -> Node:
+def _skip_views(node: Node) -> Node:
     while node.target in VIEWS:
         (node, _) = node.args  # type: ignore[assignment]
     return node
@@ -194,7 +194,7 @@ def _merge_matmuls(scattered: Node) -> None:
     """
     (summed, *arguments), graph = scattered.args, scattered.graph
     assert isinstance(summed, Node)
-    products = list(_addends(summed))
+    products = list(_iter_addends(summed))
     if len(products) < 2 or any(product.target is not _aten.mm.default for product in products):
         return
     with graph.inserting_before(scattered):
@@ -207,16 +207,16 @@ def _merge_matmuls(scattered: Node) -> None:
     scattered.args = (product, *arguments)
 
 
-def _addends(node: Node) -> Iterator[Node]:
+def _iter_addends(node: Node) -> Iterator[Node]:
     """Yield the terms of a sum without other users, views skipped."""
-    node = _without_views(node)
+    node = _skip_views(node)
     if node.target is _aten.add.Tensor and len(node.users) == 1 and not node.kwargs:
         for term in node.args:
             if not isinstance(term, Node) or term.meta["val"].shape != node.meta["val"].shape:
                 yield node
                 return
         for term in node.args:
-            yield from _addends(term)  # type: ignore[arg-type]
+            yield from _iter_addends(term)  # type: ignore[arg-type]
     else:
         yield node
 

@@ -112,18 +112,18 @@ class GraphedModel:
         """See `ForwardBackward`. scale_loss: a `TermWeights`, whose factors are copied."""
         assert isinstance(scale_loss, TermWeights)
         for batch in batches:
-            if _key(batch, objective) not in self._recorded:
+            if _make_key(batch, objective) not in self._recorded:
                 if len(self._recorded) == MAX_SHAPES:
                     raise MegatfmError(
                         f"train.cuda_graphs: micro-batches of more than {MAX_SHAPES} shapes, for each of which a graph "
                         "keeps its memory: set train.cuda_graphs = false, or let rows have fewer lengths"
                     )
-                self._recorded[_key(batch, objective)] = self._record(batch, objective, scale_loss)
+                self._recorded[_make_key(batch, objective)] = self._record(batch, objective, scale_loss)
         self._bind_gradients()
         results = []
         for batch in batches:
             data.start_microbatch(is_last=batch is batches[-1])
-            recorded = self._recorded[_key(batch, objective)]
+            recorded = self._recorded[_make_key(batch, objective)]
             torch._foreach_copy_(list(recorded.inputs.values()), [batch[name] for name in recorded.inputs])
             recorded.factors.copy_(scale_loss.factors)
             recorded.replay()
@@ -170,7 +170,7 @@ class GraphedModel:
             parameter.grad = gradient
 
 
-def _key(batch: Batch, objective: LossFunction) -> object:
+def _make_key(batch: Batch, objective: LossFunction) -> object:
     return id(objective), tuple((name, values.shape, values.dtype) for name, values in batch.items())
 
 

@@ -111,7 +111,7 @@ class NativeEngine(BaseEngine):
         self.data.wait_for_weights()
         return self._model
 
-    def _replicated_data_axes(self, data_axes: DataAxes) -> Sequence[str]:
+    def _get_replicated_data_axes(self, data_axes: DataAxes) -> Sequence[str]:
         return data_axes.replicate_axes if self.data.sharded else data_axes.all
 
     def _set_training(self, training: bool) -> None:
@@ -134,7 +134,7 @@ class NativeEngine(BaseEngine):
     def _finish_passes(self) -> None:
         self.data.reduce()
 
-    def _weights_without_gradient(self) -> Collection[str]:
+    def _find_weights_without_gradient(self) -> Collection[str]:
         trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         return trained - self.gradients().keys()
 

@@ -57,8 +57,8 @@ class FullySharded:
         model.to_empty(device=device)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parameters = dict(model.named_parameters())
-        self.chunks = {name: _chunk(layout, name, p) for name, p in self._parameters.items()}
-        self.local = {name: _local(p) for name, p in self._parameters.items()}
+        self.chunks = {name: _compute_chunk(layout, name, p) for name, p in self._parameters.items()}
+        self.local = {name: _get_local(p) for name, p in self._parameters.items()}
 
     @property
     def _root(self) -> FSDPModule:
@@ -93,7 +93,7 @@ class FullySharded:
                 dtensor._local_tensor = gradient  # as FSDP2 itself sets it
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        return {name: _get_local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
         self._model.zero_grad(set_to_none=True)
@@ -123,7 +123,7 @@ def _shard(
 
     # None: reshard all but the root, whose weights are needed again at once.
     reshard = False if zero_options.zero == 2 else None
-    for module, data in _expert_modules(model, layout):
+    for module, data in _find_expert_modules(model, layout):
         fully_shard(
             module,
             mesh=mesh.fsdp_mesh(data),
@@ -205,7 +205,7 @@ def _hide_hooks(module: nn.Module) -> None:
             hooks[key] = hide(hook)
 
 
-def _expert_modules(model: nn.Module, layout: ModelLayout) -> list[tuple[nn.Module, DataAxes]]:
+def _find_expert_modules(model: nn.Module, layout: ModelLayout) -> list[tuple[nn.Module, DataAxes]]:
     """Return the modules whose direct parameters have other data axes than dense ones, and these axes."""
     axes_by_path = {
         name.rpartition(".")[0]: layout[name].data_axes
@@ -215,7 +215,7 @@ def _expert_modules(model: nn.Module, layout: ModelLayout) -> list[tuple[nn.Modu
     return [(model.get_submodule(path), data_axes) for path, data_axes in axes_by_path.items()]
 
 
-def _chunk(layout: ModelLayout, name: str, parameter: nn.Parameter) -> Chunk:
+def _compute_chunk(layout: ModelLayout, name: str, parameter: nn.Parameter) -> Chunk:
     if not isinstance(parameter, DTensor):
         return layout[name].region
     sizes, offsets = compute_local_shape_and_global_offset(
@@ -224,7 +224,7 @@ def _chunk(layout: ModelLayout, name: str, parameter: nn.Parameter) -> Chunk:
     return layout[name].subregion(tuple(offsets), tuple(sizes))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _get_local(tensor: Tensor) -> Tensor:
     """Return the local block of a DTensor, sharing its storage."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, Work
 from megatfm.engines.base import cast_inputs, materialize
 from megatfm.engines.interface import Precision
 from megatfm.engines.native.zero import ZeroOptions
-from megatfm.ops.transfer import align_all, aligned
+from megatfm.ops.transfer import align, align_all
 from megatfm.parallel.layout import Chunk, ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import DataAxes, Mesh
 
@@ -184,7 +184,7 @@ class Replicated:
                 # The optimizer updates the model's weights themselves, or a copy if the stored precision differs or if
                 # the rows of a shard are not aligned in memory; weights are then gathered from this copy.
                 stored = rows.to(precision.param_dtype)
-                self.local[name] = aligned(stored) if bucket.ranks > 1 else stored
+                self.local[name] = align(stored) if bucket.ranks > 1 else stored
                 offsets = (first, *[0] * (len(shape) - 1))
                 self.chunks[name] = layout[name].subregion(offsets, (count, *shape[1:]))
 

@@ -23,7 +23,7 @@ from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.reference import attend_in_chunks, probabilities, zero_blind_queries
+from megatfm.ops.attention.reference import attend_in_chunks, compute_probabilities, zero_blind_queries
 
 # B batch, T queries, S keys, D model width, N heads, H head width, R relative positions or buckets of them
 
@@ -56,8 +56,8 @@ class _Projections(HeadProjections):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Return [B, T, D]. bias: the relative position table [R, D]."""
-        q, k, v = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
-        q_position, k_position = (self._heads(w(bias)) for w in self.position_projections())
+        q, k, v = (self._split_heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
+        q_position, k_position = (self._split_heads(w(bias)) for w in self.position_projections())
         heads_BNTH = self.core(q, k, v, sequence, (q_position, k_position))
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
@@ -157,7 +157,7 @@ class DisentangledCore(nn.Module):
             scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
             chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
             mask_B1TS = sequence.mask(self.pattern, rows=rows)
-            probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, chunk_keys)
+            probabilities_BNTS = compute_probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, chunk_keys)
             return zero_blind_queries(probabilities_BNTS @ v_BNSH, mask_B1TS)
 
         return attend_in_chunks(attend, q_BNTH, k_BNSH.shape[2], "disentangled")

@@ -44,7 +44,7 @@ class HeadProjections(nn.Module):
         self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=n_kv_heads)
         self.wo = Linear(width, d, initial("out", width, d), bias=bias)
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """[…, T, N · H] → […, N, T, H]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 

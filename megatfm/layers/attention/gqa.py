@@ -41,7 +41,7 @@ class GroupedQueryAttention(HeadProjections):
             widths = (n * self.head_dim for n in (options.n_heads, options.kv_heads))
             self.wq_norm, self.wk_norm = (ShardedRMSNorm(width, config.norm.eps) for width in widths)
         elif options.qk_norm:
-            self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
+            self.q_norm, self.k_norm = _make_head_norm(config), _make_head_norm(config)
         position = POSITIONS.get(config.position.name)
         is_rotary = position.rotary is not None and not pattern.is_cross_attention
         self.position = position.rotary(config, initial) if is_rotary and position.rotary else None
@@ -69,9 +69,9 @@ class GroupedQueryAttention(HeadProjections):
     ) -> Tensor:
         """Return [B, T, D]. memory: the encoder's output, for cross-attention; None for self-attention."""
         q_BTX = self.wq(x_BTD)
-        q_BNTH = self.q_norm(self._heads(q_BTX if self.wq_norm is None else self.wq_norm(q_BTX)))
+        q_BNTH = self.q_norm(self._split_heads(q_BTX if self.wq_norm is None else self.wq_norm(q_BTX)))
         if memory_BSD is None:
-            k_BKSH, v_BKSH = self._keys_and_values(x_BTD)
+            k_BKSH, v_BKSH = self._project_keys_and_values(x_BTD)
             if self.position is not None:
                 q_BNTH, k_BKSH = self.position(q_BNTH, k_BKSH, sequence)
             if cache is not None:
@@ -82,25 +82,25 @@ class GroupedQueryAttention(HeadProjections):
                 )
                 bias = None if bias is None else last_keys_bias(bias, q_BNTH.shape[2], k_BKSH.shape[2])
         else:
-            k_BKSH, v_BKSH = self._memory_heads(memory_BSD, cache)
+            k_BKSH, v_BKSH = self._project_memory(memory_BSD, cache)
         heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, sequence, bias)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
-    def _keys_and_values(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    def _project_keys_and_values(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         k_BSX = self.wk(x_BSD)
         k_BSX = k_BSX if self.wk_norm is None else self.wk_norm(k_BSX)
-        return self.k_norm(self._heads(k_BSX)), self._heads(self.wv(x_BSD))
+        return self.k_norm(self._split_heads(k_BSX)), self._split_heads(self.wv(x_BSD))
 
-    def _memory_heads(self, memory_BSD: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+    def _project_memory(self, memory_BSD: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         if cache is None or cache.memory is None:
-            heads = self._keys_and_values(memory_BSD)
+            heads = self._project_keys_and_values(memory_BSD)
             if cache is None:
                 return heads
             cache.memory = heads
         return cache.memory
 
 
-def _head_norm(config: ModelConfig) -> nn.Module:
+def _make_head_norm(config: ModelConfig) -> nn.Module:
     """Make an RMSNorm over a head's channels, with the options of the model's norm if that is an RMSNorm too."""
     if config.norm.name == "rms_norm":
         return make_norm(config, config.head_width)

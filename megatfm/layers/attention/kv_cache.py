@@ -36,7 +36,7 @@ class LayerCache:
             raise IndexError(f"key-value cache is full: {end} tokens, room for {self.capacity}")
         if keeps is not None:
             self.length = end
-            return self._last(k_BKTH, v_BKTH, keeps, first)
+            return self._keep_last(k_BKTH, v_BKTH, keeps, first)
         if self._keys is None or self._values is None:
             self._keys, self._values = (self._allocate(x) for x in (k_BKTH, v_BKTH))
         self._keys[:, :, self.length : end] = k_BKTH
@@ -65,7 +65,7 @@ class LayerCache:
         if self.memory is not None:
             self.memory = self.memory[0][rows], self.memory[1][rows]
 
-    def _last(self, k_BKTH: Tensor, v_BKTH: Tensor, keeps: int, first: int) -> tuple[Tensor, Tensor]:
+    def _keep_last(self, k_BKTH: Tensor, v_BKTH: Tensor, keeps: int, first: int) -> tuple[Tensor, Tensor]:
         if self._keys is not None and self._values is not None:
             k_BKTH, v_BKTH = torch.cat([self._keys, k_BKTH], 2), torch.cat([self._values, v_BKTH], 2)
         first = min(first, k_BKTH.shape[2])

@@ -115,7 +115,7 @@ class LinformerAttention(HeadProjections):
                 f"rows have {sequence.length} tokens, but model.attention.max_length = {self.length}: shorten "
                 "the rows, or raise max_length"
             )
-        q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
+        q_BNTH, k_BNTH, v_BNTH = (self._split_heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         key_projection = bias if self.of_keys is None else self.of_keys.weight
         assert key_projection is not None
         projections = key_projection, key_projection if self.of_values is None else self.of_values.weight

@@ -17,7 +17,7 @@ from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.mask import DenseMask
 from megatfm.ops.attention.reference import attention_reference
-from megatfm.ops.transfer import moved
+from megatfm.ops.transfer import move_to_device
 
 # B batch, T tokens, D model width, N heads, H head width, G global tokens
 
@@ -74,16 +74,16 @@ class LongformerAttention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Return [B, T, D]."""
-        heads_BNTH = self.core(*(self._heads(name, x_BTD) for name in ("wq", "wk", "wv")), sequence)
+        heads_BNTH = self.core(*(self._project_heads(name, x_BTD) for name in ("wq", "wk", "wv")), sequence)
         key, device = ("global tokens", tuple(self.tokens)), x_BTD.device
-        indices_BG, exists_BG = sequence.cached(key, lambda: self._global_indices(sequence, device))
+        indices_BG, exists_BG = sequence.cached(key, lambda: self._find_global_tokens(sequence, device))
         x_BGD = x_BTD.gather(1, indices_BG[..., None].expand(-1, -1, x_BTD.shape[2]))
-        q_BNGH = self._heads("wq_global", x_BGD)
-        k_BNTH, v_BNTH = self._heads("wk_global", x_BTD), self._heads("wv_global", x_BTD)
+        q_BNGH = self._project_heads("wq_global", x_BGD)
+        k_BNTH, v_BNTH = self._project_heads("wk_global", x_BTD), self._project_heads("wv_global", x_BTD)
         heads_BNTH = self.global_core(heads_BNTH, q_BNGH, k_BNTH, v_BNTH, indices_BG, exists_BG, sequence)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
-    def _global_indices(self, sequence: SequenceMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _find_global_tokens(self, sequence: SequenceMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the token indices of global tokens [B, G], and a mask [B, G] of those that exist.
 
         Rows may have different numbers of them. The host computes both, because shapes depend on G.
@@ -95,9 +95,9 @@ class LongformerAttention(nn.Module):
             :, : int(count_B.max())
         ]
         exists_BG = torch.arange(order_BG.shape[1]) < count_B[:, None]
-        return moved(order_BG, device), moved(exists_BG, device)
+        return move_to_device(order_BG, device), move_to_device(exists_BG, device)
 
-    def _heads(self, name: str, x: Tensor) -> Tensor:
+    def _project_heads(self, name: str, x: Tensor) -> Tensor:
         projected: Tensor = getattr(self, name)(x)
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 

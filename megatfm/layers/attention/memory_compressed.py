@@ -65,7 +65,7 @@ def _find_blocks(
         start_BS = (
             starts_block_BT[0].nonzero()[None, :, 0]
             if n_old or row.cached_length
-            else _every_block(factor, positions_BT)
+            else _make_block_starts(factor, positions_BT)
         )
         exists_BS = torch.ones_like(start_BS, dtype=torch.bool)
     else:
@@ -96,7 +96,7 @@ def _find_blocks(
     return CompressedBlocks(positions_BS, is_first_token_BS, token_indices_BSF, is_local_BSF)
 
 
-def _every_block(factor: int, positions_1T: Tensor) -> Tensor:
+def _make_block_starts(factor: int, positions_1T: Tensor) -> Tensor:
     """Return block starts [1, S] of rows that are one document each. Needs no values, so the host need not wait."""
     return torch.arange(0, positions_1T.shape[1], factor, device=positions_1T.device)[None]
 
@@ -115,26 +115,26 @@ class CompressedKeyMask:
         return self.cached("mask", self._mask)
 
     def _mask(self) -> Tensor:
-        documents_q, documents_k = self._documents()
+        documents_q, documents_k = self._get_documents()
         is_earlier = self._positions[:, None, None] <= self._sequence.indices[None, None, :, None]
         return is_earlier & (documents_q[:, None, :, None] == documents_k[:, None, None])
 
     def block_mask(self, size: int) -> Tensor:
-        return self._block_table(size, full=False)
+        return self._make_block_table(size, full=False)
 
     def full_block_mask(self, size: int) -> Tensor:
-        return self._block_table(size, full=True)
+        return self._make_block_table(size, full=True)
 
-    def _block_table(self, size: int, *, full: bool) -> Tensor:
+    def _make_block_table(self, size: int, *, full: bool) -> Tensor:
         """Compare the ranges of positions and documents of blocks. Both ascend in a row; padding comes last."""
         (q_first, q_last), (k_first, k_last) = (
-            _block_ranges(x, size, dim)
+            _compute_block_ranges(x, size, dim)
             for x, dim in ((self._sequence.indices[None], -1), (self._positions, -2))
         )
-        documents_q, documents_k = self._documents()
+        documents_q, documents_k = self._get_documents()
         (first_q, last_q), (first_k, last_k) = (
-            _block_ranges(documents_q, size, -1),
-            _block_ranges(documents_k, size, -2),
+            _compute_block_ranges(documents_q, size, -1),
+            _compute_block_ranges(documents_k, size, -2),
         )
         if full:
             is_same_block = (first_q == last_q) & (first_k == last_k) & (first_q == first_k)
@@ -142,7 +142,7 @@ class CompressedKeyMask:
         return (k_first <= q_last) & (first_k <= last_q) & (last_k >= first_q)
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        documents_q, documents_k = self._documents()
+        documents_q, documents_k = self._get_documents()
         rows = b % len(self._positions)
         is_earlier = self._positions[rows, k] <= self._sequence.indices[q]
         return is_earlier & (documents_q[b % len(documents_q), q] == documents_k[b % len(documents_k), k])
@@ -160,7 +160,7 @@ class CompressedKeyMask:
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         return self._sequence.cached(("blocks", key, self._factor), make)
 
-    def _documents(self) -> tuple[Tensor, Tensor]:
+    def _get_documents(self) -> tuple[Tensor, Tensor]:
         return self.cached("documents", self._number_documents)
 
     def _number_documents(self) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ class CompressedKeyMask:
         return starts_BT[:, sequence.indices], key_documents
 
 
-def _block_ranges(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
+def _compute_block_ranges(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
     """Return the smallest and largest value of each block, [B or 1, 1, ·, 1] or [B or 1, 1, 1, ·]."""
     missing = -values.shape[1] % size
     blocks = torch.cat([values, values[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
@@ -247,7 +247,7 @@ class CompressedAttention(HeadProjections):
                 "model.attention.name = 'compressed' makes keys of earlier tokens only, but all tokens of a document "
                 "see its prefix: use objective.name = 'causal', or model.attention.name = 'gqa'"
             )
-        q_BNTH, k_BNTH, v_BNTH = (self._heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
+        q_BNTH, k_BNTH, v_BNTH = (self._split_heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
         n_new = k_BNTH.shape[2]
         if cache is not None:
             k_BNTH, v_BNTH = cache.update(k_BNTH, v_BNTH, keeps=self.factor)

@@ -14,7 +14,7 @@ from megatfm.layers.linear import Linear
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.rope import Rope
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.reference import probabilities
+from megatfm.ops.attention.reference import compute_probabilities
 
 # B batch, T tokens, S keys, D model width, N heads, H head width, R rotary channels, V value width, C latent width
 # X latent and rotary channels
@@ -90,7 +90,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Return [B, T, D]."""
         q_in = self.q_norm(self.wq_down(x_BTD)) if hasattr(self, "wq_down") else x_BTD
-        q_BNTH, q_rope_BNTR = self._heads(self.wq(q_in), self.nope_dim + self.rope_dim).split(
+        q_BNTH, q_rope_BNTR = self._split_heads(self.wq(q_in), self.nope_dim + self.rope_dim).split(
             (self.nope_dim, self.rope_dim), dim=-1
         )
         latent_BTC = self.kv_norm(self.wkv_down(x_BTD))
@@ -123,7 +123,7 @@ class LatentAttention(nn.Module):
         k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.matrix(), self.wv.matrix())
         return self.core.attend_head_shard(self.core.dropout.shard_index, q_BNTH, k_BNSH, v_BNSV, sequence)
 
-    def _heads(self, x: Tensor, width: int) -> Tensor:
+    def _split_heads(self, x: Tensor, width: int) -> Tensor:
         return x.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
@@ -188,7 +188,7 @@ class LatentCore(DotProductAttention):
         if self.variant.softcap:
             scores_BN1S = self.variant.softcap * torch.tanh(scores_BN1S / self.variant.softcap)
         # A mask of None is right here: the last token sees all earlier ones.
-        probabilities_BN1S = probabilities(scores_BN1S, self.attention_mask(sequence, n).mask())
+        probabilities_BN1S = compute_probabilities(scores_BN1S, self.attention_mask(sequence, n).mask())
         latent_BN1C = (probabilities_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(
             1, 2
         )

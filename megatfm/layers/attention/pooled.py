@@ -136,12 +136,14 @@ class AxisBias(nn.Module):
     def forward(self, q_INHWC: Tensor, keys: tuple[int, int]) -> Tensor:
         """Return biases [I, N, Q, K] for pooled, unscaled queries. keys: rows and columns of the keys' map."""
         rows, columns = q_INHWC.shape[2:4]
-        row_bias = torch.einsum("inhwc,hkc->inhwk", q_INHWC, _by_offset(self.rows, rows, keys[0]))
-        column_bias = torch.einsum("inhwc,wkc->inhwk", q_INHWC, _by_offset(self.columns, columns, keys[1]))
+        row_bias = torch.einsum("inhwc,hkc->inhwk", q_INHWC, _look_up_offsets(self.rows, rows, keys[0]))
+        column_bias = torch.einsum(
+            "inhwc,wkc->inhwk", q_INHWC, _look_up_offsets(self.columns, columns, keys[1])
+        )
         return (row_bias[..., :, None] + column_bias[..., None, :]).flatten(4, 5).flatten(2, 3)
 
 
-def _by_offset(table_OC: Tensor, queries: int, keys: int) -> Tensor:
+def _look_up_offsets(table_OC: Tensor, queries: int, keys: int) -> Tensor:
     """Look up the offset vector of each query and key along one axis, [Q, K, C].
 
     Positions on the shorter side are scaled to the longer one.

@@ -12,7 +12,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.position import POSITIONS, PositionEncoding
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.reference import attend_in_chunks, probabilities, zero_blind_queries
+from megatfm.ops.attention.reference import attend_in_chunks, compute_probabilities, zero_blind_queries
 
 if TYPE_CHECKING:  # patterns live with attention, which reads positions
     from megatfm.layers.attention.patterns import AttentionPattern
@@ -90,7 +90,7 @@ class ShawCore(nn.Module):
         mask_B1TS = sequence.mask(self.pattern, self.dropout.shard_index * heads, heads, rows)
         if mask_B1TS is None and self.pattern.builtin_mask == "causal":
             mask_B1TS = (sequence.relative_positions(rows) <= 0)[None, None]
-        probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, rng_keys_BNT)
+        probabilities_BNTS = compute_probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, rng_keys_BNT)
         zeros_BNTR = q_BNTH.new_zeros(*q_BNTH.shape[:3], len(self.values))
         by_distance_BNTR = zeros_BNTR.scatter_add(-1, index_BNTS, probabilities_BNTS)
         return zero_blind_queries(probabilities_BNTS @ v_BKSH + by_distance_BNTR @ self.values, mask_B1TS)

@@ -18,7 +18,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.reference import attend_in_chunks, probabilities, zero_blind_queries
+from megatfm.ops.attention.reference import attend_in_chunks, compute_probabilities, zero_blind_queries
 
 # B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
 
@@ -63,10 +63,10 @@ class QueryStream:
     def pairs(self, rows: slice) -> PairwiseInputs:
         """Return inputs for a slice of queries with all tokens; those of all queries are cached for all layers."""
         if len(range(*rows.indices(self.indices_BQ.shape[1]))) < self.indices_BQ.shape[1]:
-            return self._pairs(rows)
-        return self.sequence.cached("pairs of a stream", lambda: self._pairs(rows))
+            return self._make_pairs(rows)
+        return self.sequence.cached("pairs of a stream", lambda: self._make_pairs(rows))
 
-    def _pairs(self, rows: slice) -> PairwiseInputs:
+    def _make_pairs(self, rows: slice) -> PairwiseInputs:
         full_segments = self.segments.full
         indices_S = torch.arange(full_segments.shape[1], device=full_segments.device)
         distances_BQS = self.indices_BQ[:, rows, None] - indices_S + full_segments.shape[1] - 1
@@ -159,25 +159,25 @@ class TwoStreamAttention(nn.Module):
     def content_keys_values(self, content_BSD: Tensor, table_RD: Tensor) -> ContentKeysValues:
         """Project the content stream to keys and values, and the relative position table [R, D] to keys."""
         content_BSD, positions_RD = self.content(content_BSD), table_RD.to(content_BSD.dtype)
-        keys, values = self._heads(self.wk, content_BSD), self._heads(self.wv, content_BSD)
+        keys, values = self._project_heads(self.wk, content_BSD), self._project_heads(self.wv, content_BSD)
         keys, values = self.gather_kv(keys, values, (len(table_RD) + 1) // 2)
-        return ContentKeysValues(keys, values, self._heads(self.wk_position, positions_RD))
+        return ContentKeysValues(keys, values, self._project_heads(self.wk_position, positions_RD))
 
     def forward(self, x_BQD: Tensor, content: ContentKeysValues, stream: QueryStream) -> Tensor:
         """Return the attention output of one stream's queries, [B, Q, D]."""
-        q_BNQH = self._heads(self.wq, x_BQD) * self.scale
+        q_BNQH = self._project_heads(self.wq, x_BQD) * self.scale
         rng_keys_BNQ = self.dropout.head_rng_keys(stream.sequence, q_BNQH.shape[1])
 
         def attend(rows: slice) -> Tensor:
-            scores_BNQS, mask_B1QS = self._scores(q_BNQH[:, :, rows], content, stream.pairs(rows))
+            scores_BNQS, mask_B1QS = self._compute_scores(q_BNQH[:, :, rows], content, stream.pairs(rows))
             chunk_keys = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
-            probabilities_BNQS = probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
+            probabilities_BNQS = compute_probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
             return zero_blind_queries(probabilities_BNQS @ content.values, mask_B1QS)
 
         heads_BNQH = attend_in_chunks(attend, q_BNQH, content.keys.shape[2], "two-stream")
         return self.wo(heads_BNQH.transpose(1, 2).flatten(2))
 
-    def _scores(
+    def _compute_scores(
         self, q_BNQH: Tensor, content: ContentKeysValues, pairs: PairwiseInputs
     ) -> tuple[Tensor, Tensor | None]:
         """Return scaled scores [B, N, Q, S] and the mask."""
@@ -195,5 +195,5 @@ class TwoStreamAttention(nn.Module):
         )
         return scores_BNQS + by_segment_BNQ2.gather(-1, segments), pairs.mask
 
-    def _heads(self, projection: nn.Module, x: Tensor) -> Tensor:
+    def _project_heads(self, projection: nn.Module, x: Tensor) -> Tensor:
         return projection(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)

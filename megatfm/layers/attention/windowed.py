@@ -93,7 +93,9 @@ class WindowedAttention(nn.Module):
     def _score_bias(self, windows: MapWindows, sequence: MapSequence, q_INSC: Tensor) -> Tensor | None:
         """Return position biases, with −∞ between different cells, [1, N · G, S, S]; None without either."""
         device, dtype = q_INSC.device, q_INSC.dtype
-        hidden_GSS = sequence.cached(("hidden", windows, dtype), lambda: _hidden(windows, device, dtype))
+        hidden_GSS = sequence.cached(
+            ("hidden", windows, dtype), lambda: _make_cell_mask(windows, device, dtype)
+        )
         if self.position is None:
             n_heads = q_INSC.shape[1] // windows.count
             return None if hidden_GSS is None else hidden_GSS.repeat(n_heads, 1, 1)[None]
@@ -103,7 +105,7 @@ class WindowedAttention(nn.Module):
         return (bias_NSS[:, None] + hidden_GSS).flatten(0, 1)[None]
 
 
-def _hidden(windows: MapWindows, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+def _make_cell_mask(windows: MapWindows, device: torch.device, dtype: torch.dtype) -> Tensor | None:
     """Return 0 within a cell and −∞ between cells, [G, S, S]; None if every window is one cell."""
     mask_GSS = windows.mask(device)
     if mask_GSS is None:
@@ -134,7 +136,7 @@ class RelativeBias2d(nn.Module):
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
-        self.side = _window_side(config)
+        self.side = _get_window_side(config)
         n_offsets, n_heads = (2 * self.side - 1) ** 2, config.attention.n_heads
         self.weight = nn.Parameter(torch.empty(n_offsets, n_heads))
         self.initial = {"weight": initial("relative", n_offsets, n_heads)}
@@ -144,17 +146,17 @@ class RelativeBias2d(nn.Module):
         """Return biases [N, S, S]; smaller windows use the middle of the table."""
         device = self.weight.device
         key = "offset index", windows.window, self.side
-        index_SS = sequence.cached(key, lambda: _offset_index(windows, self.side, device))
+        index_SS = sequence.cached(key, lambda: _make_offset_index(windows, self.side, device))
         return F.embedding(index_SS, self.weight).movedim(-1, 0)
 
 
-def _offset_index(windows: MapWindows, side: int, device: torch.device) -> Tensor:
+def _make_offset_index(windows: MapWindows, side: int, device: torch.device) -> Tensor:
     """Return the table row of each query-key offset, int64 [S, S]. side: window side of the table."""
     row_SS, column_SS = (windows.offsets(device) + side - 1).unbind(-1)
     return row_SS * (2 * side - 1) + column_SS
 
 
-def _window_side(config: ModelConfig) -> int:
+def _get_window_side(config: ModelConfig) -> int:
     """Return the side of the windows. Raises UsageError for attention without windows."""
     if config.attention.name != "windowed":
         raise UsageError(
@@ -178,7 +180,7 @@ class LogRelativeBias2d(nn.Module):
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()
         options = require_variant(config.position, LogRelative2dConfig, "model.position")
-        _window_side(config)  # raises without windows
+        _get_window_side(config)  # raises without windows
         self.pretrained = options.pretrained_windows[0] if options.pretrained_windows else None
         n_heads = config.attention.n_heads
         self.hidden = Linear(2, LOG_BIAS_WIDTH, initial("dense", 2, LOG_BIAS_WIDTH), bias=True)
@@ -189,7 +191,9 @@ class LogRelativeBias2d(nn.Module):
         device, side = self.hidden.weight.device, windows.window
         key = windows.window, self.pretrained
         offsets_O2 = sequence.cached(("log offsets", *key), lambda: self._log_offsets(side, device))
-        index_SS = sequence.cached(("offset index", side, side), lambda: _offset_index(windows, side, device))
+        index_SS = sequence.cached(
+            ("offset index", side, side), lambda: _make_offset_index(windows, side, device)
+        )
         bias_ON = self.out(F.relu(self.hidden(offsets_O2.to(self.hidden.weight.dtype))))
         return LARGEST_LOG_BIAS * torch.sigmoid(F.embedding(index_SS, bias_ON).movedim(-1, 0))
 

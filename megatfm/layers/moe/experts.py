@@ -249,7 +249,9 @@ class Experts(nn.Module):
                 full_choices_BSK, self.n_experts, capacity, by_position=self.by_position
             )
             is_within_BTK = is_within_BTK & self.split_row(is_within_BSK, sequence)
-        local_choices_M = self._local_expert_index(choices_BTK.where(is_within_BTK, self.n_experts).flatten())
+        local_choices_M = self._index_local_experts(
+            choices_BTK.where(is_within_BTK, self.n_experts).flatten()
+        )
         order_M, offs_E = sort_by_expert(local_choices_M, self.ep_size * len(self.w_up))
         rows = SortedRows(order_M, offs_E, choices_BTK.shape[-1])
         x_ND = x_BTD.flatten(0, 1)
@@ -260,7 +262,7 @@ class Experts(nn.Module):
             is_within_BTK
         )
 
-    def _local_expert_index(self, choices_M: Tensor) -> Tensor:
+    def _index_local_experts(self, choices_M: Tensor) -> Tensor:
         """Return the index of each choice among the experts that this rank reaches; −1 for other experts, or beyond."""
         group_experts, local_experts = self.n_experts // self.ep_size, len(self.w_up)
         within_M = choices_M % group_experts - self.first
@@ -270,19 +272,23 @@ class Experts(nn.Module):
     def run_experts(self, rows_MD: Tensor, offs_E: Tensor) -> Tensor:
         """Apply FFNₑ to rows sorted by expert. offs_E: end of each expert's rows; later rows are undefined."""
         log_once(kernel_for(rows_MD, self.w_up), rows_MD.device.type, rows_MD.dtype)
-        inner_MF = self._grouped_linear(rows_MD, "w_up", self.b_up, offs_E)
+        inner_MF = self._apply_grouped_linear(rows_MD, "w_up", self.b_up, offs_E)
         if self.w_gate is None:
             inner_MF = self.activation.function(inner_MF)
         else:
-            inner_MF = self.activation(self._grouped_linear(rows_MD, "w_gate", self.b_gate, offs_E), inner_MF)
+            inner_MF = self.activation(
+                self._apply_grouped_linear(rows_MD, "w_gate", self.b_gate, offs_E), inner_MF
+            )
         b_down = (
             self.b_down
             if self.b_down is None or self.down_bias_scale == 1
             else self.b_down * self.down_bias_scale
         )
-        return self._grouped_linear(inner_MF, "w_down", b_down, offs_E)
+        return self._apply_grouped_linear(inner_MF, "w_down", b_down, offs_E)
 
-    def _grouped_linear(self, rows_MI: Tensor, key: str, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:
+    def _apply_grouped_linear(
+        self, rows_MI: Tensor, key: str, bias_EO: Tensor | None, offs_E: Tensor
+    ) -> Tensor:
         outputs_MO = grouped_linear(rows_MI, getattr(self, key), offs_E)
         if (a_ErI := getattr(self, f"{key}_lora_a", None)) is not None:
             low_rank_Mr = grouped_linear(rows_MI, a_ErI, offs_E)

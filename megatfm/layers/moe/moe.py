@@ -165,7 +165,7 @@ class MoE(nn.Module):
         if self.shared is None:
             y_BTD, is_within_capacity_BTK = self.experts(*inputs)
         elif self.experts.uses_expert_parallelism:
-            shared_output = partial(self._share, shared, x_BTD, sequence)
+            shared_output = partial(self._add_shared_experts, shared, x_BTD, sequence)
             y_BTD, is_within_capacity_BTK = self.experts(*inputs, shared_output)
             y_BTD = y_BTD + shared[0]
         else:
@@ -173,16 +173,16 @@ class MoE(nn.Module):
             y_BTD = y_BTD + self.shared(x_BTD, sequence)
         return BlockOutput(
             y_BTD,
-            self._losses(routing, is_token_BT),
-            self._counts(routing, is_token_BT, choices_BTK, is_within_capacity_BTK),
+            self._compute_losses(routing, is_token_BT),
+            self._count_tokens(routing, is_token_BT, choices_BTK, is_within_capacity_BTK),
         )
 
-    def _share(self, outputs: list[Tensor], x_BTD: Tensor, sequence: SequenceMetadata) -> None:
+    def _add_shared_experts(self, outputs: list[Tensor], x_BTD: Tensor, sequence: SequenceMetadata) -> None:
         """Append the output of the shared experts to `outputs`."""
         assert self.shared is not None
         outputs.append(self.shared(x_BTD, sequence))
 
-    def _losses(self, routing: RouterOutput, is_token_BT: Tensor) -> dict[str, Tensor]:
+    def _compute_losses(self, routing: RouterOutput, is_token_BT: Tensor) -> dict[str, Tensor]:
         losses: dict[str, Tensor] = {}
         if self.options.aux_loss_coef:
             losses["balance"] = load_balancing_loss(routing, is_token_BT, self.shares)
@@ -202,7 +202,7 @@ class MoE(nn.Module):
         return losses
 
     @torch.no_grad()
-    def _counts(
+    def _count_tokens(
         self, routing: RouterOutput, is_token_BT: Tensor, choices_BTK: Tensor, is_within_capacity_BTK: Tensor
     ) -> dict[str, Tensor]:
         """Return the counts of a micro-batch.

@@ -62,7 +62,7 @@ class SoftMoE(nn.Module):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         precise = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_BTS = F.linear(x_BTD.to(precise), self.weight.to(precise))
-        is_member_BNT = _document_membership(sequence)
+        is_member_BNT = _find_document_membership(sequence)
         scores_BNTS = logits_BTS[:, None].masked_fill(~is_member_BNT[..., None], float("-inf"))
         dispatch_weights_BNTS = scores_BNTS.softmax(2).nan_to_num(
             0.0
@@ -80,7 +80,7 @@ class SoftMoE(nn.Module):
         return torch.einsum("bnts,bnsd->btd", combine_weights_BNTS.to(x_BTD.dtype), outputs_BNSD)
 
 
-def _document_membership(sequence: SequenceMetadata) -> Tensor:
+def _find_document_membership(sequence: SequenceMetadata) -> Tensor:
     """Return boolean [B, N, T], whether a token belongs to a document; padding belongs to none."""
     if sequence.documents is None:
         return torch.ones_like(sequence.positions, dtype=torch.bool)[:, None]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.mask import AttentionMask, Band, BandLimits
-from megatfm.ops.transfer import moved
+from megatfm.ops.transfer import move_to_device
 
 # B batch, n heads that differ (or 1), T queries, S keys, Q query blocks of b tokens, J key blocks of b tokens
 # R query blocks of a group, M key blocks that each of them sees, P of them in part
@@ -65,9 +65,9 @@ def plan_blocks(
     device; the host plans with it, as it would wait for each value from the device, where only the masks are computed.
     """
     host_mask = host_mask or mask
-    table = _by_query_block(host_mask.block_mask(grid.size), grid)
+    table = _group_by_query_block(host_mask.block_mask(grid.size), grid)
     device = device or table.device
-    partial = table & ~_by_query_block(host_mask.full_block_mask(grid.size), grid)
+    partial = table & ~_group_by_query_block(host_mask.full_block_mask(grid.size), grid)
     if grid.keys % grid.size:
         partial[..., -1] = table[..., -1]
     # Fully seen blocks first, then partly seen ones. If heads see different numbers of blocks, the rest is masked.
@@ -83,21 +83,29 @@ def plan_blocks(
         query_blocks = ((n_seen == m) & (n_masked == p)).nonzero()[:, 0]
         key_blocks = order[query_blocks][..., :m]
         if not p:
-            groups.append(BlockGroup(moved(query_blocks, device), moved(key_blocks, device), None))
+            groups.append(
+                BlockGroup(move_to_device(query_blocks, device), move_to_device(key_blocks, device), None)
+            )
             continue
         masked_blocks = key_blocks[..., m - p :]
         for chosen, is_shared in _group_by_offset(
             query_blocks % grid.rows, masked_blocks, shares_mask[query_blocks]
         ):
             examined = chosen[:1] if is_shared else chosen
-            group_mask = _masks(mask, table, query_blocks[examined], masked_blocks[examined], grid, device)
+            group_mask = _make_masks(
+                mask, table, query_blocks[examined], masked_blocks[examined], grid, device
+            )
             groups.append(
-                BlockGroup(moved(query_blocks[chosen], device), moved(key_blocks[chosen], device), group_mask)
+                BlockGroup(
+                    move_to_device(query_blocks[chosen], device),
+                    move_to_device(key_blocks[chosen], device),
+                    group_mask,
+                )
             )
     return groups
 
 
-def _by_query_block(table_BnQJ: Tensor, grid: BlockGrid) -> Tensor:
+def _group_by_query_block(table_BnQJ: Tensor, grid: BlockGrid) -> Tensor:
     """[B or 1, n, Q, J] → [B · Q, n, J]."""
     return table_BnQJ.expand(grid.batch, -1, -1, -1).transpose(1, 2).flatten(0, 1)
 
@@ -131,7 +139,7 @@ def _group_by_offset(
             yield indices[group_of == group], True
 
 
-def _masks(
+def _make_masks(
     mask: AttentionMask,
     table: Tensor,
     query_blocks: Tensor,
@@ -144,7 +152,7 @@ def _masks(
     n = torch.arange(key_blocks.shape[1], device=device)[None, :, None, None]
     blocks_at_once = max(1, MAX_MASK_PAIRS // (grid.size**2 * key_blocks[0].numel()))
     tensors = query_blocks, key_blocks, table[query_blocks].gather(-1, key_blocks)
-    chunks = (moved(x, device).split(blocks_at_once) for x in tensors)
+    chunks = (move_to_device(x, device).split(blocks_at_once) for x in tensors)
     masks = []
     for q_block, k_block, is_visible in zip(*chunks, strict=True):
         b = (q_block // grid.rows)[:, None, None, None]
@@ -173,7 +181,7 @@ KEY_ALIGNMENT = 64
 """Tiles have a multiple of this many keys, if there are enough."""
 
 
-def bands(
+def make_bands(
     limits: BandLimits, documents: Sequence[tuple[int | None, int, int]], device: torch.device, *, fused: bool
 ) -> list[Band] | None:
     """Return the bands of documents (row, begin, end); None if these are so short that blocks cost less.
@@ -186,22 +194,22 @@ def bands(
     edge_masks: dict[tuple[int, ...], tuple[tuple[int, Tensor], ...]] = {}
     first_queries: dict[tuple[int | None, int, int, int, bool], list[int]] = {}  # by kind of tile
     for row, begin, end in spans:
-        for first, last, low, high, causal in _tile_bounds(limits, begin, end, fused):
+        for first, last, low, high, causal in _iter_tile_bounds(limits, begin, end, fused):
             kind = row, last - first, high - low, low - first, causal
             first_queries.setdefault(kind, []).append(first)
     result = []
     for (row, queries, keys, offset, causal), firsts in first_queries.items():
         shape = queries, keys, offset
         if shape not in edge_masks:
-            edge_masks[shape] = () if causal else _edge_masks(limits, *shape, device)
-        for first, step, count in _progressions(sorted(firsts), queries):
+            edge_masks[shape] = () if causal else _make_edge_masks(limits, *shape, device)
+        for first, step, count in _iter_progressions(sorted(firsts), queries):
             result.append(
                 Band(row, first, first + offset, queries, keys, count, step, edge_masks[shape], causal)
             )
-    return result + [band for document in documents for band in _global_bands(limits, *document, device)]
+    return result + [band for document in documents for band in _iter_global_bands(limits, *document, device)]
 
 
-def tiles(x: Tensor, first: int, size: int, count: int, step: int) -> Tensor:
+def view_tiles(x: Tensor, first: int, size: int, count: int, step: int) -> Tensor:
     """[…, T, H] → […, n, size, H], a view of `count` tiles, each `step` tokens after the previous one."""
     windows = x.narrow(-2, first, (count - 1) * step + size)
     return windows.unfold(-2, size, step).transpose(-1, -2)
@@ -213,7 +221,7 @@ def add_tiles(total: Tensor, parts: Tensor, first: int, step: int) -> None:
     width = size if count == 1 else step
     for start in range(0, size, width):
         part = parts[:, :, start : start + width]
-        tiles(total, first + start, part.shape[2], count, step).add_(part)
+        view_tiles(total, first + start, part.shape[2], count, step).add_(part)
 
 
 def _split_into_chunks(
@@ -224,7 +232,7 @@ def _split_into_chunks(
         yield row, start, min(start + (size or end - begin), end)
 
 
-def _tile_bounds(
+def _iter_tile_bounds(
     limits: BandLimits, begin: int, end: int, fused: bool
 ) -> Iterator[tuple[int, int, int, int, bool]]:
     """Yield begin and end of queries, begin and end of keys, and whether the built-in causal mask is the tile's."""
@@ -242,13 +250,13 @@ def _tile_bounds(
         yield first, last, max(begin, first - n_before), min(end, last + n_after), False
 
 
-def _global_bands(
+def _iter_global_bands(
     limits: BandLimits, row: int | None, begin: int, end: int, device: torch.device
 ) -> Iterator[Band]:
     """Yield bands of the pairs with global tokens that lie outside of the band around each query."""
     positions = torch.arange(end - begin, device=device)
-    tokens = moved(torch.tensor(limits.global_tokens, dtype=torch.int64), device)
-    for low, high in _runs([token for token in limits.global_tokens if token < end - begin]):
+    tokens = move_to_device(torch.tensor(limits.global_tokens, dtype=torch.int64), device)
+    for low, high in _iter_runs([token for token in limits.global_tokens if token < end - begin]):
         is_outside = ~_is_in_band(limits, positions[:, None], positions[low:high])
         to_global = is_outside & ~torch.isin(positions, tokens)[:, None]
         from_global = ~_is_in_band(limits, positions[low:high, None], positions)
@@ -261,7 +269,7 @@ def _global_bands(
             )
 
 
-def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _iter_runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield runs (begin, end) of consecutive positions; these are ascending."""
     begin = 0
     for i in range(1, len(positions) + 1):
@@ -275,7 +283,7 @@ def _is_in_band(limits: BandLimits, q: Tensor, k: Tensor) -> Tensor:
     return in_window & (k == k) if limits.right is None else in_window & (k <= q + limits.right)
 
 
-def _edge_masks(
+def _make_edge_masks(
     limits: BandLimits, queries: int, keys: int, offset: int, device: torch.device
 ) -> tuple[tuple[int, Tensor], ...]:
     """Return (first column, mask) of the keys of a tile that not all of its queries see. offset: first key − first
@@ -293,7 +301,7 @@ def _edge_masks(
     return tuple(masks)
 
 
-def _progressions(firsts: Sequence[int], size: int) -> Iterator[tuple[int, int, int]]:
+def _iter_progressions(firsts: Sequence[int], size: int) -> Iterator[tuple[int, int, int]]:
     """Yield (first, step, count) of arithmetic progressions of ascending numbers. size: the step of a single one."""
     start = 0
     while start < len(firsts):

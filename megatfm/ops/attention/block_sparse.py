@@ -158,7 +158,7 @@ def forward(
     for band in plan.visits:
         if isinstance(band, Band):
             tile.forward(band, q, k, v, out, lse, bias, plan)
-    for chunk in _chunks(plan, q, k, bias):
+    for chunk in _iter_chunks(plan, q, k, bias):
         (qc,), (kc, vc) = _gather_queries(chunk, q), _gather_keys(chunk, k, v)
         keep = _keep_mask(chunk, rng_keys, plan)
         chunk_out, chunk_lse = tile_forward(qc, kc, vc, chunk.score_bias, keep, plan)
@@ -185,7 +185,7 @@ def backward(
     for band in plan.visits:
         if isinstance(band, Band):
             tile.backward(band, g, q, k, v, out, lse, dq, dk, dv, bias, bias_grad, plan)
-    for chunk in _chunks(plan, q, k, bias):
+    for chunk in _iter_chunks(plan, q, k, bias):
         (qc, gc, oc, lc), (kc, vc) = _gather_queries(chunk, q, g, out, lse), _gather_keys(chunk, k, v)
         if is_bf16:
             results: Gradients = (
@@ -197,7 +197,7 @@ def backward(
             results = attend_backward(gc, qc, kc, vc, oc, lc, chunk.score_bias, keep, plan, learns=learns)
             if bias_grad is not None and results[3] is not None:
                 part = results[3].unflatten(2, (-1, chunk.size)).flatten(1, 2)
-                bias_grad.index_put_(_bias_indices(chunk, q.shape[1]), part, accumulate=True)
+                bias_grad.index_put_(_index_bias(chunk, q.shape[1]), part, accumulate=True)
         _scatter_queries(dq, results[0], chunk)
         for total, part in ((dk, results[1]), (dv, results[2])):
             part = part.reshape(len(chunk.key_blocks), -1).to(total.dtype)
@@ -222,7 +222,7 @@ def sinks_gradient(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) ->
     return -(probabilities * (g * out).sum(-1, keepdim=True, dtype=lse.dtype)).sum((0, 2, 3)).to(sinks.dtype)
 
 
-def _chunks(plan: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
+def _iter_chunks(plan: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
     size = plan.size
     N, K, Q, J = q.shape[1], k.shape[1], q.shape[2] // size, k.shape[2] // size
     for group in plan.visits:
@@ -249,13 +249,13 @@ def _chunks(plan: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | None)
                 bias.shape[1], plan.zero_distance, size, blocks % Q, table, plan.q_positions, plan.k_positions
             )
             chunk = Chunk(blocks, key_blocks, heads, size, score_bias, table, distances)
-            relative_bias = bias.to(q.dtype)[_bias_indices(chunk, N)].unflatten(1, (heads, -1)).flatten(2, 3)
+            relative_bias = bias.to(q.dtype)[_index_bias(chunk, N)].unflatten(1, (heads, -1)).flatten(2, 3)
             yield replace(
                 chunk, score_bias=relative_bias if score_bias is None else relative_bias + score_bias
             )
 
 
-def _bias_indices(chunk: Chunk, n_heads: int) -> tuple[Tensor, Tensor]:
+def _index_bias(chunk: Chunk, n_heads: int) -> tuple[Tensor, Tensor]:
     """Return the indices of heads and distances [R, N, b, M·b] in a relative bias."""
     assert chunk.distances is not None
     heads = torch.arange(n_heads, device=chunk.query_blocks.device)[:, None, None]

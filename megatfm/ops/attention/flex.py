@@ -46,7 +46,9 @@ def flex(
 
     lengths = q_BNTH.shape[2], k_BKSH.shape[2]
     visits = mask.cached(("block mask", SIZE), lambda: block_mask(mask, *lengths))
-    run: Any = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compiled()
+    run: Any = (
+        flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compile_flex_attention()
+    )
     options = {
         "block_mask": visits,
         "scale": variant.scale,
@@ -91,15 +93,15 @@ def block_mask(mask: AttentionMask, queries: int, keys: int) -> "BlockMask":
         return mask.mask_mod(b, n, q, k)
 
     return BlockMask.from_kv_blocks(
-        *_kv_blocks(partial),
-        *_kv_blocks(full_BnQJ),
+        *_order_kv_blocks(partial),
+        *_order_kv_blocks(full_BnQJ),
         BLOCK_SIZE=SIZE,
         mask_mod=mask_mod,
         seq_lengths=(queries, keys),
     )
 
 
-def _kv_blocks(table: Tensor) -> tuple[Tensor, Tensor]:
+def _order_kv_blocks(table: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of key blocks that each query block sees, int32 [B, n, Q], and [B, n, Q, J], which begins with
     their indices."""
     order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
@@ -132,7 +134,7 @@ def _drop_scores(
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def _compile_flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., Any] = torch.compile(flex_attention)

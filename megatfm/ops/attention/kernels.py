@@ -103,7 +103,7 @@ class Kernel:
     is_preferred: Callable[[AttentionRequest], bool]
 
 
-def _any(request: AttentionRequest) -> bool:
+def _supports_any(request: AttentionRequest) -> bool:
     return True
 
 
@@ -145,11 +145,11 @@ def _supports_sdpa(request: AttentionRequest) -> bool:
 
 KERNELS = (
     # name, function, what it supports, where it is preferred
-    Kernel("products", attention_reference, _any, _prefers_matmuls),
+    Kernel("products", attention_reference, _supports_any, _prefers_matmuls),
     Kernel("blocks", block_sparse_attention, _supports_block_sparse, _needs_dense_mask),
     Kernel("varlen", varlen, _supports_varlen, _has_no_builtin_mask),
     Kernel("flex", flex, _supports_flex, _needs_dense_mask),
-    Kernel("fused", sdpa_attention, _supports_sdpa, _any),
+    Kernel("fused", sdpa_attention, _supports_sdpa, _supports_any),
 )
 """Kernels in order of preference."""
 

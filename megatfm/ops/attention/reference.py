@@ -58,11 +58,11 @@ def attention_reference(
     if mask.builtin_mask == "causal":
         queries, keys = scores_BNTS.shape[-2:]
         mask_B1TS = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
-    probabilities_BNTS = probabilities(scores_BNTS, mask_B1TS, variant.dropout, rng_keys_BNT, sinks_N)
+    probabilities_BNTS = compute_probabilities(scores_BNTS, mask_B1TS, variant.dropout, rng_keys_BNT, sinks_N)
     return zero_blind_queries(probabilities_BNTS @ v_BKSV, mask_B1TS, mask)
 
 
-def probabilities(
+def compute_probabilities(
     scores_BNTS: Tensor,
     mask_B1TS: Tensor | None,
     rate: float = 0.0,

@@ -43,9 +43,9 @@ def sdpa_attention(
     causal, mask_tensor = mask.builtin_mask == "causal", mask.mask()
     mask_in_bias = None if bias is None else mask_tensor
     if bias is not None:
-        mask_tensor = _masked_bias(expand(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask_tensor, causal)
+        mask_tensor = _mask_bias(expand(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask_tensor, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
-    allowed = backends(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None)
+    allowed = choose_backends(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None)
     if (
         allowed
         and groups > 1
@@ -74,7 +74,7 @@ def sdpa_attention(
     return zero_blind_queries(out_BNTV[..., :v_width], mask_in_bias)
 
 
-def backends(q_BNTH: Tensor, v_width: int, *, masked: bool) -> list[SDPBackend]:
+def choose_backends(q_BNTH: Tensor, v_width: int, *, masked: bool) -> list[SDPBackend]:
     """Return the kernels that torch may choose from on a GPU; empty: any.
 
     Empty on a CPU, and if no fused kernel supports the dtype or the head widths, which is logged.
@@ -114,7 +114,7 @@ def log_once(dtype: str, k_width: int, v_width: int) -> None:
 _LOGGED: set[tuple[str, int, int]] = set()
 
 
-def _masked_bias(bias_BNTS: Tensor, mask_B1TS: Tensor | None, causal: bool) -> Tensor:
+def _mask_bias(bias_BNTS: Tensor, mask_B1TS: Tensor | None, causal: bool) -> Tensor:
     if causal:
         mask_B1TS = torch.ones(bias_BNTS.shape[-2:], dtype=torch.bool, device=bias_BNTS.device).tril()
     if mask_B1TS is None:

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatfm.ops.attention.block_plan import BlockGroup, add_tiles, tiles
+from megatfm.ops.attention.block_plan import BlockGroup, add_tiles, view_tiles
 from megatfm.ops.attention.mask import Band
 from megatfm.ops.attention.reference import AttentionOptions
 from megatfm.ops.attention.relative_bias import add_tile_gradient, tile_bias
@@ -98,7 +98,7 @@ def tile_forward(
         if bias is not None:  # the kernel returns 0, not −∞, for queries that see no key
             lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
         return out, lse[..., None]
-    scores, _ = _scores(q, k, bias, plan)
+    scores, _ = _compute_scores(q, k, bias, plan)
     probabilities = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     lse = scores.amax(-1, keepdim=True) - probabilities.amax(-1, keepdim=True).log()
     if bias is not None:
@@ -128,7 +128,7 @@ def attend_backward(
             g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=plan.scale
         )
         return dq, dk, dv, None
-    scores, slope = _scores(q, k, bias, plan)
+    scores, slope = _compute_scores(q, k, bias, plan)
     probabilities = scores.to(lse.dtype).sub_(lse).exp_()
     probabilities_grad, kept = g @ v.transpose(-1, -2), probabilities
     if keep is not None:
@@ -181,7 +181,7 @@ def _split_high_low(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     return high, (x - high).to(dtype), high.new_zeros(1).expand(*x.shape[:-1], EXTRA_COLUMNS - 2)
 
 
-def _scores(
+def _compute_scores(
     q: Tensor, k: Tensor, bias: Tensor | None, plan: BlockAttentionPlan
 ) -> tuple[Tensor, Tensor | None]:
     """Return capped scores with bias, and the derivative of the cap (None: no cap)."""
@@ -228,15 +228,17 @@ def forward(
     bias: by distance.
     """
     added = _score_bias(band, bias, q, k.shape[1])
-    q, out, lse = (_by_keys(x, band, k.shape[1]) for x in (q, out, lse))
-    k, v = (_by_keys(x, band, k.shape[1])[:, 0] for x in (k, v))
-    for first, start, count in _tile_ranges(band, MAX_TILE_SCORES, q):
-        keys, values = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
+    q, out, lse = (_group_by_keys(x, band, k.shape[1]) for x in (q, out, lse))
+    k, v = (_group_by_keys(x, band, k.shape[1])[:, 0] for x in (k, v))
+    for first, start, count in _iter_tile_ranges(band, MAX_TILE_SCORES, q):
+        keys, values = (view_tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
             keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (keys, values))
-        results = tile_forward(_queries(q, first, count, band), keys, values, added, None, plan, band.causal)
-        targets = [tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
-        outputs = [_by_heads(x, q.shape[1], band) for x in results]
+        results = tile_forward(
+            _select_queries(q, first, count, band), keys, values, added, None, plan, band.causal
+        )
+        targets = [view_tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
+        outputs = [_ungroup_heads(x, q.shape[1], band) for x in results]
         if band.accumulates:
             outputs = list(merge_partial(targets[0].to(lse.dtype), targets[1], *outputs))
         for target, x in zip(targets, outputs, strict=True):
@@ -254,14 +256,14 @@ def backward(
     """
     heads, length, width = k.shape[1], *q.shape[2:]
     added = _score_bias(band, bias, q, heads)
-    g, q, out, lse, dq = (_by_keys(x, band, heads) for x in (g, q, out, lse, dq))
-    k, v, dk, dv = (_by_keys(x, band, heads)[:, 0] for x in (k, v, dk, dv))
+    g, q, out, lse, dq = (_group_by_keys(x, band, heads) for x in (g, q, out, lse, dq))
+    k, v, dk, dv = (_group_by_keys(x, band, heads)[:, 0] for x in (k, v, dk, dv))
     is_bf16 = k.shape[-1] != width
     if is_bf16 and (band.causal or q.shape[1] * band.queries * band.keys > MAX_BF16_SCORES):
         is_bf16, k, v = False, k[..., :-EXTRA_COLUMNS], v[..., :-EXTRA_COLUMNS]
-    for first, start, count in _tile_ranges(band, MAX_TILE_SCORES, q):
-        gc, qc, oc, lc = (_queries(x, first, count, band) for x in (g, q, out, lse))
-        kc, vc = (tiles(x, start, band.keys, count, band.step) for x in (k, v))
+    for first, start, count in _iter_tile_ranges(band, MAX_TILE_SCORES, q):
+        gc, qc, oc, lc = (_select_queries(x, first, count, band) for x in (g, q, out, lse))
+        kc, vc = (view_tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
             kc, vc = (x.expand(-1, q.shape[1], -1, -1) for x in (kc, vc))
         if is_bf16:
@@ -272,8 +274,8 @@ def backward(
             if bias_grad is not None and results[3] is not None:
                 part = results[3].sum(1).unflatten(0, (-1, heads)).sum(0).reshape(-1, band.queries, band.keys)
                 add_tile_gradient(bias_grad, part, length, band.first_query, band.first_key)
-        q_grad = _by_heads(results[0], q.shape[1], band)
-        target = tiles(dq, first, band.queries, count, band.step)
+        q_grad = _ungroup_heads(results[0], q.shape[1], band)
+        target = view_tiles(dq, first, band.queries, count, band.step)
         target.copy_(target + q_grad if band.accumulates else q_grad)
         for total, part in ((dk, results[1]), (dv, results[2])):
             part = part.sum(1, keepdim=True, dtype=total.dtype) if band.causal else part
@@ -287,24 +289,24 @@ def merge_partial(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
     return out * (lse - finite).exp() + other_out * (other_lse - finite).exp(), total
 
 
-def _by_keys(x: Tensor, band: Band, heads: int) -> Tensor:
+def _group_by_keys(x: Tensor, band: Band, heads: int) -> Tensor:
     """[B, N or K, T, ·] → [X, g or 1, T, ·], of the band's rows and each key head."""
     rows = x if band.row is None else x[band.row : band.row + 1]
     return rows.unflatten(1, (heads, -1)).flatten(0, 1)
 
 
-def _queries(x: Tensor, first: int, count: int, band: Band) -> Tensor:
+def _select_queries(x: Tensor, first: int, count: int, band: Band) -> Tensor:
     """[X, g, T, ·] → [X, n, g·b, ·], or [X, g, b, ·] of a causal tile, where the heads of a key can't be stacked."""
-    queries = tiles(x, first, band.queries, count, band.step)
+    queries = view_tiles(x, first, band.queries, count, band.step)
     return queries[:, :, 0] if band.causal else queries.transpose(1, 2).flatten(2, 3)
 
 
-def _by_heads(x: Tensor, groups: int, band: Band) -> Tensor:
-    """The inverse of `_queries`, up to [X, g, n, b, ·]."""
+def _ungroup_heads(x: Tensor, groups: int, band: Band) -> Tensor:
+    """The inverse of `_select_queries`, up to [X, g, n, b, ·]."""
     return x[:, :, None] if band.causal else x.unflatten(2, (groups, -1)).transpose(1, 2)
 
 
-def _tile_ranges(band: Band, max_scores: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
+def _iter_tile_ranges(band: Band, max_scores: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
     count = max(1, max_scores // (q.shape[0] * q.shape[1] * band.queries * band.keys))
     for index in range(0, band.count, count):
         yield band.tile_range(index, count)

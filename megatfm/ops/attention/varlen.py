@@ -49,7 +49,7 @@ def varlen(
     if heads != k.shape[1]:
         options["enable_gqa"] = True
     # The row's length as maximum, since the longest document differs from batch to batch.
-    out: Tensor = operator()(q, k, v, cu_seqlens_C, cu_seqlens_C, length, length, **options)
+    out: Tensor = get_operator()(q, k, v, cu_seqlens_C, cu_seqlens_C, length, length, **options)
     return out.unflatten(0, (rows, length)).transpose(1, 2)
 
 
@@ -59,8 +59,8 @@ def supports_head_dims(width: int, v_width: int, *, grouped: bool) -> bool:
     fits = width == v_width and width <= MAX_HEAD_WIDTH and width % 8 == 0
     return (
         fits
-        and (not grouped or "enable_gqa" in parameters())
-        and all(n in parameters() for n in REQUIRED_PARAMETERS)
+        and (not grouped or "enable_gqa" in list_parameters())
+        and all(n in list_parameters() for n in REQUIRED_PARAMETERS)
     )
 
 
@@ -82,7 +82,7 @@ def cu_seqlens_from_documents(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
     return cu_seqlens
 
 
-def operator() -> Callable[..., Any]:
+def get_operator() -> Callable[..., Any]:
     """Return torch's operator, imported on use."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -91,10 +91,10 @@ def operator() -> Callable[..., Any]:
 
 
 @cache
-def parameters() -> frozenset[str]:
+def list_parameters() -> frozenset[str]:
     """Return the names of the operator's parameters, which differ between versions of torch; empty without it."""
     try:
-        return frozenset(inspect.signature(operator()).parameters)
+        return frozenset(inspect.signature(get_operator()).parameters)
     except (ImportError, AttributeError):
         return frozenset()
 

@@ -21,7 +21,7 @@ from megatfm.checkpoint import (
     file_format,
     find_latest,
     load,
-    names,
+    read_names,
     read_state,
     read_tensors,
     save,
@@ -349,7 +349,7 @@ def test_forged_files_are_refused(path: Path, content: bytes) -> None:
 def test_the_store_is_read_without_its_tensors(path: Path) -> None:
     remove(path / SHARD)
     assert read_state(path) == {"step": 2}
-    assert names(path) == {"w": (torch.float32, (4, 6)), "b": (torch.int64, (6,))}
+    assert read_names(path) == {"w": (torch.float32, (4, 6)), "b": (torch.int64, (6,))}
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

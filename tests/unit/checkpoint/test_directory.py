@@ -217,7 +217,7 @@ def newer(path: Path) -> None:
     content = metadata.read_metadata(path).model_dump()
     content["schema_version"], content["state"]["megatfm"] = 3, "9.1.0"
     body = json.dumps(content).encode()
-    (path / metadata.METADATA_FILENAME).write_bytes(metadata._metadata_head(body) + body + b"}\n")
+    (path / metadata.METADATA_FILENAME).write_bytes(metadata._make_metadata_head(body) + body + b"}\n")
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_what_is_quoted_of_a_file_is_short(tmp_path: Path) -> None:
         body = json.dumps(content).encode()
         (tmp_path / "other").mkdir(exist_ok=True)
         (tmp_path / "other" / metadata.METADATA_FILENAME).write_bytes(
-            metadata._metadata_head(body) + body + b"}\n"
+            metadata._make_metadata_head(body) + body + b"}\n"
         )
         with pytest.raises(MegatfmError) as caught:
             metadata.read_metadata(tmp_path / "other")

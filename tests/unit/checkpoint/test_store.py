@@ -16,7 +16,7 @@ from megatfm.checkpoint import (
     chunked_io,
     file_format,
     load,
-    names,
+    read_names,
     read_state,
     read_tensors,
     save,
@@ -72,7 +72,7 @@ def test_round_trip_in_place(tmp_path: Path) -> None:
     assert json.dumps(read_state(path)) == json.dumps(state)
     for name, tensor in tensors.items():
         assert same_bits(targets[name], tensor), name
-    assert names(path) == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    assert read_names(path) == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     verify(path)
 
 

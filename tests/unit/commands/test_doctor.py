@@ -16,7 +16,7 @@ ARGS = argparse.Namespace()
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_bf16_speed", lambda device: 0.5)
+    monkeypatch.setattr(doctor, "_measure_bf16_speed", lambda device: 0.5)
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 20.0)
 
 
@@ -55,7 +55,7 @@ def test_the_verdict_is_no_where_torch_is_missing(
 
 def test_a_lock_of_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(doctor, "_version", lambda package: "0.19.8")
+    monkeypatch.setattr(doctor, "_get_version", lambda package: "0.19.8")
     answer = (True, "async_io|no|apt-get install libaio-dev")
     monkeypatch.setattr(doctor, "_run", lambda command, seconds=0.0: answer)
     assert "build lock" not in findings("DeepSpeed")
@@ -75,7 +75,7 @@ def test_a_lock_of_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch:
 
 def test_an_old_torch_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, enough in {"2.9.1": False, "2.11.0": True, "3.0": True, "2.13.0+cpu": True}.items():
-        monkeypatch.setattr(doctor, "_version", lambda name, version=version: version)
+        monkeypatch.setattr(doctor, "_get_version", lambda name, version=version: version)
         assert findings("Python")["torch"].ok is enough
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import megatfm
 from megatfm import checkpoint
-from megatfm.commands.models import add_convert_arguments, convert_command, size
+from megatfm.commands.models import add_convert_arguments, convert_command, parse_size
 from megatfm.config import load_config
 from megatfm.convert import convert as convert_room
 from megatfm.convert.convert import convert
@@ -163,7 +163,12 @@ def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
 
 
 def test_max_shard_size_is_parsed() -> None:
-    assert (size("5GB"), size("200 mb"), size("1.5KB"), size("7")) == (5 * 10**9, 2 * 10**8, 1500, 7)
+    assert (parse_size("5GB"), parse_size("200 mb"), parse_size("1.5KB"), parse_size("7")) == (
+        5 * 10**9,
+        2 * 10**8,
+        1500,
+        7,
+    )
     for wrong in ("", "GB", "-1GB", "0", "5 GiB"):
         with pytest.raises(UsageError, match="--max-shard-size"):
-            size(wrong)
+            parse_size(wrong)

@@ -13,7 +13,7 @@ import zstandard
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import Detokenizer, export
-from megatfm.corpus.inspect import check, stats
+from megatfm.corpus.inspect import check, tabulate_stats
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.readers.token_ids import read_token_ids
 from megatfm.errors import MegatfmError, UsageError
@@ -153,7 +153,7 @@ def test_a_name_that_says_no_format_is_a_folder(folder: Path, tmp_path: Path, na
 
 
 def test_statistics_are_counted(folder: Path) -> None:
-    text = " ".join(stats(folder, lambda i: chr(i)).split())
+    text = " ".join(tabulate_stats(folder, lambda i: chr(i)).split())
     total = sum(len(t.encode()) for t in TEXTS)
     assert f"{len(TEXTS)} documents, {total:,} tokens, {total:,} bytes of text" in text
     assert f"web {len(TEXTS)} {total:,} {total:,}" in text

@@ -22,7 +22,7 @@ from webdataset.gopen import gopen_schemes
 from megatfm.corpus import files
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check
-from megatfm.corpus.shard_format import _header
+from megatfm.corpus.shard_format import _make_header
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
 
@@ -118,7 +118,7 @@ def test_documents_with_files_and_without_lie_in_frames_of_their_own(tmp_path: P
 def test_headers_are_those_of_tarfile(name: str, size: int) -> None:
     member = tarfile.TarInfo(name)
     member.size = size
-    assert _header(name.encode(), size) == member.tobuf(tarfile.USTAR_FORMAT)
+    assert _make_header(name.encode(), size) == member.tobuf(tarfile.USTAR_FORMAT)
 
 
 def test_tar_reads_the_same_samples(folder: Path, make_documents: Any, tmp_path: Path) -> None:

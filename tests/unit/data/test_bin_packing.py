@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import show
-from megatfm.data.bin_packing import best_fit_decreasing, describe_padding, group_blocks, padding
+from megatfm.data.bin_packing import best_fit_decreasing, describe_padding, group_blocks, measure_padding
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.packed_rows import pack_in_memory
@@ -341,10 +341,11 @@ def test_padding_is_that_of_the_rows(corpus: Corpus, causal_type: type) -> None:
 
     lengths = corpus.lengths() + 1
     for row in (64, 600):
-        cut, full = padding(lengths, corpus.blocks, row)
+        cut, full = measure_padding(lengths, corpus.blocks, row)
         assert cut == PackedDataset(corpus, causal_type(), sequence_length=row, seed=0).padding_fraction
     assert full == PackedDataset(corpus, Whole(), sequence_length=600, seed=0).padding_fraction
-    displayed = f"rows of 2,048  {100 * padding(lengths, corpus.blocks, 2048)[0]:.1f} % padding where documents are cut"
+    cut, _ = measure_padding(lengths, corpus.blocks, 2048)
+    displayed = f"rows of 2,048  {100 * cut:.1f} % padding where documents are cut"
     assert " ".join(displayed.split()) in " ".join(
         show(corpus.folder, describe_rows=describe_padding).split()
     )

@@ -220,14 +220,14 @@ def test_cutmix_pastes_one_rectangle_and_weighs_by_its_area(corpus: Corpus) -> N
 
 
 def test_draws_of_beta_have_its_moments() -> None:
-    from megatfm.data.image_mixing import beta
+    from megatfm.data.image_mixing import draw_beta
     from megatfm.data.image_transforms import Draws
 
     for alpha in (0.2, 0.8, 1.0, 4.0):
-        numbers = np.array([beta(Draws((n, "beta")), alpha) for n in range(3000)])
+        numbers = np.array([draw_beta(Draws((n, "beta")), alpha) for n in range(3000)])
         assert numbers.mean() == pytest.approx(0.5, abs=0.03)
         assert numbers.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)  # of Beta(α, α)
-    assert 0 <= beta(Draws((0,)), 1e-3) <= 1
+    assert 0 <= draw_beta(Draws((0,)), 1e-3) <= 1
 
 
 def test_a_damaged_image_is_named_and_quarantined(tmp_path: Path) -> None:

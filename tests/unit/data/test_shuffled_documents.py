@@ -43,7 +43,7 @@ def test_damage_is_told_when_its_turn_comes(folder: Path) -> None:
     samples = ShuffledDocuments(corpus, seed=3, streams=7)
     damaged = samples.order.row_address(40).block
     before = next(k for k in range(100) if samples.order.row_address(k).block == damaged)
-    shard, frame = corpus._locate(damaged)
+    shard, frame = corpus._locate_block(damaged)
     path = folder / corpus.manifest.shards[shard].file
     data = bytearray(path.read_bytes())
     data[int(corpus.indexes[shard].offsets[frame + 1]) - 1] ^= 1

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from megatfm.config.prep_steps import DedupConfig, RepeatedLinesConfig
-from megatfm.data_prep.dedup.hashing import signatures
+from megatfm.data_prep.dedup.hashing import compute_signatures
 from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, write_keys
 from megatfm.data_prep.dedup.methods import DedupMethod, LineDedup, make_dedup_method
 from megatfm.data_prep.documents import Document, StepStats
@@ -111,7 +111,7 @@ def test_lines_are_compared_by_definition(lines: list[str]) -> None:
         folded = "".join(item for item in full if item.isalnum() or is_vowel_sign(item))
         return re.sub("[1-9]", "0", folded).encode() if len(line) >= 2 else b""
 
-    assert dedup._keys(text.split("\n")) == list(map(key, text.split("\n")))
+    assert dedup._hash_units(text.split("\n")) == list(map(key, text.split("\n")))
 
 
 def test_lines_that_differ_in_vowel_signs_are_different(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_near_duplicates_by_their_signatures(tmp_path: Path) -> None:
         texts.append(" ".join(words))
     settings = {"num_buckets": 24, "hashes_per_bucket": 1, "n_grams": 1, "similarity": 0.9}
     left, counts = thinned(search("minhash", **settings), tmp_path, cut(texts, 50))
-    signs = signatures(texts, 1, 24)
+    signs = compute_signatures(texts, 1, 24)
     groups = [{number} for number in range(150)]
     far = 0
     for a in range(150):
@@ -258,22 +258,24 @@ def test_similarities_are_estimated_without_bias() -> None:
         other = list(base)
         for at in rng.sample(range(300), changed):
             other[at] = f"x{at}"
-        a, b = signatures([" ".join(base), " ".join(other)], 5, 2048)
+        a, b = compute_signatures([" ".join(base), " ".join(other)], 5, 2048)
         x, y = ({tuple(item[at : at + 5]) for at in range(296)} for item in (base, other))
         assert abs((a == b).mean() - len(x & y) / len(x | y)) < 0.05
 
 
 def test_a_text_alone_and_among_others_has_one_signature() -> None:
     texts = ["one two three four five six", "", "!!", "東京 é", "!!", "one two"]
-    together = signatures(texts, 5, 16)
-    assert np.array_equal(together, np.concatenate([signatures([text], 5, 16) for text in texts]))
+    together = compute_signatures(texts, 5, 16)
+    assert np.array_equal(together, np.concatenate([compute_signatures([text], 5, 16) for text in texts]))
     assert np.array_equal(together[2], together[4])
     assert len(np.unique(together, axis=0)) == 5
 
 
 def test_signatures_are_pinned() -> None:
     """Another version of a library, or of the code, must not silently drop other documents."""
-    (signature,) = signatures(["The quick brown fox jumps over the lazy dog — naïvely, as ever."], 5, 4)
+    (signature,) = compute_signatures(
+        ["The quick brown fox jumps over the lazy dog — naïvely, as ever."], 5, 4
+    )
     assert signature.tolist() == PINNED
 
 

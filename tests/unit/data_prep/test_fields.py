@@ -16,7 +16,7 @@ from megatfm.config.prep import PrepConfig, ReadConfig
 from megatfm.config.prep_steps import MetadataFilterConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import Detokenizer, export
-from megatfm.corpus.inspect import check, show, stats
+from megatfm.corpus.inspect import check, show, tabulate_stats
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.selection import MetadataFilter
 from megatfm.data_prep.readers import get_reader
@@ -78,7 +78,7 @@ def test_fields_travel_into_the_shards_and_out_again(tmp_path: Path, plain: bool
     assert "2026-0" in show(out / "train", sample=0)
     output = show(out / "train")
     assert "site0.org" in output.partition("licence")[0]
-    counted = stats(out / "train")
+    counted = tabulate_stats(out / "train")
     assert counted.count("site1.org") == 1
     assert "cc-by" in counted
     assert "cc-by" in (out / "report.html").read_text()

@@ -344,7 +344,7 @@ def test_an_upload_in_parts_is_known_by_its_checksum(
     monkeypatch.setattr(remote, "PART_BYTES", 5 * 2**20)
     data = bytes(range(251)) * 50_000
     (tmp_path / "x").write_bytes(data)
-    monkeypatch.setattr(remote, "_content_matches", lambda *_: pytest.fail("the checksum tells"))
+    monkeypatch.setattr(remote, "_has_same_content", lambda *_: pytest.fail("the checksum tells"))
     uploaded = RemoteFolder("s3://prep-bucket").upload(tmp_path / "x", "x")
     assert uploaded.version.strip('"').endswith("-3")
     assert s3.cat("prep-bucket/x") == data

@@ -18,7 +18,7 @@ from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution import progress
 from megatfm.data_prep.execution.progress import Reporter
-from megatfm.data_prep.report.page import bars, format_bytes, format_number, render
+from megatfm.data_prep.report.page import format_bytes, format_number, make_bars, render
 from megatfm.data_prep.shards import Statistics
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from tests.support.prep_files import write_file
@@ -88,8 +88,8 @@ def test_a_result_of_an_older_version_has_a_page(config: Make) -> None:
 def test_report_formats_numbers_and_bars() -> None:
     assert [format_number(value) for value in (0, 12_345, 3_214_000, 2e9)] == ["0", "12,345", "3.21 M", "2 B"]
     assert [format_bytes(value) for value in (12, 12_345, 3_214_000)] == ["12 B", "12.3 KB", "3.21 MB"]
-    assert [bar.percent for bar in bars([("a", 5), ("b", 20)])] == [25.0, 100.0]
-    assert bars([("a", 0)])[0].percent == 0
+    assert [bar.percent for bar in make_bars([("a", 5), ("b", 20)])] == [25.0, 100.0]
+    assert make_bars([("a", 0)])[0].percent == 0
 
 
 class _Balanced(HTMLParser):

@@ -14,7 +14,7 @@ from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import CountingFilter, pass_through
-from megatfm.data_prep.filters.text import _ODD, REPAIR, FixUnicode, _identifier, fix_text
+from megatfm.data_prep.filters.text import _ODD, REPAIR, FixUnicode, _load_identifier, fix_text
 from tests.support.cleaning_rules import random_pages, rule, rule_outcome
 
 MENDED = {
@@ -166,7 +166,7 @@ def test_language_filter_keeps_its_languages() -> None:
 
 
 def test_languages_and_probabilities_are_those_of_the_library() -> None:
-    reference, actual = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), _identifier()
+    reference, actual = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True), _load_identifier()
     rng = random.Random(0)
     blocks = [(32, 127), (0xA0, 0x500), (0x900, 0xE00), (0x3000, 0xD7FF), (0x1F300, 0x1FAFF), (0, 32)]
     texts = ["", "a", "é", "ABC DEF", "e\u0301", "\x00" * 9]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatfm.config.prep_steps import DecontaminateConfig
-from megatfm.data_prep.dedup.hashing import ngram_hashes, signatures, word_hashes
+from megatfm.data_prep.dedup.hashing import compute_signatures, ngram_hashes, word_hashes
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.selection import Decontaminate
 
@@ -131,7 +131,7 @@ def test_texts_that_differ_a_little_are_near(language: str, share: float) -> Non
     letters = [*text]
     for at in rng.sample(range(len(letters)), round(share * len(letters))):
         letters[at] = rng.choice(text)
-    a, b, other = signatures([text, "".join(letters), some_text(language, 3000, 4)], 5, 1024)
+    a, b, other = compute_signatures([text, "".join(letters), some_text(language, 3000, 4)], 5, 1024)
     x, y = (split(item) for item in (text, "".join(letters)))
     length = 20 if language == "Thai" else 5
     first, second = (

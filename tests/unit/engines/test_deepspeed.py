@@ -44,7 +44,7 @@ class Builder:
 
 def refusal(builder: Builder) -> str:
     with pytest.raises(UsageError) as actual:
-        library._compiled(builder, "this needs the quantizer", "compile it")
+        library._load_compiled(builder, "this needs the quantizer", "compile it")
     assert "\n" not in str(actual.value)
     return str(actual.value)
 

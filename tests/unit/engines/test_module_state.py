@@ -135,7 +135,7 @@ def compare(
         checkpoint.save(folder / str(number), 3, stored, {})
         again = make(config, parallel, ADAMW)
         path = folder / str(number) / "step-00000003"
-        room = again.empty_state_dict(checkpoint.names(path))
+        room = again.empty_state_dict(checkpoint.read_names(path))
         checkpoint.load(path, room)
         again.load_state_dict(room)
         for name, drift in drifts.items():

@@ -13,7 +13,7 @@ from megatfm.config import EvaluationTaskConfig
 from megatfm.errors import UsageError
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.decoding import Sampling
-from megatfm.inference.evaluate import compressors
+from megatfm.inference.evaluate import measure_compressors
 from megatfm.inference.evaluation_tasks import evaluate_questions
 from megatfm.inference.text import generate_text, load
 from megatfm.tasks.questions import open_evaluation_task
@@ -152,4 +152,4 @@ def test_the_nearest_answer_is_found(tmp_path: Path, tokenizer_model: bytes) -> 
 def test_a_corpus_without_text_has_nothing_to_compress() -> None:
     empty: Any = SimpleNamespace(folder="corpora/vectors", n_text_bytes=0, n_blocks=0)
     with pytest.raises(UsageError, match="corpora/vectors: has no text that could be compressed: leave out"):
-        compressors(empty, tokenizer=None)  # type: ignore[arg-type]
+        measure_compressors(empty, tokenizer=None)  # type: ignore[arg-type]

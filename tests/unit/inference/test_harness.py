@@ -135,7 +135,7 @@ def test_windows_are_the_harness_s(loaded: TextModel) -> None:
     for n in (1, 5, 9):
         text = "größer 東京 textwrap " * n
         expected = utils.get_rolling_token_windows(tokenizer.encode(text).tolist(), tokenizer.bos, 24, 1)
-        windows = [(row.tokens, list(row.targets)) for row in requests._windows(text)]
+        windows = [(row.tokens, list(row.targets)) for row in requests._split_windows(text)]
         assert windows == [(inputs, targets) for inputs, targets in expected]
 
 

@@ -18,7 +18,7 @@ from transformers.models.vit import modeling_vit
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.inference.attention_rollout import record_attention, rollout
+from megatfm.inference.attention_rollout import compute_rollout, record_attention
 from megatfm.inference.image_classes import collect_classes
 from megatfm.inference.pictures import (
     Gallery,
@@ -266,7 +266,7 @@ def recorded(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
     """Rollout, and the logits of the same pass."""
     with torch.no_grad(), record_attention(model) as maps:
         output = model(**batch)
-    return rollout(maps), output.predictions["classifier"]
+    return compute_rollout(maps), output.predictions["classifier"]
 
 
 def test_transformers_attention() -> None:
@@ -292,9 +292,9 @@ def test_transformers_attention() -> None:
 
 def test_one_layer_without_attention_reaches_itself() -> None:
     """With A = I nothing moves; with uniform attention half stays."""
-    torch.testing.assert_close(rollout([torch.eye(3)[None]]), torch.eye(3)[None])
+    torch.testing.assert_close(compute_rollout([torch.eye(3)[None]]), torch.eye(3)[None])
     uniform = torch.full((1, 4, 4), 0.25)
-    torch.testing.assert_close(rollout([uniform]), 0.5 * torch.eye(4)[None] + 0.125)
+    torch.testing.assert_close(compute_rollout([uniform]), 0.5 * torch.eye(4)[None] + 0.125)
 
 
 def test_layers_that_see_parts_are_refused() -> None:

@@ -142,7 +142,7 @@ def test_a_worker_that_ends_while_it_is_told_to_stop(monkeypatch: pytest.MonkeyP
     saves = subprocess.Popen(["sleep", "60"], env={**os.environ, "LOCAL_RANK": "1"})
     workers = [psutil.Process(process.pid) for process in (ended, saves)]
     ended.wait()
-    monkeypatch.setattr("megatfm.launchers.torchrun._workers", lambda pid: iter(workers))
+    monkeypatch.setattr("megatfm.launchers.torchrun._iter_workers", lambda pid: iter(workers))
     assert signal_workers(os.getpid(), signal.SIGTERM)
     assert saves.wait(10) == -signal.SIGTERM
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention import ATTENTIONS
 from megatfm.layers.attention.deberta import log_bucket_position
 from megatfm.layers.attention.patterns.local import Full
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
@@ -110,7 +110,7 @@ def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
 
 @pytest.mark.parametrize(("config", "rows"), [(CONFIG, delta), (SHARED, bucket)], ids=["own", "shared"])
 def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], int]) -> None:
-    attention = moved(ATTENTIONS.get(config.attention.name)(config, initialiser(config), Full()))
+    attention = moved(ATTENTIONS.get(config.attention.name)(config, make_initialiser(config), Full()))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
     table = torch.randn(

@@ -17,7 +17,7 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 
 from megatfm.config import Config, load_config
 from megatfm.cost import TokenCounts, module_cost
-from megatfm.layers.initialisation import initialise, initialiser
+from megatfm.layers.initialisation import initialise, make_initialiser
 from megatfm.layers.loss_terms import BlockOutput
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.moe.routers import stable_topk
@@ -338,7 +338,7 @@ def test_statistics_have_the_variation_itself_where_the_loss_has_a_tangent() -> 
 def test_a_balanced_start() -> None:
     """Shares begin even, where the term is 1 a token and has no gradient."""
     config = moe_config()
-    module = MoE(config, initialiser(config)).double()
+    module = MoE(config, make_initialiser(config)).double()
     initialise(module, 1)
     x = moe_inputs()
     loss = module(x, moe_sequence()).losses["balance"]

@@ -5,7 +5,7 @@ import torch
 
 from megatfm.config import ModelConfig
 from megatfm.layers.feed_forward import ACTIVATIONS, FFN
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.norm import NORMS
 from megatfm.layers.sequence import SequenceMetadata
 
@@ -31,7 +31,7 @@ def test_swiglu_equals_its_formula() -> None:
 
 def test_gated_ffn_equals_its_formula() -> None:
     config = ModelConfig(d_model=4, n_layers=1, attention={"n_heads": 1}, ffn={"d_ff": 6})
-    ffn = FFN(config, initialiser(config)).double()
+    ffn = FFN(config, make_initialiser(config)).double()
     sequence = SequenceMetadata(torch.arange(3).expand(2, 3))
     for seed, parameter in enumerate(ffn.parameters()):
         parameter.data = draw(*parameter.shape, seed=seed)

@@ -23,7 +23,7 @@ from megatfm.layers.attention.patterns.local import (
     Window,
 )
 from megatfm.layers.attention.patterns.mask import PatternMask
-from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _pairs
+from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _count_pairs_once
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from tests.support.plain_patterns import Chunks, Near
@@ -275,8 +275,8 @@ def test_counts_of_pairs_are_remembered_up_to_a_bound() -> None:
     """A pattern, and its count for a length, aren't kept for ever."""
     window = Window(2, 0)
     for heads in range(1, MAX_CACHED_COUNTS + 9):
-        assert _pairs(window, 4, heads) == 3 + 3 + 2 + 1
-    assert _pairs.cache_info().currsize <= MAX_CACHED_COUNTS
+        assert _count_pairs_once(window, 4, heads) == 3 + 3 + 2 + 1
+    assert _count_pairs_once.cache_info().currsize <= MAX_CACHED_COUNTS
 
 
 def test_heads_of_a_part_are_those_of_the_whole() -> None:

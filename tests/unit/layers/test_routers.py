@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatfm.config import Config, ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.feed_forward import FFNS
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.moe import moe
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.sequence import SequenceMetadata
@@ -34,7 +34,7 @@ def config_of(family: str = "encoder", **ffn: Any) -> ModelConfig:
 
 def make(**ffn: Any) -> Any:
     config = config_of(**ffn)
-    module = FFNS.get(config.ffn.name)(config, initialiser(config)).double()
+    module = FFNS.get(config.ffn.name)(config, make_initialiser(config)).double()
     generator = torch.Generator().manual_seed(0)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from megatfm.layers.attention.patterns.windows_2d import Windows2d
 from megatfm.layers.attention.windowed import WindowedAttention
-from megatfm.layers.initialisation import initialiser
+from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.maps import MapSequence
 from megatfm.layers.sequence import SequenceMetadata
 
@@ -28,7 +28,7 @@ MAPS = {
 def make(window: int, shifted: bool, **options: Any) -> WindowedAttention:
     values = OPTIONS | {"attention.pattern": {"name": "windows_2d", "window": window}} | options
     config = ModelConfig.from_dotted(**values)
-    module = WindowedAttention(config, initialiser(config), Windows2d(window, shifted)).double()
+    module = WindowedAttention(config, make_initialiser(config), Windows2d(window, shifted)).double()
     generator = torch.Generator().manual_seed(window)
     for parameter in module.parameters():
         parameter.data = 0.7 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

@@ -36,7 +36,7 @@ def check(dtype: torch.dtype, variant: LogitOptions) -> None:
         strides.append(logits.stride())
         return cross_entropy_triton.to_gradients(logits, *args, **options)
 
-    module._kernel = lambda logits: in_place
+    module._choose_kernel = lambda logits: in_place
     trained, targets = inputs(dtype)
     exact = [x.detach().double().requires_grad_() for x in trained]
     actual = cross_entropy(trained[0], trained[1], targets, trained[2], variant, chunk=5)

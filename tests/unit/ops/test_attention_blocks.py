@@ -318,7 +318,7 @@ def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytes
         (pattern.band, [(None, 0, T)]),
     ):
         broken = PatternMask(pattern, copy_of(layout), 0, N)
-        bands = block_plan.bands(sides, documents, torch.device("cpu"), fused=True)
+        bands = block_plan.make_bands(sides, documents, torch.device("cpu"), fused=True)
         monkeypatch.setattr(broken, "bands", lambda *, fused, result=bands: result)
         assert compare(inputs(2), broken) > 1e-3
 

@@ -65,7 +65,7 @@ def by_documents(
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "operator", lambda: by_documents)
+    monkeypatch.setattr(varlen, "get_operator", lambda: by_documents)
 
 
 def heads() -> tuple[Tensor, Tensor, Tensor]:
@@ -148,11 +148,11 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "sinks": "flex",
         "values of another width": "flex",
     }
-    varlen.parameters.cache_clear()
+    varlen.list_parameters.cache_clear()
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
         monkeypatch.setattr(
             varlen,
-            "parameters",
+            "list_parameters",
             lambda removed=missing: {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {removed},
         )
         assert choose(case(PatternMask(causal, packed))).name == "flex"
@@ -160,8 +160,8 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_torch_has_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    varlen.parameters.cache_clear()
-    assert {"scale", "window_size", "cu_seq_q", "max_q"} <= varlen.parameters()
+    varlen.list_parameters.cache_clear()
+    assert {"scale", "window_size", "cu_seq_q", "max_q"} <= varlen.list_parameters()
 
 
 def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,11 +225,15 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
     on_gpu: Any = type(
         "On", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": (B, N, T, 64)}
     )
-    assert sdpa.backends(on_gpu, 64, masked=True) == [SDPBackend.EFFICIENT_ATTENTION]
-    assert SDPBackend.MATH not in sdpa.backends(on_gpu, 64, masked=False)
+    assert sdpa.choose_backends(on_gpu, 64, masked=True) == [SDPBackend.EFFICIENT_ATTENTION]
+    assert SDPBackend.MATH not in sdpa.choose_backends(on_gpu, 64, masked=False)
     on_gpu.shape = (B, N, T, 20)
     with caplog.at_level(logging.WARNING, "megatfm"):
-        assert sdpa.backends(on_gpu, 20, masked=False) == sdpa.backends(on_gpu, 20, masked=False) == []
+        assert (
+            sdpa.choose_backends(on_gpu, 20, masked=False)
+            == sdpa.choose_backends(on_gpu, 20, masked=False)
+            == []
+        )
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "all scores are held at once" in caplog.text
 
@@ -242,7 +246,9 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
 
     monkeypatch.setattr(sdpa, "_allow_only", only)
     monkeypatch.setattr(
-        sdpa, "backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
+        sdpa,
+        "choose_backends",
+        lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS,
     )
     seen, inputs = PatternMask(Full(causal=True), sequence()), heads()
     taken: list[bool] = []
@@ -275,7 +281,9 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
     taken: list[bool] = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
-        sdpa, "backends", lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS
+        sdpa,
+        "choose_backends",
+        lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS,
     )
     monkeypatch.setattr(sdpa, "_allow_only", lambda allowed: nullcontext())
 

@@ -158,7 +158,11 @@ def test_chunks_follow_memory_on_a_gpu() -> None:
     on_gpu = type("On", (), {"device": torch.device("cuda"), "element_size": lambda self: 2})()
     tokens = module.default_chunk(on_gpu, 50257)
     assert tokens % module.ROW_ALIGNMENT == 0
-    held = tokens * module.padded(50257) * 2
-    assert module.LOGITS_BYTES - module.ROW_ALIGNMENT * module.padded(50257) * 2 < held <= module.LOGITS_BYTES
+    held = tokens * module.pad_row_length(50257) * 2
+    assert (
+        module.LOGITS_BYTES - module.ROW_ALIGNMENT * module.pad_row_length(50257) * 2
+        < held
+        <= module.LOGITS_BYTES
+    )
     assert module.default_chunk(on_gpu, 2**30) == module.ROW_ALIGNMENT
-    assert module.padded(50257) == 50304
+    assert module.pad_row_length(50257) == 50304

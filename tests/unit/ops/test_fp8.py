@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatfm.ops.fp8 import E4M3, E5M2, compute_scales, fp8_linear, product
+from megatfm.ops.fp8 import E4M3, E5M2, compute_scales, fp8_linear, multiply_fp8
 
 M, K, N = 48, 64, 32
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
@@ -36,7 +36,7 @@ def test_a_number_that_is_none_makes_what_it_touches_none() -> None:
     for value in (float("nan"), float("inf")):
         x = drawn(M, K).bfloat16()
         x[2, 5] = value
-        result = product(x, drawn(N, K).bfloat16(), True, E4M3, use_fast_accum=False)
+        result = multiply_fp8(x, drawn(N, K).bfloat16(), True, E4M3, use_fast_accum=False)
         assert result[2].isnan().all()
         assert result[torch.arange(M) != 2].isfinite().all()
 
@@ -46,7 +46,7 @@ def test_a_number_that_is_none_makes_what_it_touches_none() -> None:
 def test_every_element_of_a_product_is_as_near_as_its_factors(rowwise: bool, kind: torch.dtype) -> None:
     """|l'r' − lr| ≤ (εₗ + εᵣ + εₗεᵣ)·|l||r|, and what is too small for a tensor's one scale."""
     left, right = drawn(M, K).bfloat16().double(), drawn(N, K, seed=1).bfloat16().double()
-    actual = product(left, right, rowwise, kind, use_fast_accum=False)
+    actual = multiply_fp8(left, right, rowwise, kind, use_fast_accum=False)
     errors = (1 + HALF_STEP[kind]) * (1 + HALF_STEP[E4M3]) - 1
     bound = errors * left.abs() @ right.abs().T
     # Half the distance between subnormals of a factor, times the other.
@@ -59,7 +59,7 @@ def test_every_element_of_a_product_is_as_near_as_its_factors(rowwise: bool, kin
     assert ((actual - left @ right.T).abs() <= bound).all()
     assert (actual - left @ right.T).abs().max() > 1e-4 * bound.max(), "nothing was rounded"
     # torch's kernel multiplies the same numbers, and rounds what it made.
-    kernel = product(left.bfloat16(), right.bfloat16(), rowwise, kind, use_fast_accum=False).double()
+    kernel = multiply_fp8(left.bfloat16(), right.bfloat16(), rowwise, kind, use_fast_accum=False).double()
     assert ((kernel - actual).abs() <= 2**-7 * actual.abs() + 2**-20 * left.abs() @ right.abs().T).all()
 
 

@@ -84,7 +84,7 @@ def test_steps_wrap_as_one_product_does() -> None:
     values = torch.cat(
         [torch.arange(-9, 999), torch.randint(-(2**63), 2**63 - 1, (9999,), generator=generator)]
     )
-    assert torch.equal(keyed_random._golden_steps(values), values * GOLDEN)
+    assert torch.equal(keyed_random._multiply_golden(values), values * GOLDEN)
 
 
 def test_the_largest_rate_of_a_config_leaves_something() -> None:

@@ -97,7 +97,7 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(flex_attention, backend=counter)
-    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    monkeypatch.setattr(flex, "_compile_flex_attention", lambda: compiled)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     return counter
 

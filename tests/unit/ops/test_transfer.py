@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatfm.ops import transfer as module
-from megatfm.ops.transfer import align_all, aligned, aligned_bytes, is_aligned
+from megatfm.ops.transfer import align, align_all, aligned_bytes, is_aligned
 from tests.support.alignment import Kernels, lies_wrong, misaligned, only_torchs_memory
 
 ROWS = torch.arange(15.0).view(5, 3)
@@ -23,14 +23,14 @@ def test_what_lies_wrong_is_copied(kind: str) -> None:
     wrong = WRONG[kind]
     assert lies_wrong(wrong)
     assert not is_aligned(wrong)
-    right = aligned(wrong)
+    right = align(wrong)
     assert torch.equal(right, wrong)
     assert not lies_wrong(right)
 
 
 def test_what_lies_right_stays() -> None:
     for tensor in (ROWS, torch.empty(0), torch.tensor(3.0), torch.zeros(0, 5)):
-        assert aligned(tensor) is tensor
+        assert align(tensor) is tensor
 
 
 def test_a_buffer_is_left_by_all_or_by_none() -> None:
@@ -66,7 +66,7 @@ def test_bytes_begin_at_a_line_wherever_numpy_begins(monkeypatch: pytest.MonkeyP
 
 def test_kernels_on_other_memory_are_found() -> None:
     with only_torchs_memory():
-        aligned(misaligned(ROWS)).T @ ROWS[1:, :2].T.T[:4].repeat(2, 1)[:5]
+        align(misaligned(ROWS)).T @ ROWS[1:, :2].T.T[:4].repeat(2, 1)[:5]
     with Kernels() as kernels:
         misaligned(ROWS) @ ROWS.T
     assert kernels.wrong == {"aten.mm.default [5, 3]"}

@@ -21,7 +21,7 @@ from megatfm.errors import MegatfmError
 from megatfm.parallel import distributed
 from megatfm.parallel.distributed import (
     TIMEOUTS,
-    _reachable_address,
+    _find_reachable_address,
     _wait_for_all_ranks,
     check_resolves,
     distributed_session,
@@ -264,12 +264,12 @@ def test_where_the_others_reach_rank_0(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     if address[0].isdigit() or address[0] == ":":
-        assert _reachable_address(hosts) == address
+        assert _find_reachable_address(hosts) == address
         return
     with pytest.raises(MegatfmError, match=rf"{address}.*set MASTER_ADDR"):
-        _reachable_address(hosts)
+        _find_reachable_address(hosts)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert _reachable_address(hosts) == "10.0.0.1"
+    assert _find_reachable_address(hosts) == "10.0.0.1"
 
 
 @pytest.mark.filterwarnings(

@@ -15,7 +15,7 @@ from megatfm.models import build
 from megatfm.parallel import pipeline_schedule
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.pipeline_schedule import FakeStage, reduce_gradients, torch_pipeline_order
-from megatfm.parallel.pipeline_stages import Pipeline, cost, prune_to_stages, split_into_stages
+from megatfm.parallel.pipeline_stages import Pipeline, compute_cost, prune_to_stages, split_into_stages
 from tests.plugins import plugin
 from tests.support.workers import Workers
 
@@ -38,7 +38,7 @@ def first_steps(pipeline: Pipeline) -> list[str]:
 def test_costs_are_products_with_weights(make: Callable[..., nn.Module]) -> None:
     """Against a count by hand: a block's matrices, its attention over the row, and the head but not the lookup."""
     model = make(**{"embedding.tied": True})
-    costs = {point.name: cost(model, point, {"tokens": 10}) for point in model.split_points}
+    costs = {point.name: compute_cost(model, point, {"tokens": 10}) for point in model.split_points}
     matrices = 4 * 16 * 16 + 3 * 16 * 32
     assert costs["decoder.embedding"] == costs["decoder.norm"] == 0
     assert costs["decoder.layers.0"] == 10 * (matrices + 2 * 10 * 16)
@@ -61,7 +61,7 @@ def test_cuts_weigh_each_block_by_its_own_kind(make: Callable[..., nn.Module]) -
     kinds = {"layer_types": ["wide"] * 3 + ["near"] * 3, "layer_type.wide.ffn.d_ff": 256}
     kinds["layer_type.near.attention.pattern"] = window
     model = make(**kinds)
-    costs = {point.name: cost(model, point, {"tokens": 10}) for point in model.split_points}
+    costs = {point.name: compute_cost(model, point, {"tokens": 10}) for point in model.split_points}
     assert costs["decoder.layers.0"] == 10 * (4 * 16 * 16 + 3 * 16 * 256) + 2 * 16 * 100
     assert costs["decoder.layers.3"] == 10 * (4 * 16 * 16 + 3 * 16 * 32) + 2 * 16 * (1 + 2 + 8 * 3)
     pipeline = split_into_stages(model, "1f1b", 2, 1, lengths={"tokens": 10})
@@ -71,8 +71,8 @@ def test_cuts_weigh_each_block_by_its_own_kind(make: Callable[..., nn.Module]) -
 def test_heads_of_masked_models_weigh_what_the_objective_predicts(make: Callable[..., nn.Module]) -> None:
     model = make(family="encoder")
     head = {point.name: point for point in model.split_points}["head"]
-    assert cost(model, head, {"tokens": 10}, 0.4) == pytest.approx(4 * 96 * 16)
-    assert cost(model, head, {"tokens": 10}) == pytest.approx(1.5 * 96 * 16)
+    assert compute_cost(model, head, {"tokens": 10}, 0.4) == pytest.approx(4 * 96 * 16)
+    assert compute_cost(model, head, {"tokens": 10}) == pytest.approx(1.5 * 96 * 16)
 
 
 def test_a_stage_may_begin_with_any_head_that_costs_something(make: Callable[..., nn.Module]) -> None:

@@ -13,7 +13,7 @@ from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import axis_sizes
-from megatfm.parallel.parallelize import _tensor_layout, match
+from megatfm.parallel.parallelize import _make_tensor_layout, match
 from megatfm.train.build import plan_pipeline_split
 
 GPT = (
@@ -57,7 +57,7 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
                 mesh: Any = SimpleNamespace(
                     size=lambda axis: getattr(parallel, axis, 1), rank=lambda axis, part=part: part
                 )
-                _tensor_layout(f"{path}.{key}", tensor, style, mesh, True)
+                _make_tensor_layout(f"{path}.{key}", tensor, style, mesh, True)
     if parallel.pp > 1:
         plan_pipeline_split(config, model)
 

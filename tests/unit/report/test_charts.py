@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from megatfm.report import run_charts
-from megatfm.report.charts import Line, chart, downsample, format_number, smooth
+from megatfm.report.charts import Line, downsample, format_number, make_chart, smooth
 from megatfm.report.run import Curve, Run
 from tests.support.reported_runs import replace_metrics, report_page
 
@@ -25,7 +25,7 @@ def curve(values: list[float]) -> Curve:
 
 def test_a_wide_range_is_drawn_on_a_logarithmic_axis() -> None:
     wide, narrow = (
-        chart("Norm", "", [Line("norm", curve(values))]) for values in ([0.01, 1, 100], [4, 2, 1])
+        make_chart("Norm", "", [Line("norm", curve(values))]) for values in ([0.01, 1, 100], [4, 2, 1])
     )
     assert wide is not None
     assert narrow is not None
@@ -39,12 +39,12 @@ def test_what_is_not_finite_is_null_and_counted_once() -> None:
         Line("loss", curve(values), kind="raw"),
         Line("loss", smooth(curve(values)), kind="smooth"),
     )
-    drawing = chart("Loss", "", [raw, smoothed])
+    drawing = make_chart("Loss", "", [raw, smoothed])
     assert drawing is not None
     assert drawing.n_nonfinite == 2
     assert [line["values"].count(None) for line in drawing.data["lines"]] == [2, 2]
     json.dumps(drawing.data, allow_nan=False)
-    assert chart("Loss", "", [Line("loss", curve([NAN, NAN]))]) is None
+    assert make_chart("Loss", "", [Line("loss", curve([NAN, NAN]))]) is None
 
 
 def test_thinning_keeps_the_spikes_the_ends_and_the_order() -> None:
@@ -98,7 +98,7 @@ def test_numbers_read_as_people_write_them(value: float, text: str) -> None:
 def test_the_page_s_script_gets_steps_and_values_as_they_were_recorded() -> None:
     steps = [1, 500, 501, 700_000, 999_999, 1_000_000]
     values = [3.25, 2.3459, NAN, 2.0000004, 1e-7, 12_345.67]
-    drawing = chart("Loss", "", [Line("a", Curve(steps, values), kind="dots")])
+    drawing = make_chart("Loss", "", [Line("a", Curve(steps, values), kind="dots")])
     assert drawing is not None
     (line,) = drawing.data["lines"]
     assert list(accumulate(line["steps"])) == steps
@@ -190,8 +190,8 @@ def test_loads_of_experts_are_maps(run: Path) -> None:
     with Image.open(io.BytesIO(picture)) as image:
         assert image.size == (40, 4)
         for expert, load in enumerate(loads):
-            assert image.getpixel((39, expert)) == run_charts.colour(load)
-            assert image.getpixel((0, expert)) == run_charts.colour(1 + (load - 1) / 40)
+            assert image.getpixel((39, expert)) == run_charts.choose_colour(load)
+            assert image.getpixel((0, expert)) == run_charts.choose_colour(1 + (load - 1) / 40)
 
 
 def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
@@ -213,4 +213,4 @@ def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
     picture = run_charts.expert_load_maps(Run(run))[1].picture.removeprefix("data:image/png;base64,")
     with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
         assert image.size == (run_charts.COLUMNS, 1)
-        assert image.getpixel((80, 0)) == run_charts.colour(1.0), "the mean of a busy and an idle step"
+        assert image.getpixel((80, 0)) == run_charts.choose_colour(1.0), "the mean of a busy and an idle step"

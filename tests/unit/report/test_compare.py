@@ -54,7 +54,7 @@ def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: l
             "[parallel]", "[parallel]\npp = 1"
         )
     )
-    assert RunComparison.of(runs).differences() == [
+    assert RunComparison.of(runs).list_differences() == [
         ("optimizer.lr", ["0.000123", "0.0001234"]),
         ("optimizer.betas", ["[0.9, 0.95]", "[0.9, 0.950001]"]),
         ("optimizer.weight_decay", ["0.1", "0.1"]),
@@ -91,13 +91,13 @@ def test_utilization_of_unlike_peaks_is_not_compared(
         (run / "metrics.jsonl").write_text(
             "".join(json.dumps({**line, "mfu": 0.42}) + "\n" for line in lines)
         )
-    place = RunComparison.of(runs).results().columns.index("MFU")
+    place = RunComparison.of(runs).collect_results().columns.index("MFU")
 
     def compare(*peaks: str) -> tuple[list[str], list[str]]:
         for run, peak in zip(runs, peaks, strict=True):
             (run / "environment.json").write_text(json.dumps({"peak": peak}))
         comparison = RunComparison.of(runs)
-        return [row[place] for row in comparison.results().rows], comparison.notes()
+        return [row[place] for row in comparison.collect_results().rows], comparison.list_notes()
 
     assert compare("0.1 TFLOP/s", "0.1 TFLOP/s") == (["42 %", "42 %"], [])
     cells, notes = compare("0.1 TFLOP/s", "0.2 TFLOP/s")

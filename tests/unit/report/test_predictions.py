@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from megatfm.report import write_report
-from megatfm.report.predictions import class_results, galleries, summarize
+from megatfm.report.predictions import class_results, read_galleries, summarize
 from megatfm.report.run import Run
 from tests.support.reported_runs import report_page
 
@@ -127,7 +127,7 @@ def test_pictures_that_lie(run: Path, tmp_path: Path) -> None:
     table = {"galleries": [7, {"title": "t", "pictures": entries}, {"title": "empty", "pictures": None}]}
     (run / "pictures.json").write_text(json.dumps(table))
     read = Run(run)
-    (gallery,) = galleries(read)
+    (gallery,) = read_galleries(read)
     assert len(gallery.pictures) == 1
     assert read.notes[-1] == "9 picture(s) left out that can't be read"
 

@@ -45,30 +45,30 @@ def test_processor_name_and_instruction_sets(
 ) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
-    name = hardware.processor()
+    name = hardware.describe_processor()
     assert (name["cpu"], name["instruction sets"]) == (cpu, sets)
     assert name["threads"] == str(torch.get_num_threads())
 
 
 def test_processor_has_a_name_without_cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "none")
-    assert hardware.processor()["cpu"]
+    assert hardware.describe_processor()["cpu"]
 
 
 def test_libraries_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in hardware.SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    libraries = hardware.libraries()
+    libraries = hardware.list_libraries()
     assert libraries["torch"] == torch.__version__
     assert libraries["settings"] == "none"
     assert libraries.keys() & {"MKL", "BLAS"}
     monkeypatch.setenv("MKL_CBWR", "AVX2")
-    assert hardware.libraries()["settings"] == "MKL_CBWR=AVX2"
+    assert hardware.list_libraries()["settings"] == "MKL_CBWR=AVX2"
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_the_kernels_that_torch_takes_are_noted(capability: str) -> None:
-    code = "from megatfm.tracking.hardware import processor; print(processor()['kernels'])"
+    code = "from megatfm.tracking.hardware import describe_processor; print(describe_processor()['kernels'])"
     env = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() != "AVX512"
@@ -139,9 +139,9 @@ def test_a_run_on_cpus_asks_no_gpu_of_its_host(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("get_device_name", "init", "_lazy_init", "current_device"):
         monkeypatch.setattr(torch.cuda, name, ask)
-    assert hardware.environment(torch.device("cpu"))["gpu"] == "none", "the run has none"
+    assert hardware.describe_environment(torch.device("cpu"))["gpu"] == "none", "the run has none"
     with pytest.raises(AssertionError, match="asked"):
-        hardware.environment(torch.device("cuda"))
+        hardware.describe_environment(torch.device("cuda"))
 
 
 __all__ = ["corpus", "file", "run", "texts"]  # fixtures
@@ -149,7 +149,7 @@ __all__ = ["corpus", "file", "run", "texts"]  # fixtures
 
 def test_utilization_is_what_is_needed_over_what_could_be_done() -> None:
     used = Utilization(flops_per_token=6e9, causal_flops_per_token=5e9, peak=Peak(1e15, "x"), devices=8)
-    assert used.mfu(1e6) == {"mfu": pytest.approx(0.75), "mfu_causal": pytest.approx(0.625)}
+    assert used.compute_mfu(1e6) == {"mfu": pytest.approx(0.75), "mfu_causal": pytest.approx(0.625)}
 
 
 def test_what_else_runs_on_a_cpu_is_no_reason_for_a_lower_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,13 @@ from megatfm import tokenizers
 from megatfm.config import Config
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
-from megatfm.inference.evaluate import _absolute
+from megatfm.inference.evaluate import _make_absolute
 from megatfm.layers.initialisation import draw
 from megatfm.models import Decoder, build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import note_few_streams, open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluate, loss_by_position, summary
+from megatfm.train.evaluation import evaluate, format_result, loss_by_position
 from tests.support.workers import Workers
 
 LENGTH = 48
@@ -245,7 +245,8 @@ def test_other_objectives_give_their_terms_and_no_bits_per_byte(workers: Workers
     assert both["terms"] == pytest.approx({"masked": math.log(400), "sentence": math.log(2)}, rel=1e-12)
     assert both["loss"] == pytest.approx(math.log(800), rel=1e-12)
     assert (
-        summary(both) == f"loss {math.log(800):.4f}, masked {math.log(400):.4f}, sentence {math.log(2):.4f}"
+        format_result(both)
+        == f"loss {math.log(800):.4f}, masked {math.log(400):.4f}, sentence {math.log(2):.4f}"
     )
 
 
@@ -284,7 +285,7 @@ def test_every_token_stands_for_its_bytes(folder: Path) -> None:
 def test_a_corpus_behind_a_url_is_no_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sets = {"web": "https://host/corpus", "bucket": "s3://bucket/corpus"}
-    assert _absolute({**sets, "here": "corpus"}) == {**sets, "here": str(tmp_path / "corpus")}
+    assert _make_absolute({**sets, "here": "corpus"}) == {**sets, "here": str(tmp_path / "corpus")}
 
 
 @pytest.mark.parametrize(

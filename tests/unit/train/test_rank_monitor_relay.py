@@ -293,7 +293,7 @@ def test_what_gets_done_between_ticks_is_a_sign_of_life() -> None:
     done = 0
     watch.progress = lambda: done
     watch._last_progress = 0.0
-    assert watch._heartbeat(50.0).age == 50.0
+    assert watch._make_heartbeat(50.0).age == 50.0
     done = 1
-    assert watch._heartbeat(55.0).age == 0.0
-    assert watch._heartbeat(58.0).age == 3.0
+    assert watch._make_heartbeat(55.0).age == 0.0
+    assert watch._make_heartbeat(58.0).age == 3.0

@@ -33,7 +33,7 @@ def test_what_is_drawn_after_a_resume_is_what_would_have_been(tmp_path: Path, dr
     expected = [draw() for _ in range(3)]
     rng_state.seed_all(4, 0)
     assert draw() not in expected
-    room = rng_state.empty_rng_state_dict(checkpoint.names(path), 0, 1, CPU)
+    room = rng_state.empty_rng_state_dict(checkpoint.read_names(path), 0, 1, CPU)
     checkpoint.load(path, room)
     rng_state.load_rng_state_dict(room, 0, CPU)
     assert [draw() for _ in range(3)] == expected

@@ -19,10 +19,10 @@ CPU = torch.device("cpu")
 def one_rank_is_asked(who: int, number: int) -> list[tuple[str | None, bool]]:
     before = [signal.getsignal(name) for name in STOP_SIGNALS]
     with StopSignals(CPU) as signals:
-        answers = [signals.agreed(busy=dist.get_rank() != who)]
+        answers = [signals.agree(busy=dist.get_rank() != who)]
         if dist.get_rank() == who:
             os.kill(os.getpid(), number)
-        answers += [signals.agreed(), signals.agreed()]
+        answers += [signals.agree(), signals.agree()]
     assert [signal.getsignal(name) for name in STOP_SIGNALS] == before
     return answers
 
@@ -53,7 +53,7 @@ def test_what_was_agreed_a_step_before_is_the_same_on_all_ranks(workers: Workers
 def different_signals() -> str | None:
     with StopSignals(CPU) as signals:
         os.kill(os.getpid(), (signal.SIGTERM, signal.SIGUSR1)[dist.get_rank()])
-        return signals.agreed()[0]
+        return signals.agree()[0]
 
 
 def test_ranks_that_got_different_ones_name_the_same(workers: Workers) -> None:

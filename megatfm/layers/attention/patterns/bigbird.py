@@ -12,7 +12,7 @@ from megatfm.config import BigBirdPatternConfig, ModelConfig, require_variant
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns.pattern import PATTERNS, AttentionPattern, BlockBounds, Ranges
 from megatfm.ops.log_once import constant_when_compiled
-from megatfm.ops.transfer import moved
+from megatfm.ops.transfer import move_to_device
 
 MAX_CACHED_TABLES = 2**10
 """Cached tables of random blocks, one for each layer and length."""
@@ -83,7 +83,7 @@ class BigBird(AttentionPattern):
         return self.mask_mod_for_lengths(q, k, heads, q.max() + 1)
 
     def mask_mod_for_lengths(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
-        is_visible = self._blocks_see(q // self.block, k // self.block, heads, lengths)
+        is_visible = self._is_block_visible(q // self.block, k // self.block, heads, lengths)
         if self.extra:
             is_visible = is_visible | (q < self.extra) | (k < self.extra)
         return is_visible & (k <= q) if self.causal else is_visible
@@ -103,13 +103,13 @@ class BigBird(AttentionPattern):
         if not self.causal:
             may_see = may_see | (count <= self._full_below_blocks)
         for step in range(min(MAX_BLOCKS_CHECKED, int((q1 - q0).max()) + 1)):
-            for random_block in self._random_blocks_of(torch.minimum(q0 + step, q1), heads):
+            for random_block in self._draw_random_blocks(torch.minimum(q0 + step, q1), heads):
                 may_see = may_see | ((k0 <= random_block) & (random_block <= k1))
         return may_see & (k.first <= q.last) if self.causal else may_see
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         (q0, q1), (k0, k1) = ((x.first // self.block, x.last // self.block) for x in (q, k))
-        is_full = self._blocks_see(q0, k0, heads, q.longest)
+        is_full = self._is_block_visible(q0, k0, heads, q.longest)
         is_full = is_full & (q0 == q1) & (k0 == k1) & (q.shortest == q.longest)
         return is_full & (k.last <= q.first) if self.causal else is_full
 
@@ -118,25 +118,25 @@ class BigBird(AttentionPattern):
         """Documents of up to this many blocks have full attention."""
         return 5 + 2 * self.n_random
 
-    def _blocks_see(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
+    def _is_block_visible(self, q: Tensor, k: Tensor, heads: Tensor, lengths: Tensor) -> Tensor:
         """Return whether query blocks q see key blocks k (block indices) in documents of these lengths."""
         is_visible, count = (q - k).abs() <= 1, -(-lengths // self.block)
         if not self.extra:
             is_visible = is_visible | (k == 0)
         if not (self.causal or self.extra):
             is_visible = is_visible | (q == 0) | (q == count - 1) | (k == count - 1)
-        for random_block in self._random_blocks_of(q, heads):
+        for random_block in self._draw_random_blocks(q, heads):
             is_visible = is_visible | (k == random_block)
         return is_visible if self.causal else is_visible | (count <= self._full_below_blocks)
 
-    def _random_blocks_of(self, q: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
+    def _draw_random_blocks(self, q: Tensor, heads: Tensor) -> tuple[Tensor, ...]:
         """Return the random key blocks of query blocks q, one tensor for each of `n_random`."""
         if not self.n_random:
             return ()
         table = self.random_table
         if table is None:
             table = random_blocks(int(q.max()) + 1, self.n_heads, self.n_random, self.layer)
-        return moved(table, q.device)[heads, q].unbind(-1)
+        return move_to_device(table, q.device)[heads, q].unbind(-1)
 
 
 @constant_when_compiled

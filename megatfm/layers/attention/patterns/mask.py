@@ -12,7 +12,7 @@ from torch import Tensor
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges, block_bounds
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.block_plan import bands
+from megatfm.ops.attention.block_plan import make_bands
 from megatfm.ops.attention.mask import Band, BuiltinMask
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class PatternMask:
         is_plain = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
         if sides is None or not is_plain or self._pattern.is_cross_attention:
             return None
-        return bands(sides, sequence.document_spans(), sequence.indices.device, fused=fused)
+        return make_bands(sides, sequence.document_spans(), sequence.indices.device, fused=fused)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         return self._sequence.cached((key, self._pattern, self._heads), make)
@@ -119,14 +119,16 @@ def reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, query_indic
         first, last = int(run[0]), int(run[-1]) + 1
         for row_index, start, end in _split_documents(row, first, last):
             length = end - start
-            for begin, stop in _key_ranges(pattern, max(first - start, 0), min(last - start, length), length):
+            for begin, stop in _find_key_ranges(
+                pattern, max(first - start, 0), min(last - start, length), length
+            ):
                 is_needed[start + max(begin, 0) : start + min(stop, length)] = True
             if in_prefix is not None:
                 is_needed[start:end] |= in_prefix[row_index % len(in_prefix), start:end]
     return torch.from_numpy(np.flatnonzero(is_needed))
 
 
-def _key_ranges(pattern: AttentionPattern, first: int, last: int, length: int) -> Ranges:
+def _find_key_ranges(pattern: AttentionPattern, first: int, last: int, length: int) -> Ranges:
     """Return the ranges of keys that queries `first` to `last` − 1 of a document see; all keys without a bound."""
     ranges = pattern.key_ranges(first, last, length)
     if ranges is not None:
@@ -144,7 +146,7 @@ def global_query_indices(
     is_needed, rank_of = np.zeros(row.length, np.bool_), np.zeros(row.length, np.int64)
     for rank, indices in enumerate(indices_by_rank):
         rank_of[indices.numpy()] = rank
-    for bounds, padding in _documents(row) if pattern.global_queries(row.length) else ():
+    for bounds, padding in _get_documents(row) if pattern.global_queries(row.length) else ():
         for (start, end), is_padding in zip(pairwise(bounds.tolist()), padding, strict=True):
             if not is_padding and (rank_of[start:end] != rank_of[start]).any():
                 for begin, stop in pattern.global_queries(end - start):
@@ -156,7 +158,7 @@ Documents = list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
 """For each row: boundaries of its documents [C + 1], ascending, and which of them are padding [C]."""
 
 
-def _documents(row: SequenceMetadata) -> Documents:
+def _get_documents(row: SequenceMetadata) -> Documents:
     return row.cached("bounds of documents", lambda: _find_documents(row))
 
 
@@ -177,7 +179,7 @@ def _split_documents(row: SequenceMetadata, first: int, last: int) -> Iterator[t
     These are at most the first and the last document of the run: those fully inside see no keys outside.
     """
     ends: Any = (first, last - 1)
-    for row_index, (bounds, padding) in enumerate(_documents(row)):
+    for row_index, (bounds, padding) in enumerate(_get_documents(row)):
         for document in np.unique(np.searchsorted(bounds, ends, "right") - 1).tolist():
             start, end = int(bounds[document]), int(bounds[document + 1])
             if not padding[document] and (start < first or end > last):

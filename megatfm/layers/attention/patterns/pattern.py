@@ -159,7 +159,7 @@ class AttentionPattern:
         starts, within, heads = (
             torch.arange(0, length, size),
             torch.arange(size),
-            _heads(0, n_heads, lengths.device),
+            _make_head_index(0, n_heads, lengths.device),
         )
         ends = (starts + size).clamp(max=length) - 1
         bounds_k, n_pairs = BlockBounds(starts, ends, lengths, lengths), 0
@@ -186,7 +186,7 @@ class AttentionPattern:
         is the convention.
         """
         if self.builtin_mask is None:
-            pairs = n_visible = _pairs(self, round(tokens.n), n_heads)
+            pairs = n_visible = _count_pairs_once(self, round(tokens.n), n_heads)
         else:
             pairs = tokens.n * (tokens.encoder_tokens if self.is_cross_attention else tokens.n)
             n_visible = pairs / 2 if self.builtin_mask == "causal" else pairs
@@ -218,7 +218,7 @@ class AttentionPattern:
         if self.builtin_mask == "all":
             return same_B1TS
         q, k = self.positions(sequence)
-        heads, lengths = _heads(first_head, n_heads, q.device), self.lengths(sequence)
+        heads, lengths = _make_head_index(first_head, n_heads, q.device), self.lengths(sequence)
         lengths = (lengths[:, rows] if lengths.shape[1] > 1 else lengths)[:, None, :, None]
         is_visible = self.mask_mod_for_lengths(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
         if sequence.prefix_mask is not None:
@@ -239,7 +239,7 @@ class AttentionPattern:
         full: true only where all queries of a block see all keys of the other.
         """
         q, k = self.positions(sequence)
-        lengths, heads = self.lengths(sequence), _heads(first_head, n_heads, q.device)
+        lengths, heads = self.lengths(sequence), _make_head_index(first_head, n_heads, q.device)
         bounds_q, bounds_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
         block_mask = (
             self.full_block_mask(bounds_q, bounds_k, heads)
@@ -278,24 +278,26 @@ class AttentionPattern:
 
 
 @lru_cache(MAX_CACHED_COUNTS)
-def _pairs(pattern: AttentionPattern, length: int, n_heads: int) -> float:
+def _count_pairs_once(pattern: AttentionPattern, length: int, n_heads: int) -> float:
     """Count pairs once for all layers; counting may evaluate every pair."""
     return pattern.pairs(length, n_heads)
 
 
-def _heads(first: int, n: int, device: torch.device) -> Tensor:
+def _make_head_index(first: int, n: int, device: torch.device) -> Tensor:
     return torch.arange(first, first + n, device=device)[None, :, None, None]
 
 
 def block_bounds(values: Tensor, size: int, dim: int, lengths: Tensor | None = None) -> BlockBounds:
     """Return the smallest and largest value of each block of `values` [B or 1, L], with a new dim at `dim`."""
-    first, last = _bounds(values, size, dim)
+    first, last = _compute_bounds(values, size, dim)
     if lengths is None:
         return BlockBounds(first, last, first, last)
-    return BlockBounds(first, last, *_bounds(lengths.expand(len(lengths), values.shape[1]), size, dim))
+    return BlockBounds(
+        first, last, *_compute_bounds(lengths.expand(len(lengths), values.shape[1]), size, dim)
+    )
 
 
-def _bounds(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
+def _compute_bounds(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
     missing = -values.shape[1] % size
     blocks = torch.cat([values, values[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
     return blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim)

@@ -118,7 +118,7 @@ class Device(HostWaits):
         return isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self._memory
 
     def moved(self, values: Tensor, device: torch.device) -> Tensor:
-        """In the place of `moved`."""
+        """In the place of `move_to_device`."""
         if not self.moves or not values.numel() or self.holds(values):
             return values
         there = values.clone()
@@ -142,7 +142,7 @@ class Device(HostWaits):
         return result
 
 
-HERE, MOVED, READ = base.local_batch, transfer.moved, DeferredReads.read
+HERE, MOVED, READ = base.local_batch, transfer.move_to_device, DeferredReads.read
 
 
 def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]:
@@ -163,9 +163,9 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
             patch.setattr(Tensor, method, noted(method))
         for module in [*sys.modules.values()]:
             if (
-                getattr(module, "moved", None) is MOVED and module is not bigbird
+                getattr(module, "move_to_device", None) is MOVED and module is not bigbird
             ):  # it moves to where the queries are
-                patch.setattr(module, "moved", device.moved)
+                patch.setattr(module, "move_to_device", device.moved)
         for module in (transfer, sequence):
             patch.setattr(module, "is_on_host", lambda x: not device.holds(x))
         patch.setattr(base, "local_batch", device.here)
