@@ -1,9 +1,9 @@
-"""Charts of evaluations during training: tasks, and the loss by position in the row."""
+"""Charts of evaluations during training: tasks, the loss by position in the row, and lines of file compressors."""
 
 from collections.abc import Mapping
 from itertools import pairwise
 
-from megatfm.report.charts import Chart, Line, make_chart
+from megatfm.report.charts import Chart, Line, ReferenceLine, make_chart
 from megatfm.report.run import Run
 
 TASK_METRICS = {
@@ -49,3 +49,9 @@ def position_charts(run: Run) -> list[Chart | None]:
         ]
         drawn.append(make_chart("Loss by position in the row", f"nats per token, {name}", lines))
     return drawn
+
+
+def list_baselines(run: Run, name: str) -> list[ReferenceLine]:
+    """Return the bits per byte of file compressors on a validation set."""
+    table = run.baselines.get(name)
+    return [ReferenceLine(key, value) for key, value in table.items()] if isinstance(table, Mapping) else []

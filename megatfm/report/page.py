@@ -19,11 +19,11 @@ from markupsafe import Markup
 from megatfm.errors import MegatfmError
 from megatfm.files import atomic_write
 from megatfm.report.charts import format_number
+from megatfm.report.evaluation_charts import list_baselines
 from megatfm.report.predictions import class_results, read_galleries
 from megatfm.report.run import Run, flatten, non_default_settings, split_sections, unique_names
 from megatfm.report.run_charts import (
     expert_load_maps,
-    list_baselines,
     make_run_charts,
     time_shares,
 )

@@ -18,14 +18,13 @@ from megatfm.report.charts import (
     Chart,
     EventLine,
     Line,
-    ReferenceLine,
     Tick,
     format_number,
     make_chart,
     round_ticks,
     smooth,
 )
-from megatfm.report.evaluation_charts import position_charts, task_charts
+from megatfm.report.evaluation_charts import list_baselines, position_charts, task_charts
 from megatfm.report.run import Curve, Run
 from megatfm.report.units import METRICS, loss_unit, metric_title
 
@@ -243,12 +242,6 @@ def _compute_step_share(run: Run, *path: str) -> Curve:
 def scale(curve: Curve, factor: float) -> Curve:
     """Return the curve with all values multiplied by a factor, for another unit."""
     return Curve(curve.steps, [value * factor for value in curve.values])
-
-
-def list_baselines(run: Run, name: str) -> list[ReferenceLine]:
-    """Return the bits per byte of file compressors on a validation set."""
-    table = run.baselines.get(name)
-    return [ReferenceLine(key, value) for key, value in table.items()] if isinstance(table, Mapping) else []
 
 
 def layer_charts(run: Run) -> list[Chart | None]:

@@ -26,6 +26,7 @@ from megatfm.verify.expected_keys import (
     MicroBatchRows,
     assign_tokens,
     block_of,
+    count_elements_per_token,
     count_global_queries,
     fetched_share,
     image_vectors,
@@ -33,11 +34,13 @@ from megatfm.verify.expected_keys import (
     is_cross_attention,
     is_imbalanced,
     is_ulysses,
+    keep_lookups_inside,
     local_heads,
     needed_keys,
     pattern_of,
     sees_key_runs,
     span_boundaries,
+    take_microbatch,
     visible_tokens,
 )
 from megatfm.verify.module_calls import Call, Shape, known_shapes, latent_qkv
@@ -93,22 +96,7 @@ class ContextShards:
         shard = {
             name: field[:, positions_of(name)] if field.ndim > 1 else field for name, field in batch.items()
         }
-        if "span_left" in shard:  # only shapes matter here, and spans must stay inside the slice
-            tokens = shard["span_left"].shape[1]
-            shard["span_left"] = np.minimum(shard["span_left"], tokens)
-            shard["span_right"] = np.minimum(shard["span_right"], np.arange(tokens)[::-1])
-        if "source" in shard:  # and lookups
-            shard["source"] = np.minimum(shard["source"], 0)
-            shard["documents"] = np.minimum(shard["documents"], shard["encoder_documents"].max())
-        if self._config.model.contrastive is not None:  # and as many images as captions: one, or none
-            shard["documents"] = np.minimum(shard["documents"], 0)
-            has_caption = shard["documents"].max(axis=1, keepdims=True)
-            shard["encoder_documents"] = np.zeros_like(shard["encoder_documents"]) + has_caption
-        if self._config.model.connector is not None:  # and as many image tokens as patches: none
-            image_token = self._config.model.connector.image_token_id
-            is_image = shard["tokens"] == image_token
-            shard["tokens"] = np.where(is_image, abs(image_token - 1), shard["tokens"])
-            shard["encoder_positions"] = np.zeros_like(shard["encoder_positions"])
+        keep_lookups_inside(shard, self._config.model)
         return shard
 
     def rank_choices(self, path: str, chosen_BTK: Tensor, rank: int) -> Tensor:
@@ -145,7 +133,7 @@ class ContextShards:
         is_latent = is_a(module, "LatentCore")
         qkv = latent_qkv(call) if is_latent else known_shapes(call.inputs[:3])
         sent_shapes = known_shapes(call.inputs[1:2]) if is_latent else qkv[1:]
-        side, numel_per_token = self._side(call), self._numel_per_token(sent_shapes)
+        side, numel_per_token = self._side(call), count_elements_per_token(self._config, sent_shapes)
         by_rank = self._positions_by_rank[side]
         pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
@@ -294,19 +282,25 @@ class ContextShards:
 
     def _add_gathered_keys(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add the keys and values of full rows, which two-stream attention fetches."""
-        numel_per_token = self._numel_per_token(known_shapes(call.inputs[:2]))
+        numel_per_token = count_elements_per_token(self._config, known_shapes(call.inputs[:2]))
         self._add_all_keys(rank, call, self._positions_by_rank[""], numel_per_token)
 
     def _add_span_boundaries(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add hidden states at the boundaries of masked spans that reach into another rank."""
-        fields, by_rank = self._microbatch(rank.microbatch), self._positions_by_rank[""]
+        fields, by_rank = (
+            take_microbatch(self._config, self._batch, rank.microbatch),
+            self._positions_by_rank[""],
+        )
         fetched = span_boundaries(fields["span_left"], fields["span_right"], by_rank)
         (hidden,) = known_shapes(call.inputs[:1])
         self._add_point_to_point(rank, call, by_rank, fetched, hidden[0] * hidden[2])
 
     def _add_token_gather(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add vectors of the encoder's row that tokens of another rank look up."""
-        fields, by_rank = self._microbatch(rank.microbatch), self._positions_by_rank[""]
+        fields, by_rank = (
+            take_microbatch(self._config, self._batch, rank.microbatch),
+            self._positions_by_rank[""],
+        )
         connector, tower = self._config.model.connector, self._config.model.vision_tower
         if connector is None or tower is None:
             fetched = visible_tokens(fields, by_rank)
@@ -373,19 +367,9 @@ class ContextShards:
         is_in_encoder = call.path.startswith(("encoder.", "image_features.")) or is_cross_attention(call.path)
         return "encoder_" if is_in_encoder and "encoder_" in self._positions_by_rank else ""
 
-    def _microbatch(self, microbatch: int) -> Arrays:
-        """Return the fields of a micro-batch's full rows."""
-        count = self._config.train.micro_batch
-        return {name: field[microbatch * count :][:count] for name, field in self._batch.items()}
-
     def _rows(self, microbatch: int, side: str) -> MicroBatchRows:
         count = self._config.train.micro_batch
         return MicroBatchRows.of(self._batch, side, microbatch * count, count)
-
-    def _numel_per_token(self, sent_shapes: Sequence[Shape]) -> int:
-        """Return the elements sent per position, over all rows, by a tensor-parallel rank; a single head is on all."""
-        tp = self._config.parallel.tp
-        return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent_shapes)
 
     _METHODS: dict[str, Callable[["ContextShards", RankTraffic, Call, nn.Module], None]] = {  # noqa: RUF012
         "GlobalAttention": _add_global_attention,

@@ -323,6 +323,40 @@ def is_ulysses(config: Config, qkv: Sequence[Shape], numel_per_token: int, share
     return is_divisible and ulysses_numel < (3 if share is None else 2 * share) * c * numel_per_token
 
 
+def count_elements_per_token(config: Config, sent_shapes: Sequence[Shape]) -> int:
+    """Return the elements sent per position, over all rows, by a tensor-parallel rank; a single head is on all."""
+    tp = config.parallel.tp
+    return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent_shapes)
+
+
+def take_microbatch(
+    config: Config, batch: Mapping[str, NDArray[Any]], microbatch: int
+) -> dict[str, NDArray[Any]]:
+    """Return the fields of a micro-batch's full rows."""
+    count = config.train.micro_batch
+    return {name: field[microbatch * count :][:count] for name, field in batch.items()}
+
+
+def keep_lookups_inside(shard: dict[str, NDArray[Any]], model: ModelConfig) -> None:
+    """Change the fields of a rank's tokens so that a forward pass can run, of which only shapes matter."""
+    if "span_left" in shard:  # spans stay inside the shard
+        tokens = shard["span_left"].shape[1]
+        shard["span_left"] = np.minimum(shard["span_left"], tokens)
+        shard["span_right"] = np.minimum(shard["span_right"], np.arange(tokens)[::-1])
+    if "source" in shard:
+        shard["source"] = np.minimum(shard["source"], 0)
+        shard["documents"] = np.minimum(shard["documents"], shard["encoder_documents"].max())
+    if model.contrastive is not None:  # as many images as captions: one, or none
+        shard["documents"] = np.minimum(shard["documents"], 0)
+        has_caption = shard["documents"].max(axis=1, keepdims=True)
+        shard["encoder_documents"] = np.zeros_like(shard["encoder_documents"]) + has_caption
+    if model.connector is not None:  # as many image tokens as patches: none
+        image_token = model.connector.image_token_id
+        is_image = shard["tokens"] == image_token
+        shard["tokens"] = np.where(is_image, abs(image_token - 1), shard["tokens"])
+        shard["encoder_positions"] = np.zeros_like(shard["encoder_positions"])
+
+
 def local_heads(config: Config, q: Shape, k: Shape) -> tuple[int, int]:
     """Return the query and key heads of a tensor-parallel rank."""
     tp = config.parallel.tp
