@@ -186,6 +186,11 @@ class ModelConfig(Section):
                 "family = 'xlnet', attention.name = 'two_stream' and position.name = 'transformer_xl' belong together: "
                 "set all three, or none"
             )
+        if self.family == "xlnet" and self.extra_heads and self.lm_head.name != "none":
+            raise ValueError(
+                f"extra_heads.{next(iter(self.extra_heads))} beside a language model head: family = 'xlnet' trains one "
+                "of them at a time: set lm_head.name = 'none'"
+            )
         check_image_parts(self)
         self._check_experts_see_no_future()
         check_stages(self)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.config.attention import TwoStreamAttentionConfig
 from megatfm.cost import Cost, TokenCounts, total_cost
-from megatfm.errors import UsageError
 from megatfm.layers.attention.two_stream import LocalAndFull, QueryStream, TwoStreamAttention
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.embedding import InputEmbedding
@@ -62,18 +61,11 @@ class XLNet(Model):
         self.encoder = TwoStreamStack(config, embedding)
         self.reads = embedding.reads
         self.runs_head = config.lm_head.name != "none"
-        if self.runs_head and config.extra_heads:
-            raise UsageError(
-                f"model.extra_heads.{next(iter(config.extra_heads))} beside a language model head: model.family = "
-                "'xlnet' trains one of them at a time: set model.lm_head.name = 'none'"
-            )
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         # Attention compares segments, even if the embedding has none.
         self.add_heads(embedding.table)
         if config.extra_heads and self.encoder.query is not None:
-            self.encoder.query.requires_grad_(
-                False
-            )  # nothing is predicted, so that it has no part in the loss
+            self.encoder.query.requires_grad_(False)  # no token is predicted, so it has no part in the loss
         predicted = () if config.extra_heads else ("order",)
         targets = () if config.extra_heads else ("targets",)
         self.accept(self.reads, *sequence_fields(config), "segments", *predicted, targets=targets)

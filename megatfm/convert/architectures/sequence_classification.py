@@ -158,6 +158,7 @@ def register_task_class(
         weight_mappings=rules,
         ignored_tensors=ignored_tensors,
         base_model_prefix=body_prefix or architecture.base_model_prefix,
+        fingerprint={**architecture.fingerprint, "lm_head.name": "none"},
     )
     register_architecture(
         name, replace(adapted, unused_tensors=unused_tensors) if unused_tensors else adapted

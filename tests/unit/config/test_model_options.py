@@ -97,7 +97,7 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
         ({**XLNET, "embedding.n_segments": 2}, "has no meaning with family = 'xlnet'"),
         (
             {**XLNET, "extra_heads": {"my_head": {}}},
-            "heads.my_head has no meaning with family = 'xlnet', whose query",
+            "heads.my_head beside a language model head: family = 'xlnet' trains one of them at a time: set",
         ),
         (
             {
