@@ -1,7 +1,7 @@
 """Trace a recommended layout of every preset on the imaginary GPU and tabulate it beside the estimate.
 
-    python benchmarks/imaginary_walk.py walk.jsonl [--shard 0/2]   # resumes: recorded layouts are skipped
-    python benchmarks/imaginary_walk.py walk.jsonl --table >> docs/internals/imaginary-walk.md
+    PYTHONPATH=. python benchmarks/imaginary_walk.py walk.jsonl [--shard 0/2]   # resumes: recorded layouts are skipped
+    PYTHONPATH=. python benchmarks/imaginary_walk.py walk.jsonl --table >> docs/internals/imaginary-walk.md
 
 `walk.jsonl` gets one line a layout. `tests/unit/imaginary/test_walk.py` asserts the same quantities.
 """

@@ -1,7 +1,7 @@
 """Training under fire: a hundred kills at seeded moments, then a run whose ranks are killed every ~20 seconds.
 
-    python benchmarks/soak.py                              # 100 kills, then 30 minutes
-    python benchmarks/soak.py --kills 12 --minutes 3
+    PYTHONPATH=. python benchmarks/soak.py                              # 100 kills, then 30 minutes
+    PYTHONPATH=. python benchmarks/soak.py --kills 12 --minutes 3
 
 The first part compares every curve and every stored bit with runs that nobody killed
 (`tests/support/kill_series.py`). The second counts effective training: the seconds of steps that are part of the final
