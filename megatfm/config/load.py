@@ -88,21 +88,21 @@ def load(
 
 
 def _with_kept_options(
-    replaced_sections: Mapping[str, Any], values: Mapping[str, Any], own_values: Mapping[str, Any]
+    replaced_sections: Mapping[str, Any], values: Mapping[str, Any], file_values: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return the replaced sections; a replaced model keeps `[model.lora]`, and a task's `[model.extra_heads]`.
 
-    own_values: of the file alone, without those of the preset that it extends, whose heads are another model's.
+    file_values: of the file alone, without those of the preset that it extends, whose heads are another model's.
     """
-    model, file_model, own_model = (
-        section.get("model") for section in (replaced_sections, values, own_values)
+    model, resolved_model, file_model = (
+        section.get("model") for section in (replaced_sections, values, file_values)
     )
-    if not isinstance(model, Mapping) or not isinstance(file_model, Mapping):
+    if not isinstance(model, Mapping) or not isinstance(resolved_model, Mapping):
         return replaced_sections
-    kept = {"lora": file_model["lora"]} if "lora" in file_model else {}
-    if values.get("task") and isinstance(own_model, Mapping) and "extra_heads" in own_model:
-        kept["extra_heads"] = {**(model.get("extra_heads") or {}), **own_model["extra_heads"]}
-    return {**replaced_sections, "model": {**model, **kept}}
+    sections = {"lora": resolved_model["lora"]} if "lora" in resolved_model else {}
+    if values.get("task") and isinstance(file_model, Mapping) and "extra_heads" in file_model:
+        sections["extra_heads"] = {**(model.get("extra_heads") or {}), **file_model["extra_heads"]}
+    return {**replaced_sections, "model": {**model, **sections}}
 
 
 def _check_command(

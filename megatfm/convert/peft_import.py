@@ -133,10 +133,10 @@ def _read_factors(
             rule = _find_rule(rules, weight, opened, source)
             pair = _unflatten(tensor, b, rule, opened, source) if module in parameters else (tensor, b)
             scale = _scale(adapter_config, weight.removesuffix(".weight"), pair[0].shape[-2])
-            ours, is_transposed = _split_factors(rule, *pair, source)
+            factors_by_name, is_transposed = _split_factors(rule, *pair, source)
             if module in parameters and not is_transposed:
                 _check_layout(adapter_config, weight, source)
-            factors |= {our_name: (*our_pair, scale) for our_name, our_pair in ours.items()}
+            factors |= {weight_name: (*parts, scale) for weight_name, parts in factors_by_name.items()}
         elif not module.endswith(".lora_B.weight"):
             others[module] = tensor
     saved: dict[str, Tensor] = {}

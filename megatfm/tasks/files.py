@@ -50,13 +50,13 @@ def require_columns(path: str | Path, rows: Sequence[Row], columns: Mapping[str,
         if name in rows[0]:
             continue
         names = [str(column) for column in rows[0]]
-        shown = ", ".join(column if column == column.strip() != "" else repr(column) for column in names)
+        listed = ", ".join(column if column == column.strip() != "" else repr(column) for column in names)
         remedy = "name one of these"
         if len(names) == 1 and (delimiters := [mark for mark in ";\t|" if mark in names[0]]):
             remedy = (
                 f"its fields seem to be separated by {delimiters[0]!r}: save it with commas, or tabs as .tsv"
             )
-        raise UsageError(f"{path}: has no column {name!r}, which {key} names; there are: {shown}: {remedy}")
+        raise UsageError(f"{path}: has no column {name!r}, which {key} names; there are: {listed}: {remedy}")
 
 
 def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:

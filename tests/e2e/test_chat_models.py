@@ -91,8 +91,8 @@ def test_answers_end_where_the_template_ends_them(
     options = ("--temperature", "0", "--max-tokens", "9")
     capfd.readouterr()
     assert run_command("generate", "runs/chat", "--chat", "--prompt", "oslo", *options) == 0
-    shown, answer = capfd.readouterr().out.splitlines()
-    assert (shown, answer.strip()) == ("oslo", "old lamp")
+    prompt_line, answer = capfd.readouterr().out.splitlines()
+    assert (prompt_line, answer.strip()) == ("oslo", "old lamp")
     assert "answers end at <|im_end|>, as in the chat template" in caplog.text
     opened = megatfm.load(tmp_path / "exported")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()

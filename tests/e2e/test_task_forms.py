@@ -259,8 +259,8 @@ def test_what_is_trained_is_shown(folder: Path, capfd: pytest.CaptureFixture[str
         "span_extraction": (f"⟦{forms['span_extraction']['answers'][0]['text']}⟧", "label  an answer"),
     }
     for form, row in forms.items():
-        others = [{"text": "red", "label": "bad"}] * (form == "classification")
-        write_lines(folder / "train.jsonl", [row, *others])
+        further_rows = [{"text": "red", "label": "bad"}] * (form == "classification")
+        write_lines(folder / "train.jsonl", [row, *further_rows])
         words = [
             f"task.form={form}",
             "task.validation=",

@@ -136,8 +136,8 @@ def a_caption_ends_at_its_rank_s_last_token(patch: Patch) -> None:
 
 def a_caption_s_image_is_that_of_the_first_row(patch: Patch) -> None:
     def index(sequence: Any, at: Tensor, other: Any = None) -> Tensor:
-        found = document_index(sequence, at, other)
-        return found if other is None else found.clamp(max=sequence.max_documents_per_row)
+        indices = document_index(sequence, at, other)
+        return indices if other is None else indices.clamp(max=sequence.max_documents_per_row)
 
     patch.setattr(features, "document_index", index)
 

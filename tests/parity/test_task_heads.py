@@ -80,7 +80,7 @@ UNDONE_LAST = {
     (True, "QuestionAnswering"): ("qa_outputs.bias", ".2.ff.layer_norm.bias"),
     (False, "QuestionAnswering"): ("qa_outputs.bias", "ln_f.bias"),
 }
-"""The same of XLNet (True), and of decoders."""
+"""Biases that no softmax sees, by whether the model is XLNet (else a decoder) and by task."""
 CLASSES = [
     (relative, task)
     for task in HEADS_OF_CLASS

@@ -34,7 +34,7 @@ def distances(engine: NativeEngine, model: nn.Module) -> tuple[float, float]:
 
 
 def run_towers(name: str) -> dict[str, tuple[float, float, float]]:
-    """Relative error of the loss, squared errors and squares of gradients, by layout."""
+    """Return the loss's relative error, squared errors and squares of gradients, by layout."""
     model, batch, loss = tower_reference(name)
     results = {}
     for layout, parallel in LAYOUTS.items():
@@ -47,7 +47,7 @@ def run_towers(name: str) -> dict[str, tuple[float, float, float]]:
 
 
 def run_llava(name: str) -> dict[str, tuple[float, float, float]]:
-    """The same of a vision-language model."""
+    """Return what `run_towers` returns, for a vision-language model."""
     config, batch = LLAVA_MODELS[name], llava_batch(name)
     model, objective, loss = one_device_reference(config, batch, PassThroughObjective)
     results = {}

@@ -155,10 +155,10 @@ def test_pictures_of_rows_have_their_own_texts(corpus: Corpus) -> None:
     rows = rows_of(corpus, objective(), quarantine=Quarantine.parse(("3", "20-22"), N_SAMPLES))
     count = 0
     for position in range(len(rows)):  # type: ignore[arg-type]
-        for seen in images_of_rows(rows.rows([position]), 4, decode=str, image_token=IMG):
-            number = int(seen.pixels[0, 0, 0]) // 6
-            assert str(8 + number % 40) in seen.caption
-            assert seen.caption.count(str(IMG)) == PATCHES * n_images_of(number)
+        for picture in images_of_rows(rows.rows([position]), 4, decode=str, image_token=IMG):
+            number = int(picture.pixels[0, 0, 0]) // 6
+            assert str(8 + number % 40) in picture.caption
+            assert picture.caption.count(str(IMG)) == PATCHES * n_images_of(number)
             count += 1
     assert count == sum(n_images_of(number) for number in range(N_SAMPLES) if number not in (3, 20, 21, 22))
 

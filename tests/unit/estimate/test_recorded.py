@@ -97,9 +97,9 @@ def test_the_memory_of_a_runs_tensors_does_not_depend_on_who_computed(
         (run / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
         with pytest.raises(SystemExit):
             main(["explain-oom", str(run), "--device", "h100"])
-        shown = capsys.readouterr().out
-        predicted += re.findall(r"predicted for its tensors: ([\d.]+)\n", shown)
-        assert ("Python and its libraries included" in shown) == (gpu == "none")
+        output = capsys.readouterr().out
+        predicted += re.findall(r"predicted for its tensors: ([\d.]+)\n", output)
+        assert ("Python and its libraries included" in output) == (gpu == "none")
     assert len(predicted) == 2
     assert predicted[0] == predicted[1]
 
