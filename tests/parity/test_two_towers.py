@@ -38,7 +38,11 @@ LAYOUTS = {
         "cp 2": ParallelConfig(dp_shard=2, cp=2),
         "cp 2 × tp 2": ParallelConfig(cp=2, tp=2),
     },
-    5: {"zero 0": ParallelConfig(dp_shard=5, zero=0), "zero 3": ParallelConfig(dp_shard=5)},
+    5: {
+        "zero 0": ParallelConfig(dp_shard=5, zero=0),
+        "zero 3": ParallelConfig(dp_shard=5),
+        "cp 5": ParallelConfig(cp=5),
+    },
 }
 
 

@@ -73,6 +73,7 @@ LAYOUTS = {
         ),
         "cp × zero 3": ParallelConfig(cp=2, dp_shard=2),
     },
+    5: {"cp": ParallelConfig(cp=5)},
 }
 CASES = cells_by_ranks(LLAVA_MODELS, LAYOUTS, rounds=2, always=["one process", "cp"])
 """Cells of the grid of models and layouts; those of `make test-all` alone are marked slow."""
