@@ -224,7 +224,7 @@ class ModelConfig(Section):
         for kind in self.layer_types:
             if kind not in self.layer_type:
                 raise ValueError(
-                    f"blocks names the kind {kind!r}{did_you_mean(kind, self.layer_type)}, which has no section: add "
+                    f"layer_types names {kind!r}{did_you_mean(kind, self.layer_type)}, which has no section: add "
                     f"[model.layer_type.{kind}], without keys if its blocks are as the other sections say"
                 )
         for kind, keys in self.layer_type.items():
@@ -248,7 +248,7 @@ class ModelConfig(Section):
                 raise ValueError(f"layer_type.{kind}{path and '.'}{path}: {first['msg']}") from None
         if self.layer_types and self.distinct_layers:
             raise ValueError(
-                "distinct_layers uses a block's weights in several layers, and blocks says that layers differ: leave "
+                "distinct_layers uses a block's weights in several layers, and layer_types says that they differ: leave "
                 "one of the two out"
             )
         return self

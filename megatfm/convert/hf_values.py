@@ -196,30 +196,30 @@ def rope_to_hf(config: ModelConfig) -> Json:
 def _convert_scaling(
     table: Mapping[str, Any], config: Mapping[str, Any], table_name: str
 ) -> RopeScaling | None:
-    layer_type = table.get("rope_type", table.get("type", "default"))
-    if layer_type not in ROPE_TYPES:
+    rope_type = table.get("rope_type", table.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
         raise UsageError(
-            f"config.json: rope_type {layer_type!r} is not supported; there are: {', '.join(ROPE_TYPES)}"
+            f"config.json: rope_type {rope_type!r} is not supported; there are: {', '.join(ROPE_TYPES)}"
         )
     check_table_keys(
         table_name,
         table,
-        ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[layer_type]),
+        ("rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[rope_type]),
     )
     if table.get("partial_rotary_factor", 1.0) != 1.0:
         raise UsageError("config.json: partial_rotary_factor other than 1 is not supported")
     if not isinstance(truncate := table.get("truncate", True), bool):
         raise UsageError(f"config.json: {table_name}.truncate = {truncate!r} is not true or false")
-    if layer_type == "default":
+    if rope_type == "default":
         return None
     original_length: Any = None
-    if layer_type != "linear":
+    if rope_type != "linear":
         original_length = _read_number(table, "original_max_position_embeddings", config, table_name)
         original_length = config["max_position_embeddings"] if original_length is None else original_length
-    for key in {"factor", "low_freq_factor", "high_freq_factor"} & {*ROPE_TYPES[layer_type]}:
+    for key in {"factor", "low_freq_factor", "high_freq_factor"} & {*ROPE_TYPES[rope_type]}:
         if isinstance(table.get(key), bool) or not isinstance(table.get(key), int | float):
             raise UsageError(f"config.json: {table_name}.{key} = {table.get(key)!r} is not a number")
-    match layer_type:
+    match rope_type:
         case "linear":
             return LinearScaling(factor=table["factor"])
         case "yarn":
