@@ -31,8 +31,8 @@ from megatfm.convert.hf_checkpoint import (
 )
 from megatfm.convert.starting_config import starting_config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.initialisation import checkpoint_tensors
-from megatfm.layers.lora import factor_names, is_factor, merge_lora
+from megatfm.layers.initialisation import list_checkpoint_tensors
+from megatfm.layers.lora import is_factor, merge_lora, name_factors
 from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
@@ -213,7 +213,7 @@ def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name → shape of a model's stored tensors: parameters and persistent buffers."""
     with torch.device("meta"):
         model = build(config)
-    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
+    return {name: tuple(tensor.shape) for name, tensor in list_checkpoint_tensors(model).items()}
 
 
 def converted_tensors(
@@ -295,7 +295,7 @@ class _CheckpointReader:
         size = self.tensors[batch[0]].nbytes
         while self.order and (size := size + self.tensors[self.order[0]].nbytes) <= READ_BYTES:
             batch.append(self.order.pop(0))
-        adapters = [factor for name in batch for factor in factor_names(name) if self.scale]
+        adapters = [factor for name in batch for factor in name_factors(name) if self.scale]
         stored = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
         merged = merge_lora(stored, self.scale)
         self._pending |= {name.removeprefix("model."): tensor for name, tensor in merged.items()}

@@ -15,7 +15,7 @@ from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder
 from megatfm.convert.hf_config import Json
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.models.electra import generator_config
+from megatfm.models.electra import make_generator_config
 
 CLASSES = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM"}
 DEBERTA = {"discriminator": "DebertaV2Model", "generator": "DebertaV2ForMaskedLM"}
@@ -117,7 +117,7 @@ class ElectraFolder:
             n_layers=None if generator.n_layers == discriminator.n_layers else generator.n_layers,
         )
         config = discriminator.model_copy(update={"family": "electra", "generator": section})
-        if differences := config_differences(generator, generator_config(config)):
+        if differences := config_differences(generator, make_generator_config(config)):
             raise UsageError(
                 f"{self.path}: the generator has {', '.join(differences)}, the discriminator another: they are no pair"
             )
@@ -136,7 +136,7 @@ class ElectraFolder:
 
 def _split_config(config: ModelConfig) -> dict[str, ModelConfig]:
     changes = {"family": "discriminator", "generator": None}
-    return {"discriminator": config.model_copy(update=changes), "generator": generator_config(config)}
+    return {"discriminator": config.model_copy(update=changes), "generator": make_generator_config(config)}
 
 
 def _export(half: str, config: ModelConfig, class_name: str) -> ExportedModel:

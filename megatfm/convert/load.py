@@ -16,9 +16,9 @@ from megatfm.convert.electra_pair import open_folder
 from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, read_json
 from megatfm.convert.starting_config import starting_config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
+from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build
-from megatfm.models.base import take, working_dtype
+from megatfm.models.base import choose_dtype, convert_loaded
 from megatfm.ops.transfer import align
 from megatfm.tokenizers import Tokenizer
 
@@ -31,13 +31,13 @@ def load_model(
     """Load a model in evaluation mode. dtype: as in `inference.load.load`. Raises UsageError, MegatfmError."""
     folder = open_folder(path)
     first_tensors = folder.megatfm_tensors(folder.rules[0]).values() if dtype == "auto" else []
-    dtype = working_dtype(dtype, next((tensor.dtype for tensor in first_tensors), torch.float32))
+    dtype = choose_dtype(dtype, next((tensor.dtype for tensor in first_tensors), torch.float32))
     model = build(folder.config)
     initialise_buffers(model)
-    stored = checkpoint_tensors(model)
+    stored = list_checkpoint_tensors(model)
     for name, tensor in converted_tensors(folder, meta_shapes(folder.config)):
         # In place, so that tied weights stay tied.
-        stored[name].data = align(take(stored[name], tensor, dtype))
+        stored[name].data = align(convert_loaded(stored[name], tensor, dtype))
     for note in folder.notes:
         log.warning("%s: %s", path, note)
     return model.eval().to(device)

@@ -10,7 +10,7 @@ from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import check_is_new, meta_shapes, new_folder, read_config, write_model
-from megatfm.layers.lora import factor_names, merge_lora
+from megatfm.layers.lora import merge_lora, name_factors
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
 
@@ -36,7 +36,7 @@ def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False
     def merged_tensors() -> Iterator[tuple[str, Tensor]]:
         stored = checkpoint.read_names(path)
         for name in shapes:
-            factors = {f"model.{factor}" for factor in factor_names(name)} & stored.keys()
+            factors = {f"model.{factor}" for factor in name_factors(name)} & stored.keys()
             tensors = checkpoint.read_tensors(path, only={f"model.{name}", *factors})
             yield f"model.{name}", merge_lora(tensors, scale)[f"model.{name}"]
 

@@ -29,7 +29,7 @@ from megatfm.convert.hf_checkpoint import write_json
 from megatfm.convert.hf_config import Json
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError
-from megatfm.layers.lora import factor_names, is_factor
+from megatfm.layers.lora import is_factor, name_factors
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
 
@@ -100,7 +100,7 @@ def _convert_trained(
             joined, transposed = _join_factors(rule, rule_factors)
             factors[rule.hf[0].removesuffix(".weight")] = joined
             is_transposed |= transposed and joined[0].dim() == 2
-            unused -= {factor for weight in rule_factors for factor in factor_names(weight)}
+            unused -= {factor for weight in rule_factors for factor in name_factors(weight)}
         # PEFT stores other weights by whole modules, which have no other parameters.
         if trained.keys() >= set(rule.megatfm) and rule.hf[0].endswith((".weight", ".bias")):
             tensors = rule.to_hf([trained[key] for key in rule.megatfm])
@@ -208,7 +208,7 @@ def _collect_factors(rule: WeightMapping, trained: Mapping[str, Tensor]) -> dict
     return {
         name: (trained[a], trained[b])
         for name in rule.megatfm
-        for a, b in [factor_names(name)]
+        for a, b in [name_factors(name)]
         if a in trained
     }
 

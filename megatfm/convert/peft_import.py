@@ -33,7 +33,7 @@ from megatfm.convert.peft import (
 from megatfm.convert.starting_config import starting_config
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.lora import adaptable_matrices, factor_names, lora_targets
+from megatfm.layers.lora import find_lora_targets, list_adaptable_matrices, name_factors
 from megatfm.models import MODELS
 from megatfm.version import __version__
 
@@ -73,14 +73,14 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
         "trained": list(saved),
     }
     paths = [name.removesuffix(".weight") for name in factors]
-    if set(paths) != set(lora_targets(plain, [])):
-        options["targets"] = shortest_names(paths, list(adaptable_matrices(plain)))
+    if set(paths) != set(find_lora_targets(plain, [])):
+        options["targets"] = shortest_names(paths, list(list_adaptable_matrices(plain)))
     model = opened.config.with_changes({"lora": options})
     adapters = {
         name: tensor
         for weight, (a, b, own_scale) in factors.items()
         for name, tensor in zip(
-            factor_names(weight), _pad_rank(a, b * (own_scale / scale), rank), strict=True
+            name_factors(weight), _pad_rank(a, b * (own_scale / scale), rank), strict=True
         )
     }
     with new_folder(target) as folder:

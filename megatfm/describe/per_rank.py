@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.config import Config, ParallelConfig
-from megatfm.describe.description import optimizer_state_bytes
+from megatfm.describe.description import count_optimizer_state
 from megatfm.parallel.layout import TensorLayout
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
@@ -37,7 +37,7 @@ class RankState:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def rank_state(config: Config) -> RankState | None:
+def count_rank_state(config: Config) -> RankState | None:
     """Count the state on the fullest rank of the config's layout; None for one process or another engine than native.
 
     With dp_shard = -1 (all processes of the job), counts for the smallest dp_shard possible. Raises UsageError where
@@ -51,7 +51,7 @@ def rank_state(config: Config) -> RankState | None:
     with torch.device("meta"):
         model = build_model(config)
     weight_bytes = 8 if config.train.precision == "fp64" else 4
-    optimizer = optimizer_state_bytes(config, model, weight_bytes)
+    optimizer = count_optimizer_state(config, model, weight_bytes)
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     holders: Mapping[str, tuple[int, ...]] = {}
     if parallel.pp > 1:

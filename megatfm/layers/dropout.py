@@ -37,7 +37,7 @@ class Dropout(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """Return int64 [B, T]. Raises UsageError for a batch without random keys."""
-        return keyed.token_keys(rng_keys_of(sequence, self.purpose), self.site, sequence.indices)
+        return keyed.token_keys(require_rng_keys(sequence, self.purpose), self.site, sequence.indices)
 
     def head_rng_keys(
         self, sequence: SequenceMetadata, n_heads: int, shard_index: int | None = None
@@ -69,14 +69,14 @@ class DropPath(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """Return int64 [B, T], the same key for all tokens of a row, or of an image; its first image has the row's."""
-        keys_B = keyed.fold_in(rng_keys_of(sequence, "stochastic depth"), self.site)
+        keys_B = keyed.fold_in(require_rng_keys(sequence, "stochastic depth"), self.site)
         keys_BT = keys_B[:, None].expand(sequence.positions.shape)
         if (images_BT := sequence.image_numbers) is None:
             return keys_BT
         return keys_BT.where(images_BT <= 0, keyed.fold_in(keys_BT, images_BT))
 
 
-def rng_keys_of(sequence: SequenceMetadata, purpose: str) -> Tensor:
+def require_rng_keys(sequence: SequenceMetadata, purpose: str) -> Tensor:
     """Return the batch's random keys. purpose: what needs them. Raises UsageError if the batch has none."""
     if sequence.rng_keys is None:
         raise UsageError(

@@ -93,7 +93,7 @@ def to_rows(x_IHWD: Tensor, rows: int) -> Tensor:
     return x_IHWD.reshape(rows, -1, x_IHWD.shape[-1])
 
 
-def map_size(grid_BT4: Tensor | None, default: MapSize) -> MapSize:
+def find_map_size(grid_BT4: Tensor | None, default: MapSize) -> MapSize:
     """Return the map size of a batch's images from its field `grid`; the default for a batch without it.
 
     Ignores padding, whose grid is (0, 0, 1, 1). Raises UsageError for images of several sizes.

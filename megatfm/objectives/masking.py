@@ -104,7 +104,7 @@ def replace_masked(original: Ints, case_uniform: Floats, token_uniform: Floats, 
     return masked_tokens
 
 
-def single_segment_example(masked_tokens: Ints, targets: Ints, cls: int, sep: int) -> Example:
+def make_single_segment_example(masked_tokens: Ints, targets: Ints, cls: int, sep: int) -> Example:
     """Return [CLS] text [SEP] with the text's targets."""
     tokens = np.empty(len(masked_tokens) + 2, np.int64)
     target_tokens = np.full(len(tokens), IGNORE, np.int64)

@@ -99,7 +99,7 @@ def stochastic_round(values: Tensor, random: Tensor) -> Tensor:
     return (moved & -BF16_STEPS).view(torch.float32).bfloat16()
 
 
-def element_hashes(
+def hash_elements(
     key: int, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], device: torch.device
 ) -> Tensor:
     """Return a hash for each element of the shard [sizes] at `offsets` of a tensor of global `shape`. key: < 2⁶³."""

@@ -44,7 +44,7 @@ def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def aligned_bytes(size: int, line: int = LINE_BYTES) -> NDArray[np.uint8]:
+def allocate_aligned(size: int, line: int = LINE_BYTES) -> NDArray[np.uint8]:
     """Allocate uninitialised bytes aligned to `line`. NumPy requests huge pages from the kernel, torch does not."""
     memory = np.empty(size + line, np.uint8)
     start = -memory.ctypes.data % line
@@ -97,7 +97,7 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.cpu() if host_copy is None or tensor._version != version else host_copy
 
 
-def true_places(condition: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+def find_true_indices(condition: Tensor, device: torch.device) -> tuple[Tensor, ...]:
     """Return the indices of true elements of a host tensor, one tensor a dimension, on a device.
 
     Computed on the host, because it needs their number for shapes.

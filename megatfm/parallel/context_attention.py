@@ -130,7 +130,7 @@ def plan_fetch(core: Any, contexts: ContextParallel, sequence: Any) -> FetchPlan
     def plan() -> FetchPlan | None:
         indices_by_rank = contexts.token_indices(sequence.length)
         row = sequence.full_sequence.on_host()
-        needed_indices = [core.reachable_keys(row, indices) for indices in indices_by_rank]
+        needed_indices = [core.find_reachable_keys(row, indices) for indices in indices_by_rank]
         is_fetched = core.is_local(sequence.length) or is_sparse_fetch(indices_by_rank, needed_indices)
         return FetchPlan.of(contexts, indices_by_rank, needed_indices) if is_fetched else None
 

@@ -43,7 +43,7 @@ class GlobalQueries:
     def of(cls, core: Any, contexts: ContextParallel, sequence: Any) -> "GlobalQueries | None":
         """Collect the global queries; None if there is none whose keys are on several ranks."""
         indices_by_rank: Sequence[Tensor] = contexts.token_indices(sequence.length)
-        row_indices = core.global_query_indices(sequence.full_sequence.on_host(), indices_by_rank)
+        row_indices = core.find_global_queries(sequence.full_sequence.on_host(), indices_by_rank)
         if not len(row_indices):
             return None
         local = indices_by_rank[contexts.rank]
@@ -181,7 +181,7 @@ class _AllKeysAttention(torch.autograd.Function):
         )
         for more_part in more_parts:
             out, lse = merge_partial(out, lse, *more_part)
-        out, lse = block_sparse.with_sinks(out.to(q.dtype, copy=True), lse, sinks)
+        out, lse = block_sparse.add_sinks(out.to(q.dtype, copy=True), lse, sinks)
         ctx.save_for_backward(q, k, v, bias, dropout_keys, sinks, out, lse)
         ctx.plan, ctx.contexts = plan, contexts
         return out
@@ -196,6 +196,6 @@ class _AllKeysAttention(torch.autograd.Function):
         dq, dk, dv = partial_attention_backward(
             summed_grad, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad
         )
-        sinks_grad = block_sparse.sinks_gradient(g, out, lse, sinks)
+        sinks_grad = block_sparse.compute_sinks_gradient(g, out, lse, sinks)
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), bias_grad, None, sinks_grad, None, None

@@ -42,7 +42,7 @@ def block_attention_plan(
         visits,
         size,
         width,
-        core.variant,
+        core.options,
         zero_distance=sequence.length - 1,
         k_positions=key_indices,
         q_positions=sequence.indices,
@@ -197,7 +197,7 @@ class _RingAttention(torch.autograd.Function):
             transfer = _shift(current, contexts, plans[step + 1 : step + 2])
             part = partial_attention(q, *kv_format.heads(current), bias, dropout_keys, plan)
             out, lse = merge_partial(out, lse, *part)
-        out, lse = block_sparse.with_sinks(out.to(q.dtype), lse, sinks)
+        out, lse = block_sparse.add_sinks(out.to(q.dtype), lse, sinks)
         ctx.save_for_backward(q, kv, bias, dropout_keys, sinks, out, lse, *weights)
         ctx.plans, ctx.contexts, ctx.kv_format = plans, contexts, kv_format
         return out
@@ -234,7 +234,7 @@ class _RingAttention(torch.autograd.Function):
             kv_grad = kv_grad + grad_transfer.wait()[0]
         weight_grads = [x.to(weight.dtype) for x, weight in zip(weight_grads, weights, strict=True)]
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
-        sinks_grad = block_sparse.sinks_gradient(g, out, lse, sinks)
+        sinks_grad = block_sparse.compute_sinks_gradient(g, out, lse, sinks)
         if current_part() == "inputs":
             ctx.weight_gradients = _WeightGradients(bias_grad, sinks_grad, weight_grads)
         kv_grad = kv_grad.to(kv.dtype)

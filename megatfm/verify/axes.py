@@ -16,7 +16,7 @@ ORDER = (PIPELINE, REPLICATE, SHARD, EXPERT_SHARD, EXPERT, CONTEXT, TENSOR)
 """Axes from slowest to fastest, as in the names of groups over several axes."""
 
 
-def single_sizes(parallel: ParallelConfig) -> dict[str, int]:
+def get_axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
     """Return axis → ranks."""
     return {
         PIPELINE: parallel.pp,
@@ -31,7 +31,7 @@ def single_sizes(parallel: ParallelConfig) -> dict[str, int]:
 
 def sizes(parallel: ParallelConfig) -> dict[str, int]:
     """Return axis, or axes joined by ` × ` → ranks."""
-    single = single_sizes(parallel)
+    single = get_axis_sizes(parallel)
     axis_groups = [axes for count in (2, 3) for axes in combinations(ORDER, count)]
     return single | {" × ".join(axes): prod(single[axis] for axis in axes) for axes in axis_groups}
 

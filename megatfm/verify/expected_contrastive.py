@@ -19,7 +19,7 @@ from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
 
 
-def first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> list[list[Call]]:
+def list_first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> list[list[Call]]:
     """Return the calls of the first pass over all micro-batches, without gradients; only contrastive losses have it."""
     if config.model.contrastive is None or len(calls) == 1:
         return []

@@ -28,7 +28,7 @@ from megatfm.verify.axes import (
 )
 from megatfm.verify.expected_pipeline import ExpectedStage, Stages
 from megatfm.verify.module_calls import Call
-from megatfm.verify.module_cuts import ModuleCut, block_paths
+from megatfm.verify.module_cuts import ModuleCut, list_block_paths
 from megatfm.verify.shrink import objective_for
 from megatfm.verify.traffic import ExpectedTraffic
 
@@ -78,20 +78,18 @@ class RankParameters:
         """Return the axis over which ZeRO shards the parameter."""
         return EXPERT_SHARD if self.is_expert(name) else SHARD
 
-    def shards(self, name: str) -> int:
+    def count_shards(self, name: str) -> int:
         """Return the number of ranks over which ZeRO shards the parameter."""
-        return (
-            self.parallel.expert_mesh_size // self.parallel.ep
-            if self.is_expert(name)
-            else self.parallel.dp_shard
-        )
+        if self.is_expert(name):
+            return self.parallel.expert_mesh_size // self.parallel.ep
+        return self.parallel.dp_shard
 
     @property
     def zero(self) -> int:
         """ZeRO stage; 0 for a single data rank."""
         return self.parallel.zero if self.parallel.dp_shard * self.parallel.dp_replicate > 1 else 0
 
-    def block(self, name: str, position: MeshPosition) -> tuple[int, ...]:
+    def identify_block(self, name: str, position: MeshPosition) -> tuple[int, ...]:
         """Return an id of the block that a rank holds of a parameter: equal for ranks with the same block."""
         shard_index = position.edp if self.is_expert(name) else position.shard
         return (
@@ -117,19 +115,15 @@ class RankParameters:
     def local_numel(self, name: str, position: MeshPosition | None = None) -> int:
         """Return the elements of a parameter on a rank (default: this one) after ZeRO."""
         position = position or self.position
-        shape, n_shards = self.shape_at(name, position), self.shards(name) if self.zero else 1
+        shape, n_shards = self.shape_at(name, position), self.count_shards(name) if self.zero else 1
         size = shape[self._data_dim(name)]
-        shard_size, shard_index = (
-            -(-size // n_shards),
-            position.edp if self.is_expert(name) else position.shard,
-        )
-        return max(0, min(shard_size, size - shard_size * (shard_index if n_shards > 1 else 0))) * (
-            prod(shape) // size
-        )
+        shard_size = -(-size // n_shards)
+        shard_index = (position.edp if self.is_expert(name) else position.shard) if n_shards > 1 else 0
+        return max(0, min(shard_size, size - shard_size * shard_index)) * (prod(shape) // size)
 
     def padded_numel(self, name: str) -> int:
         """Return the elements of a parameter when ZeRO's shards are padded to equal sizes."""
-        shape, ranks = self.shapes[name], self.shards(name)
+        shape, ranks = self.shapes[name], self.count_shards(name)
         size = shape[self._data_dim(name)]
         return ranks * -(-size // ranks) * (prod(shape) // size)
 
@@ -137,7 +131,7 @@ class RankParameters:
         """Return the dim that ZeRO cuts: 0, or 1 of experts under ZeRO 2 and 3 if their number isn't divisible."""
         if not self._cut(name).are_experts or self.zero < 2:
             return 0
-        (experts, *inner), ranks = self.shape_at(name, self.position), self.shards(name)
+        (experts, *inner), ranks = self.shape_at(name, self.position), self.count_shards(name)
         return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
 
     def _cut_dim(self, name: str) -> int | None:
@@ -239,22 +233,20 @@ def _add_fully_sharded(
         # A block that a stack runs several times (ALBERT's) is resharded after each run.
         runs_per_step = sum(call.path == path for call in microbatches[0]) if path else 1
         if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
-            gathers = (
-                runs_per_step if parallel.pp == 1 else 1
-            )  # gathered weights stay until the end of the step
+            # Gathered weights stay until the end of the step.
+            gathers = runs_per_step if parallel.pp == 1 else 1
         elif path:
             gathers = sum(_count_block_gathers(path, calls) for calls in (*first_passes, *microbatches))
+        elif parallel.pp == 1:
+            gathers = len(microbatches)
         else:
-            gathers = (
-                len(microbatches) if parallel.pp == 1 else _count_root_gathers(parameters, len(microbatches))
-            )
+            gathers = _count_root_gathers(parameters, len(microbatches))
         reductions = len(microbatches) if parallel.grad_accumulation == "sharded" else 1
         if parallel.pp == 1 and runs_per_step > 1 and len(microbatches) > reductions:
             reductions += 1  # gradients accumulated so far are reduced after the block's first run
         axis = parameters.shard_axis(names[0])
-        ledger.all_gather(
-            axis, elements // ledger.sizes[axis] * precision.compute_dtype.itemsize, times=gathers
-        )
+        shard_bytes = elements // ledger.sizes[axis] * precision.compute_dtype.itemsize
+        ledger.all_gather(axis, shard_bytes, times=gathers)
         reductions *= trained > 0
         ledger.reduce_scatter(axis, trained * precision.param_dtype.itemsize, times=reductions)
         shard = trained // ledger.sizes[axis] * precision.param_dtype.itemsize
@@ -277,7 +269,7 @@ def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
 
 def _fsdp_groups(parameters: RankParameters) -> dict[str, list[str]]:
     """Return module path → parameters that FSDP gathers together: a block, the experts in it, or "" for all others."""
-    paths = block_paths(parameters.model)
+    paths = list_block_paths(parameters.model)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in parameters.shapes:
         block = next((path for path in paths if name.startswith(f"{path}.")), "")
@@ -336,14 +328,9 @@ def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parame
                 weight_numel += sum(
                     parameters.local_numel(name, peer) for i, peer in enumerate(ranks) if i != own_index
                 )
-            elif (
-                next(
-                    rank
-                    for rank in ranks
-                    if parameters.block(name, rank) == parameters.block(name, parameters.position)
-                )
-                == parameters.position
-            ):
+                continue
+            blocks = [parameters.identify_block(name, rank) for rank in ranks]
+            if blocks.index(blocks[own_index]) == own_index:  # the first rank with a block sends its gradient
                 gradient_numel += parameters.local_numel(name)
         ledger.all_to_all(axis, gradient_numel * size)
         ledger.all_to_all(axis, weight_numel * size)
@@ -371,12 +358,9 @@ def _add_module_state(ledger: ExpectedTraffic, parameters: RankParameters) -> No
     """Add the reductions of stateful modules' observations, one for all modules with the same ranks."""
     elements: dict[tuple[bool, tuple[int, ...]], int] = defaultdict(int)
     for path, module in parameters.model.named_modules():
-        ranks = (
-            parameters.pipeline.module_holders.get(path, ())
-            if parameters.pipeline
-            else (parameters.position.pp,)
-        )
-        if isinstance(module, Stateful) and parameters.position.pp in ranks:
+        pipeline, pp = parameters.pipeline, parameters.position.pp
+        ranks = pipeline.module_holders.get(path, ()) if pipeline else (pp,)
+        if isinstance(module, Stateful) and pp in ranks:
             key = parameters.is_partial_cut(parameters.cuts[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():

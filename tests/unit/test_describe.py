@@ -13,7 +13,7 @@ from megatfm.commands.models import add_describe_arguments, describe_command
 from megatfm.config import Config, ModelConfig, load_config, preset_names
 from megatfm.cost import TokenCounts, module_cost
 from megatfm.describe import Description, describe, description
-from megatfm.describe.description import row_cost
+from megatfm.describe.description import compute_row_cost
 from megatfm.describe.text import to_lines
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
@@ -125,7 +125,7 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
         more = {"order": torch.arange(32)[None]}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         built(tokens, **more)
-    counted = row_cost(config, built)
+    counted = compute_row_cost(config, built)
     assert counted.tokens == (52 if family == "t5" else 32)
     assert 6 * counted.matmul_macs + counted.attention_flops == 3 * counter.get_total_flops()
     assert counted.macs > counted.matmul_macs, "norms and biases are multiplied, too"
@@ -148,7 +148,9 @@ def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.Monk
     )
     assert (target_fraction(known.objective), target_fraction(unknown.objective)) == (0.5, None)
     model = build(SMALL_ENCODER)
-    rows = [row_cost(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)]
+    rows = [
+        compute_row_cost(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)
+    ]
     head = 24 * 50 * known.data.sequence_length
     assert rows[0].matmul_macs - rows[1].matmul_macs == pytest.approx((0.5 - DEFAULT_MASKED_FRACTION) * head)
 
@@ -338,7 +340,7 @@ def test_blocks_of_several_kinds_count_as_they_are() -> None:
     s = config.data.sequence_length
     near = sum(1 for q in range(s) for k in range(s) if q - k in (0, 2, 4, 6))
     products, attention = by_hand(config, [near, near, s * s, near])
-    counted = row_cost(config, build(model))
+    counted = compute_row_cost(config, build(model))
     assert counted.matmul_macs == products
     assert counted.attention_flops == 6 * attention
     assert counted.visible_attention_flops == 6 * by_hand(config, [near, near, s * s // 2, near])[1]

@@ -375,7 +375,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     from megatfm.models import build
     from megatfm.objectives import OBJECTIVES
     from megatfm.registry import import_plugins
-    from megatfm.verify.shrink import objective_for, random_batch
+    from megatfm.verify.shrink import draw_batch, objective_for
 
     follow("tasks.md", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -389,7 +389,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     try:
         import_plugins(config.plugins)
         load_module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
-        objective, arrays = objective_for(config), random_batch(config)
+        objective, arrays = objective_for(config), draw_batch(config)
     finally:
         sys.modules.pop("fill_in", None)
     assert vars(objective)["rate"] == 0.9

@@ -170,7 +170,7 @@ def _clamp_to_row(distances: Tensor, farthest: int) -> Tensor:
 
 def _bucket_to_row(distances: Tensor, n: int, farthest: int) -> Tensor:
     """Return the row of the table of positions for each distance."""
-    return (log_bucket_position(distances, n, farthest) + n).clamp(0, 2 * n - 1)
+    return (assign_log_buckets(distances, n, farthest) + n).clamp(0, 2 * n - 1)
 
 
 class RelativePositionTable(nn.Module):
@@ -191,7 +191,7 @@ class RelativePositionTable(nn.Module):
 DISENTANGLED = POSITIONS.register("deberta")(PositionEncoding(score_bias=RelativePositionTable))
 
 
-def log_bucket_position(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
+def assign_log_buckets(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
     """Return the signed bucket of each distance, int64 within ± n_buckets for distances within ± farthest.
 
     Half of the buckets hold one distance each, the others exponentially growing ranges up to `farthest`. Unlike T5's,

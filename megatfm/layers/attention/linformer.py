@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatfm.config import LinformerAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
-from megatfm.layers.attention.dot_product import ATTENTIONS, HeadProjections, log_once
+from megatfm.layers.attention.dot_product import ATTENTIONS, HeadProjections, log_kernel
 from megatfm.layers.attention.gqa import GroupedQueryAttention
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
@@ -21,7 +21,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import FULL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.transfer import to_host
@@ -53,7 +53,7 @@ def shares_projection(config: ModelConfig) -> bool:
     return getattr(config.attention, "share", None) == "layerwise"
 
 
-def layerwise_projection(
+def make_layerwise_projection(
     config: ModelConfig, uses_projection: Sequence[bool], initial: Initialiser
 ) -> "SequenceProjection | None":
     """Make the projection that the marked layers share; None without any. Raises UsageError if their sizes differ."""
@@ -97,7 +97,7 @@ class LinformerAttention(HeadProjections):
         projection = PerHeadSequenceProjection if options.share == "none" else SequenceProjection
         self.of_keys = None if options.share == "layerwise" else projection(options, initial)
         self.of_values = projection(options, initial) if options.share in ("none", "headwise") else None
-        self.variant = AttentionOptions(options.scale, dropout=options.dropout)
+        self.options = AttentionOptions(options.scale, dropout=options.dropout)
         self.dropout = Dropout(options.dropout, "attention")
         self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
@@ -163,12 +163,12 @@ class LinformerAttention(HeadProjections):
         return self._attend(q_BNTH, k_BNRH, v_BNRH, rng_keys_BNT)
 
     def _attend(self, q_BNTH: Tensor, k_BNRH: Tensor, v_BNRH: Tensor, rng_keys_BNT: Tensor | None) -> Tensor:
-        shared_arguments = k_BNRH, v_BNRH, FULL_MASK, None, self.variant
-        case = AttentionRequest.from_inputs(
-            q_BNTH, k_BNRH, FULL_MASK, self.variant, drops=rng_keys_BNT is not None
+        shared_arguments = k_BNRH, v_BNRH, FULL_MASK, None, self.options
+        request = AttentionRequest.from_inputs(
+            q_BNTH, k_BNRH, FULL_MASK, self.options, has_dropout=rng_keys_BNT is not None
         )
-        kernel = None if case.has_dropout or case.device == "cpu" else choose(case)
-        log_once(kernel.name if kernel else "products", f"Linformer(rank={self.rank})", case)
+        kernel = None if request.has_dropout or request.device == "cpu" else choose_kernel(request)
+        log_kernel(kernel.name if kernel else "products", f"Linformer(rank={self.rank})", request)
         if kernel:
             return kernel.run(q_BNTH, *shared_arguments, None)
         bytes_per_query = k_BNRH.shape[:3].numel() * q_BNTH.element_size()

@@ -302,7 +302,7 @@ class ExpertChoiceRouter(Router):
         logits_BTE = self.logits(x_BTD)
         probabilities_BTE = logits_BTE.softmax(-1)
         full_row_BSE = self.gather_row(self.gather_tokens(probabilities_BTE.detach()), sequence)
-        full_row_BSE = self._choose(full_row_BSE, sequence.full_non_padding_mask)
+        full_row_BSE = self._choose(full_row_BSE, sequence.full_sequence.non_padding_mask)
         is_chosen_BTE = self.split_tokens(self.split_row(full_row_BSE, sequence))
         # Experts that chose a token come first. K is the most experts of any token, the same on every rank.
         order_BTE = stable_topk(is_chosen_BTE.to(torch.int8), self.n_experts)

@@ -22,7 +22,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops.attention import sdpa, varlen
 from megatfm.ops.attention.flex import flex
-from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.attention.varlen import cu_seqlens_from_documents
@@ -83,7 +83,7 @@ def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMe
 def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
     """Of long rows on a GPU."""
     rows = AttentionRequest.from_inputs(
-        *heads()[:2], seen, AttentionOptions(), drops=requested.pop("drops", False), **requested
+        *heads()[:2], seen, AttentionOptions(), has_dropout=requested.pop("drops", False), **requested
     )
     return AttentionRequest(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
 
@@ -130,12 +130,12 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "starts unknown": case(PatternMask(causal, unknown)),
         "pattern": case(PatternMask(big_bird, packed)),
         "float32": case(PatternMask(causal, packed), torch.float32),
-        "drops": case(PatternMask(causal, packed), drops=True),
-        "drops, one document": case(PatternMask(causal, plain), drops=True),
+        "drops": case(PatternMask(causal, packed), has_dropout=True),
+        "drops, one document": case(PatternMask(causal, plain), has_dropout=True),
         "sinks": case(PatternMask(causal, packed), sinks=True),
         "values of another width": case(PatternMask(causal, packed), v_width=16),
     }
-    assert {name: choose(requested).name for name, requested in actual.items()} == {
+    assert {name: choose_kernel(requested).name for name, requested in actual.items()} == {
         "packed": "varlen",
         "window": "varlen",
         "one document": "fused",
@@ -155,7 +155,7 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             "list_parameters",
             lambda removed=missing: {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {removed},
         )
-        assert choose(case(PatternMask(causal, packed))).name == "flex"
+        assert choose_kernel(case(PatternMask(causal, packed))).name == "flex"
 
 
 def test_this_torch_has_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seen = PatternMask(Full(causal=True), sequences)
-        assert AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), drops=False).is_varlen
+        assert AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), has_dropout=False).is_varlen
         return varlen.varlen(q, k, v, seen, None, AttentionOptions(), None)
 
     inputs = (x.detach().bfloat16() for x in heads())

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.layers.attention.patterns.local import Full
-from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges, block_bounds
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges, compute_block_bounds
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.block_plan import make_bands
 from megatfm.ops.attention.mask import Band, BuiltinMask
@@ -85,7 +85,7 @@ class PatternMask:
             is_visible = self._sequence.indices.new_ones(1, 1).bool()
             q, k = len(self._sequence.indices), len(self._sequence.key_indices)
             return is_visible.expand(1, -(-q // size)), is_visible.expand(1, -(-k // size))
-        bounds_q, bounds_k = (block_bounds(of, size, -1) for of in documents)
+        bounds_q, bounds_k = (compute_block_bounds(of, size, -1) for of in documents)
         return (bounds_q.first == bounds_q.last)[:, 0, :, 0], (bounds_k.first == bounds_k.last)[:, 0, :, 0]
 
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
@@ -105,7 +105,7 @@ def _is_last_token(sequence: SequenceMetadata) -> bool:
     return bool(sequence.cached_length) and sequence.positions.shape[1] == 1 and sequence.is_full_sequence
 
 
-def reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, query_indices: Tensor) -> Tensor:
+def find_reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, query_indices: Tensor) -> Tensor:
     """Return the key indices that queries at `query_indices` see in any row, ascending, with the queries' own.
 
     row and query_indices: in host memory (`SequenceMetadata.on_host`). Padding keys are not searched, because only
@@ -136,7 +136,7 @@ def _find_key_ranges(pattern: AttentionPattern, first: int, last: int, length: i
     return ((0, length if pattern.sees_later else last),)
 
 
-def global_query_indices(
+def find_global_queries(
     pattern: AttentionPattern, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]
 ) -> Tensor:
     """Return the token indices, ascending, of global queries in documents that span several ranks.
