@@ -42,7 +42,7 @@ from megatfm.engines.interface import Engine
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.verify.shrink import objective_for, draw_batch
+from megatfm.verify.shrink import draw_batch, objective_for
 from megatfm.verify.traffic import TrafficCounter
 
 ENGINES = ("native", "deepspeed")
