@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatfm.config.image_text import image_tower
+from megatfm.config.image_text import make_image_tower
 from megatfm.errors import SampleError, UsageError
 from megatfm.inference.decoding import Prompts, check_makes_text, has_encoder
 from megatfm.objectives.images import make_image_reader
@@ -180,7 +180,7 @@ def read_prompt_image(loaded: "TextModel", path: str | Path) -> dict[str, Tensor
     if not file.is_file():
         raise UsageError(f"{path}: there is no such image")
     reader = make_image_reader(
-        data.images, image_tower(model), "image_to_text", data.sequence_length, training=False
+        data.images, make_image_tower(model), "image_to_text", data.sequence_length, training=False
     )
     try:
         fields = reader.build(

@@ -58,9 +58,8 @@ def check_sharded_shapes(
         part, shape = tuple(matrix.weight.shape), tuple(full_shapes[f"{path}.weight"])
         if part == shape:
             raise UsageError(
-                f"train.precision = 'fp8': {path} is replicated on parallel.tp = {ranks} ranks, so that its "
-                "partial gradients would be rounded: take a parallel.tp that divides its heads, or "
-                "train.precision = 'bf16'"
+                f"train.precision = 'fp8': {path} is replicated on parallel.tp = {ranks} ranks, so that its partial "
+                "gradients would be rounded: take a parallel.tp that divides its heads, or train.precision = 'bf16'"
             )
         if any(dim % ALIGNMENT for dim in part):
             raise UsageError(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.config.image_text import image_tower, text_tower
+from megatfm.config.image_text import make_image_tower, make_text_tower
 from megatfm.layers.contrastive import ContrastiveLoss, FeatureHead, Temperature, check_pairs
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.loss_terms import add_by_name
@@ -30,7 +30,7 @@ class TwoTowers(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        contrastive, image, text = config.contrastive, image_tower(config), text_tower(config)
+        contrastive, image, text = config.contrastive, make_image_tower(config), make_text_tower(config)
         assert contrastive is not None  # checked with the config
         assert config.text_tower is not None
         self.encoder = Stack(image, "encoder", embedding=InputEmbedding(image, "encoder"))

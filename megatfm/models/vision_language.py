@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, PatchEmbeddingConfig
-from megatfm.config.image_text import image_tower
+from megatfm.config.image_text import make_image_tower
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.embedding import InputEmbedding, TokenGather
 from megatfm.layers.initialisation import make_initialiser
@@ -70,7 +70,7 @@ class VisionLanguage(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        images = image_tower(config)
+        images = make_image_tower(config)
         assert config.connector is not None  # checked with the config
         assert isinstance(images.embedding, PatchEmbeddingConfig)
         self.image_token_id = config.connector.image_token_id

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config import ImagesConfig, ImageToTextObjective, ModelConfig
-from megatfm.config.image_text import image_tower
+from megatfm.config.image_text import make_image_tower
 from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
@@ -64,7 +64,7 @@ class ImageToText(Objective):
                 f"objective.name = 'image_to_text' does not train model.family = {model.family!r}, but "
                 "vision_language: change one of the two"
             )
-        tower = image_tower(model)
+        tower = make_image_tower(model)
         self.reader: ImageReader = make_image_reader(
             images, tower, config.name, row_lengths[0], training=training, section="model.vision_tower"
         )
@@ -83,8 +83,7 @@ class ImageToText(Objective):
         if self.max_text_tokens < self.n_patches + self.begin_token + 1 + (self.prompt_end is not None):
             raise UsageError(
                 f"data.target_length = {self.max_text_tokens} is too short for an image, which takes {self.n_patches} "
-                "tokens of the text's row, and a token of text: choose e.g. "
-                f"data.target_length={self.n_patches + 64}"
+                f"tokens of the text's row, and a token of text: choose e.g. data.target_length={self.n_patches + 64}"
             )
         image_fields = {f"encoder_{name}": field for name, field in self.reader.layout.fields.items()}
         image_fields[f"encoder_{BEGINS}"] = Field()

@@ -27,7 +27,7 @@ from megatfm.config import (
     StridedPatternConfig,
     WindowPatternConfig,
 )
-from megatfm.config.image_text import image_tower
+from megatfm.config.image_text import make_image_tower
 from megatfm.config.section import Section
 from megatfm.verify.module_calls import Shape
 
@@ -75,7 +75,7 @@ def get_block_config(config: Config, path: str) -> ModelConfig:
         return config.model.layer_config(config.model.n_layers + int(mtp[1]) - 1)
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
     has_image_tower = config.model.vision_tower is not None and path.startswith("encoder.")
-    model = image_tower(config.model) if has_image_tower else config.model
+    model = make_image_tower(config.model) if has_image_tower else config.model
     return model.layer_config(int(layer[1]) if layer else 0)
 
 

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.convert.architecture import Architecture, architecture_for
+from megatfm.convert.architecture import Architecture, find_architecture
 from megatfm.convert.weight_mapping import WeightMapping, from_hf, to_hf
 from megatfm.layers.initialisation import list_checkpoint_tensors
 from megatfm.models import build
@@ -106,7 +106,7 @@ def pair(
     for i, tensor in enumerate(state.values()):
         draws = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
         tensor.copy_(0.2 * draws)
-    name, architecture, their_config = architecture_for(config, among)
+    name, architecture, their_config = find_architecture(config, among)
     kind = getattr(transformers, name)
     options = {k: v for k, v in their_config.items() if k not in ("architectures", "model_type")}
     if config.family == "decoder" or config.position.name == "rope":

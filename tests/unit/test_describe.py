@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatfm.commands.models import add_describe_arguments, describe_command
-from megatfm.config import Config, ModelConfig, load_config, preset_names
+from megatfm.config import Config, ModelConfig, list_presets, load_config
 from megatfm.cost import TokenCounts, module_cost
 from megatfm.describe import Description, describe, description
 from megatfm.describe.description import compute_row_cost
@@ -162,7 +162,7 @@ def test_heads_of_masked_models_see_masked_tokens_alone() -> None:
         assert often.matmul_parameters - rare.matmul_parameters == pytest.approx(0.2 * head, rel=0.05)
 
 
-@pytest.mark.parametrize("preset", [name for name in preset_names() if not name.startswith("quickstart")])
+@pytest.mark.parametrize("preset", [name for name in list_presets() if not name.startswith("quickstart")])
 def test_every_preset_is_described(
     preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,8 +75,7 @@ class DisentangledAttention(_Projections):
         super().__init__(config, initial, key_bias=False)
         if not isinstance(config.position, DebertaPositionConfig) or pattern.builtin_mask != "all":
             raise UsageError(
-                "model.attention.name = 'deberta' needs model.position.name = 'deberta' and "
-                "family = 'encoder'"
+                "model.attention.name = 'deberta' needs model.position.name = 'deberta' and family = 'encoder'"
             )
         d, width = config.d_model, config.attention.n_heads * config.head_width
         farthest = config.position.max_distance
@@ -99,8 +98,7 @@ class DisentangledSharedAttention(_Projections):
         super().__init__(config, initial, key_bias=True)
         if not isinstance(config.position, DebertaV2PositionConfig) or pattern.builtin_mask != "all":
             raise UsageError(
-                "model.attention.name = 'deberta_v2' needs model.position.name = "
-                "'deberta_v2' and family = 'encoder'"
+                "model.attention.name = 'deberta_v2' needs model.position.name = 'deberta_v2' and family = 'encoder'"
             )
         n, farthest = config.position.buckets, config.position.max_distance
         self.core = DisentangledCore(config, pattern, partial(_bucket_to_row, n=n, farthest=farthest), 2 * n)

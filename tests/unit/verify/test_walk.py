@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatfm.commands.verify import add_verify_arguments, verify_command
-from megatfm.config import load_config, presets_of_models
+from megatfm.config import list_model_presets, load_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify.layouts import LAYOUTS
 from megatfm.verify.rank_processes import RankPool
@@ -56,7 +56,7 @@ def test_some_presets_agree() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_presets_agree(layout: str) -> None:
-    check([(preset, layout) for preset in presets_of_models()])
+    check([(preset, layout) for preset in list_model_presets()])
 
 
 def run_command(*words: str) -> int:
