@@ -190,7 +190,7 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     arrays = {"tokens": np.arange(B * T).reshape(B, T), "documents": DOCUMENTS.numpy()}
     batch = {name: torch.as_tensor(values) for name, values in with_cu_seqlens(arrays).items()}
     expected = model(batch["tokens"], documents=batch["documents"]).logits
-    monkeypatch.setattr("megatfm.layers.attention.dot_product.choose", serve)
+    monkeypatch.setattr("megatfm.layers.attention.dot_product.choose_kernel", serve)
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-10, atol=1e-12)
     assert len(inputs) == 2
     assert all(starts is batch["cu_seqlens"] for starts in inputs)
