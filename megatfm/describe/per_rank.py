@@ -62,22 +62,26 @@ def count_rank_state(config: Config) -> RankState | None:
         )
         holders = holders or dict.fromkeys(layout, (0,))
         zero = parallel.zero if mesh.data_ranks > 1 else 0
-        local_numel = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
+        count_local_elements = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
         shard_numel = (
-            {name: _shard_size(tensor, mesh) for name, tensor in layout.items()} if zero else local_numel
+            {name: _shard_size(tensor, mesh) for name, tensor in layout.items()}
+            if zero
+            else count_local_elements
         )
-        gradient_numel = local_numel if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
-        computed_numel = local_numel  # under ZeRO 2, gathered from shards of equal size
+        gradient_numel = (
+            count_local_elements if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
+        )
+        computed_numel = count_local_elements  # under ZeRO 2, gathered from shards of equal size
         if zero == 2:
             computed_numel = {
                 name: shard_numel[name] * mesh.size(layout[name].data_axes.shard) for name in layout
             }
     is_mixed = config.train.precision not in ("fp32", "fp64")
-    stored_numel = local_numel if zero == 1 and not is_mixed else shard_numel
+    stored_numel = count_local_elements if zero == 1 and not is_mixed else shard_numel
     states = []
     for pipeline_rank in range(parallel.pp):
         names = [name for name in layout if pipeline_rank in holders[name]]
-        parameters = sum(local_numel[name] for name in names)
+        parameters = sum(count_local_elements[name] for name in names)
         copy_bytes = 2 * sum(computed_numel[name] for name in names) if zero < 3 and is_mixed else 0
         state = RankState(
             ranks,

@@ -37,9 +37,9 @@ class Dropout(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """Return int64 [B, T]. Raises UsageError for a batch without random keys."""
-        return keyed.token_keys(require_rng_keys(sequence, self.purpose), self.site, sequence.indices)
+        return keyed.make_token_keys(require_rng_keys(sequence, self.purpose), self.site, sequence.indices)
 
-    def head_rng_keys(
+    def make_head_rng_keys(
         self, sequence: SequenceMetadata, n_heads: int, shard_index: int | None = None
     ) -> Tensor | None:
         """Return int64 [B, N, T] for attention probabilities; None if inactive. shard_index: overrides the module's."""
@@ -63,7 +63,7 @@ class DropPath(nn.Module):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.training or sequence.skip_rate is None:
             return x_BTD
-        draws_BT1 = keyed.uniform(self.token_rng_keys(sequence), 1)
+        draws_BT1 = keyed.draw_uniform(self.token_rng_keys(sequence), 1)
         scale_BT1 = (draws_BT1 >= sequence.skip_rate) / (1 - sequence.skip_rate)
         return x_BTD * scale_BT1.to(x_BTD.dtype)
 

@@ -54,7 +54,7 @@ class MapSequence(SequenceMetadata):
 
         previous: the map size of the previous stage; None: this one.
         """
-        index_S = self.downsampled_indices(size)
+        index_S = self.find_downsampled_indices(size)
         rows, area = len(self.positions), prod(size)
         positions_S = torch.arange(area, device=index_S.device).repeat(self.images_per_row)
         documents = None if self.documents is None else self.documents[:, index_S]
@@ -62,7 +62,7 @@ class MapSequence(SequenceMetadata):
         smaller.previous_size, smaller.first_size = previous or self.size, self.first_size
         return smaller
 
-    def downsampled_indices(self, size: MapSize) -> Tensor:
+    def find_downsampled_indices(self, size: MapSize) -> Tensor:
         """Return for each token of a smaller map the index of the first token that it covers here, int64 [S]."""
         return self.cached(("downsampled indices", size), lambda: self._find_downsampled(size))
 

@@ -71,7 +71,7 @@ class RowLossRecorder:
         self._calls.append((targets_BT, indices_M, losses_M))
         return losses_M
 
-    def row_losses(self, targets_BT: Tensor) -> Tensor | None:
+    def sum_losses_by_row(self, targets_BT: Tensor) -> Tensor | None:
         """Return the summed losses [B] of the call with these targets, in float64; None if there was none."""
         for recorded_BT, indices_M, losses_M in self._calls:
             if recorded_BT.data_ptr() == targets_BT.data_ptr():

@@ -38,7 +38,7 @@ class SequenceMetadata:
     past: number of tokens in the key-value cache before these; past_documents: int64 [B, past], their documents.
     memory: metadata of the encoder's tokens, for cross-attention.
     cu_seqlens: int32 [C + 1], starts of documents in the concatenated rows
-    (`megatfm.ops.attention.varlen.cu_seqlens_from_documents`), for varlen kernels.
+    (`megatfm.ops.attention.varlen.compute_cu_seqlens`), for varlen kernels.
     grid: int32 [B, T, 4], row, column, height and width of each patch in its image's grid; special tokens have row −1
     and their index as the column. None: no images.
     masked: bool [B, T], patches that the embedding replaces by its mask token.

@@ -41,7 +41,7 @@ class SequenceShard(SequenceMetadata):
         host.key_token_indices = None if self.key_token_indices is None else to_host(self.key_token_indices)
         return host
 
-    def full_row(self) -> SequenceMetadata:
+    def make_full_row(self) -> SequenceMetadata:
         """Return the full sequence with this layer's random keys."""
         row = copy.copy(self.full_sequence)
         row.rng_keys = self.rng_keys

@@ -18,7 +18,7 @@ from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fie
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.keyed_random import fold_in, token_keys, uniform
+from megatfm.ops.keyed_random import draw_uniform, fold_in, make_token_keys
 from megatfm.ops.transfer import find_true_indices, move_to_device, to_host
 from megatfm.split_points import CarrySpec, SplitPoint
 
@@ -97,7 +97,7 @@ class Electra(Model):
                 )
             if self.generator.runs_head and self.generator.head is not None:
                 losses["generator"] = self.generator.head(generator_hidden, targets)
-                rng_keys_BT = token_keys(fold_in(keys, SAMPLING_SALT), 0, sequence.indices)
+                rng_keys_BT = make_token_keys(fold_in(keys, SAMPLING_SALT), 0, sequence.indices)
                 corrupted_tokens = _sample_replacements(
                     self.generator.head, generator_hidden, original, targets, rng_keys_BT
                 )
@@ -131,7 +131,7 @@ def _sample_replacements(
         logits_MV = head(hidden_BTD, token_mask_BT=masked)
         # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
         keys_M = rng_keys_BT[find_true_indices(masked_on_host, original.device)]
-        noise_MV = -torch.log(-torch.log(uniform(keys_M, logits_MV.shape[-1])))
+        noise_MV = -torch.log(-torch.log(draw_uniform(keys_M, logits_MV.shape[-1])))
         return original.masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
 
 

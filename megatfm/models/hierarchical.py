@@ -216,7 +216,7 @@ class Hierarchical(Model):
             if not getattr(head, "reads_first_map", False)
             for name in (*head.reads, *getattr(head, "may_read", ()))
         }
-        index_S, (rows, length) = maps[0].downsampled_indices(maps[-1].size), maps[0].positions.shape
+        index_S, (rows, length) = maps[0].find_downsampled_indices(maps[-1].size), maps[0].positions.shape
         return {
             name: values[:, index_S] if name in names and values.shape[:2] == (rows, length) else values
             for name, values in batch.items()

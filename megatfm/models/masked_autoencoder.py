@@ -43,7 +43,7 @@ class Visible(NamedTuple):
     full_source_BT: Tensor | None
     sequence: SequenceMetadata
 
-    def memory_indices(self, sequence: SequenceMetadata) -> Tensor:
+    def find_memory_indices(self, sequence: SequenceMetadata) -> Tensor:
         """Return the index in the encoder's row of each token of the decoder's full rows, −1 for masked patches."""
         if self.full_source_BT is None:
             return _index_memory(self.source_BT, sequence, self.sequence)
@@ -72,7 +72,7 @@ class VisibleTokens(nn.Module):
     ) -> Tensor:
         """Return [B, T, D]."""
         visible_BSD = self.projection(visible.memory_BSD)
-        at_BT = visible.memory_indices(sequence)
+        at_BT = visible.find_memory_indices(sequence)
         visible_BTD = self.gather(visible_BSD, at_BT, visible.sequence.length)
         x_BTD = torch.where((visible.source_BT >= 0)[..., None], visible_BTD, self.mask_token)
         return x_BTD if self.positions is None else x_BTD + self.positions(sequence).to(x_BTD.dtype)

@@ -94,7 +94,7 @@ class SpecialTokens:
             )
         return self.word_starts
 
-    def word_boundaries(self, tokens: TokenArray) -> NDArray[np.int64]:
+    def find_word_boundaries(self, tokens: TokenArray) -> NDArray[np.int64]:
         """Return the indices of the first tokens of words in a chunk [words]; token 0 always begins one."""
         assert self.word_starts is not None
         starts = self.word_starts[tokens]

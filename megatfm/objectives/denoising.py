@@ -131,8 +131,8 @@ def corrupt_spans(
     n_kept = len(tokens) - n_noise
     random = rng.random_uint64(int(n_noise + n_kept), *key)
     lengths = np.empty(2 * n_spans, np.int64)
-    lengths[0::2] = random_segmentation(int(n_kept), int(n_spans), random[: n_kept - 1])
-    lengths[1::2] = random_segmentation(int(n_noise), int(n_spans), random[n_kept:])
+    lengths[0::2] = draw_segmentation(int(n_kept), int(n_spans), random[: n_kept - 1])
+    lengths[1::2] = draw_segmentation(int(n_noise), int(n_spans), random[n_kept:])
     is_noise = np.repeat(np.arange(2 * n_spans) % 2 == 1, lengths)
     sentinel_ids = np.array(sentinels[:n_spans], np.int64)
     ids = tokens.astype(np.int64)
@@ -141,7 +141,7 @@ def corrupt_spans(
     return inputs, target_tokens
 
 
-def random_segmentation(n_items: int, n_segments: int, random: NDArray[np.uint64]) -> Ints:
+def draw_segmentation(n_items: int, n_segments: int, random: NDArray[np.uint64]) -> Ints:
     """Return the lengths ≥ 1 [n_segments] of a uniform cut of `n_items`. random: at least n_items − 1 numbers."""
     cuts = np.sort(np.argsort(random[: n_items - 1], kind="stable")[: n_segments - 1]) + 1
     return np.diff(cuts, prepend=0, append=n_items)

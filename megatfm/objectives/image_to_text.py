@@ -98,9 +98,9 @@ class ImageToText(Objective):
         return self._for_evaluation()
 
     def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
-        return self.lengths_with_images(n_tokens, np.ones_like(n_tokens))
+        return self.add_image_lengths(n_tokens, np.ones_like(n_tokens))
 
-    def lengths_with_images(self, n_tokens: Ints, n_images: Ints) -> Ints:
+    def add_image_lengths(self, n_tokens: Ints, n_images: Ints) -> Ints:
         """Return sequence lengths [n, 2] of texts of `n_tokens` [n] with `n_images` [n]."""
         n_text = np.maximum(n_tokens - n_images * self.image_in_text, 0)  # patches replace the image tokens
         text_lengths = np.minimum(self.begin_token + n_images * self.n_patches + n_text, self.max_text_tokens)

@@ -203,7 +203,7 @@ class SpanBoundary(Objective):
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
-        n, starts = len(tokens), self.special.word_boundaries(tokens)
+        n, starts = len(tokens), self.special.find_word_boundaries(tokens)
         random = rng.uniform(2 * n + 2 * len(starts) + 1, *make_masking_key(key, "span_boundary"))
         span_starts, ends = self._choose_spans(np.append(starts, n), random[2 * n :])
         span_lengths = ends - span_starts

@@ -62,7 +62,7 @@ class Masking:
         budget = stochastic_round(self.mask_rate * len(tokens), float(random[-1]))
         if not self.whole_words:
             return np.argsort(random[:-1], kind="stable")[:budget]
-        starts = self.special.word_boundaries(tokens)
+        starts = self.special.find_word_boundaries(tokens)
         return choose_words(starts, len(tokens), budget, random[: len(starts)])
 
 

@@ -68,7 +68,7 @@ def add_global_attention(
     queries = sequence.with_queries_at(
         ("global queries", core.pattern), move_to_device(global_queries.row_indices, device)
     )
-    dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
+    dropout_keys = core.dropout.make_head_rng_keys(queries, q_BNTH.shape[1])
     key_indices = contexts.token_indices(sequence.length)[contexts.rank]
     plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNGH)
     sinks = None if core.sinks is None else core.sinks.weight
@@ -138,7 +138,7 @@ def _attend_to_local_keys(
     queries = sequence.with_queries_at(
         ("local global queries", core.pattern), move_to_device(key_indices[columns], device)
     )
-    dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
+    dropout_keys = core.dropout.make_head_rng_keys(queries, q_BNTH.shape[1])
     plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNTH[:, :, at])
     out: Tensor = _LocalKeysAttention.apply(q_BNTH[:, :, at], k_BNTH, v_BNTV, dropout_keys, plan)
     return torch.zeros_like(v_BNTV).index_copy(2, at, out)

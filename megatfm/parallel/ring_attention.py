@@ -154,7 +154,7 @@ def ring_attention(
 
     kv: the local key-value shard of the first step; each further step receives its shard from the previous rank.
     """
-    dropout_keys = core.dropout.head_rng_keys(sequence, q.shape[1])
+    dropout_keys = core.dropout.make_head_rng_keys(sequence, q.shape[1])
     plans = [block_attention_plan(core, sequence, step.key, step.key_indices, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
     out: Tensor = _RingAttention.apply(

@@ -73,7 +73,7 @@ class ReferenceModel:
         assert isinstance(head, LMHead)
         head.recorder = recorder
         model(tokens_BT.to(device), targets=targets)
-        losses = recorder.row_losses(targets)
+        losses = recorder.sum_losses_by_row(targets)
         assert losses is not None
         return (-losses).tolist()
 

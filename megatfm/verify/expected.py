@@ -14,7 +14,7 @@ from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
-from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, sizes
+from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, list_group_sizes
 from megatfm.verify.expected_activations import add_activations, add_experts, alias_groups
 from megatfm.verify.expected_context import ContextShards
 from megatfm.verify.expected_contrastive import add_contrastive_loss, list_first_pass_calls
@@ -33,7 +33,7 @@ def explain_unpredicted_axes(config: Config) -> dict[str, str]:
     parallel, engine = config.parallel, config.parallel.engine
     if engine != "native":
         reason = f"the engine {engine!r} does not declare what it sends"
-        return {axis: reason for axis, size in sizes(parallel).items() if size > 1}
+        return {axis: reason for axis, size in list_group_sizes(parallel).items() if size > 1}
     with torch.device("meta"):
         model = build_model(config)
     reasons = {}
@@ -90,7 +90,7 @@ def compute_expected_traffic(config: Config, batch: Arrays) -> list[TrafficTable
     step = _Step(config, model, batch)
     parallel = config.parallel
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    return [step.flows(MeshPosition.of(rank, parallel)) for rank in range(world_size)]
+    return [step.flows(MeshPosition.from_rank(rank, parallel)) for rank in range(world_size)]
 
 
 class _Step:
@@ -122,7 +122,7 @@ class _Step:
             [call for call in self.calls_by_cp_rank[position.cp][i] if call.stage in stages]
             for i in microbatch_indices
         ]
-        ledger = ExpectedTraffic(sizes(parallel), alias_groups(config))
+        ledger = ExpectedTraffic(list_group_sizes(parallel), alias_groups(config))
         first_passes = list_first_pass_calls(config, calls)
         for microbatch_calls in (*first_passes, *calls) if parallel.tp > 1 else ():
             add_activations(ledger, config, self.model, self.cuts, microbatch_calls)

@@ -123,7 +123,7 @@ def add_experts(
             for peer_call, peer in zip(calls, peers, strict=True)
         ]
 
-        def rows_between(
+        def count_rows_between(
             source: int, target: int, chosen: list[list[int]] = rows_by_expert, n: int = experts
         ) -> int:
             first = target * n + (position.tp * (n // n_dealt) if n_dealt > 1 else 0)
@@ -131,8 +131,8 @@ def add_experts(
 
         other_ranks = [rank for rank in range(n_ranks) if rank != own_rank]
         width = call.input_numel // call.n_tokens * element_bytes
-        dispatched = sum(rows_between(own_rank, peer) for peer in other_ranks) * width
-        combined = sum(rows_between(peer, own_rank) for peer in other_ranks) * width
+        dispatched = sum(count_rows_between(own_rank, peer) for peer in other_ranks) * width
+        combined = sum(count_rows_between(peer, own_rank) for peer in other_ranks) * width
         forward, _ = count_forward_collectives(call, config.train.recompute)
         ledger.all_to_all(EXPERT, (n_ranks - 1) * local_experts * 8, times=forward)  # row counts
         ledger.all_to_all(EXPERT, dispatched, times=forward + call.has_gradient)

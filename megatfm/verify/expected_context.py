@@ -91,11 +91,11 @@ class ContextShards:
         )
 
     def _slice(self, batch: Arrays, rank: int) -> Arrays:
-        def positions_of(name: str) -> Positions:
+        def get_positions(name: str) -> Positions:
             return self._positions_by_rank["encoder_" if name.startswith("encoder_") else ""][rank]
 
         shard = {
-            name: field[:, positions_of(name)] if field.ndim > 1 else field for name, field in batch.items()
+            name: field[:, get_positions(name)] if field.ndim > 1 else field for name, field in batch.items()
         }
         keep_lookups_inside(shard, self._config.model)
         return shard

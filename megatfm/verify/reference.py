@@ -93,7 +93,7 @@ def _attention(
     mask: AttentionMask | None = None,
 ) -> Tensor:
     """Replace `DotProductAttention.attend_head_shard`, for all heads at once."""
-    rng_keys = core.dropout.head_rng_keys(sequence, q.shape[1])
+    rng_keys = core.dropout.make_head_rng_keys(sequence, q.shape[1])
     sinks = None if core.sinks is None else core.sinks.weight
     mask = mask or PatternMask(core.pattern, sequence, 0, q.shape[1])
     return attention_reference(q, k, v, mask, bias, core.options, rng_keys, sinks)

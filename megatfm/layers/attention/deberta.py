@@ -29,7 +29,7 @@ from megatfm.ops.attention.reference import attend_in_chunks, compute_probabilit
 
 
 class _Projections(HeadProjections):
-    """Base: projections of tokens, and of the position table by `position_projections`, around DisentangledCore."""
+    """Base: projections of tokens, and of the position table by `get_position_projections`, around DisentangledCore."""
 
     cp_plan = "local"
     core: "DisentangledCore"
@@ -38,13 +38,13 @@ class _Projections(HeadProjections):
         super().__init__(config, initial, bias=True, key_bias=key_bias)
         require_full(config)
 
-    def position_projections(self) -> tuple[Linear, Linear]:
+    def get_position_projections(self) -> tuple[Linear, Linear]:
         """Return the projections of the position table to queries and keys; here those of the content."""
         return self.wq, self.wk
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost of projecting the tokens and the position table, and of the core."""
-        table = total_cost(self.position_projections(), tokens.with_count(self.core.n_rows))
+        table = total_cost(self.get_position_projections(), tokens.with_count(self.core.n_rows))
         return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + table + self.core.cost(tokens)
 
     def forward(
@@ -57,7 +57,7 @@ class _Projections(HeadProjections):
     ) -> Tensor:
         """Return [B, T, D]. bias: the relative position table [R, D]."""
         q, k, v = (self._split_heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
-        q_position, k_position = (self._split_heads(w(bias)) for w in self.position_projections())
+        q_position, k_position = (self._split_heads(w(bias)) for w in self.get_position_projections())
         heads_BNTH = self.core(q, k, v, sequence, (q_position, k_position))
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
@@ -83,7 +83,7 @@ class DisentangledAttention(_Projections):
         self.wk_position = Linear(d, width, initial("key", d, width))
         self.core = DisentangledCore(config, pattern, partial(_clamp_to_row, farthest=farthest), 2 * farthest)
 
-    def position_projections(self) -> tuple[Linear, Linear]:
+    def get_position_projections(self) -> tuple[Linear, Linear]:
         """Return projections that only positions use."""
         return self.wq_position, self.wk_position
 
@@ -142,7 +142,7 @@ class DisentangledCore(nn.Module):
         q_NRH, k_NRH = positions
         q_BNTH = q_BNTH * self.scale
         key_position_scores_BNSR = (k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)
-        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+        rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNTH.shape[1])
 
         def attend(rows: slice) -> Tensor:
             distances_TS, q_chunk_BNTH = -sequence.relative_positions(rows), q_BNTH[:, :, rows]  # query − key

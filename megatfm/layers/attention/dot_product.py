@@ -123,7 +123,7 @@ class DotProductAttention(nn.Module):
         mask: overrides the pattern's, for keys that are not the sequence's tokens.
         """
         n_heads = q_BNTH.shape[1]
-        rng_keys = self.dropout.head_rng_keys(sequence, n_heads, head_shard)
+        rng_keys = self.dropout.make_head_rng_keys(sequence, n_heads, head_shard)
         mask = mask or PatternMask(self.pattern, sequence, head_shard * n_heads, n_heads)
         sinks = None
         if self.sinks is not None:

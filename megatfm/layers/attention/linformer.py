@@ -119,7 +119,7 @@ class LinformerAttention(HeadProjections):
         key_projection = bias if self.of_keys is None else self.of_keys.weight
         assert key_projection is not None
         projections = key_projection, key_projection if self.of_values is None else self.of_values.weight
-        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+        rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNTH.shape[1])
         if isinstance(sequence, SequenceShard):
             heads_BNTH = self._attend_shard(projections, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT, sequence)
         elif sequence.document_ids() is None:

@@ -133,7 +133,7 @@ class GlobalAttention(DotProductAttention):
         mask_BGT = exists_BG[..., None].expand(-1, -1, k_BNTH.shape[2])
         if (documents := sequence.document_ids()) is not None:
             mask_BGT = mask_BGT & (documents[0].gather(1, indices_BG)[..., None] == documents[1][:, None])
-        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNGH.shape[1])
+        rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNGH.shape[1])
         if rng_keys_BNT is not None:
             rng_keys_BNT = rng_keys_BNT.gather(2, indices_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
         mask = DenseMask(None, mask_BGT[:, None])

@@ -135,7 +135,7 @@ class CompressedKeyMask:
         is_earlier = self._positions[rows, k] <= self._sequence.indices[q]
         return is_earlier & (documents_q[b % len(documents_q), q] == documents_k[b % len(documents_k), k])
 
-    def translation_invariant_blocks(self, size: int) -> None:
+    def find_translation_invariant_blocks(self, size: int) -> None:
         return None
 
     def cu_seqlens(self) -> Tensor:

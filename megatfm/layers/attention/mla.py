@@ -163,7 +163,7 @@ class LatentCore(DotProductAttention):
 
     def has_dropout(self, sequence: SequenceMetadata) -> bool:
         """Whether dropout is active for this sequence."""
-        return self.dropout.head_rng_keys(sequence, self.n_heads, self.dropout.shard_index) is not None
+        return self.dropout.make_head_rng_keys(sequence, self.n_heads, self.dropout.shard_index) is not None
 
     def attend_one_query(
         self,

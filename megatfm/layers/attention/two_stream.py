@@ -166,7 +166,7 @@ class TwoStreamAttention(nn.Module):
     def forward(self, x_BQD: Tensor, content: ContentKeysValues, stream: QueryStream) -> Tensor:
         """Return the attention output of one stream's queries, [B, Q, D]."""
         q_BNQH = self._project_heads(self.wq, x_BQD) * self.scale
-        rng_keys_BNQ = self.dropout.head_rng_keys(stream.sequence, q_BNQH.shape[1])
+        rng_keys_BNQ = self.dropout.make_head_rng_keys(stream.sequence, q_BNQH.shape[1])
 
         def attend(rows: slice) -> Tensor:
             scores_BNQS, mask_B1QS = self._compute_scores(

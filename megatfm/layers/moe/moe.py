@@ -76,7 +76,7 @@ def cv_squared_loss(values_BTE: Tensor, is_token_BT: Tensor, means_E: Tensor) ->
     return losses_BT.masked_fill(~is_token_BT, 0).sum()
 
 
-def squared_cv(sums_E: Tensor) -> float:
+def compute_squared_cv(sums_E: Tensor) -> float:
     """Return CV² of the experts' sums; 0 without tokens."""
     sums_E = sums_E.double()
     total = float(sums_E.sum())
@@ -263,7 +263,7 @@ class MoE(nn.Module):
             **dropped,
             "entropy": float(observed["entropy"] / observed["tokens"].clamp(min=1)),
             **{
-                f"{name}_cv2": squared_cv(observed[f"evened {name}"])
+                f"{name}_cv2": compute_squared_cv(observed[f"evened {name}"])
                 for name in self.options.balance_losses
                 if f"evened {name}" in observed
             },

@@ -27,7 +27,7 @@ from megatfm.ops.attention.tile import (
     tile_forward,
     uses_bf16_backward,
 )
-from megatfm.ops.keyed_random import RATE_STEPS, fold_in, keep_at
+from megatfm.ops.keyed_random import RATE_STEPS, draw_keep_mask_at, fold_in
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width, b tokens of a block
 # R query blocks of a chunk, K' heads of gathered keys, g query heads on each of them
@@ -75,11 +75,11 @@ def _plan_visits(
     groups = mask.cached(("block groups", size), lambda: list(plan_blocks(mask, grid)))
     visits: list[BlockGroup | Band] = [*groups]
     if not has_dropout:
-        visits = mask.cached(("dense bands", size), lambda: dense_blocks_as_bands(groups, grid))
+        visits = mask.cached(("dense bands", size), lambda: turn_dense_blocks_into_bands(groups, grid))
     return visits, size, False
 
 
-def dense_blocks_as_bands(groups: Sequence[BlockGroup], grid: BlockGrid) -> list[BlockGroup | Band]:
+def turn_dense_blocks_into_bands(groups: Sequence[BlockGroup], grid: BlockGrid) -> list[BlockGroup | Band]:
     """Replace query blocks that see all keys, as BigBird's first and last, by bands, whose keys need no gather."""
     visits: list[BlockGroup | Band] = []
     for group in groups:
@@ -303,7 +303,7 @@ def _keep_mask(chunk: Chunk, rng_keys: Tensor | None, plan: BlockAttentionPlan) 
     table, size = chunk.table, chunk.size
     if plan.k_positions is not None:
         channels = find_block_positions(plan.k_positions, table, size)
-        return keep_at(keys, channels.flatten(2)[:, :, None], plan.threshold)
+        return draw_keep_mask_at(keys, channels.flatten(2)[:, :, None], plan.threshold)
     groups = table[..., None] * (size // 4) + torch.arange(size // 4, device=table.device)
     return fold_in(keys, groups.flatten(2)[:, :, None]).view(torch.int16) >= plan.threshold - RATE_STEPS // 2
 

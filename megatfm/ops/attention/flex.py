@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.keyed_random import RATE_STEPS, keep_at
+from megatfm.ops.keyed_random import RATE_STEPS, draw_keep_mask_at
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -128,7 +128,9 @@ def _drop_scores(
 ) -> Callable[..., Tensor]:
     def drop(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         score = score if score_mod is None else score_mod(score, b, n, q, k)
-        return torch.where(keep_at(keys_BNT[b, n, q], k.to(torch.int64), threshold), score, -torch.inf)
+        return torch.where(
+            draw_keep_mask_at(keys_BNT[b, n, q], k.to(torch.int64), threshold), score, -torch.inf
+        )
 
     return drop
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatfm.ops.attention.mask import FULL_MASK, AttentionMask
-from megatfm.ops.attention.relative_bias import expand
+from megatfm.ops.attention.relative_bias import expand_bias
 from megatfm.ops.keyed_random import dropout
 from megatfm.ops.log_once import constant_when_compiled, log_once
 
@@ -52,7 +52,7 @@ def attention_reference(
     if options.softcap:
         scores_BNTS = options.softcap * torch.tanh(scores_BNTS / options.softcap)
     if bias is not None:
-        scores_BNTS = scores_BNTS + expand(bias.to(scores_BNTS.dtype), k_BKSH.shape[2])
+        scores_BNTS = scores_BNTS + expand_bias(bias.to(scores_BNTS.dtype), k_BKSH.shape[2])
     mask_B1TS = mask.mask()
     if mask.builtin_mask == "causal":
         queries, keys = scores_BNTS.shape[-2:]

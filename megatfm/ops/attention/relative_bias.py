@@ -16,7 +16,7 @@ def is_relative(bias: Tensor | None) -> bool:
     return bias is not None and bias.dim() == 2
 
 
-def expand(bias: Tensor, keys: int) -> Tensor:
+def expand_bias(bias: Tensor, keys: int) -> Tensor:
     """Return a bias of all pairs [N, T, S] from either form."""
     return bias.unfold(-1, keys, 1).flip(-2) if is_relative(bias) else bias
 

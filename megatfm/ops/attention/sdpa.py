@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions, zero_blind_queries
-from megatfm.ops.attention.relative_bias import expand
+from megatfm.ops.attention.relative_bias import expand_bias
 from megatfm.ops.log_once import constant_when_compiled, log_once
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
@@ -41,7 +41,7 @@ def sdpa_attention(
     causal, mask_tensor = mask.builtin_mask == "causal", mask.mask()
     mask_in_bias = None if bias is None else mask_tensor
     if bias is not None:
-        mask_tensor = _mask_bias(expand(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask_tensor, causal)
+        mask_tensor = _mask_bias(expand_bias(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask_tensor, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
     allowed = choose_backends(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None)
     if (

@@ -64,7 +64,7 @@ def supports_head_dims(width: int, v_width: int, *, grouped: bool) -> bool:
     )
 
 
-def cu_seqlens_from_documents(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
+def compute_cu_seqlens(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
     """Return the starts of documents in rows laid end to end, int32 [C + 1], padded with the total length.
 
     Padding tokens count as one more document of their row. C depends only on the sizes, so that kernels see one shape;

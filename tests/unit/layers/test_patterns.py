@@ -131,7 +131,7 @@ def test_single_pairs_are_those_of_the_mask(pattern: AttentionPattern) -> None:
 def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
     size, count = 2, T // 2
     for sequence, *_ in layouts():
-        repeats = PatternMask(pattern, sequence, 0, N).translation_invariant_blocks(size)
+        repeats = PatternMask(pattern, sequence, 0, N).find_translation_invariant_blocks(size)
         if repeats is None:
             continue
         queries, keys = (x.expand(2, -1) for x in repeats)

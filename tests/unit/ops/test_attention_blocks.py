@@ -157,7 +157,7 @@ def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
     expected = torch.stack(
         [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)], 1
     )
-    assert torch.equal(relative_bias.expand(bias, keys), expected)
+    assert torch.equal(relative_bias.expand_bias(bias, keys), expected)
     assert torch.equal(relative_bias.slice_tile(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
 
 

@@ -25,7 +25,7 @@ from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from megatfm.ops.attention.varlen import cu_seqlens_from_documents
+from megatfm.ops.attention.varlen import compute_cu_seqlens
 
 B, T, N, K, H = 2, 24, 4, 2, 8
 DOCUMENTS = torch.tensor([[0] * 7 + [1] + [2] * 10 + [-1] * 6, [0] * 3 + [1] * 21])
@@ -76,7 +76,7 @@ def heads() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMetadata:
-    starts = None if documents is None else torch.from_numpy(cu_seqlens_from_documents(documents.numpy()))
+    starts = None if documents is None else torch.from_numpy(compute_cu_seqlens(documents.numpy()))
     return SequenceMetadata(torch.arange(T).expand(B, T), documents, cu_seqlens=starts, **options)
 
 
@@ -106,15 +106,15 @@ def test_there_is_room_for_a_fixed_number_of_documents() -> None:
     """The shape follows from that of the batch, so that nothing is compiled again; short documents need more room."""
     few, many = np.zeros((2, 1024), np.int64), np.arange(2 * 1024).reshape(2, 1024) // 200
     assert (
-        len(cu_seqlens_from_documents(few))
-        == len(cu_seqlens_from_documents(many))
+        len(compute_cu_seqlens(few))
+        == len(compute_cu_seqlens(many))
         == 2 + 2048 // varlen.MIN_DOCUMENT_LENGTH + 1
     )
-    assert cu_seqlens_from_documents(few)[:3].tolist() == [0, 1024, 2048]
-    assert cu_seqlens_from_documents(many)[-1] == 2048
-    single = cu_seqlens_from_documents(np.arange(2 * 1024).reshape(2, 1024))
+    assert compute_cu_seqlens(few)[:3].tolist() == [0, 1024, 2048]
+    assert compute_cu_seqlens(many)[-1] == 2048
+    single = compute_cu_seqlens(np.arange(2 * 1024).reshape(2, 1024))
     assert single[: 2048 + 1].tolist() == [*range(2048), 2048]
-    assert cu_seqlens_from_documents(DOCUMENTS.numpy())[:7].tolist() == [0, 7, 8, 18, 24, 27, 48]
+    assert compute_cu_seqlens(DOCUMENTS.numpy())[:7].tolist() == [0, 7, 8, 18, 24, 27, 48]
 
 
 def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,10 @@ class PatternMask:
         return self._sequence.mask(self._pattern, *self._heads)
 
     def block_mask(self, size: int) -> Tensor:
-        return self._pattern.block_table(self._sequence, size, *self._heads)
+        return self._pattern.make_block_table(self._sequence, size, *self._heads)
 
     def full_block_mask(self, size: int) -> Tensor:
-        return self._pattern.block_table(self._sequence, size, *self._heads, full=True)
+        return self._pattern.make_block_table(self._sequence, size, *self._heads, full=True)
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         pattern, sequence = self._pattern, self._sequence
@@ -73,7 +73,7 @@ class PatternMask:
         documents = sequence.document_ids(of_memory=pattern.is_cross_attention)
         return is_visible if documents is None else is_visible & (documents[0][b, q] == documents[1][b, k])
 
-    def translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
+    def find_translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
         """Blocks inside one document, for patterns that depend on key − query only; None for other patterns."""
         if (
             not (self._pattern.is_relative and self._sequence.is_full_sequence)

@@ -220,7 +220,7 @@ class AttentionPattern:
             is_visible = is_visible | sequence.prefix_mask[:, None, None, :]
         return is_visible if same_B1TS is None else same_B1TS & is_visible
 
-    def block_table(
+    def make_block_table(
         self,
         sequence: SequenceMetadata,
         size: int,
