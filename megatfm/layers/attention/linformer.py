@@ -4,7 +4,6 @@ The cost of attention is linear in the document's length.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -122,21 +121,15 @@ class LinformerAttention(HeadProjections):
         rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNTH.shape[1])
         if isinstance(sequence, SequenceShard):
             heads_BNTH = self._attend_shard(projections, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT, sequence)
-        elif sequence.document_ids() is None:
-            heads_BNTH = self._attend_documents(projections, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT)
         else:
             # One document after the other: time and memory are linear in tokens for any number of documents.
-            positions_BT = sequence.on_host().positions_in_document()[0].expand(len(x_BTD), -1)
-            rows = []
-            for row, positions_T in enumerate(positions_BT):
-                outputs = []
-                for start, end in pairwise([*(positions_T == 0).nonzero()[:, 0].tolist(), len(positions_T)]):
-                    at = slice(row, row + 1), slice(None), slice(start, end)
-                    rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
-                    document = q_BNTH[at], k_BNTH[at], v_BNTH[at]
-                    outputs.append(self._attend_documents(projections, *document, rng_keys))
-                rows.append(torch.cat(outputs, 2))
-            heads_BNTH = torch.cat(rows)
+            outputs = []
+            for span in sequence.document_spans():
+                at = _index_span(*span)
+                rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
+                document = q_BNTH[at], k_BNTH[at], v_BNTH[at]
+                outputs.append(self._attend_documents(projections, *document, rng_keys))
+            heads_BNTH = _join_documents(outputs, len(x_BTD))
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def cost(self, tokens: TokenCounts) -> Cost:
@@ -197,28 +190,34 @@ class LinformerAttention(HeadProjections):
         """Return [B, N, T, H] for a rank's share of the tokens. Projected keys and values are summed over ranks."""
         documents, projected = [], []
         indices = to_host(shard.token_indices)
-        positions_BS = shard.full_sequence.on_host().positions_in_document()[0].expand(len(q_BNTH), -1)
-        for row, positions_S in enumerate(positions_BS):
-            for start, end in pairwise([*(positions_S == 0).nonzero()[:, 0].tolist(), len(positions_S)]):
-                first, last = torch.searchsorted(indices, torch.tensor([start, end])).tolist()
-                at = slice(row, row + 1), slice(None), slice(first, last)
-                documents.append(at)
-                positions_T = shard.token_indices[at[2]] - start
-                keys_values = [
-                    project_sequence(x[at], weight[positions_T])
-                    for x, weight in zip((k_BNTH, v_BNTH), projections, strict=True)
-                ]
-                projected.append(torch.cat(keys_values, -1))
-        k_MNRH, v_MNRH = self.all_reduce(torch.cat(projected)).chunk(2, -1)
-        results = []
-        for i, at in enumerate(documents):
-            rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
-            results.append(self._attend(q_BNTH[at], k_MNRH[i : i + 1], v_MNRH[i : i + 1], rng_keys))
-        rows = [
-            [output for output, at in zip(results, documents, strict=True) if at[0].start == row]
-            for row in range(len(q_BNTH))
-        ]
-        return torch.cat([torch.cat(outputs, 2) for outputs in rows])
+        for row, start, end in shard.full_sequence.document_spans():
+            first, last = torch.searchsorted(indices, torch.tensor([start, end])).tolist()
+            at = _index_span(row, first, last)
+            documents.append(at)
+            positions_T = shard.token_indices[first:last] - start
+            keys_values = [
+                project_sequence(x[at], weight[positions_T])
+                for x, weight in zip((k_BNTH, v_BNTH), projections, strict=True)
+            ]
+            projected.append(torch.cat(keys_values, -1))
+        summed = self.all_reduce(torch.cat(projected)).split([len(part) for part in projected])
+        outputs = []
+        for at, keys_values in zip(documents, summed, strict=True):
+            k, v = keys_values.chunk(2, -1)
+            outputs.append(self._attend(q_BNTH[at], k, v, None if rng_keys_BNT is None else rng_keys_BNT[at]))
+        return _join_documents(outputs, len(q_BNTH))
+
+
+def _index_span(row: int | None, start: int, end: int) -> tuple[slice, slice, slice]:
+    """Return the index of a document in [B, N, T, H]; row None: of all rows."""
+    return slice(None) if row is None else slice(row, row + 1), slice(None), slice(start, end)
+
+
+def _join_documents(outputs: Sequence[Tensor], n_rows: int) -> Tensor:
+    """Return [B, N, T, H] of documents [1, N, t, H], row after row, or of all rows at once."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.cat(list(outputs), 2)[0].unflatten(1, (n_rows, -1)).transpose(0, 1)
 
 
 class SequenceProjection(nn.Module):

@@ -97,9 +97,7 @@ class RealTokens(nn.Module):
     """Return boolean [B, T], false for padding."""
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
-        if sequence.documents is None:
-            return torch.ones_like(sequence.positions, dtype=torch.bool)
-        return sequence.documents >= 0
+        return sequence.non_padding_mask
 
 
 @FFNS.register("moe")
