@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatfm.layers.attention.patterns.local import Full
-from megatfm.layers.attention.patterns.mask import reachable_keys
+from megatfm.layers.attention.patterns.mask import find_reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_sparse_fetch, token_indices
 
@@ -63,7 +63,7 @@ def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
     """Count the traffic of a ring, and of the method that context parallelism chooses."""
     length, dealt = row.length, token_indices(row.length, ranks, is_zigzag=True)
     start = time.perf_counter()
-    needs = [reachable_keys(PATTERN, row, at) for at in dealt]
+    needs = [find_reachable_keys(PATTERN, row, at) for at in dealt]
     if fetches := is_sparse_fetch(dealt, needs):
         FetchPlan.of(cast(ContextParallel, RankStub(0, ranks)), dealt, needs)
     plan_ms = 1000 * (time.perf_counter() - start)

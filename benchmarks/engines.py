@@ -42,7 +42,7 @@ from megatfm.engines.interface import Engine
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.verify.shrink import objective_for, random_batch
+from megatfm.verify.shrink import draw_batch, objective_for
 from megatfm.verify.traffic import TrafficCounter
 
 ENGINES = ("native", "deepspeed")
@@ -91,7 +91,7 @@ def make_step(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[],
     engine = build_engine(
         config, build_mesh(config.parallel, job.ranks, job.device), device, config.train.precision
     )
-    objective, rows = objective_for(config), random_batch(config)
+    objective, rows = objective_for(config), draw_batch(config)
     first, micro_batch = engine.mesh.data_rank * 4, config.train.micro_batch
     batches = [
         {k: v[i : i + micro_batch] for k, v in rows.items()} for i in range(first, first + 4, micro_batch)

@@ -7,7 +7,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from megatfm.config import Config
-from megatfm.config.section import name_of, sections_of
+from megatfm.config.section import get_variant_name, list_sections
 from megatfm.engines.registry import ENGINES
 from megatfm.layers.attention import ATTENTIONS
 from megatfm.layers.attention.patterns import PATTERNS
@@ -75,10 +75,10 @@ def _told(key: str) -> dict[object, str]:
     *sections, last = key.split(".")
     options: list[Any] = [Config]
     for part in sections:
-        options = sections_of(options[0], part) if options else []
+        options = list_sections(options[0], part) if options else []
     if last != "name":
         return {}
-    return {name_of(option): _first_line(option) for option in options if len(options) > 1}
+    return {get_variant_name(option): _first_line(option) for option in options if len(options) > 1}
 
 
 def _docstring(part: Any) -> str:

@@ -107,7 +107,7 @@ def _classes(kind: Any) -> Iterator[type[Section]]:
 
 def table(section: type[Section], names: Iterable[str]) -> str:
     """Of these keys of a section."""
-    rows, meanings = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"], section.field_docs()
+    rows, meanings = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"], section.read_field_docs()
     for name in names:
         field = section.model_fields[name]
         cells = (

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatfm.config import Config
-from megatfm.config.deepspeed_json import derive
+from megatfm.config.deepspeed_json import make_deepspeed_json
 from megatfm.config.prep import PrepConfig
-from megatfm.config.root import global_batches
+from megatfm.config.root import list_global_batches
 from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
@@ -24,7 +24,7 @@ def layout_error(config: Config, processes: int) -> str | None:
     parallel, train = config.parallel, config.train
     if config.resilience.elastic:  # the run itself adapts its layout and micro-batch
         model_ranks = parallel.tp * parallel.pp * parallel.cp
-        for batch, key in global_batches(config).items():
+        for batch, key in list_global_batches(config).items():
             if processes % model_ranks or batch % (processes // model_ranks):
                 return f"{key} = {batch} and {model_ranks} ranks a model do not divide {processes} processes"
         return None
@@ -39,7 +39,7 @@ def layout_error(config: Config, processes: int) -> str | None:
     if expert_ranks % parallel.ep:
         return f"parallel.ep = {parallel.ep} does not divide the {expert_ranks} ranks that share the experts"
     data_ranks = sizes["dp_replicate"] * shard
-    batches = global_batches(config)
+    batches = list_global_batches(config)
     for batch, key in batches.items():
         if batch % (train.micro_batch * data_ranks):
             return (
@@ -159,7 +159,7 @@ def _check_deepspeed(job: Job) -> Iterator[str]:
     config = job.config
     if job.kind == "train" and isinstance(config, Config) and config.deepspeed.json_file:
         try:
-            derive(config, config.train.precision)
+            make_deepspeed_json(config, config.train.precision)
         except UsageError as error:
             yield str(error)
 

@@ -12,13 +12,13 @@ from megatfm.config import Config, ModelConfig, load_config
 from megatfm.convert.electra_pair import is_electra_folder
 from megatfm.convert.hf_checkpoint import is_hf_folder
 from megatfm.convert.load import (
-    bos_prefix_ids_of,
-    pad_token_id_of,
-    sentence_transformer_options,
-    text_generation_fields,
+    load_generation_fields,
+    read_bos_prefix_ids,
+    read_pad_token_id,
+    read_sentence_transformer_options,
 )
 from megatfm.convert.load import load_model as load_hf
-from megatfm.convert.tokenizer_files import tokenizer_path
+from megatfm.convert.tokenizer_files import find_tokenizer_path
 from megatfm.describe.description import flops_per_token
 from megatfm.errors import EXIT_OK, MegatfmError, UsageError
 from megatfm.inference.decoding import Sampling
@@ -83,7 +83,7 @@ def load(
     """
     if is_hf_folder(path) or is_electra_folder(path):
         module = load_hf(path, device, dtype=dtype)
-        if (pad := pad_token_id_of(path)) is not None:
+        if (pad := read_pad_token_id(path)) is not None:
             warn_unmarked_padding(module, pad)
         return Model(module, Path(path))
     module = load_model(path, device, dtype=dtype, trust_plugins=trust_plugins)
@@ -210,7 +210,9 @@ class Model:
         all. Raises UsageError.
         """
         tasks, loaded = open_tasks(files, limit), self._with_tokenizer()
-        options = sentence_transformer_options(self.path, self.module) if is_hf_folder(self.path) else None
+        options = (
+            read_sentence_transformer_options(self.path, self.module) if is_hf_folder(self.path) else None
+        )
         return {
             task.name: dict(
                 evaluate_questions(loaded, task, batch_size=batch, embedding_options=options).summary[
@@ -222,8 +224,10 @@ class Model:
 
     def _make_text_encoder(self) -> SentenceEmbedder:
         if is_hf_folder(self.path):
-            options = sentence_transformer_options(self.path, self.module)
-            prefix_ids = bos_prefix_ids_of(self.path, tokenizer := tokenizers.load(tokenizer_path(self.path)))
+            options = read_sentence_transformer_options(self.path, self.module)
+            prefix_ids = read_bos_prefix_ids(
+                self.path, tokenizer := tokenizers.load(find_tokenizer_path(self.path))
+            )
             return SentenceEmbedder(self.module, tokenizer, prefix_ids=prefix_ids, **options)
         loaded = self._with_tokenizer()
         longest = loaded.config.model.position.limit or loaded.config.data.sequence_length
@@ -233,7 +237,7 @@ class Model:
 
     def _with_tokenizer(self) -> TextModel:
         if self._loaded is None and (is_hf_folder(self.path) or is_electra_folder(self.path)):
-            self._loaded = TextModel(self.module, **text_generation_fields(self.path))
+            self._loaded = TextModel(self.module, **load_generation_fields(self.path))
         elif self._loaded is None:
             self._loaded = attach_tokenizer(self.module, checkpoint.find_checkpoint(self.path))
         return self._loaded

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatfm.checkpoint import chunked_io, file_io
 from megatfm.errors import MegatfmError
-from megatfm.ops.transfer import aligned_bytes
+from megatfm.ops.transfer import allocate_aligned
 
 DIRECT_BYTES = 32 * 2**20
 """Files of at least this size are written, and on request read, with O_DIRECT."""
@@ -189,7 +189,7 @@ def _read_tensors(file: file_io.HashedFile, destinations: Mapping[str, Tensor | 
 
 def _allocate_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Allocate an aligned tensor on the CPU."""
-    return torch.from_numpy(aligned_bytes(prod(shape) * dtype.itemsize)).view(dtype).view(shape)
+    return torch.from_numpy(allocate_aligned(prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
 
 def _view_as_bytes(tensor: Tensor) -> memoryview:

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatfm.checkpoint.chunked_io import BLOCK_BYTES
 from megatfm.checkpoint.planner import WriteItem
 from megatfm.errors import MegatfmError
-from megatfm.ops.transfer import LINE_BYTES, aligned_bytes
+from megatfm.ops.transfer import LINE_BYTES, allocate_aligned
 
 log = logging.getLogger("megatfm")
 
@@ -130,7 +130,7 @@ class Staging:
         self._release()
         try:
             # Huge pages halve the time of the first copy.
-            memory = aligned_bytes(size, BLOCK_BYTES)
+            memory = allocate_aligned(size, BLOCK_BYTES)
         except MemoryError as error:
             raise MegatfmError(
                 f'no memory for a copy of what this rank saves ({size / 2**30:.2g} GiB): set checkpoint.mode = "sync", '

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from megatfm.commands.arguments import add_config_and_overrides
-from megatfm.config import Config, find_config, load_config, preset_names, to_toml
-from megatfm.config.deepspeed_json import derive
+from megatfm.config import Config, find_config, list_presets, load_config, to_toml
+from megatfm.config.deepspeed_json import make_deepspeed_json
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import Section
 from megatfm.config.sources import read_files
@@ -40,7 +40,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def config_command(args: argparse.Namespace) -> int:
     """Print the config, the schema or the presets."""
     if args.action == "presets":
-        for name in preset_names():
+        for name in list_presets():
             print(f"{name:<20} {_describe_preset(name)}")
         return 0
     if args.action == "schema":
@@ -53,7 +53,7 @@ def config_command(args: argparse.Namespace) -> int:
                 f"parallel.engine = {config.parallel.engine!r} doesn't use DeepSpeed: give parallel.engine=deepspeed "
                 "to see its config"
             )
-        print(json.dumps(derive(config, config.train.precision), indent=2))
+        print(json.dumps(make_deepspeed_json(config, config.train.precision), indent=2))
     else:
         print(f"# {_describe_sources(args.config, args.overrides)}\n{to_toml(config)}", end="")
     return 0
@@ -205,7 +205,7 @@ def _write_settings_function(shell: str, kind: str, config: type[BaseModel]) -> 
         settings.setdefault(key, {}).update(dict.fromkeys(values))
     keys = " ".join(f"{key}=" for key in settings)
     key_values = " ".join(f"{key}={value}" for key, values in settings.items() for value in values)
-    texts = {"KIND": kind, "KEYS": keys, "VALUES": key_values, "PRESETS": " ".join(preset_names())}
+    texts = {"KIND": kind, "KEYS": keys, "VALUES": key_values, "PRESETS": " ".join(list_presets())}
     function = SETTINGS_FUNCTIONS[shell]
     for name, text in texts.items():
         function = function.replace(f"@{name}@", text)

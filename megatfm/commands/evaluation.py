@@ -135,8 +135,8 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
 
     from megatfm.convert.electra_pair import is_electra_folder
     from megatfm.convert.hf_checkpoint import is_hf_folder
+    from megatfm.convert.load import load_generation_fields, read_sentence_transformer_options
     from megatfm.convert.load import load_model as load_hf
-    from megatfm.convert.load import sentence_transformer_options, text_generation_fields
     from megatfm.inference.evaluation_tasks import HarnessTasks, evaluate_task_files
     from megatfm.inference.likelihood import BATCH_SIZE
     from megatfm.inference.text import TextModel, load
@@ -148,7 +148,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
 
     def open_model(device: torch.device) -> TextModel:
         if is_hf:
-            return TextModel(load_hf(path, device, dtype=args.dtype), **text_generation_fields(path))
+            return TextModel(load_hf(path, device, dtype=args.dtype), **load_generation_fields(path))
         return load(path, device, dtype=args.dtype, trust_plugins=args.trust_plugins)
 
     is_run = (path / "config.toml").is_file()
@@ -159,7 +159,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         batch_size=BATCH_SIZE if args.batch is None else args.batch,
         limit=args.limit,
         device=args.device,
-        embedding_options=partial(sentence_transformer_options, path) if is_hf else None,
+        embedding_options=partial(read_sentence_transformer_options, path) if is_hf else None,
         out_dir=Path(args.out) if args.out else path if is_run else None,
     )
     if evaluated is not None:

@@ -103,14 +103,14 @@ def generate_command(args: argparse.Namespace) -> int:
     begin, separator = ("chat", "\n") if args.chat else (args.bos, "")
     from megatfm.convert.electra_pair import is_electra_folder
     from megatfm.convert.hf_checkpoint import is_hf_folder
+    from megatfm.convert.load import load_generation_fields
     from megatfm.convert.load import load_model as load_hf
-    from megatfm.convert.load import text_generation_fields
     from megatfm.inference.decoding import Sampling
     from megatfm.inference.text import TextModel, generate_text, generate_text_beam, load
 
     path, device = args.run_dir, _choose_device(args.device)
     if is_hf_folder(path) or is_electra_folder(path):
-        loaded = TextModel(load_hf(path, device, dtype=args.dtype), **text_generation_fields(path))
+        loaded = TextModel(load_hf(path, device, dtype=args.dtype), **load_generation_fields(path))
     else:
         loaded = load(path, device, dtype=args.dtype, trust_plugins=args.trust_plugins)
     if args.num_beams:

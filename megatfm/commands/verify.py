@@ -93,7 +93,7 @@ def verify_command(args: argparse.Namespace) -> int:
 
 def _verify_presets(args: argparse.Namespace) -> int:
     """Print a row for each preset when it is done, then refusals and differences; return 0 if nothing differs."""
-    from megatfm.config import presets_of_models
+    from megatfm.config import list_model_presets
     from megatfm.registry import did_you_mean
     from megatfm.verify import forkserver
     from megatfm.verify.layouts import LAYOUTS
@@ -106,7 +106,7 @@ def _verify_presets(args: argparse.Namespace) -> int:
     presets = [argument for argument in arguments if "=" not in argument]
     layouts = args.layouts.split(",") if args.layouts else list(LAYOUTS)
     for kind, names, known_names in (
-        ("preset", presets, presets_of_models()),
+        ("preset", presets, list_model_presets()),
         ("layout", layouts, [*LAYOUTS]),
     ):
         for name in names:
@@ -114,7 +114,7 @@ def _verify_presets(args: argparse.Namespace) -> int:
                 raise UsageError(
                     f"{name!r}: no such {kind}{did_you_mean(name, known_names)}; there are {', '.join(known_names)}"
                 )
-    presets = presets or presets_of_models()
+    presets = presets or list_model_presets()
 
     forkserver.start()
     from megatfm.verify.verify import verify_presets

@@ -18,7 +18,6 @@ from megatfm.config.attention import (
     Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
-from megatfm.config.evaluation_task import EvaluationTaskConfig
 from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
 from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load, load_config, to_toml
@@ -88,8 +87,8 @@ from megatfm.config.position import (
 )
 from megatfm.config.root import Config
 from megatfm.config.section import make_usage_error, require_variant
-from megatfm.config.sources import find_config, preset_names, presets_of_models
-from megatfm.config.task import TaskConfig
+from megatfm.config.sources import find_config, list_model_presets, list_presets
+from megatfm.config.task import EvaluationTaskConfig, TaskConfig
 from megatfm.config.task_heads import (
     MultipleChoiceHeadConfig,
     SpanExtractionHeadConfig,
@@ -187,11 +186,11 @@ __all__ = [
     "WindowedAttentionConfig",
     "Windows2dPatternConfig",
     "find_config",
+    "list_model_presets",
+    "list_presets",
     "load",
     "load_config",
     "make_usage_error",
-    "preset_names",
-    "presets_of_models",
     "require_variant",
     "to_toml",
 ]

@@ -88,7 +88,7 @@ def _iter_problems(
 ) -> Iterator[str]:
     """Yield each unsupported setting, and what to set instead."""
     yield from _iter_parallel_problems(parallel)
-    yield from _train_problems(parallel, train)
+    yield from _iter_train_problems(parallel, train)
     yield from _iter_optimizer_problems(parallel, optimizer)
     yield from _iter_offload_problems(parallel, train, offload)
 
@@ -100,7 +100,7 @@ def _iter_parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
             "passes that pipelines take in turn: set parallel.zero = 1, or parallel.pp = 1"
         )
     if parallel.reduce_dtype != "param":
-        yield "parallel.reduce_dtype = 'bf16', which its ZeRO knows otherwise: set parallel.reduce_dtype = 'param'"
+        yield "parallel.reduce_dtype = 'bf16', while its ZeRO reduces in float32: set parallel.reduce_dtype = 'param'"
     if parallel.comm_buffers != "torch":
         yield (
             "parallel.comm_buffers = 'process_group', which is for FSDP2's buffers: set parallel.comm_buffers = "
@@ -110,9 +110,8 @@ def _iter_parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         yield "parallel.async_tp, which takes compiled blocks apart: set parallel.async_tp = false"
     if parallel.fsdp_prefetch is not None:
         yield (
-            "parallel.fsdp_prefetch, which its ZeRO knows otherwise: leave it out, and set "
-            "stage3_prefetch_bucket_size in "
-            "deepspeed.json_file"
+            "parallel.fsdp_prefetch, which is for FSDP2: leave it out, and set "
+            "stage3_prefetch_bucket_size in deepspeed.json_file"
         )
     if parallel.dp_replicate > 1:
         yield (
@@ -121,12 +120,12 @@ def _iter_parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         )
 
 
-def _train_problems(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+def _iter_train_problems(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     if train.precision == "fp64":
         yield "train.precision = 'fp64': it keeps weights in float32: set 'fp32'"
     if train.precision.startswith("fp8"):
         yield f"train.precision = {train.precision!r}, which is shown for our own engine alone: set 'bf16'"
-    if problem := precision_problem(parallel, train.precision):
+    if problem := find_precision_problem(parallel, train.precision):
         yield problem
     if train.compile not in (False, "auto"):
         yield "train.compile = true: its hooks stand between compiled blocks: set train.compile = false"
@@ -165,13 +164,13 @@ def _iter_offload_problems(
     if offload.offload_parameters == "nvme" and parallel.zero == 3 and _has_unsharded_weights(parallel):
         yield f"{NVME_UNSHARDED_ERROR}: {NVME_UNSHARDED_HINT}"
     if offload.zero_hpz_partition_size > 1 and (
-        problem := _zero_plus_plus_problem(parallel) or _find_hpz_problem(offload)
+        problem := _find_zero_plus_plus_problem(parallel) or _find_hpz_problem(offload)
     ):
         yield f"deepspeed.zero_hpz_partition_size = {offload.zero_hpz_partition_size} and {problem}"
     for key in offload.quantized_keys:
         if train.device == "cpu":
             yield f"deepspeed.{key} and train.device = 'cpu': its operator is CUDA's alone: leave it out"
-        if problem := _zero_plus_plus_problem(parallel):
+        if problem := _find_zero_plus_plus_problem(parallel):
             yield f"deepspeed.{key} and {problem}"
 
 
@@ -182,7 +181,7 @@ def _has_unsharded_weights(parallel: ParallelConfig) -> bool:
     return parallel.dp_shard != -1 and (n_data_ranks == 1 or parallel.ep == n_expert_ranks)
 
 
-def _zero_plus_plus_problem(parallel: ParallelConfig) -> str:
+def _find_zero_plus_plus_problem(parallel: ParallelConfig) -> str:
     if parallel.zero != 3:
         return f"parallel.zero = {parallel.zero}, which keeps whole weights anyway: set parallel.zero = 3"
     for axis in ("tp", "pp", "ep"):
@@ -200,7 +199,7 @@ def _find_hpz_problem(offload: DeepSpeedConfig) -> str:
     return ""
 
 
-def precision_problem(parallel: ParallelConfig, precision: str) -> str:
+def find_precision_problem(parallel: ParallelConfig, precision: str) -> str:
     """Return why a ZeRO stage doesn't support a precision, and which stage does; "" if it does."""
     if parallel.zero or precision not in ("bf16", "fp16"):
         return ""

@@ -1,8 +1,8 @@
 """DeepSpeed's JSON config, derived from ours (`derive`).
 
 A user's own JSON is read when an engine is built or a job is launched. A key of it repeats one of ours and must agree
-with it (`controlled_keys`), or tunes and is passed through (`PASSED_SECTIONS`, `PASSED_ZERO_KEYS`), or is refused with
-what to set instead.
+with it (`list_controlled_keys`), or tunes and is passed through (`PASSED_SECTIONS`, `PASSED_ZERO_KEYS`), or is refused
+with what to set instead.
 
 This module is in `config`, not beside the engine: launchers and `megatfm config` refuse a wrong JSON before a job
 waits in a queue, and neither may import an engine or torch.
@@ -21,7 +21,7 @@ ANY_VALUE = object()
 """Stands for a value: any value in a JSON is accepted."""
 
 
-def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
+def make_deepspeed_json(config: Config, precision: str, folder: Path | None = None) -> Json:
     """Return the JSON for DeepSpeed. folder: this rank's folder in nvme_path.
 
     Raises UsageError if the user's JSON can't be read, or disagrees with our config, naming the keys.
@@ -36,7 +36,7 @@ def derive(config: Config, precision: str, folder: Path | None = None) -> Json:
         raise UsageError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
     if not isinstance(tuned, dict):
         raise UsageError(f"deepspeed.json_file = {str(path)!r} is no JSON object: give one, key → value")
-    return merge(derived, tuned, controlled_keys(config, precision))
+    return merge(derived, tuned, list_controlled_keys(config, precision))
 
 
 def _make_base_json(config: Config, precision: str, folder: str) -> Json:
@@ -84,7 +84,7 @@ def _make_base_json(config: Config, precision: str, folder: str) -> Json:
     return derived
 
 
-def controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]]:
+def list_controlled_keys(config: Config, precision: str) -> dict[str, tuple[str, Any]]:
     """Return DeepSpeed key → our key that decides it, and the value that a JSON must have if it has the key."""
     parallel, train, optimizer = config.parallel, config.train, config.optimizer
     overlap = {"zero_optimization.overlap_comm": ("parallel.pp", False)} if parallel.pp > 1 else {}
@@ -252,7 +252,7 @@ DISABLED_VALUES = (False, None, "auto", -1)
 def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
     """Merge a user's tuning keys into our JSON. Raises UsageError that names every refused key, and why.
 
-    fixed: `controlled_keys`.
+    fixed: `list_controlled_keys`.
     """
     merged: Json = json.loads(json.dumps(derived))
     conflicts: dict[str, str] = {}

@@ -75,7 +75,7 @@ FAMILIES = {
 """Name → family. Any other family is a plugin's, which may support every key."""
 
 
-def families_supporting(key: str) -> list[str]:
+def find_supporting_families(key: str) -> list[str]:
     """Return the families that support a key of `FAMILY_KEYS`."""
     return [name for name, family in FAMILIES.items() if key in family.supported_keys]
 

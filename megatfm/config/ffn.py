@@ -18,7 +18,7 @@ from megatfm.config.section import (
     ByName,
     DropProbability,
     Section,
-    nearest_divisor,
+    find_nearest_divisor,
 )
 
 
@@ -298,7 +298,7 @@ FFNConfig = Annotated[
 def _check_groups(experts: MoEConfig, router: GroupedRouterSection) -> None:
     n_experts, groups, best = experts.n_experts, router.n_group, router.topk_group
     if n_experts % groups:
-        nearest = nearest_divisor(n_experts, groups)
+        nearest = find_nearest_divisor(n_experts, groups)
         raise ValueError(
             f"router.n_group = {groups} does not divide n_experts = {n_experts}: the nearest that does is {nearest}"
         )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatfm.config.model_parts import PatchEmbeddingConfig
-from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, nearest_divisor
+from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, find_nearest_divisor
 
 if TYPE_CHECKING:
     from megatfm.config.model import ModelConfig
@@ -98,7 +98,7 @@ class ConnectorConfig(Section):
     """Id of the token that one vector of an image replaces: in the vocabulary, but in no text."""
 
 
-def image_tower(model: "ModelConfig") -> "ModelConfig":
+def make_image_tower(model: "ModelConfig") -> "ModelConfig":
     """Return the config of the image encoder of two towers or of a vision-language model."""
     if model.vision_tower is None:
         return model.with_changes(
@@ -121,7 +121,7 @@ def image_tower(model: "ModelConfig") -> "ModelConfig":
     return type(model).model_validate(values)
 
 
-def text_tower(model: "ModelConfig") -> "ModelConfig":
+def make_text_tower(model: "ModelConfig") -> "ModelConfig":
     """Return the config of the text tower."""
     assert model.text_tower is not None  # checked with the family
     text = model.text_tower
@@ -158,7 +158,7 @@ def check_two_towers(model: "ModelConfig") -> None:
     if text.d_model % text.n_heads:
         raise ValueError(
             f"text_tower.n_heads = {text.n_heads} does not divide text_tower.d_model = {text.d_model}: choose "
-            f"n_heads = {nearest_divisor(text.d_model, text.n_heads)}"
+            f"n_heads = {find_nearest_divisor(text.d_model, text.n_heads)}"
         )
     if contrastive.image_pool == "class" and not model.embedding.n_class_tokens:
         raise ValueError(
@@ -191,7 +191,7 @@ def check_vision_language(model: "ModelConfig") -> None:
     if tower.d_model % tower.n_heads:
         raise ValueError(
             f"vision_tower.n_heads = {tower.n_heads} does not divide vision_tower.d_model = {tower.d_model}: choose "
-            f"n_heads = {nearest_divisor(tower.d_model, tower.n_heads)}"
+            f"n_heads = {find_nearest_divisor(tower.d_model, tower.n_heads)}"
         )
     if model.vocab_size is not None and connector.image_token_id >= model.vocab_size:
         raise ValueError(

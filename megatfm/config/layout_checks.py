@@ -1,14 +1,15 @@
-"""Cross-checks of the layout: tensor-parallel sizes, lengths of rows, experts, context and pipeline parallelism.
+"""Cross-checks of the layout: sizes that it divides, and what torch.compile, CUDA graphs and async_tp support.
 
 Each check raises ValueError, with a value that would work, for settings of a validated config that contradict.
 """
 
+from collections.abc import Mapping
 from math import gcd
 from typing import TYPE_CHECKING
 
-from megatfm.config.attention import LongformerPatternConfig
-from megatfm.config.ffn import SoftMoEConfig
-from megatfm.config.section import list_divisors, nearest_divisor
+from megatfm.config.attention import BigBirdPatternConfig, LongformerPatternConfig
+from megatfm.config.ffn import MoEConfig, SoftMoEConfig
+from megatfm.config.section import find_nearest_divisor, list_divisors
 
 if TYPE_CHECKING:
     from megatfm.config.root import Config
@@ -65,9 +66,8 @@ def check_row_lengths(config: "Config") -> None:
     group = model.attention.query_multiple
     if group > 1 and group % tp:
         raise ValueError(
-            f"parallel.tp = {tp}: model.attention.name = {model.attention.name!r} cuts its queries in groups "
-            f"of {group}, not a multiple of it: choose tp = {gcd(tp, group)}, or "
-            "parallel.sequence_parallel=false"
+            f"parallel.tp = {tp}: model.attention.name = {model.attention.name!r} cuts its queries in groups of "
+            f"{group}, not a multiple of it: choose tp = {gcd(tp, group)}, or parallel.sequence_parallel=false"
         )
 
 
@@ -86,7 +86,7 @@ def check_expert_parallel(config: "Config") -> None:
             and_tp = f" and parallel.tp = {tp}" if tp > 1 else ""
             raise ValueError(
                 f"parallel.ep = {ep}{and_tp} do{'' if and_tp else 'es'} not divide model.{key} = {n * tp}: the "
-                f"nearest ep that does is {nearest_divisor(gcd(*experts.values()), ep)}"
+                f"nearest ep that does is {find_nearest_divisor(gcd(*experts.values()), ep)}"
             )
     if ep > 1 and config.train.recompute.endswith("B"):
         raise ValueError(
@@ -109,13 +109,12 @@ def check_context_parallel(config: "Config") -> None:
             if n_q % parallel.cp or (n_kv % parallel.cp and parallel.cp % n_kv):
                 raise ValueError(
                     f"parallel.cp_method = 'ulysses': {n_q} query and {n_kv} key heads of a tensor-parallel rank can't "
-                    f"be dealt to parallel.cp = {parallel.cp} ranks: choose cp_method = 'ring'"
+                    f"be divided over parallel.cp = {parallel.cp} ranks: choose cp_method = 'ring'"
                 )
     if config.train.recompute.endswith("B"):
         raise ValueError(
-            f"parallel.cp = {parallel.cp}: train.recompute = {config.train.recompute!r} measures blocks on each "
-            "rank, and ranks with unequal parts of rows may decide otherwise: choose recompute = 'full' or "
-            "'selective'"
+            f"parallel.cp = {parallel.cp}: train.recompute = {config.train.recompute!r} measures blocks on each rank, "
+            "and ranks with unequal parts of rows may decide otherwise: choose recompute = 'full' or 'selective'"
         )
 
 
@@ -126,8 +125,8 @@ def check_global_tokens(config: "Config") -> None:
         pattern = layer.attention.pattern
         if isinstance(pattern, LongformerPatternConfig) and max(pattern.global_tokens, default=0) >= length:
             raise ValueError(
-                f"model.attention.pattern.global_tokens has the place {max(pattern.global_tokens)}, but rows have "
-                f"data.sequence_length = {length} tokens: name places below {length}"
+                f"model.attention.pattern.global_tokens names position {max(pattern.global_tokens)}, but rows have "
+                f"data.sequence_length = {length} tokens: choose positions below {length}"
             )
 
 
@@ -175,7 +174,7 @@ def check_pipeline(config: "Config") -> None:
         return
     if parallel.splits_backward and train.recompute != "none":
         raise ValueError(
-            split_backward_conflict(parallel.pp_schedule, "train.recompute", train.recompute, "none")
+            explain_split_backward_conflict(parallel.pp_schedule, "train.recompute", train.recompute, "none")
         )
     for name, head in config.model.extra_heads.items():
         if getattr(head, "layers", []):
@@ -190,10 +189,90 @@ def check_pipeline(config: "Config") -> None:
         )
 
 
-def split_backward_conflict(schedule: str, key: str, value: object, other_value: object) -> str:
+def explain_split_backward_conflict(schedule: str, key: str, value: object, other_value: object) -> str:
     """Return why a setting doesn't work under a schedule that splits backward passes, and what to set."""
     return (
-        f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} "
-        f"would repeat: "
-        f"use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other_value!r}"
+        f"parallel.pp_schedule = {schedule!r} takes backward passes in two parts, which {key} = {value!r} would "
+        f"repeat: use parallel.pp_schedule = 'interleaved' or '1f1b', or {key} = {other_value!r}"
     )
+
+
+def find_compile_conflict(config: "Config") -> str | None:
+    """Return why blocks can't be compiled, and what to set instead; None if they can."""
+    model, parallel, train = config.model, config.parallel, config.train
+    patterns = {layer.attention.pattern for layer in model.layer_cycle}
+    if any(isinstance(pattern, BigBirdPatternConfig) and pattern.n_random_blocks for pattern in patterns):
+        return (
+            "train.compile = true: model.attention.pattern.name = 'bigbird' draws random blocks for each length, "
+            "which can't be compiled: leave train.compile out, or set model.attention.pattern.n_random_blocks = 0"
+        )
+    if train.recompute != "none" and any(isinstance(kind.ffn, MoEConfig) for kind in model.layer_kinds):
+        return (
+            f"train.recompute = {train.recompute!r}: blocks with ffn.name = 'moe' are compiled around their "
+            "experts, and can't be computed again: set train.recompute = 'none', or train.compile = false"
+        )
+    if parallel.pp > 1 and parallel.splits_backward:
+        return explain_split_backward_conflict(parallel.pp_schedule, "train.compile", train.compile, False)
+    if train.recompute.endswith("B"):
+        return "train.recompute measures how much blocks keep while they run: set train.compile = false"
+    return None
+
+
+def check_compile(config: "Config") -> None:
+    """Raise ValueError if train.compile can't be carried out."""
+    if config.train.compile not in (False, "auto") and (conflict := find_compile_conflict(config)):
+        raise ValueError(conflict)
+
+
+def check_gpu_only(config: "Config") -> None:
+    """Raise ValueError if parallel.async_tp or train.cuda_graphs can't be carried out, and name the conflict."""
+    if config.parallel.async_tp:
+        _refuse("parallel.async_tp", _find_async_tp_conflicts(config))
+    if config.train.cuda_graphs:
+        _refuse("train.cuda_graphs", _find_cuda_graph_conflicts(config))
+
+
+def _refuse(key: str, conflicts: Mapping[str, bool]) -> None:
+    """Raise ValueError for the first reason that holds. conflicts: reason → whether it holds."""
+    for reason, is_conflict in conflicts.items():
+        if is_conflict:
+            raise ValueError(f"{key} = true: {reason}: set {key} = false")
+
+
+def _find_async_tp_conflicts(config: "Config") -> dict[str, bool]:
+    parallel, train, uncompiled = config.parallel, config.train, find_compile_conflict(config)
+    return {
+        f"parallel.engine = {parallel.engine!r} compiles nothing": parallel.engine != "native",
+        "the compiler cuts communication into chunks, and train.compile = false": train.compile is False,
+        f"blocks are not compiled ({uncompiled})": uncompiled is not None,
+        f"parallel.cp = {parallel.cp} compiles blocks in parts, which divide gathers from matrix products": (
+            parallel.cp > 1
+        ),
+        "train.device = 'cpu': ranks can't read each other's memory there": train.device == "cpu",
+        f"train.precision = {train.precision!r} rounds inputs after they are gathered": (
+            train.precision in ("fp8", "fp8-tensorwise")
+        ),
+    }
+
+
+def _find_cuda_graph_conflicts(config: "Config") -> dict[str, bool]:
+    parallel, train, objective = config.parallel, config.train, config.objective.name
+    axes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    axes |= {"dp_shard": max(parallel.dp_shard, 1), "dp_replicate": parallel.dp_replicate}
+    return {
+        f"parallel.engine = {parallel.engine!r} records no CUDA graphs": parallel.engine != "native",
+        **{
+            f"parallel.{name} = {n} needs communication, which is not recorded": n > 1
+            for name, n in axes.items()
+        },
+        "train.device = 'cpu' has no CUDA graphs": train.device == "cpu",
+        f"train.recompute = {train.recompute!r} measures the memory of each pass": train.recompute.endswith(
+            "B"
+        ),
+        f"objective.name = {objective!r} counts its targets on the host in each pass": (
+            objective not in ("causal", "prefix")
+        ),
+        "the rows of each expert are counted on the host": any(
+            hasattr(kind.ffn, "n_experts") for kind in config.model.layer_kinds
+        ),
+    }

@@ -13,17 +13,22 @@ from pydantic import BaseModel, ValidationError
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.key_migrations import find_renamed_keys
 from megatfm.config.marked_strings import FromCommandLine
-from megatfm.config.merge import drop_stale_keys, type_of
 from megatfm.config.prep import PrepConfig
 from megatfm.config.root import Config
 from megatfm.config.section import (
     Section,
+    get_variant_name,
     is_text,
-    name_of,
-    sections_of,
-    variants_of,
+    list_sections,
+    list_variants,
 )
-from megatfm.config.sources import is_vocab_size_of_preset, merge_files, read_files
+from megatfm.config.sources import (
+    drop_stale_keys,
+    find_type,
+    is_vocab_size_of_preset,
+    merge_files,
+    read_files,
+)
 from megatfm.errors import UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
 
@@ -115,9 +120,8 @@ def _check_command(
         command, other_command = COMMAND_OF[config_class], COMMAND_OF[other_class]
         required = [key for key, field in config_class.model_fields.items() if field.is_required()]
         raise UsageError(
-            f"{path_or_preset}: is a config of `megatfm {other_command}`, with {', '.join(unknown)}; "
-            f"`megatfm {command}` takes one with {', '.join(required)}: use "
-            f"`megatfm {other_command} {path_or_preset}`"
+            f"{path_or_preset}: is a config of `megatfm {other_command}`, with {', '.join(unknown)}; `megatfm "
+            f"{command}` takes one with {', '.join(required)}: use `megatfm {other_command} {path_or_preset}`"
         )
 
 
@@ -162,7 +166,7 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
             table.pop(parts[-1], None)
             continue
         value = _parse(override, text)
-        if not isinstance(value, str | list | dict) and is_text(type_of(config_class, values, parts)):
+        if not isinstance(value, str | list | dict) and is_text(find_type(config_class, values, parts)):
             value = FromCommandLine(text)
         if parts[-1] == "name" and len(parts) > 1:
             section = ".".join(parts[:-1])
@@ -170,7 +174,7 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
                 key.removeprefix(f"{section}.") for key in overridden if key.startswith(f"{section}.")
             }
             drop_stale_keys(
-                variants_of(type_of(config_class, values, parts[:-1])), table, value, overridden_keys
+                list_variants(find_type(config_class, values, parts[:-1])), table, value, overridden_keys
             )
         table[parts[-1]] = value
 
@@ -252,7 +256,7 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
         return f"{key}.name: unknown or missing; choose one of {choices}{n_more}"
     text = repr(value)
     text = f"{text[:80]}…" if len(text) > 100 else text
-    if sections_of(section, path[-1]):
+    if list_sections(section, path[-1]):
         message = "this is a section"
     elif first["type"] in ("list_type", "tuple_type"):
         message = "this is a list"
@@ -269,21 +273,21 @@ def _locate_error(
     section: type[BaseModel] | None = config_class
     value: Any = values
     for index, part in enumerate(loc):
-        options = sections_of(section, path[-1]) if section and path else []
-        tagged = [option for option in options if name_of(option) == part]
+        options = list_sections(section, path[-1]) if section and path else []
+        tagged = [option for option in options if get_variant_name(option) == part]
         if tagged:
             section = tagged[0]
             continue
         if options:
             variant = value.get("name") if isinstance(value, Mapping) else value
-            section = next((option for option in options if name_of(option) == variant), options[0])
+            section = next((option for option in options if get_variant_name(option) == variant), options[0])
         path.append(str(part))
         if isinstance(value, Mapping) or (isinstance(value, str) and options):
             # A section may be given by its name alone.
             value = value.get(str(part)) if isinstance(value, Mapping) else None
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
-        if index < len(loc) - 1 and section and not sections_of(section, path[-1]):
+        if index < len(loc) - 1 and section and not list_sections(section, path[-1]):
             break
     return path, section, value
 
@@ -312,7 +316,7 @@ def _give_example(section: type[BaseModel] | None, path: Sequence[str]) -> str:
         return ""
     if field.examples:
         return f"; for example {field.examples[0]!r}"
-    if sections := sections_of(section, key):
+    if sections := list_sections(section, key):
         return f"; for example {'.'.join(path)} = {_write_inline_table(sections[0])}"
     default = field.get_default(call_default_factory=True, validated_data={})
     value = list(default) if isinstance(default, tuple) else default
@@ -324,11 +328,13 @@ def _write_inline_table(section: type[BaseModel]) -> str:
     keys = []
     for key, field in section.model_fields.items():
         example = next(iter(field.examples or ()), None)
-        if field.is_required() and (sections := sections_of(section, key)):
+        if field.is_required() and (sections := list_sections(section, key)):
             keys.append(f"{key} = {_write_inline_table(sections[0])}")
         elif example is not None and (
             field.is_required() or (field.default is None and isinstance(example, str))
         ):
             keys.append(f"{key} = {json.dumps(example)}")
-    keys = keys or [f"name = {json.dumps(name)}" for name in [name_of(section)] if isinstance(name, str)]
+    keys = keys or [
+        f"name = {json.dumps(name)}" for name in [get_variant_name(section)] if isinstance(name, str)
+    ]
     return f"{{ {', '.join(keys)} }}" if keys else "{}"

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
-from megatfm.config.families import FAMILIES, FAMILY_KEYS, families_supporting
+from megatfm.config.families import FAMILIES, FAMILY_KEYS, find_supporting_families
 from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
 from megatfm.config.foreign_keys import reject_renamed_keys
 from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
@@ -39,7 +39,7 @@ from megatfm.config.section import (
     MAX_WIDTH,
     DropProbability,
     Section,
-    nearest_divisor,
+    find_nearest_divisor,
     unflatten,
 )
 from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages, without_layers
@@ -128,12 +128,12 @@ class ModelConfig(Section):
         if attention.head_dim_or_none is None and self.d_model % attention.n_heads:
             raise ValueError(
                 f"attention.n_heads = {attention.n_heads} does not divide d_model = {self.d_model}: choose n_heads = "
-                f"{nearest_divisor(self.d_model, attention.n_heads)}, or give attention.{attention.head_dim_key}"
+                f"{find_nearest_divisor(self.d_model, attention.n_heads)}, or give attention.{attention.head_dim_key}"
             )
         if attention.n_heads % attention.kv_heads:
             raise ValueError(
                 f"attention.n_kv_heads = {attention.kv_heads} does not divide n_heads = {attention.n_heads}: choose "
-                f"n_kv_heads = {nearest_divisor(attention.n_heads, attention.kv_heads)}"
+                f"n_kv_heads = {find_nearest_divisor(attention.n_heads, attention.kv_heads)}"
             )
         if isinstance(self.position, RopeConfig):
             is_mla = isinstance(attention, MLAAttentionConfig)
@@ -162,7 +162,7 @@ class ModelConfig(Section):
                 if value and part not in family.supported_keys:
                     raise ValueError(
                         f"{part} has no meaning with family = {self.family!r}: leave it out, or choose family = "
-                        + " or ".join(map(repr, families_supporting(part)))
+                        + " or ".join(map(repr, find_supporting_families(part)))
                     )
             if family.heads_refusal and (
                 self.extra_heads or (self.lm_head.name == "none" and not family.allows_no_lm_head)
@@ -224,15 +224,14 @@ class ModelConfig(Section):
         for kind in self.layer_types:
             if kind not in self.layer_type:
                 raise ValueError(
-                    f"layer_types names {kind!r}{did_you_mean(kind, self.layer_type)}, which has no section: add "
-                    f"[model.layer_type.{kind}], without keys if its blocks are as the other sections say"
+                    f"layer_types names the kind {kind!r}{did_you_mean(kind, self.layer_type)}, which has no section: "
+                    f"add [model.layer_type.{kind}], without keys if its blocks are as the other sections say"
                 )
         for kind, keys in self.layer_type.items():
             if kind not in used:
                 raise ValueError(
-                    f"layer_type.{kind} is a kind that no block of {self.n_layers} is of: name it in "
-                    f"model.layer_types, or leave "
-                    "the section out"
+                    f"layer_type.{kind}: none of the {self.n_layers} blocks is of this kind: name it in "
+                    "model.layer_types, or leave the section out"
                 )
             for key in unflatten(keys):
                 if key not in PER_LAYER_KEYS:
@@ -248,8 +247,8 @@ class ModelConfig(Section):
                 raise ValueError(f"layer_type.{kind}{path and '.'}{path}: {first['msg']}") from None
         if self.layer_types and self.distinct_layers:
             raise ValueError(
-                "distinct_layers uses a block's weights in several layers, and layer_types says that they differ: leave "
-                "one of the two out"
+                "distinct_layers uses a block's weights in several layers, and layer_types says that layers differ: "
+                "leave one of the two out"
             )
         return self
 
@@ -340,12 +339,12 @@ class ModelConfig(Section):
     @property
     def embedding_scale(self) -> float:
         """Factor on the token embeddings at this width."""
-        return factor_at(self.embedding.scale, self.d_model)
+        return compute_factor(self.embedding.scale, self.d_model)
 
     @property
     def head_scale(self) -> float:
         """Factor on the hidden vectors before the output matrix at this width."""
-        return factor_at(self.lm_head.scale, self.d_model)
+        return compute_factor(self.lm_head.scale, self.d_model)
 
     def with_resolved_factors(self) -> "ModelConfig":
         """Return a copy with numbers in place of width-dependent factors such as `d_model^-1/2`."""
@@ -379,7 +378,7 @@ class ModelConfig(Section):
         return [key for key, rate in rates.items() if rate]
 
 
-def factor_at(factor: float | str, width: int) -> float:
+def compute_factor(factor: float | str, width: int) -> float:
     """Return a factor at a width. factor: a number, or a word such as `d_model^-1/2`."""
     return float(width ** WIDTH_POWERS[factor]) if isinstance(factor, str) else factor
 

@@ -46,8 +46,7 @@ class MaskedObjective(Section):
         if self.mask_replace_prob + self.random_replace_prob > 1 + 1e-9:
             raise ValueError(
                 f"mask_replace_prob = {self.mask_replace_prob:g} and random_replace_prob = "
-                f"{self.random_replace_prob:g} are more than 1 together: "
-                "choose for example 0.8 and 0.1"
+                f"{self.random_replace_prob:g} are more than 1 together: choose for example 0.8 and 0.1"
             )
         return self
 

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatfm.config.section import MAX_WIDTH, Section, nearest_divisor
+from megatfm.config.section import MAX_WIDTH, Section, find_nearest_divisor
 
 
 class ParallelConfig(Section):
@@ -63,13 +63,12 @@ class ParallelConfig(Section):
     tokens."""
 
     @model_validator(mode="after")
-    def _pipeline(self) -> Self:
+    def _check_pipeline(self) -> Self:
         fixed = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}.get(self.pp_schedule)
         if fixed and self.virtual_stages not in (None, fixed):
             raise ValueError(
-                f"virtual_stages = {self.virtual_stages}: pp_schedule = {self.pp_schedule!r} has {fixed} on "
-                f"each rank: leave "
-                "it out, or use pp_schedule = 'interleaved'"
+                f"virtual_stages = {self.virtual_stages}: pp_schedule = {self.pp_schedule!r} has {fixed} on each "
+                "rank: leave it out, or use pp_schedule = 'interleaved'"
             )
         if self.pp_split_points and self.pp == 1:
             raise ValueError("pp_split_points are for pipeline stages, and pp = 1: leave them out")
@@ -96,9 +95,8 @@ class ParallelConfig(Section):
             )
         if self.reduce_dtype == "bf16" and self.zero >= 2 and self.grad_accumulation == "unsharded":
             raise ValueError(
-                f"reduce_dtype = 'bf16': zero = {self.zero} would add micro-batches up in it, too: set "
-                f"grad_accumulation = "
-                "'sharded', or zero = 0 or 1"
+                f"reduce_dtype = 'bf16': zero = {self.zero} would also add up micro-batches in bf16: set "
+                "grad_accumulation = 'sharded', or zero = 0 or 1"
             )
         axes = {key: getattr(self, key) for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")}
         if (ranks := abs(prod(axes.values()))) > MAX_WIDTH:
@@ -139,9 +137,8 @@ class ParallelConfig(Section):
                 *(["tp"] if self.expert_tp == "folded" else []),
             ]
             raise ValueError(
-                f"ep = {self.ep} does not divide {' × '.join(axes)} = {self.expert_mesh_size}, over which "
-                "experts lie: the "
-                f"nearest that does is {nearest_divisor(self.expert_mesh_size, self.ep)}"
+                f"ep = {self.ep} does not divide {' × '.join(axes)} = {self.expert_mesh_size}, over which experts "
+                f"lie: the nearest that does is {find_nearest_divisor(self.expert_mesh_size, self.ep)}"
             )
 
     @property

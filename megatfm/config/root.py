@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from megatfm.config import device_checks, image_text, layout_checks
+from megatfm.config import image_text, layout_checks
 from megatfm.config.data import DataConfig
 from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
 from megatfm.config.families import FAMILIES, suggest_family
@@ -19,7 +19,7 @@ from megatfm.config.optimizer import (
     WSDSchedule,
 )
 from megatfm.config.parallel import ParallelConfig
-from megatfm.config.section import PathStr, Section, variants_of
+from megatfm.config.section import PathStr, Section, list_variants
 from megatfm.config.stages import check_image_rows
 from megatfm.config.task import TaskConfig
 from megatfm.config.training import (
@@ -76,16 +76,15 @@ class Config(Section):
         for prefix, parent, key in parts:
             section = getattr(parent, key)
             if type(section).__name__.startswith("Plugin") and not self.plugins:
-                name, known_names = section.name, variant_names(type(parent).model_fields[key])
+                name, known_names = section.name, list_variant_names(type(parent).model_fields[key])
                 raise ValueError(
                     f"{prefix}{key}.name = {name!r}: unknown{did_you_mean(name, known_names)}; "
                     f"there are: {', '.join(known_names)}; others need the package that registers them in plugins"
                 )
         if isinstance(self.optimizer, ScheduleFreeConfig) and self.lr_schedule.name != "constant":
             raise ValueError(
-                f"lr_schedule.name = {self.lr_schedule.name!r}: optimizer.name = {self.optimizer.name!r} "
-                f"averages weights in "
-                "place of a falling rate: choose lr_schedule.name = 'constant' (with warmup_steps)"
+                f"lr_schedule.name = {self.lr_schedule.name!r}: optimizer.name = {self.optimizer.name!r} averages "
+                "weights in place of a falling rate: choose lr_schedule.name = 'constant' (with warmup_steps)"
             )
         return self
 
@@ -101,8 +100,8 @@ class Config(Section):
         layout_checks.check_expert_parallel(self)
         layout_checks.check_context_parallel(self)
         layout_checks.check_global_tokens(self)
-        device_checks.check_compile(self)
-        device_checks.check_gpu_only(self)
+        layout_checks.check_compile(self)
+        layout_checks.check_gpu_only(self)
         layout_checks.check_soft_moe(self)
         layout_checks.check_pipeline(self)
         image_text.check_layout(self)
@@ -148,12 +147,12 @@ class Config(Section):
                 f"train.micro_batch = {micro_batch}: the nearest that is one is {nearest}"
             )
 
-    def compile_conflict(self) -> str | None:
+    def find_compile_conflict(self) -> str | None:
         """Return why blocks can't be compiled, and what to set instead; None if they can."""
-        return device_checks.compile_conflict(self)
+        return layout_checks.find_compile_conflict(self)
 
 
-def global_batches(config: Config) -> dict[int, str]:
+def list_global_batches(config: Config) -> dict[int, str]:
     """Return rows of a step → the key that sets it, `train.global_batch` first."""
     batches = {config.train.global_batch: "train.global_batch"}
     for number, stage in enumerate(config.data.rampup):
@@ -162,7 +161,7 @@ def global_batches(config: Config) -> dict[int, str]:
     return batches
 
 
-def variant_names(field: FieldInfo) -> list[str]:
+def list_variant_names(field: FieldInfo) -> list[str]:
     """Return the names of a field's section classes, without plugins'."""
-    defaults = [section.model_fields["name"].default for section in variants_of(field.annotation)]
+    defaults = [section.model_fields["name"].default for section in list_variants(field.annotation)]
     return [name for name in defaults if isinstance(name, str)]

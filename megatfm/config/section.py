@@ -45,7 +45,7 @@ def list_divisors(number: int) -> list[int]:
     return sorted({*small_divisors, *(number // divisor for divisor in small_divisors)})
 
 
-def nearest_divisor(number: int, target: int) -> int:
+def find_nearest_divisor(number: int, target: int) -> int:
     """Return the divisor of a number nearest to `target`; the smaller of two."""
     return min(list_divisors(number), key=lambda divisor: (abs(divisor - target), divisor))
 
@@ -60,7 +60,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
-    def field_docs(cls) -> dict[str, str]:
+    def read_field_docs(cls) -> dict[str, str]:
         """Return key → the docstring below it. Read from the source on demand; pydantic would do so at every start."""
         docs: dict[str, str] = {}
         for section in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
@@ -79,7 +79,7 @@ class Section(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core)
-        keys, meanings = handler.resolve_ref_schema(schema).get("properties", {}), cls.field_docs()
+        keys, meanings = handler.resolve_ref_schema(schema).get("properties", {}), cls.read_field_docs()
         for key in keys.keys() & meanings.keys():
             keys[key].setdefault("description", meanings[key])
         return schema
@@ -156,10 +156,10 @@ def _merge_into_table(
     for key, changes in _group_changes(keys, values).items():
         old, annotation = values.get(key), annotations.get(key)
         if isinstance(old, Section):
-            values[key] = _merge_into_variant(old, changes, variants_of(annotation))
+            values[key] = _merge_into_variant(old, changes, list_variants(annotation))
         elif isinstance(old, Mapping):
             inner = dict.fromkeys(
-                [*old, *(name.partition(".")[0] for name in changes)], value_type(annotation)
+                [*old, *(name.partition(".")[0] for name in changes)], get_value_type(annotation)
             )
             values[key] = _merge_into_table(old, changes, inner)
         else:
@@ -187,21 +187,23 @@ def _merge_into_variant(
     name = changes.get("name", old_name)
     if name == old_name:
         return _merge_into_section(section, changes)
-    variant = next((option for option in variants if name_of(option) in (name, PydanticUndefined)), None)
+    variant = next(
+        (option for option in variants if get_variant_name(option) in (name, PydanticUndefined)), None
+    )
     common = (variant.model_fields.keys() & type(section).model_fields.keys()) - {"name"} if variant else ()
     common_values = {key: getattr(section, key) for key in common}
     annotations = {key: field.annotation for key, field in variant.model_fields.items()} if variant else {}
     return _merge_into_table(common_values, changes, annotations)
 
 
-def variants_of(annotation: Any) -> list[type[BaseModel]]:
+def list_variants(annotation: Any) -> list[type[BaseModel]]:
     """Return the section classes in a field's type, through Optional, Union and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) is Annotated:
-        return variants_of(get_args(annotation)[0])
+        return list_variants(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [variant for part in get_args(annotation) for variant in variants_of(part)]
+        return [variant for part in get_args(annotation) for variant in list_variants(part)]
     return []
 
 
@@ -214,21 +216,21 @@ def is_text(annotation: Any) -> bool:
     return annotation is str
 
 
-def sections_of(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:
+def list_sections(section: type[BaseModel] | None, key: str) -> list[type[BaseModel]]:
     """Return the section classes of a field of `section`."""
     field = section.model_fields.get(key) if section else None
-    return variants_of(field.annotation) if field else []
+    return list_variants(field.annotation) if field else []
 
 
-def value_type(annotation: Any) -> Any:
+def get_value_type(annotation: Any) -> Any:
     """Return the type of a table's values, from the table's type; None if it is no dict."""
     if get_origin(annotation) is Annotated:
-        return value_type(get_args(annotation)[0])
+        return get_value_type(get_args(annotation)[0])
     parts = get_args(annotation)
     return parts[1] if get_origin(annotation) is dict and len(parts) == 2 else None
 
 
-def name_of(section: type[BaseModel]) -> object:
+def get_variant_name(section: type[BaseModel]) -> object:
     """Return the value of `name` that chooses a section class."""
     return section.model_fields["name"].default if "name" in section.model_fields else None
 
@@ -369,7 +371,7 @@ class ByName:
         self.noun = noun
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        *builtin_variants, plugin = variants_of(source)
+        *builtin_variants, plugin = list_variants(source)
         sections = {
             get_args(section.model_fields["name"].annotation)[0]: section for section in builtin_variants
         }

@@ -3,17 +3,19 @@
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
 from megatfm.config.key_migrations import migrate
 from megatfm.config.marked_strings import FromFile
-from megatfm.config.merge import merge
 from megatfm.config.root import Config
-from megatfm.config.section import Section
+from megatfm.config.section import Section, get_value_type, get_variant_name, list_variants
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 
@@ -138,7 +140,7 @@ def _find_base(path: Path, base: str) -> tuple[Path, bool]:
     """Return the base of a config file, and whether it is a preset. Raises UsageError that names both."""
     try:
         sibling = Path(os.path.normpath(path.resolve().parent / Path(base).expanduser()))
-        is_name = not sibling.is_file() and (base in ALIASES or base in preset_names())
+        is_name = not sibling.is_file() and (base in ALIASES or base in list_presets())
         return find_config(base if is_name else sibling)
     except (
         OSError,
@@ -147,7 +149,7 @@ def _find_base(path: Path, base: str) -> tuple[Path, bool]:
     ) as error:  # an unknown home folder, a name that is too long or no name
         raise UsageError(f"{path}: extends = {base!r}: {error}") from None
     except UsageError as error:
-        hint = did_you_mean(base, [*preset_names(), *ALIASES])
+        hint = did_you_mean(base, [*list_presets(), *ALIASES])
         missing = f"no preset is named so, and there is no file {sibling}{hint}"
         raise UsageError(f"{path}: extends = {base!r}: {error if sibling.exists() else missing}") from None
 
@@ -174,7 +176,7 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
     preset = ALIASES.get(str(path_or_preset), str(path_or_preset))
     if path.is_file():
         return path, path.resolve().parent == presets.resolve()
-    if preset in preset_names():
+    if preset in list_presets():
         return presets / f"{preset}.toml", True
     if path.is_dir() and (path / "config.toml").is_file():
         return path / "config.toml", False
@@ -188,20 +190,90 @@ def find_config(path_or_preset: str | Path) -> tuple[Path, bool]:
     if path.suffix == ".toml" or path.is_absolute() or path.parts[:1] == ("runs",):
         raise UsageError(f"{path_or_preset}: no such {'file' if path.suffix else 'file or folder'}")
     name = str(path_or_preset).rpartition("/")[2]  # of a model as a hub names it
-    suggestions = difflib.get_close_matches(name.removesuffix(".toml"), preset_names(), n=3, cutoff=0.0)
+    suggestions = difflib.get_close_matches(name.removesuffix(".toml"), list_presets(), n=3, cutoff=0.0)
     raise UsageError(
-        f"{path_or_preset}: no such config file or preset{did_you_mean(name, [*preset_names(), *ALIASES])}; presets "
+        f"{path_or_preset}: no such config file or preset{did_you_mean(name, [*list_presets(), *ALIASES])}; presets "
         f"named most like it: {', '.join(suggestions)}; `megatfm config presets` lists all"
     )
 
 
-def preset_names() -> list[str]:
+def list_presets() -> list[str]:
     """Return the names of megatfm's presets."""
     files = (resources.files("megatfm") / "presets").iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
-def presets_of_models() -> list[str]:
+def list_model_presets() -> list[str]:
     """Return the names of presets that train a model, not those of `megatfm prep`."""
-    values = {name: merge_files(Config, read_files(Config, name)) for name in preset_names()}
+    values = {name: merge_files(Config, read_files(Config, name)) for name in list_presets()}
     return [name for name in values if "read" not in values[name]]
+
+
+# Merging tables by the types of their sections
+
+
+def merge(annotation: Any, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the base's table of a section with changes. annotation: the section's type.
+
+    Sections merge at every depth. Values, lists and tables with the user's own names, such as `data.validation`,
+    replace the base's. Under another `name`, keys that only the base's variant has are dropped.
+    """
+    options = list_variants(annotation)
+    merged = dict(base)
+    if "name" in changes:
+        drop_stale_keys(options, merged, changes["name"])
+    section = choose_variant(options, changes.get("name", merged.get("name")))
+    for key, value in changes.items():
+        field = section.model_fields.get(key) if section else None
+        base_value = merged.get(key)
+        is_section = field is None or list_variants(field.annotation)  # no field: a plugin's key
+        if isinstance(value, Mapping):
+            base_table = base_value if is_section and isinstance(base_value, Mapping) else {}
+            value = merge(field.annotation if field else None, base_table, value)
+        merged[key] = value
+    return merged
+
+
+def drop_stale_keys(
+    options: Sequence[type[BaseModel]], table: dict[str, Any], name: Any, keep: Collection[str] = ()
+) -> None:
+    """Remove the keys that only the old variant of a section has, when its name changes. keep: keys to keep."""
+    old_name = table.get("name", get_variant_name(options[0]) if options else None)
+    variant_by_name = {get_variant_name(option): option for option in options}
+    plugin = variant_by_name.get(PydanticUndefined)
+    if old_name == name or not (isinstance(old_name, str) and isinstance(name, str)):
+        return
+    old_variant, new_variant = variant_by_name.get(old_name, plugin), variant_by_name.get(name, plugin)
+    if old_variant is None or new_variant is None:
+        return
+    stale = (
+        (table if old_variant is plugin else old_variant.model_fields).keys()
+        - new_variant.model_fields.keys()
+        - {*keep}
+    )
+    for key in stale:
+        table.pop(key, None)
+
+
+def choose_variant(options: Sequence[type[BaseModel]], name: Any) -> type[BaseModel] | None:
+    """Return the section class of a name; without a name the first, for an unknown one the plugin's."""
+    if not options:
+        return None
+    variant_by_name = {get_variant_name(option): option for option in options}
+    type_name = name if isinstance(name, str) else get_variant_name(options[0])
+    return variant_by_name.get(type_name, variant_by_name.get(PydanticUndefined, options[0]))
+
+
+def find_type(config_class: type[BaseModel], values: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """Return the type at a path of a config, by the variants that the config names; None if there is no such key."""
+    annotation: Any = config_class
+    value: Any = values
+    for part in path:
+        if options := list_variants(annotation):
+            section = choose_variant(options, value.get("name") if isinstance(value, Mapping) else None)
+            field = section.model_fields.get(part) if section else None
+            annotation = field.annotation if field else None
+        else:
+            annotation = get_value_type(annotation)
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return annotation

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, nearest_divisor
+from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, find_nearest_divisor
 
 if TYPE_CHECKING:
     from megatfm.config.model import ModelConfig
@@ -103,7 +103,7 @@ def check_stages(model: "ModelConfig") -> None:
         if (width := model.d_model * 2**stage) % heads:
             raise ValueError(
                 f"stages.heads[{stage}] = {heads} does not divide d_model · 2^{stage} = {width}: choose "
-                f"{nearest_divisor(width, heads)}"
+                f"{find_nearest_divisor(width, heads)}"
             )
     windows = getattr(model.position, "pretrained_windows", None)
     if windows and len(windows) != len(stages.layers):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from megatfm.config.image_text import check_two_towers, check_vision_language
 from megatfm.config.model_parts import ClassifierHeadConfig, PatchEmbeddingConfig, PixelsHeadConfig
 from megatfm.config.position import GRID_POSITIONS
-from megatfm.config.section import nearest_divisor
+from megatfm.config.section import find_nearest_divisor
 
 if TYPE_CHECKING:
     from megatfm.config.model import ModelConfig
@@ -70,5 +70,5 @@ def _check_autoencoder(model: "ModelConfig") -> None:
     if decoder.d_model % decoder.n_heads:
         raise ValueError(
             f"pixel_decoder.n_heads = {decoder.n_heads} does not divide pixel_decoder.d_model = {decoder.d_model}: "
-            f"choose n_heads = {nearest_divisor(decoder.d_model, decoder.n_heads)}"
+            f"choose n_heads = {find_nearest_divisor(decoder.d_model, decoder.n_heads)}"
         )

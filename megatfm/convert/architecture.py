@@ -27,7 +27,7 @@ class Architecture:
     model_type: value in config.json. keys: declarations of its config.json keys besides `COMMON`; others are refused.
     config_from_hf: builds our config from config.json with defaults filled in; raises UsageError for unsupported
     features. config_to_hf: builds config.json without `architectures` and `model_type`; it needn't check unsupported
-    features, see `architecture_for`. weight_mappings: of a config; fused_rules: for files that store all
+    features, see `find_architecture`. weight_mappings: of a config; fused_rules: for files that store all
     experts of a block in one tensor. base_model_prefix: prefix of tensor names that files of the bare model lack.
     ignored_tensors: regular expressions of stored tensors that are no parameters. legacy_names: (regular expression,
     replacement) pairs for older tensor names. max_length_key: config.json's key for the longest sequence if
@@ -61,7 +61,7 @@ class Architecture:
         """Return the declarations of all keys that config.json may have."""
         return {**COMMON, "model_type": supported_values(self.model_type), **self.keys}
 
-    def rules_for(self, config: ModelConfig, names: Iterable[str]) -> Sequence[WeightMapping]:
+    def choose_rules(self, config: ModelConfig, names: Iterable[str]) -> Sequence[WeightMapping]:
         """Return the mappings for files with these tensor names, with one tensor per expert or one for all experts."""
         if self.fused_rules and any(name.endswith(".experts.down_proj") for name in names):
             return self.fused_rules(config)
@@ -105,6 +105,11 @@ def register_architecture(name: str, architecture: Architecture, *, base: str = 
         _register_base_model(base, architecture)
 
 
+def drop_head_rules(rules: Iterable[WeightMapping]) -> list[WeightMapping]:
+    """Return the mappings of a model without those of its head."""
+    return [replace(rule, tied_names=()) for rule in rules if not rule.megatfm[0].startswith(HEAD_PREFIXES)]
+
+
 def _register_base_model(name: str, architecture: Architecture) -> None:
     """Register the class of a model without its head."""
 
@@ -117,11 +122,7 @@ def _register_base_model(name: str, architecture: Architecture) -> None:
         )
 
     def without_head(rules: Rules) -> Rules:
-        return lambda config: [
-            replace(rule, tied_names=())
-            for rule in rules(config)
-            if not rule.megatfm[0].startswith(HEAD_PREFIXES)
-        ]
+        return lambda config: drop_head_rules(rules(config))
 
     ignored_tensors = tuple(pattern for pattern in architecture.ignored_tensors if "pooler" not in pattern)
     fused = architecture.fused_rules and without_head(architecture.fused_rules)
@@ -134,7 +135,7 @@ def _register_base_model(name: str, architecture: Architecture) -> None:
     ARCHITECTURES.register(name)(replace(bare, ignored_tensors=ignored_tensors, is_base_model=True))
 
 
-def architectures_of(config_json: Json) -> list[str]:
+def list_candidates(config_json: Json) -> list[str]:
     """Return the classes that a folder may hold: the one that config.json names, then the bare model without its head.
 
     If config.json names none, all classes of its model_type, those with the most heads first. Raises UsageError for an
@@ -174,7 +175,7 @@ def architectures_of(config_json: Json) -> list[str]:
     )
 
 
-def architecture_for(
+def find_architecture(
     config: ModelConfig, among: Sequence[str] | None = None
 ) -> tuple[str, Architecture, Json]:
     """Find an architecture (of `among`, if given) that stores a model; returns its name, itself and the config.json.
@@ -184,7 +185,7 @@ def architecture_for(
     """
     nearest: list[tuple[int, bool, int, str]] = []
     config = config.with_resolved_factors()  # config.json stores numbers, not rules such as μP's
-    values = functional_config(config)
+    values = list_functional_values(config)
     for name in among or ARCHITECTURES.names():
         architecture = ARCHITECTURES.get(name)
         n_mismatches = sum(values.get(key) != value for key, value in architecture.fingerprint.items())
@@ -194,7 +195,7 @@ def architecture_for(
                 "model_type": architecture.model_type,
                 **architecture.config_to_hf(config),
             }
-            missing = config_differences(config, architecture.parse_config(hf_config, name))
+            missing = find_config_differences(config, architecture.parse_config(hf_config, name))
         except (UsageError, ValueError) as error:
             nearest.append((n_mismatches, True, 0, f"the nearest, {name}, can't be: {format_error(error)}"))
             continue
@@ -215,11 +216,11 @@ def format_error(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def config_differences(config: ModelConfig, restored: ModelConfig) -> list[str]:
+def find_config_differences(config: ModelConfig, restored: ModelConfig) -> list[str]:
     """Return the values of `config` that differ in `restored`, as `key = value`."""
     by_layer = bool(config.layer_types or restored.layer_types)
-    expected = functional_config(config, by_layer=by_layer)
-    actual = functional_config(restored, by_layer=by_layer)
+    expected = list_functional_values(config, by_layer=by_layer)
+    actual = list_functional_values(restored, by_layer=by_layer)
     keys = [*expected, *(key for key in actual if key.startswith("extra_heads.") and key not in expected)]
     return [
         f"model.{key} = {expected.get(key)!r}"
@@ -228,7 +229,7 @@ def config_differences(config: ModelConfig, restored: ModelConfig) -> list[str]:
     ]
 
 
-def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
+def list_functional_values(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
     """Return key → value of all that determines what a trained model computes, defaults filled in.
 
     by_layer: expand by layer, so that names of block kinds don't matter.
@@ -237,7 +238,7 @@ def functional_config(config: ModelConfig, *, by_layer: bool = False) -> dict[st
         return {
             key: value
             for depth in range(max(config.n_layers, config.encoder_layers))
-            for key, value in _name_by_layer(depth, functional_config(config.layer_config(depth)))
+            for key, value in _name_by_layer(depth, list_functional_values(config.layer_config(depth)))
         }
     values = {
         key: value

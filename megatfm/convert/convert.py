@@ -19,8 +19,8 @@ from megatfm.checkpoint.directory import is_peft_folder
 from megatfm.config import Config, ModelConfig, to_toml
 from megatfm.config.key_migrations import migrate
 from megatfm.convert import tokenizer_files
-from megatfm.convert.architectures.sequence_classification import task_labels
-from megatfm.convert.electra_pair import ElectraFolder, exported_models, is_electra_folder, open_folder
+from megatfm.convert.architectures.sequence_classification import make_task_labels
+from megatfm.convert.electra_pair import ElectraFolder, choose_exported_models, is_electra_folder, open_folder
 from megatfm.convert.hf_checkpoint import (
     CONFIG,
     HfFolder,
@@ -29,10 +29,10 @@ from megatfm.convert.hf_checkpoint import (
     write_preprocessor,
     write_weights,
 )
-from megatfm.convert.starting_config import starting_config
+from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.initialisation import checkpoint_tensors
-from megatfm.layers.lora import factor_names, is_factor, merge_lora
+from megatfm.layers.initialisation import list_checkpoint_tensors
+from megatfm.layers.lora import is_factor, merge_lora, name_factors
 from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
@@ -45,7 +45,7 @@ UNTRAINABLE = {
 """Family that no objective trains → message with the way out."""
 
 
-def config_comment(
+def format_config_comment(
     name: str, arguments: str = "--from THIS_FOLDER data.train=CORPUS/train", family: str = ""
 ) -> str:
     """Return the comment at the top of config.toml. arguments: of the `megatfm train` that continues from the
@@ -113,7 +113,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     stored_origin = state.get("origin")
     origin = stored_origin if isinstance(stored_origin, dict) else {}
     lora, model = config.model.lora, config.model.model_copy(update={"lora": None})
-    parts = exported_models(model, origin.get("name"))
+    parts = choose_exported_models(model, origin.get("name"))
     tensors = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
         for key, (dtype, shape) in checkpoint.read_names(path).items()
@@ -134,10 +134,10 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         non_finite += reader.non_finite
         notes += part.architecture.notes(model)
         part_origin = origin if part.name == origin.get("name") else {}
-        labels = task_labels(config) if "problem_type" in part.hf_config else {}
+        labels = make_task_labels(config) if "problem_type" in part.hf_config else {}
         restored = tokenizer_files.restore_origin(part_origin, part.hf_config | labels)
         hf_config = part.hf_config | labels | {"dtype": str(dtype).removeprefix("torch."), **ids, **restored}
-        generation = tokenizer_files.generation_config(part_origin, config, model_folder, hf_config)
+        generation = tokenizer_files.make_generation_config(part_origin, config, model_folder, hf_config)
         if generation:
             write_json(model_folder / tokenizer_files.GENERATION, generation)
         if (key := part.architecture.max_length_key) and key not in hf_config:
@@ -168,12 +168,12 @@ def read_config(path: Path, state: Mapping[str, JsonValue]) -> Config:
 
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     hf_model = open_folder(source)
-    family, shapes = hf_model.config.family, meta_shapes(hf_model.config)
+    family, shapes = hf_model.config.family, list_tensor_shapes(hf_model.config)
     tokenizer_file, notes = tokenizer_files.to_megatfm(
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
     length = hf_model.json.get(hf_model.architecture.max_length_key) or hf_model.config.position.limit
-    config = starting_config(target, hf_model.config, tokenizer_file, length)
+    config = make_starting_config(target, hf_model.config, tokenizer_file, length)
     tokenizer = tokenizers.load(folder / tokenizer_file) if tokenizer_file else None
     state: dict[str, JsonValue] = {"origin": {"name": hf_model.name}}
     if isinstance(hf_model, HfFolder):
@@ -181,11 +181,11 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         state["origin"] = tokenizer_files.record_origin(source, hf_model.name, hf_model.json, hf_config)
         if tokenizer and tokenizer_file:
             files = tokenizers.tokenizer_files(folder / tokenizer_file)
-            state["begins"] = [*tokenizer_files.bos_prefix_ids(source, files, tokenizer)]
-            state["stop"] = [*tokenizer_files.eos_token_ids_of(source, hf_model.json, tokenizer)]
+            state["begins"] = [*tokenizer_files.find_bos_prefix_ids(source, files, tokenizer)]
+            state["stop"] = [*tokenizer_files.find_eos_token_ids(source, hf_model.json, tokenizer)]
     state["tokenizer"] = tokenizer.hash if tokenizer else None
-    tensors = _with_model_prefix(converted_tensors(hf_model, shapes))
-    write_model(folder, config, tensors, state, config_comment(hf_model.name, family=family))
+    tensors = _with_model_prefix(read_converted_tensors(hf_model, shapes))
+    write_model(folder, config, tensors, state, format_config_comment(hf_model.name, family=family))
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
     return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *untrainable]
 
@@ -209,14 +209,14 @@ def write_model(
     file_io.write_file(folder / "config.toml", [memoryview((comment + to_toml(config)).encode())])
 
 
-def meta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def list_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name → shape of a model's stored tensors: parameters and persistent buffers."""
     with torch.device("meta"):
         model = build(config)
-    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
+    return {name: tuple(tensor.shape) for name, tensor in list_checkpoint_tensors(model).items()}
 
 
-def converted_tensors(
+def read_converted_tensors(
     folder: HfFolder | ElectraFolder, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a folder's tensors under megatfm's names; adds a note to the folder about NaN and infinity.
@@ -255,7 +255,7 @@ def _with_model_prefix(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
 
 
 def _check_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
-    expected = meta_shapes(config)
+    expected = list_tensor_shapes(config)
     if differing := set(names) ^ expected.keys():
         name = min(differing)
         raise MegatfmError(
@@ -295,7 +295,7 @@ class _CheckpointReader:
         size = self.tensors[batch[0]].nbytes
         while self.order and (size := size + self.tensors[self.order[0]].nbytes) <= READ_BYTES:
             batch.append(self.order.pop(0))
-        adapters = [factor for name in batch for factor in factor_names(name) if self.scale]
+        adapters = [factor for name in batch for factor in name_factors(name) if self.scale]
         stored = checkpoint.read_tensors(self.path, only={f"model.{name}" for name in (*batch, *adapters)})
         merged = merge_lora(stored, self.scale)
         self._pending |= {name.removeprefix("model."): tensor for name, tensor in merged.items()}

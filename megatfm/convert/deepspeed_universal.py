@@ -20,16 +20,16 @@ from megatfm import tokenizers
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import (
     check_is_new,
-    config_comment,
-    converted_tensors,
-    meta_shapes,
+    format_config_comment,
+    list_tensor_shapes,
     new_folder,
     note_non_finite,
+    read_converted_tensors,
     write_model,
 )
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.convert.restricted_pickle import Stored, read
-from megatfm.convert.starting_config import branching_config, starting_config
+from megatfm.convert.starting_config import make_branching_config, make_starting_config
 from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
 
@@ -62,8 +62,8 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
     with new_folder(target) as partial:
         tokenizer_file, notes = tokenizer_files.to_megatfm(Path(like), partial)
         length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
-        config = branching_config(
-            starting_config(target, folder.config, tokenizer_file, length), target, step
+        config = make_branching_config(
+            make_starting_config(target, folder.config, tokenizer_file, length), target, step
         )
         state: dict[str, JsonValue] = {
             "tokens": 0,
@@ -73,9 +73,11 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
             "tokenizer": tokenizers.load(partial / tokenizer_file).hash if tokenizer_file else None,
         }
         arguments = "THIS_FILE data.train=CORPUS/train name=NEW"
-        comment = config_comment(f"{folder.name} of DeepSpeed", arguments)
-        write_model(partial, config, folder.state_tensors(step), state, comment, step=step)
-    summary = f"{folder.name}, {len(meta_shapes(folder.config))} tensors with Adam's state of step {step}"
+        comment = format_config_comment(f"{folder.name} of DeepSpeed", arguments)
+        write_model(partial, config, folder.read_state_tensors(step), state, comment, step=step)
+    summary = (
+        f"{folder.name}, {len(list_tensor_shapes(folder.config))} tensors with Adam's state of step {step}"
+    )
     return [summary, *folder.notes, *notes]
 
 
@@ -123,7 +125,7 @@ class UniversalFolder(HfFolder):
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Name in transformers → shape, from the model's config."""
         tensors = {
-            name: torch.empty(shape, device="meta") for name, shape in meta_shapes(self.config).items()
+            name: torch.empty(shape, device="meta") for name, shape in list_tensor_shapes(self.config).items()
         }
         shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(self.rules, tensors).items()}
         return shapes | {copy: shapes[rule.hf[0]] for rule in self.rules for copy in rule.tied_names}
@@ -147,10 +149,10 @@ class UniversalFolder(HfFolder):
         assert step is not None
         return step
 
-    def state_tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
+    def read_state_tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights and optimizer state of a megatfm checkpoint."""
-        shapes, non_finite = meta_shapes(self.config), list[str]()
-        for name, tensor in converted_tensors(self, shapes):
+        shapes, non_finite = list_tensor_shapes(self.config), list[str]()
+        for name, tensor in read_converted_tensors(self, shapes):
             yield f"model.{name}", tensor
         for rule in self.rules:
             for key in MOMENTS:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.config.model_parts import GeneratorConfig, HeadConfig
-from megatfm.convert.architecture import Architecture, architecture_for, config_differences
+from megatfm.convert.architecture import Architecture, find_architecture, find_config_differences
 from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder
 from megatfm.convert.hf_config import Json
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.models.electra import generator_config
+from megatfm.models.electra import make_generator_config
 
 CLASSES = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM"}
 DEBERTA = {"discriminator": "DebertaV2Model", "generator": "DebertaV2ForMaskedLM"}
@@ -38,7 +38,7 @@ class ExportedModel:
     rules: Sequence[WeightMapping]
 
 
-def exported_models(config: ModelConfig, previous_name: object = None) -> list[ExportedModel]:
+def choose_exported_models(config: ModelConfig, previous_name: object = None) -> list[ExportedModel]:
     """Return the models of transformers that store a megatfm model: two for ELECTRA, one for others.
 
     previous_name: class that the model was converted from, which is chosen again if it still fits. Raises UsageError if
@@ -47,9 +47,9 @@ def exported_models(config: ModelConfig, previous_name: object = None) -> list[E
     if config.family != "electra":
         try:
             among = [str(previous_name)] if previous_name else None
-            name, architecture, hf_config = architecture_for(config, among)
+            name, architecture, hf_config = find_architecture(config, among)
         except UsageError:
-            name, architecture, hf_config = architecture_for(config)
+            name, architecture, hf_config = find_architecture(config)
         return [ExportedModel("", name, architecture, hf_config, architecture.weight_mappings(config))]
     classes = DEBERTA if config.position.name == "deberta_v2" else CLASSES
     halves = _split_config(config)
@@ -117,7 +117,7 @@ class ElectraFolder:
             n_layers=None if generator.n_layers == discriminator.n_layers else generator.n_layers,
         )
         config = discriminator.model_copy(update={"family": "electra", "generator": section})
-        if differences := config_differences(generator, generator_config(config)):
+        if differences := find_config_differences(generator, make_generator_config(config)):
             raise UsageError(
                 f"{self.path}: the generator has {', '.join(differences)}, the discriminator another: they are no pair"
             )
@@ -136,11 +136,11 @@ class ElectraFolder:
 
 def _split_config(config: ModelConfig) -> dict[str, ModelConfig]:
     changes = {"family": "discriminator", "generator": None}
-    return {"discriminator": config.model_copy(update=changes), "generator": generator_config(config)}
+    return {"discriminator": config.model_copy(update=changes), "generator": make_generator_config(config)}
 
 
 def _export(half: str, config: ModelConfig, class_name: str) -> ExportedModel:
-    name, architecture, hf_config = architecture_for(config, among=[class_name])
+    name, architecture, hf_config = find_architecture(config, among=[class_name])
     rules = [
         replace(rule, megatfm=tuple(_name(half, name) for name in rule.megatfm))
         for rule in architecture.weight_mappings(config)

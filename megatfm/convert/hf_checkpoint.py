@@ -18,8 +18,8 @@ from megatfm.convert.architecture import (
     ARCHITECTURES,
     MODEL_TYPE_BY_TENSOR,
     Architecture,
-    architectures_of,
     format_error,
+    list_candidates,
 )
 from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
@@ -45,7 +45,7 @@ class HfFolder:
         self._open: dict[str, Any] = {}
         model_type_note = self._infer_model_type()
         try:
-            names = architectures_of(self.json)
+            names = list_candidates(self.json)
         except UsageError as error:
             raise UsageError(f"{self.path}: {error}") from None
         file_by_tensor: Mapping[str, str] | None = None
@@ -99,7 +99,7 @@ class HfFolder:
         """Match the architecture's tensors with the files'; returns the names of missing ones."""
         self.files = _map_canonical_names(file_by_tensor, self.architecture)
         self.config = self.architecture.refine_config(self.config, self.files)
-        self.rules = list(self.architecture.rules_for(self.config, self.files))
+        self.rules = list(self.architecture.choose_rules(self.config, self.files))
         return sorted({name for rule in self.rules for name in rule.hf} - self.files.keys())
 
     def _note_unused_tensors(self) -> list[str]:

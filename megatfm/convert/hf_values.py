@@ -57,7 +57,7 @@ def write_mapped(config: ModelConfig, mapping: Mapping[str, str]) -> Json:
         f"attention.{config.attention.head_dim_key}": config.head_width,
         "attention.bias": getattr(config.attention, "bias", False),
         "position.max_positions": config.position.limit,
-        "init.std": init_std(config),
+        "init.std": get_init_std(config),
     }
     return {
         hf_key: resolved[key] if key in resolved else attrgetter(key)(config)
@@ -74,7 +74,7 @@ def check_implied_values(config: Mapping[str, Any], **values: Any) -> None:
             )
 
 
-def init_std(config: ModelConfig) -> float:
+def get_init_std(config: ModelConfig) -> float:
     """Return the standard deviation of initial weights; transformers' default if the initialisation has none."""
     return float(getattr(config.init, "std", 0.02))
 
@@ -111,7 +111,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"position.theta": float(theta), "position.scaling": _convert_scaling(table, config, table_name)}
 
 
-def rope_of_layer_type(
+def read_layer_type_rope(
     config: Mapping[str, Any], layer_type: str, theta_key: str, theta: float, *, scaled: bool = False
 ) -> Json:
     """Return our `position` section for one layer type, from its table in rope_parameters or older top-level keys.
@@ -148,6 +148,24 @@ def rope_of_layer_type(
         "theta": rope["position.theta"],
         **({"scaling": scaling.model_dump(exclude_none=True)} if scaling else {}),
     }
+
+
+def set_default_theta(hf_config: Json, theta: float) -> Json:
+    """Return a config.json with a class's own default of rope_theta where the file gives none."""
+    table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
+    has_theta = hf_config["rope_theta"] is not None or "rope_theta" in table
+    return hf_config if has_theta else hf_config | {"rope_theta": theta}
+
+
+def write_layer_type_ropes(config: ModelConfig, local_theta: float) -> Json:
+    """Return the key rope_parameters with one table per layer type; local_theta: of a type that no layer has."""
+    layer_types = write_layer_types(config)
+    tables = {
+        kind: rope_to_hf(config.layer_config(layer_types.index(kind)))["rope_parameters"]
+        for kind in set(layer_types)
+    }
+    absent = {"rope_type": "default", "rope_theta": local_theta}
+    return {"rope_parameters": {kind: tables.get(kind, absent) for kind in (LOCAL, GLOBAL)}}
 
 
 def _read_number(table: Mapping[str, Any], key: str, config: Mapping[str, Any], table_name: str) -> Any:
@@ -270,7 +288,7 @@ def read_layer_types(hf_config: Json, global_every: int, *, first: str = LOCAL) 
     return list(layer_types)
 
 
-def layer_type_blocks(layer_types: Sequence[str], local: Json, full: Json) -> Json:
+def make_layer_type_blocks(layer_types: Sequence[str], local: Json, full: Json) -> Json:
     """Return our `layer_types`, as a cycle of "local" and "global", and the section of each kind."""
     names = ["local" if layer_type == LOCAL else "global" for layer_type in layer_types]
     cycle = next(
@@ -283,12 +301,17 @@ def layer_type_blocks(layer_types: Sequence[str], local: Json, full: Json) -> Js
     }
 
 
+def make_window_section(width: int) -> Json:
+    """Return the keys of a block whose attention has a window."""
+    return {"attention": {"pattern": {"name": "window", "width": width}}}
+
+
 def write_layer_types(config: ModelConfig) -> list[str]:
     """Return transformers' `layer_types`. Raises UsageError for a block with another pattern."""
-    return [GLOBAL if width is None else LOCAL for width in window_widths(config)]
+    return [GLOBAL if width is None else LOCAL for width in list_window_widths(config)]
 
 
-def window_widths(config: ModelConfig) -> list[int | None]:
+def list_window_widths(config: ModelConfig) -> list[int | None]:
     """Return the width of each block's window; None for full attention. Raises UsageError for another pattern."""
     widths: list[int | None] = []
     for depth in range(config.n_layers):
@@ -301,6 +324,6 @@ def window_widths(config: ModelConfig) -> list[int | None]:
     return widths
 
 
-def window_width(config: ModelConfig, default: int) -> int:
+def find_window_width(config: ModelConfig, default: int) -> int:
     """Return the width of the first window, or a default if there is none."""
-    return next((width for width in window_widths(config) if width is not None), default)
+    return next((width for width in list_window_widths(config) if width is not None), default)

@@ -11,14 +11,14 @@ from torch import nn
 from megatfm import tokenizers
 from megatfm.config import ModelConfig
 from megatfm.convert import tokenizer_files
-from megatfm.convert.convert import converted_tensors, meta_shapes
+from megatfm.convert.convert import list_tensor_shapes, read_converted_tensors
 from megatfm.convert.electra_pair import open_folder
 from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, read_json
-from megatfm.convert.starting_config import starting_config
+from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
+from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build
-from megatfm.models.base import take, working_dtype
+from megatfm.models.base import choose_dtype, convert_loaded
 from megatfm.ops.transfer import align
 from megatfm.tokenizers import Tokenizer
 
@@ -31,26 +31,26 @@ def load_model(
     """Load a model in evaluation mode. dtype: as in `inference.load.load`. Raises UsageError, MegatfmError."""
     folder = open_folder(path)
     first_tensors = folder.megatfm_tensors(folder.rules[0]).values() if dtype == "auto" else []
-    dtype = working_dtype(dtype, next((tensor.dtype for tensor in first_tensors), torch.float32))
+    dtype = choose_dtype(dtype, next((tensor.dtype for tensor in first_tensors), torch.float32))
     model = build(folder.config)
     initialise_buffers(model)
-    stored = checkpoint_tensors(model)
-    for name, tensor in converted_tensors(folder, meta_shapes(folder.config)):
+    stored = list_checkpoint_tensors(model)
+    for name, tensor in read_converted_tensors(folder, list_tensor_shapes(folder.config)):
         # In place, so that tied weights stay tied.
-        stored[name].data = align(take(stored[name], tensor, dtype))
+        stored[name].data = align(convert_loaded(stored[name], tensor, dtype))
     for note in folder.notes:
         log.warning("%s: %s", path, note)
     return model.eval().to(device)
 
 
-def text_generation_fields(path: str | Path) -> dict[str, Any]:
+def load_generation_fields(path: str | Path) -> dict[str, Any]:
     """Return the fields of `inference.text.TextModel` besides the model, as after a conversion.
 
     Raises UsageError without a tokenizer, MegatfmError if it doesn't fit the model.
     """
     folder, folder_path = open_folder(path), Path(path)
     source = folder_path if isinstance(folder, HfFolder) else folder_path / "discriminator"
-    tokenizer_file = tokenizer_files.tokenizer_path(source)
+    tokenizer_file = tokenizer_files.find_tokenizer_path(source)
     try:
         tokenizer = tokenizers.load(tokenizer_file)
     except MegatfmError as error:
@@ -64,34 +64,33 @@ def text_generation_fields(path: str | Path) -> dict[str, Any]:
             "of the two was replaced"
         )
     length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
-    files = tokenizers.tokenizer_files(tokenizer_file)
     return {
         "tokenizer": tokenizer,
-        "config": starting_config(folder_path, folder.config, tokenizer_file.name, length),
+        "config": make_starting_config(folder_path, folder.config, tokenizer_file.name, length),
         "step": 0,
         "run_dir": None,
-        "prompt_prefix_ids": tuple(tokenizer_files.bos_prefix_ids(source, files, tokenizer)),
+        "prompt_prefix_ids": read_bos_prefix_ids(source, tokenizer),
         "knows_objective": False,
         "tokenizer_file": tokenizer_file,
-        "eos_token_id": tuple(tokenizer_files.eos_token_ids_of(source, folder.json, tokenizer)),
+        "eos_token_id": tuple(tokenizer_files.find_eos_token_ids(source, folder.json, tokenizer)),
     }
 
 
-def bos_prefix_ids_of(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+def read_bos_prefix_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that a folder's tokenizer puts before a text."""
     folder_path = Path(path)
-    files = tokenizers.tokenizer_files(tokenizer_files.tokenizer_path(folder_path))
-    return tuple(tokenizer_files.bos_prefix_ids(folder_path, files, tokenizer))
+    files = tokenizers.tokenizer_files(tokenizer_files.find_tokenizer_path(folder_path))
+    return tuple(tokenizer_files.find_bos_prefix_ids(folder_path, files, tokenizer))
 
 
-def pad_token_id_of(path: str | Path) -> int | None:
+def read_pad_token_id(path: str | Path) -> int | None:
     """Return the padding id in a folder's config.json; of an ELECTRA pair, the discriminator's."""
     folder_path = Path(path)
     folder = folder_path if is_hf_folder(folder_path) else folder_path / "discriminator"
     return read_json(folder / CONFIG).get("pad_token_id")
 
 
-def sentence_transformer_options(path: str | Path, model: nn.Module) -> dict[str, Any]:
+def read_sentence_transformer_options(path: str | Path, model: nn.Module) -> dict[str, Any]:
     """Return the pooling options of a Sentence Transformers folder; none for other folders. Raises UsageError."""
     folder_path, config = Path(path), model.config
     assert isinstance(config, ModelConfig)

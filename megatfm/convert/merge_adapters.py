@@ -9,8 +9,8 @@ from torch import Tensor
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.convert import tokenizer_files
-from megatfm.convert.convert import check_is_new, meta_shapes, new_folder, read_config, write_model
-from megatfm.layers.lora import factor_names, merge_lora
+from megatfm.convert.convert import check_is_new, list_tensor_shapes, new_folder, read_config, write_model
+from megatfm.layers.lora import merge_lora, name_factors
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
 
@@ -31,12 +31,12 @@ def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False
     plain: Config = config.with_changes(
         {"model.lora": None, "train.init_from": str(target.absolute()), "train.branch_from": None}
     )
-    scale, shapes = options.alpha / options.rank, meta_shapes(plain.model)
+    scale, shapes = options.alpha / options.rank, list_tensor_shapes(plain.model)
 
-    def merged_tensors() -> Iterator[tuple[str, Tensor]]:
+    def merge_tensors() -> Iterator[tuple[str, Tensor]]:
         stored = checkpoint.read_names(path)
         for name in shapes:
-            factors = {f"model.{factor}" for factor in factor_names(name)} & stored.keys()
+            factors = {f"model.{factor}" for factor in name_factors(name)} & stored.keys()
             tensors = checkpoint.read_tensors(path, only={f"model.{name}", *factors})
             yield f"model.{name}", merge_lora(tensors, scale)[f"model.{name}"]
 
@@ -48,5 +48,5 @@ def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False
     with new_folder(target) as folder:
         if tokenizer_file and Path(tokenizer_file).exists():
             tokenizer_files.copy_tokenizer(Path(tokenizer_file), folder)
-        write_model(folder, plain, merged_tensors(), kept_state, comment)
+        write_model(folder, plain, merge_tensors(), kept_state, comment)
     return [f"adapters of {path} merged, {len(shapes)} tensors"]

@@ -24,12 +24,12 @@ from megatfm.config import ModelConfig
 from megatfm.config.lora import LoRAConfig
 from megatfm.convert.architecture import Architecture
 from megatfm.convert.convert import check_is_new, new_folder, read_config
-from megatfm.convert.electra_pair import exported_models
+from megatfm.convert.electra_pair import choose_exported_models
 from megatfm.convert.hf_checkpoint import write_json
 from megatfm.convert.hf_config import Json
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError
-from megatfm.layers.lora import factor_names, is_factor
+from megatfm.layers.lora import is_factor, name_factors
 from megatfm.registry import import_foreign_plugins
 from megatfm.train.best_checkpoint import best_checkpoint
 
@@ -49,9 +49,9 @@ Factors = tuple[Tensor, Tensor]
 
 
 def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = False) -> list[str]:
-    """Write the adapters of a run or checkpoint to a new folder in PEFT's format; returns what is to be said about it.
+    """Write the adapters of a run or checkpoint to a new folder in PEFT's format; returns notes for the user.
 
-    Raises UsageError for a model without adapters, and for an adapter that PEFT has no place for.
+    Raises UsageError for a model without adapters, and for an adapter that PEFT's format can't hold.
     """
     target = Path(target)
     check_is_new(target)
@@ -66,11 +66,11 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
         )
     base = config.model.model_copy(update={"lora": None})
     origin = state.get("origin")
-    parts = exported_models(base, origin.get("name") if isinstance(origin, dict) else None)
+    parts = choose_exported_models(base, origin.get("name") if isinstance(origin, dict) else None)
     if len(parts) > 1:
         raise UsageError(f"{source}: ELECTRA's two models have two folders, and an adapter one: use --to hf")
     part = parts[0]
-    rules = module_rules(part.architecture, base) or part.rules
+    rules = get_module_rules(part.architecture, base) or part.rules
     factors, saved, is_transposed = _convert_trained(part.name, rules, _read(path, options), source)
     written = _make_adapter_config(options, factors, saved, [name for rule in rules for name in rule.hf]) | {
         "base_model_name_or_path": _get_base(state),
@@ -92,7 +92,7 @@ def _convert_trained(
 ) -> tuple[dict[str, Factors], dict[str, Tensor], bool]:
     """Return A and B by the name of transformers' matrix, other weights, and whether matrices are [d_in, d_out] there.
 
-    name: transformers' class. Raises UsageError for what it has no place for.
+    name: transformers' class. Raises UsageError for a trained tensor that the class lacks.
     """
     factors, saved, unused, is_transposed = dict[str, Factors](), dict[str, Tensor](), set(trained), False
     for rule in rules:
@@ -100,7 +100,7 @@ def _convert_trained(
             joined, transposed = _join_factors(rule, rule_factors)
             factors[rule.hf[0].removesuffix(".weight")] = joined
             is_transposed |= transposed and joined[0].dim() == 2
-            unused -= {factor for weight in rule_factors for factor in factor_names(weight)}
+            unused -= {factor for weight in rule_factors for factor in name_factors(weight)}
         # PEFT stores other weights by whole modules, which have no other parameters.
         if trained.keys() >= set(rule.megatfm) and rule.hf[0].endswith((".weight", ".bias")):
             tensors = rule.to_hf([trained[key] for key in rule.megatfm])
@@ -125,8 +125,8 @@ def _make_adapter_config(
         "r": options.rank,
         "lora_alpha": options.alpha,
         "lora_dropout": options.dropout,
-        "target_modules": shortest_names(modules, module_names),
-        "target_parameters": shortest_names(parameters, all_names) or None,
+        "target_modules": shorten_names(modules, module_names),
+        "target_parameters": shorten_names(parameters, all_names) or None,
         "rank_pattern": ranks,
         "alpha_pattern": {name: rank * options.alpha / options.rank for name, rank in ranks.items()},
         "modules_to_save": list(dict.fromkeys(name.rpartition(".")[0] for name in saved)) or None,
@@ -149,7 +149,7 @@ def _split_names(factors: Mapping[str, Factors]) -> tuple[list[str], list[str]]:
 def _name_factors(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     """Return A and B by their names in PEFT's file."""
     _, parameters = _split_names(factors)
-    wrappers = wrapper_names(parameters)
+    wrappers = find_wrapper_names(parameters)
     return {
         f"{wrappers.get(name, name)}.lora_{letter}.weight": tensor
         for name, pair in factors.items()
@@ -157,12 +157,12 @@ def _name_factors(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     }
 
 
-def module_rules(architecture: Architecture, config: ModelConfig) -> Sequence[WeightMapping] | None:
+def get_module_rules(architecture: Architecture, config: ModelConfig) -> Sequence[WeightMapping] | None:
     """Return the mappings to the names that tensors have in transformers' modules, where files have others."""
     return architecture.fused_rules(config) if architecture.fused_rules else None
 
 
-def wrapper_names(parameters: Sequence[str]) -> dict[str, str]:
+def find_wrapper_names(parameters: Sequence[str]) -> dict[str, str]:
     """Return the names under which PEFT keeps the adapters of parameters, which are in the order of their modules.
 
     The first parameter of a module is wrapped first, and is the innermost.
@@ -208,15 +208,15 @@ def _collect_factors(rule: WeightMapping, trained: Mapping[str, Tensor]) -> dict
     return {
         name: (trained[a], trained[b])
         for name in rule.megatfm
-        for a, b in [factor_names(name)]
+        for a, b in [name_factors(name)]
         if a in trained
     }
 
 
 def _join_factors(rule: WeightMapping, factors: Mapping[str, Factors]) -> tuple[Factors, bool]:
-    """Return A and B of their matrix, and whether they store that as [d_in, d_out].
+    """Return A and B of the matrix of transformers, and whether it is stored as [d_in, d_out].
 
-    Raises UsageError where theirs has no such product.
+    Raises UsageError where no A and B have the same product there.
     """
     paths = [name.removesuffix(".weight") for name in rule.megatfm]
     lost = next((name.removesuffix(".weight") for name in rule.megatfm if name not in factors), None)
@@ -250,7 +250,7 @@ def _join_factors(rule: WeightMapping, factors: Mapping[str, Factors]) -> tuple[
     )
 
 
-def shortest_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
+def shorten_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
     """Return last parts of modules' names that stand for these and no others, or the full names."""
     ends = sorted({name.rpartition(".")[2] for name in chosen})
     matched = {name for name in every if name.rpartition(".")[2] in ends}

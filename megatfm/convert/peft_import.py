@@ -18,22 +18,28 @@ from megatfm.checkpoint import file_io
 from megatfm.checkpoint.directory import ADAPTER_CONFIG, base_of_adapter, describe_base
 from megatfm.config import ModelConfig, to_toml
 from megatfm.convert import tokenizer_files
-from megatfm.convert.convert import check_is_new, config_comment, converted_tensors, meta_shapes, new_folder
+from megatfm.convert.convert import (
+    check_is_new,
+    format_config_comment,
+    list_tensor_shapes,
+    new_folder,
+    read_converted_tensors,
+)
 from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder, read_json
 from megatfm.convert.peft import (
     ADAPTER_WEIGHTS,
     FIRST_VERSION_OF_LAYOUT,
     PREFIX,
     Factors,
-    module_rules,
-    shortest_names,
+    find_wrapper_names,
+    get_module_rules,
+    shorten_names,
     unflatten_experts,
-    wrapper_names,
 )
-from megatfm.convert.starting_config import starting_config
+from megatfm.convert.starting_config import make_starting_config
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.layers.lora import adaptable_matrices, factor_names, lora_targets
+from megatfm.layers.lora import find_lora_targets, list_adaptable_matrices, name_factors
 from megatfm.models import MODELS
 from megatfm.version import __version__
 
@@ -73,14 +79,14 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
         "trained": list(saved),
     }
     paths = [name.removesuffix(".weight") for name in factors]
-    if set(paths) != set(lora_targets(plain, [])):
-        options["targets"] = shortest_names(paths, list(adaptable_matrices(plain)))
+    if set(paths) != set(find_lora_targets(plain, [])):
+        options["targets"] = shorten_names(paths, list(list_adaptable_matrices(plain)))
     model = opened.config.with_changes({"lora": options})
     adapters = {
         name: tensor
         for weight, (a, b, own_scale) in factors.items()
         for name, tensor in zip(
-            factor_names(weight), _pad_rank(a, b * (own_scale / scale), rank), strict=True
+            name_factors(weight), _pad_rank(a, b * (own_scale / scale), rank), strict=True
         )
     }
     with new_folder(target) as folder:
@@ -150,7 +156,7 @@ def _read_factors(
 
 
 def _get_module_rules(opened: HfFolder) -> Sequence[WeightMapping]:
-    return module_rules(opened.architecture, opened.config) or opened.rules
+    return get_module_rules(opened.architecture, opened.config) or opened.rules
 
 
 def _map_adapted_parameters(adapter_config: Mapping[str, Any], opened: HfFolder) -> dict[str, str]:
@@ -162,11 +168,11 @@ def _map_adapted_parameters(adapter_config: Mapping[str, Any], opened: HfFolder)
         for name in rule.hf
         if any(name == target or name.endswith(f".{target}") for target in targets)
     ]
-    return {wrapper: name for name, wrapper in wrapper_names(chosen).items()}
+    return {wrapper: name for name, wrapper in find_wrapper_names(chosen).items()}
 
 
 def _unflatten(a: Tensor, b: Tensor, rule: WeightMapping, opened: HfFolder, source: Path) -> Factors:
-    n_experts = meta_shapes(opened.config)[rule.megatfm[0]][0]
+    n_experts = list_tensor_shapes(opened.config)[rule.megatfm[0]][0]
     if a.shape[0] % n_experts or b.shape[1:] != a.shape[:1]:
         raise MegatfmError(
             f"{source / ADAPTER_WEIGHTS}: A {list(a.shape)} and B {list(b.shape)} of {rule.hf[0]} are not those of "
@@ -254,9 +260,9 @@ def _write(
     """Write base and adapters as a checkpoint, with config and tokenizer."""
     tokenizer_file, notes = tokenizer_files.to_megatfm(opened.path, folder)
     opened.notes += notes
-    shapes = meta_shapes(model)
+    shapes = list_tensor_shapes(model)
     length = opened.json.get(opened.architecture.max_length_key) or model.position.limit
-    config = starting_config(target, model, tokenizer_file, length)
+    config = make_starting_config(target, model, tokenizer_file, length)
     state: dict[str, JsonValue] = {
         "origin": tokenizer_files.record_origin(
             opened.path, opened.name, opened.json, opened.architecture.config_to_hf(opened.config)
@@ -273,13 +279,13 @@ def _write(
                 f"{source}: would make {name} {list(tensor.shape)}, but the model has {list(shapes.get(name, ()))}"
             )
 
-    def all_tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in converted_tensors(opened, meta_shapes(opened.config)):
+    def list_all_tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in read_converted_tensors(opened, list_tensor_shapes(opened.config)):
             if name not in changed:
                 yield f"model.{name}", tensor
         for name, tensor in changed.items():
             yield f"model.{name}", tensor
 
-    checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, all_tensors(), state)
-    header = config_comment(f"{opened.name} and its adapter", family=model.family)
+    checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, list_all_tensors(), state)
+    header = format_config_comment(f"{opened.name} and its adapter", family=model.family)
     file_io.write_file(folder / "config.toml", [memoryview((header + to_toml(config)).encode())])

@@ -31,7 +31,9 @@ TEXT_LENGTH = 256
 """Tokens of text per row besides an image's."""
 
 
-def starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
+def make_starting_config(
+    target: Path, model: ModelConfig, tokenizer: str | None, length: int | None
+) -> Config:
     """Build the config of a converted model. tokenizer: file name in `target`. length: tokens per row."""
     target = target.absolute()
     values: dict[str, Any] = {
@@ -71,7 +73,7 @@ def _make_image_sections(data: dict[str, Any], model: ModelConfig) -> dict[str, 
     return {"objective": {"name": "image_classification"}, "data": data_config}
 
 
-def branching_config(config: Config, target: Path, step: int) -> Config:
+def make_branching_config(config: Config, target: Path, step: int) -> Config:
     """Build a config that continues from a checkpoint with its optimizer state, on other data."""
     values = config.model_dump(mode="json")
     values["train"] |= {

@@ -80,7 +80,7 @@ def _copy_chat_template(path: Path, folder: Path) -> list[str]:
 def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
     """Copy the tokenizer of a folder in the Hugging Face format; returns its file's name (None: no tokenizer), and
     notes."""
-    path = tokenizer_path(source)
+    path = find_tokenizer_path(source)
     try:
         tokenizers.load(path)
     except MegatfmError as error:
@@ -88,7 +88,7 @@ def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
     return copy_tokenizer(path, folder), []
 
 
-def tokenizer_path(source: Path) -> Path:
+def find_tokenizer_path(source: Path) -> Path:
     """Return the path for `tokenizers.load` in a folder in the Hugging Face format: a file, or the folder."""
     return tokenizers.find_tokenizer_file(source) or _find_plain_sentencepiece(source) or source
 
@@ -181,7 +181,7 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
     return {"name": name, "config": differing, **generation}
 
 
-def generation_config(
+def make_generation_config(
     origin: Mapping[str, Any], config: Config, folder: Path, hf_config: Mapping[str, Any]
 ) -> Json:
     """Return generation_config.json: the origin's, with the end token of answers for a model that learnt to chat.
@@ -220,7 +220,7 @@ def move_text_ids(hf_config: Mapping[str, Any]) -> Json:
     return {**without_ids, TEXT_CONFIG: {**hf_config[TEXT_CONFIG], **ids, **restored}}
 
 
-def eos_token_ids_of(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+def find_eos_token_ids(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a text by the model's files; the tokenizer's EOS comes first if it is among them."""
     file = source / GENERATION
     ids = (read_json(file) if file.is_file() else {}).get("eos_token_id", hf_config.get("eos_token_id"))
@@ -228,7 +228,7 @@ def eos_token_ids_of(source: Path, hf_config: dict[str, Any], tokenizer: Tokeniz
     return sorted(dict.fromkeys(stops), key=lambda id: id != tokenizer.eos)
 
 
-def bos_prefix_ids(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
+def find_bos_prefix_ids(source: Path, files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
     """Return the ids that the model's tokenizer puts before a text: none for GPT-2, a BOS for Llama.
 
     files: of the tokenizer, by name.

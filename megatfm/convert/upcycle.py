@@ -14,7 +14,7 @@ from megatfm import checkpoint
 from megatfm.config import Config, ModelConfig, make_usage_error
 from megatfm.config.ffn import DenseFFNConfig, FFNConfig, MoEConfig
 from megatfm.config.key_migrations import migrate
-from megatfm.convert.convert import check_is_new, meta_shapes, new_folder, write_model
+from megatfm.convert.convert import check_is_new, list_tensor_shapes, new_folder, write_model
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import Normal, draw
 from megatfm.registry import import_foreign_plugins
@@ -174,7 +174,7 @@ def upcycle(
         raise UsageError(f"{source}: {error}") from None
     except ValidationError as error:
         raise make_usage_error(f"{source}: its config doesn't go with a mixture of experts", error) from None
-    shapes = meta_shapes(upcycled.model)
+    shapes = list_tensor_shapes(upcycled.model)
     kept_state: dict[str, JsonValue] = {
         key: state[key] for key in ("tokenizer", "begins", "stop") if key in state
     }

@@ -44,9 +44,29 @@ def rename_linear(megatfm_name: str, hf_name: str, *, bias: bool = False) -> lis
     return [rename(f"{megatfm_name}.{key}", f"{hf_name}.{key}") for key in ("weight", *["bias"] * bias)]
 
 
+def map_tensor(
+    megatfm_name: str,
+    hf_name: str,
+    to_hf: Callable[[Tensor], Tensor],
+    from_hf: Callable[[Tensor], Tensor],
+) -> WeightMapping:
+    """Map one tensor to one of transformers, by a linear function in each direction."""
+    return WeightMapping(
+        (megatfm_name,),
+        (hf_name,),
+        lambda tensors: [to_hf(tensors[0])],
+        lambda tensors: [from_hf(tensors[0])],
+    )
+
+
+def add_leading_dims(megatfm_name: str, hf_name: str, n: int = 1) -> WeightMapping:
+    """Map a tensor to one with `n` more dims of size 1 in front."""
+    return map_tensor(megatfm_name, hf_name, lambda x: x[(None,) * n], lambda x: x[(0,) * n])
+
+
 def transpose(megatfm_name: str, hf_name: str) -> WeightMapping:
     """Map a matrix that transformers stores as [d_in, d_out] (Conv1D)."""
-    return WeightMapping((megatfm_name,), (hf_name,), _transpose, _transpose)
+    return map_tensor(megatfm_name, hf_name, torch.t, torch.t)
 
 
 def concat(
@@ -107,10 +127,6 @@ def _take(names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [tensors[name] for name in names]
 
 
-def _transpose(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [tensors[0].T]
-
-
 @dataclass(frozen=True)
 class ExpertNames:
     """Names in transformers of one block's experts, where each expert has tensors of its own."""
@@ -166,7 +182,7 @@ def require_top_k_router(config: ModelConfig) -> TopKRouterConfig:
     return require_variant(require_dropless(config).router, TopKRouterConfig, "model.ffn.router")
 
 
-def top_k_moe_section(
+def make_top_k_moe_section(
     hf_config: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool
 ) -> Json:
     """Build our section of experts, without loss coefficients: transformers' coefficient scales another sum."""

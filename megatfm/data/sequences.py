@@ -242,7 +242,7 @@ def split_documents(
         starts = numbers * max_tokens
         ends = np.minimum(starts + max_tokens, n_tokens[documents])
     image_lengths: ImageLengths | None = getattr(objective, "image_lengths", None)
-    counted_lengths: CountedLengths | None = getattr(objective, "lengths_with_images", None)
+    counted_lengths: CountedLengths | None = getattr(objective, "add_image_lengths", None)
     if images is not None and image_lengths is not None:
         lengths = image_lengths(images.image_sizes)[documents]
     elif images is not None and counted_lengths is not None:

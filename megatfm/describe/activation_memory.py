@@ -68,7 +68,7 @@ class SavedTensors:
         return tensor
 
 
-def block_activation_bytes(config: Config) -> tuple[int, int] | None:
+def measure_block_activations(config: Config) -> tuple[int, int] | None:
     """Measure the bytes that all blocks save for one micro-batch on a single process.
 
     Returns (without recomputation, with `train.recompute = "full"`): the latter keeps the inputs of all blocks, and
@@ -169,7 +169,7 @@ def _build(config: Config, dtype: torch.dtype) -> nn.Module:
         elif config.data.sequence_length < LONG:
             continue
         # A fused kernel draws its dropout again in the backward pass, and so saves no mask.
-        attention.dropout.rate, attention.variant = 0.0, replace(attention.variant, dropout=0.0)
+        attention.dropout.rate, attention.options = 0.0, replace(attention.options, dropout=0.0)
     return model
 
 

@@ -93,7 +93,7 @@ def describe(config: Config) -> Description:
 
     FLOPs per trained token of a decoder are 6N + 12·L·h·s with L layers, h the total width of all heads and s the
     sequence length (Chowdhery et al. 2022, appendix B: forward and backward, no recomputation). 6N + 6·L·h·s counts
-    only the half of the attention matrix that a causal model needs. Other families: see `row_cost`.
+    only the half of the attention matrix that a causal model needs. Other families: see `compute_row_cost`.
     """
     import torch
 
@@ -109,9 +109,9 @@ def describe(config: Config) -> Description:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tables = {module.weight for module in model.modules() if isinstance(module, Embedding)}
     embedding = sum(weight.numel() for weight in tables)
-    row = row_cost(config, model)
+    row = compute_row_cost(config, model)
     weight_bytes = 8 if config.train.precision == "fp64" else 4
-    optimizer = optimizer_state_bytes(config, model, weight_bytes)
+    optimizer = count_optimizer_state(config, model, weight_bytes)
     return Description(
         config=config,
         shapes=shapes,
@@ -153,7 +153,7 @@ class RowCost:
     inactive_parameters: int
 
 
-def row_cost(config: Config, model: "nn.Module") -> RowCost:
+def compute_row_cost(config: Config, model: "nn.Module") -> RowCost:
     """Compute the cost of a row. The output head of a masked model runs only on masked tokens."""
     from megatfm.objectives import target_fraction
 
@@ -183,11 +183,11 @@ def row_cost(config: Config, model: "nn.Module") -> RowCost:
 
 def _count_fp8(config: Config, model: "nn.Module") -> int:
     """Count the weights whose matmuls run in 8-bit floats."""
-    from megatfm.models.float8 import fp8_linears
+    from megatfm.models.float8 import find_fp8_linears
 
     if not config.train.precision.startswith("fp8"):
         return 0
-    return sum(linear.weight.numel() for linear in fp8_linears(model).values())
+    return sum(linear.weight.numel() for linear in find_fp8_linears(model).values())
 
 
 def flops_per_token(config: Config) -> tuple[float, float]:
@@ -209,7 +209,7 @@ def _with_vocabulary(config: Config) -> Config:
     return open_tokenizer(config)[0]
 
 
-def optimizer_state_bytes(config: Config, model: "nn.Module", weight_bytes: int) -> dict[str, int]:
+def count_optimizer_state(config: Config, model: "nn.Module", weight_bytes: int) -> dict[str, int]:
     """Return parameter name → bytes of optimizer state, measured by one step of each optimizer on small tensors.
 
     An optimizer that needs whole tensors also keeps a copy of its weights (see `engines.optimizers`).

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.config import Config, ParallelConfig
-from megatfm.describe.description import optimizer_state_bytes
+from megatfm.describe.description import count_optimizer_state
 from megatfm.parallel.layout import TensorLayout
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
@@ -37,7 +37,7 @@ class RankState:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def rank_state(config: Config) -> RankState | None:
+def count_rank_state(config: Config) -> RankState | None:
     """Count the state on the fullest rank of the config's layout; None for one process or another engine than native.
 
     With dp_shard = -1 (all processes of the job), counts for the smallest dp_shard possible. Raises UsageError where
@@ -51,7 +51,7 @@ def rank_state(config: Config) -> RankState | None:
     with torch.device("meta"):
         model = build_model(config)
     weight_bytes = 8 if config.train.precision == "fp64" else 4
-    optimizer = optimizer_state_bytes(config, model, weight_bytes)
+    optimizer = count_optimizer_state(config, model, weight_bytes)
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     holders: Mapping[str, tuple[int, ...]] = {}
     if parallel.pp > 1:
@@ -62,22 +62,26 @@ def rank_state(config: Config) -> RankState | None:
         )
         holders = holders or dict.fromkeys(layout, (0,))
         zero = parallel.zero if mesh.data_ranks > 1 else 0
-        local_numel = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
+        count_local_elements = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
         shard_numel = (
-            {name: _shard_size(tensor, mesh) for name, tensor in layout.items()} if zero else local_numel
+            {name: _shard_size(tensor, mesh) for name, tensor in layout.items()}
+            if zero
+            else count_local_elements
         )
-        gradient_numel = local_numel if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
-        computed_numel = local_numel  # under ZeRO 2, gathered from shards of equal size
+        gradient_numel = (
+            count_local_elements if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
+        )
+        computed_numel = count_local_elements  # under ZeRO 2, gathered from shards of equal size
         if zero == 2:
             computed_numel = {
                 name: shard_numel[name] * mesh.size(layout[name].data_axes.shard) for name in layout
             }
     is_mixed = config.train.precision not in ("fp32", "fp64")
-    stored_numel = local_numel if zero == 1 and not is_mixed else shard_numel
+    stored_numel = count_local_elements if zero == 1 and not is_mixed else shard_numel
     states = []
     for pipeline_rank in range(parallel.pp):
         names = [name for name in layout if pipeline_rank in holders[name]]
-        parameters = sum(local_numel[name] for name in names)
+        parameters = sum(count_local_elements[name] for name in names)
         copy_bytes = 2 * sum(computed_numel[name] for name in names) if zero < 3 and is_mixed else 0
         state = RankState(
             ranks,

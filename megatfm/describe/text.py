@@ -245,11 +245,11 @@ def _describe_engine(config: Config) -> list[Line]:
 
 
 def _describe_per_rank_state(config: Config) -> list[Line]:
-    from megatfm.describe.per_rank import rank_state
+    from megatfm.describe.per_rank import count_rank_state
     from megatfm.parallel.mesh import ALL_AXES, describe_sizes
 
     try:
-        state = rank_state(config)
+        state = count_rank_state(config)
     except UsageError as error:
         return [("  on a rank", f"not counted: {error}")]
     if state is None:
@@ -301,11 +301,11 @@ def _describe_network(ffn: FFNConfig) -> str:
 
 
 def _describe_activations(description: "Description") -> str:
-    from megatfm.describe.activation_memory import block_activation_bytes
+    from megatfm.describe.activation_memory import measure_block_activations
 
     rows = description.config.train.micro_batch
     try:
-        activation_bytes = block_activation_bytes(description.config)
+        activation_bytes = measure_block_activations(description.config)
     except Exception as error:  # any module's, even a plugin's: the rest of the description is still valid
         return f"not counted: {type(error).__name__}: {' '.join(str(error).split())}"
     if activation_bytes is None:

@@ -39,8 +39,8 @@ from megatfm.engines.state import ModuleState, StatefulOptimizer, TiedParameters
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import draw, iter_inits
 from megatfm.layers.output_head import LMHead
-from megatfm.ops.deferred_reads import DeferredReads
 from megatfm.ops.torch_private import is_fake
+from megatfm.ops.transfer import DeferredReads
 from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import PIPELINE, DataAxes, Mesh, sort_axes
 from megatfm.parallel.pipeline_stages import Pipeline

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatfm.ops.squares import sum_of_squares
+from megatfm.ops.squares import sum_squares
 from megatfm.parallel.layout import ModelLayout, TensorLayout, transformer_blocks
 from megatfm.parallel.mesh import AXES, PIPELINE, Mesh, sort_axes
 
@@ -51,7 +51,7 @@ class GlobalNorm:
             if self.is_counted(name):
                 blocks_by_set.setdefault(self.axis_set_of[name], []).append(tensor)
         for axis_set, blocks in blocks_by_set.items():
-            squares[axis_set] = sum_of_squares(blocks)
+            squares[axis_set] = sum_squares(blocks)
         if found_inf:
             squares.fill_(torch.nan)
         return sum_by_axes(squares, self.axis_sets, self._mesh).sqrt()
@@ -209,5 +209,5 @@ class LayerStatistics:
 
 def _add(total: Tensor, tensor: Tensor) -> None:
     """Add a tensor to a total [sum of squares, count]."""
-    total[0] += sum_of_squares([tensor])
+    total[0] += sum_squares([tensor])
     total[1] += tensor.numel()

@@ -11,10 +11,9 @@ from torch import Tensor
 from megatfm.engines.interface import Arrays, Batch, LossFunction, LossTotals, RowSources
 from megatfm.errors import MegatfmError
 from megatfm.layers.output_head import LMHead, RowLossRecorder
-from megatfm.ops.attention.varlen import cu_seqlens_from_documents
+from megatfm.ops.attention.varlen import compute_cu_seqlens
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.deferred_reads import DeferredReads
-from megatfm.ops.transfer import align, move_to_device
+from megatfm.ops.transfer import DeferredReads, align, move_to_device
 from megatfm.parallel.context_parallel import split_batch
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import Mesh
@@ -113,7 +112,7 @@ class LossAccumulator:
         by_microbatch = self._sources.by_microbatch if self._sources else ()
         for recorder in recorders:
             for batch, sources in zip(batches, by_microbatch, strict=True):
-                losses = recorder.row_losses(batch["targets"])
+                losses = recorder.sum_losses_by_row(batch["targets"])
                 if losses is not None:
                     source_sums.index_add_(
                         0, move_to_device(torch.from_numpy(sources), losses.device), losses
@@ -208,7 +207,7 @@ def with_cu_seqlens(batch: Arrays) -> Arrays:
     """Return a batch with `cu_seqlens` for GPU kernels, computed on the host, which then needn't wait for the
     device."""
     cu_seqlens = {
-        name.replace("documents", "cu_seqlens"): cu_seqlens_from_documents(np.asarray(values))
+        name.replace("documents", "cu_seqlens"): compute_cu_seqlens(np.asarray(values))
         for name, values in batch.items()
         if name in ("documents", "encoder_documents")
     }

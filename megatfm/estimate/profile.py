@@ -41,7 +41,7 @@ from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
 from megatfm.train.build import build_model
-from megatfm.verify.shrink import random_batch
+from megatfm.verify.shrink import draw_batch
 
 ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 """Dtype of activations by `train.precision`; bfloat16 for the others."""
@@ -271,7 +271,7 @@ class LocalModel:
         """
         train = self.config.train.model_copy(update={"global_batch": rows})
         with _disable_current_modes():
-            arrays = random_batch(self.config.model_copy(update={"train": train}), "one")
+            arrays = draw_batch(self.config.model_copy(update={"train": train}), "one")
             fields = {name: torch.from_numpy(values) for name, values in arrays.items()}
         for name in [name for name in fields if name.endswith("documents") and not arrays[name].any()]:
             del fields[name]
@@ -300,7 +300,7 @@ class LocalModel:
         self, module: CrossEntropy, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Stand-in for `CrossEntropy.forward`."""
-        n_statistics = VOCAB_PARALLEL_STATISTICS + 2 * bool(module.variant.smoothing) if self.tp > 1 else 0
+        n_statistics = VOCAB_PARALLEL_STATISTICS + 2 * bool(module.options.smoothing) if self.tp > 1 else 0
         loss: Tensor = CrossEntropyStandIn.apply(self._note, n_statistics, hidden, weight, bias)
         return loss
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatfm.config import Config, ModelConfig, ParallelConfig
 from megatfm.config.ffn import MoEConfig, SoftMoEConfig
-from megatfm.describe.description import optimizer_state_bytes
+from megatfm.describe.description import count_optimizer_state
 from megatfm.layers.moe.experts import Experts
 from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.layout import ModelLayout
@@ -74,7 +74,7 @@ def local_weights(
     full: the model on the meta device, not parallelized. local: the parallelized model of `layout`.
     """
     weight_bytes = 8 if config.train.precision == "fp64" else 4
-    optimizer = optimizer_state_bytes(config, full, weight_bytes)
+    optimizer = count_optimizer_state(config, full, weight_bytes)
     experts = expert_names(local)
     whole_tensor_groups = {
         name: number

@@ -9,7 +9,7 @@ from megatfm.config import Config
 from megatfm.engines.interface import Arrays, Engine
 from megatfm.imaginary.device import ImaginaryGPU
 from megatfm.train.signals import StopSignals
-from megatfm.verify.shrink import objective_for, random_batch
+from megatfm.verify.shrink import draw_batch, objective_for
 from megatfm.verify.traffic import TrafficCounter
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def batches_of(config: Config, data_ranks: int, microbatches: int | None) -> lis
     """Return a rank's micro-batches of a step, all the same: rows of one document. microbatches: at most so many."""
     share = config.train.global_batch // data_ranks // config.train.micro_batch
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
-    rows = random_batch(config.model_copy(update={"train": train}), "one")
+    rows = draw_batch(config.model_copy(update={"train": train}), "one")
     fields = {name: torch.from_numpy(values) for name, values in rows.items()}
     return [dict(fields) for _ in range(min(share, microbatches or share))]
 

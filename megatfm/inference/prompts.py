@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatfm.config.image_text import image_tower
+from megatfm.config.image_text import make_image_tower
 from megatfm.errors import SampleError, UsageError
 from megatfm.inference.decoding import Prompts, check_makes_text, has_encoder
-from megatfm.objectives.images import image_reader
+from megatfm.objectives.images import make_image_reader
 from megatfm.rng import ChunkKey
 from megatfm.tasks.chat import load_chat_template
 from megatfm.tokenizers import HuggingFaceTokenizer
@@ -179,8 +179,8 @@ def read_prompt_image(loaded: "TextModel", path: str | Path) -> dict[str, Tensor
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"{path}: there is no such image")
-    reader = image_reader(
-        data.images, image_tower(model), "image_to_text", data.sequence_length, training=False
+    reader = make_image_reader(
+        data.images, make_image_tower(model), "image_to_text", data.sequence_length, training=False
     )
     try:
         fields = reader.build(

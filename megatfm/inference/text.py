@@ -18,9 +18,9 @@ from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Sampling, stream
 from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.inference.prompts import prepare_prompts
-from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
+from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.models import build
-from megatfm.models.base import take, working_dtype
+from megatfm.models.base import choose_dtype, convert_loaded
 from megatfm.ops.transfer import align
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.chat import answer_end_tokens
@@ -143,8 +143,8 @@ def load_model(
     sizes = Counter[torch.dtype]()
     for tensor in stored.values():
         sizes[tensor.dtype] += tensor.numel()
-    working = working_dtype(dtype, max(sizes, key=sizes.__getitem__, default=torch.float32))
-    tensors = {f"model.{name}": tensor for name, tensor in checkpoint_tensors(model).items()}
+    working = choose_dtype(dtype, max(sizes, key=sizes.__getitem__, default=torch.float32))
+    tensors = {f"model.{name}": tensor for name, tensor in list_checkpoint_tensors(model).items()}
     if stored.keys() != tensors.keys():
         name = min(stored.keys() ^ tensors.keys())
         raise MegatfmError(
@@ -158,7 +158,7 @@ def load_model(
                 "config describes: open it with the version and plugins that wrote it"
             )
         # In place, so that tied modules keep sharing it.
-        tensor.data = align(take(tensor, stored.pop(name), working))
+        tensor.data = align(convert_loaded(tensor, stored.pop(name), working))
     return model.eval().to(device)
 
 

@@ -67,7 +67,7 @@ class Block(nn.Module):
         return extras.wrap(self.ffn_residual.add(x_BTD, y_BTD, sequence))
 
 
-def auxiliary_losses(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
+def collect_auxiliary_losses(config: ModelConfig) -> dict[str, AuxiliaryLoss]:
     """Return the auxiliary losses, by name, that attention and feed-forward classes declare in `terms(config)`.
 
     Raises UsageError if two declare the same term differently.

@@ -16,7 +16,6 @@ from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.ops.transfer import move_to_device, to_host
 
@@ -36,8 +35,7 @@ class ImageMean(nn.Module):
         """Return vectors [M, D] of the images at these indices (`document_index`)."""
         precise = torch.promote_types(hidden_BTD.dtype, torch.float32)
         sums_BID = self.all_reduce(_find_members(sequence, sequence).to(precise) @ hidden_BTD.to(precise))
-        row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
-        counts_BI1 = _find_members(row, sequence).sum(-1, keepdim=True).clamp(min=1)
+        counts_BI1 = _find_members(sequence.full_sequence, sequence).sum(-1, keepdim=True).clamp(min=1)
         means_BID = (sums_BID / counts_BI1).to(hidden_BTD.dtype)
         return means_BID.flatten(0, 1)[index_M]
 

@@ -14,7 +14,7 @@ from megatfm.layers.initialisation import Constant, make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.ops.contrastive import ONE_RANK, LossOptions, Ring, contrastive_loss, retrieval_ranks
+from megatfm.ops.contrastive import ONE_RANK, LossOptions, Ring, compute_retrieval_ranks, contrastive_loss
 from megatfm.ops.transfer import move_to_device
 
 # B batch, T tokens, M documents of all rows, D width of a tower, W width of a feature
@@ -71,7 +71,7 @@ class FeatureHead(nn.Module):
 def boundary_tokens(sequence: SequenceMetadata, *, last: bool) -> Tensor:
     """Return indices [M], counted over all rows, of the first tokens of documents, or of their last ones."""
     host = sequence.on_host()
-    row = host.full_sequence if isinstance(host, SequenceShard) else host
+    row = host.full_sequence
     chosen_BT = row.positions == 0
     if last and row.documents is None:  # each row is one document
         chosen_BT = torch.arange(chosen_BT.shape[1]).expand_as(chosen_BT) == chosen_BT.shape[1] - 1
@@ -98,8 +98,7 @@ def check_pairs(images: SequenceMetadata, captions: SequenceMetadata) -> None:
 
 def _n_documents(sequence: SequenceMetadata) -> Tensor:
     """Return the number of documents [B] of the full rows, on the host."""
-    host = sequence.on_host()
-    row = host.full_sequence if isinstance(host, SequenceShard) else host
+    row = sequence.on_host().full_sequence
     return torch.ones(len(row.positions)) if row.documents is None else row.documents.amax(1) + 1
 
 
@@ -156,7 +155,7 @@ class ContrastiveLoss(nn.Module):
         loss = contrastive_loss(images_MW, texts_MW, scale, bias, LossOptions(self.kind, ring))
         if captions_M is None:
             return {TERM: loss}
-        return {TERM: loss, **n_found(retrieval_ranks(images_MW, texts_MW, captions_M, ring))}
+        return {TERM: loss, **n_found(compute_retrieval_ranks(images_MW, texts_MW, captions_M, ring))}
 
 
 def n_found(ranks_M: Tensor, top: Sequence[int] = TOP) -> dict[str, Tensor]:

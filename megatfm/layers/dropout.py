@@ -37,9 +37,9 @@ class Dropout(nn.Module):
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """Return int64 [B, T]. Raises UsageError for a batch without random keys."""
-        return keyed.token_keys(rng_keys_of(sequence, self.purpose), self.site, sequence.indices)
+        return keyed.make_token_keys(require_rng_keys(sequence, self.purpose), self.site, sequence.indices)
 
-    def head_rng_keys(
+    def make_head_rng_keys(
         self, sequence: SequenceMetadata, n_heads: int, shard_index: int | None = None
     ) -> Tensor | None:
         """Return int64 [B, N, T] for attention probabilities; None if inactive. shard_index: overrides the module's."""
@@ -63,20 +63,20 @@ class DropPath(nn.Module):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.training or sequence.skip_rate is None:
             return x_BTD
-        draws_BT1 = keyed.uniform(self.token_rng_keys(sequence), 1)
+        draws_BT1 = keyed.draw_uniform(self.token_rng_keys(sequence), 1)
         scale_BT1 = (draws_BT1 >= sequence.skip_rate) / (1 - sequence.skip_rate)
         return x_BTD * scale_BT1.to(x_BTD.dtype)
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """Return int64 [B, T], the same key for all tokens of a row, or of an image; its first image has the row's."""
-        keys_B = keyed.fold_in(rng_keys_of(sequence, "stochastic depth"), self.site)
+        keys_B = keyed.fold_in(require_rng_keys(sequence, "stochastic depth"), self.site)
         keys_BT = keys_B[:, None].expand(sequence.positions.shape)
         if (images_BT := sequence.image_numbers) is None:
             return keys_BT
         return keys_BT.where(images_BT <= 0, keyed.fold_in(keys_BT, images_BT))
 
 
-def rng_keys_of(sequence: SequenceMetadata, purpose: str) -> Tensor:
+def require_rng_keys(sequence: SequenceMetadata, purpose: str) -> Tensor:
     """Return the batch's random keys. purpose: what needs them. Raises UsageError if the batch has none."""
     if sequence.rng_keys is None:
         raise UsageError(

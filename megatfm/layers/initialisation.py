@@ -167,7 +167,7 @@ def initialise(model: nn.Module, seed: int) -> None:
         tensor.copy_(draw(init, seed, name, shape, (0,) * tensor.dim(), shape))
 
 
-def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
+def list_checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint stores, by name: parameters (tied ones once) and persistent buffers."""
     stored = model.state_dict(keep_vars=True).items()
     return {
@@ -319,7 +319,7 @@ def xavier(config: ModelConfig, stack: StackKind) -> Initialiser:
     return initial
 
 
-def deepnorm_constants(config: ModelConfig, stack: StackKind) -> tuple[float, float]:
+def compute_deepnorm_constants(config: ModelConfig, stack: StackKind) -> tuple[float, float]:
     """Return α, the factor on the residual stream, and β, the gain of initial weights (Wang et al. 2022, table 1)."""
     if config.family != "encoder_decoder":
         return (2 * config.n_layers) ** 0.25, (8 * config.n_layers) ** -0.25
@@ -332,7 +332,7 @@ def deepnorm_constants(config: ModelConfig, stack: StackKind) -> tuple[float, fl
 @INITIALISATIONS.register("deepnorm")
 def deepnorm(config: ModelConfig, stack: StackKind) -> Initialiser:
     """Xavier, with gain β for feed-forward, value and output projections."""
-    plain, beta = xavier(config, stack), deepnorm_constants(config, stack)[1]
+    plain, beta = xavier(config, stack), compute_deepnorm_constants(config, stack)[1]
 
     def initial(role: Role, d_in: int, d_out: int) -> InitDistribution:
         if role in ("value", "out", "ffn_in", "ffn_gate", "ffn_out"):

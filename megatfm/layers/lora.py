@@ -26,7 +26,7 @@ def is_factor(name: str) -> bool:
     return name.endswith((".lora.a.weight", ".lora.b.weight", "_lora_a", "_lora_b"))
 
 
-def factor_names(weight: str) -> tuple[str, str]:
+def name_factors(weight: str) -> tuple[str, str]:
     """Return the names of A and B beside a weight; for a weight that can have none, names that no parameter has."""
     if weight.endswith(".weight"):
         path = weight.removesuffix(".weight")
@@ -71,7 +71,7 @@ def add_lora(model: nn.Module, options: LoRAConfig) -> None:
 
     Raises UsageError for a pattern that matches nothing, or something that can't have an adapter.
     """
-    chosen = lora_targets(model, options.targets)
+    chosen = find_lora_targets(model, options.targets)
     for path, module in chosen.items():
         if isinstance(module, Experts):
             module.add_lora(path.rpartition(".")[2], options.rank, options.alpha / options.rank)
@@ -91,13 +91,13 @@ def add_lora(model: nn.Module, options: LoRAConfig) -> None:
         parameter.requires_grad_(is_trained or is_factor(name))
 
 
-def lora_targets(model: nn.Module, patterns: Sequence[str]) -> dict[str, Linear | Experts]:
+def find_lora_targets(model: nn.Module, patterns: Sequence[str]) -> dict[str, Linear | Experts]:
     """Return the matrices that patterns choose, by path; without patterns, the linear layers of all blocks.
 
     The values are the modules: a linear layer, or the experts in which the path's last part names stacked matrices.
     Raises UsageError as `add_lora` does.
     """
-    matrices = adaptable_matrices(model)
+    matrices = list_adaptable_matrices(model)
     in_blocks = {path: module for path, module in matrices.items() if ".layers." in f".{path}."}
     if not patterns:
         linears = {path: module for path, module in in_blocks.items() if isinstance(module, Linear)}
@@ -115,8 +115,8 @@ def lora_targets(model: nn.Module, patterns: Sequence[str]) -> dict[str, Linear 
     return {path: module for path, module in matrices.items() if path in chosen}
 
 
-def adaptable_matrices(model: nn.Module) -> dict[str, Linear | Experts]:
-    """Return the modules of all matrices that an adapter can go beside, by the matrix's path; see `lora_targets`."""
+def list_adaptable_matrices(model: nn.Module) -> dict[str, Linear | Experts]:
+    """Return the modules of all matrices that can have an adapter, by the matrix's path; see `find_lora_targets`."""
     matrices: dict[str, Linear | Experts] = {}
     for path, module in model.named_modules():
         if isinstance(module, Linear):
@@ -171,7 +171,7 @@ def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]
     """Return a model's tensors by name with W + scale · B A in place of W, A and B; the product in float64."""
     merged = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     for name, weight in merged.items():
-        a, b = (tensors.get(factor) for factor in factor_names(name))
+        a, b = (tensors.get(factor) for factor in name_factors(name))
         if a is not None and b is not None:
             merged[name] = (weight.double() + b.double() @ a.double() * scale).to(weight.dtype)
     return merged

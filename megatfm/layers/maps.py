@@ -54,7 +54,7 @@ class MapSequence(SequenceMetadata):
 
         previous: the map size of the previous stage; None: this one.
         """
-        index_S = self.downsampled_indices(size)
+        index_S = self.find_downsampled_indices(size)
         rows, area = len(self.positions), prod(size)
         positions_S = torch.arange(area, device=index_S.device).repeat(self.images_per_row)
         documents = None if self.documents is None else self.documents[:, index_S]
@@ -62,7 +62,7 @@ class MapSequence(SequenceMetadata):
         smaller.previous_size, smaller.first_size = previous or self.size, self.first_size
         return smaller
 
-    def downsampled_indices(self, size: MapSize) -> Tensor:
+    def find_downsampled_indices(self, size: MapSize) -> Tensor:
         """Return for each token of a smaller map the index of the first token that it covers here, int64 [S]."""
         return self.cached(("downsampled indices", size), lambda: self._find_downsampled(size))
 
@@ -93,7 +93,7 @@ def to_rows(x_IHWD: Tensor, rows: int) -> Tensor:
     return x_IHWD.reshape(rows, -1, x_IHWD.shape[-1])
 
 
-def map_size(grid_BT4: Tensor | None, default: MapSize) -> MapSize:
+def find_map_size(grid_BT4: Tensor | None, default: MapSize) -> MapSize:
     """Return the map size of a batch's images from its field `grid`; the default for a batch without it.
 
     Ignores padding, whose grid is (0, 0, 1, 1). Raises UsageError for images of several sizes.

@@ -16,9 +16,9 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, make_initialiser
 from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
-from megatfm.layers.preference import PairFields, PairSums, Preference, preference_terms
+from megatfm.layers.preference import PairFields, PairSums, Preference, compute_preference_terms
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy
-from megatfm.ops.transfer import move_to_device, to_host, true_places
+from megatfm.ops.transfer import find_true_indices, move_to_device, to_host
 from megatfm.registry import Registry
 
 # B batch, T tokens, M tokens with targets, D model width, E embedding width, V vocabulary, C classes
@@ -28,7 +28,7 @@ DEFAULT_MASKED_FRACTION = 0.15
 """Default share of masked tokens, the only ones that a sparse head computes."""
 
 
-def predicted_tokens(tokens: TokenCounts) -> TokenCounts:
+def count_predicted_tokens(tokens: TokenCounts) -> TokenCounts:
     """Return the tokens that a sparse head computes: those with targets, or a default share of all."""
     fraction = DEFAULT_MASKED_FRACTION if tokens.target_fraction is None else tokens.target_fraction
     return tokens.with_count(tokens.n * fraction)
@@ -37,9 +37,9 @@ def predicted_tokens(tokens: TokenCounts) -> TokenCounts:
 class CrossEntropy(nn.Module):
     """Summed cross-entropy of hidden vectors; tensor parallelism replaces it by a vocabulary-parallel loss."""
 
-    def __init__(self, variant: LogitOptions) -> None:
+    def __init__(self, options: LogitOptions) -> None:
         super().__init__()
-        self.variant = variant
+        self.options = options
 
     def forward(
         self,
@@ -51,9 +51,9 @@ class CrossEntropy(nn.Module):
         weights_M: Tensor | None = None,
     ) -> Tensor:
         """Return the sum. losses_M: filled with the tokens' losses. weights_M: their factors."""
-        variant = self.variant if self.training else replace(self.variant, smoothing=0.0)
+        options = self.options if self.training else replace(self.options, smoothing=0.0)
         return cross_entropy(
-            hidden_ME, weight_VE, targets_M, bias_V, variant, losses_M=losses_M, weights_M=weights_M
+            hidden_ME, weight_VE, targets_M, bias_V, options, losses_M=losses_M, weights_M=weights_M
         )
 
 
@@ -71,7 +71,7 @@ class RowLossRecorder:
         self._calls.append((targets_BT, indices_M, losses_M))
         return losses_M
 
-    def row_losses(self, targets_BT: Tensor) -> Tensor | None:
+    def sum_losses_by_row(self, targets_BT: Tensor) -> Tensor | None:
         """Return the summed losses [B] of the call with these targets, in float64; None if there was none."""
         for recorded_BT, indices_M, losses_M in self._calls:
             if recorded_BT.data_ptr() == targets_BT.data_ptr():
@@ -135,7 +135,7 @@ class LMHead(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of the tokens that are computed; a tied output matrix counts here, too."""
-        return default_cost(self, predicted_tokens(tokens) if self.sparse else tokens)
+        return default_cost(self, count_predicted_tokens(tokens) if self.sparse else tokens)
 
     def forward(
         self,
@@ -148,7 +148,7 @@ class LMHead(nn.Module):
         if targets_BT is None:
             hidden = hidden_BTD
             if token_mask_BT is not None:
-                hidden = hidden_BTD[true_places(to_host(token_mask_BT), hidden_BTD.device)]
+                hidden = hidden_BTD[find_true_indices(to_host(token_mask_BT), hidden_BTD.device)]
             logits = F.linear(self._transform_and_scale(hidden), self.weight, self.bias)
             return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
         hidden_MD, targets_M, indices_M = hidden_BTD.flatten(0, 1), targets_BT.flatten(), None
@@ -162,7 +162,7 @@ class LMHead(nn.Module):
         loss_dtype = torch.promote_types(hidden_ME.dtype, torch.float32)
         if pairs is not None:
             loss = partial(self.loss, hidden_ME, self.weight, targets_M, self.bias)
-            return preference_terms(loss, self.pair_sums, pairs, self.preference, loss_dtype)
+            return compute_preference_terms(loss, self.pair_sums, pairs, self.preference, loss_dtype)
         if self.recorder is None:
             return self.loss(hidden_ME, self.weight, targets_M, self.bias)
         losses_M = self.recorder.new_losses(targets_BT, indices_M, loss_dtype)
@@ -212,7 +212,7 @@ class SentenceHead(nn.Module):
         """Return the logits [B, C] of each row's first token, or, given targets, the summed cross-entropy."""
         if targets_BT is None:
             return self.classifier(self.pool(hidden_BTD[:, 0]))
-        rows_M, columns_M = true_places(to_host(targets_BT) != IGNORE, targets_BT.device)
+        rows_M, columns_M = find_true_indices(to_host(targets_BT) != IGNORE, targets_BT.device)
         logits_MC = self.classifier(self.pool(hidden_BTD[rows_M, columns_M]))
         loss_dtype = torch.promote_types(logits_MC.dtype, torch.float32)
         return F.cross_entropy(logits_MC.to(loss_dtype), targets_BT[rows_M, columns_M], reduction="sum")
@@ -272,7 +272,7 @@ class SpanBoundaryHead(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of the masked tokens."""
-        return default_cost(self, predicted_tokens(tokens))
+        return default_cost(self, count_predicted_tokens(tokens))
 
     def forward(
         self,
@@ -288,7 +288,7 @@ class SpanBoundaryHead(nn.Module):
         left, right: distances to the tokens around the span; 0: not masked. row_left, row_right: those of full rows, if
         the tokens are a shard of them.
         """
-        rows, columns = true_places(to_host(left_BT) > 0, left_BT.device)
+        rows, columns = find_true_indices(to_host(left_BT) > 0, left_BT.device)
         position_MP = self.positions((left_BT[rows, columns] - 1).clamp(max=MAX_SPAN_POSITIONS - 1))
         boundaries = self.around(hidden_BTD, left_BT, right_BT, row_left_BS, row_right_BS)
         inner_MD = self.norm1(F.gelu(self.dense1(torch.cat([*boundaries, position_MP], dim=-1))))
@@ -311,6 +311,6 @@ class SpanBoundaryGather(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden vectors [M, D] left and right of masked tokens' spans. Arguments: see
         `SpanBoundaryHead`."""
-        rows, columns = true_places(to_host(left_BT) > 0, left_BT.device)
+        rows, columns = find_true_indices(to_host(left_BT) > 0, left_BT.device)
         left_M, right_M = left_BT[rows, columns], right_BT[rows, columns]
         return hidden_BTD[rows, columns - left_M], hidden_BTD[rows, columns + right_M]

@@ -77,8 +77,7 @@ class PixelsHead(nn.Module):
         if (height * factor, width * factor) != (rows, columns):
             raise UsageError(
                 f"images of {rows} × {columns} patches of {side} pixels do not divide into squares of {side * factor} "
-                f"pixels, one for each token of the last map: set data.images.size to a multiple of "
-                f"{side * factor}"
+                f"pixels, one for each token of the last map: set data.images.size to a multiple of {side * factor}"
             )
         squares = pixels.unflatten(-1, (-1, factor, side, factor, side))
         squares = squares.unflatten(1, (-1, height, width))  # [B, images, h, w, C, rows, side, columns, side]

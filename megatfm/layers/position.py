@@ -102,7 +102,7 @@ SINUSOIDAL = POSITIONS.register("sinusoidal")(PositionEncoding(absolute=Sinusoid
 # Attention with linear biases (Press et al. 2022).
 
 
-def alibi_slopes(n_heads: int) -> tuple[float, ...]:
+def compute_alibi_slopes(n_heads: int) -> tuple[float, ...]:
     """Return slopes 2^(−8i/n) if n is a power of two.
 
     Otherwise the slopes of the next lower power, then every other slope of the next higher power.
@@ -122,7 +122,7 @@ class Alibi(nn.Module):
         super().__init__()
         self.slopes: Tensor
         self.register_buffer("slopes", torch.empty(config.attention.n_heads), persistent=False)
-        self.initial = {"slopes": FixedValues(alibi_slopes(config.attention.n_heads))}
+        self.initial = {"slopes": FixedValues(compute_alibi_slopes(config.attention.n_heads))}
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
         """Return biases by distance, [N, T + S − 1] (`SequenceMetadata.unique_relative_positions`)."""

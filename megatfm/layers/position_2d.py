@@ -20,7 +20,7 @@ SIDE = 2**16
 """Encodes (height, width) as height · SIDE + width; larger than any side in patches."""
 
 
-def grid_of(sequence: SequenceMetadata) -> Tensor:
+def require_grid(sequence: SequenceMetadata) -> Tensor:
     """Return the grid [B, T, 4]. Raises MegatfmError for a batch without it."""
     if sequence.grid is None:
         raise MegatfmError(
@@ -49,7 +49,7 @@ class LearnedPositions2d(nn.Module):
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         """Return [B, T, D]."""
-        grid_BT4 = grid_of(sequence)
+        grid_BT4 = require_grid(sequence)
         sizes_S = self._list_sizes(sequence)
         tables = [self._interpolate(*divmod(size, SIDE)) for size in sizes_S.tolist()]
         table_starts = torch.tensor([0, *(len(table) for table in tables)]).cumsum(0)[:-1]
@@ -67,7 +67,7 @@ class LearnedPositions2d(nn.Module):
 
     def _list_sizes(self, sequence: SequenceMetadata) -> Tensor:
         """Return the distinct image sizes of the batch, height · SIDE + width, int64 [S] ascending, on the host."""
-        height, width = to_host(grid_of(sequence))[..., 2:].long().unbind(-1)
+        height, width = to_host(require_grid(sequence))[..., 2:].long().unbind(-1)
         sizes = height * SIDE + width
         if sequence.documents is not None:
             sizes = sizes[to_host(sequence.documents) >= 0]
@@ -101,7 +101,7 @@ class SinusoidalPositions2d(nn.Module):
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         """Return float64 [B, T, D]."""
-        grid_BT4 = grid_of(sequence)
+        grid_BT4 = require_grid(sequence)
         rates = compute_frequencies(self.width // 2, 10_000.0, grid_BT4.device)
         column_BTQ, row_BTQ = (grid_BT4[..., i, None].double() * rates for i in (1, 0))
         waves = (column_BTQ.sin(), column_BTQ.cos(), row_BTQ.sin(), row_BTQ.cos())
@@ -130,7 +130,7 @@ class Rope2d(nn.Module):
 
     def _make_table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [B, 1, T, H/2], computed from float64 angles."""
-        grid_BT4 = grid_of(sequence)
+        grid_BT4 = require_grid(sequence)
         at_BT2, size_BT2 = grid_BT4[..., :2].double(), grid_BT4[..., 2:].double()
         if self.normalized:
             at_BT2 = 2 * math.pi * (2 * (at_BT2 + 0.5) / size_BT2 - 1)

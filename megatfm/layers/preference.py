@@ -63,7 +63,7 @@ class Preference:
     label_smoothing: float = 0.0
 
 
-def preference_terms(
+def compute_preference_terms(
     token_loss: TokenLoss,
     sum_over_ranks: Callable[[Tensor], Tensor],
     pairs: PairFields,

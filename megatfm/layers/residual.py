@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.dropout import Dropout, DropPath
-from megatfm.layers.initialisation import Constant, StackKind, deepnorm_constants
+from megatfm.layers.initialisation import Constant, StackKind, compute_deepnorm_constants
 from megatfm.layers.norm import make_norm
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.registry import Registry
@@ -132,7 +132,7 @@ class DeepNorm(PostNorm):
 
     def __init__(self, config: ModelConfig, site: str, stack: StackKind) -> None:
         super().__init__(config, site, stack)
-        self.alpha = deepnorm_constants(config, stack)[0]
+        self.alpha = compute_deepnorm_constants(config, stack)[0]
 
     def add(self, x_BTD: Tensor, y_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         return self.norm(self.alpha * x_BTD + self.branch(y_BTD, sequence))

@@ -19,7 +19,7 @@ def compute_frequencies(head_dim: int, theta: float, device: torch.device | None
     return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
 
 
-def rotary_table(positions_BT: Tensor, frequencies_H: Tensor) -> tuple[Tensor, Tensor]:
+def compute_rotary_table(positions_BT: Tensor, frequencies_H: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of position · frequency, float64 [B, 1, T, H/2].
 
     In float32 the angle at position 10⁶ would be wrong by a tenth of a radian.
@@ -56,12 +56,12 @@ class Rope(nn.Module):
     def _make_table(self, sequence: SequenceMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute the table for all layers, converted once to the dtype in which they rotate."""
         positions = sequence.positions
-        angles, factor = scaled_frequencies(self.width, self.theta, self.scaling, positions.device)
-        cos, sin = rotary_table(positions, angles)
+        angles, factor = compute_scaled_frequencies(self.width, self.theta, self.scaling, positions.device)
+        cos, sin = compute_rotary_table(positions, angles)
         return (cos * factor).to(dtype), (sin * factor).to(dtype)
 
 
-def scaled_frequencies(
+def compute_scaled_frequencies(
     width: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
 ) -> tuple[Tensor, float]:
     """Return scaled angles per position, float64 [H/2], and the factor on rotated queries and keys."""

@@ -38,7 +38,7 @@ class SequenceMetadata:
     past: number of tokens in the key-value cache before these; past_documents: int64 [B, past], their documents.
     memory: metadata of the encoder's tokens, for cross-attention.
     cu_seqlens: int32 [C + 1], starts of documents in the concatenated rows
-    (`megatfm.ops.attention.varlen.cu_seqlens_from_documents`), for varlen kernels.
+    (`megatfm.ops.attention.varlen.compute_cu_seqlens`), for varlen kernels.
     grid: int32 [B, T, 4], row, column, height and width of each patch in its image's grid; special tokens have row −1
     and their index as the column. None: no images.
     masked: bool [B, T], patches that the embedding replaces by its mask token.
@@ -101,9 +101,8 @@ class SequenceMetadata:
             return layer
         if n_compiled_layers:
             depths = torch.arange(1, n_compiled_layers + 1, device=keys_B.device)[:, None]
-            layer.rng_keys = self.cached(("rng keys of", n_compiled_layers), lambda: fold_in(keys_B, depths))[
-                depth
-            ]
+            keys_of_layers = self.cached(("rng keys of", n_compiled_layers), lambda: fold_in(keys_B, depths))
+            layer.rng_keys = keys_of_layers[depth]
         else:
             layer._depth = depth
         return layer
@@ -134,7 +133,7 @@ class SequenceMetadata:
         host.memory = None if self.memory is None else self.memory.on_host()
         return host
 
-    def initial_tokens_end(self, count: int) -> int:
+    def find_initial_tokens_end(self, count: int) -> int:
         """Return the smallest n such that the first n tokens of a row contain the first `count` of each document."""
         if self.document_ids() is None:
             return count
@@ -151,9 +150,8 @@ class SequenceMetadata:
         """Select values of the tokens that the cache still has, along the last dim [past + T]."""
         if not self.n_initial_kept:
             return values[..., self.n_evicted :]
-        return torch.cat(
-            [values[..., : self.n_initial_kept], values[..., self.n_initial_kept + self.n_evicted :]], -1
-        )
+        last = self.n_initial_kept + self.n_evicted
+        return torch.cat([values[..., : self.n_initial_kept], values[..., last:]], -1)
 
     @property
     def length(self) -> int:
@@ -163,21 +161,25 @@ class SequenceMetadata:
     @property
     def is_full_sequence(self) -> bool:
         """Whether these are all tokens of their rows; false for a `SequenceShard`."""
-        return True
+        return self.full_sequence is self
+
+    @property
+    def full_sequence(self) -> "SequenceMetadata":
+        """Metadata of the full rows: itself, except for a `SequenceShard`."""
+        return self
 
     @property
     def indices(self) -> Tensor:
         """Token indices [T] in their rows."""
-        return self.cached(
-            "indices", lambda: torch.arange(self.cached_length, self.length, device=self.positions.device)
-        )
+        device = self.positions.device
+        return self.cached("indices", lambda: torch.arange(self.cached_length, self.length, device=device))
 
     @property
     def key_indices(self) -> Tensor:
         """Token indices [S] of all keys, cached ones included."""
+        device = self.positions.device
         return self.cached(
-            "key indices",
-            lambda: self._select_cached(torch.arange(self.length, device=self.positions.device)),
+            "key indices", lambda: self._select_cached(torch.arange(self.length, device=device))
         )
 
     @property
@@ -196,14 +198,9 @@ class SequenceMetadata:
         return None if self.grid is None else self.documents
 
     @property
-    def full_non_padding_mask(self) -> Tensor:
-        """Non-padding tokens of the full sequence, [B, S]."""
-        return self.non_padding_mask
-
-    @property
     def max_documents_per_row(self) -> int:
         """Largest number of documents in a full row; 1 for unpacked rows."""
-        documents = self.documents
+        documents = self.full_sequence.documents
         if documents is None:
             return 1
         return self.cached("most documents", lambda: max(int(to_host(documents).max()) + 1, 1))
@@ -238,9 +235,8 @@ class SequenceMetadata:
         """Return each distance key − query once, int64 [T + S − 1] (`megatfm.ops.attention.relative_bias`)."""
         queries, keys = self.indices, self.key_indices
         first, count = self.n_evicted - self.length + 1, len(queries) + len(keys) - 1
-        return self.cached(
-            "distances once", lambda: torch.arange(first, first + count, device=queries.device)
-        )
+        last = first + count
+        return self.cached("distances once", lambda: torch.arange(first, last, device=queries.device))
 
     def relative_positions(self, rows: slice = ALL_QUERIES) -> Tensor:
         """Return key − query in tokens, int64 [T, S]. rows: a slice of the queries."""

@@ -28,16 +28,12 @@ class SequenceShard(SequenceMetadata):
             memory=memory,
             grid=None if full_sequence.grid is None else full_sequence.grid[:, token_indices],
         )
-        self.full_sequence, self.token_indices = full_sequence, token_indices
+        self._full_sequence, self.token_indices = full_sequence, token_indices
         self.key_token_indices: Tensor | None = None
 
     @property
-    def full_non_padding_mask(self) -> Tensor:
-        return self.full_sequence.non_padding_mask
-
-    @property
-    def max_documents_per_row(self) -> int:
-        return self.full_sequence.max_documents_per_row
+    def full_sequence(self) -> SequenceMetadata:
+        return self._full_sequence
 
     def _on_host(self) -> SequenceMetadata:
         memory = None if self.memory is None else self.memory.on_host()
@@ -45,7 +41,7 @@ class SequenceShard(SequenceMetadata):
         host.key_token_indices = None if self.key_token_indices is None else to_host(self.key_token_indices)
         return host
 
-    def full_row(self) -> SequenceMetadata:
+    def make_full_row(self) -> SequenceMetadata:
         """Return the full sequence with this layer's random keys."""
         row = copy.copy(self.full_sequence)
         row.rng_keys = self.rng_keys
@@ -70,10 +66,6 @@ class SequenceShard(SequenceMetadata):
         return self.full_sequence.length
 
     @property
-    def is_full_sequence(self) -> bool:
-        return False
-
-    @property
     def indices(self) -> Tensor:
         return self.token_indices
 
@@ -94,9 +86,7 @@ class SequenceShard(SequenceMetadata):
         ids = self.full_sequence.document_ids()
         if of_memory:
             assert self.memory is not None
-            keys = self.memory.documents
-            if isinstance(self.memory, SequenceShard):
-                keys = self.memory.full_sequence.documents
+            keys = self.memory.full_sequence.documents
             return None if keys is None else (self._documents(), keys)
         if ids is None:
             return None

@@ -17,7 +17,6 @@ from megatfm.layers.linear import Embedding, Linear
 from megatfm.layers.norm import make_norm
 from megatfm.layers.output_head import HEADS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.ops import keyed_random as keyed
 from megatfm.ops.cross_entropy import IGNORE
 
@@ -265,8 +264,8 @@ class SpanExtractionHead(TaskHead):
         scores_NC = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))
         row_marks = marks if full_marks is None else full_marks
         scores_BSC = self.row_scores(scores_NC.view(*marks.shape, 2), row_marks.shape[1], token_indices)
-        row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
-        row_documents = torch.zeros_like(row_marks) if row.documents is None else row.documents
+        documents = sequence.full_sequence.documents
+        row_documents = torch.zeros_like(row_marks) if documents is None else documents
         rows_M, columns_M = (examples >= 0).nonzero(as_tuple=True)
         first_M = columns_M if token_indices is None else token_indices[columns_M]
         text_MS = row_documents[rows_M] == row_documents[rows_M, first_M][:, None]

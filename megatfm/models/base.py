@@ -4,7 +4,7 @@ Also the dtype of loaded weights, and muP's learning rate factors.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class Output(NamedTuple):
 
 
 class Model(nn.Module):
-    """Base class of model families. Subclasses define the modules, `split_points`, `forward` and `stage`.
+    """Base class of model families. Subclasses define the modules, `split_points` and `forward`.
 
     Call `add_heads` and `accept` in the constructor, and `read` at the start of `forward`.
     """
@@ -63,10 +63,15 @@ class Model(nn.Module):
     cp_plan = "local"
 
     split_points: Sequence[SplitPoint]
+    stacks: Sequence[str] = ("encoder", "decoder")
+    """Attributes that hold the model's stacks, which pipeline stages divide; a family may lack some."""
+    head_split_point = "head"
+    """Name of the split point that runs the model's own head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.runs_head = True
         self.extra_heads: list[str] = []
         self.accepted: frozenset[str] = frozenset()
         self.target_fields: tuple[tuple[str, ...], ...] = (("targets",),)
@@ -86,38 +91,45 @@ class Model(nn.Module):
         """
         head_fields = [tuple(getattr(self, name).reads) for name in self.extra_heads]
         self.target_fields = (*((name,) for name in targets), *head_fields)
-        optional = {
-            field for name in self.extra_heads for field in getattr(getattr(self, name), "may_read", ())
+        known_fields = {*fields, *(name for names in self.target_fields for name in names)}
+        for name in self.extra_heads:
+            known_fields |= {*getattr(getattr(self, name), "may_read", ())}
+        sides = {get_side_prefix(name) for name in known_fields}
+        full = {
+            f"{get_side_prefix(name)}full_row_{name.removeprefix(get_side_prefix(name))}"
+            for name in known_fields
         }
-        known_fields = {*fields, *optional, *(name for names in self.target_fields for name in names)}
-        sides = {side_of(name) for name in known_fields}
-        full = {f"{side_of(name)}full_row_{name.removeprefix(side_of(name))}" for name in known_fields}
         self.accepted = frozenset(known_fields | full | {f"{side}token_indices" for side in sides} | {"keys"})
 
     def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
         """Return the fields that are not None. Raises TypeError for a field that the model does not read."""
         batch = {name: field for name, field in fields.items() if field is not None}
         for name in batch.keys() - self.accepted:
-            names = [
-                name
-                for name in sorted(self.accepted)
-                if "full_row_" not in name and "token_indices" not in name
-            ]
-            suggestion = OTHER_NAMES.get(name, "")
-            hint = (
-                f" (did you mean {suggestion!r}?)"
-                if suggestion in self.accepted
-                else did_you_mean(name, names)
-            )
+            hidden = ("full_row_", "token_indices")  # context parallelism's
+            names = [field for field in sorted(self.accepted) if not any(part in field for part in hidden)]
+            hint = did_you_mean(name, names)
+            if (suggestion := OTHER_NAMES.get(name, "")) in self.accepted:
+                hint = f" (did you mean {suggestion!r}?)"
             raise TypeError(
                 f"a model of model.family = {self.config.family!r} does not read {name!r}{hint}; this one reads "
                 f"{', '.join(names)}: leave {name!r} out"
             )
         return batch
 
-    def new_layers(self) -> list[Tensor] | None:
+    def make_layer_list(self) -> list[Tensor] | None:
         """Return an empty list to collect the layers' outputs if a head reads several layers, else None."""
         return [] if any(getattr(getattr(self, name), "layers", ()) for name in self.extra_heads) else None
+
+    def stage(self, names: Collection[str]) -> Self:
+        """Return a view that runs these split points only, for a pipeline stage."""
+        view = view_of(self)
+        for path in self.stacks:
+            stack: Any = getattr(self, path, None)
+            if stack is not None:
+                setattr(view, path, stack.stage(names_below(path, names)))
+        view.runs_head = self.head_split_point in names
+        view.extra_heads = [name for name in self.extra_heads if name in names]
+        return view
 
     def has_targets(self, batch: Mapping[str, Tensor]) -> bool:
         """Return whether the batch has targets of any head. If so, the model returns losses, otherwise predictions."""
@@ -136,7 +148,7 @@ class Model(nn.Module):
         """Run the additional heads and return the output: losses if the batch has targets, else predictions.
 
         hidden_BTD: a tensor; None in a pipeline stage before it is computed. carry: see Output. sequence: for heads
-        with `takes_sequence`. layers: see `new_layers`.
+        with `takes_sequence`. layers: see `make_layer_list`.
         """
         has_targets, predictions = self.has_targets(batch), dict[str, Tensor]()
         for name in self.extra_heads:
@@ -169,7 +181,7 @@ def require_field(batch: Mapping[str, Tensor], name: str) -> Tensor:
     return batch[name]
 
 
-def targets_of(config: ModelConfig) -> tuple[str, ...]:
+def list_target_fields(config: ModelConfig) -> tuple[str, ...]:
     """Return the target fields of the language model head."""
     return () if config.lm_head.name == "none" else ("targets",)
 
@@ -183,7 +195,7 @@ def sequence_fields(config: ModelConfig) -> tuple[str, ...]:
     return ("positions", "documents", "cu_seqlens", *segments, *grid, *masked)
 
 
-def side_of(field: str) -> str:
+def get_side_prefix(field: str) -> str:
     """Return the prefix of a field's name: "encoder_" for the encoder's fields in two-sided models, else ""."""
     return "encoder_" if field.startswith("encoder_") else ""
 
@@ -221,7 +233,7 @@ def unpack(block: nn.Module, result: Any, losses: Mapping[str, Tensor]) -> tuple
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 
-def working_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
+def choose_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
     """Return the dtype for a loaded model's parameters: the requested one; "auto": the stored one, at most float32.
 
     Raises UsageError for an unknown dtype.
@@ -234,12 +246,12 @@ def working_dtype(requested: str | torch.dtype, stored: torch.dtype) -> torch.dt
     return dtype
 
 
-def take(target: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def convert_loaded(target: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a loaded tensor: parameters to `dtype`, buffers to the target's dtype."""
     return value.to(dtype if isinstance(target, nn.Parameter) else target.dtype)
 
 
-def lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
+def compute_lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
     """Return muP's factors on the learning rate by parameter name; missing names have factor 1.
 
     Under muP with Adam, matrices whose inputs grow with the width have factor base_width / d_model (Yang et al. 2022,

@@ -18,8 +18,8 @@ from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fie
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.keyed_random import fold_in, token_keys, uniform
-from megatfm.ops.transfer import move_to_device, to_host, true_places
+from megatfm.ops.keyed_random import draw_uniform, fold_in, make_token_keys
+from megatfm.ops.transfer import find_true_indices, move_to_device, to_host
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, M masked tokens, D model width, V vocabulary
@@ -34,17 +34,14 @@ class Electra(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        embedding, smaller = InputEmbedding(config, "encoder"), generator_config(config)
+        embedding, smaller = InputEmbedding(config, "encoder"), make_generator_config(config)
         self.discriminator = Discriminator(config, embedding=embedding)
         self.generator = Encoder(
             smaller, embedding=InputEmbedding(smaller, "encoder", shared=embedding, share_positions=True)
         )
         self.accept("tokens", "original", *sequence_fields(config))
-        corrupted, generator, discriminator = (
-            ("corrupted_tokens",),
-            self.generator.encoder,
-            self.discriminator.encoder,
-        )
+        generator, discriminator = self.generator.encoder, self.discriminator.encoder
+        corrupted = ("corrupted_tokens",)
         assert generator is not None  # as in every whole model
         assert discriminator is not None
         self.split_points = [
@@ -100,20 +97,16 @@ class Electra(Model):
                 )
             if self.generator.runs_head and self.generator.head is not None:
                 losses["generator"] = self.generator.head(generator_hidden, targets)
-                rng_keys_BT = token_keys(fold_in(keys, SAMPLING_SALT), 0, sequence.indices)
+                rng_keys_BT = make_token_keys(fold_in(keys, SAMPLING_SALT), 0, sequence.indices)
                 corrupted_tokens = _sample_replacements(
                     self.generator.head, generator_hidden, original, targets, rng_keys_BT
                 )
         if self.discriminator is not None:
             assert corrupted_tokens is not None  # sampled here, or by a stage before
-            discriminator_batch = {
-                name: field for name, field in batch.items() if name in self.discriminator.accepted
-            }
-            discriminator_batch |= {
-                "tokens": corrupted_tokens,
-                "replaced": _make_replaced_labels(batch, corrupted_tokens),
-            }
-            output = self.discriminator(**discriminator_batch, hidden=hidden)
+            accepted = {name: field for name, field in batch.items() if name in self.discriminator.accepted}
+            replaced = _make_replaced_labels(batch, corrupted_tokens)
+            accepted |= {"tokens": corrupted_tokens, "replaced": replaced}
+            output = self.discriminator(**accepted, hidden=hidden)
             hidden, losses = output.hidden, add_by_name(losses, output.losses or {})
         carry = {"generator_hidden": generator_hidden, "corrupted_tokens": corrupted_tokens}
         return self.output(batch, hidden, losses, carry=carry)
@@ -137,8 +130,8 @@ def _sample_replacements(
         masked = move_to_device(masked_on_host, original.device)
         logits_MV = head(hidden_BTD, token_mask_BT=masked)
         # Gumbel's trick: the largest of logit − ln(−ln u) is a sample of the softmax.
-        keys_M = rng_keys_BT[true_places(masked_on_host, original.device)]
-        noise_MV = -torch.log(-torch.log(uniform(keys_M, logits_MV.shape[-1])))
+        keys_M = rng_keys_BT[find_true_indices(masked_on_host, original.device)]
+        noise_MV = -torch.log(-torch.log(draw_uniform(keys_M, logits_MV.shape[-1])))
         return original.masked_scatter(masked, (logits_MV.double() + noise_MV).argmax(-1))
 
 
@@ -157,6 +150,7 @@ class Discriminator(Model):
     """
 
     tp_plan = (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated"))
+    head_split_point = "verdict"
 
     encoder: Stack | None
 
@@ -208,14 +202,6 @@ class Discriminator(Model):
                 losses["discriminator"], logits = _compute_detection_loss(logits, replaced), None
         return self.output(batch, x_BTD, losses, logits)
 
-    def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
-        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
-        view.runs_head = "verdict" in names
-        view.extra_heads = [name for name in self.extra_heads if name in names]
-        return view
-
 
 def _compute_detection_loss(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
     """Return the summed binary cross-entropy of log-odds; labels of −100 do not count."""
@@ -225,7 +211,7 @@ def _compute_detection_loss(logits_BT: Tensor, replaced_BT: Tensor) -> Tensor:
     return (losses_BT * (replaced_BT != IGNORE)).sum()
 
 
-def generator_config(config: ModelConfig) -> ModelConfig:
+def make_generator_config(config: ModelConfig) -> ModelConfig:
     """Return the generator's config, as that of an encoder. Raises UsageError without `model.generator`."""
     if config.generator is None:
         raise UsageError("model.family = 'electra' needs model.generator")

@@ -17,7 +17,7 @@ from megatfm.ops.fp8 import ALIGNMENT, fp8_linear
 BLOCK = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?P<index>\d+)\.")
 
 
-def fp8_linears(model: nn.Module) -> dict[str, Linear]:
+def find_fp8_linears(model: nn.Module) -> dict[str, Linear]:
     """Return the linear layers to run in fp8, by path. Call it before the model is sharded or split into stages."""
     linears: dict[str, tuple[str, int, Linear]] = {}
     for path, module in model.named_modules():
@@ -35,7 +35,7 @@ def fp8_linears(model: nn.Module) -> dict[str, Linear]:
 
 def convert_to_fp8(model: nn.Module, *, rowwise: bool) -> dict[str, Linear]:
     """Convert the model's fp8 layers, and return them by path. Raises UsageError if there are none."""
-    linears = fp8_linears(model)
+    linears = find_fp8_linears(model)
     if not linears:
         raise UsageError(
             "train.precision = 'fp8' multiplies in the blocks between a stack's first and last, in matrices whose dims "
@@ -58,9 +58,8 @@ def check_sharded_shapes(
         part, shape = tuple(matrix.weight.shape), tuple(full_shapes[f"{path}.weight"])
         if part == shape:
             raise UsageError(
-                f"train.precision = 'fp8': {path} is replicated on parallel.tp = {ranks} ranks, so that its "
-                "partial gradients would be rounded: take a parallel.tp that divides its heads, or "
-                "train.precision = 'bf16'"
+                f"train.precision = 'fp8': {path} is replicated on parallel.tp = {ranks} ranks, so that its partial "
+                "gradients would be rounded: take a parallel.tp that divides its heads, or train.precision = 'bf16'"
             )
         if any(dim % ALIGNMENT for dim in part):
             raise UsageError(

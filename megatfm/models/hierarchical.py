@@ -12,7 +12,7 @@ from megatfm.config import ModelConfig, PooledAttentionConfig, require_variant
 from megatfm.config.stages import StagesConfig
 from megatfm.errors import UsageError
 from megatfm.layers.embedding import InputEmbedding
-from megatfm.layers.maps import MapSequence, MapSize, map_size
+from megatfm.layers.maps import MapSequence, MapSize, find_map_size
 from megatfm.layers.norm import make_norm
 from megatfm.layers.patch_merging import PatchMerging
 from megatfm.layers.stage_blocks import PooledBlock, StageBlock
@@ -20,7 +20,6 @@ from megatfm.models.base import (
     MODELS,
     Model,
     Output,
-    names_below,
     require_field,
     sequence_fields,
     unpack,
@@ -43,13 +42,13 @@ class PyramidStack(nn.Module):
 
     def __init__(self, config: ModelConfig, embedding: InputEmbedding) -> None:
         super().__init__()
-        self.stages = stages_of(config)
+        self.stages = require_stages(config)
         self.embedding: InputEmbedding | None = embedding
         configs = [config.stage_config(stage) for stage in range(len(self.stages.layers))]
         self.widths = [stage_config.d_model for stage_config in configs]
         self.stage_of = [stage for stage, layers in enumerate(self.stages.layers) for _ in range(layers)]
         self.pools = isinstance(config.attention, PooledAttentionConfig)
-        blocks = pooled_blocks(config) if self.pools else plain_blocks(config)
+        blocks = make_pooled_blocks(config) if self.pools else make_plain_blocks(config)
         self.layers = nn.ModuleDict({str(depth): block for depth, block in enumerate(blocks)})
         self.merges = nn.ModuleDict()
         for stage, stage_config in enumerate(() if self.pools else configs[:-1]):
@@ -78,11 +77,8 @@ class PyramidStack(nn.Module):
 
     def _is_before_merge(self, depth: int) -> bool:
         """Whether patch merging follows the block at this depth."""
-        return (
-            not self.pools
-            and depth + 1 < len(self.stage_of)
-            and self.stage_of[depth + 1] != self.stage_of[depth]
-        )
+        is_last = depth + 1 == len(self.stage_of)
+        return not (self.pools or is_last) and self.stage_of[depth + 1] != self.stage_of[depth]
 
     def stage(self, names: Collection[str]) -> Self | None:
         """Return a view that runs these split points only (names relative to the stack); None if there are none."""
@@ -114,43 +110,40 @@ class PyramidStack(nn.Module):
     def _carry(self, stage: int, width: int | None = None) -> dict[str, CarrySpec]:
         """Return the spec of the hidden vectors carried after a stage. width: None: that of the stage."""
         width = width or self.widths[stage]
-        length_of = partial(self.row_length, stage) if stage else None
+        length_of = partial(self.compute_row_length, stage) if stage else None
         return {"hidden": CarrySpec("positions", width, length_of)}
 
-    def row_length(self, stage: int, batch: Mapping[str, Tensor]) -> int:
+    def compute_row_length(self, stage: int, batch: Mapping[str, Tensor]) -> int:
         """Return the number of tokens of a row in a stage."""
-        first, last = (prod(self.map_sizes(batch)[at]) for at in (0, stage))
+        first, last = (prod(self.compute_map_sizes(batch)[at]) for at in (0, stage))
         return batch["positions"].shape[1] // first * last
 
-    def map_sizes(self, batch: Mapping[str, Tensor]) -> list[MapSize]:
+    def compute_map_sizes(self, batch: Mapping[str, Tensor]) -> list[MapSize]:
         """Return the map size in each stage for a batch's images."""
-        grid = map_size(batch.get("grid"), self.stages.grid)
+        grid = find_map_size(batch.get("grid"), self.stages.grid)
         return [self.stages.map_at(stage, grid) for stage in range(len(self.widths))]
 
 
-def plain_blocks(config: ModelConfig) -> Iterator[nn.Module]:
+def make_plain_blocks(config: ModelConfig) -> Iterator[nn.Module]:
     """Yield the blocks of all stages, for models with patch merging."""
-    for stage in range(len(stages_of(config).layers)):
+    for stage in range(len(require_stages(config).layers)):
         stage_config = config.stage_config(stage)
         for depth in range(stage_config.n_layers):
             yield StageBlock(stage_config, depth, 0.25**stage)
 
 
-def pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
+def make_pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
     """Yield MViTv2's blocks; the first block of each later stage pools its queries, which shrinks the map."""
     options = require_variant(config.attention, PooledAttentionConfig, "model.attention")
-    stages = stages_of(config)
+    stages = require_stages(config)
     d_in, kv_stride = config.d_model, options.kv_stride
     for stage in range(len(stages.layers)):
         stage_config = config.stage_config(stage)
         kv_stride = max(kv_stride // 2, 1) if stage else kv_stride
         for depth in range(stage_config.n_layers):
             pools = bool(stage) and not depth
-            widens = (
-                options.widening == "ffn"
-                and depth + 1 == stage_config.n_layers
-                and stage + 1 < len(stages.layers)
-            )
+            ends_stage = depth + 1 == stage_config.n_layers and stage + 1 < len(stages.layers)
+            widens = options.widening == "ffn" and ends_stage
             d_out = stage_config.d_model * (2 if widens else 1)
             yield PooledBlock(
                 stage_config, d_in=d_in, d_out=d_out, stride=2 if pools else 1, kv_stride=kv_stride,
@@ -159,7 +152,7 @@ def pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
             d_in = d_out
 
 
-def stages_of(config: ModelConfig) -> StagesConfig:
+def require_stages(config: ModelConfig) -> StagesConfig:
     """Return the config of the stages. Raises UsageError without it."""
     if config.stages is None:
         raise UsageError(
@@ -179,8 +172,8 @@ class Hierarchical(Model):
         embedding = InputEmbedding(config, "encoder")
         self.encoder = PyramidStack(config, embedding)
         self.reads = embedding.reads
-        self.map_sizes = self.encoder.map_sizes
-        self.add_heads(None, config.stage_config(len(stages_of(config).layers) - 1))
+        self.compute_map_sizes = self.encoder.compute_map_sizes
+        self.add_heads(None, config.stage_config(len(require_stages(config).layers) - 1))
         self.accept(self.reads, *sequence_fields(config), targets=())
         self.split_points = [
             *self.encoder.split_points("encoder"),
@@ -204,7 +197,7 @@ class Hierarchical(Model):
         """
         batch = self.read(patches=patches, keys=keys, **fields)
         first = make_sequence(batch, self.reads, keys=keys)
-        sizes = self.map_sizes(batch)
+        sizes = self.compute_map_sizes(batch)
         maps = [MapSequence.from_sequence(first, sizes[0])]
         maps += [maps[0].downsampled(size, previous) for previous, size in pairwise(sizes)]
         x, losses = hidden, dict[str, Tensor]()
@@ -223,15 +216,8 @@ class Hierarchical(Model):
             if not getattr(head, "reads_first_map", False)
             for name in (*head.reads, *getattr(head, "may_read", ()))
         }
-        index_S, (rows, length) = maps[0].downsampled_indices(maps[-1].size), maps[0].positions.shape
+        index_S, (rows, length) = maps[0].find_downsampled_indices(maps[-1].size), maps[0].positions.shape
         return {
             name: values[:, index_S] if name in names and values.shape[:2] == (rows, length) else values
             for name, values in batch.items()
         }
-
-    def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
-        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
-        view.extra_heads = [name for name in self.extra_heads if name in names]
-        return view

@@ -4,9 +4,9 @@ Batch fields with the prefix "encoder_" hold the visible tokens only, the others
 token of the decoder its index among the image's visible tokens, −1 for masked patches.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.patch_embedding import make_normalisation
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
+from megatfm.models.base import MODELS, Model, Output, sequence_fields
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.split_points import SplitPoint
@@ -44,11 +43,11 @@ class Visible(NamedTuple):
     full_source_BT: Tensor | None
     sequence: SequenceMetadata
 
-    def memory_indices(self, sequence: SequenceMetadata) -> Tensor:
+    def find_memory_indices(self, sequence: SequenceMetadata) -> Tensor:
         """Return the index in the encoder's row of each token of the decoder's full rows, −1 for masked patches."""
         if self.full_source_BT is None:
             return _index_memory(self.source_BT, sequence, self.sequence)
-        host = (_get_full_sequence(side).on_host() for side in (sequence, self.sequence))
+        host = (side.full_sequence.on_host() for side in (sequence, self.sequence))
         return move_to_device(_index_memory(to_host(self.full_source_BT), *host), self.source_BT.device)
 
 
@@ -73,14 +72,10 @@ class VisibleTokens(nn.Module):
     ) -> Tensor:
         """Return [B, T, D]."""
         visible_BSD = self.projection(visible.memory_BSD)
-        at_BT = visible.memory_indices(sequence)
+        at_BT = visible.find_memory_indices(sequence)
         visible_BTD = self.gather(visible_BSD, at_BT, visible.sequence.length)
         x_BTD = torch.where((visible.source_BT >= 0)[..., None], visible_BTD, self.mask_token)
         return x_BTD if self.positions is None else x_BTD + self.positions(sequence).to(x_BTD.dtype)
-
-
-def _get_full_sequence(sequence: SequenceMetadata) -> SequenceMetadata:
-    return sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
 
 
 def _index_memory(source_BT: Tensor, sequence: SequenceMetadata, encoder: SequenceMetadata) -> Tensor:
@@ -96,12 +91,10 @@ def _find_image_starts(sequence: SequenceMetadata) -> Tensor:
     if sequence.documents is None:
         return positions_BS.new_zeros(len(positions_BS), max_images)
     is_first_BS = (positions_BS == 0) & (sequence.documents >= 0)
-    slots_BI = positions_BS.new_zeros(
-        len(positions_BS), max_images + 1
-    )  # the last one takes all other tokens
-    slots_BI.scatter_(
-        1, sequence.documents.where(is_first_BS, max_images), sequence.indices.expand_as(positions_BS)
-    )
+    # The last one takes all other tokens.
+    slots_BI = positions_BS.new_zeros(len(positions_BS), max_images + 1)
+    slots_BS = sequence.documents.where(is_first_BS, max_images)
+    slots_BI.scatter_(1, slots_BS, sequence.indices.expand_as(positions_BS))
     return slots_BI[:, :max_images]
 
 
@@ -153,20 +146,20 @@ class MaskedAutoencoder(Model):
     """Encoder, decoder and a head for pixels; the encoder's weights are those of the family "encoder"."""
 
     tp_plan = (("memory", "gather_output_for_tokens"),)
+    head_split_point = "pixels"
 
     encoder: Stack | None
     decoder: Stack | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        smaller = pixel_decoder_config(config)
+        smaller = make_pixel_decoder_config(config)
         self.encoder = Stack(config, "encoder", embedding=InputEmbedding(config, "encoder"))
         self.memory = nn.Identity()  # tensor parallelism gathers the encoder's output here
         self.decoder = Stack(
             smaller, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, smaller))
         )
         self.pixels = PixelDecoderHead(config, smaller)
-        self.runs_head = True
         encoder_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(config)))
         self.accept("source", *sequence_fields(config), *encoder_fields, targets=("patches",))
         self.split_points = [
@@ -214,14 +207,6 @@ class MaskedAutoencoder(Model):
                 pixels = result
         return self.output(batch, x_BTD, losses, pixels, carry={"encoder_hidden": encoder_hidden})
 
-    def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
-        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
-        view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
-        view.runs_head = "pixels" in names
-        return view
-
 
 def _with_memory(points: Sequence[SplitPoint]) -> list[SplitPoint]:
     """Return the decoder's split points; the first also gathers the encoder's output."""
@@ -229,7 +214,7 @@ def _with_memory(points: Sequence[SplitPoint]) -> list[SplitPoint]:
     return [replace(first, modules=("memory", *first.modules)), *others]
 
 
-def pixel_decoder_config(config: ModelConfig) -> ModelConfig:
+def make_pixel_decoder_config(config: ModelConfig) -> ModelConfig:
     """Return the config of the decoder's stack. Raises UsageError without `model.pixel_decoder`."""
     decoder = config.pixel_decoder
     if not isinstance(decoder, PixelDecoderConfig):

@@ -10,7 +10,7 @@ from megatfm.config import ModelConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers import initialisation
 from megatfm.layers.attention.kv_cache import KVCache
-from megatfm.layers.attention.linformer import layerwise_projection, shares_projection
+from megatfm.layers.attention.linformer import make_layerwise_projection, shares_projection
 from megatfm.layers.block import Block
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.initialisation import make_initialiser
@@ -59,7 +59,9 @@ class Stack(nn.Module):
         self.has_shared_projection = [
             kind == "encoder" and shares_projection(config.layer_config(depth)) for depth in range(n_layers)
         ]
-        self.sketch = layerwise_projection(config, self.has_shared_projection, make_initialiser(config, kind))
+        self.sketch = make_layerwise_projection(
+            config, self.has_shared_projection, make_initialiser(config, kind)
+        )
         self.norm = make_norm(config) if config.norm.has_final_norm else None
         self.causal = kind == "decoder"
         self.depths: Sequence[int] = range(n_layers)
@@ -101,9 +103,8 @@ class Stack(nn.Module):
                 layers.append(x_BTD)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        if (
-            cache is not None
-        ):  # last, so that a pass that fails before its first layer does not change the cache
+        # Last, so that a pass that fails before its first layer does not change the cache.
+        if cache is not None:
             ids = sequence.document_ids()
             cache.documents = None if ids is None else ids[1]
         return x_BTD, losses

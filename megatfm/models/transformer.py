@@ -18,15 +18,13 @@ from megatfm.models.base import (
     MODELS,
     Model,
     Output,
-    names_below,
+    list_target_fields,
     require_field,
     sequence_fields,
-    targets_of,
     unpack,
-    view_of,
 )
 from megatfm.models.stack import FullRow, Stack, make_sequence
-from megatfm.ops.cross_entropy import shifted_targets
+from megatfm.ops.cross_entropy import shift_targets
 from megatfm.split_points import SplitPoint
 
 # B batch, T tokens, S tokens of the encoder, D model width, V vocabulary
@@ -52,7 +50,7 @@ class Decoder(Model):
         self.ahead = list(self.future)
         self.add_heads(embedding.table)
         fields = ("prefix", *PAIR_FIELDS, *sequence_fields(config))
-        self.accept(self.reads, *fields, targets=targets_of(config))
+        self.accept(self.reads, *fields, targets=list_target_fields(config))
         self.split_points = [
             *self.decoder.split_points("decoder"),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
@@ -81,7 +79,7 @@ class Decoder(Model):
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
         sequence = make_sequence(batch, self.reads, keys=keys, cache=cache)
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
-        layers = self.new_layers()
+        layers = self.make_layer_list()
 
         if self.decoder is not None:
             x_BTD, losses = self.decoder(
@@ -109,11 +107,8 @@ class Decoder(Model):
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
-        view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
-        view.runs_head = "head" in names
+        view = super().stage(names)
         view.ahead = [n for n in self.ahead if f"future.{n}" in names]
-        view.extra_heads = [name for name in self.extra_heads if name in names]
         return view
 
 
@@ -131,7 +126,7 @@ class Encoder(Model):
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         self.add_heads(embedding.table)
-        self.accept(self.reads, *sequence_fields(config), targets=targets_of(config))
+        self.accept(self.reads, *sequence_fields(config), targets=list_target_fields(config))
         self.split_points = [
             *self.encoder.split_points("encoder"),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
@@ -155,7 +150,7 @@ class Encoder(Model):
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
         sequence = make_sequence(batch, self.reads, keys=keys)
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
-        layers = self.new_layers()
+        layers = self.make_layer_list()
 
         if self.encoder is not None:
             x_BTD, losses = self.encoder(
@@ -167,14 +162,6 @@ class Encoder(Model):
             elif not self.has_targets(batch):
                 logits = self.head(x_BTD)
         return self.output(batch, x_BTD, losses, logits, sequence=sequence, layers=layers)
-
-    def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
-        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
-        view.runs_head = "head" in names
-        view.extra_heads = [name for name in self.extra_heads if name in names]
-        return view
 
 
 @MODELS.register("encoder_decoder")
@@ -202,7 +189,7 @@ class EncoderDecoder(Model):
         self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.add_heads(embedding.table)
         encoder_fields = (f"encoder_{name}" for name in (self.encoder_reads, *sequence_fields(config)))
-        self.accept(self.reads, *sequence_fields(config), *encoder_fields, targets=targets_of(config))
+        self.accept(self.reads, *sequence_fields(config), *encoder_fields, targets=list_target_fields(config))
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
             *self.decoder.split_points("decoder", memory=("encoder_hidden",), memory_modules=("memory",)),
@@ -272,15 +259,6 @@ class EncoderDecoder(Model):
         memory_BSD: Tensor = self.memory(hidden_BSD)
         return memory_BSD
 
-    def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
-        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
-        view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
-        view.runs_head = "head" in names
-        view.extra_heads = [name for name in self.extra_heads if name in names]
-        return view
-
     def _make_encoder_sequence(
         self, batch: Mapping[str, Tensor], keys: Tensor | None, memory: Tensor | None = None
     ) -> SequenceMetadata:
@@ -335,6 +313,6 @@ def _shift_targets(batch: Mapping[str, Tensor], n: int) -> Tensor:
     """
     full_row = FullRow.of(batch)
     if full_row is None:
-        return shifted_targets(batch["targets"], batch.get("documents"), n)
+        return shift_targets(batch["targets"], batch.get("documents"), n)
     full_targets = require_field(batch, "full_row_targets")
-    return shifted_targets(full_targets, full_row.documents, n)[:, full_row.token_indices]
+    return shift_targets(full_targets, full_row.documents, n)[:, full_row.token_indices]

@@ -4,17 +4,16 @@ Batch fields with the prefix "encoder_" hold images, the others captions. The i-
 caption of the same row.
 """
 
-from collections.abc import Collection
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.config.image_text import image_tower, text_tower
+from megatfm.config.image_text import make_image_tower, make_text_tower
 from megatfm.layers.contrastive import ContrastiveLoss, FeatureHead, Temperature, check_pairs
 from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.loss_terms import add_by_name
-from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
+from megatfm.models.base import MODELS, Model, Output, sequence_fields
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.split_points import SplitPoint
 
@@ -25,12 +24,13 @@ from megatfm.split_points import SplitPoint
 class TwoTowers(Model):
     """Image and text stacks with a feature head each; the image stack's weights are those of the family "encoder"."""
 
+    stacks, head_split_point = ("encoder", "text"), "features"
     encoder: Stack | None
     text: Stack | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        contrastive, image, text = config.contrastive, image_tower(config), text_tower(config)
+        contrastive, image, text = config.contrastive, make_image_tower(config), make_text_tower(config)
         assert contrastive is not None  # checked with the config
         assert config.text_tower is not None
         self.encoder = Stack(image, "encoder", embedding=InputEmbedding(image, "encoder"))
@@ -42,7 +42,6 @@ class TwoTowers(Model):
         self.text_features = FeatureHead(text, "last", width, bias=bias)
         self.temperature = Temperature(contrastive)
         self.contrastive = ContrastiveLoss(contrastive)
-        self.runs_heads = True
         image_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(image)))
         self.accept("tokens", *sequence_fields(text), *image_fields, targets=())
         heads = ("image_features", "text_features", "temperature", "contrastive")
@@ -80,7 +79,7 @@ class TwoTowers(Model):
             encoder_hidden, losses = self.encoder(encoder_patches, image_sequence, hidden=encoder_hidden)
         if self.text is not None:
             x_BTD, text_losses = self.text(tokens, text_sequence, hidden=hidden)
-        if self.runs_heads:
+        if self.runs_head:
             check_pairs(image_sequence, text_sequence)
             features = {
                 "images": self.image_features(encoder_hidden, image_sequence, text_sequence),
@@ -99,11 +98,3 @@ class TwoTowers(Model):
             features["images"], features["texts"], features["scale"], features.get("bias"), captions
         )
         return terms
-
-    def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names alone."""
-        view = view_of(self)
-        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
-        view.text = self.text and self.text.stage(names_below("text", names))
-        view.runs_heads = "features" in names
-        return view

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, PatchEmbeddingConfig
-from megatfm.config.image_text import image_tower
+from megatfm.config.image_text import make_image_tower
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.embedding import InputEmbedding, TokenGather
 from megatfm.layers.initialisation import make_initialiser
@@ -22,7 +22,13 @@ from megatfm.layers.loss_terms import add_by_name
 from megatfm.layers.output_head import LMHead
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, targets_of, view_of
+from megatfm.models.base import (
+    MODELS,
+    Model,
+    Output,
+    list_target_fields,
+    sequence_fields,
+)
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.split_points import CarrySpec, SplitPoint
@@ -64,7 +70,7 @@ class VisionLanguage(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        images = image_tower(config)
+        images = make_image_tower(config)
         assert config.connector is not None  # checked with the config
         assert isinstance(images.embedding, PatchEmbeddingConfig)
         self.image_token_id = config.connector.image_token_id
@@ -79,7 +85,7 @@ class VisionLanguage(Model):
         self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.add_heads(embedding.table)
         image_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(images)))
-        self.accept("tokens", *sequence_fields(config), *image_fields, targets=targets_of(config))
+        self.accept("tokens", *sequence_fields(config), *image_fields, targets=list_target_fields(config))
         vectors = {"image_vectors": CarrySpec("encoder_positions", config.d_model)}
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
@@ -146,18 +152,17 @@ class VisionLanguage(Model):
         """Return the index in the image row of each token of the full text rows, −1 where it is text."""
         tokens = batch["tokens"]
         if not isinstance(images, SequenceShard):
-            return patch_indices(tokens == self.image_token_id, images, self.n_special_tokens)
+            return find_patch_indices(tokens == self.image_token_id, images, self.n_special_tokens)
         is_image_BT = to_host(batch["full_row_tokens"]) == self.image_token_id
         full_images = images.full_sequence.on_host()
-        return move_to_device(patch_indices(is_image_BT, full_images, self.n_special_tokens), tokens.device)
+        return move_to_device(
+            find_patch_indices(is_image_BT, full_images, self.n_special_tokens), tokens.device
+        )
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
-        view.encoder = self.encoder and self.encoder.stage(names_below("encoder", names))
-        view.decoder = self.decoder and self.decoder.stage(names_below("decoder", names))
-        view.runs_connector, view.runs_head = "connector" in names, "head" in names
-        view.extra_heads = [name for name in self.extra_heads if name in names]
+        view = super().stage(names)
+        view.runs_connector = "connector" in names
         return view
 
 
@@ -167,7 +172,7 @@ def _with_image_vectors(points: list[SplitPoint]) -> list[SplitPoint]:
     return [replace(first, modules=("image_vectors", "gather", *first.modules)), *others]
 
 
-def patch_indices(is_image_BT: Tensor, images: SequenceMetadata, n_special: int) -> Tensor:
+def find_patch_indices(is_image_BT: Tensor, images: SequenceMetadata, n_special: int) -> Tensor:
     """Return the index [B, T] in the image row of the patch that each image token stands for, in order; −1 elsewhere.
 
     n_special: class and register tokens before an image's patches, which are left out. Raises TypeError for a row with
@@ -176,17 +181,16 @@ def patch_indices(is_image_BT: Tensor, images: SequenceMetadata, n_special: int)
     is_patch_BS = images.positions >= n_special
     if images.documents is not None:
         is_patch_BS = is_patch_BS & (images.documents >= 0)
-    n_patches_B, n_places_B = is_patch_BS.sum(1), is_image_BT.sum(1)
-    fits = (n_patches_B == n_places_B).all()
+    n_patches_B, n_image_tokens_B = is_patch_BS.sum(1), is_image_BT.sum(1)
+    fits = (n_patches_B == n_image_tokens_B).all()
     if is_image_BT.device.type == "cpu" and not fits:
-        row = int((n_patches_B != n_places_B).nonzero()[0, 0])
+        row = int((n_patches_B != n_image_tokens_B).nonzero()[0, 0])
         raise TypeError(
-            f"row {row} has {int(n_places_B[row])} image tokens and images of {int(n_patches_B[row])} patches: "
+            f"row {row} has {int(n_image_tokens_B[row])} image tokens and images of {int(n_patches_B[row])} patches: "
             "put model.connector.image_token_id into the text once for each patch"
         )
     torch._assert_async(fits)
-    order_BS = is_patch_BS.to(torch.int8).argsort(
-        dim=1, descending=True, stable=True
-    )  # patches first, in order
+    # Patches first, in their order.
+    order_BS = is_patch_BS.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     rank_BT = (is_image_BT.cumsum(1) - 1).clamp(min=0, max=order_BS.shape[1] - 1)
     return order_BS.gather(1, rank_BT).where(is_image_BT, -1)

@@ -28,7 +28,6 @@ from megatfm.models.base import (
     MODELS,
     Model,
     Output,
-    names_below,
     require_field,
     sequence_fields,
     unpack,
@@ -97,7 +96,7 @@ class XLNet(Model):
         """
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
         sequence = make_sequence(batch, self.reads, keys=keys)
-        content_stream, query_stream = streams_of(batch, sequence)
+        content_stream, query_stream = make_streams(batch, sequence)
         x_BTD, g_BQD, losses, logits = content, query, dict[str, Tensor](), None
 
         if self.encoder is not None:
@@ -109,18 +108,9 @@ class XLNet(Model):
             if targets is None:
                 logits = self.head(hidden)
             else:
-                losses["permutation"] = self.head(hidden, targets.gather(1, query_indices(targets)))
+                losses["permutation"] = self.head(hidden, targets.gather(1, find_query_indices(targets)))
         carry = {"content": x_BTD, "query": g_BQD}
         return self.output(batch, hidden, losses, logits, carry=carry, sequence=sequence)
-
-    def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
-        below = names_below("encoder", names)
-        view.encoder = self.encoder.stage(below) if below and self.encoder is not None else None
-        view.runs_head = "head" in names
-        view.extra_heads = [name for name in self.extra_heads if name in names]
-        return view
 
 
 class QueryEmbedding(nn.Module):
@@ -159,9 +149,8 @@ class TwoStreamStack(nn.Module):
         distinct = config.distinct_layers or config.n_layers
         self.order = [str(i * distinct // config.n_layers) for i in range(config.n_layers)]
         fractions = dict.fromkeys(self.order, 1.0)
-        if (
-            not config.extra_heads
-        ):  # the content stream skips the last depth, one of the uses of the last block
+        # The content stream skips the last depth, one of the uses of the last block.
+        if not config.extra_heads:
             fractions[self.order[-1]] = 1 - 1 / self.order.count(self.order[-1])
         self.layers = nn.ModuleDict(
             {str(i): TwoStreamBlock(config, i, content_fraction=fractions[str(i)]) for i in range(distinct)}
@@ -211,8 +200,10 @@ class TwoStreamStack(nn.Module):
                 g_BQD = self._finish(g_BQD, query_stream.sequence)
         return x_BTD, g_BQD, losses
 
-    def stage(self, names: Collection[str]) -> Self:
-        """Return a view that runs the split points of these names (without the stack's path)."""
+    def stage(self, names: Collection[str]) -> Self | None:
+        """Return a view that runs these split points only (names relative to the stack); None if there are none."""
+        if not names:
+            return None
         view = view_of(self)
         view.depths = [depth for depth in range(len(self.order)) if f"layers.{depth}" in names]
         view.embedding = self.embedding if "embedding" in names else None
@@ -224,18 +215,15 @@ class TwoStreamStack(nn.Module):
         """Return the split points of embedding, query, blocks and end. Stages exchange "content" [B, T, D] and, if
         tokens are predicted, "query" [B, Q, D]."""
         content = {"content": CarrySpec("tokens", self.d_model)}
-        query = {"query": CarrySpec("tokens", self.d_model, n_queries)} if has_queries else {}
+        query = {"query": CarrySpec("tokens", self.d_model, count_queries)} if has_queries else {}
         end = (f"{path}.dropout",) if self.norm is None else (f"{path}.norm", f"{path}.dropout")
-        ending = query or content
+        both, ending = content | query, query or content
         return [
             SplitPoint(f"{path}.embedding", (f"{path}.embedding",), writes=content),
             SplitPoint(f"{path}.query", (f"{path}.query", f"{path}.query_dropout"), writes=query),
             *(
                 SplitPoint(
-                    f"{path}.layers.{depth}",
-                    (f"{path}.layers.{name}", f"{path}.position"),
-                    tuple(content | query),
-                    content | query,
+                    f"{path}.layers.{depth}", (f"{path}.layers.{name}", f"{path}.position"), tuple(both), both
                 )
                 for depth, name in enumerate(self.order)
             ),
@@ -283,7 +271,7 @@ class TwoStreamBlock(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None] | BlockOutput:
         """Return the content and the query stream after the block; None for a stream that doesn't pass through it."""
         extras = AuxiliaryCollector()
-        keys_values = self.attn.content_keys_values(self.attn_residual.input_norm(x_BTD), table_RD)
+        keys_values = self.attn.project_content(self.attn_residual.input_norm(x_BTD), table_RD)
 
         def run_stream(y_BQD: Tensor | None, stream: QueryStream | None) -> Tensor | None:
             if y_BQD is None or stream is None:
@@ -293,11 +281,10 @@ class TwoStreamBlock(nn.Module):
             z_BQD = extras.unwrap("ffn", self.ffn(self.ffn_residual.input_norm(y_BQD), stream.sequence))
             return self.ffn_residual.add(y_BQD, z_BQD, stream.sequence)
 
-        outputs = run_stream(x_BTD, content_stream), run_stream(g_BQD, query_stream)
-        return extras.wrap(outputs)
+        return extras.wrap((run_stream(x_BTD, content_stream), run_stream(g_BQD, query_stream)))
 
 
-def streams_of(
+def make_streams(
     batch: Mapping[str, Tensor], sequence: SequenceMetadata
 ) -> tuple[QueryStream, QueryStream | None]:
     """Return the content stream, whose tokens see ranks up to their own, and the query stream of the predicted tokens,
@@ -314,14 +301,14 @@ def streams_of(
 
     segments = local_and_full("segments")
     if "order" not in batch and targets is None:
-        return content_stream_of(sequence, segments), None
+        return make_content_stream(sequence, segments), None
     indices_BQ = torch.arange(zeros.shape[1], device=zeros.device).expand_as(zeros)
     if targets is not None:
-        indices_BQ = query_indices(targets)
-    return two_streams(sequence, segments, local_and_full("order"), indices_BQ, targets)
+        indices_BQ = find_query_indices(targets)
+    return make_two_streams(sequence, segments, local_and_full("order"), indices_BQ, targets)
 
 
-def two_streams(
+def make_two_streams(
     sequence: SequenceMetadata,
     segments: LocalAndFull,
     order: LocalAndFull,
@@ -339,36 +326,36 @@ def two_streams(
     query_sequence = SequenceMetadata(sequence.positions.gather(1, indices_BQ), documents_BQ, rng_keys=keys)
     row_indices_BQ = sequence.indices[indices_BQ]
     query_sequence.cached("indices", lambda: row_indices_BQ)
-    documents = documents_of(sequence)
+    documents = get_local_and_full_documents(sequence)
     if documents is not None:
         documents = LocalAndFull(documents.local.gather(1, indices_BQ), documents.full)
     segments_BQ = segments.local.gather(1, indices_BQ)
     query_segments = LocalAndFull(segments_BQ, segments.full)
     query = QueryStream(query_sequence, row_indices_BQ, query_segments, documents, query_order)
-    return content_stream_of(sequence, segments, order), query
+    return make_content_stream(sequence, segments, order), query
 
 
-def content_stream_of(
+def make_content_stream(
     sequence: SequenceMetadata, segments: LocalAndFull, order: LocalAndFull | None = None
 ) -> QueryStream:
     """Return the content stream of all local tokens. order: None: tokens see one another."""
     row_indices_BT = sequence.indices.expand_as(segments.local)
-    return QueryStream(sequence, row_indices_BT, segments, documents_of(sequence), order)
+    return QueryStream(sequence, row_indices_BT, segments, get_local_and_full_documents(sequence), order)
 
 
-def documents_of(sequence: SequenceMetadata) -> LocalAndFull | None:
+def get_local_and_full_documents(sequence: SequenceMetadata) -> LocalAndFull | None:
     """Return the documents of local tokens and of full rows; None if all tokens see one another."""
     documents = sequence.document_ids()
     return None if documents is None else LocalAndFull(*documents)
 
 
-def query_indices(targets_BT: Tensor) -> Tensor:
+def find_query_indices(targets_BT: Tensor) -> Tensor:
     """Return the token indices of the query stream [B, Q]: those with targets, padded with others to equal numbers."""
     targets_first_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
-    return targets_first_BT[:, : n_queries({"targets": targets_BT})]
+    return targets_first_BT[:, : count_queries({"targets": targets_BT})]
 
 
-def n_queries(inputs: Mapping[str, Tensor]) -> int:
+def count_queries(inputs: Mapping[str, Tensor]) -> int:
     """Return Q: the largest number of targets of a row, rounded up to a multiple of `QUERY_MULTIPLE`."""
     targets_BT = to_host(inputs["targets"])
     multiple = gcd(targets_BT.shape[1], QUERY_MULTIPLE)

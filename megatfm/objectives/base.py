@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from megatfm.config.objective import ImageObjective
 from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
-from megatfm.layers.block import auxiliary_losses
+from megatfm.layers.block import collect_auxiliary_losses
 from megatfm.layers.loss_terms import AuxiliaryLoss
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.registry import Registry
@@ -34,8 +34,11 @@ Losses = dict[str, Tensor]
 
 TokenArray = NDArray[np.integer]
 Ints = NDArray[np.int64]
+RandomKeys = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 
+RowLengths = tuple[int, ...]
+"""data.sequence_length, and for an encoder-decoder data.target_length."""
 DECODER_ONLY, ENCODER_DECODER = ("",), ("encoder_", "")
 """Prefixes of an objective's fields: of a decoder's or encoder's, and of an encoder-decoder's."""
 
@@ -91,7 +94,7 @@ class SpecialTokens:
             )
         return self.word_starts
 
-    def word_boundaries(self, tokens: TokenArray) -> NDArray[np.int64]:
+    def find_word_boundaries(self, tokens: TokenArray) -> NDArray[np.int64]:
         """Return the indices of the first tokens of words in a chunk [words]; token 0 always begins one."""
         assert self.word_starts is not None
         starts = self.word_starts[tokens]
@@ -99,7 +102,7 @@ class SpecialTokens:
         return np.flatnonzero(starts)
 
 
-class Objective(Protocol):
+class Objective:
     """Builds sequences from chunks of documents, and computes the terms of the loss. Subclass it for the defaults.
 
     The loss is Σ over terms of weight · sum / count, with sums and counts over the global batch. Inputs other than
@@ -139,14 +142,16 @@ class Objective(Protocol):
     allows_cross_document_attention: bool = False
     """Whether `data.attend_across_documents` is allowed: a document's tokens reveal nothing of another's targets."""
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         """Return sequence lengths [n] or [n, sides] of chunks of `n_tokens` [n]; 0: the chunk makes no sequence.
 
         keys [n]: `rng.chunk_keys`, for draws that decide lengths; the same in every epoch.
         """
+        raise NotImplementedError
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         """Return the fields of a chunk's sequence, as long as `sequence_lengths` returned. A pure function."""
+        raise NotImplementedError
 
     def for_evaluation(self) -> "Objective":
         """Return the objective of validation sets, for example without random changes of images."""
@@ -212,7 +217,7 @@ class ObjectiveWithAuxiliaryLosses:
 
 
 OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective")
-"""Name → constructor `objective(special: SpecialTokens, config, model: ModelConfig, row_lengths: tuple[int, ...])`.
+"""Name → constructor `objective(special: SpecialTokens, config, model: ModelConfig, row_lengths: RowLengths)`.
 
 config: the objective's section. row_lengths: one for each side. If the section is an `ImageObjective`, a fifth argument
 is `[data.images]`."""
@@ -234,7 +239,7 @@ def build_objective(
     config: Any,
     model: ModelConfig,
     special: SpecialTokens | None,
-    row_lengths: tuple[int, ...],
+    row_lengths: RowLengths,
     images: ImagesConfig | None = None,
 ) -> Objective:
     """Build the objective of a config's section, and check it against the model.
@@ -264,7 +269,7 @@ def build_objective(
             f"objective.name = {config.name!r} for an encoder-decoder fills two rows: set data.target_length, the "
             f"tokens of the decoder's, for example data.target_length={max(8, row_lengths[0] // 4)}"
         )
-    terms = auxiliary_losses(model)
+    terms = collect_auxiliary_losses(model)
     if duplicates := terms.keys() & objective.loss_weights.keys():
         raise UsageError(
             f"a part of the model adds a term {min(duplicates)!r} to the loss, and objective.name = {config.name!r} "
@@ -273,7 +278,7 @@ def build_objective(
     return cast(Objective, ObjectiveWithAuxiliaryLosses(objective, terms)) if terms else objective
 
 
-def max_chunk_tokens(
+def find_max_chunk_tokens(
     lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]], row_lengths: Sequence[int], objective: str
 ) -> int:
     """Return the largest n such that chunks of up to n tokens make sequences that fit rows.
@@ -298,7 +303,7 @@ def require_head(model: ModelConfig, head: str, objective: str) -> None:
         )
 
 
-def masking_key(key: ChunkKey, name: str, static: bool = False) -> tuple[int | str, ...]:
+def make_masking_key(key: ChunkKey, name: str, static: bool = False) -> tuple[int | str, ...]:
     """Return a chunk's random key. static: the same in every epoch."""
     return (key.seed, key.sample, key.chunk, name) if static else (*key, name)
 
@@ -308,7 +313,7 @@ def randint_below(n: int | Ints, u: float | Floats) -> Ints:
     return np.minimum((np.asarray(u) * n).astype(np.int64), np.asarray(n) - 1)
 
 
-def seq2seq_example(inputs: TokenArray, target_tokens: TokenArray, special: SpecialTokens) -> Example:
+def make_seq2seq_example(inputs: TokenArray, target_tokens: TokenArray, special: SpecialTokens) -> Example:
     """Return an encoder-decoder's fields: `inputs` + EOS as `encoder_tokens`, and `target_tokens` + EOS as targets.
 
     The decoder's `tokens` are the targets shifted right behind the padding token, T5's start token.
@@ -321,7 +326,7 @@ def seq2seq_example(inputs: TokenArray, target_tokens: TokenArray, special: Spec
     }
 
 
-def prefix_lm_example(inputs: TokenArray, target_tokens: TokenArray, special: SpecialTokens) -> Example:
+def make_prefix_lm_example(inputs: TokenArray, target_tokens: TokenArray, special: SpecialTokens) -> Example:
     """Return a decoder's fields: `inputs`, which all tokens see, then `target_tokens` and EOS, which are predicted.
 
     The last token is only a target, so the length is len(inputs) + len(target_tokens). `inputs` must not be empty.

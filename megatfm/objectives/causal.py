@@ -6,7 +6,6 @@ Both for decoders and encoder-decoders.
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm import rng
@@ -17,15 +16,18 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
+    Ints,
     Objective,
+    RandomKeys,
+    RowLengths,
     SpecialTokens,
     TokenArray,
-    max_chunk_tokens,
-    prefix_lm_example,
+    find_max_chunk_tokens,
+    make_prefix_lm_example,
+    make_seq2seq_example,
     randint_below,
-    seq2seq_example,
 )
-from megatfm.ops.cross_entropy import IGNORE, shifted_targets
+from megatfm.ops.cross_entropy import IGNORE, shift_targets
 from megatfm.rng import ChunkKey
 
 
@@ -46,7 +48,7 @@ class Causal(Objective):
         special: SpecialTokens,
         config: CausalObjective | None = None,
         model: ModelConfig | None = None,
-        row_lengths: tuple[int, ...] = (),
+        row_lengths: RowLengths = (),
     ) -> None:
         self.special = special
         self.future = range(1, 1 + (model.n_mtp_heads if model else 0))
@@ -55,7 +57,7 @@ class Causal(Objective):
             f"future_{n}": weight for n in self.future
         }
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return n_tokens + 1
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -80,7 +82,7 @@ class Causal(Objective):
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         targets, documents = batch["targets"], batch.get("documents")
         future_counts = {
-            f"future_{n}": (shifted_targets(targets, documents, n) != IGNORE).sum() for n in self.future
+            f"future_{n}": (shift_targets(targets, documents, n) != IGNORE).sum() for n in self.future
         }
         return {"causal": (targets != IGNORE).sum()} | future_counts
 
@@ -90,30 +92,25 @@ class EncoderDecoderCausal(Objective):
 
     model_families = ("encoder_decoder",)
     predicts_tokens = True
-    loss_weights: Mapping[str, float]
     field_prefixes = ENCODER_DECODER
     likelihood_term = "span"
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: CausalObjective,
-        model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        self, special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.special, self.loss_weights = special, {"span": 1.0}
         self.max_tokens = max(row_lengths[-1] - 1, 1)
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.stack([np.ones_like(n_tokens), n_tokens + 1], axis=1)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
-        return seq2seq_example(np.zeros(0, np.int64), chunk.tokens, self.special)
+        return make_seq2seq_example(np.zeros(0, np.int64), chunk.tokens, self.special)
 
 
 @OBJECTIVES.register("causal")
 def causal(
-    special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: tuple[int, ...]
+    special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: RowLengths
 ) -> Objective:
     """Return next-token prediction for the model's family."""
     objective_class = EncoderDecoderCausal if model.family == "encoder_decoder" else Causal
@@ -128,25 +125,20 @@ class PrefixLM(Objective):
 
     model_families = ("decoder",)
     predicts_tokens = True
-    loss_weights: Mapping[str, float]
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: PrefixObjective,
-        model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        self, special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.special, self.loss_weights = special, {"causal": 1.0}
-        self.max_tokens = max_chunk_tokens(lambda n: n + 1, row_lengths[:1], config.name)
+        self.max_tokens = find_max_chunk_tokens(lambda n: n + 1, row_lengths[:1], config.name)
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.where(n_tokens > 0, n_tokens + 1, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
         cut = randint_below(len(tokens) + 1, rng.uniform(1, *key, "prefix"))[0]
-        return prefix_lm_example(np.append(self.special.bos, tokens[:cut]), tokens[cut:], self.special)
+        return make_prefix_lm_example(np.append(self.special.bos, tokens[:cut]), tokens[cut:], self.special)
 
 
 class PrefixSeq2Seq(Objective):
@@ -158,31 +150,26 @@ class PrefixSeq2Seq(Objective):
 
     model_families = ("encoder_decoder",)
     predicts_tokens = True
-    loss_weights: Mapping[str, float]
     field_prefixes = ENCODER_DECODER
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: PrefixObjective,
-        model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        self, special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.special, self.loss_weights = special, {"span": 1.0}
         self.max_inputs, self.max_targets = max(row_lengths[0] - 1, 1), max(row_lengths[-1] - 1, 1)
         max_side = max(self.max_inputs, self.max_targets)
-        self.max_tokens = max_chunk_tokens(lambda n: np.where(n > 1, n, 0), [max_side], config.name)
+        self.max_tokens = find_max_chunk_tokens(lambda n: np.where(n > 1, n, 0), [max_side], config.name)
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         cuts = self._draw_cuts(n_tokens, keys)
         return np.where(n_tokens[:, None] > 1, np.stack([cuts + 1, n_tokens - cuts + 1], axis=1), 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
         cut = int(self._draw_cuts(np.array([len(tokens)]), key.without_epoch)[0])
-        return seq2seq_example(tokens[:cut], tokens[cut:], self.special)
+        return make_seq2seq_example(tokens[:cut], tokens[cut:], self.special)
 
-    def _draw_cuts(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def _draw_cuts(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         min_prefix = np.maximum(n_tokens - self.max_targets, 1)
         max_prefix = np.minimum(n_tokens - 1, self.max_inputs)
         return min_prefix + randint_below(
@@ -192,7 +179,7 @@ class PrefixSeq2Seq(Objective):
 
 @OBJECTIVES.register("prefix")
 def prefix(
-    special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: tuple[int, ...]
+    special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: RowLengths
 ) -> Objective:
     """Return prefix language modelling for the model's family."""
     objective_class = PrefixSeq2Seq if model.family == "encoder_decoder" else PrefixLM

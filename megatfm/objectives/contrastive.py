@@ -18,11 +18,14 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
+    Ints,
     Losses,
     Objective,
+    RandomKeys,
+    RowLengths,
     SpecialTokens,
 )
-from megatfm.objectives.images import ONE_CHUNK, image_reader, random_image_files
+from megatfm.objectives.images import ONE_CHUNK, draw_image_files, make_image_reader
 from megatfm.rng import ChunkKey
 
 if TYPE_CHECKING:
@@ -49,7 +52,7 @@ class Contrastive(Objective):
         special: SpecialTokens,
         config: ContrastiveObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
         images: ImagesConfig,
         *,
         training: bool = True,
@@ -59,7 +62,9 @@ class Contrastive(Objective):
                 "objective.name = 'contrastive': a mixed image has no caption: set data.images.mixup=0 and "
                 "data.images.cutmix=0"
             )
-        self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
+        self.reader: ImageReader = make_image_reader(
+            images, model, config.name, row_lengths[0], training=training
+        )
         positions = model.text_tower.max_positions if model.text_tower else 0
         self.max_caption_tokens = min(positions, *row_lengths[1:]) if row_lengths[1:] else positions
         self.special, self.begin_token, self.pads_captions = special, config.begin_token, config.pad_captions
@@ -85,7 +90,7 @@ class Contrastive(Objective):
     def for_evaluation(self) -> Objective:
         return self._for_evaluation()
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         lengths = np.minimum(n_tokens + 1 + self.begin_token, self.max_caption_tokens)
         text_lengths = np.full_like(lengths, self.max_caption_tokens) if self.pads_captions else lengths
         return np.stack([np.full_like(lengths, self.reader.n_tokens), text_lengths], axis=1)
@@ -104,7 +109,7 @@ class Contrastive(Objective):
             fields[CAPTIONS][0] = hash_caption(fields["tokens"])
         return fields
 
-    def frame_caption(self, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+    def frame_caption(self, tokens: NDArray[np.integer]) -> Ints:
         """Return a caption with begin and end token, truncated to `max_caption_tokens`, padded if so configured."""
         begin_tokens = [self.special.bos] * self.begin_token
         caption = np.concatenate(
@@ -115,7 +120,7 @@ class Contrastive(Objective):
 
     def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
         tokens = random.integers(self.special.vocab_size, size=random.integers(1, self.max_caption_tokens))
-        return DocumentChunk(tokens, files=random_image_files(random, self.reader))
+        return DocumentChunk(tokens, files=draw_image_files(random, self.reader))
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         pairs = ((batch["positions"] == 0) & (batch["documents"] >= 0)).sum()
@@ -139,6 +144,6 @@ class Contrastive(Objective):
         return self.terms_of(model, self.features(model, batch))
 
 
-def hash_caption(tokens: NDArray[np.int64]) -> NDArray[np.int32]:
+def hash_caption(tokens: Ints) -> NDArray[np.int32]:
     """Return a caption's 64-bit hash as two int32 [2]. Equal captions have equal hashes."""
     return np.frombuffer(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), np.int32)

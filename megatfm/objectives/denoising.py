@@ -1,6 +1,6 @@
 """Denoising for encoder-decoders and prefix decoders: T5's span corruption and UL2's mixture of denoisers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,40 +18,53 @@ from megatfm.objectives.base import (
     Example,
     Ints,
     Objective,
+    RandomKeys,
+    RowLengths,
     SpecialTokens,
     TokenArray,
-    max_chunk_tokens,
-    prefix_lm_example,
+    find_max_chunk_tokens,
+    make_prefix_lm_example,
+    make_seq2seq_example,
     randint_below,
-    seq2seq_example,
 )
 from megatfm.rng import ChunkKey
 
 
+class Denoising(Objective):
+    """Base: one sequence of both families from a corrupted input and what it is to predict."""
+
+    model_families = ("encoder_decoder", "decoder")
+    predicts_tokens = True
+
+    def __init__(self, special: SpecialTokens, model: ModelConfig) -> None:
+        self.special, self.is_encoder_decoder = special, model.family == "encoder_decoder"
+        self.field_prefixes = ENCODER_DECODER if self.is_encoder_decoder else DECODER_ONLY
+        self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
+
+    def make_example(self, inputs: TokenArray, target_tokens: TokenArray) -> Example:
+        """Return the fields of a sequence: inputs for the encoder, or as the prefix of a decoder."""
+        make = make_seq2seq_example if self.is_encoder_decoder else make_prefix_lm_example
+        return make(inputs, target_tokens, self.special)
+
+
 @OBJECTIVES.register("span_corruption")
-class SpanCorruption(Objective):
+class SpanCorruption(Denoising):
     """T5's span corruption (Raffel et al. 2020, section 3.1.4).
 
     Input [x…, sentinel₀, x…, sentinel₁, …, EOS], target [sentinel₀, span₀, sentinel₁, …, EOS]. A prefix decoder reads
     the input without EOS as its prefix, and continues with the target.
     """
 
-    model_families = ("encoder_decoder", "decoder")
-    predicts_tokens = True
-    loss_weights: Mapping[str, float]
-
     def __init__(
         self,
         special: SpecialTokens,
         config: SpanCorruptionObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
     ) -> None:
-        self.special, self.config = special, config
-        self.is_encoder_decoder = model.family == "encoder_decoder"
-        self.field_prefixes = ENCODER_DECODER if self.is_encoder_decoder else DECODER_ONLY
-        self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
-        self.max_tokens = max_chunk_tokens(
+        super().__init__(special, model)
+        self.config = config
+        self.max_tokens = find_max_chunk_tokens(
             self._compute_lengths, row_lengths[: len(self.field_prefixes)], config.name
         )
         _, n_spans = count_noise_spans(
@@ -59,7 +72,7 @@ class SpanCorruption(Objective):
         )
         require_sentinels(special, int(n_spans.max(initial=0)), config.name)
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return self._compute_lengths(n_tokens)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -70,12 +83,10 @@ class SpanCorruption(Objective):
             self.special.sentinels,
             (*key, "span_corruption"),
         )
-        return (seq2seq_example if self.is_encoder_decoder else prefix_lm_example)(
-            inputs, target_tokens, self.special
-        )
+        return self.make_example(inputs, target_tokens)
 
     def _compute_lengths(self, n_tokens: Ints) -> Ints:
-        return corrupted_lengths(
+        return compute_corrupted_lengths(
             n_tokens, self.config.noise_density, self.config.mean_noise_span_length, self.is_encoder_decoder
         )
 
@@ -91,7 +102,7 @@ def count_noise_spans(n_tokens: Ints, noise_density: float, mean_span_length: fl
     return n_noise, n_spans
 
 
-def corrupted_lengths(
+def compute_corrupted_lengths(
     n_tokens: Ints, noise_density: float, mean_span_length: float, is_encoder_decoder: bool
 ) -> Ints:
     """Return lengths of input and target with EOS [n, 2], or of both joined for a prefix decoder [n, 1].
@@ -120,8 +131,8 @@ def corrupt_spans(
     n_kept = len(tokens) - n_noise
     random = rng.random_uint64(int(n_noise + n_kept), *key)
     lengths = np.empty(2 * n_spans, np.int64)
-    lengths[0::2] = random_segmentation(int(n_kept), int(n_spans), random[: n_kept - 1])
-    lengths[1::2] = random_segmentation(int(n_noise), int(n_spans), random[n_kept:])
+    lengths[0::2] = draw_segmentation(int(n_kept), int(n_spans), random[: n_kept - 1])
+    lengths[1::2] = draw_segmentation(int(n_noise), int(n_spans), random[n_kept:])
     is_noise = np.repeat(np.arange(2 * n_spans) % 2 == 1, lengths)
     sentinel_ids = np.array(sentinels[:n_spans], np.int64)
     ids = tokens.astype(np.int64)
@@ -130,7 +141,7 @@ def corrupt_spans(
     return inputs, target_tokens
 
 
-def random_segmentation(n_items: int, n_segments: int, random: NDArray[np.uint64]) -> Ints:
+def draw_segmentation(n_items: int, n_segments: int, random: NDArray[np.uint64]) -> Ints:
     """Return the lengths ≥ 1 [n_segments] of a uniform cut of `n_items`. random: at least n_items − 1 numbers."""
     cuts = np.sort(np.argsort(random[: n_items - 1], kind="stable")[: n_segments - 1]) + 1
     return np.diff(cuts, prepend=0, append=n_items)
@@ -167,7 +178,7 @@ DENOISERS = (
 
 
 @OBJECTIVES.register("ul2")
-class UL2(Objective):
+class UL2(Denoising):
     """UL2's mixture of denoisers (Tay et al. 2023, section 3.1): one of seven for each chunk.
 
     R and X are span corruptions. S predicts the end of the text, of uniform length up to half of it, without sentinels.
@@ -175,20 +186,10 @@ class UL2(Objective):
     BOS. A chunk has the same denoiser in every epoch, since it decides the length.
     """
 
-    model_families = ("encoder_decoder", "decoder")
-    predicts_tokens = True
-    loss_weights: Mapping[str, float]
-
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: UL2Objective,
-        model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        self, special: SpecialTokens, config: UL2Objective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
-        self.special, self.is_encoder_decoder = special, model.family == "encoder_decoder"
-        self.field_prefixes = ENCODER_DECODER if self.is_encoder_decoder else DECODER_ONLY
-        self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
+        super().__init__(special, model)
         self.mode_token = {
             mode: special.modes.get(mode, None if self.is_encoder_decoder else special.bos) for mode in "RSX"
         }
@@ -202,7 +203,8 @@ class UL2(Objective):
         used = np.flatnonzero(weights > 0).tolist()
         rows = row_lengths[: len(self.field_prefixes)]
         self.max_tokens = min(
-            max_chunk_tokens(partial(self.max_lengths, denoiser), rows, config.name) for denoiser in used
+            find_max_chunk_tokens(partial(self.compute_max_lengths, denoiser), rows, config.name)
+            for denoiser in used
         )
         n_tokens = np.arange(2, self.max_tokens + 1)
         max_spans = [
@@ -212,12 +214,12 @@ class UL2(Objective):
         ]
         require_sentinels(special, int(max(max_spans, default=0)), config.name)
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         denoisers, cuts = self.choose_denoisers(n_tokens, keys)
         lengths = np.zeros((len(n_tokens), len(self.field_prefixes)), np.int64)
         for denoiser in range(len(DENOISERS)):
             is_chosen = denoisers == denoiser
-            lengths[is_chosen] = self.denoiser_lengths(denoiser, n_tokens[is_chosen], cuts[is_chosen])
+            lengths[is_chosen] = self.compute_denoiser_lengths(denoiser, n_tokens[is_chosen], cuts[is_chosen])
         return lengths
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -233,9 +235,7 @@ class UL2(Objective):
         mode_token = self.mode_token[mode]
         if mode_token is not None:
             inputs = np.append(mode_token, inputs)
-        return (seq2seq_example if self.is_encoder_decoder else prefix_lm_example)(
-            inputs, target_tokens, self.special
-        )
+        return self.make_example(inputs, target_tokens)
 
     def choose_denoisers(self, n_tokens: Ints, keys: NDArray[np.uint64]) -> tuple[Ints, Ints]:
         """Return the index of each chunk's denoiser [n], and the cut [n] that denoiser S would make."""
@@ -246,22 +246,24 @@ class UL2(Objective):
         n_targets = 1 + randint_below(np.maximum(n_tokens // 2, 1), cut_uniform)
         return denoisers, np.maximum(n_tokens - n_targets, 0)
 
-    def denoiser_lengths(self, denoiser: int, n_tokens: Ints, cuts: Ints) -> Ints:
+    def compute_denoiser_lengths(self, denoiser: int, n_tokens: Ints, cuts: Ints) -> Ints:
         """Return sequence lengths [n, sides] of chunks of `n_tokens` [n] under a denoiser. cuts [n]: of denoiser S."""
         mode, mean_span_length, noise_density = DENOISERS[denoiser]
         if mode == "S":
             side_lengths = [cuts + 1, n_tokens - cuts + 1] if self.is_encoder_decoder else [n_tokens]
             lengths = np.where(n_tokens[:, None] >= 2, np.stack(side_lengths, axis=1), 0)
         else:
-            lengths = corrupted_lengths(n_tokens, noise_density, mean_span_length, self.is_encoder_decoder)
+            lengths = compute_corrupted_lengths(
+                n_tokens, noise_density, mean_span_length, self.is_encoder_decoder
+            )
         if self.mode_token[mode] is not None:
             lengths[:, 0] += lengths[:, 0] > 0
         return lengths
 
-    def max_lengths(self, denoiser: int, n_tokens: Ints) -> Ints:
+    def compute_max_lengths(self, denoiser: int, n_tokens: Ints) -> Ints:
         """Return the largest lengths [n, sides] of chunks. Denoiser S cuts anywhere in the second half."""
         last_cut, middle_cut = n_tokens - 1, n_tokens - n_tokens // 2
         return np.maximum(
-            self.denoiser_lengths(denoiser, n_tokens, last_cut),
-            self.denoiser_lengths(denoiser, n_tokens, middle_cut),
+            self.compute_denoiser_lengths(denoiser, n_tokens, last_cut),
+            self.compute_denoiser_lengths(denoiser, n_tokens, middle_cut),
         )

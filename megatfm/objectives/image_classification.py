@@ -13,8 +13,18 @@ from megatfm.data.dataset import RowDataset
 from megatfm.data.sequences import IGNORE_INDEX, DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
 from megatfm.layers.classifier import METRICS
-from megatfm.objectives.base import OBJECTIVES, Batch, Example, Losses, Objective, SpecialTokens
-from megatfm.objectives.images import ONE_CHUNK, image_mixing, image_reader, random_image_files
+from megatfm.objectives.base import (
+    OBJECTIVES,
+    Batch,
+    Example,
+    Ints,
+    Losses,
+    Objective,
+    RandomKeys,
+    RowLengths,
+    SpecialTokens,
+)
+from megatfm.objectives.images import ONE_CHUNK, draw_image_files, image_mixing, make_image_reader
 from megatfm.rng import ChunkKey
 
 if TYPE_CHECKING:
@@ -30,7 +40,6 @@ class ImageClassification(Objective):
 
     model_families = ("encoder", "hierarchical")
     reads_text, needs_files = False, True
-    loss_weights: Mapping[str, float]
     max_tokens = ONE_CHUNK
 
     def __init__(
@@ -38,13 +47,13 @@ class ImageClassification(Objective):
         special: SpecialTokens | None,
         config: ImageClassificationObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
         images: ImagesConfig,
         *,
         training: bool = True,
     ) -> None:
         self.n_classes = _get_n_classes(model)
-        self.reader: ImageReader = image_reader(
+        self.reader: ImageReader = make_image_reader(
             images,
             model,
             config.name,
@@ -65,11 +74,11 @@ class ImageClassification(Objective):
     def for_evaluation(self) -> Objective:
         return self._for_evaluation()
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.full(len(n_tokens), self.reader.n_tokens)
 
     @property
-    def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
+    def image_lengths(self) -> Callable[[Ints], Ints] | None:
         """Sequence lengths [n] from heights and widths [n, 2], if images keep their shape; else None."""
         return self.reader.image_lengths if self.reader.size is None else None
 
@@ -91,7 +100,7 @@ class ImageClassification(Objective):
         return MixedImages(rows, self.mixing, turn)
 
     def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
-        files = random_image_files(random, self.reader)
+        files = draw_image_files(random, self.reader)
         label = b"%d" % random.integers(self.n_classes)
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files={**files, "cls": label})
 

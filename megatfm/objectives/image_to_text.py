@@ -8,12 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config import ImagesConfig, ImageToTextObjective, ModelConfig
-from megatfm.config.image_text import image_tower
+from megatfm.config.image_text import make_image_tower
 from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import SampleError, UsageError
-from megatfm.objectives.base import ENCODER_DECODER, OBJECTIVES, Example, Objective, SpecialTokens
-from megatfm.objectives.images import ONE_CHUNK, image_reader, random_image_files
+from megatfm.objectives.base import (
+    ENCODER_DECODER,
+    OBJECTIVES,
+    Example,
+    Ints,
+    Objective,
+    RandomKeys,
+    RowLengths,
+    SpecialTokens,
+)
+from megatfm.objectives.images import ONE_CHUNK, draw_image_files, make_image_reader
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
 
@@ -40,7 +49,7 @@ class ImageToText(Objective):
         special: SpecialTokens,
         config: ImageToTextObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
         images: ImagesConfig,
         *,
         training: bool = True,
@@ -55,8 +64,8 @@ class ImageToText(Objective):
                 f"objective.name = 'image_to_text' does not train model.family = {model.family!r}, but "
                 "vision_language: change one of the two"
             )
-        tower = image_tower(model)
-        self.reader: ImageReader = image_reader(
+        tower = make_image_tower(model)
+        self.reader: ImageReader = make_image_reader(
             images, tower, config.name, row_lengths[0], training=training, section="model.vision_tower"
         )
         self.n_patches = self.reader.n_tokens - self.reader.layout.n_special
@@ -74,8 +83,7 @@ class ImageToText(Objective):
         if self.max_text_tokens < self.n_patches + self.begin_token + 1 + (self.prompt_end is not None):
             raise UsageError(
                 f"data.target_length = {self.max_text_tokens} is too short for an image, which takes {self.n_patches} "
-                "tokens of the text's row, and a token of text: choose e.g. "
-                f"data.target_length={self.n_patches + 64}"
+                f"tokens of the text's row, and a token of text: choose e.g. data.target_length={self.n_patches + 64}"
             )
         image_fields = {f"encoder_{name}": field for name, field in self.reader.layout.fields.items()}
         image_fields[f"encoder_{BEGINS}"] = Field()
@@ -89,12 +97,10 @@ class ImageToText(Objective):
     def for_evaluation(self) -> Objective:
         return self._for_evaluation()
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        return self.lengths_with_images(n_tokens, np.ones_like(n_tokens))
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
+        return self.add_image_lengths(n_tokens, np.ones_like(n_tokens))
 
-    def lengths_with_images(
-        self, n_tokens: NDArray[np.int64], n_images: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def add_image_lengths(self, n_tokens: Ints, n_images: Ints) -> Ints:
         """Return sequence lengths [n, 2] of texts of `n_tokens` [n] with `n_images` [n]."""
         n_text = np.maximum(n_tokens - n_images * self.image_in_text, 0)  # patches replace the image tokens
         text_lengths = np.minimum(self.begin_token + n_images * self.n_patches + n_text, self.max_text_tokens)
@@ -111,26 +117,26 @@ class ImageToText(Objective):
         fields["tokens"] = sequence[:-1][: self.max_text_tokens]
         targets = np.where(sequence == self.image_token, IGNORE, sequence)
         if self.prompt_end is not None:
-            targets[: self.prompt_length(sequence)] = IGNORE
+            targets[: self.measure_prompt(sequence)] = IGNORE
         fields["targets"] = targets[1:][: self.max_text_tokens]
         return fields
 
-    def prompt_length(self, sequence: NDArray[np.int64]) -> int:
+    def measure_prompt(self, sequence: Ints) -> int:
         """Return the number of tokens up to the end of the prompt.
 
         Raises SampleError for a text without exactly one end in the row.
         """
-        places = np.flatnonzero(sequence == self.prompt_end)
-        if len(places) != 1:
+        ends = np.flatnonzero(sequence == self.prompt_end)
+        if len(ends) != 1:
             raise SampleError(
-                f"has {len(places)} prompt ends (token {self.prompt_end}), and objective.prompt_end_token_id wants 1"
+                f"has {len(ends)} prompt ends (token {self.prompt_end}), and objective.prompt_end_token_id wants 1"
             )
-        if places[0] >= self.max_text_tokens:
+        if ends[0] >= self.max_text_tokens:
             raise SampleError(
-                f"has a prompt of {places[0] + 1} tokens, its image's included, and a row has "
+                f"has a prompt of {ends[0] + 1} tokens, its image's included, and a row has "
                 f"{self.max_text_tokens}: raise data.target_length"
             )
-        return int(places[0]) + 1
+        return int(ends[0]) + 1
 
     def _count_images(self, images: dict[str, NDArray[Any]]) -> int:
         """Return the number of images. Raises SampleError for more than fit a row."""
@@ -142,7 +148,7 @@ class ImageToText(Objective):
             )
         return n_tokens // self.reader.n_tokens
 
-    def insert_images(self, text: NDArray[np.integer], n_images: int = 1) -> NDArray[np.int64]:
+    def insert_images(self, text: NDArray[np.integer], n_images: int = 1) -> Ints:
         """Return begin token, text [n] with the images' tokens, and end token.
 
         Raises SampleError for a wrong number of image tokens in the text, or an image that would be truncated.
@@ -178,4 +184,4 @@ class ImageToText(Objective):
             text = np.insert(text[: max(len(text) - 1, 0)], 0, self.image_token)
         if self.prompt_end is not None:
             text[random.integers(int(self.image_in_text), len(text))] = self.prompt_end
-        return DocumentChunk(text, files=random_image_files(random, self.reader))
+        return DocumentChunk(text, files=draw_image_files(random, self.reader))

@@ -18,7 +18,7 @@ ONE_CHUNK = 2**40
 """Chunk length of image objectives: a sample is one image, and its caption is never cut."""
 
 
-def patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
+def make_patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
     """Return the patch layout of a model's images. Raises UsageError without a patch embedding or Pillow."""
     try:
         from megatfm.data.images import MODES, PatchLayout
@@ -43,7 +43,7 @@ def patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
     return PatchLayout(patch_size, channels, n_special)
 
 
-def image_reader(
+def make_image_reader(
     images: ImagesConfig,
     model: ModelConfig,
     objective: str,
@@ -58,7 +58,7 @@ def image_reader(
     any_shape: whether objective and model take images of different shapes. section: config section of the image
     encoder. Raises UsageError for sizes that are no multiple of the patches, or images that don't fit a row.
     """
-    layout = patch_layout(model, objective)
+    layout = make_patch_layout(model, objective)
     import_module("megatfm.data.image_rand_augment")  # registers its transform
     from megatfm.data.image_transforms import INTERPOLATIONS, TRANSFORMS
     from megatfm.data.images import ImageReader
@@ -112,7 +112,7 @@ def image_mixing(images: ImagesConfig, reader: "ImageReader") -> "Mixing | None"
     )
 
 
-def random_image_files(random: np.random.Generator, reader: "ImageReader") -> Mapping[str, bytes]:
+def draw_image_files(random: np.random.Generator, reader: "ImageReader") -> Mapping[str, bytes]:
     """Return a stored image of noise, by extension, of random shape up to twice the size that fits a row."""
     from PIL import Image
 

@@ -1,9 +1,6 @@
 """Masking objectives of encoders: BERT's, RoBERTa's, ALBERT's, SpanBERT's and ELECTRA's."""
 
-from collections.abc import Mapping
-
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm import rng
@@ -23,14 +20,16 @@ from megatfm.objectives.base import (
     Floats,
     Ints,
     Objective,
+    RandomKeys,
+    RowLengths,
     SpecialTokens,
     TokenArray,
-    masking_key,
-    max_chunk_tokens,
+    find_max_chunk_tokens,
+    make_masking_key,
     randint_below,
     require_head,
 )
-from megatfm.objectives.masking import Masking, replace_masked, single_segment_example, stochastic_round
+from megatfm.objectives.masking import Masking, make_single_segment_example, replace_masked, stochastic_round
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
 
@@ -41,27 +40,22 @@ class Masked(Objective):
 
     model_families = ("encoder",)
     predicts_tokens = True
-    loss_weights: Mapping[str, float]
     allows_cross_document_attention = True
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: MaskedObjective,
-        model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        self, special: SpecialTokens, config: MaskedObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.config, self.masking = config, Masking.from_config(config, special)
         self.cls, self.sep = special.require_frame(config.name)
         self.loss_weights = {"masked": 1.0}
-        self.max_tokens = max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
+        self.max_tokens = find_max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
-        inputs, targets = self.masking(chunk.tokens, masking_key(key, "masked", self.config.static))
-        return single_segment_example(inputs, targets, self.cls, self.sep)
+        inputs, targets = self.masking(chunk.tokens, make_masking_key(key, "masked", self.config.static))
+        return make_single_segment_example(inputs, targets, self.cls, self.sep)
 
 
 IS_NEXT, IS_RANDOM = 0, 1
@@ -76,15 +70,13 @@ class SentencePair(Objective):
 
     model_families = ("encoder",)
     predicts_tokens = True
-    loss_weights: Mapping[str, float]
-    padding_values: Mapping[str, int]
 
     def __init__(
         self,
         special: SpecialTokens,
         config: NextSentenceObjective | SentenceOrderObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
     ) -> None:
         require_head(model, "sentence", config.name)
         self.config, self.masking = config, Masking.from_config(config, special)
@@ -92,21 +84,21 @@ class SentencePair(Objective):
         self.cls, self.sep = special.require_frame(config.name)
         self.loss_weights = {"masked": 1.0, "sentence": 1.0}
         self.padding_values = {"sentence_targets": IGNORE}
-        self.max_tokens = max_chunk_tokens(lambda n: n + 3, row_lengths[:1], config.name)
+        self.max_tokens = find_max_chunk_tokens(lambda n: n + 3, row_lengths[:1], config.name)
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.where(n_tokens > 1, n_tokens + 3, 0)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         terms = {"masked": "targets", "sentence": "sentence_targets"}
         return {term: (batch[field] != IGNORE).sum() for term, field in terms.items()}
 
-    def two_segment_example(
+    def make_two_segment_example(
         self, first: TokenArray, second: TokenArray, label: int, key: ChunkKey
     ) -> Example:
         """Return the fields of [CLS] first [SEP] second [SEP]. Special tokens are never masked."""
         text = np.concatenate([first, second])
-        inputs, targets = self.masking(text, masking_key(key, self.config.name, self.config.static))
+        inputs, targets = self.masking(text, make_masking_key(key, self.config.name, self.config.static))
         n, cut = len(text) + 3, len(first) + 1
         fields: Example = {
             name: np.full(n, IGNORE, np.int64) for name in ("tokens", "targets", "sentence_targets")
@@ -135,21 +127,21 @@ class NextSentence(SentencePair):
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens, others = chunk.tokens, chunk.other_documents
         n = len(tokens)
-        random = rng.uniform(4, *masking_key(key, "next", self.config.static))
+        random = rng.uniform(4, *make_masking_key(key, "next", self.config.static))
         label_uniform, choice_uniform, cut_uniform, start_uniform = random
         lengths = others.lengths
         if not len(lengths):
             cut = 1 + int(randint_below(n - 1, cut_uniform))
-            return self.two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
+            return self.make_two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
         # Documents that could replace half of the chunk; if there are none, the longest.
         candidates = np.flatnonzero(lengths >= min(int(lengths.max()), n // 2))
         other_document = int(candidates[randint_below(len(candidates), choice_uniform)])
         min_cut = max(1, n - int(lengths[other_document]))
         cut = min_cut + int(randint_below(n - min_cut, cut_uniform))
         if label_uniform < 0.5:
-            return self.two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
+            return self.make_two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
         first = int(randint_below(int(lengths[other_document]) - (n - cut) + 1, start_uniform))
-        return self.two_segment_example(
+        return self.make_two_segment_example(
             tokens[:cut], others.tokens(other_document)[first : first + n - cut], IS_RANDOM, key
         )
 
@@ -160,11 +152,11 @@ class SentenceOrder(SentencePair):
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
-        label_uniform, cut_uniform = rng.uniform(2, *masking_key(key, "order", self.config.static))
+        label_uniform, cut_uniform = rng.uniform(2, *make_masking_key(key, "order", self.config.static))
         cut = 1 + int(randint_below(len(tokens) - 1, cut_uniform))
         if label_uniform < 0.5:
-            return self.two_segment_example(tokens[:cut], tokens[cut:], IN_ORDER, key)
-        return self.two_segment_example(tokens[cut:], tokens[:cut], SWAPPED, key)
+            return self.make_two_segment_example(tokens[:cut], tokens[cut:], IN_ORDER, key)
+        return self.make_two_segment_example(tokens[cut:], tokens[:cut], SWAPPED, key)
 
 
 @OBJECTIVES.register("span_boundary")
@@ -181,14 +173,13 @@ class SpanBoundary(Objective):
 
     model_families = ("encoder",)
     predicts_tokens = True
-    loss_weights: Mapping[str, float]
 
     def __init__(
         self,
         special: SpecialTokens,
         config: SpanBoundaryObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
     ) -> None:
         require_head(model, "boundary", config.name)
         special.require_word_starts(f"objective.name = {config.name!r}")
@@ -202,18 +193,18 @@ class SpanBoundary(Objective):
         )
         self.cls, self.sep = special.require_frame(config.name)
         self.loss_weights = {"masked": 1.0, "boundary": 1.0}
-        self.max_tokens = max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
+        self.max_tokens = find_max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
         length_probs = (1 - config.geometric_p) ** np.arange(config.max_span_words)
         self.cumulative_probs = np.cumsum(length_probs / length_probs.sum())
         self.mean_span_words = float(1 + (1 - self.cumulative_probs).sum())
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
-        n, starts = len(tokens), self.special.word_boundaries(tokens)
-        random = rng.uniform(2 * n + 2 * len(starts) + 1, *masking_key(key, "span_boundary"))
+        n, starts = len(tokens), self.special.find_word_boundaries(tokens)
+        random = rng.uniform(2 * n + 2 * len(starts) + 1, *make_masking_key(key, "span_boundary"))
         span_starts, ends = self._choose_spans(np.append(starts, n), random[2 * n :])
         span_lengths = ends - span_starts
         # [CLS] is at position 0, so the chunk's tokens begin at 1.
@@ -263,8 +254,6 @@ class ReplacedToken(Objective):
     """
 
     model_families = ("electra",)
-    loss_weights: Mapping[str, float]
-    padding_values: Mapping[str, int]
     allows_cross_document_attention = True
 
     def __init__(
@@ -272,21 +261,21 @@ class ReplacedToken(Objective):
         special: SpecialTokens,
         config: ReplacedTokenObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
     ) -> None:
         self.masking = Masking.from_config(config, special)
         self.cls, self.sep = special.require_frame(config.name)
         self.loss_weights = {"generator": 1.0, "discriminator": config.discriminator_weight}
         self.padding_values = {"original": special.pad}
-        self.max_tokens = max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
+        self.max_tokens = find_max_chunk_tokens(lambda n: n + 2, row_lengths[:1], config.name)
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.where(n_tokens > 0, n_tokens + 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
-        inputs, targets = self.masking(tokens, masking_key(key, "replaced_token"))
-        fields = single_segment_example(inputs, targets, self.cls, self.sep)
+        inputs, targets = self.masking(tokens, make_masking_key(key, "replaced_token"))
+        fields = make_single_segment_example(inputs, targets, self.cls, self.sep)
         original = fields["tokens"].copy()
         original[1:-1] = tokens
         return fields | {"original": original}

@@ -6,15 +6,24 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm import rng
 from megatfm.config import ImagesConfig, MaskedImageObjective, ModelConfig
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
-from megatfm.objectives.base import ENCODER_DECODER, OBJECTIVES, Batch, Example, Objective, SpecialTokens
-from megatfm.objectives.images import ONE_CHUNK, image_reader, random_image_files
+from megatfm.objectives.base import (
+    ENCODER_DECODER,
+    OBJECTIVES,
+    Batch,
+    Example,
+    Ints,
+    Objective,
+    RandomKeys,
+    RowLengths,
+    SpecialTokens,
+)
+from megatfm.objectives.images import ONE_CHUNK, draw_image_files, make_image_reader
 from megatfm.rng import ChunkKey
 
 if TYPE_CHECKING:
@@ -39,12 +48,12 @@ class MaskedImage(Objective):
         special: SpecialTokens | None,
         config: MaskedImageObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
         images: ImagesConfig,
         *,
         training: bool = True,
     ) -> None:
-        self.reader: ImageReader = image_reader(
+        self.reader: ImageReader = make_image_reader(
             images, model, config.name, row_lengths[-1], training=training
         )
         layout = self.reader.layout
@@ -69,7 +78,7 @@ class MaskedImage(Objective):
     def for_evaluation(self) -> Objective:
         return self._for_evaluation()
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         side_lengths = (self.reader.layout.n_special + self.n_kept, self.reader.n_tokens)
         return np.tile(np.array(side_lengths, np.int64), (len(n_tokens), 1))
 
@@ -83,7 +92,7 @@ class MaskedImage(Objective):
         return {**encoder_fields, **fields, "source": source}
 
     def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
-        files = random_image_files(random, self.reader)
+        files = draw_image_files(random, self.reader)
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:

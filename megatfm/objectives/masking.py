@@ -62,7 +62,7 @@ class Masking:
         budget = stochastic_round(self.mask_rate * len(tokens), float(random[-1]))
         if not self.whole_words:
             return np.argsort(random[:-1], kind="stable")[:budget]
-        starts = self.special.word_boundaries(tokens)
+        starts = self.special.find_word_boundaries(tokens)
         return choose_words(starts, len(tokens), budget, random[: len(starts)])
 
 
@@ -104,7 +104,7 @@ def replace_masked(original: Ints, case_uniform: Floats, token_uniform: Floats, 
     return masked_tokens
 
 
-def single_segment_example(masked_tokens: Ints, targets: Ints, cls: int, sep: int) -> Example:
+def make_single_segment_example(masked_tokens: Ints, targets: Ints, cls: int, sep: int) -> Example:
     """Return [CLS] text [SEP] with the text's targets."""
     tokens = np.empty(len(masked_tokens) + 2, np.int64)
     target_tokens = np.full(len(tokens), IGNORE, np.int64)

@@ -1,9 +1,6 @@
 """Permutation language modelling (Yang et al. 2019, sections 2.2, 2.3 and 3.1)."""
 
-from collections.abc import Mapping
-
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm import rng
@@ -16,9 +13,11 @@ from megatfm.objectives.base import (
     Floats,
     Ints,
     Objective,
+    RandomKeys,
+    RowLengths,
     SpecialTokens,
-    masking_key,
-    max_chunk_tokens,
+    find_max_chunk_tokens,
+    make_masking_key,
     randint_below,
 )
 from megatfm.ops.cross_entropy import IGNORE
@@ -40,32 +39,31 @@ class Permutation(Objective):
 
     model_families = ("xlnet",)
     predicts_tokens = True
-    loss_weights: Mapping[str, float]
 
     def __init__(
         self,
         special: SpecialTokens,
         config: PermutationObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
     ) -> None:
         self.config = config
         self.cls, self.sep = special.require_frame(config.name)
         self.loss_weights = {"permutation": 1.0}
-        self.max_tokens = max_chunk_tokens(lambda n: n + 3, row_lengths[:1], config.name)
+        self.max_tokens = find_max_chunk_tokens(lambda n: n + 3, row_lengths[:1], config.name)
         # The text's start falls into a context with a probability proportional to its length.
         self.cumulative_probs = (
             np.cumsum(np.arange(1, config.max_span + 1)) / np.arange(1, config.max_span + 1).sum()
         )
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.where(n_tokens > 1, n_tokens + 3, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
         tokens = chunk.tokens
         n = len(tokens)
         n_contexts = n // self.config.tokens_per_prediction + 2
-        random = rng.uniform(2 * n_contexts + 2 + n, *masking_key(key, "permutation"))
+        random = rng.uniform(2 * n_contexts + 2 + n, *make_masking_key(key, "permutation"))
         chosen = self.choose_tokens(n, random[2 : 2 * n_contexts + 2], float(random[0]))
         cut = 1 + int(randint_below(n - 1, float(random[1])))
         # The first [SEP] shifts the tokens of B by one.

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.config import ModelConfig, PreferenceObjective
@@ -12,7 +11,16 @@ from megatfm.data.inner_documents import BEGINS
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
 from megatfm.layers.preference import FIRST_TARGET, PREFERENCE_TERMS
-from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
+from megatfm.objectives.base import (
+    OBJECTIVES,
+    Batch,
+    Example,
+    Ints,
+    Objective,
+    RandomKeys,
+    RowLengths,
+    SpecialTokens,
+)
 from megatfm.objectives.supervised import ANNOTATION, read_annotation
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
@@ -32,11 +40,7 @@ class Preferences(Objective):
     metrics = PREFERENCE_TERMS[1:]
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: PreferenceObjective,
-        model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        self, special: SpecialTokens, config: PreferenceObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         refused_options = {
             "lm_head.label_smoothing": model.lm_head.label_smoothing,
@@ -57,7 +61,7 @@ class Preferences(Objective):
             BEGINS: Field(),
         }
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.maximum(n_tokens - 2, 0)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:

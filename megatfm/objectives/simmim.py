@@ -7,15 +7,23 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm import rng
 from megatfm.config import ImagesConfig, ModelConfig, SimMIMObjective
 from megatfm.data.sequences import DocumentChunk, Field
 from megatfm.errors import UsageError
-from megatfm.objectives.base import OBJECTIVES, Batch, Example, Objective, SpecialTokens
-from megatfm.objectives.images import ONE_CHUNK, image_reader, random_image_files
+from megatfm.objectives.base import (
+    OBJECTIVES,
+    Batch,
+    Example,
+    Ints,
+    Objective,
+    RandomKeys,
+    RowLengths,
+    SpecialTokens,
+)
+from megatfm.objectives.images import ONE_CHUNK, draw_image_files, make_image_reader
 from megatfm.rng import ChunkKey
 
 if TYPE_CHECKING:
@@ -41,7 +49,7 @@ class SimMIM(Objective):
         special: SpecialTokens | None,
         config: SimMIMObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
         images: ImagesConfig,
         *,
         training: bool = True,
@@ -57,7 +65,9 @@ class SimMIM(Objective):
                 f"model.extra_heads.{HEAD}.stride = {stride}: a token stands for its patch: choose "
                 f"model.extra_heads.{HEAD}.stride = {model.embedding.patch_size}"  # type: ignore[union-attr]
             )
-        self.reader: ImageReader = image_reader(images, model, config.name, row_lengths[0], training=training)
+        self.reader: ImageReader = make_image_reader(
+            images, model, config.name, row_lengths[0], training=training
+        )
         layout, mask_size = self.reader.layout, config.mask_size
         if mask_size % layout.patch_size or images.size % mask_size:
             raise UsageError(
@@ -65,10 +75,8 @@ class SimMIM(Objective):
                 f"and fill images of data.images.size = {images.size}: choose a multiple of the one that divides the "
                 "other"
             )
-        self.squares_per_side, self.patches_per_square_side = (
-            images.size // mask_size,
-            mask_size // layout.patch_size,
-        )
+        self.squares_per_side = images.size // mask_size
+        self.patches_per_square_side = mask_size // layout.patch_size
         self.n_masked = math.ceil(self.squares_per_side**2 * config.mask_ratio)
         if self.n_masked == self.squares_per_side**2:
             raise UsageError(
@@ -87,7 +95,7 @@ class SimMIM(Objective):
     def for_evaluation(self) -> Objective:
         return self._for_evaluation()
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.full(len(n_tokens), self.reader.n_tokens)
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -101,7 +109,7 @@ class SimMIM(Objective):
         return {**fields, "patches": visible, "masked": masked, "target_patches": fields["patches"]}
 
     def random_chunk(self, random: np.random.Generator) -> DocumentChunk:
-        files = random_image_files(random, self.reader)
+        files = draw_image_files(random, self.reader)
         return DocumentChunk(np.zeros(self.reader.n_tokens, np.uint16), files=files)
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.config import (
@@ -26,9 +25,12 @@ from megatfm.objectives.base import (
     OBJECTIVES,
     Batch,
     Example,
+    Ints,
     Objective,
+    RandomKeys,
+    RowLengths,
     SpecialTokens,
-    seq2seq_example,
+    make_seq2seq_example,
 )
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
@@ -57,7 +59,6 @@ class LabelledExamples(Objective):
     """
 
     needs_files = True
-    loss_weights: Mapping[str, float]
     fields: dict[str, Field]
 
     def __init__(
@@ -83,7 +84,7 @@ class LabelledExamples(Objective):
         """Return the name of the head's loss. Raises UsageError for a model without the head."""
         raise NotImplementedError
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return n_tokens
 
     def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Example:
@@ -143,7 +144,7 @@ class TextClassification(LabelledExamples):
         special: SpecialTokens,
         config: TextClassificationObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
     ) -> None:
         super().__init__(special, config.name, model, row_lengths[0], config.lm_weight)
         self.predicts_classes = self.head.loss == "cross_entropy"
@@ -189,7 +190,7 @@ class MultipleChoice(LabelledExamples):
         special: SpecialTokens,
         config: MultipleChoiceObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
     ) -> None:
         super().__init__(special, config.name, model, row_lengths[0], config.lm_weight)
         self.fields |= {"choice_targets": Field(pad_value=IGNORE), "parts": Field()}
@@ -228,7 +229,7 @@ class SpanExtraction(LabelledExamples):
         special: SpecialTokens,
         config: SpanExtractionObjective,
         model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        row_lengths: RowLengths,
     ) -> None:
         super().__init__(special, config.name, model, row_lengths[0], 0.0)
         self.fields["answer_marks"] = Field()
@@ -272,15 +273,10 @@ class Answers(Objective):
     model_families = ("decoder", "encoder_decoder")
     predicts_tokens = True
     needs_files = True
-    loss_weights: Mapping[str, float]
     is_encoder_decoder = False
 
     def __init__(
-        self,
-        special: SpecialTokens,
-        config: AnswersObjective,
-        model: ModelConfig,
-        row_lengths: tuple[int, ...],
+        self, special: SpecialTokens, config: AnswersObjective, model: ModelConfig, row_lengths: RowLengths
     ) -> None:
         self.special, self.length = special, row_lengths[0]
         self.is_encoder_decoder = model.family == "encoder_decoder"
@@ -288,11 +284,11 @@ class Answers(Objective):
         self.loss_weights = {"span" if self.is_encoder_decoder else "causal": 1.0}
         self.max_tokens = sum(row_lengths) if self.is_encoder_decoder else self.length + 1
 
-    def sequence_lengths(self, n_tokens: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.maximum(n_tokens - 1, 0)
 
     @property
-    def image_lengths(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
+    def image_lengths(self) -> Callable[[Ints], Ints] | None:
         """Sequence lengths [n, 2] from the tokens of both sides [n, 2], which the index stores as image sizes."""
         return (lambda sizes: sizes + 1) if self.is_encoder_decoder else None
 
@@ -305,7 +301,7 @@ class Answers(Objective):
         tokens, spans = chunk.tokens.astype(np.int64), read_annotation(chunk)["trained"]
         if self.is_encoder_decoder:
             ((begin, end),) = spans
-            return seq2seq_example(tokens[:begin], tokens[begin:end], self.special)
+            return make_seq2seq_example(tokens[:begin], tokens[begin:end], self.special)
         targets = np.full(len(tokens) - 1, IGNORE, np.int64)
         for begin, end in spans:
             targets[begin - 1 : end - 1] = tokens[begin:end]

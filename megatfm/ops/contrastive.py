@@ -183,7 +183,7 @@ def contrastive_loss_reference(
 
 
 @torch.no_grad()
-def retrieval_ranks(
+def compute_retrieval_ranks(
     images_MW: Tensor, texts_NW: Tensor, captions_N: Tensor, ring: Ring = ONE_RANK, chunk: int = CHUNK
 ) -> Tensor:
     """Return for each image the number of other captions of all ranks at least as similar as its own, int64 [M].

@@ -43,14 +43,14 @@ def cross_entropy_reference(
     weight_VD: Tensor,
     targets_M: Tensor,
     bias_V: Tensor | None = None,
-    variant: LogitOptions = LogitOptions(),
+    options: LogitOptions = LogitOptions(),
 ) -> Tensor:
     """Return Σ −log softmax(h Wᵀ + b)[target] over tokens with a target, in nats, from all logits at once."""
     logits_MV = F.linear(hidden_MD, weight_VD, bias_V).to(_widen_dtype(hidden_MD))
-    if variant.softcap:
-        logits_MV = variant.softcap * torch.tanh(logits_MV / variant.softcap)
+    if options.softcap:
+        logits_MV = options.softcap * torch.tanh(logits_MV / options.softcap)
     return F.cross_entropy(
-        logits_MV, targets_M, ignore_index=IGNORE, reduction="sum", label_smoothing=variant.smoothing
+        logits_MV, targets_M, ignore_index=IGNORE, reduction="sum", label_smoothing=options.smoothing
     )
 
 
@@ -59,7 +59,7 @@ def cross_entropy(
     weight_WD: Tensor,
     targets_M: Tensor,
     bias_W: Tensor | None = None,
-    variant: LogitOptions = LogitOptions(),
+    options: LogitOptions = LogitOptions(),
     *,
     chunk: int | None = None,
     vocab_start: int = 0,
@@ -77,18 +77,18 @@ def cross_entropy(
     of hidden_MD. losses_M: output buffer for the tokens' losses, 0 for ignored targets. weights_M: factors on the
     tokens' losses in the sum, without gradients.
     """
-    chunk = chunk or default_chunk(hidden_MD, len(weight_WD))
+    chunk = chunk or choose_chunk(hidden_MD, len(weight_WD))
     # ctx.needs_input_grad is true for parameters even under no_grad.
     needs_grad = tuple(
         torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden_MD, weight_WD, bias_W)
     )
     return _ChunkedCrossEntropy.apply(
-        hidden_MD, weight_WD, bias_W, targets_M, variant, chunk, vocab_start, all_gather, needs_grad, losses_M,
+        hidden_MD, weight_WD, bias_W, targets_M, options, chunk, vocab_start, all_gather, needs_grad, losses_M,
         weights_M,
     )  # fmt: skip
 
 
-def default_chunk(hidden_MD: Tensor, rows: int) -> int:
+def choose_chunk(hidden_MD: Tensor, rows: int) -> int:
     """Return the number of tokens whose logits over `rows` vocabulary rows are in memory at once.
 
     Every chunk reads and writes the full weight gradient, so few large chunks are cheaper. On a CPU, that cost is
@@ -113,7 +113,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_WD: Tensor,
         bias_W: Tensor | None,
         targets_M: Tensor,
-        variant: LogitOptions,
+        options: LogitOptions,
         chunk: int,
         vocab_start: int,
         all_gather: AllGather | None,
@@ -139,7 +139,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden = hidden_MD[rows]
             logits = _compute_logits(hidden, weight_WD, bias_W, buffer[: len(hidden), :vocabulary])
             losses = None if losses_M is None else losses_M[rows]
-            chunk_loss = _to_gradient(logits, targets_M[rows], variant, vocab_start, all_gather, losses)
+            chunk_loss = _to_gradient(logits, targets_M[rows], options, vocab_start, all_gather, losses)
             gradient = logits
             if weights_M is not None and losses is not None:
                 chunk_loss = (weights_M[rows] * losses).sum()
@@ -196,7 +196,7 @@ def _compute_logits(hidden: Tensor, weight_WD: Tensor, bias_W: Tensor | None, ou
 def _to_gradient(
     logits: Tensor,
     targets_M: Tensor,
-    variant: LogitOptions,
+    options: LogitOptions,
     vocab_start: int,
     all_gather: AllGather | None,
     losses_M: Tensor | None,
@@ -208,7 +208,7 @@ def _to_gradient(
     """
     if all_gather is None and (in_place := _choose_kernel(logits)):
         losses = in_place(
-            logits, targets_M, ignore=IGNORE, softcap=variant.softcap, smoothing=variant.smoothing
+            logits, targets_M, ignore=IGNORE, softcap=options.softcap, smoothing=options.smoothing
         )
         if losses_M is not None:
             losses_M.copy_(losses)
@@ -220,7 +220,7 @@ def _to_gradient(
         rows, targets = logits[start : start + step], targets_M[start : start + step]
         values = rows.to(_widen_dtype(rows))
         losses_M1, gradient = _compute_chunk(
-            values, targets[:, None], variant, vocab_start, all_gather or _add_shard_dim
+            values, targets[:, None], options, vocab_start, all_gather or _add_shard_dim
         )
         if gradient is not rows:
             rows.copy_(gradient)
@@ -257,7 +257,7 @@ def has_triton() -> bool:
 
 
 def _compute_chunk(
-    logits: Tensor, targets_M1: Tensor, variant: LogitOptions, vocab_start: int, all_gather: AllGather
+    logits: Tensor, targets_M1: Tensor, options: LogitOptions, vocab_start: int, all_gather: AllGather
 ) -> tuple[Tensor, Tensor]:
     """Return the losses [M, 1] of a chunk and the gradient of their sum by the logits [M, W]; overwrites the logits."""
     has_target = targets_M1 != IGNORE
@@ -265,14 +265,14 @@ def _compute_chunk(
     is_local = (local >= 0) & (local < logits.shape[1])
     local = local.where(is_local, 0)
     slope = None
-    if variant.softcap:
-        logits = torch.tanh(logits / variant.softcap)
+    if options.softcap:
+        logits = torch.tanh(logits / options.softcap)
         slope = 1 - logits.square()
-        logits *= variant.softcap
+        logits *= options.softcap
     max_logit = logits.amax(1, keepdim=True)
     logits -= max_logit
     local_statistics = [max_logit, logits.gather(1, local) * is_local, is_local.to(logits.dtype)]
-    if variant.smoothing:
+    if options.smoothing:
         local_statistics += [logits.sum(1, keepdim=True), torch.full_like(max_logit, logits.shape[1])]
     exponentials = logits.exp_()
     # Each shard has subtracted its own maximum, so that a single all-gather exchanges all statistics.
@@ -287,17 +287,17 @@ def _compute_chunk(
         has_target_P.sum(0),
     )
     spread: Tensor | float = 0.0
-    if variant.smoothing:
+    if options.smoothing:
         logits_P, rows_P = rest_P
         sum_of_logits, vocabulary = (logits_P + rows_P * max_difference_P).sum(0), rows_P.sum(0)
-        spread = variant.smoothing / vocabulary
-        target_logit = (1 - variant.smoothing) * target_logit + spread * sum_of_logits
+        spread = options.smoothing / vocabulary
+        target_logit = (1 - options.smoothing) * target_logit + spread * sum_of_logits
     # No shard has a target beyond the vocabulary: return NaN rather than a wrong loss.
     losses = (normaliser.log() - target_logit).where(target_count > 0, torch.nan)
     gradient = exponentials.mul_(has_target * (max_logit - global_max).exp() / normaliser)
-    if variant.smoothing:
+    if options.smoothing:
         gradient -= spread * has_target
-    gradient.scatter_add_(1, local, (variant.smoothing - 1) * (is_local & has_target).to(gradient.dtype))
+    gradient.scatter_add_(1, local, (options.smoothing - 1) * (is_local & has_target).to(gradient.dtype))
     if slope is not None:
         gradient *= slope
     return losses.where(has_target, 0), gradient
@@ -307,7 +307,7 @@ def _widen_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def shifted_targets(targets_BT: Tensor, documents_BT: Tensor | None, n: int) -> Tensor:
+def shift_targets(targets_BT: Tensor, documents_BT: Tensor | None, n: int) -> Tensor:
     """Return the targets `n` tokens further on in the same document, −100 where there is none, [B, T]."""
     shifted = torch.full_like(targets_BT, IGNORE)
     shifted[:, :-n] = targets_BT[:, n:]

@@ -27,10 +27,10 @@ def grouped_linear(x_MI: Tensor, weight_GOI: Tensor, ends_G: Tensor) -> Tensor:
     """
     if not len(x_MI):  # torch's operator takes no empty x
         return looped_linear(x_MI, weight_GOI, ends_G)
-    return KERNELS[kernel_for(x_MI, weight_GOI)](x_MI, weight_GOI, ends_G)
+    return KERNELS[choose_grouped_kernel(x_MI, weight_GOI)](x_MI, weight_GOI, ends_G)
 
 
-def kernel_for(x_MI: Tensor, weight_GOI: Tensor) -> str:
+def choose_grouped_kernel(x_MI: Tensor, weight_GOI: Tensor) -> str:
     """Return the name of the kernel in KERNELS for these tensors.
 
     MegaBlocks, if installed, for bfloat16 on GPUs. torch's operator does not support float64 or unaligned widths.
@@ -70,7 +70,7 @@ class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MI, weight_GOI, ends_G):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x_MI, weight_GOI)
-        ctx.windows = padded_ranges(ends_G.tolist())
+        ctx.windows = pad_ranges(ends_G.tolist())
         return _multiply_windows(x_MI, weight_GOI.mT, ctx.windows)
 
     @staticmethod
@@ -108,7 +108,7 @@ def _multiply_windows(x_MI: Tensor, weight_GIO: Tensor, ranges: list[RowRange]) 
     return y_MO
 
 
-def padded_ranges(ends: list[int]) -> list[RowRange]:
+def pad_ranges(ends: list[int]) -> list[RowRange]:
     """Return each group's rows and a window around them, at most an eighth (or 8 rows) longer, within all rows."""
     ranges, first = [], 0
     for last in ends:

@@ -36,28 +36,30 @@ def dropout(x: Tensor, rate: float, keys: Tensor, first: int = 0) -> Tensor:
     a shard of longer vectors.
     """
     threshold = round(rate * RATE_STEPS)
-    return (x * keep(keys, x.shape[-1], threshold, first)).mul_(RATE_STEPS / (RATE_STEPS - threshold))
+    return (x * draw_keep_mask(keys, x.shape[-1], threshold, first)).mul_(
+        RATE_STEPS / (RATE_STEPS - threshold)
+    )
 
 
-def keep(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
+def draw_keep_mask(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:
     """Draw booleans [..., width] for channels from `first` on, false with probability threshold / 65,536."""
     groups = torch.arange(first // 4, -(-(first + width) // 4), device=keys.device)
     hashes = fold_in(keys[..., None], groups)
     return hashes.view(torch.int16)[..., first % 4 : first % 4 + width] >= threshold - RATE_STEPS // 2
 
 
-def keep_at(keys: Tensor, channels: Tensor, threshold: int) -> Tensor:
-    """Draw `keep` for these channel indices, broadcast to the keys."""
+def draw_keep_mask_at(keys: Tensor, channels: Tensor, threshold: int) -> Tensor:
+    """Draw `draw_keep_mask` for these channel indices, broadcast to the keys."""
     hashes = fold_in(keys, channels // 4) >> (16 * (channels % 4))
     return hashes.to(torch.int16) >= threshold - RATE_STEPS // 2
 
 
-def token_keys(rng_keys_B: Tensor, site: int, indices_T: Tensor) -> Tensor:
+def make_token_keys(rng_keys_B: Tensor, site: int, indices_T: Tensor) -> Tensor:
     """Return keys [B, T] for the tokens at these indices of their rows, at one dropout site of a layer."""
     return fold_in(fold_in(rng_keys_B, site)[:, None], indices_T)
 
 
-def uniform(keys: Tensor, width: int) -> Tensor:
+def draw_uniform(keys: Tensor, width: int) -> Tensor:
     """Draw uniform float64 values [..., width] strictly between 0 and 1 from int64 keys [...]."""
     hashes = fold_in(keys[..., None], torch.arange(width, device=keys.device))
     return (_shift(hashes, 12) * 2 + 1).double() * 2.0**-53
@@ -99,7 +101,7 @@ def stochastic_round(values: Tensor, random: Tensor) -> Tensor:
     return (moved & -BF16_STEPS).view(torch.float32).bfloat16()
 
 
-def element_hashes(
+def hash_elements(
     key: int, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], device: torch.device
 ) -> Tensor:
     """Return a hash for each element of the shard [sizes] at `offsets` of a tensor of global `shape`. key: < 2⁶³."""

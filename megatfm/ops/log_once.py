@@ -1,15 +1,28 @@
-"""A decorator for torch.compile that does not import it: importing takes a second, and most commands never compile."""
+"""Log lines that appear once a process, also from code that torch.compile compiles."""
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 Marked = TypeVar("Marked", bound=Callable[..., object])
+log = logging.getLogger("megatfm")
 
 
 def constant_when_compiled(function: Marked) -> Marked:
     """Mark a function whose result torch.compile treats as a constant: it runs once, during compilation.
 
-    Same effect as `torch.compiler.assume_constant_result`, which imports torch._dynamo to set this attribute.
+    Same effect as `torch.compiler.assume_constant_result`, which imports torch._dynamo to set this attribute. The
+    import takes a second, and most commands never compile.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+_LOGGED: set[str] = set()
+
+
+def log_once(message: str, level: int = logging.INFO) -> None:
+    """Log a message, unless this process has logged the same one before."""
+    if message not in _LOGGED:
+        _LOGGED.add(message)
+        log.log(level, message)

@@ -13,7 +13,7 @@ elements, but within 2e-7 for this many (2e-6 from bfloat16). GPU kernels reduce
 
 
 @torch.no_grad()
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return Σ x² over all elements of tensors of one device and dtype, a float64 scalar on that device.
 
     Accumulates in float32 within chunks (float64 for float64 tensors), and in float64 over chunks. Returns 0 without

@@ -1,11 +1,11 @@
-"""Memory placement of tensors: aligned like torch's own, and copied to a device without stalling the host.
+"""Memory placement of tensors: aligned like torch's own, and copied to and from a device without stalling the host.
 
 Aligned tensors are contiguous and start at a multiple of 64 bytes. BLAS, LAPACK and other kernels may sum in a
 different order for other tensors, so that loaded weights would give different bits than computed ones. All code that
 brings tensors into a model, an optimizer or a batch therefore aligns them here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def aligned_bytes(size: int, line: int = LINE_BYTES) -> NDArray[np.uint8]:
+def allocate_aligned(size: int, line: int = LINE_BYTES) -> NDArray[np.uint8]:
     """Allocate uninitialised bytes aligned to `line`. NumPy requests huge pages from the kernel, torch does not."""
     memory = np.empty(size + line, np.uint8)
     start = -memory.ctypes.data % line
@@ -97,9 +97,55 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.cpu() if host_copy is None or tensor._version != version else host_copy
 
 
-def true_places(condition: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+def find_true_indices(condition: Tensor, device: torch.device) -> tuple[Tensor, ...]:
     """Return the indices of true elements of a host tensor, one tensor a dimension, on a device.
 
     Computed on the host, because it needs their number for shapes.
     """
     return tuple(move_to_device(indices, device) for indices in condition.nonzero(as_tuple=True))
+
+
+class DeferredReads:
+    """Device values that the host needs later. The first access copies all deferred values in one transfer.
+
+    A transfer waits for all earlier work of the device, so a step should have one only.
+    """
+
+    def __init__(self) -> None:
+        self._deferred: list[tuple[Tensor, list[float]]] = []
+        self._copied: list[tuple[Tensor, list[float]]] = []
+        self._copy_done: torch.cuda.Event | None = None
+
+    def defer(self, values: Tensor) -> Callable[[], list[float]]:
+        """Defer the read of float64 values [n]; return a function that returns them, and reads them if necessary."""
+        results: list[float] = []
+        self._deferred.append((values, results))
+
+        def finish() -> list[float]:
+            if not results:
+                self.read()
+            return results
+
+        return finish
+
+    def start_copy(self) -> None:
+        """Start an asynchronous copy of all deferred values; a read then waits for it, and not for later work."""
+        values = torch.cat([values for values, _ in self._deferred])
+        if values.device.type != "cpu":
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+            self._copy_done = torch.cuda.Event()
+            self._copy_done.record()
+        sizes = [values.numel() for values, _ in self._deferred]
+        self._copied += zip(values.split(sizes), [target for _, target in self._deferred], strict=True)
+        self._deferred = []
+
+    def read(self) -> None:
+        """Read all deferred values, waiting for a started copy."""
+        if self._deferred:
+            self.start_copy()
+        if self._copy_done:
+            self._copy_done.synchronize()
+        for values, target in self._copied:
+            target.extend(values.tolist())
+        self._copied, self._copy_done = [], None

@@ -18,7 +18,7 @@ from megatfm.optim.optimizers import adamw
 from megatfm.optim.parameters import (
     OPTIMIZERS,
     Parameters,
-    lr_scales,
+    compute_lr_scales,
     split_block_matrices,
     stacked_names,
     weight_decays,
@@ -58,7 +58,7 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
     matrices, remaining = split_block_matrices(parameters)
     options = weight_decays(matrices, config.weight_decay)
-    rates = lr_scales(matrices, config.matrix_lr / config.lr)
+    rates = compute_lr_scales(matrices, config.matrix_lr / config.lr)
     stacked = stacked_names(matrices)
     single = [name for name in matrices if name not in stacked]
     groups = [OptimizerGroup(single, "whole_tensor", make_muon, options, rates)]
@@ -156,7 +156,7 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
         name: {**decays[name], "rotated": tuple(size <= config.max_precond_dim for size in p.shape[-2:])}
         for name, p in matrices.items()
     }
-    names, rates = list(matrices), lr_scales(matrices)
+    names, rates = list(matrices), compute_lr_scales(matrices)
     group = OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",))
     return [group, *adamw(config, remaining)]
 

@@ -18,8 +18,8 @@ from torch.optim.adamw import adamw as torch_adamw
 from megatfm import rng
 from megatfm.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, ScheduleFreeConfig
 from megatfm.engines.interface import OptimizerGroup, ShardLocation
-from megatfm.ops.keyed_random import element_hashes, stochastic_round
-from megatfm.optim.parameters import OPTIMIZERS, Parameters, lr_scales, stacked_names, weight_decays
+from megatfm.ops.keyed_random import hash_elements, stochastic_round
+from megatfm.optim.parameters import OPTIMIZERS, Parameters, compute_lr_scales, stacked_names, weight_decays
 
 CHUNK_ELEMENTS = 2**24
 """Elements whose moments are converted to full precision at a time, which bounds temporary memory."""
@@ -30,7 +30,7 @@ ADAFACTOR_EPS1_ROOT = 1e-15
 @OPTIMIZERS.register("adamw")
 def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """AdamW (Loshchilov & Hutter 2019), from torch; weight decay depends on the parameter's role."""
-    options, rates = weight_decays(parameters, config.weight_decay), lr_scales(parameters)
+    options, rates = weight_decays(parameters, config.weight_decay), compute_lr_scales(parameters)
     if config.moments_dtype == "bf16":
         make_bf16_state = partial(BF16StateAdamW, lr=config.lr, betas=config.betas, eps=config.eps)
         return [
@@ -124,7 +124,7 @@ class BF16StateAdamW(torch.optim.Optimizer):
         for piece, mean, square in zip(shards, means, squares, strict=True):
             location = piece.location
             key = int(rng.random_uint64(1, "moments", location.name, group["step"])[0] >> 1)
-            random = element_hashes(key, location.shape, location.offsets, tuple(mean.shape), mean.device)
+            random = hash_elements(key, location.shape, location.offsets, tuple(mean.shape), mean.device)
             piece.mean.copy_(stochastic_round(mean.float(), random))
             piece.square.copy_(stochastic_round(square.float(), random >> 16))
 
@@ -148,7 +148,7 @@ def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[Op
             "elementwise",
             make,
             weight_decays(parameters, config.weight_decay),
-            lr_scales(parameters),
+            compute_lr_scales(parameters),
             counters=("k", "weight_sum", "lr_max"),
             averaged=evaluation_weights,
         )
@@ -177,7 +177,7 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
         )
 
     options = weight_decays(parameters, config.weight_decay)
-    names, rates, stacked = list(parameters), lr_scales(parameters), stacked_names(parameters)
+    names, rates, stacked = list(parameters), compute_lr_scales(parameters), stacked_names(parameters)
     return [OptimizerGroup(names, "whole_tensor", make, options, rates, stacked_names=stacked)]
 
 
@@ -193,7 +193,7 @@ def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
 
     decays = weight_decays(parameters, config.weight_decay)
     options = {name: {**decays[name], "scaled": p.decays} for name, p in parameters.items()}
-    names, rates, stacked = list(parameters), lr_scales(parameters), stacked_names(parameters)
+    names, rates, stacked = list(parameters), compute_lr_scales(parameters), stacked_names(parameters)
     return [
         OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked_names=stacked)
     ]
@@ -240,7 +240,7 @@ def lion(config: LionConfig, parameters: Parameters) -> list[OptimizerGroup]:
         return Lion(groups, lr=config.lr, betas=config.betas)
 
     options = weight_decays(parameters, config.weight_decay)
-    return [OptimizerGroup(list(parameters), "elementwise", make, options, lr_scales(parameters))]
+    return [OptimizerGroup(list(parameters), "elementwise", make, options, compute_lr_scales(parameters))]
 
 
 class Lion(torch.optim.Optimizer):

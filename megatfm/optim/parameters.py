@@ -12,7 +12,7 @@ from megatfm.config import ModelConfig, OptimizerSection
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.norm import NORMS
-from megatfm.models import lr_scales as mup_lr_scales
+from megatfm.models import compute_lr_scales as mup_lr_scales
 from megatfm.optim.weight_average import with_weight_average
 from megatfm.registry import Registry
 
@@ -126,7 +126,7 @@ def weight_decays(parameters: Parameters, weight_decay: float) -> dict[str, Mapp
     return {name: {"weight_decay": weight_decay if p.decays else 0.0} for name, p in parameters.items()}
 
 
-def lr_scales(parameters: Parameters, ratio: float = 1.0) -> dict[str, float]:
+def compute_lr_scales(parameters: Parameters, ratio: float = 1.0) -> dict[str, float]:
     """Return each parameter's learning rate factor. ratio: the group's learning rate relative to the run's."""
     return {name: ratio * p.lr_scale for name, p in parameters.items()}
 

@@ -130,7 +130,7 @@ def plan_fetch(core: Any, contexts: ContextParallel, sequence: Any) -> FetchPlan
     def plan() -> FetchPlan | None:
         indices_by_rank = contexts.token_indices(sequence.length)
         row = sequence.full_sequence.on_host()
-        needed_indices = [core.reachable_keys(row, indices) for indices in indices_by_rank]
+        needed_indices = [core.find_reachable_keys(row, indices) for indices in indices_by_rank]
         is_fetched = core.is_local(sequence.length) or is_sparse_fetch(indices_by_rank, needed_indices)
         return FetchPlan.of(contexts, indices_by_rank, needed_indices) if is_fetched else None
 
@@ -201,7 +201,7 @@ def ulysses_attention(
     k, v = kv.split([k_BKTH.shape[-1], v_BKTV.shape[-1]], -1)
     head_shard = core.dropout.shard_index * contexts.size + contexts.rank
     bias = None if bias_NL is None else bias_NL.chunk(contexts.size)[contexts.rank]
-    out = core.attend_head_shard(head_shard, q, k, v, sequence.full_row(), bias)
+    out = core.attend_head_shard(head_shard, q, k, v, sequence.make_full_row(), bias)
     out_BNTV: Tensor = _TokensHeadsExchange.apply(out, _to_tokens, _to_heads, row)
     return out_BNTV
 

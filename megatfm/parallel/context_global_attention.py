@@ -43,7 +43,7 @@ class GlobalQueries:
     def of(cls, core: Any, contexts: ContextParallel, sequence: Any) -> "GlobalQueries | None":
         """Collect the global queries; None if there is none whose keys are on several ranks."""
         indices_by_rank: Sequence[Tensor] = contexts.token_indices(sequence.length)
-        row_indices = core.global_query_indices(sequence.full_sequence.on_host(), indices_by_rank)
+        row_indices = core.find_global_queries(sequence.full_sequence.on_host(), indices_by_rank)
         if not len(row_indices):
             return None
         local = indices_by_rank[contexts.rank]
@@ -68,7 +68,7 @@ def add_global_attention(
     queries = sequence.with_queries_at(
         ("global queries", core.pattern), move_to_device(global_queries.row_indices, device)
     )
-    dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
+    dropout_keys = core.dropout.make_head_rng_keys(queries, q_BNTH.shape[1])
     key_indices = contexts.token_indices(sequence.length)[contexts.rank]
     plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNGH)
     sinks = None if core.sinks is None else core.sinks.weight
@@ -138,7 +138,7 @@ def _attend_to_local_keys(
     queries = sequence.with_queries_at(
         ("local global queries", core.pattern), move_to_device(key_indices[columns], device)
     )
-    dropout_keys = core.dropout.head_rng_keys(queries, q_BNTH.shape[1])
+    dropout_keys = core.dropout.make_head_rng_keys(queries, q_BNTH.shape[1])
     plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNTH[:, :, at])
     out: Tensor = _LocalKeysAttention.apply(q_BNTH[:, :, at], k_BNTH, v_BNTV, dropout_keys, plan)
     return torch.zeros_like(v_BNTV).index_copy(2, at, out)
@@ -181,7 +181,7 @@ class _AllKeysAttention(torch.autograd.Function):
         )
         for more_part in more_parts:
             out, lse = merge_partial(out, lse, *more_part)
-        out, lse = block_sparse.with_sinks(out.to(q.dtype, copy=True), lse, sinks)
+        out, lse = block_sparse.add_sinks(out.to(q.dtype, copy=True), lse, sinks)
         ctx.save_for_backward(q, k, v, bias, dropout_keys, sinks, out, lse)
         ctx.plan, ctx.contexts = plan, contexts
         return out
@@ -196,6 +196,6 @@ class _AllKeysAttention(torch.autograd.Function):
         dq, dk, dv = partial_attention_backward(
             summed_grad, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad
         )
-        sinks_grad = block_sparse.sinks_gradient(g, out, lse, sinks)
+        sinks_grad = block_sparse.compute_sinks_gradient(g, out, lse, sinks)
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), bias_grad, None, sinks_grad, None, None

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatfm import object_collectives
 from megatfm.config import ParallelConfig
-from megatfm.config.section import nearest_divisor
+from megatfm.config.section import find_nearest_divisor
 from megatfm.errors import UsageError
 
 T = TypeVar("T")
@@ -264,7 +264,7 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
         raise UsageError(
             f"parallel.ep = {config.ep} does not divide the {n_ranks} ranks of "
             f"{' × '.join(f'parallel.{axis}' for axis in axes)}, over which experts lie: "
-            f"the nearest that does is {nearest_divisor(n_ranks, config.ep)}"
+            f"the nearest that does is {find_nearest_divisor(n_ranks, config.ep)}"
         )
     return sizes
 

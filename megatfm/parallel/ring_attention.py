@@ -42,7 +42,7 @@ def block_attention_plan(
         visits,
         size,
         width,
-        core.variant,
+        core.options,
         zero_distance=sequence.length - 1,
         k_positions=key_indices,
         q_positions=sequence.indices,
@@ -154,7 +154,7 @@ def ring_attention(
 
     kv: the local key-value shard of the first step; each further step receives its shard from the previous rank.
     """
-    dropout_keys = core.dropout.head_rng_keys(sequence, q.shape[1])
+    dropout_keys = core.dropout.make_head_rng_keys(sequence, q.shape[1])
     plans = [block_attention_plan(core, sequence, step.key, step.key_indices, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
     out: Tensor = _RingAttention.apply(
@@ -197,7 +197,7 @@ class _RingAttention(torch.autograd.Function):
             transfer = _shift(current, contexts, plans[step + 1 : step + 2])
             part = partial_attention(q, *kv_format.heads(current), bias, dropout_keys, plan)
             out, lse = merge_partial(out, lse, *part)
-        out, lse = block_sparse.with_sinks(out.to(q.dtype), lse, sinks)
+        out, lse = block_sparse.add_sinks(out.to(q.dtype), lse, sinks)
         ctx.save_for_backward(q, kv, bias, dropout_keys, sinks, out, lse, *weights)
         ctx.plans, ctx.contexts, ctx.kv_format = plans, contexts, kv_format
         return out
@@ -234,7 +234,7 @@ class _RingAttention(torch.autograd.Function):
             kv_grad = kv_grad + grad_transfer.wait()[0]
         weight_grads = [x.to(weight.dtype) for x, weight in zip(weight_grads, weights, strict=True)]
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
-        sinks_grad = block_sparse.sinks_gradient(g, out, lse, sinks)
+        sinks_grad = block_sparse.compute_sinks_gradient(g, out, lse, sinks)
         if current_part() == "inputs":
             ctx.weight_gradients = _WeightGradients(bias_grad, sinks_grad, weight_grads)
         kv_grad = kv_grad.to(kv.dtype)

@@ -193,7 +193,7 @@ def _shard_vocabulary_embedding(module: nn.Module, ranks: TensorParallelGroup, l
 
 def _shard_vocabulary_head(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
     loss_module = module.get_submodule("loss")
-    variant: LogitOptions = loss_module.variant  # type: ignore[assignment]
+    variant: LogitOptions = loss_module.options  # type: ignore[assignment]
     (first, _), (vocabulary, _) = layouts["weight"].region[0], layouts["weight"].shape
 
     def loss(

@@ -10,7 +10,7 @@ from torch import nn
 from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import UsageError
-from megatfm.layers.initialisation import checkpoint_tensors, initialise_buffers
+from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
 from megatfm.layers.lora import is_factor
 from megatfm.layers.output_head import LMHead, RowLossRecorder
 from megatfm.models import build
@@ -73,7 +73,7 @@ class ReferenceModel:
         assert isinstance(head, LMHead)
         head.recorder = recorder
         model(tokens_BT.to(device), targets=targets)
-        losses = recorder.row_losses(targets)
+        losses = recorder.sum_losses_by_row(targets)
         assert losses is not None
         return (-losses).tolist()
 
@@ -85,7 +85,7 @@ class ReferenceModel:
         model_config = self._config.model
         model = build(model_config if has_adapters else model_config.model_copy(update={"lora": None}))
         initialise_buffers(model)
-        for name, tensor in checkpoint_tensors(model).items():
+        for name, tensor in list_checkpoint_tensors(model).items():
             value = stored.get(f"model.{name}")
             if value is None or value.shape != tensor.shape:
                 raise UsageError(

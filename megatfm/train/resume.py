@@ -20,7 +20,7 @@ from megatfm.checkpoint.local import LocalCheckpoint, NodeTopology, find_latest_
 from megatfm.config import Config
 from megatfm.config.foreign_keys import reject_renamed_keys
 from megatfm.config.key_migrations import migrate
-from megatfm.config.model import factor_at
+from megatfm.config.model import compute_factor
 from megatfm.config.model_parts import WIDTH_POWERS
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import MegatfmError, UsageError
@@ -345,7 +345,7 @@ def _resolve_width_factors(values: dict[str, Any]) -> None:
     for key in ("config.model.embedding.scale", "config.model.lm_head.scale"):
         factor = values.get(key)
         if isinstance(factor, str) and factor in WIDTH_POWERS and isinstance(width, int) and width > 0:
-            values[key] = factor_at(factor, width)
+            values[key] = compute_factor(factor, width)
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

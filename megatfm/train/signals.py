@@ -13,8 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from megatfm.ops.deferred_reads import DeferredReads
-from megatfm.ops.transfer import move_to_device
+from megatfm.ops.transfer import DeferredReads, move_to_device
 
 log = logging.getLogger("megatfm")
 

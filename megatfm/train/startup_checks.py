@@ -24,7 +24,7 @@ from megatfm.checkpoint import file_io
 from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.checkpoint.local import KEEP, NodeTopology
 from megatfm.config import Config
-from megatfm.config.root import global_batches
+from megatfm.config.root import list_global_batches
 from megatfm.config.section import list_divisors
 from megatfm.engines.interface import MOMENTS, Engine
 from megatfm.errors import MegatfmError, NoProgressError, UsageError
@@ -291,7 +291,7 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
         sizes = axis_sizes(config.parallel, world_size)
     except UsageError:
         sizes = None
-    data_ranks, batches = world_size // model_parallel_size(config), global_batches(config)
+    data_ranks, batches = world_size // model_parallel_size(config), list_global_batches(config)
     common = gcd(*batches)
     if sizes is not None and common % (config.train.micro_batch * data_ranks) == 0:
         return config, None

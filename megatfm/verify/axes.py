@@ -16,7 +16,7 @@ ORDER = (PIPELINE, REPLICATE, SHARD, EXPERT_SHARD, EXPERT, CONTEXT, TENSOR)
 """Axes from slowest to fastest, as in the names of groups over several axes."""
 
 
-def single_sizes(parallel: ParallelConfig) -> dict[str, int]:
+def get_axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
     """Return axis → ranks."""
     return {
         PIPELINE: parallel.pp,
@@ -29,14 +29,14 @@ def single_sizes(parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-def sizes(parallel: ParallelConfig) -> dict[str, int]:
+def list_group_sizes(parallel: ParallelConfig) -> dict[str, int]:
     """Return axis, or axes joined by ` × ` → ranks."""
-    single = single_sizes(parallel)
+    single = get_axis_sizes(parallel)
     axis_groups = [axes for count in (2, 3) for axes in combinations(ORDER, count)]
     return single | {" × ".join(axes): prod(single[axis] for axis in axes) for axes in axis_groups}
 
 
-def joined(axis_sizes: Mapping[str, int], *axes: str) -> str:
+def join_axes(axis_sizes: Mapping[str, int], *axes: str) -> str:
     """Return the name of the group over several axes: those with more than one rank."""
     return " × ".join(axis for axis in axes if axis_sizes[axis] > 1) or axes[0]
 
@@ -53,7 +53,7 @@ class MeshPosition:
     parallel: ParallelConfig
 
     @classmethod
-    def of(cls, rank: int, parallel: ParallelConfig) -> "MeshPosition":
+    def from_rank(cls, rank: int, parallel: ParallelConfig) -> "MeshPosition":
         """Compute the coordinates of a rank: tp varies fastest, then cp, dp_shard, dp_replicate and pp."""
         quotient, tp = divmod(rank, parallel.tp)
         quotient, cp = divmod(quotient, parallel.cp)

@@ -14,15 +14,15 @@ from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
-from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, sizes
-from megatfm.verify.expected_activations import add_activations, add_experts, group_aliases
+from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, list_group_sizes
+from megatfm.verify.expected_activations import add_activations, add_experts, alias_groups
 from megatfm.verify.expected_context import ContextShards
-from megatfm.verify.expected_contrastive import add_contrastive_loss, first_pass_calls
-from megatfm.verify.expected_keys import pattern_of, sees_key_runs
+from megatfm.verify.expected_contrastive import add_contrastive_loss, list_first_pass_calls
+from megatfm.verify.expected_keys import get_pattern_config, sees_key_runs
 from megatfm.verify.expected_pipeline import Stages, add_pipeline, divide_into_stages
 from megatfm.verify.expected_weights import RankParameters, add_weights_and_gradients
 from megatfm.verify.module_calls import Call, record_module_calls
-from megatfm.verify.module_cuts import ModuleCut, is_a, module_cuts, undeclared_style
+from megatfm.verify.module_cuts import ModuleCut, find_undeclared_style, is_a, module_cuts
 from megatfm.verify.reference import initialise_perturbed
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic, TrafficTable
@@ -33,7 +33,7 @@ def explain_unpredicted_axes(config: Config) -> dict[str, str]:
     parallel, engine = config.parallel, config.parallel.engine
     if engine != "native":
         reason = f"the engine {engine!r} does not declare what it sends"
-        return {axis: reason for axis, size in sizes(parallel).items() if size > 1}
+        return {axis: reason for axis, size in list_group_sizes(parallel).items() if size > 1}
     with torch.device("meta"):
         model = build_model(config)
     reasons = {}
@@ -42,7 +42,7 @@ def explain_unpredicted_axes(config: Config) -> dict[str, str]:
             f"train.recompute = {config.train.recompute!r}: blocks are chosen by memory measured at run time, so how "
             "many repeat their all-gathers is not known beforehand"
         )
-    elif parallel.tp > 1 and (style := undeclared_style(model)):
+    elif parallel.tp > 1 and (style := find_undeclared_style(model)):
         reasons[TENSOR] = f"the style {style!r} doesn't say what it sends (`communication`)"
     if parallel.pp > 1 and parallel.zero == 3 and _has_frozen_block_before_trained_part(config, model):
         reasons[SHARD] = (
@@ -76,13 +76,13 @@ def _has_frozen_block_before_trained_part(config: Config, model: nn.Module) -> b
 def _plugin_pattern(config: Config, model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         if hasattr(module, "pattern"):
-            section = pattern_of(config, path)
+            section = get_pattern_config(config, path)
             if sees_key_runs(section, 1, causal=False) is None:
                 return str(getattr(section, "name", section))
     return None
 
 
-def expected_traffic(config: Config, batch: Arrays) -> list[TrafficTable]:
+def compute_expected_traffic(config: Config, batch: Arrays) -> list[TrafficTable]:
     """Compute the expected traffic of one step by rank; unreliable for axes that `explain_unpredicted_axes` names."""
     with torch.random.fork_rng():
         model = build_model(config).double().train()
@@ -90,7 +90,7 @@ def expected_traffic(config: Config, batch: Arrays) -> list[TrafficTable]:
     step = _Step(config, model, batch)
     parallel = config.parallel
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    return [step.flows(MeshPosition.of(rank, parallel)) for rank in range(world_size)]
+    return [step.flows(MeshPosition.from_rank(rank, parallel)) for rank in range(world_size)]
 
 
 class _Step:
@@ -122,8 +122,8 @@ class _Step:
             [call for call in self.calls_by_cp_rank[position.cp][i] if call.stage in stages]
             for i in microbatch_indices
         ]
-        ledger = ExpectedTraffic(sizes(parallel), group_aliases(config))
-        first_passes = first_pass_calls(config, calls)
+        ledger = ExpectedTraffic(list_group_sizes(parallel), alias_groups(config))
+        first_passes = list_first_pass_calls(config, calls)
         for microbatch_calls in (*first_passes, *calls) if parallel.tp > 1 else ():
             add_activations(ledger, config, self.model, self.cuts, microbatch_calls)
         for i in range(self.microbatches) if parallel.ep > 1 else ():

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
-from megatfm.verify.axes import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR, MeshPosition, single_sizes
+from megatfm.verify.axes import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR, MeshPosition, get_axis_sizes
 from megatfm.verify.expected_context import ContextShards
 from megatfm.verify.module_calls import Call
 from megatfm.verify.module_cuts import ModuleCut
@@ -35,7 +35,7 @@ def add_activations(
     for call in calls:
         sends = (cuts[call.path].sends or ()) if call.path in cuts else ()
         input_bytes, output_bytes = call.input_numel * element_bytes, call.output_numel * element_bytes
-        gathers, sums = n_forward_collectives(call, config.train.recompute)
+        gathers, sums = count_forward_collectives(call, config.train.recompute)
         for communication, gathered_bytes, has_gradient in (
             ("input gathered", input_bytes, call.has_gradient and call.input_has_gradient),
             ("output gathered", output_bytes, call.has_gradient),
@@ -62,17 +62,14 @@ def add_activations(
             ledger.all_gather(TENSOR, output_bytes // tp, times=gathers)
         if "parts summed" in sends:  # in float32 or wider; "selective" recomputation saves the sums
             sums_forward = gathers if config.train.recompute == "full" else 1
-            ledger.all_reduce(
-                TENSOR, call.output_numel * max(element_bytes, 4), times=sums_forward + call.has_gradient
-            )
-        if "loss summed" in sends and is_sequence_parallel:
-            ledger.all_reduce(
-                TENSOR, call.output_numel * max(element_bytes, 4), times=sums
-            )  # in float32 or wider
+            sums_bytes = call.output_numel * max(element_bytes, 4)
+            ledger.all_reduce(TENSOR, sums_bytes, times=sums_forward + call.has_gradient)
+        if "loss summed" in sends and is_sequence_parallel:  # in float32 or wider
+            ledger.all_reduce(TENSOR, call.output_numel * max(element_bytes, 4), times=sums)
         _add_vocab_parallel_head(ledger, config, model, cuts, call)
 
 
-def n_forward_collectives(call: Call, recompute: str) -> tuple[int, int]:
+def count_forward_collectives(call: Call, recompute: str) -> tuple[int, int]:
     """Return the number of forward collectives before and after a call: 2 if recomputation repeats it.
 
     Recomputation stops after the last tensor that the block saves; "selective" saves the results of sums.
@@ -89,17 +86,14 @@ def _add_vocab_parallel_head(
     head, _, leaf = call.path.rpartition(".")
     if _is_vocab_parallel_head(cuts, call.path) and not call.is_loss:
         assert vocab_size is not None
-        shard_size = -(-vocab_size // config.parallel.tp)
-        ledger.all_gather(
-            TENSOR, call.output_numel // vocab_size * shard_size * precision.compute_dtype.itemsize
-        )
+        shard_numel = call.output_numel // vocab_size * -(-vocab_size // config.parallel.tp)
+        ledger.all_gather(TENSOR, shard_numel * precision.compute_dtype.itemsize)
     if leaf == "loss" and _is_vocab_parallel_head(cuts, head):
         module = model.get_submodule(call.path)
-        values_per_row = 6 if module.variant.smoothing else 4  # type: ignore[union-attr]
+        values_per_row = 6 if module.options.smoothing else 4  # type: ignore[union-attr]
         for start in range(0, call.rows, CHUNK):
-            ledger.all_gather(
-                TENSOR, values_per_row * min(CHUNK, call.rows - start) * precision.param_dtype.itemsize
-            )
+            n_values = values_per_row * min(CHUNK, call.rows - start)
+            ledger.all_gather(TENSOR, n_values * precision.param_dtype.itemsize)
 
 
 def _is_vocab_parallel_head(cuts: Mapping[str, ModuleCut], path: str) -> bool:
@@ -118,12 +112,9 @@ def add_experts(
     Dispatch and combine are one all-to-all each, forward and backward. With `parallel.expert_tp = "by_expert"`, tensor
     parallelism distributes the experts of a rank, and each tensor-parallel rank receives the rows of its own experts.
     """
-    element_bytes, n_ranks, own_rank = (
-        PRECISIONS[config.train.precision].compute_dtype.itemsize,
-        len(calls_by_rank),
-        position.ep,
-    )
-    n_dealt, peers = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1, position.peers
+    element_bytes = PRECISIONS[config.train.precision].compute_dtype.itemsize
+    n_ranks, own_rank, peers = len(calls_by_rank), position.ep, position.peers
+    n_dealt = config.parallel.tp if config.parallel.expert_tp == "by_expert" else 1
     for calls in zip(*calls_by_rank, strict=True):
         call, experts = calls[own_rank], calls[own_rank].n_experts // n_ranks
         local_experts = experts // n_dealt
@@ -132,7 +123,7 @@ def add_experts(
             for peer_call, peer in zip(calls, peers, strict=True)
         ]
 
-        def rows_between(
+        def count_rows_between(
             source: int, target: int, chosen: list[list[int]] = rows_by_expert, n: int = experts
         ) -> int:
             first = target * n + (position.tp * (n // n_dealt) if n_dealt > 1 else 0)
@@ -140,9 +131,9 @@ def add_experts(
 
         other_ranks = [rank for rank in range(n_ranks) if rank != own_rank]
         width = call.input_numel // call.n_tokens * element_bytes
-        dispatched = sum(rows_between(own_rank, peer) for peer in other_ranks) * width
-        combined = sum(rows_between(peer, own_rank) for peer in other_ranks) * width
-        forward, _ = n_forward_collectives(call, config.train.recompute)
+        dispatched = sum(count_rows_between(own_rank, peer) for peer in other_ranks) * width
+        combined = sum(count_rows_between(peer, own_rank) for peer in other_ranks) * width
+        forward, _ = count_forward_collectives(call, config.train.recompute)
         ledger.all_to_all(EXPERT, (n_ranks - 1) * local_experts * 8, times=forward)  # row counts
         ledger.all_to_all(EXPERT, dispatched, times=forward + call.has_gradient)
         ledger.all_to_all(EXPERT, combined, times=forward + call.input_has_gradient)
@@ -162,18 +153,18 @@ def _rows_by_expert(
     return counts[: call.n_experts]
 
 
-def group_aliases(config: Config) -> dict[str, str]:
+def alias_groups(config: Config) -> dict[str, str]:
     """Return axis (or joined axes) → name under which its collectives count, for groups with the same ranks.
 
     If `ep` spans exactly one axis, its traffic counts for that axis; if several, their joint traffic counts as `ep`.
     """
-    sizes = single_sizes(config.parallel)
+    sizes = get_axis_sizes(config.parallel)
     multi_rank_axes = [axis for axis in _folded(config) if sizes[axis] > 1]
     if config.parallel.ep == 1 or sizes[EXPERT_SHARD] > 1:
         return {}
-    return (
-        {EXPERT: multi_rank_axes[0]} if len(multi_rank_axes) == 1 else {" × ".join(multi_rank_axes): EXPERT}
-    )
+    if len(multi_rank_axes) == 1:
+        return {EXPERT: multi_rank_axes[0]}
+    return {" × ".join(multi_rank_axes): EXPERT}
 
 
 def _folded(config: Config) -> tuple[str, ...]:

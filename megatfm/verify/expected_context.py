@@ -25,25 +25,24 @@ from megatfm.verify.axes import CONTEXT
 from megatfm.verify.expected_keys import (
     MicroBatchRows,
     assign_tokens,
-    block_of,
+    compute_fetched_share,
     count_elements_per_token,
     count_global_queries,
-    fetched_share,
+    count_local_heads,
+    find_needed_keys,
+    find_span_boundaries,
+    find_visible_tokens,
+    get_block_config,
+    get_pattern_config,
     image_vectors,
     is_causal,
     is_cross_attention,
     is_imbalanced,
     is_ulysses,
     keep_lookups_inside,
-    local_heads,
-    needed_keys,
-    pattern_of,
     sees_key_runs,
-    span_boundaries,
-    take_microbatch,
-    visible_tokens,
 )
-from megatfm.verify.module_calls import Call, Shape, known_shapes, latent_qkv
+from megatfm.verify.module_calls import Call, Shape, get_latent_shapes, require_shapes
 from megatfm.verify.module_cuts import is_a
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
@@ -84,17 +83,19 @@ class ContextShards:
     def _is_zigzag(self, length: int) -> bool:
         """Return whether rows of a length are assigned in zigzag order, as later tokens see more keys."""
         return any(
-            is_imbalanced(pattern_of(self._config, path), length, causal=is_causal(self._config, path))
+            is_imbalanced(
+                get_pattern_config(self._config, path), length, causal=is_causal(self._config, path)
+            )
             for path, module in self._model.named_modules()
             if hasattr(module, "pattern") and not is_cross_attention(path)
         )
 
     def _slice(self, batch: Arrays, rank: int) -> Arrays:
-        def positions_of(name: str) -> Positions:
+        def get_positions(name: str) -> Positions:
             return self._positions_by_rank["encoder_" if name.startswith("encoder_") else ""][rank]
 
         shard = {
-            name: field[:, positions_of(name)] if field.ndim > 1 else field for name, field in batch.items()
+            name: field[:, get_positions(name)] if field.ndim > 1 else field for name, field in batch.items()
         }
         keep_lookups_inside(shard, self._config.model)
         return shard
@@ -131,11 +132,11 @@ class ContextShards:
     def _add_attention(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add keys and values, or the latents that they are projected from."""
         is_latent = is_a(module, "LatentCore")
-        qkv = latent_qkv(call) if is_latent else known_shapes(call.inputs[:3])
-        sent_shapes = known_shapes(call.inputs[1:2]) if is_latent else qkv[1:]
+        qkv = get_latent_shapes(call) if is_latent else require_shapes(call.inputs[:3])
+        sent_shapes = require_shapes(call.inputs[1:2]) if is_latent else qkv[1:]
         side, numel_per_token = self._side(call), count_elements_per_token(self._config, sent_shapes)
         by_rank = self._positions_by_rank[side]
-        pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
+        pattern, causal = get_pattern_config(self._config, call.path), is_causal(self._config, call.path)
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
         if is_cross_attention(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
             self._add_all_keys(rank, call, by_rank, numel_per_token)
@@ -146,7 +147,7 @@ class ContextShards:
                 self._add_global_queries(rank, call, qkv)
             self._add_point_to_point(rank, call, by_rank, fetched, numel_per_token)
             return
-        share = fetched_share(by_rank, fetched)
+        share = compute_fetched_share(by_rank, fetched)
         is_ring = 2 * share >= 1
         if is_ulysses(self._config, qkv, numel_per_token, None if is_ring else share):
             self._add_ulysses(rank, call, qkv, by_rank)
@@ -165,9 +166,8 @@ class ContextShards:
             for _ in range(self._n_forwards(call) + call.has_gradient):
                 rank.ledger.send(CONTEXT, tokens[(rank.index - step) % c] * numel_per_token * size)
             if call.has_gradient:
-                rank.ledger.send(
-                    CONTEXT, tokens[(rank.index - step - 1) % c] * numel_per_token * max(4, size)
-                )
+                n_tokens = tokens[(rank.index - step - 1) % c]
+                rank.ledger.send(CONTEXT, n_tokens * numel_per_token * max(4, size))
 
     def _add_point_to_point(
         self,
@@ -197,12 +197,12 @@ class ContextShards:
 
     def _needed_keys(self, microbatch: int, call: Call, module: nn.Module) -> list[Positions]:
         """Return the keys that each rank's queries need; cached for layers with the same pattern and mask."""
-        pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
+        pattern, causal = get_pattern_config(self._config, call.path), is_causal(self._config, call.path)
         side = self._side(call)
         rows, key = self._rows(microbatch, side), (pattern, side, microbatch, causal)
         if getattr(module.pattern, "differs_by_head", False) or key not in self._needed_cache:
             self._needed_cache[key] = [
-                np.flatnonzero(needed_keys(pattern, module, rows, positions, causal=causal))
+                np.flatnonzero(find_needed_keys(pattern, module, rows, positions, causal=causal))
                 for positions in self._positions_by_rank[side]
             ]
         return self._needed_cache[key]
@@ -211,7 +211,7 @@ class ContextShards:
         self, rank: RankTraffic, call: Call, qkv: Sequence[Shape], by_rank: list[Positions]
     ) -> None:  # fmt: skip
         """Add Ulysses' all-to-alls of queries, keys with values, and outputs, and of their gradients."""
-        c, (n, k) = len(by_rank), local_heads(self._config, *qkv[:2])
+        c, (n, k) = len(by_rank), count_local_heads(self._config, *qkv[:2])
         (rows, *_, h), (*_, v) = qkv[0], qkv[2]
         local_rows = rows * len(by_rank[rank.index]) * (c - 1)
         remote_rows = rows * sum(len(positions) for i, positions in enumerate(by_rank) if i != rank.index)
@@ -223,7 +223,7 @@ class ContextShards:
                 rank.ledger.all_to_all(CONTEXT, backward * width * self._compute_bytes)
 
     def _add_global_attention(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
-        self._add_global_queries(rank, call, known_shapes(call.inputs[1:4]))
+        self._add_global_queries(rank, call, require_shapes(call.inputs[1:4]))
 
     def _add_global_queries(self, rank: RankTraffic, call: Call, qkv: Sequence[Shape]) -> None:
         """Add global queries: all-reduced (other ranks add zeros); their outputs and log-sum-exps are all-gathered in
@@ -234,7 +234,7 @@ class ContextShards:
         rank_of = np.zeros(sum(map(len, by_rank)), np.int64)
         for owner, positions in enumerate(by_rank):
             rank_of[positions] = owner
-        pattern, causal = pattern_of(self._config, call.path), is_causal(self._config, call.path)
+        pattern, causal = get_pattern_config(self._config, call.path), is_causal(self._config, call.path)
         count = count_global_queries(pattern, self._rows(rank.microbatch, side), rank_of, causal=causal)
         if not count:
             return
@@ -246,14 +246,14 @@ class ContextShards:
 
     def _add_linformer(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add sums of each document's projected keys and values over its tokens on all ranks."""
-        options: Any = block_of(self._config, call.path).attention
+        options: Any = get_block_config(self._config, call.path).attention
         documents = sum(1 for _ in self._rows(rank.microbatch, self._side(call)).bounds())
         self._add_key_sums(rank, call, documents * 2 * options.projected_length)
 
     def _add_compressed(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add sums of compressed keys and values, one for each block of `factor` tokens of a document; rows are padded
         to the most blocks."""
-        options: Any = block_of(self._config, call.path).attention
+        options: Any = get_block_config(self._config, call.path).attention
         rows = self._rows(rank.microbatch, self._side(call))
         n_blocks = [0] * rows.count
         for row, begin, end in rows.bounds():
@@ -282,32 +282,26 @@ class ContextShards:
 
     def _add_gathered_keys(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add the keys and values of full rows, which two-stream attention fetches."""
-        numel_per_token = count_elements_per_token(self._config, known_shapes(call.inputs[:2]))
+        numel_per_token = count_elements_per_token(self._config, require_shapes(call.inputs[:2]))
         self._add_all_keys(rank, call, self._positions_by_rank[""], numel_per_token)
 
     def _add_span_boundaries(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add hidden states at the boundaries of masked spans that reach into another rank."""
-        fields, by_rank = (
-            take_microbatch(self._config, self._batch, rank.microbatch),
-            self._positions_by_rank[""],
-        )
-        fetched = span_boundaries(fields["span_left"], fields["span_right"], by_rank)
-        (hidden,) = known_shapes(call.inputs[:1])
+        fields, by_rank = self._take_fields(rank.microbatch), self._positions_by_rank[""]
+        fetched = find_span_boundaries(fields["span_left"], fields["span_right"], by_rank)
+        (hidden,) = require_shapes(call.inputs[:1])
         self._add_point_to_point(rank, call, by_rank, fetched, hidden[0] * hidden[2])
 
     def _add_token_gather(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add vectors of the encoder's row that tokens of another rank look up."""
-        fields, by_rank = (
-            take_microbatch(self._config, self._batch, rank.microbatch),
-            self._positions_by_rank[""],
-        )
+        fields, by_rank = self._take_fields(rank.microbatch), self._positions_by_rank[""]
         connector, tower = self._config.model.connector, self._config.model.vision_tower
         if connector is None or tower is None:
-            fetched = visible_tokens(fields, by_rank)
+            fetched = find_visible_tokens(fields, by_rank)
         else:
             n_special = tower.embedding.n_special_tokens
             fetched = image_vectors(fields, by_rank, connector.image_token_id, n_special)
-        (x,) = known_shapes(call.inputs[:1])
+        (x,) = require_shapes(call.inputs[:1])
         self._add_point_to_point(rank, call, self._positions_by_rank["encoder_"], fetched, x[0] * x[2])
 
     def _add_row_sums(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
@@ -323,7 +317,7 @@ class ContextShards:
 
     def _add_pooling(self, rank: RankTraffic, call: Call, module: nn.Module) -> None:
         """Add attention pooling: for each image and head the largest score, then sums of values and of weights."""
-        (heads, width), (rows, *_) = known_shapes(call.inputs[:2])
+        (heads, width), (rows, *_) = require_shapes(call.inputs[:2])
         documents = self._rows(rank.microbatch, self._side(call)).documents
         images = 1 if documents is None else max(int(documents.max()) + 1, 1)
         n_bytes = rows * images * heads * self._reduction_bytes
@@ -366,6 +360,11 @@ class ContextShards:
         """Return the field prefix of the side that supplies the keys."""
         is_in_encoder = call.path.startswith(("encoder.", "image_features.")) or is_cross_attention(call.path)
         return "encoder_" if is_in_encoder and "encoder_" in self._positions_by_rank else ""
+
+    def _take_fields(self, microbatch: int) -> Arrays:
+        """Return the fields of a micro-batch's full rows."""
+        count = self._config.train.micro_batch
+        return {name: field[microbatch * count :][:count] for name, field in self._batch.items()}
 
     def _rows(self, microbatch: int, side: str) -> MicroBatchRows:
         count = self._config.train.micro_batch

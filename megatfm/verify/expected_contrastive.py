@@ -13,13 +13,13 @@ import numpy as np
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
-from megatfm.verify.axes import CONTEXT, REPLICATE, SHARD, MeshPosition, joined
+from megatfm.verify.axes import CONTEXT, REPLICATE, SHARD, MeshPosition, join_axes
 from megatfm.verify.module_calls import Call
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
 
 
-def first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> list[list[Call]]:
+def list_first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> list[list[Call]]:
     """Return the calls of the first pass over all micro-batches, without gradients; only contrastive losses have it."""
     if config.model.contrastive is None or len(calls) == 1:
         return []
@@ -38,7 +38,7 @@ def add_contrastive_loss(
     ranks, rank = data_ranks * parallel.cp, position.data_rank * parallel.cp + position.cp
     if contrastive is None or ranks == 1:
         return
-    axis = joined(ledger.sizes, REPLICATE, SHARD, CONTEXT)
+    axis = join_axes(ledger.sizes, REPLICATE, SHARD, CONTEXT)
     ledger.all_gather(axis, 8)
     size = max(4, PRECISIONS[config.train.precision].compute_dtype.itemsize)
     is_first = [(batch["positions"] == 0) & (batch["documents"] >= 0) for batch in batches]

@@ -27,7 +27,7 @@ from megatfm.config import (
     StridedPatternConfig,
     WindowPatternConfig,
 )
-from megatfm.config.image_text import image_tower
+from megatfm.config.image_text import make_image_tower
 from megatfm.config.section import Section
 from megatfm.verify.module_calls import Shape
 
@@ -69,19 +69,19 @@ class MicroBatchRows:
                 yield row, begin, end
 
 
-def block_of(config: Config, path: str) -> ModelConfig:
+def get_block_config(config: Config, path: str) -> ModelConfig:
     """Return the config of the block that contains a module. Blocks of multi-token prediction follow the stack's."""
     if mtp := re.match(r"future\.(\d+)\.", path):
         return config.model.layer_config(config.model.n_layers + int(mtp[1]) - 1)
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", path)
     has_image_tower = config.model.vision_tower is not None and path.startswith("encoder.")
-    model = image_tower(config.model) if has_image_tower else config.model
+    model = make_image_tower(config.model) if has_image_tower else config.model
     return model.layer_config(int(layer[1]) if layer else 0)
 
 
-def pattern_of(config: Config, path: str) -> Section:
+def get_pattern_config(config: Config, path: str) -> Section:
     """Return the config section of a module's attention pattern."""
-    section: Section = block_of(config, path).attention.pattern
+    section: Section = get_block_config(config, path).attention.pattern
     return section
 
 
@@ -123,7 +123,7 @@ def is_imbalanced(pattern: Section, length: int, *, causal: bool) -> bool:
     return causal and not sees_key_runs(pattern, length, causal=causal)
 
 
-def key_runs(pattern: Section, q: int, length: int, *, causal: bool) -> Runs:
+def find_key_runs(pattern: Section, q: int, length: int, *, causal: bool) -> Runs:
     """Return the runs of keys of query q in a document of `length` tokens."""
     match pattern:
         case WindowPatternConfig():
@@ -152,12 +152,9 @@ def _bigbird_runs(pattern: BigBirdPatternConfig, q: int, length: int, *, causal:
     n_first = max(pattern.n_global_tokens or size, n_sampled_blocks * size if pattern.n_random_blocks else 0)
     if causal:
         return (begin - size, q + 1), (0, min(n_first, q + 1))
+    neighbours, first = (begin - size, begin + 2 * size), (0, n_first)
     last = (length - 1) // size * size
-    return (
-        (begin - size, begin + 2 * size),
-        (0, n_first),
-        *(() if pattern.n_global_tokens else ((last, length),)),
-    )
+    return (neighbours, first) if pattern.n_global_tokens else (neighbours, first, (last, length))
 
 
 def global_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
@@ -168,16 +165,14 @@ def global_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
         case BigBirdPatternConfig() if (
             not causal and length > (5 + 2 * pattern.n_random_blocks) * pattern.block_size
         ):
+            if pattern.n_global_tokens:
+                return ((0, pattern.n_global_tokens),)
             last = (length - 1) // pattern.block_size * pattern.block_size
-            return (
-                ((0, pattern.n_global_tokens),)
-                if pattern.n_global_tokens
-                else ((0, pattern.block_size), (last, length))
-            )
+            return (0, pattern.block_size), (last, length)
     return ()
 
 
-def needed_keys(
+def find_needed_keys(
     pattern: Section, module: nn.Module, rows: MicroBatchRows, query_positions: NDArray[Any], *, causal: bool
 ) -> NDArray[Any]:
     """Return bool [S]: tokens that queries at `query_positions` need in any row, by closed form or mask; padding needs
@@ -190,25 +185,22 @@ def needed_keys(
             continue
         is_seen = np.zeros(length, np.bool_)
         for q in queries.tolist():
-            for first, stop in key_runs(pattern, q, length, causal=causal):
+            for first, stop in find_key_runs(pattern, q, length, causal=causal):
                 is_seen[max(first, 0) : max(stop, 0)] = True
         is_local = np.ones(length, np.bool_)
         for first, stop in global_queries(pattern, length, causal=causal):
             is_local[first:stop] = False
-        is_seen |= dense_mask(module, length)[queries[is_local[queries]]].any(0)
+        mask = compute_dense_mask(module.pattern, int(module.n_heads), length)  # type: ignore[arg-type]
+        is_seen |= mask[queries[is_local[queries]]].any(0)
         if rows.prefix is not None:
             is_seen |= rows.prefix[row, begin:end]
         is_needed[begin:end] |= is_seen
     return is_needed
 
 
-def dense_mask(module: nn.Module, length: int) -> NDArray[Any]:
-    """Return bool [T, S] for a single document: whether a query sees a key in any head, pair by pair."""
-    return _dense_mask(module.pattern, int(module.n_heads), length)  # type: ignore[arg-type]
-
-
 @lru_cache(maxsize=1024)
-def _dense_mask(pattern: Any, n_heads: int, length: int) -> NDArray[Any]:
+def compute_dense_mask(pattern: Any, n_heads: int, length: int) -> NDArray[Any]:
+    """Return bool [T, S] for a single document: whether a query sees a key in any head, pair by pair."""
     n_heads = n_heads if pattern.differs_by_head else 1
     tokens, heads = torch.arange(length), torch.arange(n_heads)[None, :, None, None]
     q, k = tokens[None, None, :, None], tokens[None, None, None, :]
@@ -244,7 +236,7 @@ def assign_tokens(length: int, ranks: int, unit_size: int, *, is_zigzag: bool) -
     return [np.array(token_indices) for token_indices in positions_by_rank]
 
 
-def span_boundaries(
+def find_span_boundaries(
     left: NDArray[Any], right: NDArray[Any], by_rank: Sequence[NDArray[Any]]
 ) -> list[NDArray[Any]]:
     """Return the tokens beside masked spans, by the rank that looks them up.
@@ -262,7 +254,9 @@ def span_boundaries(
     return looked_up
 
 
-def visible_tokens(rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+def find_visible_tokens(
+    rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[Any]]
+) -> list[NDArray[Any]]:
     """Return the encoder's tokens that a masked autoencoder's decoder looks up, by rank.
 
     rows: fields of a micro-batch; `source` [B, T] is the index among an image's visible tokens, −1 where masked.
@@ -291,17 +285,14 @@ def image_vectors(
     looked_up: list[set[int]] = [set() for _ in by_rank]
     for row, tokens in enumerate(rows["tokens"]):
         is_patch = (rows["encoder_positions"][row] >= n_special) & (rows["encoder_documents"][row] >= 0)
-        patch_of_place = dict(
-            zip(
-                np.flatnonzero(tokens == image_token).tolist(), np.flatnonzero(is_patch).tolist(), strict=True
-            )
-        )
+        image_tokens, patch_tokens = np.flatnonzero(tokens == image_token), np.flatnonzero(is_patch)
+        patch_of = dict(zip(image_tokens.tolist(), patch_tokens.tolist(), strict=True))
         for patches, local_positions in zip(looked_up, by_rank, strict=True):
-            patches |= {patch_of_place[at] for at in local_positions.tolist() if at in patch_of_place}
+            patches |= {patch_of[token] for token in local_positions.tolist() if token in patch_of}
     return [_sorted(patches) for patches in looked_up]
 
 
-def fetched_share(by_rank: Sequence[NDArray[Any]], fetched: Sequence[NDArray[Any]]) -> Fraction:
+def compute_fetched_share(by_rank: Sequence[NDArray[Any]], fetched: Sequence[NDArray[Any]]) -> Fraction:
     """Return the most keys that a rank fetches, as a share of the keys that a ring brings it."""
     c, length = len(by_rank), sum(map(len, by_rank))
     max_fetched = max(len(np.setdiff1d(keys, local)) for keys, local in zip(fetched, by_rank, strict=True))
@@ -317,7 +308,7 @@ def is_ulysses(config: Config, qkv: Sequence[Shape], numel_per_token: int, share
     parallel, (q, k, v) = config.parallel, qkv
     if parallel.cp_method != "auto":
         return parallel.cp_method == "ulysses"
-    (heads, keys), c = local_heads(config, q, k), parallel.cp
+    (heads, keys), c = count_local_heads(config, q, k), parallel.cp
     is_divisible = heads % c == 0 and (keys % c == 0 or c % keys == 0)
     ulysses_numel = 2 * (heads + max(keys, c)) * (q[3] + v[3]) * q[0]
     return is_divisible and ulysses_numel < (3 if share is None else 2 * share) * c * numel_per_token
@@ -327,14 +318,6 @@ def count_elements_per_token(config: Config, sent_shapes: Sequence[Shape]) -> in
     """Return the elements sent per position, over all rows, by a tensor-parallel rank; a single head is on all."""
     tp = config.parallel.tp
     return sum(rows * max(1, heads // tp) * channels for rows, heads, _, channels in sent_shapes)
-
-
-def take_microbatch(
-    config: Config, batch: Mapping[str, NDArray[Any]], microbatch: int
-) -> dict[str, NDArray[Any]]:
-    """Return the fields of a micro-batch's full rows."""
-    count = config.train.micro_batch
-    return {name: field[microbatch * count :][:count] for name, field in batch.items()}
 
 
 def keep_lookups_inside(shard: dict[str, NDArray[Any]], model: ModelConfig) -> None:
@@ -357,7 +340,7 @@ def keep_lookups_inside(shard: dict[str, NDArray[Any]], model: ModelConfig) -> N
         shard["encoder_positions"] = np.zeros_like(shard["encoder_positions"])
 
 
-def local_heads(config: Config, q: Shape, k: Shape) -> tuple[int, int]:
+def count_local_heads(config: Config, q: Shape, k: Shape) -> tuple[int, int]:
     """Return the query and key heads of a tensor-parallel rank."""
     tp = config.parallel.tp
     return q[1] // tp, max(1, k[1] // tp)

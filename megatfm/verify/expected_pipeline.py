@@ -57,13 +57,14 @@ def divide_into_stages(config: Config, model: nn.Module) -> Stages:
         takes = _carried_inputs(points, first)
         returns = frozenset(takes) & _trained_outputs(model, points[:first])
         stages.append(ExpectedStage(index, rank_of[index], points[first:last], takes, returns))
-    users = {rank: _modules_of_rank(model, stages, rank) for rank in range(parallel.pp)}
+    modules = [_collect_modules(model, stages, rank) for rank in range(parallel.pp)]
+    weights = [{p for module in owned for p in module.parameters(recurse=False)} for owned in modules]
     holders = {
-        name: tuple(rank for rank, stage_modules in users.items() if parameter in stage_modules.parameters)
+        name: tuple(rank for rank, held in enumerate(weights) if parameter in held)
         for name, parameter in model.named_parameters()
     }
     module_holders = {
-        path: tuple(rank for rank, stage_modules in users.items() if module in stage_modules.modules)
+        path: tuple(rank for rank, held in enumerate(modules) if module in held)
         for path, module in model.named_modules()
     }
     return Stages(stages, holders, module_holders, parallel.tp if parallel.sequence_parallel else 1)
@@ -152,22 +153,11 @@ def _trained_outputs(model: nn.Module, points: Sequence[Any]) -> set[str]:
     return trained_names
 
 
-@dataclass(frozen=True)
-class _StageModules:
-    parameters: set[nn.Parameter]
-    modules: set[nn.Module]
-
-
-def _modules_of_rank(model: nn.Module, stages: Sequence[ExpectedStage], rank: int) -> _StageModules:
-    paths = {
-        path
-        for stage in stages
-        if stage.rank == rank
-        for point in stage.split_points
-        for path in point.modules
-    }
-    modules = {module for path in paths for module in model.get_submodule(path).modules()}
-    return _StageModules({p for module in modules for p in module.parameters(recurse=False)}, modules)
+def _collect_modules(model: nn.Module, stages: Sequence[ExpectedStage], rank: int) -> set[nn.Module]:
+    """Return the modules that a pipeline rank runs, with their submodules."""
+    points = (point for stage in stages if stage.rank == rank for point in stage.split_points)
+    paths = {path for point in points for path in point.modules}
+    return {module for path in paths for module in model.get_submodule(path).modules()}
 
 
 def _elements(spec: Any, inputs: Mapping[str, Tensor], sequence_shards: int) -> int:

@@ -24,11 +24,11 @@ from megatfm.verify.axes import (
     SHARD,
     TENSOR,
     MeshPosition,
-    joined,
+    join_axes,
 )
 from megatfm.verify.expected_pipeline import ExpectedStage, Stages
 from megatfm.verify.module_calls import Call
-from megatfm.verify.module_cuts import ModuleCut, block_paths
+from megatfm.verify.module_cuts import ModuleCut, list_block_paths
 from megatfm.verify.shrink import objective_for
 from megatfm.verify.traffic import ExpectedTraffic
 
@@ -49,7 +49,7 @@ class RankParameters:
     def shapes(self) -> dict[str, Shape]:
         """Name → shape before ZeRO, of the parameters on this pipeline rank."""
         return {
-            name: self.shape_at(name, self.position)
+            name: self.compute_shape(name, self.position)
             for name, _ in self.model.named_parameters()
             if self.pipeline is None or self.position.pp in self.pipeline.holders[name]
         }
@@ -59,7 +59,7 @@ class RankParameters:
         """Names of the parameters on this rank that are trained."""
         return [name for name in self.shapes if self.model.get_parameter(name).requires_grad]
 
-    def shape_at(self, name: str, position: MeshPosition) -> Shape:
+    def compute_shape(self, name: str, position: MeshPosition) -> Shape:
         """Compute the shape of a parameter on a rank before ZeRO."""
         shape = list(self.model.get_parameter(name).shape)
         if self.is_expert(name):
@@ -74,24 +74,22 @@ class RankParameters:
         """Return whether expert parallelism shards the parameter."""
         return self.parallel.ep > 1 and self._cut(name).are_experts
 
-    def shard_axis(self, name: str) -> str:
+    def find_shard_axis(self, name: str) -> str:
         """Return the axis over which ZeRO shards the parameter."""
         return EXPERT_SHARD if self.is_expert(name) else SHARD
 
-    def shards(self, name: str) -> int:
+    def count_shards(self, name: str) -> int:
         """Return the number of ranks over which ZeRO shards the parameter."""
-        return (
-            self.parallel.expert_mesh_size // self.parallel.ep
-            if self.is_expert(name)
-            else self.parallel.dp_shard
-        )
+        if self.is_expert(name):
+            return self.parallel.expert_mesh_size // self.parallel.ep
+        return self.parallel.dp_shard
 
     @property
     def zero(self) -> int:
         """ZeRO stage; 0 for a single data rank."""
         return self.parallel.zero if self.parallel.dp_shard * self.parallel.dp_replicate > 1 else 0
 
-    def block(self, name: str, position: MeshPosition) -> tuple[int, ...]:
+    def identify_block(self, name: str, position: MeshPosition) -> tuple[int, ...]:
         """Return an id of the block that a rank holds of a parameter: equal for ranks with the same block."""
         shard_index = position.edp if self.is_expert(name) else position.shard
         return (
@@ -114,22 +112,18 @@ class RankParameters:
             return self.parallel.tp > 1 and self.parallel.sequence_parallel
         return self.parallel.tp > 1 and cut.gradient == "partial"
 
-    def local_numel(self, name: str, position: MeshPosition | None = None) -> int:
+    def count_local_elements(self, name: str, position: MeshPosition | None = None) -> int:
         """Return the elements of a parameter on a rank (default: this one) after ZeRO."""
         position = position or self.position
-        shape, n_shards = self.shape_at(name, position), self.shards(name) if self.zero else 1
+        shape, n_shards = self.compute_shape(name, position), self.count_shards(name) if self.zero else 1
         size = shape[self._data_dim(name)]
-        shard_size, shard_index = (
-            -(-size // n_shards),
-            position.edp if self.is_expert(name) else position.shard,
-        )
-        return max(0, min(shard_size, size - shard_size * (shard_index if n_shards > 1 else 0))) * (
-            prod(shape) // size
-        )
+        shard_size = -(-size // n_shards)
+        shard_index = (position.edp if self.is_expert(name) else position.shard) if n_shards > 1 else 0
+        return max(0, min(shard_size, size - shard_size * shard_index)) * (prod(shape) // size)
 
-    def padded_numel(self, name: str) -> int:
+    def count_padded_elements(self, name: str) -> int:
         """Return the elements of a parameter when ZeRO's shards are padded to equal sizes."""
-        shape, ranks = self.shapes[name], self.shards(name)
+        shape, ranks = self.shapes[name], self.count_shards(name)
         size = shape[self._data_dim(name)]
         return ranks * -(-size // ranks) * (prod(shape) // size)
 
@@ -137,7 +131,7 @@ class RankParameters:
         """Return the dim that ZeRO cuts: 0, or 1 of experts under ZeRO 2 and 3 if their number isn't divisible."""
         if not self._cut(name).are_experts or self.zero < 2:
             return 0
-        (experts, *inner), ranks = self.shape_at(name, self.position), self.shards(name)
+        (experts, *inner), ranks = self.compute_shape(name, self.position), self.count_shards(name)
         return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
 
     def _cut_dim(self, name: str) -> int | None:
@@ -171,9 +165,11 @@ def add_weights_and_gradients(
         _add_fully_sharded(ledger, config, parameters, microbatches, first_passes)
     for ranks, tied in _tied_parameters(parameters).items():
         ledger.all_reduce(
-            PIPELINE, sum(parameters.local_numel(name) for name in tied) * size, n_ranks=len(ranks)
+            PIPELINE, sum(parameters.count_local_elements(name) for name in tied) * size, n_ranks=len(ranks)
         )
-    partial = sum(parameters.local_numel(name) for name in parameters.trained if parameters.is_partial(name))
+    partial = sum(
+        parameters.count_local_elements(name) for name in parameters.trained if parameters.is_partial(name)
+    )
     ledger.all_reduce(TENSOR, partial * size, times=partial > 0)
     _add_whole_tensor_optimizers(ledger, config, parameters)
     _add_metric_reductions(ledger, config, parameters)
@@ -183,7 +179,7 @@ def add_weights_and_gradients(
 def _add_replicated(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
     for shard, names in _by_shard_axis(parameters, parameters.trained).items():
-        axis = joined(ledger.sizes, REPLICATE, shard, *_replica_axes(shard)[1:])
+        axis = join_axes(ledger.sizes, REPLICATE, shard, *_replica_axes(shard)[1:])
         for bucket in _buckets(parameters, names):
             ledger.all_reduce(axis, sum(prod(parameters.shapes[name]) for name in bucket) * size)
 
@@ -192,7 +188,7 @@ def _add_sharded_optimizer(ledger: ExpectedTraffic, config: Config, parameters: 
     precision = PRECISIONS[config.train.precision]
     for axis, names in _by_shard_axis(parameters, parameters.trained).items():
         for bucket in _buckets(parameters, names):
-            n_elements, ranks = sum(map(parameters.padded_numel, bucket)), ledger.sizes[axis]
+            n_elements, ranks = sum(map(parameters.count_padded_elements, bucket)), ledger.sizes[axis]
             ledger.reduce_scatter(axis, n_elements * precision.param_dtype.itemsize)
             for replica_axis in _replica_axes(axis):
                 ledger.all_reduce(replica_axis, n_elements // ranks * precision.param_dtype.itemsize)
@@ -221,7 +217,7 @@ def _replica_axes(shard: str) -> tuple[str, ...]:
 def _by_shard_axis(parameters: RankParameters, names: Sequence[str]) -> dict[str, list[str]]:
     names_by_axis: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        names_by_axis[parameters.shard_axis(name)].append(name)
+        names_by_axis[parameters.find_shard_axis(name)].append(name)
     return names_by_axis
 
 
@@ -234,31 +230,29 @@ def _add_fully_sharded(
 ) -> None:
     parallel, precision = config.parallel, PRECISIONS[config.train.precision]
     for path, names in _fsdp_groups(parameters).items():
-        elements = sum(map(parameters.padded_numel, names))
-        trained = sum(parameters.padded_numel(name) for name in names if name in parameters.trained)
+        elements = sum(map(parameters.count_padded_elements, names))
+        trained = sum(parameters.count_padded_elements(name) for name in names if name in parameters.trained)
         # A block that a stack runs several times (ALBERT's) is resharded after each run.
         runs_per_step = sum(call.path == path for call in microbatches[0]) if path else 1
         if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
-            gathers = (
-                runs_per_step if parallel.pp == 1 else 1
-            )  # gathered weights stay until the end of the step
+            # Gathered weights stay until the end of the step.
+            gathers = runs_per_step if parallel.pp == 1 else 1
         elif path:
             gathers = sum(_count_block_gathers(path, calls) for calls in (*first_passes, *microbatches))
+        elif parallel.pp == 1:
+            gathers = len(microbatches)
         else:
-            gathers = (
-                len(microbatches) if parallel.pp == 1 else _count_root_gathers(parameters, len(microbatches))
-            )
+            gathers = _count_root_gathers(parameters, len(microbatches))
         reductions = len(microbatches) if parallel.grad_accumulation == "sharded" else 1
         if parallel.pp == 1 and runs_per_step > 1 and len(microbatches) > reductions:
             reductions += 1  # gradients accumulated so far are reduced after the block's first run
-        axis = parameters.shard_axis(names[0])
-        ledger.all_gather(
-            axis, elements // ledger.sizes[axis] * precision.compute_dtype.itemsize, times=gathers
-        )
+        axis = parameters.find_shard_axis(names[0])
+        shard_bytes = elements // ledger.sizes[axis] * precision.compute_dtype.itemsize
+        ledger.all_gather(axis, shard_bytes, times=gathers)
         reductions *= trained > 0
         ledger.reduce_scatter(axis, trained * precision.param_dtype.itemsize, times=reductions)
         shard = trained // ledger.sizes[axis] * precision.param_dtype.itemsize
-        ledger.all_reduce(joined(ledger.sizes, *_replica_axes(axis)), shard, times=reductions)
+        ledger.all_reduce(join_axes(ledger.sizes, *_replica_axes(axis)), shard, times=reductions)
 
 
 def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
@@ -277,7 +271,7 @@ def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
 
 def _fsdp_groups(parameters: RankParameters) -> dict[str, list[str]]:
     """Return module path → parameters that FSDP gathers together: a block, the experts in it, or "" for all others."""
-    paths = block_paths(parameters.model)
+    paths = list_block_paths(parameters.model)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in parameters.shapes:
         block = next((path for path in paths if name.startswith(f"{path}.")), "")
@@ -321,7 +315,7 @@ def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parame
         for cp in (range(parallel.cp) if parallel.ep > 1 else (parameters.position.cp,))
         for tp in range(parallel.tp)
     ]
-    axis = joined(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
+    axis = join_axes(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
     own_index = ranks.index(parameters.position)
     for group in optimizer_groups(config.optimizer, parameters.model):
         names = [name for name in group.names if name in parameters.shapes]
@@ -334,17 +328,14 @@ def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parame
             load_by_rank[owner] += sizes[name]
             if owner == own_index:
                 weight_numel += sum(
-                    parameters.local_numel(name, peer) for i, peer in enumerate(ranks) if i != own_index
+                    parameters.count_local_elements(name, peer)
+                    for i, peer in enumerate(ranks)
+                    if i != own_index
                 )
-            elif (
-                next(
-                    rank
-                    for rank in ranks
-                    if parameters.block(name, rank) == parameters.block(name, parameters.position)
-                )
-                == parameters.position
-            ):
-                gradient_numel += parameters.local_numel(name)
+                continue
+            blocks = [parameters.identify_block(name, rank) for rank in ranks]
+            if blocks.index(blocks[own_index]) == own_index:  # the first rank with a block sends its gradient
+                gradient_numel += parameters.count_local_elements(name)
         ledger.all_to_all(axis, gradient_numel * size)
         ledger.all_to_all(axis, weight_numel * size)
 
@@ -371,12 +362,9 @@ def _add_module_state(ledger: ExpectedTraffic, parameters: RankParameters) -> No
     """Add the reductions of stateful modules' observations, one for all modules with the same ranks."""
     elements: dict[tuple[bool, tuple[int, ...]], int] = defaultdict(int)
     for path, module in parameters.model.named_modules():
-        ranks = (
-            parameters.pipeline.module_holders.get(path, ())
-            if parameters.pipeline
-            else (parameters.position.pp,)
-        )
-        if isinstance(module, Stateful) and parameters.position.pp in ranks:
+        pipeline, pp = parameters.pipeline, parameters.position.pp
+        ranks = pipeline.module_holders.get(path, ()) if pipeline else (pp,)
+        if isinstance(module, Stateful) and pp in ranks:
             key = parameters.is_partial_cut(parameters.cuts[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatfm.config import Config
 from megatfm.split_points import Splittable
 from megatfm.verify.expected_pipeline import Stages
-from megatfm.verify.module_cuts import block_paths, is_a
+from megatfm.verify.module_cuts import is_a, list_block_paths
 from megatfm.verify.shrink import Arrays, objective_for
 
 Shape = tuple[int, ...]
@@ -56,7 +56,7 @@ class ModuleCallRecorder:
         self._calls: list[tuple[Call, int]] = []
         self._n_saved = 0
         self._block_start: int | None = None
-        in_blocks = {model.get_submodule(path) for path in block_paths(model)}
+        in_blocks = {model.get_submodule(path) for path in list_block_paths(model)}
         for path, module in model.named_modules():
             if module in in_blocks:
                 module.register_forward_pre_hook(lambda *_: self._enter())
@@ -85,10 +85,8 @@ class ModuleCallRecorder:
         is_reached = self._calls[-1][0].has_gradient  # the block's own call is the last
         for i in range(self._block_start or 0, len(self._calls)):
             call, n_saved = self._calls[i]
-            self._calls[i] = (
-                replace(call, in_layer=is_reached, saves_tensors_after=self._n_saved > n_saved),
-                n_saved,
-            )
+            call = replace(call, in_layer=is_reached, saves_tensors_after=self._n_saved > n_saved)
+            self._calls[i] = call, n_saved
         call, n_saved = self._calls[-1]
         self._calls[-1] = replace(call, is_layer_output=True), n_saved
         self._block_start = None
@@ -157,14 +155,14 @@ def record_module_calls(
     return list(iter_microbatches())
 
 
-def known_shapes(shapes: Sequence[Shape | None]) -> list[Shape]:
+def require_shapes(shapes: Sequence[Shape | None]) -> list[Shape]:
     """Return the shapes of arguments that must all be tensors."""
     present = [shape for shape in shapes if shape is not None]
     assert len(present) == len(shapes)
     return present
 
 
-def latent_qkv(call: Call) -> list[Shape]:
+def get_latent_shapes(call: Call) -> list[Shape]:
     """Return the shapes of queries, and of the keys and values that all heads project from latents."""
-    q, values = known_shapes([call.inputs[0], call.inputs[3]])
+    q, values = require_shapes([call.inputs[0], call.inputs[3]])
     return [q, q, (*q[:3], values[0] // q[1])]

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import nn
 
 from megatfm.config import ParallelConfig
-from megatfm.verify.plugin_styles import plugin_style
+from megatfm.verify.plugin_styles import get_plugin_style
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,12 @@ QKV_STYLES: StylePlan = (("", "gather_input"), ("w[qkv]", "colwise"), ("wo", "ro
 NORM_STYLES: StylePlan = (("norm", "sequence_parallel"),)
 PER_HEAD_STYLES: StylePlan = (("", "shard_last_dim"),)
 SHARED_STYLES: StylePlan = (("", "replicated_partial_grad"),)
+REPLICATED_STYLES: StylePlan = (("", "gather_input_replicated"), ("*", "replicated"))
 CLASS_STYLES: Mapping[str, StylePlan] = {
     "GroupedQueryAttention": (*QKV_STYLES, ("[qk]_norm", "replicated_partial_grad")),
     "LatentAttention": (
         *QKV_STYLES,
-        *(
-            (name, "replicated_partial_grad")
-            for name in ("wq_down", "q_norm", "wkv_down", "kv_norm", "wk_rope")
-        ),
+        *((name, "replicated_partial_grad") for name in ("w*_down", "*_norm", "wk_rope")),
     ),
     "LinformerAttention": QKV_STYLES,
     "CompressedAttention": QKV_STYLES,
@@ -180,12 +178,12 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
         ("projection", "sequence_parallel"),
     ),
     "PredictionHeadTransform": (("dense", "replicated_partial_grad"), ("norm", "replicated_partial_grad")),
-    "SentenceHead": (("", "gather_input_replicated"), ("*", "replicated")),
-    "TextClassifier": (("", "gather_input_replicated"), ("*", "replicated")),
-    "SpanExtractionHead": (("", "gather_input_replicated"), ("*", "replicated")),
-    "MultipleChoiceHead": (("", "gather_input_replicated"), ("*", "replicated")),
-    "PixelsHead": (("", "gather_input_replicated"), ("*", "replicated")),
-    "ClassifierHead": (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated")),
+    "SentenceHead": REPLICATED_STYLES,
+    "TextClassifier": REPLICATED_STYLES,
+    "SpanExtractionHead": REPLICATED_STYLES,
+    "MultipleChoiceHead": REPLICATED_STYLES,
+    "PixelsHead": REPLICATED_STYLES,
+    "ClassifierHead": (*REPLICATED_STYLES, ("pool.*", "replicated")),
     "PatchEmbedding": (("", "split_output"), ("projection", "sequence_parallel")),
     "Discriminator": (("dense", "sequence_parallel"), ("verdict", "gather_output_replicated")),
     "FutureHead": (("final_norm", "sequence_parallel"),),
@@ -199,7 +197,7 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
     ),
     "TwoStreamStack": (*NORM_STYLES, ("query", "split_output")),
     "EncoderDecoder": (("memory", "gather_output"),),
-    "FeatureHead": (("", "gather_input_replicated"), ("*", "replicated"), ("pool.*", "replicated")),
+    "FeatureHead": (*REPLICATED_STYLES, ("pool.*", "replicated")),
     "Temperature": (("", "replicated"),),
     "MaskedAutoencoder": (("memory", "gather_output_for_tokens"),),
     "VisibleTokens": (
@@ -209,7 +207,7 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
     ),
     "Connector": (("w_in", "sequence_parallel"), ("w_out", "sequence_parallel")),
     "VisionLanguage": (("image_vectors", "gather_output_for_tokens"),),
-    "PixelDecoderHead": (("", "gather_input_replicated"), ("*", "replicated")),
+    "PixelDecoderHead": REPLICATED_STYLES,
 }
 """Class → pattern of submodule names ("" for itself) and style."""
 
@@ -225,10 +223,8 @@ def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleC
     cuts = {}
     for path, module in model.named_modules():
         adapter = path.rpartition(".lora.")
-        if adapter[1] and model.get_submodule(adapter[0]) in style_of:
-            cuts[path] = _cut_of(
-                _adapter_style(style_of[model.get_submodule(adapter[0])], adapter[2]), module, parallel
-            )
+        if adapter[1] and (adapted := model.get_submodule(adapter[0])) in style_of:
+            cuts[path] = _cut_of(_adapter_style(style_of[adapted], adapter[2]), module, parallel)
         elif module in style_of:
             cuts[path] = _cut_of(style_of[module], module, parallel)
         elif next(_own_tensors(module), None) is not None:
@@ -258,11 +254,11 @@ def _adapter_style(style: str, matrix: str) -> str:
     return styles.get((style, matrix), "sequence_parallel" if is_on_tokens else style)
 
 
-def undeclared_style(model: nn.Module) -> str | None:
+def find_undeclared_style(model: nn.Module) -> str | None:
     """Return the first style of a plugin that doesn't declare its communication; None if all do."""
     for owner in model.modules():
         for _, style in _style_plan(type(owner)):
-            if style not in STYLE_CUTS and plugin_style(style).communication is None:
+            if style not in STYLE_CUTS and get_plugin_style(style).communication is None:
                 return style
     return None
 
@@ -286,7 +282,7 @@ def _cut_of(style: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCu
     """Return the cut of a style under a layout: key heads fewer than ranks are replicated, experts as `expert_tp`."""
     tp = parallel.tp
     if style not in STYLE_CUTS:
-        declared = plugin_style(style)
+        declared = get_plugin_style(style)
         return ModuleCut(declared.dim, declared.gradient, declared.communication, declared.dims)
     if tp > 1 and (style, parallel.expert_tp) in EXPERT_TP_CUTS:
         return EXPERT_TP_CUTS[style, parallel.expert_tp]
@@ -303,7 +299,7 @@ def is_a(module: nn.Module, name: str) -> bool:
     )
 
 
-def block_paths(model: nn.Module) -> list[str]:
+def list_block_paths(model: nn.Module) -> list[str]:
     """Return the paths of all stacks' blocks, the units of FSDP and recomputation."""
     return [
         path for path, _ in model.named_modules() if path.rpartition(".")[0].rpartition(".")[2] == "layers"

@@ -3,6 +3,6 @@
 from megatfm.parallel.styles import STYLES, ParallelStyle
 
 
-def plugin_style(name: str) -> ParallelStyle:
+def get_plugin_style(name: str) -> ParallelStyle:
     """Return the parallel style that a plugin registered under a name."""
     return STYLES.get(name)

@@ -35,7 +35,7 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_engine
 from megatfm.verify.forkserver import context
-from megatfm.verify.reference import perturbation
+from megatfm.verify.reference import draw_perturbation
 from megatfm.verify.shrink import Arrays, objective_for
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 
@@ -145,10 +145,8 @@ def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
     weights = _weights(engine)
     for name, sharded in weights.items():
         for block in sharded.blocks:
-            sizes = tuple(block.tensor.shape)
-            block.tensor.add_(
-                perturbation(config.train.seed, name, sharded.global_shape, block.offsets, sizes)
-            )
+            region = sharded.global_shape, block.offsets, tuple(block.tensor.shape)
+            block.tensor.add_(draw_perturbation(config.train.seed, name, *region))
     engine.weights_changed()
     with TrafficCounter(engine.process_groups()) as traffic:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_for(config))

@@ -39,21 +39,20 @@ class ReferenceStep:
         return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
 
 
-def perturbation(
+def draw_perturbation(
     seed: int, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Tensor:
     """Draw the noise that both sides add to initial weights: norms that start at 1 would hide mistakes."""
     return draw(Normal(0.1), seed, f"verify {name}", shape, offsets, sizes)
 
 
-def reference_step(config: Config, batch: Arrays) -> ReferenceStep:
+def take_reference_step(config: Config, batch: Arrays) -> ReferenceStep:
     """Compute loss and gradients by plain autograd in float64, over the global batch at once."""
     model = build_model(config).double().train()
     initialise_perturbed(model, config.train.seed)
     for module in model.modules():
-        if isinstance(
-            module, DotProductAttention
-        ):  # subclasses build keys and values, and call it in the end
+        # Subclasses build keys and values, and call it in the end.
+        if isinstance(module, DotProductAttention):
             module.attend_head_shard = partial(_attention, module)  # type: ignore[method-assign]
         elif isinstance(module, CrossEntropy):
             replace_forward(module, partial(_cross_entropy, module))
@@ -80,7 +79,7 @@ def initialise_perturbed(model: nn.Module, seed: int) -> None:
     for name, tensor, _ in iter_inits(model):
         if isinstance(tensor, nn.Parameter):
             shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
-            tensor.data.add_(perturbation(seed, name, shape, offsets, shape))
+            tensor.data.add_(draw_perturbation(seed, name, shape, offsets, shape))
 
 
 def _attention(
@@ -94,10 +93,10 @@ def _attention(
     mask: AttentionMask | None = None,
 ) -> Tensor:
     """Replace `DotProductAttention.attend_head_shard`, for all heads at once."""
-    rng_keys = core.dropout.head_rng_keys(sequence, q.shape[1])
+    rng_keys = core.dropout.make_head_rng_keys(sequence, q.shape[1])
     sinks = None if core.sinks is None else core.sinks.weight
     mask = mask or PatternMask(core.pattern, sequence, 0, q.shape[1])
-    return attention_reference(q, k, v, mask, bias, core.variant, rng_keys, sinks)
+    return attention_reference(q, k, v, mask, bias, core.options, rng_keys, sinks)
 
 
 def _cross_entropy(
@@ -110,9 +109,9 @@ def _cross_entropy(
     weights: Tensor | None = None,
 ) -> Tensor:
     if losses is None and weights is None:
-        return cross_entropy_reference(hidden, weight, targets, bias, module.variant)
+        return cross_entropy_reference(hidden, weight, targets, bias, module.options)
     token_losses = [
-        cross_entropy_reference(hidden[i : i + 1], weight, targets[i : i + 1], bias, module.variant)
+        cross_entropy_reference(hidden[i : i + 1], weight, targets[i : i + 1], bias, module.options)
         for i in range(len(targets))
     ]
     per_token = torch.stack(token_losses)
@@ -131,14 +130,14 @@ CLIP_EPSILON = 1e-6
 """Added to the norm when gradients are clipped, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
-def plain_weights(config: Config) -> dict[str, Tensor]:
+def compute_plain_weights(config: Config) -> dict[str, Tensor]:
     """Return name → full trained weight before the step, in float64."""
     model = build_model(config).double()
     initialise_perturbed(model, config.train.seed)
     return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def plain_step(
+def take_plain_step(
     config: Config, model: nn.Module, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Take the first step of the config's optimizer; returns name → new weight.
@@ -179,10 +178,9 @@ def _step(
             matrix.grad = matrix_gradient.clone()
     if isinstance(optimizer, NeedsShardLocations):
         origin = (0,) * 8
-        optimizer.set_shard_locations(
-            {
-                weight: ShardLocation(name, tuple(weight.shape), origin[: weight.dim()])
-                for name, weight in weights.items()
-            }
-        )
+        locations = {
+            weight: ShardLocation(name, tuple(weight.shape), origin[: weight.dim()])
+            for name, weight in weights.items()
+        }
+        optimizer.set_shard_locations(locations)
     optimizer.step()

@@ -37,13 +37,13 @@ from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import SHARD, axis_sizes
 from megatfm.verify.shrink_images import (
-    shrunk_features,
-    shrunk_images,
-    shrunk_masks,
-    shrunk_patches,
-    shrunk_rows,
-    shrunk_second_tower,
-    shrunk_stages,
+    shrink_features,
+    shrink_image_section,
+    shrink_masks,
+    shrink_patches,
+    shrink_rows,
+    shrink_second_tower,
+    shrink_stages,
 )
 
 MAX_RANKS = 16
@@ -82,7 +82,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     }
     images: dict[str, Any] = {}
     if config.model.stages is not None:
-        lengths["sequence_length"], side = shrunk_rows(config, config.model.stages)
+        lengths["sequence_length"], side = shrink_rows(config, config.model.stages)
         images = {"images": config.data.images.model_copy(update={"size": side})}
     rows = RowLengths(
         *(max(filter(None, lengths_by_key.values())) for lengths_by_key in (original_lengths, lengths))
@@ -100,11 +100,11 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     small = config.model_copy(
         update={
             "model": model,
-            "objective": shrunk_masks(config, model),
+            "objective": shrink_masks(config, model),
             "parallel": parallel.model_copy(
                 update={"reduce_dtype": "param", "comm_buffers": "torch", "async_tp": False}
             ),
-            "data": config.data.model_copy(update=lengths | (images or shrunk_images(config, model))),
+            "data": config.data.model_copy(update=lengths | (images or shrink_image_section(config, model))),
             "train": _shrink_train(config.train, parallel, data_ranks),
         }
     )
@@ -176,7 +176,7 @@ def _shrink_model(
         f"attention.{model.attention.head_dim_key}": model.attention.head_dim_or_none and head_dim,
         "ffn.d_ff": _shrunk_size(model.ffn.d_ff, WIDTH, shards),
     }
-    changes |= shrunk_stages(model, head_ranks, HEAD_DIM)
+    changes |= shrink_stages(model, head_ranks, HEAD_DIM)
     if isinstance(model.attention, GQAAttentionConfig):
         changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
     for key, size in _sizes(model.attention, rows.length, shards).items():
@@ -192,11 +192,11 @@ def _shrink_model(
             "d_ff": _shrunk_size(generator.d_ff, WIDTH, shards),
             "n_layers": generator.n_layers and min(generator.n_layers, layers),
         }
-    changes |= shrunk_patches(model)
-    changes |= shrunk_second_tower(
+    changes |= shrink_patches(model)
+    changes |= shrink_second_tower(
         model, head_ranks, layers, HEAD_DIM, lambda width: _shrunk_size(width, WIDTH, shards)
     )
-    changes |= shrunk_features(model, changes["d_model"])
+    changes |= shrink_features(model, changes["d_model"])
     if model.connector is not None and changes.get("vocab_size"):
         changes["connector.image_token_id"] = min(model.connector.image_token_id, changes["vocab_size"] - 1)
     changes["layer_type"] = {kind: _block(model, kind, head_ranks, shards, rows) for kind in model.layer_type}
@@ -327,7 +327,9 @@ def objective_for(config: Config) -> Objective:
     """Build the objective with made-up special tokens; a third of the vocabulary are sentinels."""
     size = config.model.vocab_size
     if size is None and not reads_text(config.objective.name):
-        return build_objective(config.objective, config.model, None, side_lengths(config), config.data.images)
+        return build_objective(
+            config.objective, config.model, None, get_side_lengths(config), config.data.images
+        )
     assert size is not None
     special = SpecialTokens(
         bos=1,
@@ -340,20 +342,22 @@ def objective_for(config: Config) -> Objective:
         sentinels=range(size - 1, size - 1 - size // 3, -1),
         word_starts=np.arange(size) % 3 > 0,
     )
-    return build_objective(config.objective, config.model, special, side_lengths(config), config.data.images)
+    return build_objective(
+        config.objective, config.model, special, get_side_lengths(config), config.data.images
+    )
 
 
-def side_lengths(config: Config) -> tuple[int, ...]:
+def get_side_lengths(config: Config) -> tuple[int, ...]:
     """Return the row length of each side that the config has."""
     return tuple(n for n in (config.data.sequence_length, config.data.target_length) if n is not None)
 
 
-def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
+def draw_batch(config: Config, documents: Documents = "mixed") -> Arrays:
     """Draw a global batch: field → values [global_batch, S], and "keys" [global_batch], the random keys of rows.
 
     documents: kind of documents where the objective packs them; a row ends with a cut document or padding.
     """
-    objective, lengths = objective_for(config), side_lengths(config)
+    objective, lengths = objective_for(config), get_side_lengths(config)
     seed = config.train.seed
     across = config.data.attend_across_documents
     packing = PackingConfig(
@@ -363,18 +367,18 @@ def random_batch(config: Config, documents: Documents = "mixed") -> Arrays:
     for row_index in range(config.train.global_batch):
         random = np.random.Generator(rng.bit_generator(seed, "verify", row_index))
         kind = DOCUMENT_CYCLE[row_index % len(DOCUMENT_CYCLE)] if documents == "mixed" else documents
-        chunks = list(random_documents(config, objective, random, kind))
+        chunks = list(draw_documents(config, objective, random, kind))
         files = [chunk.files for chunk in chunks] if objective.needs_files else None
         rows.append(pack_in_memory([chunk.tokens for chunk in chunks], packing, members=files).row(0))
     fields: Arrays = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
     return fields | {"keys": rng.row_keys(seed, np.arange(len(rows)))}
 
 
-def random_documents(
+def draw_documents(
     config: Config, objective: Objective, random: np.random.Generator, kind: Documents = "short"
 ) -> Iterator[DocumentChunk]:
     """Draw documents that fill a row or, for some kinds, part of it. kind: any but "mixed"."""
-    length, n_tokens = min(side_lengths(config)), 0
+    length, n_tokens = min(get_side_lengths(config)), 0
     # Half-open range of tokens per document, and tokens of all documents. Some objectives need two tokens.
     min_value, max_value, min_tokens = {
         "short": (2, max(3, length // 6), int(random.integers(length * 3 // 4, length * 3 // 2))),

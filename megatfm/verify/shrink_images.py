@@ -25,7 +25,7 @@ POSITIONS = 16
 """Tokens of a small caption, so that a row holds several."""
 
 
-def shrunk_patches(model: ModelConfig) -> dict[str, Any]:
+def shrink_patches(model: ModelConfig) -> dict[str, Any]:
     """Return the small sizes of patches and of the position table, which is interpolated to `PATCHES`."""
     if not isinstance(model.embedding, PatchEmbeddingConfig) or model.family not in PLAIN_FAMILIES:
         return {}
@@ -41,7 +41,7 @@ def shrunk_patches(model: ModelConfig) -> dict[str, Any]:
     return changes
 
 
-def shrunk_masks(config: Config, model: ModelConfig) -> ObjectiveConfig:
+def shrink_masks(config: Config, model: ModelConfig) -> ObjectiveConfig:
     """Return the objective with masks of one patch a side, or two in models with stages."""
     if not isinstance(config.objective, SimMIMObjective):
         return config.objective
@@ -49,7 +49,7 @@ def shrunk_masks(config: Config, model: ModelConfig) -> ObjectiveConfig:
     return config.objective.model_copy(update={"mask_size": side})
 
 
-def shrunk_images(config: Config, model: ModelConfig) -> dict[str, Any]:
+def shrink_image_section(config: Config, model: ModelConfig) -> dict[str, Any]:
     """Return the images section with at most `PATCHES` patches a side of the small model."""
     embedding, original = model.patch_embedding, config.model.patch_embedding
     if embedding is None or original is None or model.family not in PLAIN_FAMILIES:
@@ -61,7 +61,7 @@ def shrunk_images(config: Config, model: ModelConfig) -> dict[str, Any]:
     return {"images": config.data.images.model_copy(update=sizes)}
 
 
-def shrunk_second_tower(
+def shrink_second_tower(
     model: ModelConfig, head_ranks: int, layers: int, head_dim: int, width: Callable[[int], int]
 ) -> dict[str, Any]:
     """Return the small sizes of the pixel decoder and of the text or vision tower, if there are any.
@@ -90,7 +90,7 @@ def shrunk_second_tower(
     return changes
 
 
-def shrunk_features(model: ModelConfig, d_model: int) -> dict[str, Any]:
+def shrink_features(model: ModelConfig, d_model: int) -> dict[str, Any]:
     """Return the small width of contrastive features; d_model: of the small image tower."""
     if model.contrastive is None:
         return {}
@@ -103,13 +103,13 @@ GRID, WINDOW, STAGE_LAYERS = 10, 3, 2
 padded."""
 
 
-def small_grid(model: ModelConfig, stages: StagesConfig) -> int:
+def choose_grid_side(model: ModelConfig, stages: StagesConfig) -> int:
     """Return the side of the first feature map; a power of two where a head predicts the pixels of each token."""
     predicts_pixels = any(isinstance(head, PixelsHeadConfig) for head in model.extra_heads.values())
     return 2 ** len(stages.layers) if predicts_pixels else GRID
 
 
-def shrunk_stages(model: ModelConfig, head_ranks: int, head_dim: int) -> dict[str, Any]:
+def shrink_stages(model: ModelConfig, head_ranks: int, head_dim: int) -> dict[str, Any]:
     """Return the small sizes of all stages, if the model has any. head_ranks: ranks that divide heads."""
     if (stages := model.stages) is None:
         return {}
@@ -125,12 +125,12 @@ def shrunk_stages(model: ModelConfig, head_ranks: int, head_dim: int) -> dict[st
             **stages.model_dump(),
             "layers": layers,
             "heads": [n_heads * n // stages.heads[0] for n in stages.heads],
-            "grid": (small_grid(model, stages),) * 2,
+            "grid": (choose_grid_side(model, stages),) * 2,
         },
     }
 
 
-def shrunk_rows(config: Config, stages: StagesConfig) -> tuple[int, int]:
+def shrink_rows(config: Config, stages: StagesConfig) -> tuple[int, int]:
     """Return tokens per row and pixels per image side.
 
     A row has up to two images; with sequence parallelism one per tensor-parallel rank, which divides every stage.
@@ -139,5 +139,5 @@ def shrunk_rows(config: Config, stages: StagesConfig) -> tuple[int, int]:
     images = min(config.data.sequence_length // (rows * columns), 2)
     if parallel.sequence_parallel and parallel.tp > 1:
         images = parallel.tp
-    side = small_grid(config.model, stages)
+    side = choose_grid_side(config.model, stages)
     return images * side**2, side * int(getattr(config.model.embedding, "patch_size", 1))

@@ -17,11 +17,16 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.layout import Chunk
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_model
-from megatfm.verify.expected import expected_traffic, explain_unpredicted_axes
+from megatfm.verify.expected import compute_expected_traffic, explain_unpredicted_axes
 from megatfm.verify.layouts import LAYOUTS, SINGLE_RANK
 from megatfm.verify.rank_processes import RankPool, RankResult
-from megatfm.verify.reference import ReferenceStep, plain_step, plain_weights, reference_step
-from megatfm.verify.shrink import Documents, random_batch, shrink
+from megatfm.verify.reference import (
+    ReferenceStep,
+    compute_plain_weights,
+    take_plain_step,
+    take_reference_step,
+)
+from megatfm.verify.shrink import Documents, draw_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficTable
 
 ParameterBlocks = Sequence[tuple[Chunk, NDArray[np.floating[Any]]]]
@@ -102,8 +107,8 @@ def verify(
     """
     import_plugins(config.plugins)
     small, shrunk = shrink(config)
-    batch = random_batch(small, documents)
-    step = reference_step(small, batch)
+    batch = draw_batch(small, documents)
+    step = take_reference_step(small, batch)
     if pool:
         results = pool.step(small, batch)
     else:
@@ -113,13 +118,13 @@ def verify(
     unpredicted_axes = explain_unpredicted_axes(small)
     expected_by_rank = [
         {key: flow for key, flow in flows.items() if key[0] not in unpredicted_axes}
-        for flows in expected_traffic(small, batch)
+        for flows in compute_expected_traffic(small, batch)
     ]
     return GradientComparison(
         config=small,
         shrunk=shrunk,
-        gradients=gradient_differences(step.gradients, results, limits),
-        updates=update_differences(small, results, limits),
+        gradients=compute_gradient_differences(step.gradients, results, limits),
+        updates=compute_update_differences(small, results, limits),
         loss=_worst_difference("loss", [result.loss for result in results], step.loss, limits),
         grad_norm=_worst_difference(
             "gradient norm", [result.grad_norm for result in results], step.grad_norm, limits
@@ -159,7 +164,7 @@ def _max_over_ranks(by_rank: Sequence[TrafficTable]) -> TrafficTable:
     return max_table
 
 
-def gradient_differences(
+def compute_gradient_differences(
     expected: Mapping[str, Tensor], results: Sequence[RankResult], limits: Limits = LIMITS["fp64"]
 ) -> list[Difference]:
     """Compute ‖g − r‖ / max(‖r‖, floor·‖all r‖) of each gradient g against its reference r, the worst first.
@@ -176,18 +181,20 @@ def gradient_differences(
     return _worst_first(differences)
 
 
-def update_differences(config: Config, results: Sequence[RankResult], limits: Limits) -> list[Difference]:
+def compute_update_differences(
+    config: Config, results: Sequence[RankResult], limits: Limits
+) -> list[Difference]:
     """Compute ‖w − r‖ / max(‖u‖, floor·‖all u‖) of each trained weight w after the step, the worst first.
 
     r is the weight that the plain optimizer computes from the layout's gradients, and u its change. An error below
     four units in the last place of the weight (in the layout's precision) passes.
     """
-    weights = plain_weights(config)
+    weights = compute_plain_weights(config)
     gradients = {
         name: _assembled(weight, [result.blocks.get(name, []) for result in results])
         for name, weight in weights.items()
     }
-    updated = plain_step(config, build_model(config), weights, gradients)
+    updated = take_plain_step(config, build_model(config), weights, gradients)
     updates = {name: updated[name] - weight for name, weight in weights.items()}
     expected_norm = ReferenceStep(0.0, updates).grad_norm
     spacing = torch.finfo(PRECISIONS[config.train.precision].param_dtype).eps / limits.bound
@@ -196,11 +203,8 @@ def update_differences(config: Config, results: Sequence[RankResult], limits: Li
         norm = float(update.norm())
         distance = _distance(updated[name], [result.weights.get(name, []) for result in results])
         size = max(norm, limits.relative_floor * expected_norm, 4 * spacing * float(updated[name].norm()))
-        differences.append(
-            Difference(
-                f"update of {name}", _relative_error(distance, size), norm, tuple(update.shape), limits.bound
-            )
-        )
+        error = _relative_error(distance, size)
+        differences.append(Difference(f"update of {name}", error, norm, tuple(update.shape), limits.bound))
     return _worst_first(differences)
 
 
@@ -217,17 +221,14 @@ def _distance(expected: Tensor, by_rank: Iterable[ParameterBlocks]) -> float:
     squared_distances: dict[Chunk, float] = {}
     for chunk, block in (pair for blocks in by_rank for pair in blocks):
         difference = torch.from_numpy(block) - expected[_slices(chunk)]
-        squared_distances[chunk] = _max_or_nan(
-            squared_distances.get(chunk, 0.0), float(difference.square().sum())
-        )
+        squared = float(difference.square().sum())
+        squared_distances[chunk] = _max_or_nan(squared_distances.get(chunk, 0.0), squared)
     n_elements = sum(torch.Size(sizes).numel() for _, sizes in squared_distances)
     return sum(squared_distances.values()) ** 0.5 if n_elements == expected.numel() else float("nan")
 
 
 def _worst_first(differences: Iterable[Difference]) -> list[Difference]:
-    return sorted(
-        differences, key=lambda difference: (difference.error == difference.error, -difference.error)
-    )
+    return sorted(differences, key=lambda item: (item.error == item.error, -item.error))  # NaN first
 
 
 def _worst_difference(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
@@ -303,9 +304,8 @@ def _verify_preset(
         config = load_config(preset, [*layout_overrides, *overrides])
         if config.parallel.engine == "native":
             return _outcome_of(verify(config, documents, pool))
-        return _outcome_of(
-            verify(config, documents)
-        )  # other engines keep global state and need new processes
+        # Other engines keep global state and need new processes.
+        return _outcome_of(verify(config, documents))
     except UsageError as error:
         return "refused", str(error)
     except MegatfmError as error:

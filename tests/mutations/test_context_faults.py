@@ -118,8 +118,8 @@ def dropout_counts_tokens_from_the_cut(patch: Patch) -> None:
 
 
 def a_bias_counts_from_the_cut(patch: Patch) -> None:
-    real = block_sparse.block_indices
-    patch.setattr(block_sparse, "block_indices", lambda *where: real(*where[:-2], None, where[-1]))
+    real = block_sparse.compute_block_indices
+    patch.setattr(block_sparse, "compute_block_indices", lambda *where: real(*where[:-2], None, where[-1]))
 
 
 def gradients_of_a_bias_are_of_the_last_step_alone(patch: Patch) -> None:
@@ -150,14 +150,14 @@ def keys_of_a_row_are_one_further(patch: Patch) -> None:
 
 
 def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
-    real = xlnet.two_streams
+    real = xlnet.make_two_streams
 
     def streams(*args: Any) -> Any:
         return tuple(
             replace(item, indices_BQ=item.indices_BQ - item.indices_BQ.min()) for item in real(*args)
         )
 
-    patch.setattr(xlnet, "two_streams", streams)
+    patch.setattr(xlnet, "make_two_streams", streams)
 
 
 def parts_of_a_row_count_alike_in_its_slots(patch: Patch) -> None:

@@ -124,8 +124,8 @@ def the_norm_is_of_the_own_shard(patch: Patch) -> None:
 
 
 def one_key_for_all_rows(patch: Patch) -> None:
-    real = dropout.rng_keys_of
-    patch.setattr(dropout, "rng_keys_of", lambda *how: torch.zeros_like(real(*how)))
+    real = dropout.require_rng_keys
+    patch.setattr(dropout, "require_rng_keys", lambda *how: torch.zeros_like(real(*how)))
 
 
 def the_scale_stays_in_the_gradients(patch: Patch) -> None:
@@ -192,7 +192,7 @@ def dropout_differs(layout: str) -> bool:
     config = FAMILY_MODELS["gpt"]
     batch = family_batch(config)
     with pytest.MonkeyPatch.context() as clean:
-        clean.setattr(dropout, "rng_keys_of", lambda sequence, _: sequence.rng_keys)
+        clean.setattr(dropout, "require_rng_keys", lambda sequence, _: sequence.rng_keys)
         reference = build(config).double().train()
         initialise(reference, 7)
         terms = PassThroughObjective([])(reference, batch)

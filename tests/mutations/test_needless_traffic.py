@@ -17,9 +17,9 @@ from megatfm.layers.attention.patterns.local import Window
 from megatfm.parallel import context_parallel, expert_parallel, pipeline_stages, styles
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.parallelize import STYLES
-from megatfm.verify.expected import expected_traffic
+from megatfm.verify.expected import compute_expected_traffic
 from megatfm.verify.rank_processes import _step
-from megatfm.verify.shrink import random_batch, shrink
+from megatfm.verify.shrink import draw_batch, shrink
 from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.models import FAMILY_MODELS
 from tests.support.traffic import traffic_config
@@ -121,9 +121,9 @@ def misses(fault: str | None, config: Config) -> list[str]:
         if fault:
             globals()[fault](patch)
         context_parallel.token_indices.cache_clear()
-        batch = random_batch(config)
+        batch = draw_batch(config)
         answer = _step(config, batch, dist.get_world_size())
-        expected = expected_traffic(config, batch)[dist.get_rank()]
+        expected = compute_expected_traffic(config, batch)[dist.get_rank()]
         return find_traffic_mismatches([answer], [expected])
 
 

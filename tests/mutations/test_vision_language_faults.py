@@ -27,22 +27,24 @@ Patch = pytest.MonkeyPatch
 
 
 def images_are_shifted_by_one_token(patch: Patch) -> None:
-    real = vision_language.patch_indices
-    patch.setattr(vision_language, "patch_indices", lambda *arguments: real(*arguments).roll(1, 1))
+    real = vision_language.find_patch_indices
+    patch.setattr(vision_language, "find_patch_indices", lambda *arguments: real(*arguments).roll(1, 1))
 
 
 def class_tokens_are_passed_on(patch: Patch) -> None:
-    real = vision_language.patch_indices
-    patch.setattr(vision_language, "patch_indices", lambda *arguments: (real(*arguments) - 1).clamp(min=0))
+    real = vision_language.find_patch_indices
+    patch.setattr(
+        vision_language, "find_patch_indices", lambda *arguments: (real(*arguments) - 1).clamp(min=0)
+    )
 
 
 def patches_of_a_row_are_read_backwards(patch: Patch) -> None:
-    real = vision_language.patch_indices
+    real = vision_language.find_patch_indices
 
     def backwards(is_image: Tensor, images: Any, n_special: int) -> Tensor:
         return real(is_image.flip(1), images, n_special).flip(1)
 
-    patch.setattr(vision_language, "patch_indices", backwards)
+    patch.setattr(vision_language, "find_patch_indices", backwards)
 
 
 def a_row_has_the_images_of_the_next(patch: Patch) -> None:
@@ -112,7 +114,7 @@ def image_vectors_are_of_the_micro_batch_before(patch: Patch) -> None:
 
 
 def image_tokens_are_counted_from_the_cut(patch: Patch) -> None:
-    real = vision_language.patch_indices
+    real = vision_language.find_patch_indices
 
     def indices(is_image: Tensor, images: Any, n_special: int) -> Tensor:
         at, half = real(is_image, images, n_special), is_image.shape[1] // 2
@@ -121,7 +123,7 @@ def image_tokens_are_counted_from_the_cut(patch: Patch) -> None:
         at[:, half:] = patches.gather(1, rank).where(is_image[:, half:], -1)
         return at
 
-    patch.setattr(vision_language, "patch_indices", indices)
+    patch.setattr(vision_language, "find_patch_indices", indices)
 
 
 def gradients_of_fetched_vectors_stay_on_their_rank(patch: Patch) -> None:

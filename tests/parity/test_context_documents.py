@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 KINDS = ("within", "between", "across", "one", "padding")
 
 
-def documents_of(kind: str, length: int) -> Tensor:
+def get_local_and_full_documents(kind: str, length: int) -> Tensor:
     """int64 [length]. within: no document crosses a run's end; between: each crosses one; across: several."""
     places = torch.arange(length)
     short = places // (RUN // 2)
@@ -53,7 +53,7 @@ def documents_of(kind: str, length: int) -> Tensor:
 def batch_of(kinds: Sequence[str], length: int) -> dict[str, Tensor]:
     """A row of each kind."""
     random = torch.Generator().manual_seed(length)
-    documents = torch.stack([documents_of(kind, length) for kind in kinds])
+    documents = torch.stack([get_local_and_full_documents(kind, length) for kind in kinds])
     tokens, targets = (torch.randint(31, documents.shape, generator=random) for _ in range(2))
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.convert.electra_pair import SHARED, exported_models
+from megatfm.convert.electra_pair import SHARED, choose_exported_models
 from megatfm.convert.weight_mapping import to_hf
 from megatfm.models import build
 from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
@@ -73,7 +73,7 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
     assert (corrupted == FREQUENT)[replaced].any()
 
     figures, reference = Figures(), dict[str, Tensor]()
-    for part in exported_models(CONFIG):
+    for part in choose_exported_models(CONFIG):
         expected = half_of_theirs(
             part.name, part.hf_config, to_hf(part.rules, dict(actual.named_parameters())), dtype
         )

@@ -8,7 +8,7 @@ from megatfm.config import ParallelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.linear import Linear
 from megatfm.models import build
-from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8, fp8_linears
+from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8, find_fp8_linears
 from megatfm.ops import fp8
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, UNTIED_MODEL
@@ -36,7 +36,7 @@ def all_layouts(layouts: list[ParallelConfig]) -> dict[str, float]:
     batch, actual = global_batch(seed=5), {}
     model = one_device(BIASES)
     convert_to_fp8(model, rowwise=True)
-    one = {path: matrix.matmul for path, matrix in fp8_linears(model).items()}
+    one = {path: matrix.matmul for path, matrix in find_fp8_linears(model).items()}
     _, expected = one_device_gradients(model, batch)
     for parallel in layouts:
         engine = build_engine(BIASES, parallel, ADAMW, recomputed="full")
@@ -72,7 +72,7 @@ def cut_matrices(rowwise: bool) -> None:
             patch.setattr(fp8, "quantise", rounds)
             model = one_device(BIASES)
             convert_to_fp8(model, rowwise=rowwise)
-            one = {path: matrix.matmul for path, matrix in fp8_linears(model).items()}
+            one = {path: matrix.matmul for path, matrix in find_fp8_linears(model).items()}
             _, expected = one_device_gradients(model, batch)
             for sequence_parallel in (True, False):
                 parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
@@ -119,7 +119,7 @@ def test_a_part_is_rounded_as_in_the_whole_but_for_the_smallest(kind: torch.dtyp
 
 def test_parts_that_the_kernel_does_not_take_are_refused() -> None:
     with torch.device("meta"):
-        chosen = fp8_linears(build(FOUR))
+        chosen = find_fp8_linears(build(FOUR))
     full = {f"{path}.weight": tuple(matrix.weight.shape) for path, matrix in chosen.items()}
     with pytest.raises(UsageError, match=r"wq is replicated on parallel.tp = 2 ranks"):
         check_sharded_shapes(chosen, full, 2)
@@ -158,7 +158,7 @@ def test_inner_matrices_are_multiplied_in_8_bits() -> None:
         model = build(FOUR)
         short = build(UNTIED_MODEL)
         odd = build(FOUR.with_changes({"ffn.d_ff": 72}))
-    assert fp8_linears(model).keys() == INNER
-    assert fp8_linears(odd).keys() == {name for name in INNER if "ffn" not in name}
+    assert find_fp8_linears(model).keys() == INNER
+    assert find_fp8_linears(odd).keys() == {name for name in INNER if "ffn" not in name}
     with pytest.raises(UsageError, match="this model has none: set train"):
         convert_to_fp8(short, rowwise=True)

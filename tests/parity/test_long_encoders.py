@@ -9,7 +9,7 @@ from transformers.models.big_bird import modeling_big_bird
 from transformers.models.longformer import modeling_longformer
 
 from megatfm.config import ModelConfig
-from megatfm.layers.attention.patterns.bigbird import random_blocks
+from megatfm.layers.attention.patterns.bigbird import draw_random_blocks
 from megatfm.ops.attention import block_sparse, kernels
 from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
 from tests.support.reference_gradients import Figures, doubled, dtype_fixture, hold_to_the_docs, pair
@@ -144,6 +144,6 @@ def test_random_blocks_are_theirs(rows: int, heads: int, n_random: int, seed: in
     np.random.seed(seed)
     wanted = requested._bigbird_block_rand_mask_with_head(rows * 8, rows * 8, 8, 8, heads, lengths, counts)
     np.random.set_state(state)
-    actual = random_blocks(rows, heads, n_random, seed)
+    actual = draw_random_blocks(rows, heads, n_random, seed)
     assert torch.equal(actual[:, 1:-1], torch.from_numpy(np.stack(wanted)).long())
-    assert torch.equal(random_blocks(rows - 3, heads, n_random, seed), actual[:, :-3])
+    assert torch.equal(draw_random_blocks(rows - 3, heads, n_random, seed), actual[:, :-3])

@@ -20,8 +20,8 @@ from megatfm.engines.native import replicated
 from megatfm.models import build
 from megatfm.parallel.layout import transformer_blocks
 from megatfm.verify import expected_weights
-from megatfm.verify.expected import expected_traffic
-from megatfm.verify.shrink import random_batch
+from megatfm.verify.expected import compute_expected_traffic
+from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.grids import SLOW, cells
 from tests.support.layouts import PIPELINE_SCHEDULES
@@ -131,7 +131,7 @@ def bucket_misses(config: Config, elements: int) -> list[str]:
         patch.setattr(replicated, "BUCKET_ELEMENTS", elements)
         patch.setattr(expected_weights, "BUCKET_NUMEL", elements)
         [answer] = count_steps([config])
-        expected = expected_traffic(config, random_batch(config))[dist.get_rank()]
+        expected = compute_expected_traffic(config, draw_batch(config))[dist.get_rank()]
         assert max(flow.calls for flow in answer.flows if flow.axis == "dp_shard") > 5
         return find_traffic_mismatches([answer], [expected])
 

@@ -23,8 +23,8 @@ from megatfm.layers.lora import is_factor
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.verify.rank_processes import _microbatches
-from megatfm.verify.reference import perturbation, reference_step
-from megatfm.verify.shrink import objective_for, random_batch, shrink
+from megatfm.verify.reference import draw_perturbation, take_reference_step
+from megatfm.verify.shrink import draw_batch, objective_for, shrink
 from tests.support.workers import Workers
 
 FAMILIES = {
@@ -140,7 +140,7 @@ def weights(engine: Engine) -> dict[str, Tensor]:
 def take(config: Config, engine: Engine, step: int) -> float:
     """Take a step on a batch of its own; returns the loss."""
     seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": step})})
-    batch = _microbatches(config, engine, random_batch(seeded))
+    batch = _microbatches(config, engine, draw_batch(seeded))
     stats = engine.forward_backward(batch, objective_for(config))
     engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
     return stats.loss
@@ -163,10 +163,12 @@ def run(config: Config, steps: int, **parallel: Any) -> Run:
     for name, box in engine.weights().items():
         for part in box.blocks if name in engine.layout else ():
             sizes = tuple(part.tensor.shape)
-            part.tensor.add_(perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
+            part.tensor.add_(
+                draw_perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes)
+            )
     engine.weights_changed()
     before = weights(engine)
-    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_for(config))
+    engine.forward_backward(_microbatches(config, engine, draw_batch(config)), objective_for(config))
     gradients = whole(engine, engine.gradients())
     engine.step(RATE, config.optimizer.max_grad_norm)
     update = {name: after.double() - before[name].double() for name, after in weights(engine).items()}
@@ -176,7 +178,7 @@ def run(config: Config, steps: int, **parallel: Any) -> Run:
 
 def alone(config: Config, steps: int) -> tuple[Run, dict[str, Tensor]]:
     """The native engine on one device, and the first gradients of what is trained, by plain autograd in float64."""
-    gradients = reference_step(config, random_batch(config)).gradients
+    gradients = take_reference_step(config, draw_batch(config)).gradients
     trained = {n: g for n, g in gradients.items() if config.model.lora is None or is_factor(n)}
     return run(config, steps, **ALONE), trained
 

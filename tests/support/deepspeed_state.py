@@ -16,7 +16,7 @@ from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.files import atomic_write
 from megatfm.verify.rank_processes import _microbatches
-from megatfm.verify.shrink import objective_for, random_batch
+from megatfm.verify.shrink import draw_batch, objective_for
 from tests.support.deepspeed_runs import (
     ALONE,
     BUCKETS,
@@ -165,7 +165,7 @@ def behave() -> list[str]:
         config = small("decoder", "train.freeze=['*.attn.wq.*']", zero=stage, dp_shard=2)
         engine, native = engine_of(config), engine_of(config, engine="native")
         start = weights(engine)
-        batch = _microbatches(config, engine, random_batch(config))
+        batch = _microbatches(config, engine, draw_batch(config))
         engine.forward_backward(batch, objective_for(config))
         if not math.isnan(engine.step(1.0, 1.0, skip=True)) or differing(start, weights(engine)):
             wrong.append(f"{stage}: a step that is left out")
@@ -184,7 +184,7 @@ def behave() -> list[str]:
             wrong.append(f"{stage}: what is frozen")
         if any((after[name] - reference[name]).abs().max() > 1e-6 for name in start):
             wrong.append(f"{stage}: the update with frozen weights")
-        batches = _microbatches(config, engine, random_batch(config))
+        batches = _microbatches(config, engine, draw_batch(config))
         message = [item.evaluate(batches, objective_for(config)).loss for item in (engine, native)]
         if abs(message[0] / message[1] - 1) > 1e-6:
             wrong.append(f"{stage}: the evaluated loss")
@@ -199,7 +199,7 @@ def behave() -> list[str]:
 def _overflowing(engine: Engine) -> float:
     config = small("decoder", zero=2, dp_shard=2)
     before = weights(engine)
-    engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_for(config))
+    engine.forward_backward(_microbatches(config, engine, draw_batch(config)), objective_for(config))
     norm = engine.step(1.0, 1.0)
     assert differing(before, weights(engine)) == []
     return norm

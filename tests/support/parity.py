@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.zero import ZeroOptions
-from megatfm.layers.block import auxiliary_losses
+from megatfm.layers.block import collect_auxiliary_losses
 from megatfm.layers.initialisation import draw, initialise
 from megatfm.models import build
 from megatfm.objectives.base import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
@@ -137,7 +137,7 @@ def _weighted_sum(objective: Any, terms: Mapping[str, Tensor], batch: dict[str, 
 
 def objective_with_auxiliary_losses(config: ModelConfig, terms: Iterable[str]) -> Any:
     """An objective with these terms of a model, among which are those of its blocks."""
-    auxiliary = auxiliary_losses(config)
+    auxiliary = collect_auxiliary_losses(config)
     objective = PassThroughObjective([term for term in terms if term not in auxiliary], auxiliary)
     objective.field_prefixes = ENCODER_DECODER if config.family == "encoder_decoder" else DECODER_ONLY
     return ObjectiveWithAuxiliaryLosses(objective, auxiliary)
@@ -148,7 +148,7 @@ def backward_on_one_device(
 ) -> tuple[Any, float]:
     """Compute a model's gradients; returns the objective that they are of, and the loss."""
     terms = PassThroughObjective([])(model, batch)
-    assert auxiliary_losses(config).keys() <= terms.keys()
+    assert collect_auxiliary_losses(config).keys() <= terms.keys()
     objective = objective_with_auxiliary_losses(config, terms)
     loss = _weighted_sum(objective, terms, batch)
     loss.backward()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatfm.config import Config, load_config
-from megatfm.config.sources import presets_of_models
+from megatfm.config.sources import list_model_presets
 from megatfm.errors import UsageError
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, estimator
@@ -86,7 +86,7 @@ LONG: Sequence[Recommended] = (
 
 def recommended() -> list[Recommended]:
     """A layout for every preset that trains a model, and for the longest rows."""
-    names = [name for name in presets_of_models() if not name.startswith("quickstart")]
+    names = [name for name in list_model_presets() if not name.startswith("quickstart")]
     cases = [Recommended(name, *LARGE.get(name, SMALL)) for name in names]
     return [*cases, *LONG]
 

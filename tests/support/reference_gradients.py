@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.convert.architecture import Architecture, architecture_for
+from megatfm.convert.architecture import Architecture, find_architecture
 from megatfm.convert.weight_mapping import WeightMapping, from_hf, to_hf
-from megatfm.layers.initialisation import checkpoint_tensors
+from megatfm.layers.initialisation import list_checkpoint_tensors
 from megatfm.models import build
 
 ZOO = Path(__file__).resolve().parents[2] / "docs" / "guide" / "models.md"
@@ -100,11 +100,13 @@ def pair(
     """
     actual = build(config).to(dtype)
     perturb(actual, seed)
-    state = {name: t for name, t in checkpoint_tensors(actual).items() if not isinstance(t, nn.Parameter)}
+    state = {
+        name: t for name, t in list_checkpoint_tensors(actual).items() if not isinstance(t, nn.Parameter)
+    }
     for i, tensor in enumerate(state.values()):
         draws = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
         tensor.copy_(0.2 * draws)
-    name, architecture, their_config = architecture_for(config, among)
+    name, architecture, their_config = find_architecture(config, among)
     kind = getattr(transformers, name)
     options = {k: v for k, v in their_config.items() if k not in ("architectures", "model_type")}
     if config.family == "decoder" or config.position.name == "rope":
@@ -115,7 +117,7 @@ def pair(
         .eval()
     )
     rules = list((architecture.fused_rules or architecture.weight_mappings)(config))
-    converted = to_hf(rules, checkpoint_tensors(actual))
+    converted = to_hf(rules, list_checkpoint_tensors(actual))
     if (
         "lm_head.weight" in converted
     ):  # transformers ties T5 v1.1's as long as nobody puts another in its place
@@ -133,7 +135,7 @@ def pair(
             assert parameter.shape == converted[key].shape, key
             parameter.copy_(converted[key])
     back = from_hf(rules, named)
-    local = checkpoint_tensors(actual)
+    local = list_checkpoint_tensors(actual)
     assert back.keys() == local.keys()
     assert all(torch.equal(back[key], local[key]) for key in local)
     return Pair(actual, expected, rules, in_files)

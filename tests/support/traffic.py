@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from megatfm.config import Config, DataConfig, ModelConfig, OptimizerSection, ParallelConfig, TrainConfig
 from megatfm.config.objective import ObjectiveConfig
-from megatfm.verify.expected import expected_traffic
+from megatfm.verify.expected import compute_expected_traffic
 from megatfm.verify.rank_processes import RankResult, _step
-from megatfm.verify.shrink import random_batch
+from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.models import ADAMW, LENGTH
 from tests.support.workers import Workers
@@ -50,7 +50,7 @@ def traffic_config(
 
 def count_steps(configs: list[Config]) -> list[RankResult]:
     """The traffic of a step of each config on this rank."""
-    return [_step(config, random_batch(config), dist.get_world_size()) for config in configs]
+    return [_step(config, draw_batch(config), dist.get_world_size()) for config in configs]
 
 
 def traffic_mismatches(workers: Workers, ranks: int, configs: Mapping[str, Config]) -> dict[str, list[str]]:
@@ -58,6 +58,6 @@ def traffic_mismatches(workers: Workers, ranks: int, configs: Mapping[str, Confi
     by_rank = workers.run(count_steps, ranks, list(configs.values()), timeout=180.0)
     actual = {}
     for (layout, config), answers in zip(configs.items(), zip(*by_rank, strict=True), strict=True):
-        if misses := find_traffic_mismatches(answers, expected_traffic(config, random_batch(config))):
+        if misses := find_traffic_mismatches(answers, compute_expected_traffic(config, draw_batch(config))):
             actual[layout] = misses
     return actual

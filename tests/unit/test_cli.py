@@ -10,7 +10,7 @@ import pytest
 
 from megatfm.cli import COMMANDS, build_parser, main
 from megatfm.commands.config import COMPLETION_FILES, completion_script
-from megatfm.config import preset_names
+from megatfm.config import list_presets
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "pydantic", "rich", "transformers", "megatfm.launchers", "megatfm.data_prep")
@@ -131,5 +131,5 @@ def test_the_presets_are_listed_with_what_they_are(capsys: pytest.CaptureFixture
         main(["config", "presets"])
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0
-    assert [line.split()[0] for line in lines] == preset_names()
+    assert [line.split()[0] for line in lines] == list_presets()
     assert all(len(line.split()) > 3 and line.endswith(".") for line in lines), lines

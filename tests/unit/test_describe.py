@@ -10,10 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatfm.commands.models import add_describe_arguments, describe_command
-from megatfm.config import Config, ModelConfig, load_config, preset_names
+from megatfm.config import Config, ModelConfig, list_presets, load_config
 from megatfm.cost import TokenCounts, module_cost
 from megatfm.describe import Description, describe, description
-from megatfm.describe.description import row_cost
+from megatfm.describe.description import compute_row_cost
 from megatfm.describe.text import to_lines
 from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import UsageError
@@ -108,7 +108,7 @@ LATENT = ['model.attention={name="mla", n_heads=4, kv_lora_rank=16, qk_rope_head
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass has a third of them: its matrix products, counted as they run. Biases and norms are left out."""
-    monkeypatch.setattr("megatfm.layers.attention.dot_product.choose", lambda case: KERNELS[0])
+    monkeypatch.setattr("megatfm.layers.attention.dot_product.choose_kernel", lambda case: KERNELS[0])
     monkeypatch.setattr("megatfm.objectives.target_fraction", lambda objective: 1.0)
     model = ModelConfig.from_dotted(**(SMALL | FAMILIES[family]), vocab_size=50)
     lengths = {"sequence_length": 32, "target_length": 20}
@@ -125,7 +125,7 @@ def test_flops_are_those_that_torch_counts(family: str, monkeypatch: pytest.Monk
         more = {"order": torch.arange(32)[None]}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         built(tokens, **more)
-    counted = row_cost(config, built)
+    counted = compute_row_cost(config, built)
     assert counted.tokens == (52 if family == "t5" else 32)
     assert 6 * counted.matmul_macs + counted.attention_flops == 3 * counter.get_total_flops()
     assert counted.macs > counted.matmul_macs, "norms and biases are multiplied, too"
@@ -148,7 +148,9 @@ def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.Monk
     )
     assert (target_fraction(known.objective), target_fraction(unknown.objective)) == (0.5, None)
     model = build(SMALL_ENCODER)
-    rows = [row_cost(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)]
+    rows = [
+        compute_row_cost(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)
+    ]
     head = 24 * 50 * known.data.sequence_length
     assert rows[0].matmul_macs - rows[1].matmul_macs == pytest.approx((0.5 - DEFAULT_MASKED_FRACTION) * head)
 
@@ -160,7 +162,7 @@ def test_heads_of_masked_models_see_masked_tokens_alone() -> None:
         assert often.matmul_parameters - rare.matmul_parameters == pytest.approx(0.2 * head, rel=0.05)
 
 
-@pytest.mark.parametrize("preset", [name for name in preset_names() if not name.startswith("quickstart")])
+@pytest.mark.parametrize("preset", [name for name in list_presets() if not name.startswith("quickstart")])
 def test_every_preset_is_described(
     preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +340,7 @@ def test_blocks_of_several_kinds_count_as_they_are() -> None:
     s = config.data.sequence_length
     near = sum(1 for q in range(s) for k in range(s) if q - k in (0, 2, 4, 6))
     products, attention = by_hand(config, [near, near, s * s, near])
-    counted = row_cost(config, build(model))
+    counted = compute_row_cost(config, build(model))
     assert counted.matmul_macs == products
     assert counted.attention_flops == 6 * attention
     assert counted.visible_attention_flops == 6 * by_hand(config, [near, near, s * s // 2, near])[1]

@@ -18,10 +18,10 @@ import pytest
 import tomli_w
 import torch
 
-from megatfm.config import Config, EvaluationTaskConfig, find_config, load, preset_names
+from megatfm.config import Config, EvaluationTaskConfig, find_config, list_presets, load
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
-from megatfm.config.section import sections_of
+from megatfm.config.section import list_sections
 from megatfm.data.sequences import DocumentChunk
 from megatfm.engines.interface import Engine
 from megatfm.layers.attention.patterns.pattern import AttentionPattern, BlockBounds
@@ -70,7 +70,7 @@ def test_commands_parse(line: str) -> None:
     if overrides := getattr(arguments, "overrides", ()):
         kind, preset = (PrepConfig, "quickstart-data") if " prep " in line else (Config, "quickstart")
         named = getattr(arguments, "config", "")
-        load(kind, named if named in preset_names() else preset, overrides)
+        load(kind, named if named in list_presets() else preset, overrides)
 
 
 @pytest.mark.parametrize("line", commands("make"))
@@ -215,7 +215,7 @@ def test_every_registered_part_is_in_the_reference() -> None:
         section: Any = Config
         for part in key.removesuffix(".NAME").split("."):
             assert part in section.model_fields, key
-            section = next(iter(sections_of(section, part)), None)
+            section = next(iter(list_sections(section, part)), None)
 
 
 NOT_KEYS = {"model.module", "model.layers.61", "tokenizer.model", "data.corpus"}
@@ -228,7 +228,7 @@ def key_paths(kind: type[Any], above: tuple[type[Any], ...] = ()) -> Iterator[st
     """Every path to a key or section, whichever variant has it."""
     for name in kind.model_fields:
         yield name
-        for section in sections_of(kind, name):
+        for section in list_sections(kind, name):
             if section not in above:
                 yield from (f"{name}.{path}" for path in key_paths(section, (*above, section)))
 
@@ -375,7 +375,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     from megatfm.models import build
     from megatfm.objectives import OBJECTIVES
     from megatfm.registry import import_plugins
-    from megatfm.verify.shrink import objective_for, random_batch
+    from megatfm.verify.shrink import draw_batch, objective_for
 
     follow("tasks.md", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -389,7 +389,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     try:
         import_plugins(config.plugins)
         load_module(tmp_path / "test_fill_in.py").test_the_middle_comes_last_in_its_share_of_texts()
-        objective, arrays = objective_for(config), random_batch(config)
+        objective, arrays = objective_for(config), draw_batch(config)
     finally:
         sys.modules.pop("fill_in", None)
     assert vars(objective)["rate"] == 0.9

@@ -9,8 +9,8 @@ import torch
 
 from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
 from megatfm.describe import describe, to_lines
-from megatfm.describe.activation_memory import block_activation_bytes
-from megatfm.describe.per_rank import rank_state
+from megatfm.describe.activation_memory import measure_block_activations
+from megatfm.describe.per_rank import count_rank_state
 from megatfm.engines.activation_checkpointing import measure_saved_bytes
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
@@ -65,7 +65,7 @@ def measure(parallel: ParallelConfig) -> tuple[int, int, int]:
 def test_a_rank_holds_what_its_engine_does(workers: Workers, parallel: ParallelConfig) -> None:
     ranks = parallel.dp_shard * parallel.dp_replicate * parallel.cp * parallel.tp * parallel.pp
     fullest = max(workers.run(measure, ranks, parallel), key=sum)
-    state = rank_state(config_of(parallel))
+    state = count_rank_state(config_of(parallel))
     assert state is not None
     assert state.ranks == ranks
     assert (state.weight_bytes, state.gradient_bytes, state.optimizer_bytes) == fullest
@@ -82,7 +82,7 @@ def test_the_fullest_stage_of_a_pipeline_counts() -> None:
     config = load_config("quickstart", words)
     sizes = {name: math.prod(shape) for name, shape in describe(config).shapes.items()}
     first = sum(size for name, size in sizes.items() if name.startswith(("decoder.emb", *FIRST_BLOCKS)))
-    state = rank_state(config)
+    state = count_rank_state(config)
     assert state is not None
     assert first > sum(sizes.values()) / 2
     assert (state.parameters, state.weight_bytes) == (first, (4 + 2) * first)
@@ -160,13 +160,15 @@ def test_counted_activations_are_those_that_a_real_pass_keeps(
     fields = {"encoder_decoder": ("encoder_tokens",), "electra": ("targets", "original")}
     names = ("tokens", *fields.get(config.model.family, ()))
     model(**dict.fromkeys(names, tokens), keys=torch.arange(ROWS))
-    assert block_activation_bytes(config) == (sum(sizes), inputs + max(sizes))
+    assert measure_block_activations(config) == (sum(sizes), inputs + max(sizes))
 
 
 def test_what_goes_by_blocks_of_keys_keeps_what_a_fused_kernel_does() -> None:
     plain = small_config("decoder")
     window = plain.model.with_changes({"attention.pattern": {"name": "window", "width": 6}})
-    assert block_activation_bytes(plain.model_copy(update={"model": window})) == block_activation_bytes(plain)
+    assert measure_block_activations(plain.model_copy(update={"model": window})) == measure_block_activations(
+        plain
+    )
 
 
 def test_attention_with_dropout_is_counted_as_without() -> None:
@@ -175,10 +177,12 @@ def test_attention_with_dropout_is_counted_as_without() -> None:
     config = small_config("decoder")
     config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 2048})})
     models = [config.model.with_changes({**changes, "attention.dropout": rate}) for rate in (0.0, 0.1)]
-    plain, dropped = (block_activation_bytes(config.model_copy(update={"model": model})) for model in models)
+    plain, dropped = (
+        measure_block_activations(config.model_copy(update={"model": model})) for model in models
+    )
     assert plain is not None
     assert dropped == plain
 
 
 def test_what_can_not_be_counted_is_said() -> None:
-    assert block_activation_bytes(load_config("longformer-base", ["model.vocab_size=50"])) is None
+    assert measure_block_activations(load_config("longformer-base", ["model.vocab_size=50"])) is None

@@ -44,39 +44,46 @@ def check_pos_att_type(value: Any) -> None:
         raise UsageError(f"config.json: pos_att_type = {value!r} is not supported, only c2p and p2c together")
 
 
-def read_deberta(hf_config: Json) -> ModelConfig:
+def read_deberta(hf_config: Json, name: str = "deberta", **options: Any) -> ModelConfig:
+    """Read a DeBERTa. name: of attention and positions. options: megatfm's keys that differ. Raises UsageError."""
     check_implied_values(hf_config, embedding_size=hf_config["hidden_size"])
     check_pos_att_type(hf_config["pos_att_type"])
     max_distance = hf_config["max_relative_positions"]
+    if max_distance <= 0:
+        max_distance = hf_config["max_position_embeddings"]
     return read_encoder(
         hf_config,
         **{
-            "attention.name": "deberta",
+            "attention.name": name,
             "attention.bias": None,
-            "position.name": "deberta",
+            "position.name": name,
             "position.max_positions": None,
-            "position.max_distance": max_distance
-            if max_distance > 0
-            else hf_config["max_position_embeddings"],
+            "position.max_distance": max_distance,
             "init.name": "normal",
+            **options,
         },
     )
 
 
 def write_deberta(config: ModelConfig) -> Json:
     position = require_variant(config.position, DebertaPositionConfig, "model.position")
+    return _write(config, position.max_distance, pos_att_type=["c2p", "p2c"])
+
+
+def _write(config: ModelConfig, max_distance: int, **keys: Any) -> Json:
+    """Write config.json. keys: of transformers that differ between the versions."""
     return write_encoder(
         config,
-        max_position_embeddings=position.max_distance,
+        max_position_embeddings=max_distance,
         max_relative_positions=-1,
         type_vocab_size=config.embedding.n_segments,
         relative_attention=True,
         position_biased_input=False,
-        pos_att_type=["c2p", "p2c"],
+        **keys,
     )
 
 
-def qkv_by_head(n_heads: int) -> WeightMapping:
+def map_qkv_by_head(n_heads: int) -> WeightMapping:
     """Map the projections of queries, keys and values to one matrix, whose rows are ordered by head, then q, k, v."""
 
     def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -90,24 +97,30 @@ def qkv_by_head(n_heads: int) -> WeightMapping:
 
 
 def deberta_rules(config: ModelConfig) -> list[WeightMapping]:
+    """Map the first version, which has projections of positions in each block."""
     block = [
-        qkv_by_head(config.attention.n_heads),
+        map_qkv_by_head(config.attention.n_heads),
         rename("attn.wq.bias", "attention.self.q_bias"),
         rename("attn.wv.bias", "attention.self.v_bias"),
         *rename_linear("attn.wk_position", "attention.self.pos_proj"),
         *rename_linear("attn.wq_position", "attention.self.pos_q_proj", bias=True),
         *AFTER_ATTENTION,
     ]
+    return _map_model(config, block, position_norm=False)
+
+
+def _map_model(
+    config: ModelConfig, block: Sequence[WeightMapping], *, position_norm: bool
+) -> list[WeightMapping]:
+    """Map embeddings, blocks and head. block: mappings of one block. position_norm: of the table of distances."""
     segments = rename("encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight")
+    copies = ["cls.predictions.decoder.weight"]
     return [
-        rename(
-            "encoder.embedding.tokens.weight",
-            "deberta.embeddings.word_embeddings.weight",
-            copies=["cls.predictions.decoder.weight"],
-        ),
+        rename("encoder.embedding.tokens.weight", "deberta.embeddings.word_embeddings.weight", copies=copies),
         *([segments] if config.embedding.n_segments else []),
         *rename_linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
         rename("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
+        *(rename_linear("encoder.position.norm", "deberta.encoder.LayerNorm", bias=True) * position_norm),
         *per_layer(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
         *head_rules(
             "cls.predictions.transform.dense",
@@ -144,68 +157,38 @@ register_architecture(
 
 # DeBERTa v2 and v3
 
-DEBERTA_V2_KEYS = ENCODER_KEYS | {
+DEBERTA_V2_KEYS = {key: value for key, value in DEBERTA_KEYS.items() if key != "talking_head"} | {
     "vocab_size": used(128100),
     "hidden_size": used(1536),
     "num_hidden_layers": used(24),
     "num_attention_heads": used(24),
     "intermediate_size": used(6144),
-    "type_vocab_size": used(0),
-    "layer_norm_eps": used(1e-7),
-    "relative_attention": supported_values(True, default=False),
-    "position_biased_input": supported_values(False, default=True),
-    "pos_att_type": used(None, str, list, None),
-    "max_relative_positions": used(-1),
-    "embedding_size": used(None, int),
-    "pad_token_id": used(0, int, None),
     "share_att_key": supported_values(True, default=False),
     "norm_rel_ebd": supported_values("layer_norm", default="none"),
     "position_buckets": used(-1),
     "attention_head_size": used(None, int),
     "conv_kernel_size": supported_values(0),
     **ignored("conv_act", "conv_groups"),
-    **ignored("legacy", kinds=[bool]),
-    **ignored("pooler_dropout", "pooler_hidden_act", "pooler_hidden_size", "cls_dropout", "padding_idx"),
 }
 
 
 def read_deberta_v2(hf_config: Json) -> ModelConfig:
-    check_implied_values(hf_config, embedding_size=hf_config["hidden_size"])
-    check_implied_values(
-        hf_config, attention_head_size=hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    )
-    check_pos_att_type(hf_config["pos_att_type"])
+    """Read v2 or v3. Raises UsageError."""
+    head_size = hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    check_implied_values(hf_config, attention_head_size=head_size)
     if hf_config["position_buckets"] < 1:
         raise UsageError(
             "config.json: position_buckets = -1 is not supported, only relative positions in buckets"
         )
-    max_distance = hf_config["max_relative_positions"]
-    return read_encoder(
-        hf_config,
-        **{
-            "attention.name": "deberta_v2",
-            "attention.bias": None,
-            "position.name": "deberta_v2",
-            "position.max_positions": None,
-            "position.buckets": hf_config["position_buckets"],
-            "position.max_distance": max_distance
-            if max_distance > 0
-            else hf_config["max_position_embeddings"],
-            "init.name": "normal",
-        },
-    )
+    return read_deberta(hf_config, "deberta_v2", **{"position.buckets": hf_config["position_buckets"]})
 
 
 def write_deberta_v2(config: ModelConfig) -> Json:
     position = require_variant(config.position, DebertaV2PositionConfig, "model.position")
-    return write_encoder(
+    return _write(
         config,
-        max_position_embeddings=position.max_distance,
-        max_relative_positions=-1,
+        position.max_distance,
         position_buckets=position.buckets,
-        type_vocab_size=config.embedding.n_segments,
-        relative_attention=True,
-        position_biased_input=False,
         share_att_key=True,
         norm_rel_ebd="layer_norm",
         pos_att_type=["p2c", "c2p"],
@@ -219,22 +202,7 @@ def deberta_v2_rules(config: ModelConfig) -> list[WeightMapping]:
         *rename_linear("attn.wv", "attention.self.value_proj", bias=True),
         *AFTER_ATTENTION,
     ]
-    segments = rename("encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight")
-    copies = ["cls.predictions.decoder.weight"]
-    return [
-        rename("encoder.embedding.tokens.weight", "deberta.embeddings.word_embeddings.weight", copies=copies),
-        *([segments] if config.embedding.n_segments else []),
-        *rename_linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
-        rename("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
-        *rename_linear("encoder.position.norm", "deberta.encoder.LayerNorm", bias=True),
-        *per_layer(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
-        *head_rules(
-            "cls.predictions.transform.dense",
-            "cls.predictions.transform.LayerNorm",
-            "cls.predictions.bias",
-            copies=["cls.predictions.decoder.bias"],
-        ),
-    ]
+    return _map_model(config, block, position_norm=True)
 
 
 register_architecture(

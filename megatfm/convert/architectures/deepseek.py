@@ -205,7 +205,7 @@ def _make_layer_types(hf_config: Json, n_layers: int, router: Json) -> Json:
 
 def write(config: ModelConfig) -> Json:
     hf_config = write_without_router(config)
-    for block in sparse_blocks(config)[:1]:
+    for block in list_sparse_blocks(config)[:1]:
         router = require_variant(require_dropless(block).router, DeepSeekV3RouterConfig, "model.ffn.router")
         hf_config |= {
             "n_group": router.n_group,
@@ -216,7 +216,7 @@ def write(config: ModelConfig) -> Json:
     return hf_config | {"num_nextn_predict_layers": 0}
 
 
-def sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
+def list_sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
     """Return the configs of the blocks with experts."""
     return [
         layer

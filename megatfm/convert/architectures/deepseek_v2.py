@@ -61,7 +61,7 @@ def read(hf_config: Json) -> ModelConfig:
 
 def write(config: ModelConfig) -> Json:
     hf_config = deepseek.write_without_router(config)
-    for block in deepseek.sparse_blocks(config)[:1]:
+    for block in deepseek.list_sparse_blocks(config)[:1]:
         router = require_variant(require_dropless(block).router, DeepSeekV2RouterConfig, "model.ffn.router")
         is_limited = router.n_group > 1
         hf_config |= {

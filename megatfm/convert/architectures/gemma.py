@@ -14,13 +14,15 @@ from megatfm.convert.hf_values import (
     ROPE,
     activation_from_hf,
     activation_to_hf,
-    layer_type_blocks,
+    find_window_width,
+    make_layer_type_blocks,
+    make_window_section,
+    read_layer_type_rope,
     read_layer_types,
     read_mapped,
     rope_from_hf,
-    rope_of_layer_type,
     rope_to_hf,
-    window_width,
+    write_layer_type_ropes,
     write_layer_types,
     write_mapped,
 )
@@ -71,10 +73,9 @@ GLOBAL_EVERY, THETA, LOCAL_THETA = 6, 1e6, 1e4
 
 
 def read(hf_config: Json) -> ModelConfig:
-    kinds = read_layer_types(hf_config, 2)
-    return _read(
-        hf_config, {**rope_from_hf(hf_config), **layer_type_blocks(kinds, _make_window(hf_config), {})}
-    )
+    window = make_window_section(hf_config["sliding_window"])
+    blocks = make_layer_type_blocks(read_layer_types(hf_config, 2), window, {})
+    return _read(hf_config, {**rope_from_hf(hf_config), **blocks})
 
 
 def read_3(hf_config: Json) -> ModelConfig:
@@ -82,18 +83,14 @@ def read_3(hf_config: Json) -> ModelConfig:
     global_every = GLOBAL_EVERY if global_every is None else global_every
     if global_every < 1:
         raise UsageError(f"config.json: sliding_window_pattern = {global_every}: choose 1 or more")
-    full = rope_of_layer_type(hf_config, GLOBAL, "rope_theta", THETA, scaled=True)
-    local = rope_of_layer_type(hf_config, LOCAL, "rope_local_base_freq", LOCAL_THETA)
-    kinds = layer_type_blocks(
+    full = read_layer_type_rope(hf_config, GLOBAL, "rope_theta", THETA, scaled=True)
+    local = read_layer_type_rope(hf_config, LOCAL, "rope_local_base_freq", LOCAL_THETA)
+    kinds = make_layer_type_blocks(
         read_layer_types(hf_config, global_every),
-        {**_make_window(hf_config), "position": local},
+        {**make_window_section(hf_config["sliding_window"]), "position": local},
         {"position": full},
     )
     return _read(hf_config, {"attention.qk_norm": True, **kinds})
-
-
-def _make_window(hf_config: Json) -> Json:
-    return {"attention": {"pattern": {"name": "window", "width": hf_config["sliding_window"]}}}
 
 
 CONFIG_MAPPING = {
@@ -148,16 +145,7 @@ def write(config: ModelConfig) -> Json:
 def write_3(config: ModelConfig) -> Json:
     if not getattr(config.attention, "qk_norm", False):
         raise UsageError("model.attention.qk_norm = false: Gemma 3 normalises queries and keys")
-    types = write_layer_types(config)
-    depths = {kind: types.index(kind) for kind in dict.fromkeys(types)}
-    ropes = {
-        kind: rope_to_hf(config.layer_config(depth))["rope_parameters"] for kind, depth in depths.items()
-    }
-    plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
-    return {
-        **_write(config),
-        "rope_parameters": {kind: ropes.get(kind, plain) for kind in (LOCAL, GLOBAL)},
-    }
+    return {**_write(config), **write_layer_type_ropes(config, LOCAL_THETA)}
 
 
 def _write(config: ModelConfig) -> Json:
@@ -170,7 +158,7 @@ def _write(config: ModelConfig) -> Json:
         "hidden_activation": "gelu_pytorch_tanh" if activation == "gelu_new" else activation,
         "attention_dropout": attention.dropout,
         "query_pre_attn_scalar": round(scale**-2),
-        "sliding_window": window_width(config, 4096),
+        "sliding_window": find_window_width(config, 4096),
         "layer_types": write_layer_types(config),
         "attn_logit_softcapping": attention.softcap,
     }

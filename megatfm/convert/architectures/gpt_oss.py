@@ -16,14 +16,17 @@ from megatfm.convert.architectures.llama import (
 )
 from megatfm.convert.hf_config import COMMON, Json, alias, ignored, supported_values, used
 from megatfm.convert.hf_values import (
-    layer_type_blocks,
+    find_window_width,
+    make_layer_type_blocks,
+    make_window_section,
     read_layer_types,
     rope_from_hf,
-    window_width,
+    set_default_theta,
     write_layer_types,
 )
 from megatfm.convert.weight_mapping import (
     WeightMapping,
+    map_tensor,
     rename,
     rename_linear,
     require_dropless,
@@ -70,9 +73,7 @@ KEYS = LLAMA_KEYS | {
 def read(hf_config: Json) -> ModelConfig:
     if hf_config["rope_parameters"] is None and not hf_config["rope_scaling"]:
         hf_config = hf_config | {"rope_parameters": YARN}
-    table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
-    if hf_config["rope_theta"] is None and "rope_theta" not in table:
-        hf_config = hf_config | {"rope_theta": THETA}
+    hf_config = set_default_theta(hf_config, THETA)
     if hf_config["head_dim"] < 1:
         raise UsageError(
             f"config.json: head_dim = {hf_config['head_dim']} is not supported: give one above 0"
@@ -86,7 +87,7 @@ def read(hf_config: Json) -> ModelConfig:
         "top_k": hf_config["num_experts_per_tok"],
         "router": {"name": "top_k", "norm_topk_prob": True, "bias": True},
     }
-    window = {"attention": {"pattern": {"name": "window", "width": hf_config["sliding_window"]}}}
+    window = make_window_section(hf_config["sliding_window"])
     return ModelConfig.from_dotted(
         {
             "vocab_size": hf_config["vocab_size"],
@@ -103,7 +104,7 @@ def read(hf_config: Json) -> ModelConfig:
             "embedding.tied": hf_config["tie_word_embeddings"],
             "init.name": "normal",
             "init.std": hf_config["initializer_range"],
-            **layer_type_blocks(read_layer_types(hf_config, 2), window, {}),
+            **make_layer_type_blocks(read_layer_types(hf_config, 2), window, {}),
             **rope_from_hf(hf_config),
         }
     )
@@ -112,13 +113,12 @@ def read(hf_config: Json) -> ModelConfig:
 def write(config: ModelConfig) -> Json:
     experts = require_dropless(config)
     require_top_k_router(config)
-    absent_keys = ("hidden_act", "mlp_bias")
     hf_config = write_llama(config.with_changes({"ffn.activation": "swiglu"}))
     return {
-        **{key: value for key, value in hf_config.items() if key not in absent_keys},
+        **{key: value for key, value in hf_config.items() if key not in ("hidden_act", "mlp_bias")},
         "num_local_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
-        "sliding_window": window_width(config, 128),
+        "sliding_window": find_window_width(config, 128),
         "layer_types": write_layer_types(config),
         "swiglu_alpha": ALPHA,
         "swiglu_limit": LIMIT,
@@ -127,27 +127,19 @@ def write(config: ModelConfig) -> Json:
 
 def rules(config: ModelConfig) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    attention = [
-        *attention_rules(bias=bias),
-        rename("attn.core.sinks.weight", "self_attn.sinks"),
-    ]
+    attention = [*attention_rules(bias=bias), rename("attn.core.sinks.weight", "self_attn.sinks")]
     experts = [
         *rename_linear("ffn.router", "mlp.router", bias=True),
-        WeightMapping(
-            ("ffn.experts.w_gate", "ffn.experts.w_up"),
-            ("mlp.experts.gate_up_proj",),
-            interleave_gate_up,
-            deinterleave_gate_up,
+        *(
+            WeightMapping(
+                (f"ffn.experts.{kind}_gate", f"ffn.experts.{kind}_up"),
+                (f"mlp.experts.gate_up_proj{suffix}",),
+                interleave_gate_up,
+                deinterleave_gate_up,
+            )
+            for kind, suffix in (("w", ""), ("b", "_bias"))
         ),
-        WeightMapping(
-            ("ffn.experts.b_gate", "ffn.experts.b_up"),
-            ("mlp.experts.gate_up_proj_bias",),
-            interleave_gate_up,
-            deinterleave_gate_up,
-        ),
-        WeightMapping(
-            ("ffn.experts.w_down",), ("mlp.experts.down_proj",), transpose_experts, transpose_experts
-        ),
+        map_tensor("ffn.experts.w_down", "mlp.experts.down_proj", swap_dims, swap_dims),
         rename("ffn.experts.b_down", "mlp.experts.down_proj_bias"),
     ]
     return llama_style_rules(config, attention, experts)
@@ -165,9 +157,9 @@ def deinterleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [gate_up[:, ::2], gate_up[:, 1::2]]
 
 
-def transpose_experts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def swap_dims(weight: Tensor) -> Tensor:
     """Swap the input and the output dim of each expert's weight, [E, F, D] ↔ [E, D, F]."""
-    return [tensors[0].transpose(1, 2)]
+    return weight.transpose(1, 2)
 
 
 register_architecture(

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from megatfm.config import ModelConfig
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.vision import (
@@ -19,7 +17,7 @@ from megatfm.convert.architectures.vision import (
 )
 from megatfm.convert.hf_config import Json, ignored, used
 from megatfm.convert.hf_values import read_mapped
-from megatfm.convert.weight_mapping import WeightMapping, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_tensor, rename_linear
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -77,15 +75,9 @@ def write_clip(config: ModelConfig) -> Json:
 
 
 def clip_rules(config: ModelConfig) -> list[WeightMapping]:
-    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][0]]
-
-    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][None]]
-
     megatfm_name, hf_name = "encoder.embedding.patches.special", "vision_model.embeddings.class_embedding"
     return [
-        WeightMapping((megatfm_name,), (hf_name,), to_hf, from_hf),
+        map_tensor(megatfm_name, hf_name, lambda token: token[0], lambda token: token[None]),
         *rename_linear("encoder.embedding.norm", "vision_model.pre_layrnorm", bias=True),
         *vision_rules(TOWER, config),
     ]

@@ -1,13 +1,12 @@
 """LLaVA (Liu et al. 2023): LlavaForConditionalGeneration with the image encoder of CLIP or SigLIP, and a Llama."""
 
-import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megatfm.config import ConnectorConfig, ModelConfig, VisionTowerConfig
-from megatfm.config.image_text import image_tower
+from megatfm.config.image_text import make_image_tower
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.image_towers import (
     CLIP_KEYS,
@@ -80,10 +79,9 @@ ENCODERS = {
     SIGLIP: ImageEncoder(SIGLIP_KEYS, read_siglip, write_siglip, partial(vision_rules, TOWER), "full"),
 }
 """Image encoders by `vision_config.model_type`."""
-TOWER_NAMES = re.compile(r"^vision_model\.")
 
 
-def n_used_layers(vision: Json, layer: Any) -> int:
+def count_used_layers(vision: Json, layer: Any) -> int:
     """Return the number of blocks before the output that the connector reads.
 
     layer: `vision_feature_layer`, where 0 is the embedding, negative ones count from the end. Raises UsageError for
@@ -99,13 +97,13 @@ def n_used_layers(vision: Json, layer: Any) -> int:
     return n_used
 
 
-def section_of(hf_config: Json, name: str, keys: Mapping[str, Key], model_type: str, **sizes: Any) -> Json:
+def read_section(hf_config: Json, name: str, keys: Mapping[str, Key], model_type: str, **sizes: Any) -> Json:
     """Return a section of config.json with defaults filled in. Raises UsageError for an unsupported key or type."""
     declared = {**COMMON, "model_type": supported_values(model_type), **keys}
     return resolve_hf_config({**sizes, **(hf_config[name] or {})}, declared, f"LLaVA's {name}")
 
 
-def encoder_of(hf_config: Mapping[str, Any]) -> tuple[str, ImageEncoder]:
+def find_encoder(hf_config: Mapping[str, Any]) -> tuple[str, ImageEncoder]:
     """Return the kind of image encoder that config.json names, by default CLIP's. Raises UsageError for another."""
     model_type = (hf_config.get("vision_config") or {}).get("model_type", CLIP)
     if model_type not in ENCODERS:
@@ -117,7 +115,7 @@ def encoder_of(hf_config: Mapping[str, Any]) -> tuple[str, ImageEncoder]:
 
 def read_tower(hf_config: Json) -> Json:
     """Return our section of the image encoder. Raises UsageError where the decoder would not get its patches."""
-    model_type, encoder = encoder_of(hf_config)
+    model_type, encoder = find_encoder(hf_config)
     if (strategy := hf_config["vision_feature_select_strategy"]) != encoder.selected:
         passed = "its class token too" if encoder.selected == "default" else "all but the first patch"
         raise UsageError(
@@ -125,11 +123,11 @@ def read_tower(hf_config: Json) -> Json:
             f"megatfm passes on its patches, {encoder.selected!r}"
         )
     pixels = {key: hf_config[key] for key in PIXELS if hf_config[key]}
-    vision = section_of(hf_config, "vision_config", encoder.keys, model_type, **encoder.sizes, **pixels)
+    vision = read_section(hf_config, "vision_config", encoder.keys, model_type, **encoder.sizes, **pixels)
     tower = encoder.read(vision)
     return {
         "d_model": tower.d_model,
-        "n_layers": n_used_layers(vision, hf_config["vision_feature_layer"]),
+        "n_layers": count_used_layers(vision, hf_config["vision_feature_layer"]),
         "n_heads": tower.attention.n_heads,
         "d_ff": tower.ffn.d_ff,
         "activation": tower.ffn.activation,
@@ -140,7 +138,7 @@ def read_tower(hf_config: Json) -> Json:
 
 
 def read_llava(hf_config: Json) -> ModelConfig:
-    text = section_of(hf_config, "text_config", LLAMA_KEYS, "llama")
+    text = read_section(hf_config, "text_config", LLAMA_KEYS, "llama")
     text["tie_word_embeddings"] = text["tie_word_embeddings"] or hf_config["tie_word_embeddings"]
     return read_llama(text).with_changes(
         {
@@ -154,7 +152,7 @@ def read_llava(hf_config: Json) -> ModelConfig:
     )
 
 
-def parts_of(config: ModelConfig) -> tuple[VisionTowerConfig, ConnectorConfig]:
+def get_sections(config: ModelConfig) -> tuple[VisionTowerConfig, ConnectorConfig]:
     """Return the sections of image encoder and connector. Raises UsageError for features that LLaVA lacks."""
     tower, connector = config.vision_tower, config.connector
     if config.family != "vision_language" or tower is None or connector is None:
@@ -167,18 +165,18 @@ def parts_of(config: ModelConfig) -> tuple[VisionTowerConfig, ConnectorConfig]:
     return tower, connector
 
 
-def written_encoder(tower: VisionTowerConfig) -> tuple[str, ImageEncoder]:
-    """The kind of image encoder that has this one's parts: CLIP's has a class token."""
+def choose_encoder(tower: VisionTowerConfig) -> tuple[str, ImageEncoder]:
+    """Choose the kind of image encoder that has a tower's parts: CLIP's has a class token."""
     model_type = CLIP if tower.embedding.n_class_tokens else SIGLIP
     return model_type, ENCODERS[model_type]
 
 
 def write_llava(config: ModelConfig) -> Json:
-    tower, connector = parts_of(config)
-    model_type, encoder = written_encoder(tower)
-    vision = encoder.write(image_tower(config))
+    tower, connector = get_sections(config)
+    model_type, encoder = choose_encoder(tower)
+    vision = encoder.write(make_image_tower(config))
     pixels = {key: vision.pop(key) for key in PIXELS}
-    text = write_llama(decoder_of(config))
+    text = write_llama(extract_decoder(config))
     return {
         "vision_config": {"model_type": model_type, **vision},
         "text_config": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **text},
@@ -193,22 +191,17 @@ def write_llava(config: ModelConfig) -> Json:
     }
 
 
-def decoder_of(config: ModelConfig) -> ModelConfig:
+def extract_decoder(config: ModelConfig) -> ModelConfig:
     """Return the config of the decoder alone."""
     return config.with_changes({"family": "decoder", "vision_tower": None, "connector": None})
 
 
 def llava_rules(config: ModelConfig) -> list[WeightMapping]:
-    vision, connector = parts_of(config)
-    _, encoder = written_encoder(vision)
+    vision, connector = get_sections(config)
+    _, encoder = choose_encoder(vision)
     tower = [
-        WeightMapping(
-            rule.megatfm,
-            tuple("vision_tower." + TOWER_NAMES.sub("", name) for name in rule.hf),
-            rule.to_hf,
-            rule.from_hf,
-        )
-        for rule in encoder.rules(image_tower(config))
+        replace(rule, hf=tuple("vision_tower." + name.removeprefix("vision_model.") for name in rule.hf))
+        for rule in encoder.rules(make_image_tower(config))
         if not rule.megatfm[0].startswith("encoder.norm.")
     ]
     projector = "multi_modal_projector.linear_"
@@ -216,16 +209,16 @@ def llava_rules(config: ModelConfig) -> list[WeightMapping]:
         *tower,
         *rename_linear("connector.w_in", f"{projector}1", bias=connector.bias),
         *rename_linear("connector.w_out", f"{projector}2", bias=connector.bias),
-        *with_prefix("", "language_model.", llama_rules(decoder_of(config))),
+        *with_prefix("", "language_model.", llama_rules(extract_decoder(config))),
     ]
 
 
-def unused_layers(hf_config: Mapping[str, Any], names: Container[str]) -> Sequence[str]:
+def list_unused_layers(hf_config: Mapping[str, Any], names: Container[str]) -> Sequence[str]:
     """Return patterns of the image encoder's blocks above those used, its last norm and its pool."""
-    _, encoder = encoder_of(hf_config)
+    _, encoder = find_encoder(hf_config)
     n_layers = {"num_hidden_layers": encoder.keys["num_hidden_layers"].default}
     values = {**n_layers, **encoder.sizes, **(hf_config.get("vision_config") or {})}
-    n_used = n_used_layers(values, hf_config.get("vision_feature_layer", -2))
+    n_used = count_used_layers(values, hf_config.get("vision_feature_layer", -2))
     above = "|".join(map(str, range(n_used, values["num_hidden_layers"])))
     layers = [rf"^vision_tower\.encoder\.layers\.({above})\."] if above else []
     return [*layers, r"^vision_tower\.(post_layernorm|head)\."]
@@ -248,6 +241,6 @@ register_architecture(
             (r"^lm_head\.", "language_model.lm_head."),
         ),
         fingerprint={"family": "vision_language"},
-        unused_tensors=unused_layers,
+        unused_tensors=list_unused_layers,
     ),
 )

@@ -15,12 +15,13 @@ from megatfm.convert.hf_values import (
     activation_from_hf,
     activation_to_hf,
     check_implied_values,
-    layer_type_blocks,
+    find_window_width,
+    make_layer_type_blocks,
+    make_window_section,
+    read_layer_type_rope,
     read_layer_types,
     read_mapped,
-    rope_of_layer_type,
-    rope_to_hf,
-    window_width,
+    write_layer_type_ropes,
     write_layer_types,
     write_mapped,
 )
@@ -111,14 +112,8 @@ def read(hf_config: Json) -> ModelConfig:
             f"config.json: pad_token_id = {hf_config['pad_token_id']} is no token of vocab_size = "
             f"{hf_config['vocab_size']}"
         )
-    position = {
-        kind: rope_of_layer_type(hf_config, kind, key, theta)
-        for kind, key, theta in (
-            (LOCAL, "local_rope_theta", LOCAL_THETA),
-            (GLOBAL, "global_rope_theta", THETA),
-        )
-    }
-    window = {"attention": {"pattern": {"name": "window", "width": local // 2 * 2}}}
+    local_rope = read_layer_type_rope(hf_config, LOCAL, "local_rope_theta", LOCAL_THETA)
+    global_rope = read_layer_type_rope(hf_config, GLOBAL, "global_rope_theta", THETA)
     return ModelConfig.from_dotted(
         {
             **read_mapped(hf_config, CONFIG_MAPPING),
@@ -131,22 +126,16 @@ def read(hf_config: Json) -> ModelConfig:
             "embedding.norm": True,
             "lm_head.name": "transform",
             "init.name": "bert",
-            **layer_type_blocks(
+            **make_layer_type_blocks(
                 read_layer_types(hf_config, global_every, first=GLOBAL),
-                {**window, "position": position[LOCAL]},
-                {"position": position[GLOBAL]},
+                {**make_window_section(local // 2 * 2), "position": local_rope},
+                {"position": global_rope},
             ),
         }
     )
 
 
 def write(config: ModelConfig) -> Json:
-    types = write_layer_types(config)
-    ropes = {
-        kind: rope_to_hf(config.layer_config(types.index(kind)))["rope_parameters"]
-        for kind in dict.fromkeys(types)
-    }
-    plain = {"rope_type": "default", "rope_theta": LOCAL_THETA}
     activation = activation_to_hf(config.ffn.activation, gated=True)
     return {
         **write_mapped(config, CONFIG_MAPPING),
@@ -154,9 +143,9 @@ def write(config: ModelConfig) -> Json:
         "classifier_activation": activation,
         "norm_bias": require_variant(config.norm, LayerNormConfig, "model.norm").bias,
         "attention_bias": require_variant(config.attention, GQAAttentionConfig, "model.attention").bias,
-        "layer_types": types,
-        "local_attention": window_width(config, 128),
-        "rope_parameters": {kind: ropes.get(kind, plain) for kind in (LOCAL, GLOBAL)},
+        "layer_types": write_layer_types(config),
+        "local_attention": find_window_width(config, 128),
+        **write_layer_type_ropes(config, LOCAL_THETA),
         **({} if (config.vocab_size or 0) > DEFAULT_PAD_ID else {"pad_token_id": None}),
     }
 

@@ -20,14 +20,15 @@ from megatfm.convert.architectures.llama import (
     write_mistral,
 )
 from megatfm.convert.hf_config import COMMON, Json, Key, alias, ignored, supported_values, used
+from megatfm.convert.hf_values import set_default_theta
 from megatfm.convert.weight_mapping import (
     ExpertNames,
     WeightMapping,
     expert_rules,
+    make_top_k_moe_section,
     rename_linear,
     require_dropless,
     require_top_k_router,
-    top_k_moe_section,
 )
 from megatfm.errors import UsageError
 
@@ -78,11 +79,8 @@ MIXTRAL_KEYS = MISTRAL_KEYS | {
 
 
 def _read_mixtral(hf_config: Json) -> ModelConfig:
-    table = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
-    if hf_config["rope_theta"] is None and "rope_theta" not in table:
-        hf_config = hf_config | {"rope_theta": MIXTRAL_THETA}
-    dense = read_mistral(hf_config)
-    experts = top_k_moe_section(
+    dense = read_mistral(set_default_theta(hf_config, MIXTRAL_THETA))
+    experts = make_top_k_moe_section(
         hf_config, hf_config["num_local_experts"], dense.ffn.d_ff, dense.ffn.activation, normalise=True
     )
     return dense.with_changes({"ffn": experts})
@@ -147,7 +145,7 @@ def _read_olmoe(hf_config: Json) -> ModelConfig:
             f"config.json: head_dim = {hf_config['head_dim']}: OLMoE's norms of queries and keys are as wide as "
             "hidden_size: leave it out"
         )
-    experts = top_k_moe_section(
+    experts = make_top_k_moe_section(
         hf_config,
         hf_config["num_experts"],
         dense.ffn.d_ff,
@@ -222,7 +220,7 @@ QWEN3_MOE_KEYS = LLAMA_KEYS | {
 
 def _read_qwen3_moe(hf_config: Json) -> ModelConfig:
     dense = read_llama(hf_config)
-    experts = top_k_moe_section(
+    experts = make_top_k_moe_section(
         hf_config,
         hf_config["num_local_experts"],
         hf_config["moe_intermediate_size"],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatfm.config import Config, ModelConfig, TextClassifierHeadConfig
-from megatfm.convert.architecture import ARCHITECTURES, HEAD_PREFIXES, register_architecture
+from megatfm.convert.architecture import ARCHITECTURES, drop_head_rules, register_architecture
 from megatfm.convert.architectures import bert as bert  # registers the classes that these are based on
 from megatfm.convert.architectures import deberta as deberta
 from megatfm.convert.architectures import electra as electra
@@ -94,7 +94,7 @@ class HeadFormat:
         """Return the keys of config.json that a head decides. Raises UsageError for another kind of head."""
         if head.name != self.name or getattr(head, "both_orders", False):
             raise UsageError(f"the class has a head {self.name!r}, over one text or pair")
-        written = label_keys([], head) if self.name == "text_classifier" else {}
+        written = make_label_keys([], head) if self.name == "text_classifier" else {}
         for key, value in ((self.dropout, head.dropout), (self.pooler_bias, head.pooler_bias)):
             if key:
                 written[key] = value
@@ -140,11 +140,7 @@ def register_task_class(
         return {**architecture.config_to_hf(config), **head_format.write(config.extra_heads[module])}
 
     def rules(config: ModelConfig) -> Sequence[WeightMapping]:
-        body = [
-            replace(rule, tied_names=())
-            for rule in architecture.weight_mappings(config)
-            if not rule.megatfm[0].startswith(HEAD_PREFIXES)
-        ]
+        body = drop_head_rules(architecture.weight_mappings(config))
         if body_prefix:
             body = [_with_body_prefix(rule, architecture.base_model_prefix, body_prefix) for rule in body]
         return [*body, *(tensors.rules(module, config) if config.extra_heads else [])]
@@ -180,7 +176,7 @@ def _read_labels(hf_config: Json) -> Json:
     return {"classes": classes, "loss": losses[problem]}
 
 
-def label_keys(labels: Sequence[str], head: Any) -> Json:
+def make_label_keys(labels: Sequence[str], head: Any) -> Json:
     """Return the keys of config.json that name what a classifier's head predicts, and how many there are of it.
 
     labels: names; if empty, LABEL_0, LABEL_1, …
@@ -195,16 +191,16 @@ def label_keys(labels: Sequence[str], head: Any) -> Json:
     }
 
 
-def task_labels(config: Config) -> Json:
+def make_task_labels(config: Config) -> Json:
     """Return the keys of config.json that name the labels of a fine-tuning run's task."""
     heads = [head for head in config.model.extra_heads.values() if isinstance(head, TextClassifierHeadConfig)]
-    return label_keys(config.task.labels, heads[0]) if config.task and heads else {}
+    return make_label_keys(config.task.labels, heads[0]) if config.task and heads else {}
 
 
 MEAN_POOLED = (r"^head\.", r"^classifier\.")
 
 
-def mean_pooled_tensors(hf_config: Mapping[str, Any], names: Container[str]) -> Sequence[str]:
+def list_mean_pooled_tensors(hf_config: Mapping[str, Any], names: Container[str]) -> Sequence[str]:
     """Return patterns of a ModernBERT's head that reads the mean of all tokens, which no head of ours does."""
     return MEAN_POOLED if hf_config.get("classifier_pooling") == "mean" else ()
 
@@ -314,7 +310,7 @@ for family_name, family in FAMILIES.items():
                 **(family.pooled_keys if is_pooled else {}),
                 **(LABELS if "Classification" in task else {}),
             },
-            mean_pooled_tensors if family_name == "ModernBert" and is_pooled else None,
+            list_mean_pooled_tensors if family_name == "ModernBert" and is_pooled else None,
         )
 
 # XLNet reads the last token, <cls>. Its QuestionAnswering searches beams with a head that we lack: that opens bare.

@@ -1,9 +1,6 @@
 """SimMIM (Xie et al. 2022): classes ForMaskedImageModeling, with the classifiers' backbones and a head for pixels."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-
-from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.config.model_parts import PixelsHeadConfig
@@ -11,44 +8,35 @@ from megatfm.convert.architecture import ARCHITECTURES, register_architecture
 from megatfm.convert.architectures import swin as swin  # registers the classifiers
 from megatfm.convert.architectures import vit as vit
 from megatfm.convert.hf_config import Json, used
-from megatfm.convert.weight_mapping import WeightMapping, rename
+from megatfm.convert.weight_mapping import WeightMapping, add_leading_dims, map_tensor, rename
 from megatfm.errors import UsageError
 
 HEAD = "pixels"
 
 
-def pixel_head(config: ModelConfig) -> PixelsHeadConfig:
-    """The section of the head. Raises UsageError for a model without it, or without a mask token."""
+def get_pixel_head(config: ModelConfig) -> PixelsHeadConfig:
+    """Return the section of the head. Raises UsageError for a model without it, or without a mask token."""
     head = config.extra_heads.get(HEAD)
     if not isinstance(head, PixelsHeadConfig) or not getattr(config.embedding, "mask_token", False):
         raise UsageError(f"without model.embedding.mask_token and model.extra_heads.{HEAD} this is no SimMIM")
     return head
 
 
-def backbone_of(config: ModelConfig) -> ModelConfig:
-    """The model without head and mask token."""
+def extract_backbone(config: ModelConfig) -> ModelConfig:
+    """Return the model without head and mask token."""
     return config.with_changes({"extra_heads": {}, "embedding.mask_token": False})
 
 
 def head_rules(prefix: str) -> list[WeightMapping]:
-    """The mask token, [1, 1, D] in theirs, and the linear layer, a convolution of 1 × 1 in theirs."""
-
-    def forth(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][..., None, None]]
-
-    def back(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][..., 0, 0]]
-
-    def with_batch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][None]]
-
-    def without_batch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][0]]
-
-    mask_token = ("encoder.embedding.mask_tokens.weight",), (f"{prefix}embeddings.mask_token",)
+    """Map the mask token [1, D] to [1, 1, D], and the linear layer to a convolution of 1 × 1."""
     return [
-        WeightMapping(*mask_token, with_batch, without_batch),
-        WeightMapping((f"{HEAD}.prediction.weight",), ("decoder.0.weight",), forth, back),
+        add_leading_dims("encoder.embedding.mask_tokens.weight", f"{prefix}embeddings.mask_token"),
+        map_tensor(
+            f"{HEAD}.prediction.weight",
+            "decoder.0.weight",
+            lambda weight: weight[..., None, None],
+            lambda weight: weight[..., 0, 0],
+        ),
         rename(f"{HEAD}.prediction.bias", "decoder.0.bias"),
     ]
 
@@ -63,14 +51,11 @@ def register_simmim(name: str, classifier: str, stride: int) -> None:
         return backbone.config_from_hf(hf_config).with_changes(changes)
 
     def write(config: ModelConfig) -> Json:
-        encoder_stride = pixel_head(config).stride
-        return {**backbone.config_to_hf(backbone_of(config)), "encoder_stride": encoder_stride}
+        encoder_stride = get_pixel_head(config).stride
+        return {**backbone.config_to_hf(extract_backbone(config)), "encoder_stride": encoder_stride}
 
     def rules(config: ModelConfig) -> list[WeightMapping]:
-        return [
-            *backbone.weight_mappings(backbone_of(config)),
-            *head_rules(backbone.base_model_prefix),
-        ]
+        return [*backbone.weight_mappings(extract_backbone(config)), *head_rules(backbone.base_model_prefix)]
 
     architecture = replace(
         backbone,

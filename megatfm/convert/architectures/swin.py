@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from megatfm.config import (
     LogRelative2dConfig,
     ModelConfig,
@@ -37,7 +35,7 @@ from megatfm.convert.hf_values import (
     read_mapped,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, map_tensor, rename, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 EPS = 1e-5
@@ -205,22 +203,15 @@ BLOCK_V1 = [
 ]
 
 
-def _map_per_head(megatfm_name: str, hf_name: str) -> WeightMapping:
-    """Map a vector [heads] to [heads, 1, 1] in transformers."""
-
-    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][:, None, None]]
-
-    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][:, 0, 0]]
-
-    return WeightMapping((megatfm_name,), (hf_name,), to_hf, from_hf)
-
-
 BLOCK_V2 = [
     *BLOCK,
     *rename_linear("attn.wk", "attention.self.key"),
-    _map_per_head("attn.cosine.weight", "attention.self.logit_scale"),
+    map_tensor(  # [heads] → [heads, 1, 1]
+        "attn.cosine.weight",
+        "attention.self.logit_scale",
+        lambda scale: scale[:, None, None],
+        lambda scale: scale[:, 0, 0],
+    ),
     *rename_linear("attn.position.hidden", "attention.self.continuous_position_bias_mlp.0", bias=True),
     *rename_linear("attn.position.out", "attention.self.continuous_position_bias_mlp.2"),
 ]

@@ -1,12 +1,11 @@
 """CLIP and SigLIP with both towers; see `image_towers` for the image towers alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 from megatfm.config import ContrastiveConfig, ModelConfig, TextTowerConfig
-from megatfm.config.image_text import image_tower, text_tower
+from megatfm.config.image_text import make_image_tower, make_text_tower
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.image_towers import (
     CLIP_KEYS,
@@ -22,7 +21,15 @@ from megatfm.convert.architectures.image_towers import (
 from megatfm.convert.architectures.vision import vision_rules
 from megatfm.convert.hf_config import COMMON, Json, Key, ignored, resolve_hf_config, supported_values, used
 from megatfm.convert.hf_values import read_mapped
-from megatfm.convert.weight_mapping import WeightMapping, concat, per_layer, rename, rename_linear
+from megatfm.convert.weight_mapping import (
+    WeightMapping,
+    add_leading_dims,
+    concat,
+    map_tensor,
+    per_layer,
+    rename,
+    rename_linear,
+)
 from megatfm.errors import UsageError
 
 TEXT_MAPPING = {
@@ -95,7 +102,7 @@ def read_towers(
     return read_image(vision), text
 
 
-def with_text(image: ModelConfig, text: Json, contrastive: Json, *, causal: bool) -> ModelConfig:
+def add_text_tower(image: ModelConfig, text: Json, contrastive: Json, *, causal: bool) -> ModelConfig:
     """Return the config of both towers."""
     return image.with_changes(
         {
@@ -107,7 +114,7 @@ def with_text(image: ModelConfig, text: Json, contrastive: Json, *, causal: bool
     )
 
 
-def sections_of(config: ModelConfig, causal: bool, loss: str) -> tuple[TextTowerConfig, ContrastiveConfig]:
+def get_sections(config: ModelConfig, causal: bool, loss: str) -> tuple[TextTowerConfig, ContrastiveConfig]:
     """Return the sections of text tower and contrastive loss. Raises UsageError for another family or kind."""
     text, contrastive = config.text_tower, config.contrastive
     if config.family != "two_towers" or text is None or contrastive is None:
@@ -124,7 +131,7 @@ def write_towers(
     config: ModelConfig, text: TextTowerConfig, write_image: Callable[[ModelConfig], Json], model_type: str
 ) -> Json:
     """Return the sections of both towers in config.json, and mean and standard deviation of pixels."""
-    vision = write_image(image_tower(config))
+    vision = write_image(make_image_tower(config))
     pixels = {key: vision.pop(key) for key in PIXELS}
     sizes = {hf_key: getattr(text, key) for hf_key, key in TEXT_MAPPING.items()}
     shared = {key: vision[key] for key in SHARED}
@@ -147,11 +154,11 @@ def read_clip_model(hf_config: Json) -> ModelConfig:
         "width": hf_config["projection_dim"],
         "scale": float(torch.tensor(hf_config["logit_scale_init_value"]).double().exp()),
     }
-    return with_text(image, text, contrastive, causal=True)
+    return add_text_tower(image, text, contrastive, causal=True)
 
 
 def write_clip_model(config: ModelConfig) -> Json:
-    text, contrastive = sections_of(config, causal=True, loss="softmax")
+    text, contrastive = get_sections(config, causal=True, loss="softmax")
     scale = torch.tensor(contrastive.scale, dtype=torch.float64)
     return {
         **write_towers(config, text, write_clip, "clip"),
@@ -166,24 +173,20 @@ def text_rules(config: ModelConfig) -> list[WeightMapping]:
     return [
         rename("text.embedding.tokens.weight", f"{hf_prefix}token_embedding.weight"),
         rename("text.embedding.positions.weight", f"{hf_prefix}position_embedding.weight"),
-        *per_layer(text_tower(config).n_layers, "text.layers.", "text_model.encoder.layers.", TOWER_BLOCK),
+        *per_layer(
+            make_text_tower(config).n_layers, "text.layers.", "text_model.encoder.layers.", TOWER_BLOCK
+        ),
         *rename_linear("text.norm", "text_model.final_layer_norm", bias=True),
     ]
 
 
 def clip_model_rules(config: ModelConfig) -> list[WeightMapping]:
-    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0].reshape(())]
-
-    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0].reshape(1)]
-
     return [
-        *clip_rules(image_tower(config)),
+        *clip_rules(make_image_tower(config)),
         *text_rules(config),
         rename("image_features.projection.weight", "visual_projection.weight"),
         rename("text_features.projection.weight", "text_projection.weight"),
-        WeightMapping(("temperature.log_scale",), ("logit_scale",), to_hf, from_hf),
+        map_tensor("temperature.log_scale", "logit_scale", lambda scale: scale[0], lambda scale: scale[None]),
     ]
 
 
@@ -200,11 +203,11 @@ def read_siglip_model(hf_config: Json) -> ModelConfig:
         "projection_bias": True,
         "scale": 10.0,
     }
-    return with_text(image, text, contrastive, causal=False)
+    return add_text_tower(image, text, contrastive, causal=False)
 
 
 def write_siglip_model(config: ModelConfig) -> Json:
-    text, contrastive = sections_of(config, causal=False, loss="sigmoid")
+    text, contrastive = get_sections(config, causal=False, loss="sigmoid")
     written = write_towers(config, text, write_siglip, "siglip")
     del written["vision_config"]["vision_use_head"]
     written["text_config"]["projection_size"] = contrastive.width
@@ -212,17 +215,11 @@ def write_siglip_model(config: ModelConfig) -> Json:
 
 
 def siglip_model_rules(config: ModelConfig) -> list[WeightMapping]:
-    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][None]]
-
-    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0][0]]
-
     pool, hf_pool, d_model = "image_features.pool", "vision_model.head", config.d_model
     projections = [f"{pool}.w{part}" for part in "qkv"]
     return [
-        *vision_rules(TOWER, image_tower(config)),
-        WeightMapping((f"{pool}.query",), (f"{hf_pool}.probe",), to_hf, from_hf),
+        *vision_rules(TOWER, make_image_tower(config)),
+        add_leading_dims(f"{pool}.query", f"{hf_pool}.probe"),
         concat(
             [f"{name}.weight" for name in projections], f"{hf_pool}.attention.in_proj_weight", [d_model] * 3
         ),

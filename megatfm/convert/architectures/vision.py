@@ -20,7 +20,7 @@ from megatfm.config import (
 )
 from megatfm.convert.hf_config import Json, Key, ignored, used
 from megatfm.convert.hf_values import activation_from_hf, activation_to_hf, read_mapped, write_mapped
-from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_tensor, per_layer, rename, rename_linear
 from megatfm.errors import UsageError
 
 HALF = (0.5, 0.5, 0.5)
@@ -167,7 +167,7 @@ class VisionNames:
     """Its dims before the width."""
 
 
-def special_tokens(names: VisionNames) -> WeightMapping:
+def map_special_tokens(names: VisionNames) -> WeightMapping:
     """Map megatfm's table of special tokens to separate tensors."""
     sizes = [size for _, size in names.special]
     hf_names = tuple(f"{names.prefix}{name}" for name, _ in names.special)
@@ -183,7 +183,7 @@ def special_tokens(names: VisionNames) -> WeightMapping:
     return WeightMapping(("encoder.embedding.patches.special",), (*hf_names, *unused), to_hf, from_hf)
 
 
-def position_table(hf_name: str, n_class: int, *, batched: bool) -> WeightMapping:
+def map_position_table(hf_name: str, n_class: int, *, batched: bool) -> WeightMapping:
     """Map megatfm's positions of class tokens and patches to one table. batched: with a first dim of 1."""
     megatfm_names = ["encoder.embedding.positions.special"] * bool(n_class) + [
         "encoder.embedding.positions.weight"
@@ -203,14 +203,12 @@ def position_table(hf_name: str, n_class: int, *, batched: bool) -> WeightMappin
 def map_convolution(hf_name: str, embedding: PatchEmbeddingConfig) -> list[WeightMapping]:
     """Map the projection of patches to a convolution's weight [D, channels, side, side]."""
     megatfm_name, side = "encoder.embedding.patches.projection", embedding.patch_size
-
-    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0].unflatten(1, (embedding.channels, side, side))]
-
-    def from_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0].flatten(1)]
-
-    weight = WeightMapping((f"{megatfm_name}.weight",), (f"{hf_name}.weight",), to_hf, from_hf)
+    weight = map_tensor(
+        f"{megatfm_name}.weight",
+        f"{hf_name}.weight",
+        lambda weight: weight.unflatten(1, (embedding.channels, side, side)),
+        lambda weight: weight.flatten(1),
+    )
     return [weight, *([rename(f"{megatfm_name}.bias", f"{hf_name}.bias")] if embedding.bias else [])]
 
 
@@ -221,9 +219,9 @@ def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]
         names = replace(names, special=[*names.special, ("embeddings.register_tokens", registers)])
     prefix = names.prefix
     positions = f"{prefix}{names.positions}"
-    table = position_table(positions, embedding.n_class_tokens, batched=not positions.endswith(".weight"))
+    table = map_position_table(positions, embedding.n_class_tokens, batched=not positions.endswith(".weight"))
     return [
-        *([special_tokens(names)] if names.special else []),
+        *([map_special_tokens(names)] if names.special else []),
         *map_convolution(f"{prefix}{names.patches}", embedding),
         *([] if isinstance(config.position, Rope2dConfig) else [table]),
         *per_layer(config.n_layers, "encoder.layers.", f"{prefix}{names.layers}", names.block),

@@ -3,10 +3,6 @@
 Projections are stored by head: [d_in, heads, width], the output projection [d_out, heads, width].
 """
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from megatfm.config import ModelConfig
 from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.hf_config import SUMMARY_KEYS, Json, alias, ignored, supported_values, used
@@ -17,7 +13,14 @@ from megatfm.convert.hf_values import (
     read_mapped,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, rename_linear
+from megatfm.convert.weight_mapping import (
+    WeightMapping,
+    add_leading_dims,
+    map_tensor,
+    per_layer,
+    rename,
+    rename_linear,
+)
 from megatfm.errors import UsageError
 
 KEYS = SUMMARY_KEYS | {
@@ -103,10 +106,25 @@ def write(config: ModelConfig) -> Json:
 
 def rules(config: ModelConfig) -> list[WeightMapping]:
     n_heads = config.attention.n_heads
+
+    def map_input_projection(megatfm_name: str, hf_name: str) -> WeightMapping:
+        """Map [heads · width, d_in] to [d_in, heads, width]."""
+        return map_tensor(
+            megatfm_name,
+            hf_name,
+            lambda weight: weight.T.unflatten(1, (n_heads, -1)),
+            lambda weight: weight.flatten(1).T,
+        )
+
     block = [
-        *(_map_input_projection(f"attn.w{part}.weight", f"rel_attn.{part}", n_heads) for part in "qkv"),
-        _map_input_projection("attn.wk_position.weight", "rel_attn.r", n_heads),
-        _map_output_projection("attn.wo.weight", "rel_attn.o", n_heads),
+        *(map_input_projection(f"attn.w{part}.weight", f"rel_attn.{part}") for part in "qkv"),
+        map_input_projection("attn.wk_position.weight", "rel_attn.r"),
+        map_tensor(
+            "attn.wo.weight",
+            "rel_attn.o",  # [d_out, heads · width] → [d_out, heads, width]
+            lambda weight: weight.unflatten(1, (n_heads, -1)),
+            lambda weight: weight.flatten(1),
+        ),
         rename("attn.content_bias", "rel_attn.r_w_bias"),
         rename("attn.position_bias", "rel_attn.r_r_bias"),
         rename("attn.segment_bias", "rel_attn.r_s_bias"),
@@ -117,36 +135,13 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         *rename_linear("ffn_residual.norm", "ff.layer_norm", bias=True),
     ]
     return [
-        WeightMapping(
-            ("encoder.query.weight",),
-            ("transformer.mask_emb",),
-            lambda tensors: [tensors[0][None, None]],
-            lambda tensors: [tensors[0][0, 0]],
-        ),
+        add_leading_dims("encoder.query.weight", "transformer.mask_emb", 2),
         rename(
             "encoder.embedding.tokens.weight", "transformer.word_embedding.weight", copies=["lm_loss.weight"]
         ),
         *per_layer(config.n_layers, "encoder.layers.", "transformer.layer.", block),
         rename("head.bias", "lm_loss.bias"),
     ]
-
-
-def _map_input_projection(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
-    """Map [heads · width, d_in] to [d_in, heads, width]."""
-
-    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0].T.unflatten(1, (n_heads, -1))]
-
-    return WeightMapping((megatfm_name,), (hf_name,), to_hf, lambda tensors: [tensors[0].flatten(1).T])
-
-
-def _map_output_projection(megatfm_name: str, hf_name: str, n_heads: int) -> WeightMapping:
-    """Map [d_out, heads · width] to [d_out, heads, width]."""
-
-    def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [tensors[0].unflatten(1, (n_heads, -1))]
-
-    return WeightMapping((megatfm_name,), (hf_name,), to_hf, lambda tensors: [tensors[0].flatten(1)])
 
 
 register_architecture(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.checkpoint import FlatShardedTensor, ShardedTensor
-from megatfm.config.deepspeed import precision_problem
+from megatfm.config.deepspeed import find_precision_problem
 from megatfm.engines.activation_checkpointing import recompute
 from megatfm.engines.base import BaseEngine, cast_inputs, init_weights, materialize
 from megatfm.engines.deepspeed.library import (
@@ -58,7 +58,7 @@ class DeepSpeedEngine(BaseEngine):
     def __init__(self, setup: EngineSetup) -> None:
         config, mesh = setup.config, setup.mesh
         self.zero: int = config.parallel.zero
-        if problem := precision_problem(config.parallel, setup.precision):
+        if problem := find_precision_problem(config.parallel, setup.precision):
             raise UsageError(f"parallel.engine = 'deepspeed' with {problem}, or parallel.engine = 'native'")
         group = require_single_group(setup.optimizers)
         self.layout, self.mesh, self.device = setup.layout, mesh, setup.device

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.cpp_extension import _get_build_directory, _import_module_from_library
 
 from megatfm.config import Config
-from megatfm.config.deepspeed_json import derive
+from megatfm.config.deepspeed_json import make_deepspeed_json
 from megatfm.engines.deepspeed.nvme_offload import OffloadDirectory, add_buffers, install_aio_handle
 from megatfm.engines.interface import EngineSetup, OptimizerGroup
 from megatfm.errors import UsageError
@@ -337,6 +337,6 @@ def build_settings(config: Config, setup: EngineSetup, package: ModuleType) -> S
     if options.nvme_path and options.offloads_to_nvme:
         install_aio_handle(package)
         folder = OffloadDirectory(Path(options.nvme_path))
-    derived = derive(config, setup.precision, folder.path if folder else None)
+    derived = make_deepspeed_json(config, setup.precision, folder.path if folder else None)
     add_buffers(derived, setup)
     return Settings(derived, folder)

@@ -36,7 +36,7 @@ def should_compile(config: Config, device: torch.device) -> bool:
     seconds at the start.
     """
     if config.train.compile == "auto":
-        return device.type == "cuda" and config.compile_conflict() is None and config.parallel.cp == 1
+        return device.type == "cuda" and config.find_compile_conflict() is None and config.parallel.cp == 1
     return bool(config.train.compile)
 
 

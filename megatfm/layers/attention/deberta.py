@@ -29,7 +29,7 @@ from megatfm.ops.attention.reference import attend_in_chunks, compute_probabilit
 
 
 class _Projections(HeadProjections):
-    """Base: projections of tokens, and of the position table by `position_projections`, around DisentangledCore."""
+    """Base: projections of tokens, and of the position table by `get_position_projections`, around DisentangledCore."""
 
     cp_plan = "local"
     core: "DisentangledCore"
@@ -38,13 +38,13 @@ class _Projections(HeadProjections):
         super().__init__(config, initial, bias=True, key_bias=key_bias)
         require_full(config)
 
-    def position_projections(self) -> tuple[Linear, Linear]:
+    def get_position_projections(self) -> tuple[Linear, Linear]:
         """Return the projections of the position table to queries and keys; here those of the content."""
         return self.wq, self.wk
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost of projecting the tokens and the position table, and of the core."""
-        table = total_cost(self.position_projections(), tokens.with_count(self.core.n_rows))
+        table = total_cost(self.get_position_projections(), tokens.with_count(self.core.n_rows))
         return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + table + self.core.cost(tokens)
 
     def forward(
@@ -57,7 +57,7 @@ class _Projections(HeadProjections):
     ) -> Tensor:
         """Return [B, T, D]. bias: the relative position table [R, D]."""
         q, k, v = (self._split_heads(w(x_BTD)) for w in (self.wq, self.wk, self.wv))
-        q_position, k_position = (self._split_heads(w(bias)) for w in self.position_projections())
+        q_position, k_position = (self._split_heads(w(bias)) for w in self.get_position_projections())
         heads_BNTH = self.core(q, k, v, sequence, (q_position, k_position))
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
@@ -75,8 +75,7 @@ class DisentangledAttention(_Projections):
         super().__init__(config, initial, key_bias=False)
         if not isinstance(config.position, DebertaPositionConfig) or pattern.builtin_mask != "all":
             raise UsageError(
-                "model.attention.name = 'deberta' needs model.position.name = 'deberta' and "
-                "family = 'encoder'"
+                "model.attention.name = 'deberta' needs model.position.name = 'deberta' and family = 'encoder'"
             )
         d, width = config.d_model, config.attention.n_heads * config.head_width
         farthest = config.position.max_distance
@@ -84,7 +83,7 @@ class DisentangledAttention(_Projections):
         self.wk_position = Linear(d, width, initial("key", d, width))
         self.core = DisentangledCore(config, pattern, partial(_clamp_to_row, farthest=farthest), 2 * farthest)
 
-    def position_projections(self) -> tuple[Linear, Linear]:
+    def get_position_projections(self) -> tuple[Linear, Linear]:
         """Return projections that only positions use."""
         return self.wq_position, self.wk_position
 
@@ -99,8 +98,7 @@ class DisentangledSharedAttention(_Projections):
         super().__init__(config, initial, key_bias=True)
         if not isinstance(config.position, DebertaV2PositionConfig) or pattern.builtin_mask != "all":
             raise UsageError(
-                "model.attention.name = 'deberta_v2' needs model.position.name = "
-                "'deberta_v2' and family = 'encoder'"
+                "model.attention.name = 'deberta_v2' needs model.position.name = 'deberta_v2' and family = 'encoder'"
             )
         n, farthest = config.position.buckets, config.position.max_distance
         self.core = DisentangledCore(config, pattern, partial(_bucket_to_row, n=n, farthest=farthest), 2 * n)
@@ -144,7 +142,7 @@ class DisentangledCore(nn.Module):
         q_NRH, k_NRH = positions
         q_BNTH = q_BNTH * self.scale
         key_position_scores_BNSR = (k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)
-        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+        rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNTH.shape[1])
 
         def attend(rows: slice) -> Tensor:
             distances_TS, q_chunk_BNTH = -sequence.relative_positions(rows), q_BNTH[:, :, rows]  # query − key
@@ -170,7 +168,7 @@ def _clamp_to_row(distances: Tensor, farthest: int) -> Tensor:
 
 def _bucket_to_row(distances: Tensor, n: int, farthest: int) -> Tensor:
     """Return the row of the table of positions for each distance."""
-    return (log_bucket_position(distances, n, farthest) + n).clamp(0, 2 * n - 1)
+    return (assign_log_buckets(distances, n, farthest) + n).clamp(0, 2 * n - 1)
 
 
 class RelativePositionTable(nn.Module):
@@ -191,7 +189,7 @@ class RelativePositionTable(nn.Module):
 DISENTANGLED = POSITIONS.register("deberta")(PositionEncoding(score_bias=RelativePositionTable))
 
 
-def log_bucket_position(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
+def assign_log_buckets(distances: Tensor, n_buckets: int, farthest: int) -> Tensor:
     """Return the signed bucket of each distance, int64 within ± n_buckets for distances within ± farthest.
 
     Half of the buckets hold one distance each, the others exponentially growing ranges up to `farthest`. Unlike T5's,

@@ -1,6 +1,5 @@
 """Dot-product attention between projected heads. Context parallelism replaces the forward of this module."""
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,21 +7,19 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ScaledAttention, require_variant
 from megatfm.cost import Cost, TokenCounts
-from megatfm.layers.attention.patterns.mask import PatternMask, global_query_indices, reachable_keys
+from megatfm.layers.attention.patterns.mask import PatternMask, find_global_queries, find_reachable_keys
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.log_once import constant_when_compiled
+from megatfm.ops.log_once import constant_when_compiled, log_once
 from megatfm.registry import Registry
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width
-
-log = logging.getLogger("megatfm")
 
 
 class HeadProjections(nn.Module):
@@ -74,7 +71,7 @@ class DotProductAttention(nn.Module):
         self.channels = channels or 2 * options.n_heads * config.head_width
         self.dropout = Dropout(options.dropout, "cross" if pattern.is_cross_attention else "attention")
         self.sinks = Sinks(options.n_heads, initial) if getattr(options, "sinks", False) else None
-        self.variant = AttentionOptions(
+        self.options = AttentionOptions(
             scale=options.scale or scale,
             softcap=options.softcap,
             dropout=options.dropout,
@@ -84,17 +81,17 @@ class DotProductAttention(nn.Module):
         """Return the mask for the local heads."""
         return PatternMask(self.pattern, sequence, self.dropout.shard_index * n_heads, n_heads)
 
-    def reachable_keys(self, row: SequenceMetadata, token_indices: Tensor) -> Tensor:
+    def find_reachable_keys(self, row: SequenceMetadata, token_indices: Tensor) -> Tensor:
         """Return the key indices in full rows that queries at these token indices may see; global queries excepted."""
-        return reachable_keys(self.pattern.simplify(row.length), row, token_indices)
+        return find_reachable_keys(self.pattern.simplify(row.length), row, token_indices)
 
     def is_local(self, length: int) -> bool:
         """Whether the pattern itself limits the visible keys in rows of this length, besides document boundaries."""
         return self.pattern.simplify(length).key_ranges(0, 1, length) is not None
 
-    def global_query_indices(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
+    def find_global_queries(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
         """Return the token indices of global queries whose document spans several ranks."""
-        return global_query_indices(self.pattern.simplify(row.length), row, indices_by_rank)
+        return find_global_queries(self.pattern.simplify(row.length), row, indices_by_rank)
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Cost of the scores and of the weighted sums of values."""
@@ -126,25 +123,25 @@ class DotProductAttention(nn.Module):
         mask: overrides the pattern's, for keys that are not the sequence's tokens.
         """
         n_heads = q_BNTH.shape[1]
-        rng_keys = self.dropout.head_rng_keys(sequence, n_heads, head_shard)
+        rng_keys = self.dropout.make_head_rng_keys(sequence, n_heads, head_shard)
         mask = mask or PatternMask(self.pattern, sequence, head_shard * n_heads, n_heads)
         sinks = None
         if self.sinks is not None:
             sinks_by_shard = self.sinks.weight.view(-1, n_heads)
             sinks = sinks_by_shard[head_shard % len(sinks_by_shard)]
-        case = AttentionRequest.from_inputs(
+        request = AttentionRequest.from_inputs(
             q_BNTH,
             k_BKSH,
             mask,
-            self.variant,
-            drops=rng_keys is not None,
+            self.options,
+            has_dropout=rng_keys is not None,
             bias=bias,
             sinks=sinks is not None,
             v_width=v_BKSH.shape[-1],
         )
-        kernel = choose(case)
-        log_once(kernel.name, self.pattern_name, case)
-        return kernel.run(q_BNTH, k_BKSH, v_BKSH, mask, bias, self.variant, rng_keys, sinks)
+        kernel = choose_kernel(request)
+        log_kernel(kernel.name, self.pattern_name, request)
+        return kernel.run(q_BNTH, k_BKSH, v_BKSH, mask, bias, self.options, rng_keys, sinks)
 
 
 class Sinks(nn.Module):
@@ -159,38 +156,29 @@ class Sinks(nn.Module):
         self.roles = {"weight": "vector"}
 
 
-def log_once(kernel: str, pattern: str, case: AttentionRequest) -> None:
+def log_kernel(kernel: str, pattern: str, request: AttentionRequest) -> None:
     """Log once which kernel computes a kind of attention."""
-    slow = case.needs_dense_mask and kernel in ("products", "fused")
-    _log_kernel(kernel, pattern, case.plain, slow, case.has_dropout, case.device, case.dtype)
+    is_slow = request.needs_dense_mask and kernel in ("products", "fused")
+    drops_twice = request.has_dropout and kernel == "flex"
+    _log_kernel(kernel, pattern, request.builtin_mask, is_slow, drops_twice, request.device, request.dtype)
 
 
 @constant_when_compiled
 def _log_kernel(
-    kernel: str, pattern: str, plain: str | None, slow: bool, drops: bool, device: str, dtype: torch.dtype
-) -> None:
-    kind = (kernel, pattern, plain, slow, drops, device, dtype)
-    if kind not in _LOGGED:
-        _LOGGED.add(kind)
-        method_of = {"products": "by a mask", "fused": "by a mask", "varlen": "by packed documents"}
-        strategy = f"plainly {plain}" if plain else method_of.get(kernel, "by blocks")
-        costs = ""
-        if slow:
-            costs = ", which computes all pairs: slow, and memory grows with the square of the length"
-        elif kernel == "flex" and drops:
-            costs = ", which computes the scores twice because of attention.dropout: set it to 0 to halve the time"
-        log.info(
-            "attention %s, %s, on %s in %s: kernel %s%s",
-            pattern,
-            strategy,
-            device,
-            str(dtype)[6:],
-            kernel,
-            costs,
-        )
+    kernel: str, pattern: str, builtin_mask: str | None, is_slow: bool, drops_twice: bool, device: str,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    forms = {"products": "with a dense mask", "fused": "with a dense mask", "varlen": "over packed documents"}
+    form = {"all": "without a mask", "causal": "with its causal mask"}.get(
+        builtin_mask or "", forms.get(kernel, "over blocks")
+    )
+    cost = ""
+    if is_slow:
+        cost = ": it computes all pairs, which is slow, and memory grows with the square of the length"
+    elif drops_twice:
+        cost = ": it computes the scores twice because of attention.dropout; set that to 0 to halve the time"
+    log_once(f"attention {pattern} on {device} in {str(dtype)[6:]} runs in kernel {kernel}, {form}{cost}")
 
-
-_LOGGED: set[tuple[str, str, str | None, bool, bool, str, torch.dtype]] = set()
 
 ATTENTIONS: Registry[Callable[[ModelConfig, Initialiser, AttentionPattern], nn.Module]] = Registry(
     "attention"

@@ -11,7 +11,7 @@ from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.relative_bias import last_keys_bias
+from megatfm.ops.attention.relative_bias import slice_last_keys
 
 # B batch, T tokens, S keys, D model width, N query heads, K key-value heads, H head width
 
@@ -80,7 +80,7 @@ class GroupedQueryAttention(HeadProjections):
                 k_BKSH, v_BKSH, sequence = update_cache(
                     cache, k_BKSH, v_BKSH, self.pattern, sequence, keep_all=keep_all
                 )
-                bias = None if bias is None else last_keys_bias(bias, q_BNTH.shape[2], k_BKSH.shape[2])
+                bias = None if bias is None else slice_last_keys(bias, q_BNTH.shape[2], k_BKSH.shape[2])
         else:
             k_BKSH, v_BKSH = self._project_memory(memory_BSD, cache)
         heads_BNTH = self.core(q_BNTH, k_BKSH, v_BKSH, sequence, bias)

@@ -93,7 +93,7 @@ def update_cache(
             f"later tokens see all of a prefix, which a key-value cache does not keep under the pattern {pattern!r}: "
             "call the model without a cache, or with model.attention.pattern.name = 'full'"
         )
-    first = sequence.initial_tokens_end(pattern.n_initial_kept) if pattern.n_initial_kept else 0
+    first = sequence.find_initial_tokens_end(pattern.n_initial_kept) if pattern.n_initial_kept else 0
     k_BKSH, v_BKSH = cache.update(
         k_BKTH, v_BKTH, keeps=None if keep_all else pattern.cache_window, first=first
     )

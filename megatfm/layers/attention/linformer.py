@@ -4,7 +4,6 @@ The cost of attention is linear in the document's length.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from megatfm.config import LinformerAttentionConfig, ModelConfig, require_variant
 from megatfm.cost import Cost, TokenCounts, total_cost
 from megatfm.errors import UsageError
-from megatfm.layers.attention.dot_product import ATTENTIONS, HeadProjections, log_once
+from megatfm.layers.attention.dot_product import ATTENTIONS, HeadProjections, log_kernel
 from megatfm.layers.attention.gqa import GroupedQueryAttention
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
@@ -21,7 +20,7 @@ from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import FULL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.transfer import to_host
@@ -53,7 +52,7 @@ def shares_projection(config: ModelConfig) -> bool:
     return getattr(config.attention, "share", None) == "layerwise"
 
 
-def layerwise_projection(
+def make_layerwise_projection(
     config: ModelConfig, uses_projection: Sequence[bool], initial: Initialiser
 ) -> "SequenceProjection | None":
     """Make the projection that the marked layers share; None without any. Raises UsageError if their sizes differ."""
@@ -97,7 +96,7 @@ class LinformerAttention(HeadProjections):
         projection = PerHeadSequenceProjection if options.share == "none" else SequenceProjection
         self.of_keys = None if options.share == "layerwise" else projection(options, initial)
         self.of_values = projection(options, initial) if options.share in ("none", "headwise") else None
-        self.variant = AttentionOptions(options.scale, dropout=options.dropout)
+        self.options = AttentionOptions(options.scale, dropout=options.dropout)
         self.dropout = Dropout(options.dropout, "attention")
         self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
@@ -119,24 +118,18 @@ class LinformerAttention(HeadProjections):
         key_projection = bias if self.of_keys is None else self.of_keys.weight
         assert key_projection is not None
         projections = key_projection, key_projection if self.of_values is None else self.of_values.weight
-        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+        rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNTH.shape[1])
         if isinstance(sequence, SequenceShard):
             heads_BNTH = self._attend_shard(projections, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT, sequence)
-        elif sequence.document_ids() is None:
-            heads_BNTH = self._attend_documents(projections, q_BNTH, k_BNTH, v_BNTH, rng_keys_BNT)
         else:
             # One document after the other: time and memory are linear in tokens for any number of documents.
-            positions_BT = sequence.on_host().positions_in_document()[0].expand(len(x_BTD), -1)
-            rows = []
-            for row, positions_T in enumerate(positions_BT):
-                outputs = []
-                for start, end in pairwise([*(positions_T == 0).nonzero()[:, 0].tolist(), len(positions_T)]):
-                    at = slice(row, row + 1), slice(None), slice(start, end)
-                    rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
-                    document = q_BNTH[at], k_BNTH[at], v_BNTH[at]
-                    outputs.append(self._attend_documents(projections, *document, rng_keys))
-                rows.append(torch.cat(outputs, 2))
-            heads_BNTH = torch.cat(rows)
+            outputs = []
+            for span in sequence.document_spans():
+                at = _index_span(*span)
+                rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
+                document = q_BNTH[at], k_BNTH[at], v_BNTH[at]
+                outputs.append(self._attend_documents(projections, *document, rng_keys))
+            heads_BNTH = _join_documents(outputs, len(x_BTD))
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def cost(self, tokens: TokenCounts) -> Cost:
@@ -163,12 +156,12 @@ class LinformerAttention(HeadProjections):
         return self._attend(q_BNTH, k_BNRH, v_BNRH, rng_keys_BNT)
 
     def _attend(self, q_BNTH: Tensor, k_BNRH: Tensor, v_BNRH: Tensor, rng_keys_BNT: Tensor | None) -> Tensor:
-        shared_arguments = k_BNRH, v_BNRH, FULL_MASK, None, self.variant
-        case = AttentionRequest.from_inputs(
-            q_BNTH, k_BNRH, FULL_MASK, self.variant, drops=rng_keys_BNT is not None
+        shared_arguments = k_BNRH, v_BNRH, FULL_MASK, None, self.options
+        request = AttentionRequest.from_inputs(
+            q_BNTH, k_BNRH, FULL_MASK, self.options, has_dropout=rng_keys_BNT is not None
         )
-        kernel = None if case.has_dropout or case.device == "cpu" else choose(case)
-        log_once(kernel.name if kernel else "products", f"Linformer(rank={self.rank})", case)
+        kernel = None if request.has_dropout or request.device == "cpu" else choose_kernel(request)
+        log_kernel(kernel.name if kernel else "products", f"Linformer(rank={self.rank})", request)
         if kernel:
             return kernel.run(q_BNTH, *shared_arguments, None)
         bytes_per_query = k_BNRH.shape[:3].numel() * q_BNTH.element_size()
@@ -197,28 +190,34 @@ class LinformerAttention(HeadProjections):
         """Return [B, N, T, H] for a rank's share of the tokens. Projected keys and values are summed over ranks."""
         documents, projected = [], []
         indices = to_host(shard.token_indices)
-        positions_BS = shard.full_sequence.on_host().positions_in_document()[0].expand(len(q_BNTH), -1)
-        for row, positions_S in enumerate(positions_BS):
-            for start, end in pairwise([*(positions_S == 0).nonzero()[:, 0].tolist(), len(positions_S)]):
-                first, last = torch.searchsorted(indices, torch.tensor([start, end])).tolist()
-                at = slice(row, row + 1), slice(None), slice(first, last)
-                documents.append(at)
-                positions_T = shard.token_indices[at[2]] - start
-                keys_values = [
-                    project_sequence(x[at], weight[positions_T])
-                    for x, weight in zip((k_BNTH, v_BNTH), projections, strict=True)
-                ]
-                projected.append(torch.cat(keys_values, -1))
-        k_MNRH, v_MNRH = self.all_reduce(torch.cat(projected)).chunk(2, -1)
-        results = []
-        for i, at in enumerate(documents):
-            rng_keys = None if rng_keys_BNT is None else rng_keys_BNT[at]
-            results.append(self._attend(q_BNTH[at], k_MNRH[i : i + 1], v_MNRH[i : i + 1], rng_keys))
-        rows = [
-            [output for output, at in zip(results, documents, strict=True) if at[0].start == row]
-            for row in range(len(q_BNTH))
-        ]
-        return torch.cat([torch.cat(outputs, 2) for outputs in rows])
+        for row, start, end in shard.full_sequence.document_spans():
+            first, last = torch.searchsorted(indices, torch.tensor([start, end])).tolist()
+            at = _index_span(row, first, last)
+            documents.append(at)
+            positions_T = shard.token_indices[first:last] - start
+            keys_values = [
+                project_sequence(x[at], weight[positions_T])
+                for x, weight in zip((k_BNTH, v_BNTH), projections, strict=True)
+            ]
+            projected.append(torch.cat(keys_values, -1))
+        summed = self.all_reduce(torch.cat(projected)).split([len(part) for part in projected])
+        outputs = []
+        for at, keys_values in zip(documents, summed, strict=True):
+            k, v = keys_values.chunk(2, -1)
+            outputs.append(self._attend(q_BNTH[at], k, v, None if rng_keys_BNT is None else rng_keys_BNT[at]))
+        return _join_documents(outputs, len(q_BNTH))
+
+
+def _index_span(row: int | None, start: int, end: int) -> tuple[slice, slice, slice]:
+    """Return the index of a document in [B, N, T, H]; row None: of all rows."""
+    return slice(None) if row is None else slice(row, row + 1), slice(None), slice(start, end)
+
+
+def _join_documents(outputs: Sequence[Tensor], n_rows: int) -> Tensor:
+    """Return [B, N, T, H] of documents [1, N, t, H], row after row, or of all rows at once."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.cat(list(outputs), 2)[0].unflatten(1, (n_rows, -1)).transpose(0, 1)
 
 
 class SequenceProjection(nn.Module):

@@ -105,7 +105,7 @@ class LongformerAttention(nn.Module):
 class LocalAttention(DotProductAttention):
     """Attention to a window and to global tokens. GlobalAttention overwrites the outputs of global queries."""
 
-    def global_query_indices(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
+    def find_global_queries(self, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
         """Return no indices: GlobalAttention computes global queries."""
         return torch.empty(0, dtype=torch.int64)
 
@@ -133,11 +133,11 @@ class GlobalAttention(DotProductAttention):
         mask_BGT = exists_BG[..., None].expand(-1, -1, k_BNTH.shape[2])
         if (documents := sequence.document_ids()) is not None:
             mask_BGT = mask_BGT & (documents[0].gather(1, indices_BG)[..., None] == documents[1][:, None])
-        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNGH.shape[1])
+        rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNGH.shape[1])
         if rng_keys_BNT is not None:
             rng_keys_BNT = rng_keys_BNT.gather(2, indices_BG[:, None].expand(-1, q_BNGH.shape[1], -1))
         mask = DenseMask(None, mask_BGT[:, None])
-        outputs_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, mask, None, self.variant, rng_keys_BNT)
+        outputs_BNGH = attention_reference(q_BNGH, k_BNTH, v_BNTH, mask, None, self.options, rng_keys_BNT)
         # Where a row has fewer global tokens than another, padding keeps the existing output.
         index = indices_BG[:, None, :, None].expand(-1, heads_BNTH.shape[1], -1, heads_BNTH.shape[3])
         outputs_BNGH = outputs_BNGH.where(exists_BG[:, None, :, None], heads_BNTH.gather(2, index))

@@ -17,11 +17,16 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention, HeadProjections
 from megatfm.layers.attention.kv_cache import LayerCache
 from megatfm.layers.attention.patterns.local import require_full
-from megatfm.layers.attention.patterns.pattern import AttentionPattern
+from megatfm.layers.attention.patterns.pattern import (
+    AttentionPattern,
+    compute_block_bounds,
+    is_one_document,
+    shares_document,
+)
 from megatfm.layers.initialisation import InitDistribution, Initialiser, with_fixed_inputs
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.ops.attention.mask import FULL_MASK, BuiltinMask
+from megatfm.ops.attention.mask import FULL_MASK, AttentionMask, BuiltinMask
 
 # B batch, T queries or tokens, D model width, N heads, H head width, S blocks, F tokens of a block
 
@@ -51,22 +56,19 @@ def compress_blocks(sequence: SequenceMetadata, factor: int, n_new: int | None =
 
     n_new: only blocks whose position is among the last `n_new` tokens; None: all blocks.
     """
-    row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
-    return sequence.cached(("blocks", factor, n_new), lambda: _find_blocks(sequence, row, factor, n_new))
+    return sequence.cached(("blocks", factor, n_new), lambda: _find_blocks(sequence, factor, n_new))
 
 
-def _find_blocks(
-    sequence: SequenceMetadata, row: SequenceMetadata, factor: int, n_new: int | None
-) -> CompressedBlocks:
+def _find_blocks(sequence: SequenceMetadata, factor: int, n_new: int | None) -> CompressedBlocks:
+    row = sequence.full_sequence
     positions_BT, index_T = row.positions_in_document()[1], row.key_indices
     n_old = 0 if n_new is None or row is not sequence else len(index_T) - n_new
     starts_block_BT = positions_BT[:, n_old:] % factor == 0
     if row.document_ids() is None:
-        start_BS = (
-            starts_block_BT[0].nonzero()[None, :, 0]
-            if n_old or row.cached_length
-            else _make_block_starts(factor, positions_BT)
-        )
+        if n_old or row.cached_length:
+            start_BS = starts_block_BT[0].nonzero()[None, :, 0]
+        else:  # needs no values, so that the host does not wait
+            start_BS = torch.arange(0, positions_BT.shape[1], factor, device=positions_BT.device)[None]
         exists_BS = torch.ones_like(start_BS, dtype=torch.bool)
     else:
         count_B = starts_block_BT.sum(1)
@@ -83,22 +85,13 @@ def _find_blocks(
     )
     token_indices_BSF = token_indices_BSF.clamp(0, len(index_T) - 1)
     if isinstance(sequence, SequenceShard):
-        local_index_T = torch.full_like(index_T, -1)
-        local_index_T[sequence.token_indices] = torch.arange(
-            len(sequence.token_indices), device=index_T.device
-        )
+        n_local, local_index_T = len(sequence.token_indices), torch.full_like(index_T, -1)
+        local_index_T[sequence.token_indices] = torch.arange(n_local, device=index_T.device)
         token_indices_BSF = local_index_T[token_indices_BSF]
-        is_local_BSF, token_indices_BSF = (
-            is_local_BSF & (token_indices_BSF >= 0),
-            token_indices_BSF.clamp(min=0),
-        )
+        is_local_BSF = is_local_BSF & (token_indices_BSF >= 0)
+        token_indices_BSF = token_indices_BSF.clamp(min=0)
     positions_BS = index_T[start_BS].where(exists_BS, BEYOND_ROW)
     return CompressedBlocks(positions_BS, is_first_token_BS, token_indices_BSF, is_local_BSF)
-
-
-def _make_block_starts(factor: int, positions_1T: Tensor) -> Tensor:
-    """Return block starts [1, S] of rows that are one document each. Needs no values, so the host need not wait."""
-    return torch.arange(0, positions_1T.shape[1], factor, device=positions_1T.device)[None]
 
 
 class CompressedKeyMask:
@@ -127,19 +120,14 @@ class CompressedKeyMask:
 
     def _make_block_table(self, size: int, *, full: bool) -> Tensor:
         """Compare the ranges of positions and documents of blocks. Both ascend in a row; padding comes last."""
-        (q_first, q_last), (k_first, k_last) = (
-            _compute_block_ranges(x, size, dim)
-            for x, dim in ((self._sequence.indices[None], -1), (self._positions, -2))
+        q, k = (
+            compute_block_bounds(self._sequence.indices[None], size, -1),
+            compute_block_bounds(self._positions, size, -2),
         )
         documents_q, documents_k = self._get_documents()
-        (first_q, last_q), (first_k, last_k) = (
-            _compute_block_ranges(documents_q, size, -1),
-            _compute_block_ranges(documents_k, size, -2),
-        )
         if full:
-            is_same_block = (first_q == last_q) & (first_k == last_k) & (first_q == first_k)
-            return (k_last <= q_first) & is_same_block
-        return (k_first <= q_last) & (first_k <= last_q) & (last_k >= first_q)
+            return (k.last <= q.first) & is_one_document(documents_q, documents_k, size)
+        return (k.first <= q.last) & shares_document(documents_q, documents_k, size)
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         documents_q, documents_k = self._get_documents()
@@ -147,7 +135,7 @@ class CompressedKeyMask:
         is_earlier = self._positions[rows, k] <= self._sequence.indices[q]
         return is_earlier & (documents_q[b % len(documents_q), q] == documents_k[b % len(documents_k), k])
 
-    def translation_invariant_blocks(self, size: int) -> None:
+    def find_translation_invariant_blocks(self, size: int) -> None:
         return None
 
     def cu_seqlens(self) -> Tensor:
@@ -166,7 +154,7 @@ class CompressedKeyMask:
     def _number_documents(self) -> tuple[Tensor, Tensor]:
         """Number the documents of a row from 1, for queries [B or 1, T] and compressed keys [B or 1, S]."""
         sequence = self._sequence
-        row = sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
+        row = sequence.full_sequence
         positions_BT = row.positions_in_document()[1]
         if row.document_ids() is None:
             return sequence.indices.new_zeros(1, len(sequence.indices)), torch.zeros_like(self._positions[:1])
@@ -175,13 +163,6 @@ class CompressedKeyMask:
         exists_BS = self._positions < BEYOND_ROW
         key_documents = starts_BT.gather(1, self._positions.where(exists_BS, 0)).where(exists_BS, BEYOND_ROW)
         return starts_BT[:, sequence.indices], key_documents
-
-
-def _compute_block_ranges(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest value of each block, [B or 1, 1, ·, 1] or [B or 1, 1, 1, ·]."""
-    missing = -values.shape[1] % size
-    blocks = torch.cat([values, values[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
-    return blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim)
 
 
 @dataclass(frozen=True)
@@ -198,7 +179,7 @@ class MemoryCompressedPattern(AttentionPattern):
         """Whether a query sees a token."""
         return ((k == 0) & (q >= 0)) | ((k // self.factor + 1) * self.factor <= q)
 
-    def pairs(self, length: int, n_heads: int = 1) -> float:
+    def count_pairs(self, length: int, n_heads: int = 1) -> float:
         """Pairs of queries and compressed keys."""
         n_blocks, remainder = divmod(length, self.factor)
         return self.factor * n_blocks * (n_blocks + 1) / 2 + remainder * (n_blocks + 1)
@@ -216,10 +197,10 @@ class CompressedAttention(HeadProjections):
         require_full(config)
         if pattern.builtin_mask != "causal" or config.position.name not in ("learned", "sinusoidal", "none"):
             raise UsageError(
-                "model.attention.name = 'compressed' makes one key of several tokens before the query, so that it has "
-                f"no single position: it does not work in family = {config.family!r} with position.name = "
-                f"{config.position.name!r}: "
-                "choose family = 'decoder', and position.name = 'learned', 'sinusoidal' or 'none'"
+                "model.attention.name = 'compressed' makes one key of several earlier tokens, which has no single "
+                f"position, so that it does not work in family = {config.family!r} with position.name = "
+                f"{config.position.name!r}: choose family = 'decoder', and position.name = 'learned', 'sinusoidal' or "
+                "'none'"
             )
         super().__init__(config, initial, bias=options.bias)
         self.factor = options.factor
@@ -239,10 +220,8 @@ class CompressedAttention(HeadProjections):
         memory_BSD: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """[B, T, D]."""
-        if (
-            sequence.full_sequence if isinstance(sequence, SequenceShard) else sequence
-        ).prefix_mask is not None:
+        """Return [B, T, D]."""
+        if sequence.full_sequence.prefix_mask is not None:
             raise UsageError(
                 "model.attention.name = 'compressed' makes keys of earlier tokens only, but all tokens of a document "
                 "see its prefix: use objective.name = 'causal', or model.attention.name = 'gqa'"
@@ -272,14 +251,10 @@ class CompressedAttentionCore(DotProductAttention):
     def forward(  # type: ignore[override]  # positions of keys in place of a bias
         self, q_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, sequence: SequenceMetadata, positions_BS: Tensor
     ) -> Tensor:
-        """[B, N, T, H]."""
-        # The memory profile runs blocks with a plain pattern.
-        pattern = self.pattern
-        mask = (
-            CompressedKeyMask(sequence, positions_BS, pattern.factor)
-            if isinstance(pattern, MemoryCompressedPattern)
-            else FULL_MASK
-        )
+        """Return [B, N, T, H]."""
+        mask: AttentionMask = FULL_MASK  # the memory profile runs blocks with a plain pattern
+        if isinstance(self.pattern, MemoryCompressedPattern):
+            mask = CompressedKeyMask(sequence, positions_BS, self.pattern.factor)
         return self.attend_head_shard(self.dropout.shard_index, q_BNTH, k_BNSH, v_BNSH, sequence, mask=mask)
 
 

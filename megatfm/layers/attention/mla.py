@@ -46,12 +46,8 @@ class LatentAttention(nn.Module):
                 "needs model.position.name = 'rope' and a decoder or encoder, not "
                 f"{config.position.name!r} and {config.family}"
             )
-        d, n, self.nope_dim, self.rope_dim = (
-            config.d_model,
-            latent.n_heads,
-            config.head_width,
-            latent.qk_rope_head_dim,
-        )
+        d, n = config.d_model, latent.n_heads
+        self.nope_dim, self.rope_dim = config.head_width, latent.qk_rope_head_dim
         latent_initial = initial
         if config.mup is not None and config.mup.latent_ranks == "fixed":
             latent_initial = with_fixed_inputs(initial)
@@ -116,7 +112,7 @@ class LatentAttention(nn.Module):
         latent_B1SX, _, sequence = update_cache(
             cache, latent_B1TX, no_values_B1T0, self.core.pattern, sequence
         )
-        if q_BNTH.shape[2] == 1 and not self.core.drops(sequence):
+        if q_BNTH.shape[2] == 1 and not self.core.has_dropout(sequence):
             return self.core.attend_one_query(
                 q_BNTH, latent_B1SX, self.wk.matrix(), self.wv.matrix(), sequence
             )
@@ -165,9 +161,9 @@ class LatentCore(DotProductAttention):
         k_BNTH, v_BNTV = self.heads(latent_B1TX, wk_XC, wv_XC)
         return super().forward(q_BNTH, k_BNTH, v_BNTV, sequence)
 
-    def drops(self, sequence: SequenceMetadata) -> bool:
+    def has_dropout(self, sequence: SequenceMetadata) -> bool:
         """Whether dropout is active for this sequence."""
-        return self.dropout.head_rng_keys(sequence, self.n_heads, self.dropout.shard_index) is not None
+        return self.dropout.make_head_rng_keys(sequence, self.n_heads, self.dropout.shard_index) is not None
 
     def attend_one_query(
         self,
@@ -178,15 +174,15 @@ class LatentCore(DotProductAttention):
         sequence: SequenceMetadata,
     ) -> Tensor:
         """Attend from the last token to the latents directly, without projecting them; return [B, N, 1, V]."""
-        assert self.variant.scale is not None
+        assert self.options.scale is not None
         n = q_BN1H.shape[1]
         wk_NHC, wv_NVC = (weight.unflatten(0, (n, -1)) for weight in (wk_XC, wv_XC))
         content_BN1H, rope_BN1R = q_BN1H.split((self.nope_dim, self.rope_dim), dim=-1)
-        q_BN1X = torch.cat((content_BN1H @ wk_NHC, rope_BN1R), -1) * self.variant.scale
+        q_BN1X = torch.cat((content_BN1H @ wk_NHC, rope_BN1R), -1) * self.options.scale
         # The head dim takes the place of the query dim, so that latents are not copied for each head.
         scores_BN1S = (q_BN1X.transpose(1, 2) @ latent_B1SX.transpose(-1, -2)).transpose(1, 2)
-        if self.variant.softcap:
-            scores_BN1S = self.variant.softcap * torch.tanh(scores_BN1S / self.variant.softcap)
+        if self.options.softcap:
+            scores_BN1S = self.options.softcap * torch.tanh(scores_BN1S / self.options.softcap)
         # A mask of None is right here: the last token sees all earlier ones.
         probabilities_BN1S = compute_probabilities(scores_BN1S, self.attention_mask(sequence, n).mask())
         latent_BN1C = (probabilities_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(

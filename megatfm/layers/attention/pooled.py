@@ -54,7 +54,9 @@ class PooledAttention(nn.Module):
         self.core = DotProductAttention(config, initial, Full())
         make_bias = POSITIONS.get(config.position.name).axis_bias
         self.position = (
-            make_bias(config, initial, pooled_size(size, stride), pooled_size(size, kv_stride))
+            make_bias(
+                config, initial, compute_pooled_size(size, stride), compute_pooled_size(size, kv_stride)
+            )
             if make_bias
             else None
         )
@@ -87,7 +89,7 @@ class PooledAttention(nn.Module):
         return self.wo(to_rows(y_INQC.transpose(1, 2).flatten(2), len(x_BTD)))
 
 
-def pooled_size(size: MapSize, stride: int) -> MapSize:
+def compute_pooled_size(size: MapSize, stride: int) -> MapSize:
     """Return rows and columns of a map after pooling."""
     return -(-size[0] // stride), -(-size[1] // stride)
 

@@ -66,7 +66,7 @@ class ShawCore(nn.Module):
         if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
             k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
         q_BNTH = q_BNTH * self.scale
-        rng_keys_BNT = self.dropout.head_rng_keys(sequence, q_BNTH.shape[1])
+        rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNTH.shape[1])
 
         def attend(rows: slice) -> Tensor:
             chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]

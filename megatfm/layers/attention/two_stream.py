@@ -60,13 +60,13 @@ class QueryStream:
         """Return a copy with the random keys of one layer."""
         return replace(self, sequence=self.sequence.at_layer(depth, skip_rate))
 
-    def pairs(self, rows: slice) -> PairwiseInputs:
+    def make_pairs(self, rows: slice) -> PairwiseInputs:
         """Return inputs for a slice of queries with all tokens; those of all queries are cached for all layers."""
         if len(range(*rows.indices(self.indices_BQ.shape[1]))) < self.indices_BQ.shape[1]:
-            return self._make_pairs(rows)
-        return self.sequence.cached("pairs of a stream", lambda: self._make_pairs(rows))
+            return self._compute_pairs(rows)
+        return self.sequence.cached("pairs of a stream", lambda: self._compute_pairs(rows))
 
-    def _make_pairs(self, rows: slice) -> PairwiseInputs:
+    def _compute_pairs(self, rows: slice) -> PairwiseInputs:
         full_segments = self.segments.full
         indices_S = torch.arange(full_segments.shape[1], device=full_segments.device)
         distances_BQS = self.indices_BQ[:, rows, None] - indices_S + full_segments.shape[1] - 1
@@ -97,7 +97,7 @@ class GatherKV(nn.Module):
 
 
 class TwoStreamAttention(nn.Module):
-    """Attention of both streams: call `content_keys_values` once a layer, then the module once for each stream.
+    """Attention of both streams: call `project_content` once a layer, then the module once for each stream.
 
     `content_bias`, `position_bias`, `segment_bias` are the paper's u, v, b; `segments` are its s₊ and s₋.
     """
@@ -156,7 +156,7 @@ class TwoStreamAttention(nn.Module):
             + Cost(self.segments.numel() * tokens.n, biases * tokens.n, score_macs, score_macs)
         )
 
-    def content_keys_values(self, content_BSD: Tensor, table_RD: Tensor) -> ContentKeysValues:
+    def project_content(self, content_BSD: Tensor, table_RD: Tensor) -> ContentKeysValues:
         """Project the content stream to keys and values, and the relative position table [R, D] to keys."""
         content_BSD, positions_RD = self.content(content_BSD), table_RD.to(content_BSD.dtype)
         keys, values = self._project_heads(self.wk, content_BSD), self._project_heads(self.wv, content_BSD)
@@ -166,10 +166,12 @@ class TwoStreamAttention(nn.Module):
     def forward(self, x_BQD: Tensor, content: ContentKeysValues, stream: QueryStream) -> Tensor:
         """Return the attention output of one stream's queries, [B, Q, D]."""
         q_BNQH = self._project_heads(self.wq, x_BQD) * self.scale
-        rng_keys_BNQ = self.dropout.head_rng_keys(stream.sequence, q_BNQH.shape[1])
+        rng_keys_BNQ = self.dropout.make_head_rng_keys(stream.sequence, q_BNQH.shape[1])
 
         def attend(rows: slice) -> Tensor:
-            scores_BNQS, mask_B1QS = self._compute_scores(q_BNQH[:, :, rows], content, stream.pairs(rows))
+            scores_BNQS, mask_B1QS = self._compute_scores(
+                q_BNQH[:, :, rows], content, stream.make_pairs(rows)
+            )
             chunk_keys = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
             probabilities_BNQS = compute_probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
             return zero_blind_queries(probabilities_BNQS @ content.values, mask_B1QS)

@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import Constant, Initialiser, Uniform
 from megatfm.layers.moe.routers import RowSeam
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.grouped_mm import grouped_linear, kernel_for
+from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear
+from megatfm.ops.log_once import log_once
 from megatfm.ops.torch_private import is_fake
 
 # B batch, T tokens, N = B · T, K chosen experts, M = N · K choices, R choices of local experts, D model width
@@ -28,7 +28,7 @@ def expert_capacity(choices_BTK: Tensor, n_experts: int, factor: float) -> int:
     return math.ceil(factor * choices_BTK.shape[1] * choices_BTK.shape[2] / n_experts)
 
 
-def within_capacity(
+def find_within_capacity(
     choices_BTK: Tensor, n_experts: int, capacity: int, *, by_position: bool = False
 ) -> Tensor:
     """Return boolean [B, T, K], the choices within each expert's capacity (a number of choices a row).
@@ -121,8 +121,6 @@ class _Dispatch(torch.autograd.Function):
         )
 
 
-log = logging.getLogger("megatfm")
-
 CAUSAL = ("decoder", "encoder_decoder")
 """Families with a stack in which no token may depend on a later one."""
 
@@ -164,7 +162,12 @@ class Experts(nn.Module):
         self.capacity_factor, self.fixed_capacity = options.capacity_factor, options.expert_capacity
         self.by_position, self.is_unlimited = options.drop_policy == "position", False
         if options.has_capacity and options.top_k > 1 and not self.by_position and config.family in CAUSAL:
-            _warn_noncausal_capacity(options.top_k)
+            log_once(
+                f"model.ffn.capacity_factor with top_k = {options.top_k} in a causal model lets later tokens of a row "
+                "decide which of a token's last choices are dropped, and generation does not have these tokens: set "
+                'model.ffn.drop_policy = "position"',
+                logging.WARNING,
+            )
         self.top_k, self.ep_size = options.top_k, 1
         self.initial = {"w_up": initial("ffn_in", d, d_ff), "w_down": initial("ffn_out", d_ff, d)}
         self.w_gate = None
@@ -245,7 +248,7 @@ class Experts(nn.Module):
             capacity = self.fixed_capacity or expert_capacity(
                 full_choices_BSK, self.n_experts, self.capacity_factor or 1.0
             )
-            is_within_BSK = within_capacity(
+            is_within_BSK = find_within_capacity(
                 full_choices_BSK, self.n_experts, capacity, by_position=self.by_position
             )
             is_within_BTK = is_within_BTK & self.split_row(is_within_BSK, sequence)
@@ -271,7 +274,8 @@ class Experts(nn.Module):
 
     def run_experts(self, rows_MD: Tensor, offs_E: Tensor) -> Tensor:
         """Apply FFNₑ to rows sorted by expert. offs_E: end of each expert's rows; later rows are undefined."""
-        log_once(kernel_for(rows_MD, self.w_up), rows_MD.device.type, rows_MD.dtype)
+        kernel = choose_grouped_kernel(rows_MD, self.w_up)
+        log_once(f"experts on {rows_MD.device.type} in {str(rows_MD.dtype)[6:]} run in kernel {kernel}")
         inner_MF = self._apply_grouped_linear(rows_MD, "w_up", self.b_up, offs_E)
         if self.w_gate is None:
             inner_MF = self.activation.function(inner_MF)
@@ -303,12 +307,6 @@ class Experts(nn.Module):
         return outputs_MO + biases_MO.masked_fill(is_undefined_M1, 0)  # gradients there are undefined too
 
 
-@cache
-def log_once(kernel: str, device: str, dtype: torch.dtype) -> None:
-    """Log once which kernel multiplies rows by the experts' weights."""
-    log.info("experts on %s in %s: kernel %s", device, str(dtype)[6:], kernel)
-
-
 @contextmanager
 def without_capacity(model: nn.Module) -> Iterator[None]:
     """Context manager that disables the experts' capacity, for generation.
@@ -317,27 +315,15 @@ def without_capacity(model: nn.Module) -> Iterator[None]:
     far generation has come.
     """
     limited = [module for module in model.modules() if isinstance(module, Experts) and module.has_capacity]
+    if limited:
+        log_once(
+            "generation lets experts take all tokens that choose them: model.ffn.capacity_factor limits training and "
+            "evaluation only"
+        )
     for experts in limited:
-        _log_no_capacity()
         experts.is_unlimited = True
     try:
         yield
     finally:
         for experts in limited:
             experts.is_unlimited = False
-
-
-@cache
-def _log_no_capacity() -> None:
-    log.info(
-        "generation: experts take all tokens that choose them; model.ffn.capacity_factor limits training and evaluation"
-    )
-
-
-@cache
-def _warn_noncausal_capacity(top_k: int) -> None:
-    """Warn once that dropping by choice order leaks later tokens into a causal model."""
-    log.warning(
-        f"model.ffn.capacity_factor with top_k = {top_k} in a causal model: later tokens of a row decide which of a "
-        'token\'s last choices are dropped, and generation does not have them: set model.ffn.drop_policy = "position"'
-    )

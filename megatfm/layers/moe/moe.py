@@ -37,7 +37,9 @@ class RowSums(nn.Module):
         return values_BTX.sum(1)
 
 
-def row_expert_counts(routing: RouterOutput, is_token_BT: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
+def count_choices_by_row(
+    routing: RouterOutput, is_token_BT: Tensor, sums: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return [B, 1 + E]: the number of tokens of each row, and how often they chose each expert."""
     zeros_BTX = F.pad(torch.zeros_like(routing.probabilities), (0, 1))  # index E: no expert
     chosen_BTE = zeros_BTX.scatter(-1, routing.expert_indices, 1.0)[..., :-1].detach()
@@ -49,7 +51,7 @@ def sequence_load_balancing_loss(
     routing: RouterOutput, is_token_BT: Tensor, counts_BX: Tensor, sums: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Σ over rows of E Σₑ fₑ Pₑ, with fₑ the share of a row's choices and Pₑ the mean probability of expert e: 1 a row
-    when balanced (DeepSeek-AI 2024, equations 17 to 20). counts_BX: `row_expert_counts` of full rows.
+    when balanced (DeepSeek-AI 2024, equations 17 to 20). counts_BX: `count_choices_by_row` of full rows.
     """
     tokens_B1, chosen_BE = counts_BX[:, :1].clamp(min=1), counts_BX[:, 1:]
     shares_BE = chosen_BE / (tokens_B1 * routing.expert_indices.shape[-1])
@@ -74,7 +76,7 @@ def cv_squared_loss(values_BTE: Tensor, is_token_BT: Tensor, means_E: Tensor) ->
     return losses_BT.masked_fill(~is_token_BT, 0).sum()
 
 
-def squared_cv(sums_E: Tensor) -> float:
+def compute_squared_cv(sums_E: Tensor) -> float:
     """Return CV² of the experts' sums; 0 without tokens."""
     sums_E = sums_E.double()
     total = float(sums_E.sum())
@@ -95,9 +97,7 @@ class RealTokens(nn.Module):
     """Return boolean [B, T], false for padding."""
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
-        if sequence.documents is None:
-            return torch.ones_like(sequence.positions, dtype=torch.bool)
-        return sequence.documents >= 0
+        return sequence.non_padding_mask
 
 
 @FFNS.register("moe")
@@ -187,7 +187,7 @@ class MoE(nn.Module):
         if self.options.aux_loss_coef:
             losses["balance"] = load_balancing_loss(routing, is_token_BT, self.shares)
         if self.options.seq_aux_loss_coef:
-            counts_BX = self.counted(row_expert_counts(routing, is_token_BT, self.row_sums))
+            counts_BX = self.counted(count_choices_by_row(routing, is_token_BT, self.row_sums))
             losses["sequence_balance"] = sequence_load_balancing_loss(
                 routing, is_token_BT, counts_BX, self.row_sums
             )
@@ -261,7 +261,7 @@ class MoE(nn.Module):
             **dropped,
             "entropy": float(observed["entropy"] / observed["tokens"].clamp(min=1)),
             **{
-                f"{name}_cv2": squared_cv(observed[f"evened {name}"])
+                f"{name}_cv2": compute_squared_cv(observed[f"evened {name}"])
                 for name in self.options.balance_losses
                 if f"evened {name}" in observed
             },

@@ -118,7 +118,7 @@ class Jitter(Dropout):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.active:
             return x_BTD
-        draws_BTD = keyed.uniform(self.token_rng_keys(sequence), x_BTD.shape[-1])
+        draws_BTD = keyed.draw_uniform(self.token_rng_keys(sequence), x_BTD.shape[-1])
         return x_BTD * (1 + self.rate * (2 * draws_BTD - 1)).to(x_BTD.dtype)
 
 
@@ -154,7 +154,7 @@ class Noise(Dropout):
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.training:
             return torch.zeros_like(x_BTD)
-        draws_BTX = keyed.uniform(self.token_rng_keys(sequence), 2 * x_BTD.shape[-1])
+        draws_BTX = keyed.draw_uniform(self.token_rng_keys(sequence), 2 * x_BTD.shape[-1])
         radius_draws_BTD, angle_draws_BTD = draws_BTX.chunk(2, dim=-1)  # Box–Muller transform
         return ((-2 * radius_draws_BTD.log()).sqrt() * (2 * torch.pi * angle_draws_BTD).cos()).to(x_BTD.dtype)
 
@@ -218,7 +218,7 @@ class SecondExpertSampling(Dropout):
     def forward(self, weights_BT: Tensor, sequence: SequenceMetadata) -> Tensor:
         if not self.training:
             return weights_BT > 0
-        return 2 * weights_BT > keyed.uniform(self.token_rng_keys(sequence), 1)[..., 0]
+        return 2 * weights_BT > keyed.draw_uniform(self.token_rng_keys(sequence), 1)[..., 0]
 
 
 @ROUTERS.register("gshard")
@@ -248,7 +248,7 @@ class TokenHash(nn.Module):
     """Pseudo-random values [B, T, width] in (0, 1) that depend on the token id only."""
 
     def forward(self, sequence: SequenceMetadata, width: int) -> Tensor:
-        return keyed.uniform(self.token_rng_keys(sequence), width)
+        return keyed.draw_uniform(self.token_rng_keys(sequence), width)
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
         """int64 [B, T]. Raises UsageError where the model reads no tokens."""
@@ -302,7 +302,7 @@ class ExpertChoiceRouter(Router):
         logits_BTE = self.logits(x_BTD)
         probabilities_BTE = logits_BTE.softmax(-1)
         full_row_BSE = self.gather_row(self.gather_tokens(probabilities_BTE.detach()), sequence)
-        full_row_BSE = self._choose(full_row_BSE, sequence.full_non_padding_mask)
+        full_row_BSE = self._choose(full_row_BSE, sequence.full_sequence.non_padding_mask)
         is_chosen_BTE = self.split_tokens(self.split_row(full_row_BSE, sequence))
         # Experts that chose a token come first. K is the most experts of any token, the same on every rank.
         order_BTE = stable_topk(is_chosen_BTE.to(torch.int8), self.n_experts)

@@ -64,9 +64,8 @@ class SoftMoE(nn.Module):
         logits_BTS = F.linear(x_BTD.to(precise), self.weight.to(precise))
         is_member_BNT = _find_document_membership(sequence)
         scores_BNTS = logits_BTS[:, None].masked_fill(~is_member_BNT[..., None], float("-inf"))
-        dispatch_weights_BNTS = scores_BNTS.softmax(2).nan_to_num(
-            0.0
-        )  # NaN: documents that exist in other rows only
+        # NaN: documents that exist in other rows only.
+        dispatch_weights_BNTS = scores_BNTS.softmax(2).nan_to_num(0.0)
         B, N, _, S = dispatch_weights_BNTS.shape
         slot_inputs_BXD = torch.einsum(
             "bnts,btd->bnsd", dispatch_weights_BNTS.to(x_BTD.dtype), x_BTD

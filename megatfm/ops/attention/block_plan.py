@@ -112,7 +112,7 @@ def _group_by_query_block(table_BnQJ: Tensor, grid: BlockGrid) -> Tensor:
 
 def _shares_mask(mask: AttentionMask, table: Tensor, grid: BlockGrid) -> Tensor:
     """Return booleans [B · Q] of query blocks whose masks depend only on the distances of their key blocks."""
-    invariant = mask.translation_invariant_blocks(grid.size)
+    invariant = mask.find_translation_invariant_blocks(grid.size)
     if invariant is None:
         return table.new_zeros(len(table))
     q_BQ, k_BJ = (x.expand(grid.batch, -1) for x in invariant)

@@ -16,7 +16,7 @@ from megatfm.ops.attention import tile
 from megatfm.ops.attention.block_plan import BlockGrid, BlockGroup, plan_blocks
 from megatfm.ops.attention.mask import AttentionMask, Band
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.attention.relative_bias import block_indices, positions_of_blocks
+from megatfm.ops.attention.relative_bias import compute_block_indices, find_block_positions
 from megatfm.ops.attention.tile import (
     MAX_SCORES,
     BlockAttentionPlan,
@@ -27,7 +27,7 @@ from megatfm.ops.attention.tile import (
     tile_forward,
     uses_bf16_backward,
 )
-from megatfm.ops.keyed_random import RATE_STEPS, fold_in, keep_at
+from megatfm.ops.keyed_random import RATE_STEPS, draw_keep_mask_at, fold_in
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width, b tokens of a block
 # R query blocks of a chunk, K' heads of gathered keys, g query heads on each of them
@@ -43,43 +43,43 @@ def block_sparse_attention(
     v_BKSV: Tensor,
     mask: AttentionMask,
     bias: Tensor | None,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Compute `attention_reference`; only biases by distance are supported."""
     queries = q_BNTH.shape[2]
-    has_same_width = q_BNTH.shape[-1] == v_BKSV.shape[-1] and not variant.softcap and bias is None
+    has_same_width = q_BNTH.shape[-1] == v_BKSV.shape[-1] and not options.softcap and bias is None
     visits, size, is_banded = _plan_visits(
-        mask, q_BNTH, k_BKSH, drops=rng_keys_BNT is not None, fused=has_same_width
+        mask, q_BNTH, k_BKSH, has_dropout=rng_keys_BNT is not None, fused=has_same_width
     )
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (pad_to_blocks(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     rng_keys = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
     plan = BlockAttentionPlan.build(
-        visits, size, q.shape[-1], variant, zero_distance=queries - 1, is_banded=is_banded
+        visits, size, q.shape[-1], options, zero_distance=queries - 1, is_banded=is_banded
     )
     result: Tensor = _BlockSparse.apply(q, k, v, bias, rng_keys, sinks_N, plan)
     return result if result.shape[2] == queries else result[:, :, :queries]
 
 
 def _plan_visits(
-    mask: AttentionMask, q_BNTH: Tensor, k_BKSH: Tensor, *, drops: bool, fused: bool
+    mask: AttentionMask, q_BNTH: Tensor, k_BKSH: Tensor, *, has_dropout: bool, fused: bool
 ) -> tuple[list[BlockGroup | Band], int, bool]:
-    """Return the visits, the multiple of tokens that rows are pad_to_blocks to, and whether bands hold every query."""
-    bands = None if drops else mask.cached(("bands", fused), lambda: mask.bands(fused=fused))
+    """Return the visits, the multiple to which rows are padded, and whether bands hold every query."""
+    bands = None if has_dropout else mask.cached(("bands", fused), lambda: mask.bands(fused=fused))
     if bands is not None:
         return list(bands), 1, True
     size = choose_block_size(mask)
     grid = BlockGrid(len(q_BNTH), q_BNTH.shape[2], k_BKSH.shape[2], size)
     groups = mask.cached(("block groups", size), lambda: list(plan_blocks(mask, grid)))
     visits: list[BlockGroup | Band] = [*groups]
-    if not drops:
-        visits = mask.cached(("dense bands", size), lambda: dense_blocks_as_bands(groups, grid))
+    if not has_dropout:
+        visits = mask.cached(("dense bands", size), lambda: turn_dense_blocks_into_bands(groups, grid))
     return visits, size, False
 
 
-def dense_blocks_as_bands(groups: Sequence[BlockGroup], grid: BlockGrid) -> list[BlockGroup | Band]:
+def turn_dense_blocks_into_bands(groups: Sequence[BlockGroup], grid: BlockGrid) -> list[BlockGroup | Band]:
     """Replace query blocks that see all keys, as BigBird's first and last, by bands, whose keys need no gather."""
     visits: list[BlockGroup | Band] = []
     for group in groups:
@@ -123,7 +123,7 @@ class _BlockSparse(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rng_keys: Tensor | None,
         sinks: Tensor | None, plan: BlockAttentionPlan,
     ) -> Tensor:  # fmt: skip
-        out, lse = with_sinks(*forward(q, k, v, rng_keys, plan, bias), sinks)
+        out, lse = add_sinks(*forward(q, k, v, rng_keys, plan, bias), sinks)
         ctx.save_for_backward(q, k, v, bias, rng_keys, sinks, out, lse)
         ctx.plan = plan
         return out
@@ -133,7 +133,7 @@ class _BlockSparse(torch.autograd.Function):
         q, k, v, bias, rng_keys, sinks, out, lse = ctx.saved_tensors
         bias_grad = bias.new_zeros(bias.shape, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
         dq, dk, dv = backward(g, q, k, v, out, lse, rng_keys, ctx.plan, bias, bias_grad)
-        sinks_grad = sinks_gradient(g, out, lse, sinks)
+        sinks_grad = compute_sinks_gradient(g, out, lse, sinks)
         return (
             dq, dk.to(k.dtype), dv.to(v.dtype), None if bias_grad is None else bias_grad.to(bias.dtype), None,
             sinks_grad, None,
@@ -205,7 +205,7 @@ def backward(
     return dq, dk, dv
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Add sinks, a score [N] without a value, to the softmax of an output; returns output (in place) and
     log-sum-exp."""
     if sinks is None:
@@ -214,7 +214,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     return out.mul_((lse - total_lse).exp().to(out.dtype)), total_lse
 
 
-def sinks_gradient(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+def compute_sinks_gradient(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
     """Return the gradient [N] of sinks. lse: with the sinks."""
     if sinks is None:
         return None
@@ -245,7 +245,7 @@ def _iter_chunks(plan: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | 
             if bias is None:
                 yield Chunk(blocks, key_blocks, heads, size, score_bias, table, None)
                 continue
-            distances = block_indices(
+            distances = compute_block_indices(
                 bias.shape[1], plan.zero_distance, size, blocks % Q, table, plan.q_positions, plan.k_positions
             )
             chunk = Chunk(blocks, key_blocks, heads, size, score_bias, table, distances)
@@ -302,8 +302,8 @@ def _keep_mask(chunk: Chunk, rng_keys: Tensor | None, plan: BlockAttentionPlan) 
     (keys,) = _gather_queries(chunk, rng_keys[..., None])
     table, size = chunk.table, chunk.size
     if plan.k_positions is not None:
-        channels = positions_of_blocks(plan.k_positions, table, size)
-        return keep_at(keys, channels.flatten(2)[:, :, None], plan.threshold)
+        channels = find_block_positions(plan.k_positions, table, size)
+        return draw_keep_mask_at(keys, channels.flatten(2)[:, :, None], plan.threshold)
     groups = table[..., None] * (size // 4) + torch.arange(size // 4, device=table.device)
     return fold_in(keys, groups.flatten(2)[:, :, None]).view(torch.int16) >= plan.threshold - RATE_STEPS // 2
 

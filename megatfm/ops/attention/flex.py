@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.keyed_random import RATE_STEPS, keep_at
+from megatfm.ops.keyed_random import RATE_STEPS, draw_keep_mask_at
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -33,7 +33,7 @@ def flex(
     v_BKSV: Tensor,
     mask: AttentionMask,
     bias: Tensor | None,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
@@ -49,26 +49,26 @@ def flex(
     run: Any = (
         flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compile_flex_attention()
     )
-    options = {
+    arguments = {
         "block_mask": visits,
-        "scale": variant.scale,
+        "scale": options.scale,
         "enable_gqa": q_BNTH.shape[1] != k_BKSH.shape[1],
         "return_aux": AuxRequest(lse=sinks_N is not None or rng_keys_BNT is not None),
     }
-    score_mod = _cap_scores(variant.softcap) if variant.softcap else None
+    score_mod = _cap_scores(options.softcap) if options.softcap else None
     if bias is not None:
         score_mod = _add_bias(bias.to(q_BNTH.dtype), q_BNTH.shape[2], score_mod)
     if rng_keys_BNT is None:
-        out_BNTV, aux = run(q_BNTH, k_BKSH, v_BKSV, score_mod=score_mod, **options)
+        out_BNTV, aux = run(q_BNTH, k_BKSH, v_BKSV, score_mod=score_mod, **arguments)
         if sinks_N is None:
             return out_BNTV
         factor_BNT = torch.sigmoid(aux.lse - sinks_N.to(aux.lse.dtype)[:, None])
         return out_BNTV * factor_BNT[..., None].to(out_BNTV.dtype)
-    threshold = round(variant.dropout * RATE_STEPS)
+    threshold = round(options.dropout * RATE_STEPS)
     out_BNTV, kept_aux = run(
-        q_BNTH, k_BKSH, v_BKSV, score_mod=_drop_scores(rng_keys_BNT, threshold, score_mod), **options
+        q_BNTH, k_BKSH, v_BKSV, score_mod=_drop_scores(rng_keys_BNT, threshold, score_mod), **arguments
     )
-    _, aux = run(q_BNTH, k_BKSH, v_BKSV[..., :MIN_VALUE_WIDTH], score_mod=score_mod, **options)
+    _, aux = run(q_BNTH, k_BKSH, v_BKSV[..., :MIN_VALUE_WIDTH], score_mod=score_mod, **arguments)
     lse_BNT = aux.lse
     if sinks_N is not None:
         lse_BNT = torch.logaddexp(lse_BNT, sinks_N.to(lse_BNT.dtype)[:, None])
@@ -128,7 +128,9 @@ def _drop_scores(
 ) -> Callable[..., Tensor]:
     def drop(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         score = score if score_mod is None else score_mod(score, b, n, q, k)
-        return torch.where(keep_at(keys_BNT[b, n, q], k.to(torch.int64), threshold), score, -torch.inf)
+        return torch.where(
+            draw_keep_mask_at(keys_BNT[b, n, q], k.to(torch.int64), threshold), score, -torch.inf
+        )
 
     return drop
 

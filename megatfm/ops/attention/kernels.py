@@ -30,7 +30,7 @@ LONG_ON_GPU = 256
 class AttentionRequest:
     """Description of one attention call.
 
-    scores: their number, B · N · T · S. plain: see `AttentionMask.builtin_mask`. has_dense_bias: a bias of all pairs.
+    scores: number of scores, B · N · T · S. builtin_mask: as in `AttentionMask`. has_dense_bias: a bias of all pairs.
     has_relative_bias: a bias by distance. compiled: a block is being compiled. is_varlen: the mask is a window within
     documents, and FlashAttention supports the heads.
     """
@@ -40,7 +40,7 @@ class AttentionRequest:
     queries: int
     keys: int
     scores: int
-    plain: BuiltinMask | None
+    builtin_mask: BuiltinMask | None
     softcap: bool
     has_dropout: bool
     has_dense_bias: bool = False
@@ -55,9 +55,9 @@ class AttentionRequest:
         q_BNTH: Tensor,
         k_BKSH: Tensor,
         mask: AttentionMask,
-        variant: AttentionOptions,
+        options: AttentionOptions,
         *,
-        drops: bool,
+        has_dropout: bool,
         bias: Tensor | None = None,
         sinks: bool = False,
         v_width: int | None = None,
@@ -65,7 +65,7 @@ class AttentionRequest:
         """Describe a call. v_width: head width of values; None: that of the keys."""
         queries, keys = q_BNTH.shape[2], k_BKSH.shape[2]
         scores = q_BNTH.shape[0] * q_BNTH.shape[1] * queries * keys
-        softcap = variant.softcap is not None
+        softcap = options.softcap is not None
         compiled = torch.compiler.is_compiling()
         width, grouped = q_BNTH.shape[-1], q_BNTH.shape[1] != k_BKSH.shape[1]
         is_varlen = mask.window is not None and supports_head_dims(width, v_width or width, grouped=grouped)
@@ -77,7 +77,7 @@ class AttentionRequest:
             scores,
             mask.builtin_mask,
             softcap,
-            drops,
+            has_dropout,
             bias is not None and not is_relative(bias),
             sinks,
             compiled,
@@ -90,7 +90,7 @@ class AttentionRequest:
         """Whether torch's fused kernels would need many scores at once, or a large mask of all pairs."""
         min_queries = LONG_ON_GPU if self.device == "cuda" else LONG
         has_score_changes = self.softcap or self.has_dropout or self.sinks or self.has_relative_bias
-        return self.queries >= min_queries and (self.plain is None or has_score_changes)
+        return self.queries >= min_queries and (self.builtin_mask is None or has_score_changes)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _needs_dense_mask(request: AttentionRequest) -> bool:
 
 
 def _has_no_builtin_mask(request: AttentionRequest) -> bool:
-    return request.plain is None
+    return request.builtin_mask is None
 
 
 def _prefers_matmuls(request: AttentionRequest) -> bool:
@@ -139,7 +139,7 @@ def _prefers_matmuls(request: AttentionRequest) -> bool:
 
 def _supports_sdpa(request: AttentionRequest) -> bool:
     """SDPA has no soft cap, keyed dropout or sinks, and no causal mask aligned to the last key."""
-    is_aligned = request.plain != "causal" or request.queries == request.keys
+    is_aligned = request.builtin_mask != "causal" or request.queries == request.keys
     return is_aligned and not (request.softcap or request.has_dropout or request.sinks)
 
 
@@ -158,7 +158,7 @@ STAND_INS: dict[str, Callable[..., Tensor]] = {}
 """Kernel's name → replacement for fake tensors, as on an imaginary GPU."""
 
 
-def choose(request: AttentionRequest) -> Kernel:
+def choose_kernel(request: AttentionRequest) -> Kernel:
     """Return the first supporting kernel that is preferred for a request, else the first supporting one."""
     supporting = [kernel for kernel in KERNELS if kernel.supports(request)]
     kernel = next((kernel for kernel in supporting if kernel.is_preferred(request)), supporting[0])

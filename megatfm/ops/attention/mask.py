@@ -84,7 +84,7 @@ class AttentionMask(Protocol):
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Booleans of single pairs. b, n, q, k: int64 indices of rows, heads, queries and keys, which broadcast."""
 
-    def translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
+    def find_translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
         """Booleans of query blocks [B or 1, ⌈T/size⌉] and key blocks [B or 1, ⌈S/size⌉] for which the mask of a pair
         depends only on their distance; None: there are none."""
 
@@ -124,7 +124,7 @@ class DenseMask:
         assert self.dense is not None
         return self.dense[b % len(self.dense), n % self.dense.shape[1], q, k]
 
-    def translation_invariant_blocks(self, size: int) -> None:
+    def find_translation_invariant_blocks(self, size: int) -> None:
         return None
 
     def bands(self, *, fused: bool) -> None:

@@ -1,7 +1,6 @@
 """Attention written out in matmuls (Vaswani et al. 2017; Ainslie et al. 2023): the reference, and in chunks of
 queries."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,9 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatfm.ops.attention.mask import FULL_MASK, AttentionMask
-from megatfm.ops.attention.relative_bias import expand
+from megatfm.ops.attention.relative_bias import expand_bias
 from megatfm.ops.keyed_random import dropout
-from megatfm.ops.log_once import constant_when_compiled
+from megatfm.ops.log_once import constant_when_compiled, log_once
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
 
@@ -36,7 +35,7 @@ def attention_reference(
     v_BKSV: Tensor,
     mask: AttentionMask = FULL_MASK,
     bias: Tensor | None = None,
-    variant: AttentionOptions = AttentionOptions(),
+    options: AttentionOptions = AttentionOptions(),
     rng_keys_BNT: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
@@ -47,18 +46,18 @@ def attention_reference(
     """
     if (groups := q_BNTH.shape[1] // k_BKSH.shape[1]) > 1:
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
-    scale = q_BNTH.shape[-1] ** -0.5 if variant.scale is None else variant.scale
+    scale = q_BNTH.shape[-1] ** -0.5 if options.scale is None else options.scale
     # Scaling the queries costs less than scaling the scores.
     scores_BNTS = (q_BNTH * scale) @ k_BKSH.transpose(-1, -2)
-    if variant.softcap:
-        scores_BNTS = variant.softcap * torch.tanh(scores_BNTS / variant.softcap)
+    if options.softcap:
+        scores_BNTS = options.softcap * torch.tanh(scores_BNTS / options.softcap)
     if bias is not None:
-        scores_BNTS = scores_BNTS + expand(bias.to(scores_BNTS.dtype), k_BKSH.shape[2])
+        scores_BNTS = scores_BNTS + expand_bias(bias.to(scores_BNTS.dtype), k_BKSH.shape[2])
     mask_B1TS = mask.mask()
     if mask.builtin_mask == "causal":
         queries, keys = scores_BNTS.shape[-2:]
         mask_B1TS = torch.ones(queries, keys, dtype=torch.bool, device=q_BNTH.device).tril(keys - queries)
-    probabilities_BNTS = compute_probabilities(scores_BNTS, mask_B1TS, variant.dropout, rng_keys_BNT, sinks_N)
+    probabilities_BNTS = compute_probabilities(scores_BNTS, mask_B1TS, options.dropout, rng_keys_BNT, sinks_N)
     return zero_blind_queries(probabilities_BNTS @ v_BKSV, mask_B1TS, mask)
 
 
@@ -105,8 +104,6 @@ def zero_blind_queries(
 MAX_SCORES = 2**26
 """Number of scores held at once; if there are more, the backward pass recomputes them in chunks."""
 
-log = logging.getLogger("megatfm")
-
 
 def attend_in_chunks(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: int, kind: str) -> Tensor:
     """Return attention's output [B, N, T, V], in chunks of queries if there are many scores.
@@ -116,7 +113,7 @@ def attend_in_chunks(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: in
     queries = q_BNTH.shape[2]
     chunk_size = max(1, MAX_SCORES // (q_BNTH.shape[:2].numel() * keys))
     is_single = chunk_size >= queries or torch.compiler.is_compiling()
-    log_once(kind, is_single, q_BNTH.device.type, q_BNTH.dtype)
+    _log_chunking(kind, is_single, q_BNTH.device.type, q_BNTH.dtype)
     if is_single:
         return attend(slice(0, queries))
     chunks = [slice(start, min(start + chunk_size, queries)) for start in range(0, queries, chunk_size)]
@@ -127,14 +124,6 @@ def attend_in_chunks(attend: Callable[[slice], Tensor], q_BNTH: Tensor, keys: in
 
 
 @constant_when_compiled
-def log_once(kind: str, is_single: bool, device: str, dtype: torch.dtype) -> None:
-    """Log once how attention of a kind is computed."""
-    if (entry := (kind, is_single, device, dtype)) not in _LOGGED:
-        _LOGGED.add(entry)
-        strategy = (
-            "all queries at once" if is_single else "some queries at a time, and again in the backward pass"
-        )
-        log.info("attention %s, on %s in %s: kernel products, %s", kind, device, str(dtype)[6:], strategy)
-
-
-_LOGGED: set[tuple[str, bool, str, torch.dtype]] = set()
+def _log_chunking(kind: str, is_single: bool, device: str, dtype: torch.dtype) -> None:
+    chunks = "all queries at once" if is_single else "some queries at a time, and again in the backward pass"
+    log_once(f"attention {kind} on {device} in {str(dtype)[6:]} runs in kernel products, {chunks}")

@@ -16,24 +16,24 @@ def is_relative(bias: Tensor | None) -> bool:
     return bias is not None and bias.dim() == 2
 
 
-def expand(bias: Tensor, keys: int) -> Tensor:
+def expand_bias(bias: Tensor, keys: int) -> Tensor:
     """Return a bias of all pairs [N, T, S] from either form."""
     return bias.unfold(-1, keys, 1).flip(-2) if is_relative(bias) else bias
 
 
-def last_keys_bias(bias: Tensor, queries: int, keys: int) -> Tensor:
+def slice_last_keys(bias: Tensor, queries: int, keys: int) -> Tensor:
     """Return the bias of the last keys, in either form."""
     return bias[..., -(queries + keys - 1) :] if is_relative(bias) else bias[..., -keys:]
 
 
-def tile_bias(bias_NL: Tensor, total: int, first: int, queries: int, start: int, keys: int) -> Tensor:
+def slice_tile(bias_NL: Tensor, total: int, first: int, queries: int, start: int, keys: int) -> Tensor:
     """Return the bias [N, b, M] of queries from `first` of `total` on and keys from `start` on."""
     column = start - first - queries + total
     return bias_NL[:, column : column + queries + keys - 1].unfold(-1, keys, 1).flip(-2)
 
 
 def add_tile_gradient(total_NL: Tensor, part_NbM: Tensor, total: int, first: int, start: int) -> None:
-    """Add the gradient of `tile_bias`'s result to that of the relative bias, in place."""
+    """Add the gradient of `slice_tile`'s result to that of the relative bias, in place."""
     heads, queries, keys = part_NbM.shape
     padded = part_NbM.new_zeros(heads, queries, keys + queries)
     padded[..., :keys] = part_NbM.flip(-2)
@@ -44,7 +44,7 @@ def add_tile_gradient(total_NL: Tensor, part_NbM: Tensor, total: int, first: int
     total_NL[:, column : column + columns] += shifted.sum(1)
 
 
-def block_indices(
+def compute_block_indices(
     length: int,
     zero_distance: int,
     size: int,
@@ -59,12 +59,12 @@ def block_indices(
     zero_distance: index of distance 0. q_positions [T], k_positions [S]: indices in the row; None: from 0 on. Indices
     of padding tokens are arbitrary.
     """
-    q = positions_of_blocks(q_positions, query_blocks, size)[:, None, :, None]
-    k = positions_of_blocks(k_positions, key_blocks, size).flatten(2)[:, :, None]
+    q = find_block_positions(q_positions, query_blocks, size)[:, None, :, None]
+    k = find_block_positions(k_positions, key_blocks, size).flatten(2)[:, :, None]
     return (k - q + zero_distance).clamp_(0, length - 1)
 
 
-def positions_of_blocks(positions: Tensor | None, blocks: Tensor, size: int) -> Tensor:
+def find_block_positions(positions: Tensor | None, blocks: Tensor, size: int) -> Tensor:
     """Return the positions [·, b] of the tokens of blocks with indices [·]; arbitrary ones beyond the last token."""
     tokens = blocks[..., None] * size + torch.arange(size, device=blocks.device)
     return tokens if positions is None else F.pad(positions, (0, -len(positions) % size))[tokens]

@@ -10,12 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import AttentionOptions, zero_blind_queries
-from megatfm.ops.attention.relative_bias import expand
-from megatfm.ops.log_once import constant_when_compiled
+from megatfm.ops.attention.relative_bias import expand_bias
+from megatfm.ops.log_once import constant_when_compiled, log_once
 
 # B batch, N query heads, K key-value heads, T queries, S keys, H head width, V value width
-
-log = logging.getLogger("megatfm")
 
 LONG = 1024
 """Number of queries above which a CPU pads heads of two widths to one."""
@@ -35,7 +33,7 @@ def sdpa_attention(
     v_BKSV: Tensor,
     mask: AttentionMask,
     bias: Tensor | None,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
@@ -43,7 +41,7 @@ def sdpa_attention(
     causal, mask_tensor = mask.builtin_mask == "causal", mask.mask()
     mask_in_bias = None if bias is None else mask_tensor
     if bias is not None:
-        mask_tensor = _mask_bias(expand(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask_tensor, causal)
+        mask_tensor = _mask_bias(expand_bias(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask_tensor, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
     allowed = choose_backends(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None)
     if (
@@ -54,7 +52,7 @@ def sdpa_attention(
         # Only FlashAttention supports key heads shared by query heads; torch would choose no other kernel.
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
     width, v_width = q_BNTH.shape[-1], v_BKSV.shape[-1]
-    scale = width**-0.5 if variant.scale is None else variant.scale
+    scale = width**-0.5 if options.scale is None else options.scale
     if q_BNTH.device.type == "cpu" and width != v_width and q_BNTH.shape[2] >= LONG:
         # The fused CPU kernel needs equal head widths; torch would hold all scores at once instead.
         max_width = max(width, v_width)
@@ -83,7 +81,7 @@ def choose_backends(q_BNTH: Tensor, v_width: int, *, masked: bool) -> list[SDPBa
         return []
     widths = q_BNTH.shape[-1], v_width
     if q_BNTH.dtype == torch.float64 or any(width % 8 for width in widths):
-        log_once(str(q_BNTH.dtype)[6:], *widths)
+        _warn_unfused(q_BNTH.dtype, *widths)
         return []
     return MASKED_BACKENDS if masked else UNMASKED_BACKENDS
 
@@ -99,19 +97,12 @@ def _allow_only(backends: list[SDPBackend]) -> AbstractContextManager[None]:
 
 
 @constant_when_compiled
-def log_once(dtype: str, k_width: int, v_width: int) -> None:
-    """Warn, once for each kind of heads, that no fused kernel supports them."""
-    kind = dtype, k_width, v_width
-    if kind not in _LOGGED:
-        _LOGGED.add(kind)
-        log.warning(
-            "attention in %s with heads of %d channels (values: %d): no fused kernel of a GPU takes that, so all "
-            "scores are held at once; take bf16, and heads of a multiple of 8",
-            dtype, k_width, v_width,
-        )  # fmt: skip
-
-
-_LOGGED: set[tuple[str, int, int]] = set()
+def _warn_unfused(dtype: torch.dtype, k_width: int, v_width: int) -> None:
+    log_once(
+        f"attention in {str(dtype)[6:]} with heads of {k_width} channels (values: {v_width}): no fused kernel of a GPU "
+        "supports that, so that all scores are held at once; choose bf16, and heads of a multiple of 8 channels",
+        logging.WARNING,
+    )
 
 
 def _mask_bias(bias_BNTS: Tensor, mask_B1TS: Tensor | None, causal: bool) -> Tensor:

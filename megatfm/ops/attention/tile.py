@@ -11,7 +11,7 @@ from torch import Tensor
 from megatfm.ops.attention.block_plan import BlockGroup, add_tiles, view_tiles
 from megatfm.ops.attention.mask import Band
 from megatfm.ops.attention.reference import AttentionOptions
-from megatfm.ops.attention.relative_bias import add_tile_gradient, tile_bias
+from megatfm.ops.attention.relative_bias import add_tile_gradient, slice_tile
 from megatfm.ops.keyed_random import RATE_STEPS
 from megatfm.ops.torch_private import flash_on_cpu, flash_on_cpu_backward, has_amx_tiles
 
@@ -57,7 +57,7 @@ class BlockAttentionPlan:
         visits: Sequence[BlockGroup | Band],
         size: int,
         width: int,
-        variant: AttentionOptions,
+        options: AttentionOptions,
         *,
         zero_distance: int,
         k_positions: Tensor | None = None,
@@ -65,13 +65,13 @@ class BlockAttentionPlan:
         is_banded: bool = False,
     ) -> Self:
         """Build a plan from options. width: of a head. Other arguments: see the fields."""
-        scale = width**-0.5 if variant.scale is None else variant.scale
-        threshold = round(variant.dropout * RATE_STEPS)
+        scale = width**-0.5 if options.scale is None else options.scale
+        threshold = round(options.dropout * RATE_STEPS)
         return cls(
             visits,
             size,
             scale,
-            variant.softcap or 0.0,
+            options.softcap or 0.0,
             threshold,
             k_positions,
             q_positions,
@@ -319,7 +319,7 @@ def _score_bias(band: Band, bias: Tensor | None, q: Tensor, heads: int) -> Tenso
     """
     rows, n_heads, total = q.shape[:3]
     if bias is not None:
-        added = tile_bias(
+        added = slice_tile(
             bias.to(q.dtype), total, band.first_query, band.queries, band.first_key, band.keys
         ).contiguous()
     elif band.partial_columns:

@@ -36,7 +36,7 @@ def varlen(
     v_BKTH: Tensor,
     mask: AttentionMask,
     bias: Tensor | None,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
@@ -45,11 +45,11 @@ def varlen(
     rows, heads, length = q_BNTH.shape[:3]
     cu_seqlens_C = mask.cu_seqlens()
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
-    options: dict[str, Any] = {"scale": variant.scale, "window_size": mask.window}
+    arguments: dict[str, Any] = {"scale": options.scale, "window_size": mask.window}
     if heads != k.shape[1]:
-        options["enable_gqa"] = True
+        arguments["enable_gqa"] = True
     # The row's length as maximum, since the longest document differs from batch to batch.
-    out: Tensor = get_operator()(q, k, v, cu_seqlens_C, cu_seqlens_C, length, length, **options)
+    out: Tensor = get_operator()(q, k, v, cu_seqlens_C, cu_seqlens_C, length, length, **arguments)
     return out.unflatten(0, (rows, length)).transpose(1, 2)
 
 
@@ -64,7 +64,7 @@ def supports_head_dims(width: int, v_width: int, *, grouped: bool) -> bool:
     )
 
 
-def cu_seqlens_from_documents(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
+def compute_cu_seqlens(documents_BT: NDArray[Any]) -> NDArray[np.int32]:
     """Return the starts of documents in rows laid end to end, int32 [C + 1], padded with the total length.
 
     Padding tokens count as one more document of their row. C depends only on the sizes, so that kernels see one shape;

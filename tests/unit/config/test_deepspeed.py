@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatfm.config import Config, load_config
-from megatfm.config.deepspeed_json import derive
+from megatfm.config.deepspeed_json import make_deepspeed_json
 from megatfm.errors import UsageError
 from megatfm.verify.shrink import shrink
 
@@ -23,12 +23,12 @@ def config(*overrides: str, engine: str = "deepspeed") -> Config:
 
 
 def test_what_is_derived() -> None:
-    derived = derive(config("parallel.zero=2", "train.precision=bf16"), "bf16")
+    derived = make_deepspeed_json(config("parallel.zero=2", "train.precision=bf16"), "bf16")
     assert derived["zero_optimization"] == {"stage": 2, "compute_grad_norm": False}
     assert derived["bf16"] == {"enabled": True}
     assert derived["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert "bf16" not in derive(config("parallel.zero=2"), "fp32")
-    offloaded = derive(
+    assert "bf16" not in make_deepspeed_json(config("parallel.zero=2"), "fp32")
+    offloaded = make_deepspeed_json(
         config(
             "deepspeed.offload_optimizer=cpu",
             "deepspeed.nvme_path=/disk",
@@ -40,17 +40,17 @@ def test_what_is_derived() -> None:
     assert offloaded["zero_optimization"]["offload_param"] == in_files
     assert offloaded["zero_optimization"]["stage3_max_reuse_distance"] == 0
     assert offloaded["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
-    copies = derive(config("deepspeed.zero_hpz_partition_size=8"), "fp32")["zero_optimization"]
+    copies = make_deepspeed_json(config("deepspeed.zero_hpz_partition_size=8"), "fp32")["zero_optimization"]
     assert copies == {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
         "memory_efficient_linear": False,
         "zero_hpz_partition_size": 8,
     }
-    inexact = derive(config("deepspeed.quantized_weights=true"), "bf16")["zero_optimization"]
+    inexact = make_deepspeed_json(config("deepspeed.quantized_weights=true"), "bf16")["zero_optimization"]
     assert inexact["zero_quantized_weights"] is True
     assert "zero_quantized_gradients" not in inexact
-    added_up = derive(config("parallel.zero=1"), "bf16")
+    added_up = make_deepspeed_json(config("parallel.zero=1"), "bf16")
     assert added_up["bf16"] == {"enabled": True, "immediate_grad_update": True}
     assert "compute_grad_norm" not in added_up["zero_optimization"], "which DeepSpeed would refuse"
 
@@ -121,16 +121,16 @@ def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"deepspeed\.json_file = .*gone\.json' can't be read: .*No such file"
     ):
-        derive(read, "fp32")
+        make_deepspeed_json(read, "fp32")
     removed.write_text('{"zero_optimization": {"stage": 2}}')
     with pytest.raises(UsageError, match=r"zero_optimization\.stage = 2, but parallel\.zero = 3"):
-        derive(read, "fp32")
+        make_deepspeed_json(read, "fp32")
 
 
 def merged(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     path = folder / "ds.json"
     path.write_text(json.dumps(expected), encoding="utf-8")
-    return derive(
+    return make_deepspeed_json(
         config(f"deepspeed.json_file={path}", "parallel.zero=2", "optimizer.max_grad_norm=0.5"), "fp32"
     )
 
@@ -209,7 +209,7 @@ def said_of(folder: Path, expected: dict[str, Any], *overrides: str) -> list[str
     path.write_text(json.dumps(expected), encoding="utf-8")
     try:
         read = config(f"deepspeed.json_file={path}", *overrides)
-        derive(read, read.train.precision)
+        make_deepspeed_json(read, read.train.precision)
     except UsageError as error:
         message = str(error).partition("deepspeed.json_file: ")[2]
         return message.removesuffix(": leave these out of the file, or change our keys").split("; ")
@@ -221,7 +221,7 @@ def test_a_json_for_hugging_face_s_trainer_is_taken_but_for_its_scheduler(tmp_pa
     expected = {**HUGGING_FACE, "scheduler": scheduler}
     assert said_of(tmp_path, expected, *OFFLOADED) == ["scheduler: set [lr_schedule]"]
     assert said_of(tmp_path, HUGGING_FACE, *OFFLOADED) == []
-    actual = derive(config(f"deepspeed.json_file={tmp_path / 'ds.json'}", *OFFLOADED), "bf16")
+    actual = make_deepspeed_json(config(f"deepspeed.json_file={tmp_path / 'ds.json'}", *OFFLOADED), "bf16")
     zero = actual["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     assert zero["sub_group_size"] == 1e9

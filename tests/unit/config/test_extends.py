@@ -13,7 +13,7 @@ from megatfm.config import load_config, to_toml
 from megatfm.config.load import load as load_kind
 from megatfm.config.marked_strings import FromFile
 from megatfm.config.prep import PrepConfig
-from megatfm.config.sources import find_config, preset_names
+from megatfm.config.sources import find_config, list_presets
 from megatfm.errors import UsageError
 
 
@@ -292,7 +292,7 @@ def test_config_show_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_preset_takes_two_files_to_read() -> None:
-    for name in preset_names():
+    for name in list_presets():
         values = tomllib.loads(find_config(name)[0].read_text(encoding="utf-8"))
         if "extends" in values:
             assert "extends" not in tomllib.loads(

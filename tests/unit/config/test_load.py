@@ -18,8 +18,8 @@ from megatfm.config import (
     PluginOptimizer,
     PluginSchedule,
     find_config,
+    list_presets,
     load_config,
-    preset_names,
     to_toml,
 )
 from megatfm.config.load import load as load_kind
@@ -85,7 +85,7 @@ def test_a_path_from_the_command_line_is_relative_to_the_current_directory(
     assert load("data.train=~/x").data.train == str(Path.home() / "x")
 
 
-@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("preset", list_presets())
 def test_a_preset_s_paths_are_relative_to_the_current_directory(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +162,7 @@ def test_the_schema_is_one_and_every_key_says_what_it_means(kind: type[Config] |
 def test_the_schema_takes_the_presets(kind: type[Config] | type[PrepConfig]) -> None:
     of_files = jsonschema.Draft202012Validator(schema_of(kind))
     of_configs = jsonschema.Draft202012Validator(kind.model_json_schema())
-    for preset in [name for name in preset_names() if kind_of(name) is kind]:
+    for preset in [name for name in list_presets() if kind_of(name) is kind]:
         values = tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8"))
         of_files.validate(values)
         if "extends" in values:

@@ -16,7 +16,7 @@ from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.load import load as load_kind
 from megatfm.config.prep import PrepConfig
-from megatfm.config.section import sections_of
+from megatfm.config.section import list_sections
 from megatfm.errors import UsageError
 from megatfm.models import build
 from tests.plugins import plugin
@@ -107,7 +107,7 @@ def mistake(load: Callable[..., Config], *overrides: str) -> str:
         ("model.attention.head_dim=3", "model: rope turns pairs of channels, so attention.head_dim = 3 must be even: "),
         (
             'model.attention.pattern={name="longformer", width=4, global_tokens=[0, 9999]}',
-            "model.attention.pattern.global_tokens has the place 9999, but rows have data.sequence_length = ",
+            "model.attention.pattern.global_tokens names position 9999, but rows have data.sequence_length = ",
         ),
         ("lr_schedule.warmup_steps=11", "lr_schedule.warmup_steps = 11 is longer than the run, train.steps = 10: ch"),
         ("train.micro_batch=3", "train.global_batch = 4 is not a multiple of train.micro_batch = 3: the nearest"),
@@ -309,7 +309,7 @@ def test_every_key_by_another_name_is_a_key() -> None:
         sections: list[Any] = [Config]
         for part in key.split("."):
             assert any(part in section.model_fields for section in sections), key
-            sections = [variant for section in sections for variant in sections_of(section, part)]
+            sections = [variant for section in sections for variant in list_sections(section, part)]
 
 
 def test_a_config_of_another_command_is_sent_there(file: Path, tmp_path: Path) -> None:
@@ -346,9 +346,9 @@ def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str)
         ),
         (["train.compile=false"], "train.compile = false: set parallel.async_tp = false"),
         (["train.recompute=2 GB"], "how much blocks keep while they run"),
-        (["parallel.cp=2"], "parallel.cp = 2 has blocks compiled in parts"),
-        (["train.device=cpu"], "train.device = 'cpu' has no memory that another device reads"),
-        (["train.precision=fp8"], "train.precision = 'fp8' multiplies what was rounded after it came"),
+        (["parallel.cp=2"], "parallel.cp = 2 compiles blocks in parts"),
+        (["train.device=cpu"], "train.device = 'cpu': ranks can't read each other's memory there"),
+        (["train.precision=fp8"], "train.precision = 'fp8' rounds inputs after they are gathered"),
         (["parallel.engine=deepspeed"], "parallel.async_tp, which takes compiled blocks apart"),
     ],
 )
@@ -365,12 +365,12 @@ def test_what_ranks_do_not_send_in_pieces_is_refused(
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["parallel.tp=2"], "parallel.tp = 2 has ranks send what is not recorded"),
-        (["parallel.dp_shard=2"], "parallel.dp_shard = 2 has ranks send"),
-        (["parallel.pp=2"], "parallel.pp = 2 has"),
-        (["parallel.engine=deepspeed"], "parallel.engine = 'deepspeed' records none"),
-        (["train.device=cpu"], "train.device = 'cpu' has none"),
-        (["train.recompute=2 GB"], "train.recompute = '2 GB' measures passes"),
+        (["parallel.tp=2"], "parallel.tp = 2 needs communication, which is not recorded"),
+        (["parallel.dp_shard=2"], "parallel.dp_shard = 2 needs communication"),
+        (["parallel.pp=2"], "parallel.pp = 2 needs"),
+        (["parallel.engine=deepspeed"], "parallel.engine = 'deepspeed' records no CUDA graphs"),
+        (["train.device=cpu"], "train.device = 'cpu' has no CUDA graphs"),
+        (["train.recompute=2 GB"], "train.recompute = '2 GB' measures the memory of each pass"),
     ],
 )
 def test_what_has_no_graphs_is_refused(load: Callable[..., Config], overrides: list[str], why: str) -> None:

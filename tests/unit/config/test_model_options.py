@@ -300,8 +300,8 @@ def test_without_kinds_all_blocks_are_the_model_s() -> None:
             {"layer_types": ["wied", "plain"]},
             r"the kind 'wied' \(did you mean 'wide'\?\).*add \[model.layer_type.wied\]",
         ),
-        ({"layer_type.other": {}}, r"layer_type.other is a kind that no block of 5 is of"),
-        ({"layer_types": [*["plain"] * 5, "wide"]}, r"layer_type.wide is a kind that no block of 5 is of"),
+        ({"layer_type.other": {}}, r"layer_type.other: none of the 5 blocks is of this kind"),
+        ({"layer_types": [*["plain"] * 5, "wide"]}, r"layer_type.wide: none of the 5 blocks is of this kind"),
         (
             {"layer_type.wide.d_model": 16},
             r"layer_type.wide.d_model: blocks of one model can differ in attention, ffn,",

@@ -21,7 +21,7 @@ from megatfm.commands import models
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.position import LinearScaling, Llama3Scaling, YarnScaling
 from megatfm.convert import tokenizer_files
-from megatfm.convert.architecture import ARCHITECTURES, architecture_for
+from megatfm.convert.architecture import ARCHITECTURES, find_architecture
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
@@ -178,7 +178,7 @@ def test_what_they_lack_is_refused(changes: dict[str, Any], lacks: str) -> None:
         vocab_size=60, d_model=24, n_layers=2, **changes, **{"attention.n_heads": 4, "ffn.d_ff": 40}
     )
     with pytest.raises(UsageError, match=f"no architecture of transformers .*{lacks}"):
-        architecture_for(config)
+        find_architecture(config)
 
 
 def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
@@ -310,7 +310,7 @@ def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
     words = ["model.d_model=64", "model.attention.n_heads=4", "model.n_layers=2", "data.tokenizer=t"]
     words += ["model.attention.qk_nope_head_dim=16"] * (preset == "mla-1b")
     config = load_config(preset, words).model.with_changes({"vocab_size": 4096})
-    name, _, expected = architecture_for(config)
+    name, _, expected = find_architecture(config)
     assert getattr(transformers, name).config_class.from_dict(expected).vocab_size == 4096
 
 
@@ -324,7 +324,7 @@ def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
 def test_what_transformers_could_not_open_or_run_is_not_written(preset: str, words: list[str]) -> None:
     words += ["model.attention.head_dim=16"] * (preset == "llama3-8b")
     with pytest.raises(UsageError, match=r"does not divide hidden_size|only even widths run"):
-        architecture_for(load_config(preset, words).model)
+        find_architecture(load_config(preset, words).model)
 
 
 def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import transformers
 import megatfm
 from megatfm import checkpoint
 from megatfm.config import ModelConfig, load_config
-from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES, architecture_for
-from megatfm.convert.convert import _check_padding, convert, starting_config
+from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES, find_architecture
+from megatfm.convert.convert import _check_padding, convert
 from megatfm.convert.electra_pair import CLASSES
 from megatfm.convert.electra_pair import DEBERTA as HALVES
 from megatfm.convert.hf_checkpoint import HfFolder
+from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from tests.support.hf_decoders import GPT_OPTIONS, LLAMA_OPTIONS
@@ -164,7 +165,7 @@ def saved(config: ModelConfig, folder: Path) -> torch.nn.Module:
     state = {
         "step": 0,
         "megatfm": "0",
-        "config": starting_config(folder, config, None, 32).model_dump(mode="json"),
+        "config": make_starting_config(folder, config, None, 32).model_dump(mode="json"),
     }
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     checkpoint.write_checkpoint_from_iterator(
@@ -239,15 +240,15 @@ def test_a_model_that_transformers_lacks_is_refused_with_the_nearest() -> None:
     with pytest.raises(
         UsageError, match=r"nearest, BertForMaskedLM, lacks model\.norm\.placement = 'pre', .*norm\.final"
     ):
-        architecture_for(config)
+        find_architecture(config)
 
 
 def test_roberta_s_positions_need_its_padding_token() -> None:
     config = ModelConfig.from_dotted(**(OURS | {"position.offset": 2}), family="encoder")
-    _, _, expected = architecture_for(config)
+    _, _, expected = find_architecture(config)
     _check_padding(expected, {"pad_token_id": 1})
     _check_padding(
-        architecture_for(ModelConfig.from_dotted(**OURS, family="encoder"))[2], {"pad_token_id": 3}
+        find_architecture(ModelConfig.from_dotted(**OURS, family="encoder"))[2], {"pad_token_id": 3}
     )
     with pytest.raises(
         UsageError, match=r"count positions from 3, .* train with model\.position\.offset = 4"

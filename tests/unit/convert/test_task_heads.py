@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megatfm
 from megatfm import checkpoint
-from megatfm.convert.architecture import architecture_for
+from megatfm.convert.architecture import find_architecture
 from megatfm.convert.convert import convert
 from megatfm.errors import UsageError
 from megatfm.train.finetuning import stored_labels
@@ -139,7 +139,7 @@ def test_a_decoder_s_head_with_a_bias_is_refused_by_name(tmp_path: Path) -> None
     with pytest.raises(
         UsageError, match=r"GPT2ForSequenceClassification, lacks model.extra_heads.score.bias = True$"
     ):
-        architecture_for(config)
+        find_architecture(config)
 
 
 def test_a_head_that_the_files_lack_leaves_the_bare_model(

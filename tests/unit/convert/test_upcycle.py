@@ -11,7 +11,8 @@ import megatfm
 from megatfm.checkpoint import find_checkpoint, read_state
 from megatfm.commands.models import add_convert_arguments, convert_command
 from megatfm.config import Config
-from megatfm.convert.convert import convert, starting_config
+from megatfm.convert.convert import convert
+from megatfm.convert.starting_config import make_starting_config
 from megatfm.convert.upcycle import Upcycling, upcycle
 from megatfm.errors import UsageError
 from megatfm.layers.moe.experts import Experts
@@ -116,7 +117,7 @@ def test_a_length_that_can_t_be_is_a_usage_error(dense: Path, tmp_path: Path) ->
         UsageError,
         match=r"the converted model has no valid config.*: data\.sequence_length: Input should be greater",
     ):
-        starting_config(tmp_path, model, None, -1)
+        make_starting_config(tmp_path, model, None, -1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatfm.config import load_config
-from megatfm.config.deepspeed_json import derive
+from megatfm.config.deepspeed_json import make_deepspeed_json
 from megatfm.engines.deepspeed import library
 from megatfm.engines.deepspeed.library import load_quantizer
 from megatfm.engines.deepspeed.nvme_offload import (
@@ -114,7 +114,7 @@ def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     mesh = SimpleNamespace(size=lambda axis: 2 if axis == SHARD else 1)
     setup: Any = SimpleNamespace(model=model, layout=layout, mesh=mesh, precision="fp32")
     largest = max(p.numel() for p in model.parameters()) // 2
-    derived = derive(config, "fp32")
+    derived = make_deepspeed_json(config, "fp32")
     add_buffers(derived, setup)
     place = derived["zero_optimization"]["offload_param"]
     kept = {name for name, p in model.named_parameters() if p.numel() * 4 / 2 >= 2**20}

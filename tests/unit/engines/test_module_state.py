@@ -22,9 +22,9 @@ from megatfm.layers.norm import NORMS
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.resilience import compare_replicas
-from megatfm.verify.expected import expected_traffic
+from megatfm.verify.expected import compute_expected_traffic
 from megatfm.verify.rank_processes import RankResult
-from megatfm.verify.shrink import random_batch
+from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, UNTIED_MODEL
@@ -201,7 +201,7 @@ def answers(ranks: int) -> list[RankResult]:
 def test_what_is_sent_for_it_is_what_verify_expects(workers: Workers, ranks: int) -> None:
     by_rank = workers.run(answers, ranks, ranks)
     for i, (layout, config) in enumerate(COUNTED[ranks].items()):
-        expected = expected_traffic(config, random_batch(config))
+        expected = compute_expected_traffic(config, draw_batch(config))
         assert find_traffic_mismatches([answers[i] for answers in by_rank], expected) == [], layout
 
 

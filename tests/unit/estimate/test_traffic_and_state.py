@@ -3,12 +3,12 @@
 import pytest
 
 from megatfm.config import Config, ParallelConfig, load_config
-from megatfm.describe.per_rank import rank_state
+from megatfm.describe.per_rank import count_rank_state
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, estimator
 from megatfm.estimate.traffic import axes_of
 from megatfm.verify.rank_processes import _step
-from megatfm.verify.shrink import random_batch, shrink
+from megatfm.verify.shrink import draw_batch, shrink
 from tests.support.workers import Workers
 
 LEAST = 1024
@@ -41,7 +41,7 @@ def estimated(config: Config) -> Estimate:
 
 
 def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
-    result = _step(config, random_batch(config, "one"), world_size)
+    result = _step(config, draw_batch(config, "one"), world_size)
     return {(flow.axis, flow.collective): flow.sent_bytes for flow in result.flows}
 
 
@@ -152,7 +152,7 @@ def test_tied_tables_are_summed_over_pipeline_ranks(workers: Workers, zero: int)
 )
 def test_the_state_is_that_which_describe_counts(parallel: ParallelConfig) -> None:
     config = small("gpt2-124m", parallel, precision="bf16")
-    state, estimate = rank_state(config), estimated(config)
+    state, estimate = count_rank_state(config), estimated(config)
     assert state is not None
     sums = [(rank.weights + rank.copies + rank.optimizer, rank) for rank in estimate.memory]
     fullest, rank = max(sums, key=lambda pair: pair[0])
@@ -164,7 +164,7 @@ def test_the_state_is_that_which_describe_counts(parallel: ParallelConfig) -> No
 
 def test_experts_state() -> None:
     config = small("mixtral-8x7b", ParallelConfig(dp_shard=4, ep=2), precision="bf16")
-    state, estimate = rank_state(config), estimated(config)
+    state, estimate = count_rank_state(config), estimated(config)
     assert state is not None
     rank = estimate.worst
     assert rank.weights + rank.copies + rank.optimizer == state.weight_bytes + state.optimizer_bytes

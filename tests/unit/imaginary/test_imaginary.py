@@ -21,7 +21,7 @@ from megatfm.imaginary.guard import build_guard
 from megatfm.parallel.data_ring import DataRing
 from megatfm.parallel.mesh import CONTEXT, EXPERT, SHARD, build_mesh
 from megatfm.verify.rank_processes import _step
-from megatfm.verify.shrink import random_batch, shrink
+from megatfm.verify.shrink import draw_batch, shrink
 from tests.support.workers import Workers
 
 
@@ -38,7 +38,7 @@ def traced(config: Config, folder: Path, world: int, rank: int) -> Traced:
 
 
 def executed(config: Config, world_size: int) -> dict[tuple[str, str], int]:
-    result = _step(config, random_batch(config, "one"), world_size)
+    result = _step(config, draw_batch(config, "one"), world_size)
     return {(flow.axis, flow.collective): flow.sent_bytes for flow in result.flows}
 
 

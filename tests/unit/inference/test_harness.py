@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 
+from megatfm.convert.load import load_generation_fields
 from megatfm.convert.load import load_model as load_hf
-from megatfm.convert.load import text_generation_fields
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.evaluation_tasks import evaluate_questions
@@ -180,7 +180,7 @@ def test_likelihoods_and_texts_are_those_of_the_harness_s_model(tmp_path: Path) 
     harness = pytest.importorskip("lm_eval.models.huggingface")
     folder = write_gpt2(tmp_path / "gpt2")
     reference = harness.HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32")
-    model = harness_model(TextModel(load_hf(folder), **text_generation_fields(folder)), batch_size=3)
+    model = harness_model(TextModel(load_hf(folder), **load_generation_fields(folder)), batch_size=3)
     texts = [row["ask"] for row in ROWS]
     pairs = [(text, answer) for text in texts[:4] for answer in (" größer", "if 東京", " the end")]
     kinds = {
@@ -228,7 +228,7 @@ def write_chat_model(folder: Path) -> Path:
 
 
 def open_chat_model(folder: Path) -> TextModel:
-    return TextModel(load_hf(folder), **text_generation_fields(folder))
+    return TextModel(load_hf(folder), **load_generation_fields(folder))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from megatfm.inference.decoding import Prompts, Sampling
 from megatfm.inference.prompts import build_prompts
 from megatfm.inference.text import TextModel, generate_text, generate_text_beam, load
 from megatfm.objectives import SpecialTokens
-from megatfm.objectives.base import prefix_lm_example, seq2seq_example
+from megatfm.objectives.base import make_prefix_lm_example, make_seq2seq_example
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
 
 TEXT = "import textwrap"
@@ -50,7 +50,7 @@ def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokeniz
     s, encode = loaded.tokenizer.sentinels, loaded.tokenizer.encode
     inputs = [*encode(TEXT), s[0]] if text == TEXT else [*encode("a "), s[1], *encode(" b "), s[0]]
     wanted = np.array([s[0], 9])
-    make = seq2seq_example if config is PAIRS else prefix_lm_example
+    make = make_seq2seq_example if config is PAIRS else make_prefix_lm_example
     check(build_prompts(loaded, text), make(np.array(inputs), wanted, special_of(loaded)))
 
 
@@ -104,18 +104,19 @@ def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_m
     mode = loaded.tokenizer.modes.get("S") if objective == "ul2" else None
     if config is PAIRS:
         inputs = tokens if mode is None else np.append(mode, tokens)
-        check(build_prompts(loaded, TEXT), seq2seq_example(inputs, np.array([9]), special))
+        check(build_prompts(loaded, TEXT), make_seq2seq_example(inputs, np.array([9]), special))
     else:
         first = special.bos if mode is None else mode
         check(
-            build_prompts(loaded, TEXT), prefix_lm_example(np.append(first, tokens), np.array([9]), special)
+            build_prompts(loaded, TEXT),
+            make_prefix_lm_example(np.append(first, tokens), np.array([9]), special),
         )
 
 
 def test_causal(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
     tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
-    full = seq2seq_example(np.zeros(0, np.int64), np.append(tokens, 9), special)
+    full = make_seq2seq_example(np.zeros(0, np.int64), np.append(tokens, 9), special)
     prompts = build_prompts(loaded, TEXT)
     assert prompts.tokens[0].tolist() == full["tokens"].tolist()[:-1]
     assert prompts.encoder[0].tolist() == full["encoder_tokens"].tolist()

@@ -12,7 +12,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention import ATTENTIONS
-from megatfm.layers.attention.deberta import log_bucket_position
+from megatfm.layers.attention.deberta import assign_log_buckets
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.sequence import SequenceMetadata
@@ -100,7 +100,7 @@ def bucket(i: int, j: int) -> int:
 def test_buckets_are_those_of_the_released_code(n: int, farthest: int) -> None:
     distances = torch.arange(1 - 2 * farthest, 2 * farthest)
     actual, reference = (
-        log_bucket_position(distances, n, farthest),
+        assign_log_buckets(distances, n, farthest),
         make_log_bucket_position(distances, n, farthest),
     )
     assert torch.equal(actual, reference.long())
@@ -184,4 +184,4 @@ def test_buckets_that_leave_no_room_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"max_distance = 3 .*buckets = 8: choose 6 or more"):
         SHARED.with_changes({"position.buckets": 8, "position.max_distance": 3})
     SHARED.with_changes({"position.buckets": 8, "position.max_distance": 6})
-    assert (log_bucket_position(torch.arange(-40, 40), 8, 6).diff() >= 0).all()
+    assert (assign_log_buckets(torch.arange(-40, 40), 8, 6).diff() >= 0).all()

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig, load_config
 from megatfm.cost import TokenCounts
 from megatfm.errors import UsageError
-from megatfm.layers.attention import dot_product, linformer
+from megatfm.layers.attention import linformer
 from megatfm.layers.block import Block
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
+from megatfm.ops import log_once
 from tests.support.reference_gradients import perturb
 
 LENGTH, RANK, HEADS, WIDTH = 13, 4, 3, 12
@@ -97,12 +98,12 @@ def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_who_serves_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dot_product, "_LOGGED", set())
+    monkeypatch.setattr(log_once, "_LOGGED", set())
     layer = Block(config_of("headwise"), "encoder").attn
     with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
         for _ in range(2):
             layer(torch.zeros(1, LENGTH, WIDTH), SequenceMetadata(torch.arange(LENGTH)[None]))
-    message = f"attention Linformer(rank={RANK}), plainly all, on cpu in float32: kernel products"
+    message = f"attention Linformer(rank={RANK}) on cpu in float32 runs in kernel products, without a mask"
     assert [record.message for record in caplog.records] == [message]
 
 

@@ -12,7 +12,7 @@ from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.linear import Linear
-from megatfm.layers.lora import factor_names, is_factor, merge_lora
+from megatfm.layers.lora import is_factor, merge_lora, name_factors
 from megatfm.layers.moe.experts import Experts
 from megatfm.models import build
 from tests.support.batches import PassThroughObjective, family_batch
@@ -94,7 +94,7 @@ def test_each_expert_is_that_of_its_merged_matrix(activation: str) -> None:
     experts, x_BTD = mixture.experts, moe_inputs()
     for key in experts.matrix_names:
         experts.add_lora(key, 3, scale)
-        for name in factor_names(key):
+        for name in name_factors(key):
             parameter = experts.get_parameter(name)
             generator = torch.Generator().manual_seed(len(name))
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4
@@ -124,7 +124,7 @@ def expert_of_merged(experts: Experts, e: int, x_D: torch.Tensor, scale: float) 
     matrices = {
         key: experts.get_parameter(key)[e] + scale * experts.get_parameter(b)[e] @ experts.get_parameter(a)[e]
         for key in experts.matrix_names
-        for a, b in [factor_names(key)]
+        for a, b in [name_factors(key)]
     }
     inner = matrices["w_up"] @ x_D
     if "w_gate" in matrices:

@@ -99,7 +99,7 @@ def test_what_a_query_sees_is_counted_and_drawn() -> None:
         assert mask is not None
         seen = [1 + int(mask[0, 0, q, : q // 3 * 3].sum()) // 3 for q in range(length)]
         assert not any(mask[0, 0, q, max(1, q // 3 * 3) :].any() for q in range(length))
-        assert pattern.pairs(length) == sum(seen)
+        assert pattern.count_pairs(length) == sum(seen)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_memory_compressed_attention_costs_matrices_and_pairs() -> None:
     assert (
         cost.attention_macs
         == cost.visible_attention_macs
-        == 2 * WIDTH * MemoryCompressedPattern(4).pairs(LENGTH)
+        == 2 * WIDTH * MemoryCompressedPattern(4).count_pairs(LENGTH)
     )
     assert cost.matmul_macs == LENGTH * (4 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // HEADS)
 

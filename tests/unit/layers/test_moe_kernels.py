@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.layers.moe import experts
 from megatfm.layers.moe import experts as dispatch
-from megatfm.layers.moe.experts import expert_capacity, sort_by_expert, within_capacity
-from megatfm.ops import grouped_mm, transfer
-from megatfm.ops.grouped_mm import grouped_linear, kernel_for, looped_linear
+from megatfm.layers.moe.experts import expert_capacity, find_within_capacity, sort_by_expert
+from megatfm.ops import grouped_mm, log_once, transfer
+from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear, looped_linear
 from tests.support.moe_layers import B, D, E, T, build_moe, moe_inputs, moe_sequence
 
 
@@ -96,8 +96,8 @@ def test_the_grouped_product_is_the_loop(
     x = torch.randn(13, D, generator=generator).to(dtype_).requires_grad_()
     weight = torch.randn(4, 24, D, generator=generator).to(dtype_).requires_grad_()
     ends = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
-    assert kernel_for(x, weight) == ("windows" if dtype_ == torch.bfloat16 else "grouped")
-    monkeypatch.setattr(grouped_mm, "kernel_for", lambda *_: kernel)
+    assert choose_grouped_kernel(x, weight) == ("windows" if dtype_ == torch.bfloat16 else "grouped")
+    monkeypatch.setattr(grouped_mm, "choose_grouped_kernel", lambda *_: kernel)
     direction = torch.randn(11, 24, generator=generator).to(dtype_)
     result = []
     for product in (grouped_linear, looped_linear):
@@ -107,7 +107,8 @@ def test_the_grouped_product_is_the_loop(
         rows = slice(0, 11) if len(one) == 13 else slice(None)
         torch.testing.assert_close(one[rows], other[rows])
     monkeypatch.undo()
-    assert kernel_for(x.double(), weight.double()) == kernel_for(x.float(), weight[:, :7]) == "loop"
+    for pair in ((x.double(), weight.double()), (x.float(), weight[:, :7])):
+        assert choose_grouped_kernel(*pair) == "loop"
     nothing = grouped_mm.KERNELS[kernel](x, weight, torch.zeros_like(ends))
     assert torch.autograd.grad(nothing[:0].sum(), [weight], allow_unused=True)[0] is not None
 
@@ -136,7 +137,7 @@ def test_windows_hold_their_groups_and_have_few_lengths() -> None:
     lengths = set()
     for _ in range(100):
         ends = torch.randint(0, 4097, (8,), generator=generator).sort().values.tolist()
-        result = grouped_mm.padded_ranges(ends)
+        result = grouped_mm.pad_ranges(ends)
         assert [last for _, last, _, _ in result] == ends
         assert [first for first, _, _, _ in result] == [0, *ends[:-1]]
         for first, last, low, high in result:
@@ -154,7 +155,7 @@ def test_choices_are_sorted_by_expert_and_others_come_last() -> None:
 
 def test_first_choices_take_room_before_second_ones() -> None:
     choices = torch.tensor([[[0, 1], [1, 0], [0, 1], [2, 2]]])
-    assert within_capacity(choices, 2, expert_capacity(choices, 2, 0.5)).tolist() == [
+    assert find_within_capacity(choices, 2, expert_capacity(choices, 2, 0.5)).tolist() == [
         [[True, True], [True, False], [True, False], [True, True]]
     ]
 
@@ -180,7 +181,7 @@ def test_room_is_taken_in_the_order_of_the_policy(by_position: bool) -> None:
     for top_k, capacity in ((1, 2), (2, 3), (3, 1), (3, 40)):
         drawn = torch.rand(4, 23, E, generator=random).argsort(-1)[..., :top_k]
         choices = drawn.where(torch.rand(4, 23, 1, generator=random) < 0.9, E)
-        actual = within_capacity(choices, E, capacity, by_position=by_position)
+        actual = find_within_capacity(choices, E, capacity, by_position=by_position)
         assert actual.tolist() == taken_one_by_one(choices, capacity, by_position), (top_k, capacity)
 
 
@@ -196,8 +197,10 @@ def test_by_position_no_token_depends_on_later_ones(policy: str, router: str) ->
     assert difference < 1e-12 if policy == "position" else difference > 1e-2
 
 
-def test_a_capacity_that_shows_the_future_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    experts._warn_noncausal_capacity.cache_clear()
+def test_a_capacity_that_shows_the_future_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_once, "_LOGGED", set())
     for keys in (
         {},
         {"capacity_factor": 1.0, "drop_policy": "position"},

@@ -169,7 +169,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, w
 )
 def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch, family: str, name: str, which: str) -> None:
     products = next(kernel for kernel in kernels.KERNELS if kernel.name == "products")
-    monkeypatch.setattr(dot_product, "choose", lambda case: products)
+    monkeypatch.setattr(dot_product, "choose_kernel", lambda request: products)
     assert largest(family, kind_of(family, name), which, LONG).numel >= LONG**2
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
-from megatfm.layers.attention import dot_product
 from megatfm.layers.attention.patterns import PATTERNS, AttentionPattern
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import (
@@ -26,6 +25,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _count_pairs_once
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
+from megatfm.ops import log_once
 from tests.support.plain_patterns import Chunks, Near
 
 T = 13
@@ -131,7 +131,7 @@ def test_single_pairs_are_those_of_the_mask(pattern: AttentionPattern) -> None:
 def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
     size, count = 2, T // 2
     for sequence, *_ in layouts():
-        repeats = PatternMask(pattern, sequence, 0, N).translation_invariant_blocks(size)
+        repeats = PatternMask(pattern, sequence, 0, N).find_translation_invariant_blocks(size)
         if repeats is None:
             continue
         queries, keys = (x.expand(2, -1) for x in repeats)
@@ -268,7 +268,7 @@ def test_pairs_are_counted(pattern: AttentionPattern, monkeypatch: pytest.Monkey
     for name, value in {"DEFAULT_BLOCK": 2, "BLOCKS_AT_ONCE": 3}.items():
         monkeypatch.setattr(f"megatfm.layers.attention.patterns.pattern.{name}", value)
     expected = torch.stack([said(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
-    assert pattern.pairs(T, N) == expected
+    assert pattern.count_pairs(T, N) == expected
 
 
 def test_counts_of_pairs_are_remembered_up_to_a_bound() -> None:
@@ -304,7 +304,7 @@ def test_a_memory_is_seen_by_document() -> None:
 def test_the_kernel_of_a_kind_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dot_product, "_LOGGED", set())
+    monkeypatch.setattr(log_once, "_LOGGED", set())
     model = build(ModelConfig(vocab_size=7, d_model=8, n_layers=2, attention={"n_heads": 2}, ffn={"d_ff": 8}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
@@ -314,7 +314,7 @@ def test_the_kernel_of_a_kind_is_logged_once(
             model(torch.arange(5)[None])
         model.double()(torch.arange(5)[None])
     assert [record.message for record in caplog.records if "attention" in record.message] == [
-        f"attention Full(causal=True), plainly causal, on cpu in {dtype}: kernel fused"
+        f"attention Full(causal=True) on cpu in {dtype} runs in kernel fused, with its causal mask"
         for dtype in ("float32", "float64")
     ]
 

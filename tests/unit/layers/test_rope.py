@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from megatfm.config.position import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
-from megatfm.layers.rope import compute_frequencies, rotary_table, rotate, scaled_frequencies
+from megatfm.layers.rope import compute_frequencies, compute_rotary_table, compute_scaled_frequencies, rotate
 
 B, N, T, H, THETA = 2, 3, 7, 8, 1000.0
 
@@ -22,7 +22,7 @@ def draw(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 def test_rope_equals_transformers() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 4, 3, 900, 1, 0, 77]])
-    cos, sin = rotary_table(positions, compute_frequencies(H, THETA))
+    cos, sin = compute_rotary_table(positions, compute_frequencies(H, THETA))
     q, k = draw(1), draw(2)
     expected = apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1)[:, 0], torch.cat((sin, sin), -1)[:, 0])
     torch.testing.assert_close(rotate(q, cos, sin), expected[0])
@@ -39,7 +39,7 @@ def test_a_score_depends_on_the_distance_alone(shift: int) -> None:
     positions = torch.arange(T).expand(B, T)
 
     def scores(start: int) -> torch.Tensor:
-        table = rotary_table(positions + start, compute_frequencies(H, THETA))
+        table = compute_rotary_table(positions + start, compute_frequencies(H, THETA))
         return rotate(q, *table) @ rotate(k, *table).transpose(-1, -2)
 
     torch.testing.assert_close(scores(shift), scores(0), rtol=0, atol=1e-8)
@@ -47,7 +47,7 @@ def test_a_score_depends_on_the_distance_alone(shift: int) -> None:
 
 def test_turning_keeps_lengths_and_position_zero() -> None:
     x = draw(1)
-    turned = rotate(x, *rotary_table(torch.arange(T).expand(B, T), compute_frequencies(H, THETA)))
+    turned = rotate(x, *compute_rotary_table(torch.arange(T).expand(B, T), compute_frequencies(H, THETA)))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(turned[:, :, 0], x[:, :, 0])
     assert not torch.equal(turned[:, :, 1], x[:, :, 1])
@@ -56,7 +56,7 @@ def test_turning_keeps_lengths_and_position_zero() -> None:
 def test_bfloat16_is_turned_in_float32_also_far_out() -> None:
     x = draw(1, torch.bfloat16)
     positions = torch.arange(T).expand(B, T) + 1_000_003
-    table = rotary_table(positions, compute_frequencies(H, THETA))
+    table = compute_rotary_table(positions, compute_frequencies(H, THETA))
     assert table[0].dtype == torch.float64
     turned = rotate(x, *table)
     assert turned.dtype == torch.bfloat16
@@ -89,7 +89,7 @@ class TestFrequencies:
 
     def test_linear_scaling_equals_transformers(self, width: int, theta: float) -> None:
         self.check(
-            scaled_frequencies(width, theta, LinearScaling(factor=8.0)),
+            compute_scaled_frequencies(width, theta, LinearScaling(factor=8.0)),
             theirs("linear", width, theta, factor=8.0),
         )
 
@@ -98,7 +98,7 @@ class TestFrequencies:
         """Their dynamic form at a length: `factor · length / longest − (factor − 1)` is the factor of our fixed one."""
         at = 3.0 * stretch - 2.0
         self.check(
-            scaled_frequencies(width, theta, NtkScaling(factor=at)),
+            compute_scaled_frequencies(width, theta, NtkScaling(factor=at)),
             theirs("dynamic", width, theta, length=int(stretch * LONGEST), factor=3.0),
         )
 
@@ -121,7 +121,7 @@ class TestFrequencies:
             "yarn", width, theta, factor=factor, original_max_position_embeddings=1024, beta_fast=betas[0],
             beta_slow=betas[1], **more,
         )  # fmt: skip
-        self.check(scaled_frequencies(width, theta, scaling), expected)
+        self.check(compute_scaled_frequencies(width, theta, scaling), expected)
 
     @pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.5, 8.0)])
     def test_llama3_scaling_equals_transformers(
@@ -132,12 +132,12 @@ class TestFrequencies:
             "llama3", width, theta, factor=8.0, original_max_position_embeddings=8192, low_freq_factor=low,
             high_freq_factor=high,
         )  # fmt: skip
-        self.check(scaled_frequencies(width, theta, scaling), expected)
+        self.check(compute_scaled_frequencies(width, theta, scaling), expected)
 
 
 def test_ntk_keeps_the_fastest_channel_and_stretches_the_slowest() -> None:
-    plain, _ = scaled_frequencies(64, 10_000.0, None)
-    stretched, factor = scaled_frequencies(64, 10_000.0, NtkScaling(factor=4.0))
+    plain, _ = compute_scaled_frequencies(64, 10_000.0, None)
+    stretched, factor = compute_scaled_frequencies(64, 10_000.0, NtkScaling(factor=4.0))
     assert factor == 1.0
     assert stretched[0] == plain[0] == 1.0
     assert float(plain[-1] / stretched[-1]) == pytest.approx(4.0)

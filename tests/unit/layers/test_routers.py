@@ -80,7 +80,7 @@ class Made:
 
 
 def draws(place: nn.Module, b: int, t: int, width: int) -> Tensor:
-    return keyed.uniform(place.token_rng_keys(sequence()), width)[b, t]  # type: ignore[operator]
+    return keyed.draw_uniform(place.token_rng_keys(sequence()), width)[b, t]  # type: ignore[operator]
 
 
 def real_places() -> list[tuple[int, int]]:

@@ -93,8 +93,8 @@ def test_windows_are_cells(name: str, shifted: bool) -> None:
 
 def test_pairs_are_those_of_windows() -> None:
     """A window's tokens see one another, which is all that costs count."""
-    assert Windows2d(7).pairs(56 * 56) == 64 * 49**2
-    assert Windows2d(7).pairs(16) == 16 * 16
+    assert Windows2d(7).count_pairs(56 * 56) == 64 * 49**2
+    assert Windows2d(7).count_pairs(16) == 16 * 16
 
 
 def test_attention_drops_each_image_s_probabilities_otherwise() -> None:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from megatfm.config import CausalObjective, Config, ModelConfig, PermutationObjective, SpanCorruptionObjective
 from megatfm.engines import activation_checkpointing
 from megatfm.errors import UsageError
-from megatfm.layers.block import auxiliary_losses
+from megatfm.layers.block import collect_auxiliary_losses
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.loss_terms import BlockOutput
 from megatfm.layers.output_head import HEADS
 from megatfm.models import build
 from megatfm.objectives import SpecialTokens, build_objective
-from megatfm.verify.shrink import random_batch
+from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import verify
 from tests.plugins import plugin
 
@@ -103,7 +103,7 @@ def test_an_objective_takes_the_terms_up() -> None:
     assert objective.likelihood_term == "causal"
     del batch["documents"]
     assert int(objective.target_counts(batch)["router"]) == 12, "rows that bring no documents have no padding"
-    assert auxiliary_losses(CONFIG.with_changes({"ffn": {"name": "dense", "d_ff": 8}})) == {}
+    assert collect_auxiliary_losses(CONFIG.with_changes({"ffn": {"name": "dense", "d_ff": 8}})) == {}
 
 
 def test_tokens_of_both_sides_count() -> None:
@@ -162,9 +162,7 @@ def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) ->
     assert not actual.wrong
     assert not actual.traffic_mismatches
     assert actual.config.data.sequence_length == 18, "of which queries come in groups of 2"
-    expected = (
-        (random_batch(actual.config)["targets"] >= 0).sum(1).reshape(-1, actual.config.train.micro_batch)
-    )
+    expected = (draw_batch(actual.config)["targets"] >= 0).sum(1).reshape(-1, actual.config.train.micro_batch)
     assert len(np.unique(-(-expected.max(1) // 2))) > 1
 
 
@@ -193,4 +191,4 @@ def test_heads_that_share_a_term_add_to_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_terms_that_contradict_one_another_are_refused() -> None:
     kinds = {"layer_types": ["a", "b"], "layer_type.a": {}, "layer_type.b.ffn.weight": 0.5}
     with pytest.raises(UsageError, match=r"two parts of the model add a term 'router' to the loss"):
-        auxiliary_losses(CONFIG.with_changes(kinds))
+        collect_auxiliary_losses(CONFIG.with_changes(kinds))

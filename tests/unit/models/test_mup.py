@@ -10,7 +10,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
-from megatfm.models import build, lr_scales
+from megatfm.models import build, compute_lr_scales
 
 BASE, WIDTHS = 32, (32, 128, 512)
 
@@ -40,7 +40,7 @@ def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:
     )
     model = build(config).double()
     initialise(model, 1)
-    scales = lr_scales(model, config)
+    scales = compute_lr_scales(model, config)
     groups = [{"params": [p], "lr": 0.01 * scales.get(name, 1.0)} for name, p in model.named_parameters()]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     tokens = torch.randint(0, 50, (4, 17), generator=torch.Generator().manual_seed(2))

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
+from megatfm.ops import log_once
 from megatfm.ops.attention import reference
 from megatfm.ops.cross_entropy import IGNORE
 from tests.support.packed_rows import ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, loss_gradients, score_inputs
@@ -38,7 +39,7 @@ KINDS = {
 def test_how_it_is_computed_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(reference, "_LOGGED", set())
+    monkeypatch.setattr(log_once, "_LOGGED", set())
     config = ModelConfig.from_dotted({**SCORE_SIZES, **SCORE_MODELS[name]})
     model, inputs = build(config).eval(), score_inputs(config.family, prefix=False)
     initialise(model, 3)
@@ -47,7 +48,7 @@ def test_how_it_is_computed_is_logged_once(
         monkeypatch.setattr(reference, "MAX_SCORES", 1)
         model(**inputs)
     assert [record.message for record in caplog.records if "attention" in record.message] == [
-        f"attention {KINDS[name]}, on cpu in float32: kernel products, {how}"
+        f"attention {KINDS[name]} on cpu in float32 runs in kernel products, {how}"
         for how in ("all queries at once", "some queries at a time, and again in the backward pass")
     ]
 

@@ -11,7 +11,7 @@ from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import kernels, sdpa
-from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK, AttentionMask, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 
@@ -20,7 +20,7 @@ EARLIER = Full(causal=True)
 
 
 def chosen_attention(q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask = CAUSAL_MASK) -> Tensor:
-    kernel = choose(AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), drops=False))
+    kernel = choose_kernel(AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), has_dropout=False))
     return kernel.run(q, k, v, seen, None, AttentionOptions(), None)
 
 

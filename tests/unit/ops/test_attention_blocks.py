@@ -112,7 +112,7 @@ def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
     tensors = [x[:, :, :length].detach().requires_grad_() for x in inputs(kv_heads)]
     layout = SequenceMetadata(torch.arange(length).expand(B, -1))
     seen = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
-    visits, *_ = block_sparse._plan_visits(seen, tensors[0], tensors[1], drops=False, fused=True)
+    visits, *_ = block_sparse._plan_visits(seen, tensors[0], tensors[1], has_dropout=False, fused=True)
     wide = [visit for visit in visits if isinstance(visit, block_plan.Band)]
     assert sorted((band.row, band.first_query, band.queries, band.keys) for band in wide) == [
         (row, first, 4, length) for row in range(B) for first in (0, length - 4)
@@ -157,8 +157,8 @@ def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
     expected = torch.stack(
         [torch.stack([bias[:, j - i + queries - 1] for j in range(keys)], -1) for i in range(queries)], 1
     )
-    assert torch.equal(relative_bias.expand(bias, keys), expected)
-    assert torch.equal(relative_bias.tile_bias(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
+    assert torch.equal(relative_bias.expand_bias(bias, keys), expected)
+    assert torch.equal(relative_bias.slice_tile(bias, queries, 1, 3, 4, 5), expected[:, 1:4, 4:9])
 
 
 KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)

@@ -22,10 +22,10 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops.attention import sdpa, varlen
 from megatfm.ops.attention.flex import flex
-from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import CAUSAL_MASK
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from megatfm.ops.attention.varlen import cu_seqlens_from_documents
+from megatfm.ops.attention.varlen import compute_cu_seqlens
 
 B, T, N, K, H = 2, 24, 4, 2, 8
 DOCUMENTS = torch.tensor([[0] * 7 + [1] + [2] * 10 + [-1] * 6, [0] * 3 + [1] * 21])
@@ -76,14 +76,14 @@ def heads() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMetadata:
-    starts = None if documents is None else torch.from_numpy(cu_seqlens_from_documents(documents.numpy()))
+    starts = None if documents is None else torch.from_numpy(compute_cu_seqlens(documents.numpy()))
     return SequenceMetadata(torch.arange(T).expand(B, T), documents, cu_seqlens=starts, **options)
 
 
 def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
     """Of long rows on a GPU."""
     rows = AttentionRequest.from_inputs(
-        *heads()[:2], seen, AttentionOptions(), drops=requested.pop("drops", False), **requested
+        *heads()[:2], seen, AttentionOptions(), has_dropout=requested.pop("has_dropout", False), **requested
     )
     return AttentionRequest(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
 
@@ -106,15 +106,15 @@ def test_there_is_room_for_a_fixed_number_of_documents() -> None:
     """The shape follows from that of the batch, so that nothing is compiled again; short documents need more room."""
     few, many = np.zeros((2, 1024), np.int64), np.arange(2 * 1024).reshape(2, 1024) // 200
     assert (
-        len(cu_seqlens_from_documents(few))
-        == len(cu_seqlens_from_documents(many))
+        len(compute_cu_seqlens(few))
+        == len(compute_cu_seqlens(many))
         == 2 + 2048 // varlen.MIN_DOCUMENT_LENGTH + 1
     )
-    assert cu_seqlens_from_documents(few)[:3].tolist() == [0, 1024, 2048]
-    assert cu_seqlens_from_documents(many)[-1] == 2048
-    single = cu_seqlens_from_documents(np.arange(2 * 1024).reshape(2, 1024))
+    assert compute_cu_seqlens(few)[:3].tolist() == [0, 1024, 2048]
+    assert compute_cu_seqlens(many)[-1] == 2048
+    single = compute_cu_seqlens(np.arange(2 * 1024).reshape(2, 1024))
     assert single[: 2048 + 1].tolist() == [*range(2048), 2048]
-    assert cu_seqlens_from_documents(DOCUMENTS.numpy())[:7].tolist() == [0, 7, 8, 18, 24, 27, 48]
+    assert compute_cu_seqlens(DOCUMENTS.numpy())[:7].tolist() == [0, 7, 8, 18, 24, 27, 48]
 
 
 def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +130,12 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "starts unknown": case(PatternMask(causal, unknown)),
         "pattern": case(PatternMask(big_bird, packed)),
         "float32": case(PatternMask(causal, packed), torch.float32),
-        "drops": case(PatternMask(causal, packed), drops=True),
-        "drops, one document": case(PatternMask(causal, plain), drops=True),
+        "drops": case(PatternMask(causal, packed), has_dropout=True),
+        "drops, one document": case(PatternMask(causal, plain), has_dropout=True),
         "sinks": case(PatternMask(causal, packed), sinks=True),
         "values of another width": case(PatternMask(causal, packed), v_width=16),
     }
-    assert {name: choose(requested).name for name, requested in actual.items()} == {
+    assert {name: choose_kernel(requested).name for name, requested in actual.items()} == {
         "packed": "varlen",
         "window": "varlen",
         "one document": "fused",
@@ -155,7 +155,7 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             "list_parameters",
             lambda removed=missing: {*varlen.REQUIRED_PARAMETERS, "enable_gqa"} - {removed},
         )
-        assert choose(case(PatternMask(causal, packed))).name == "flex"
+        assert choose_kernel(case(PatternMask(causal, packed))).name == "flex"
 
 
 def test_this_torch_has_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     arrays = {"tokens": np.arange(B * T).reshape(B, T), "documents": DOCUMENTS.numpy()}
     batch = {name: torch.as_tensor(values) for name, values in with_cu_seqlens(arrays).items()}
     expected = model(batch["tokens"], documents=batch["documents"]).logits
-    monkeypatch.setattr("megatfm.layers.attention.dot_product.choose", serve)
+    monkeypatch.setattr("megatfm.layers.attention.dot_product.choose_kernel", serve)
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-10, atol=1e-12)
     assert len(inputs) == 2
     assert all(starts is batch["cu_seqlens"] for starts in inputs)
@@ -209,7 +209,7 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seen = PatternMask(Full(causal=True), sequences)
-        assert AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), drops=False).is_varlen
+        assert AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), has_dropout=False).is_varlen
         return varlen.varlen(q, k, v, seen, None, AttentionOptions(), None)
 
     inputs = (x.detach().bfloat16() for x in heads())

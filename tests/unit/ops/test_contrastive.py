@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatfm.ops.contrastive import LossOptions, contrastive_loss, contrastive_loss_reference, retrieval_ranks
+from megatfm.ops.contrastive import (
+    LossOptions,
+    compute_retrieval_ranks,
+    contrastive_loss,
+    contrastive_loss_reference,
+)
 
 
 class ThreadRing:
@@ -126,7 +131,7 @@ def test_captions_before_the_own() -> None:
         for i in range(9)
     ]
     for chunk in (2, 100):
-        assert retrieval_ranks(images, texts, captions, chunk=chunk).tolist() == expected
+        assert compute_retrieval_ranks(images, texts, captions, chunk=chunk).tolist() == expected
     assert expected[2] >= 1
     images[0] = torch.nan
-    assert retrieval_ranks(images, texts, captions)[0] == 8
+    assert compute_retrieval_ranks(images, texts, captions)[0] == 8

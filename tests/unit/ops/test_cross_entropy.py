@@ -156,7 +156,7 @@ def test_the_kernel_compiles_for_a_gpu_without_spills() -> None:
 
 def test_chunks_follow_memory_on_a_gpu() -> None:
     on_gpu = type("On", (), {"device": torch.device("cuda"), "element_size": lambda self: 2})()
-    tokens = module.default_chunk(on_gpu, 50257)
+    tokens = module.choose_chunk(on_gpu, 50257)
     assert tokens % module.ROW_ALIGNMENT == 0
     held = tokens * module.pad_row_length(50257) * 2
     assert (
@@ -164,5 +164,5 @@ def test_chunks_follow_memory_on_a_gpu() -> None:
         < held
         <= module.LOGITS_BYTES
     )
-    assert module.default_chunk(on_gpu, 2**30) == module.ROW_ALIGNMENT
+    assert module.choose_chunk(on_gpu, 2**30) == module.ROW_ALIGNMENT
     assert module.pad_row_length(50257) == 50304

@@ -15,7 +15,7 @@ from megatfm.ops.cross_entropy import cross_entropy
 from megatfm.ops.fp8 import fp8_linear
 from megatfm.ops.grouped_mm import bucketed_linear
 from megatfm.ops.keyed_random import GOLDEN, RATE_STEPS
-from megatfm.ops.squares import CHUNK_ELEMENTS, sum_of_squares
+from megatfm.ops.squares import CHUNK_ELEMENTS, sum_squares
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_sums_of_squares_are_those_of_float64(dtype, tolerance):
     shapes = [(), (0,), (3, 7), (CHUNK_ELEMENTS,), (CHUNK_ELEMENTS + 1,), (5, CHUNK_ELEMENTS // 2)]
     tensors = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
     tensors.append(torch.randn(40, 30, dtype=torch.float64).to(dtype).t())
-    actual = sum_of_squares(tensors)
+    actual = sum_squares(tensors)
     assert actual.dtype == torch.float64
     expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
     assert float(actual) == pytest.approx(expected, rel=tolerance)
@@ -36,18 +36,18 @@ def test_a_large_table_adds_up_to_float32s_precision():
     """As large as GPT-2's embedding, at which torch's own norm of float32 has lost a thousandth."""
     tensor = torch.randn(50257, 768, generator=torch.Generator().manual_seed(0))
     expected = sum(float(rows.double().square().sum()) for rows in tensor.split(1000))
-    assert float(sum_of_squares([tensor])) == pytest.approx(expected, rel=1e-7)
+    assert float(sum_squares([tensor])) == pytest.approx(expected, rel=1e-7)
 
 
 def test_what_is_not_finite_shows():
-    assert sum_of_squares([torch.ones(3), torch.tensor([1.0, torch.inf])]).isinf()
-    assert sum_of_squares([torch.ones(3), torch.tensor([1.0, torch.nan])]).isnan()
+    assert sum_squares([torch.ones(3), torch.tensor([1.0, torch.inf])]).isinf()
+    assert sum_squares([torch.ones(3), torch.tensor([1.0, torch.nan])]).isnan()
 
 
 @pytest.mark.parametrize("tensors", [[], [torch.empty(0)], [torch.empty(0, 7), torch.empty(3, 0)]])
 def test_of_nothing_it_is_zero(tensors):
     """As on a rank of which all shards are empty."""
-    actual = sum_of_squares(tensors)
+    actual = sum_squares(tensors)
     assert actual.dtype == torch.float64
     assert float(actual) == 0.0
 
@@ -58,13 +58,13 @@ WIDTHS = (29, 72, 160)
 
 def drawn(keys_B: Tensor) -> list[Tensor]:
     """What a compiled model draws, of places and channels that are counted within."""
-    keys_BT = keyed_random.token_keys(keys_B, 5, torch.arange(WIDTHS[0]))
-    kept = [keyed_random.keep(keys_BT, width, RATE_STEPS // 3) for width in WIDTHS]
+    keys_BT = keyed_random.make_token_keys(keys_B, 5, torch.arange(WIDTHS[0]))
+    kept = [keyed_random.draw_keep_mask(keys_BT, width, RATE_STEPS // 3) for width in WIDTHS]
     heads = torch.arange(WIDTHS[1])
     return [
         keys_BT,
         keyed_random.fold_in(keys_B[:, None], heads),
-        keyed_random.uniform(keys_B, WIDTHS[2]),
+        keyed_random.draw_uniform(keys_B, WIDTHS[2]),
         *kept,
     ]
 

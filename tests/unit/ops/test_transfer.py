@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatfm.ops import transfer as module
-from megatfm.ops.transfer import align, align_all, aligned_bytes, is_aligned
+from megatfm.ops.transfer import align, align_all, allocate_aligned, is_aligned
 from tests.support.alignment import Kernels, lies_wrong, misaligned, only_torchs_memory
 
 ROWS = torch.arange(15.0).view(5, 3)
@@ -59,7 +59,7 @@ def test_bytes_begin_at_a_line_wherever_numpy_begins(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(module.np, "empty", empty)
         for size in (0, 1, 1000):
-            memory = aligned_bytes(size, line)
+            memory = allocate_aligned(size, line)
             assert memory.size == size
             assert not size or memory.ctypes.data % line == 0
 

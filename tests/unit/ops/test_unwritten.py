@@ -16,10 +16,10 @@ from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longfo
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import block_sparse
-from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.ops.cross_entropy import LogitOptions, cross_entropy, cross_entropy_reference
-from megatfm.ops.grouped_mm import KERNELS, grouped_linear, kernel_for
+from megatfm.ops.grouped_mm import KERNELS, choose_grouped_kernel, grouped_linear
 
 DTYPES = [torch.bfloat16, torch.float32]
 B, N, T, H = 2, 4, 77, 20
@@ -68,7 +68,7 @@ def test_cross_entropy_reads_no_unwritten_memory(rows: int, vocabulary: int, dty
 
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
-    return choose(AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), drops=False)).run(
+    return choose_kernel(AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), has_dropout=False)).run(
         q, k, v, seen, None, AttentionOptions(), None
     )
 
@@ -99,4 +99,4 @@ def test_grouped_linear_reads_no_unwritten_memory(width: int, dtype: torch.dtype
         draw(5, 37, width, dtype=dtype).requires_grad_(),
     )
     finite(grouped_linear(x, weight, ends), [x, weight])
-    assert kernel_for(x, weight) in KERNELS
+    assert choose_grouped_kernel(x, weight) in KERNELS

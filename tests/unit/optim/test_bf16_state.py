@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatfm.engines.interface import ShardLocation
-from megatfm.ops.keyed_random import BF16_STEPS, element_hashes, stochastic_round
+from megatfm.ops.keyed_random import BF16_STEPS, hash_elements, stochastic_round
 from megatfm.optim import optimizers
 from megatfm.optim.optimizers import BF16StateAdamW
 
@@ -26,10 +26,10 @@ def test_over_all_chances_the_mean_is_the_value(value: float) -> None:
 
 def test_a_block_s_hashes_are_those_of_its_place_in_the_whole() -> None:
     shape, cpu = (7, 5, 3), torch.device("cpu")
-    full = element_hashes(11, shape, (0, 0, 0), shape, cpu)
-    assert torch.equal(element_hashes(11, shape, (2, 1, 0), (4, 3, 3), cpu), full[2:6, 1:4])
+    full = hash_elements(11, shape, (0, 0, 0), shape, cpu)
+    assert torch.equal(hash_elements(11, shape, (2, 1, 0), (4, 3, 3), cpu), full[2:6, 1:4])
     assert full.unique().numel() == full.numel()
-    assert not torch.isin(element_hashes(12, shape, (0, 0, 0), shape, cpu), full).any()
+    assert not torch.isin(hash_elements(12, shape, (0, 0, 0), shape, cpu), full).any()
 
 
 def stepped(

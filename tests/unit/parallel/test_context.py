@@ -14,7 +14,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns import AttentionPattern
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Chunked, Longformer, Window
-from megatfm.layers.attention.patterns.mask import PatternMask, global_query_indices, reachable_keys
+from megatfm.layers.attention.patterns.mask import PatternMask, find_global_queries, find_reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
@@ -25,7 +25,7 @@ from megatfm.parallel.context_parallel import (
     token_indices,
 )
 from megatfm.parallel.parallelize import check_context_plans
-from megatfm.verify.shrink import random_batch
+from megatfm.verify.shrink import draw_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
 from tests.support.expert_models import EXPERT_MODELS
 from tests.support.image_models import IMAGE_MODELS, image_model_batch
@@ -177,7 +177,7 @@ OTHER_MODELS |= {"text_classification"}
 )
 def test_every_objective_s_fields_are_cut_token_by_token(name: str) -> None:
     config = small(name)
-    batch = {field: torch.from_numpy(values) for field, values in random_batch(config).items()}
+    batch = {field: torch.from_numpy(values) for field, values in draw_batch(config).items()}
     with torch.device("meta"):
         model = build(config.model)
     check_context_plans(model)
@@ -277,8 +277,8 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -
     sent = []
     for length in (384, 768):
         row, dealt = SequenceMetadata(torch.arange(length)[None]), token_indices(length, 4, is_zigzag=False)
-        wide = global_query_indices(pattern.simplify(length), row, dealt)
-        fetched = [reachable_keys(pattern.simplify(length), row, item) for item in dealt]
+        wide = find_global_queries(pattern.simplify(length), row, dealt)
+        fetched = [find_reachable_keys(pattern.simplify(length), row, item) for item in dealt]
         sent.append((len(wide), [len(actual) - length // 4 for actual in fetched]))
         mask = PatternMask(pattern, row, 0, 2).mask()
         assert mask is not None

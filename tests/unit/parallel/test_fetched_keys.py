@@ -12,7 +12,7 @@ from torch import Tensor
 from megatfm.layers.attention.patterns import AttentionPattern
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longformer, Strided, Window
-from megatfm.layers.attention.patterns.mask import global_query_indices, reachable_keys
+from megatfm.layers.attention.patterns.mask import find_global_queries, find_reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_sparse_fetch, token_indices
 
@@ -86,10 +86,10 @@ def test_what_is_fetched_is_what_is_seen(name: str, prefix: int) -> None:
             row.prefix = (row.positions < prefix) & row.non_padding_mask
         needed, dealt = needed_by(pattern, row), token_indices(LENGTH, ranks, folded, unit)
         narrow = torch.ones(LENGTH, dtype=torch.bool)
-        narrow[global_query_indices(pattern, row, dealt)] = False
+        narrow[find_global_queries(pattern, row, dealt)] = False
         for local in dealt:
             is_fetched = torch.zeros(LENGTH, dtype=torch.bool)
-            is_fetched[reachable_keys(pattern, row, local)] = True
+            is_fetched[find_reachable_keys(pattern, row, local)] = True
             assert is_fetched[local].all()
             is_needed = needed[local[narrow[local]]].any(0)
             assert not (is_needed & ~is_fetched).any(), f"{kind}, {ranks} ranks: keys that are seen stay away"
@@ -113,7 +113,7 @@ def test_a_fetch_is_sparse_below_half_of_the_other_tokens() -> None:
         row, dealt = rows_of(kind, np.random.default_rng(ranks)), token_indices(LENGTH, ranks, folded)
         needed = needed_by(Full(causal=True), row)
         by_rank = [set(needed[at].any(0).nonzero()[:, 0].tolist()) - set(at.tolist()) for at in dealt]
-        needs = [reachable_keys(Full(causal=True), row, at) for at in dealt]
+        needs = [find_reachable_keys(Full(causal=True), row, at) for at in dealt]
         result = [
             FetchPlan.of(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)
         ]
@@ -135,5 +135,5 @@ def test_planning_a_long_row_asks_for_few_documents(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Window, "key_ranges", lambda *inputs: requested.append(inputs) or real(*inputs))
     length = 4096
     row = SequenceMetadata(torch.arange(length)[None] % 3, torch.arange(length)[None] // 3)
-    reachable_keys(Window(2), row, token_indices(length, 8, is_zigzag=True)[3])
+    find_reachable_keys(Window(2), row, token_indices(length, 8, is_zigzag=True)[3])
     assert len(requested) <= 4

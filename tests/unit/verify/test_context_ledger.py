@@ -52,5 +52,7 @@ def test_rare_cases_are_the_same(name: str, overrides: list[str], documents: Doc
 
 
 def test_a_generator_s_heads_are_dealt_too() -> None:
-    with pytest.raises(UsageError, match=r"1 query and 1 key heads .* can't be dealt to parallel\.cp = 2"):
+    with pytest.raises(
+        UsageError, match=r"1 query and 1 key heads .* can't be divided over parallel\.cp = 2"
+    ):
         load_config("electra-small", ["parallel.cp=2", "parallel.cp_method=ulysses"])

@@ -31,7 +31,7 @@ FILES = [
 ]
 CHECKED = ("megatfm.parallel", "megatfm.layers", "megatfm.engines.native")
 """Rooms that cause the traffic."""
-THEIRS = {"key_ranges", "reachable_keys", "global_queries", "global_query_indices"}
+THEIRS = {"key_ranges", "find_reachable_keys", "global_queries", "find_global_queries"}
 THEIRS |= {"token_indices", "simplify", "has_uneven_work", "plan_fetch", "fetch_plan"}
 """Names by which these rooms say themselves what is sent."""
 

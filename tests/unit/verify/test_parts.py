@@ -9,9 +9,9 @@ from megatfm.commands.verify import DOCUMENTS
 from megatfm.config import AdamWConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatfm.errors import UsageError
 from megatfm.verify.rank_processes import RankResult
-from megatfm.verify.shrink import DOCUMENT_KINDS, random_batch, shrink
+from megatfm.verify.shrink import DOCUMENT_KINDS, draw_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
-from megatfm.verify.verify import gradient_differences
+from megatfm.verify.verify import compute_gradient_differences
 
 
 def config(model: ModelConfig, parallel: ParallelConfig, sequence_length: int = 8192) -> Config:
@@ -82,18 +82,18 @@ def test_a_layout_for_a_cluster_is_refused() -> None:
 
 def test_batches_have_documents_and_padding() -> None:
     small, _ = shrink(config(LLAMA, ParallelConfig(dp_shard=4)))
-    batch = random_batch(small)
+    batch = draw_batch(small)
     assert batch["tokens"].shape == (16, 64)
     padded = (batch["documents"] == -1).sum(1)
     assert (padded > 0).any()
     assert (padded == 0).any()
     assert (batch["targets"][batch["documents"] == -1] == -100).all()
-    assert all(np.array_equal(values, random_batch(small)[field]) for field, values in batch.items())
+    assert all(np.array_equal(values, draw_batch(small)[field]) for field, values in batch.items())
 
 
 def test_rows_are_filled_with_the_kind_of_documents_that_is_asked_for() -> None:
     small, _ = shrink(config(LLAMA, ParallelConfig(dp_shard=4)))
-    documents = {kind: random_batch(small, kind)["documents"] for kind in DOCUMENT_KINDS}
+    documents = {kind: draw_batch(small, kind)["documents"] for kind in DOCUMENT_KINDS}
     assert (documents["short"].max(1) >= 5).all()
     assert (documents["one"] == 0).all()
     assert (documents["long"].max(1) == 1).all()
@@ -118,7 +118,7 @@ def test_differences_of_cut_and_replicated_gradients() -> None:
     zero = torch.zeros(2).double()
     right = answer({"cut": ((0, 0), cut[:2]), "whole": ((0,), full), "zero": ((0,), zero)})
     wrong = answer({"cut": ((2, 0), cut[2:] + 0.5), "whole": ((0,), full), "zero": ((0,), zero + 1e-9)})
-    actual = gradient_differences({"cut": cut, "whole": full, "zero": zero}, [right, wrong])
+    actual = compute_gradient_differences({"cut": cut, "whole": full, "zero": zero}, [right, wrong])
     assert [one.name for one in actual] == ["cut", "zero", "whole"]
     assert actual[0].error == pytest.approx(1.5 / float(cut.norm()))
     everything = float(torch.cat([cut.flatten(), full]).norm())
@@ -131,15 +131,15 @@ def test_the_worst_replica_counts_and_so_does_nan() -> None:
     gradient = torch.ones(4).double()
     good, bad = answer({"w": ((0,), gradient)}), answer({"w": ((0,), gradient * 1.1)})
     for answers in ([good, bad], [bad, good]):
-        assert gradient_differences({"w": gradient}, answers)[0].error == pytest.approx(0.1)
+        assert compute_gradient_differences({"w": gradient}, answers)[0].error == pytest.approx(0.1)
     broken = answer({"w": ((0,), gradient * float("nan"))})
     for answers in ([good, broken], [broken, good]):
-        assert gradient_differences({"w": gradient}, answers)[0].is_wrong
+        assert compute_gradient_differences({"w": gradient}, answers)[0].is_wrong
 
 
 def test_an_element_that_no_rank_holds_is_wrong() -> None:
     gradient = torch.ones(4).double()
-    assert gradient_differences({"w": gradient}, [answer({"w": ((0,), gradient[:3])})])[0].is_wrong
+    assert compute_gradient_differences({"w": gradient}, [answer({"w": ((0,), gradient[:3])})])[0].is_wrong
 
 
 def count_collectives() -> list[CollectiveTraffic]:

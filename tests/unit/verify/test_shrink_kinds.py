@@ -6,8 +6,8 @@ import torch
 from megatfm.config import load_config
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.models import build
-from megatfm.verify.reference import reference_step
-from megatfm.verify.shrink import random_batch, shrink
+from megatfm.verify.reference import take_reference_step
+from megatfm.verify.shrink import draw_batch, shrink
 
 
 def test_every_kind_is_kept_and_small() -> None:
@@ -114,4 +114,4 @@ def test_unnamed_sizes_become_small() -> None:
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "longformer-base", "t-dmca"])
 def test_cores_of_their_own_kind_have_a_reference(name: str) -> None:
     small, _ = shrink(load_config(name))
-    assert reference_step(small, random_batch(small)).loss > 0
+    assert take_reference_step(small, draw_batch(small)).loss > 0

@@ -4,7 +4,7 @@ import pytest
 
 from megatfm.config import load_config
 from megatfm.verify import expected
-from megatfm.verify.shrink import random_batch
+from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import verify
 
 CASES = {
@@ -33,7 +33,7 @@ def test_counted_is_expected(case: str) -> None:
     assert not comparison.axes_without_closed_form
     small = comparison.config
     (sent,) = (flow.sent_bytes for flow in comparison.flows if flow.collective == "send")
-    batch = random_batch(small)
+    batch = draw_batch(small)
     pairs = int(((batch["positions"] == 0) & (batch["documents"] >= 0)).sum())
     assert small.model.contrastive is not None
     ranks, d = small.parallel.dp_shard, small.model.contrastive.width
@@ -54,7 +54,7 @@ def test_counted_is_expected_where_rows_are_divided(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "collective"),
-    [("add_contrastive_loss", "dp_shard send"), ("first_pass_calls", "dp_shard all_gather")],
+    [("add_contrastive_loss", "dp_shard send"), ("list_first_pass_calls", "dp_shard all_gather")],
 )
 def test_what_is_not_expected_is_named(part: str, collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the ring, or the first pass, in the closed forms, the step sends more than these say."""

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatfm.commands.verify import add_verify_arguments, verify_command
-from megatfm.config import load_config, presets_of_models
+from megatfm.config import list_model_presets, load_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify.layouts import LAYOUTS
 from megatfm.verify.rank_processes import RankPool
-from megatfm.verify.shrink import random_batch, shrink
+from megatfm.verify.shrink import draw_batch, shrink
 from megatfm.verify.verify import verify_presets
 
 SOME = {
@@ -56,7 +56,7 @@ def test_some_presets_agree() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_presets_agree(layout: str) -> None:
-    check([(preset, layout) for preset in presets_of_models()])
+    check([(preset, layout) for preset in list_model_presets()])
 
 
 def run_command(*words: str) -> int:
@@ -80,7 +80,7 @@ def test_the_table_and_the_exit_code(
         "refused: gpt2-xl tp2: parallel.tp = 2 does not divide model.attention.n_heads = 25"
     )
     assert printed[4].startswith("3 of 4 cases agree, 1 are refused, 0 differ; ")
-    monkeypatch.setattr("megatfm.verify.verify.expected_traffic", lambda *_: [{}, {}])
+    monkeypatch.setattr("megatfm.verify.verify.compute_expected_traffic", lambda *_: [{}, {}])
     assert run_command("--presets", "gpt2-124m", "--layouts", "dp2") == 1
     assert "DIFFERENT: gpt2-124m dp2: rank 0, " in capsys.readouterr().out
 
@@ -117,14 +117,14 @@ def test_a_team_is_there_again_after_a_failure() -> None:
     layouts = (["parallel.tp=2"], ["parallel.dp_shard=2"], ["parallel.pp=2", "parallel.dp_shard=1"])
     configs = [shrink(load_config("quickstart", layout))[0] for layout in layouts]
     with RankPool() as pool:
-        batch = random_batch(configs[0])
+        batch = draw_batch(configs[0])
         targets = batch.pop("targets")
         with pytest.raises(MegatfmError, match=r"rank [01] failed: KeyError: 'targets'"):
             pool.step(configs[0], batch)
         first = pool.step(configs[0], {**batch, "targets": targets})
         idle = fewest_threads(pool, 0)
         for config in itertools.islice(itertools.cycle(configs), 6):
-            answers = pool.step(config, random_batch(config))
+            answers = pool.step(config, draw_batch(config))
         assert fewest_threads(pool, idle) <= idle, "threads of past process groups are left"
         again = pool.step(configs[0], {**batch, "targets": targets})
     assert [answer.loss for answer in again] == [answer.loss for answer in first]

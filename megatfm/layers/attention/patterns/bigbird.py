@@ -73,7 +73,7 @@ class BigBird(AttentionPattern):
         if not self.n_random or rows == self.rows:
             return self
         return replace(
-            self, rows=rows, random_table=random_blocks(rows, self.n_heads, self.n_random, self.layer)
+            self, rows=rows, random_table=draw_random_blocks(rows, self.n_heads, self.n_random, self.layer)
         )
 
     def at_depth(self, depth: int) -> Self:
@@ -135,12 +135,12 @@ class BigBird(AttentionPattern):
             return ()
         table = self.random_table
         if table is None:
-            table = random_blocks(int(q.max()) + 1, self.n_heads, self.n_random, self.layer)
+            table = draw_random_blocks(int(q.max()) + 1, self.n_heads, self.n_random, self.layer)
         return move_to_device(table, q.device)[heads, q].unbind(-1)
 
 
 @constant_when_compiled
-def random_blocks(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
+def draw_random_blocks(rows: int, n_heads: int, n_random: int, seed: int) -> Tensor:
     """Draw the random key blocks of each query block, int64 [heads, rows, n_random], as transformers does.
 
     Candidates are the first 5 + 2 n_random blocks, except the first and last of these and the neighbours of the query

@@ -50,7 +50,7 @@ class Full(AttentionPattern):
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         return k.last <= q.first if self.causal else super().block_mask(q, k, heads)
 
-    def pairs(self, length: int, n_heads: int = 1) -> float:
+    def count_pairs(self, length: int, n_heads: int = 1) -> float:
         return length * (length + 1) / 2 if self.causal else length * length
 
 
@@ -148,7 +148,7 @@ class Window(AttentionPattern):
         in_window = (k.first >= q.last - self.left) & (k.last <= q.first + self.right)
         return in_window | ((k.last < self.first) & (k.last <= q.first)) if self.first else in_window
 
-    def pairs(self, length: int, n_heads: int = 1) -> float:
+    def count_pairs(self, length: int, n_heads: int = 1) -> float:
         positions = torch.arange(length)
         n_before = positions.clamp(max=self.left) // self.step
         n_after = (length - 1 - positions).clamp(max=self.right) // self.step
@@ -211,7 +211,7 @@ class Chunked(AttentionPattern):
         is_same_block = _in_same_chunk(q, k, self.size)
         return is_same_block & (k.last <= q.first) if self.causal else is_same_block
 
-    def pairs(self, length: int, n_heads: int = 1) -> float:
+    def count_pairs(self, length: int, n_heads: int = 1) -> float:
         def count_pairs(tokens: int) -> float:
             return tokens * (tokens + 1) / 2 if self.causal else tokens * tokens
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.layers.attention.patterns.local import Full
-from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges, block_bounds
+from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges, compute_block_bounds
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.block_plan import make_bands
 from megatfm.ops.attention.mask import Band, BuiltinMask
@@ -55,10 +55,10 @@ class PatternMask:
         return self._sequence.mask(self._pattern, *self._heads)
 
     def block_mask(self, size: int) -> Tensor:
-        return self._pattern.block_table(self._sequence, size, *self._heads)
+        return self._pattern.make_block_table(self._sequence, size, *self._heads)
 
     def full_block_mask(self, size: int) -> Tensor:
-        return self._pattern.block_table(self._sequence, size, *self._heads, full=True)
+        return self._pattern.make_block_table(self._sequence, size, *self._heads, full=True)
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         pattern, sequence = self._pattern, self._sequence
@@ -73,7 +73,7 @@ class PatternMask:
         documents = sequence.document_ids(of_memory=pattern.is_cross_attention)
         return is_visible if documents is None else is_visible & (documents[0][b, q] == documents[1][b, k])
 
-    def translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
+    def find_translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
         """Blocks inside one document, for patterns that depend on key − query only; None for other patterns."""
         if (
             not (self._pattern.is_relative and self._sequence.is_full_sequence)
@@ -85,7 +85,7 @@ class PatternMask:
             is_visible = self._sequence.indices.new_ones(1, 1).bool()
             q, k = len(self._sequence.indices), len(self._sequence.key_indices)
             return is_visible.expand(1, -(-q // size)), is_visible.expand(1, -(-k // size))
-        bounds_q, bounds_k = (block_bounds(of, size, -1) for of in documents)
+        bounds_q, bounds_k = (compute_block_bounds(of, size, -1) for of in documents)
         return (bounds_q.first == bounds_q.last)[:, 0, :, 0], (bounds_k.first == bounds_k.last)[:, 0, :, 0]
 
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
@@ -105,7 +105,7 @@ def _is_last_token(sequence: SequenceMetadata) -> bool:
     return bool(sequence.cached_length) and sequence.positions.shape[1] == 1 and sequence.is_full_sequence
 
 
-def reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, query_indices: Tensor) -> Tensor:
+def find_reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, query_indices: Tensor) -> Tensor:
     """Return the key indices that queries at `query_indices` see in any row, ascending, with the queries' own.
 
     row and query_indices: in host memory (`SequenceMetadata.on_host`). Padding keys are not searched, because only
@@ -136,7 +136,7 @@ def _find_key_ranges(pattern: AttentionPattern, first: int, last: int, length: i
     return ((0, length if pattern.sees_later else last),)
 
 
-def global_query_indices(
+def find_global_queries(
     pattern: AttentionPattern, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]
 ) -> Tensor:
     """Return the token indices, ascending, of global queries in documents that span several ranks.

@@ -152,22 +152,17 @@ class AttentionPattern:
         """Return the pattern of the layer at `depth`; it differs for patterns with random blocks or shifts by layer."""
         return self
 
-    def pairs(self, length: int, n_heads: int = 1) -> float:
+    def count_pairs(self, length: int, n_heads: int = 1) -> float:
         """Count visible query-key pairs in a document of `length` tokens, averaged over heads."""
         n_heads = n_heads if self.differs_by_head else 1
         size, lengths = self.block_size or DEFAULT_BLOCK, torch.tensor(length)
-        starts, within, heads = (
-            torch.arange(0, length, size),
-            torch.arange(size),
-            _make_head_index(0, n_heads, lengths.device),
-        )
+        starts, within = torch.arange(0, length, size), torch.arange(size)
+        heads = _make_head_index(0, n_heads, lengths.device)
         ends = (starts + size).clamp(max=length) - 1
         bounds_k, n_pairs = BlockBounds(starts, ends, lengths, lengths), 0
         for first, last in zip(starts.split(DEFAULT_BLOCK), ends.split(DEFAULT_BLOCK), strict=True):
-            bounds_q, shape = (
-                BlockBounds(first[:, None], last[:, None], lengths, lengths),
-                (1, n_heads, len(first), len(starts)),
-            )
+            bounds_q = BlockBounds(first[:, None], last[:, None], lengths, lengths)
+            shape = 1, n_heads, len(first), len(starts)
             partly_visible = self.block_mask(bounds_q, bounds_k, heads).expand(shape)
             fully_visible = partly_visible & self.full_block_mask(bounds_q, bounds_k, heads).expand(shape)
             n_pairs += int((fully_visible * (last - first + 1)[:, None] * (ends - starts + 1)).sum())
@@ -182,8 +177,8 @@ class AttentionPattern:
     def cost(self, tokens: TokenCounts, channels: float, n_heads: int = 1) -> Cost:
         """Cost of the scores and of the weighted sums of values. channels: query plus value channels, all heads.
 
-        Sparse patterns count `pairs`. Built-in masks count all pairs as computed and, if causal, half as visible, as
-        is the convention.
+        Sparse patterns count their visible pairs (`count_pairs`). Built-in masks count all pairs as computed and, if
+        causal, half as visible, as is the convention.
         """
         if self.builtin_mask is None:
             pairs = n_visible = _count_pairs_once(self, round(tokens.n), n_heads)
@@ -225,7 +220,7 @@ class AttentionPattern:
             is_visible = is_visible | sequence.prefix_mask[:, None, None, :]
         return is_visible if same_B1TS is None else same_B1TS & is_visible
 
-    def block_table(
+    def make_block_table(
         self,
         sequence: SequenceMetadata,
         size: int,
@@ -240,27 +235,15 @@ class AttentionPattern:
         """
         q, k = self.positions(sequence)
         lengths, heads = self.lengths(sequence), _make_head_index(first_head, n_heads, q.device)
-        bounds_q, bounds_k = block_bounds(q, size, -1, lengths), block_bounds(k, size, -2)
-        block_mask = (
-            self.full_block_mask(bounds_q, bounds_k, heads)
-            if full
-            else self.block_mask(bounds_q, bounds_k, heads)
-        )
+        bounds_q, bounds_k = compute_block_bounds(q, size, -1, lengths), compute_block_bounds(k, size, -2)
+        block_mask = (self.full_block_mask if full else self.block_mask)(bounds_q, bounds_k, heads)
         if sequence.prefix_mask is not None:
-            prefix_bounds = block_bounds(sequence.prefix_mask.long(), size, -2)
+            prefix_bounds = compute_block_bounds(sequence.prefix_mask.long(), size, -2)
             block_mask = block_mask | (prefix_bounds.first if full else prefix_bounds.last).bool()
         documents = sequence.document_ids(of_memory=self.is_cross_attention)
         if documents is None:
             return block_mask
-        bounds_q, bounds_k = block_bounds(documents[0], size, -1), block_bounds(documents[1], size, -2)
-        if full:
-            return (
-                block_mask
-                & (bounds_q.first == bounds_q.last)
-                & (bounds_k.first == bounds_k.last)
-                & (bounds_q.first == bounds_k.first)
-            )
-        return block_mask & (bounds_k.first <= bounds_q.last) & (bounds_k.last >= bounds_q.first)
+        return block_mask & (is_one_document if full else shares_document)(*documents, size)
 
     def lengths(self, sequence: SequenceMetadata) -> Tensor:
         """Return the lengths of the queries' documents [B or 1, T or 1]; row lengths where the pattern ignores them."""
@@ -280,27 +263,37 @@ class AttentionPattern:
 @lru_cache(MAX_CACHED_COUNTS)
 def _count_pairs_once(pattern: AttentionPattern, length: int, n_heads: int) -> float:
     """Count pairs once for all layers; counting may evaluate every pair."""
-    return pattern.pairs(length, n_heads)
+    return pattern.count_pairs(length, n_heads)
 
 
 def _make_head_index(first: int, n: int, device: torch.device) -> Tensor:
     return torch.arange(first, first + n, device=device)[None, :, None, None]
 
 
-def block_bounds(values: Tensor, size: int, dim: int, lengths: Tensor | None = None) -> BlockBounds:
+def compute_block_bounds(values: Tensor, size: int, dim: int, lengths: Tensor | None = None) -> BlockBounds:
     """Return the smallest and largest value of each block of `values` [B or 1, L], with a new dim at `dim`."""
-    first, last = _compute_bounds(values, size, dim)
-    if lengths is None:
-        return BlockBounds(first, last, first, last)
-    return BlockBounds(
-        first, last, *_compute_bounds(lengths.expand(len(lengths), values.shape[1]), size, dim)
-    )
+    tensors = [values] if lengths is None else [values, lengths.expand(len(lengths), values.shape[1])]
+    bounds: list[Tensor] = []
+    for x in tensors:
+        missing = -x.shape[1] % size
+        blocks = torch.cat([x, x[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
+        bounds += [blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim)]
+    return BlockBounds(*bounds[:2], *bounds[-2:])
 
 
-def _compute_bounds(values: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
-    missing = -values.shape[1] % size
-    blocks = torch.cat([values, values[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, size))
-    return blocks.amin(-1)[:, None].unsqueeze(dim), blocks.amax(-1)[:, None].unsqueeze(dim)
+def shares_document(documents_q: Tensor, documents_k: Tensor, size: int) -> Tensor:
+    """Return whether blocks of queries and of keys may share a document, [B or 1, 1, Q, J].
+
+    documents_q, documents_k: document ids [B or 1, T] and [B or 1, S], ascending in a row.
+    """
+    q, k = compute_block_bounds(documents_q, size, -1), compute_block_bounds(documents_k, size, -2)
+    return (k.first <= q.last) & (k.last >= q.first)
+
+
+def is_one_document(documents_q: Tensor, documents_k: Tensor, size: int) -> Tensor:
+    """Return whether a block of queries and one of keys lie in the same document, [B or 1, 1, Q, J]."""
+    q, k = compute_block_bounds(documents_q, size, -1), compute_block_bounds(documents_k, size, -2)
+    return (q.first == q.last) & (k.first == k.last) & (q.first == k.first)
 
 
 PATTERNS: Registry[Callable[[ModelConfig, bool], AttentionPattern]] = Registry("attention pattern")

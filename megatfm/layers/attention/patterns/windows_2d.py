@@ -29,7 +29,7 @@ class Windows2d(AttentionPattern):
     def at_depth(self, depth: int) -> Self:
         return replace(self, shifted=depth % 2 == 1)
 
-    def pairs(self, length: int, n_heads: int = 1) -> float:
+    def count_pairs(self, length: int, n_heads: int = 1) -> float:
         return length * min(length, self.side**2)
 
     def on(self, size: MapSize) -> "MapWindows":

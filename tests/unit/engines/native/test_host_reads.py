@@ -15,7 +15,7 @@ from megatfm.layers import sequence
 from megatfm.layers.attention.patterns import bigbird
 from megatfm.layers.moe import experts
 from megatfm.ops import transfer
-from megatfm.ops.deferred_reads import DeferredReads
+from megatfm.ops.transfer import DeferredReads
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.context_parity import context_case, context_microbatches
 from tests.support.host_reads import BLOCKING_METHODS, HostWaits

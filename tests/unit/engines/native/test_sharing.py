@@ -140,6 +140,6 @@ def test_half_the_bytes_and_one_rounding(workers: Workers) -> None:
 
 def test_micro_batches_are_not_added_up_in_it() -> None:
     with pytest.raises(
-        ValueError, match=r"zero = 3 would add micro-batches up in it, too: set grad_accumulation"
+        ValueError, match=r"zero = 3 would also add up micro-batches in bf16: set grad_accumulation"
     ):
         ParallelConfig(reduce_dtype="bf16")

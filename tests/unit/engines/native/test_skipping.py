@@ -10,7 +10,7 @@ from megatfm import checkpoint
 from megatfm.config import AdamWConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
-from megatfm.ops.deferred_reads import DeferredReads
+from megatfm.ops.transfer import DeferredReads
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, MUON, TIED_MODEL
 from tests.support.parity import build_engine, microbatches
