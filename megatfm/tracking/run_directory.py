@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -77,9 +76,7 @@ class RunDirectory:
             raise MegatfmError(f"{self.folder}: can't write the run directory: {error.strerror}") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, UsageError) and not self._is_kept:
             self._remove_new()
         self._lock.release()

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -172,9 +171,7 @@ class StepProfile:
         elif step >= self._end:
             self._finish()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._finish()
 
     def _finish(self) -> None:

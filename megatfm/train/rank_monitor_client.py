@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -100,9 +100,7 @@ class RankMonitor:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         lost_peer = error is not None and is_peer_loss(error)
         self._leaving.set()
         self._send({"heartbeat": self._make_heartbeat(time.monotonic()).__dict__})

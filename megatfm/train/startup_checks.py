@@ -31,7 +31,7 @@ from megatfm.errors import MegatfmError, NoProgressError, UsageError
 from megatfm.files import atomic_write
 from megatfm.object_collectives import all_gather, gather_errors, run_on_rank_0_raising
 from megatfm.parallel.mesh import AXES, Mesh, axis_sizes
-from megatfm.parallel.process_environment import ranks_here
+from megatfm.parallel.process_environment import count_local_ranks
 from megatfm.tracking.hardware import time_matmul
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.resilience import join_first
@@ -185,7 +185,7 @@ def free_memory(device: torch.device) -> int:
             OSError, ValueError
         ):  # no limit ("max"), or the other version of control groups
             free_bytes = min(free_bytes, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return free_bytes // max(1, ranks_here(os.environ) or 1)
+    return free_bytes // max(1, count_local_ranks(os.environ) or 1)
 
 
 def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:

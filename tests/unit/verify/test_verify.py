@@ -31,7 +31,7 @@ def norm_row_not_partial():
     styles.STYLES._parts["sequence_parallel"] = replace(styles.SEQUENCE, gradient="replicated")
 
 def adjoint_dropped():
-    collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+    collectives._CopyToGroup.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 def tie_not_summed():
     ties.TiedParameters.all_reduce_gradients = lambda self, gradients: None

@@ -97,14 +97,14 @@ def compare_arrival() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
         engine = build_engine(model, parallel, ADAMW, precision="fp32")
-        data, under_way = engine.data, []
+        data, backward_part = engine.data, []
         assert isinstance(data, Replicated)
         for block in transformer_blocks(engine.model):
-            block.register_forward_pre_hook(lambda *_: under_way.append(len(data._pending_parameters)))
+            block.register_forward_pre_hook(lambda *_: backward_part.append(len(data._pending_parameters)))
         arriving = trained(engine)
         first, second = (
-            under_way[-8:-4],
-            under_way[-4:],
+            backward_part[-8:-4],
+            backward_part[-4:],
         )  # the last step's micro-batches, before each of four blocks
         assert first[0] > first[1] > first[2] > first[3] == 0, first
         assert not any(second)
