@@ -242,7 +242,7 @@ def compare_command(args: argparse.Namespace) -> int:
 
     from megatfm.report.compare import RunComparison, write_comparison
 
-    comparison = RunComparison.of([check_path(Path(run)) for run in args.runs])
+    comparison = RunComparison.read([check_path(Path(run)) for run in args.runs])
     results = comparison.collect_results()
     table = Table("", *comparison.names, box=box.SIMPLE_HEAD, title_justify="left")
     for key, cells in comparison.list_differences():

@@ -186,7 +186,7 @@ def _summarize(line: Line) -> str:
     return f"{line.name}: {format_number(start)} at step {first:,}, {format_number(end)} at step {last:,}"
 
 
-def round_ticks(low: float, high: float, count: int) -> list[float]:
+def choose_ticks(low: float, high: float, count: int) -> list[float]:
     """Return about `count` round numbers between two limits, spaced by 1, 2 or 5 times a power of ten."""
     min_step = (high - low) / count
     power = 10.0 ** math.floor(math.log10(min_step))

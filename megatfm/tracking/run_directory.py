@@ -177,10 +177,8 @@ class RunDirectory:
         """
         self.write("config.toml", to_toml(config.model_copy(update={"run_dir": str(self.folder)})))
         self.write("plan.txt", plan)
-        self.write(
-            "environment.json",
-            json.dumps({**hardware.describe_environment(device), **(launch_info or {})}, indent=2) + "\n",
-        )
+        environment = {**hardware.describe_environment(device), **(launch_info or {})}
+        self.write("environment.json", json.dumps(environment, indent=2) + "\n")
         if config.data.tokenizer is not None:
             self._write_tokenizer(tokenizers.tokenizer_files(config.data.tokenizer))
 

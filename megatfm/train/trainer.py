@@ -257,7 +257,7 @@ class Trainer:
 
     def _open_metrics(self) -> MetricsLog | None:
         folder, is_main = self.run.folder, self.run.is_main
-        return MetricsLog.of_config(self.config, folder, self.step, self.is_branch) if is_main else None
+        return MetricsLog.from_config(self.config, folder, self.step, self.is_branch) if is_main else None
 
     def _is_due(self, every: int) -> bool:
         """Return whether an action is due that happens every `every` steps and at the last step."""
@@ -284,7 +284,7 @@ class Trainer:
         else:
             event, details = "started", self._start(branch)
         self._log_event(event, "; ".join([*details, *layout_changes(self.requested_config, config)]))
-        launch_info = hardware.launch_info(self.launcher)
+        launch_info = hardware.describe_launch(self.launcher)
         if self.run.is_main:
             launch_info |= {"peak": str(self.utilization.peak)} if self.utilization else {}
             layout, device = self.engine.layout, self.engine.device
