@@ -70,7 +70,7 @@ class StopSignals:
         self._start(busy)
         return self._finish()
 
-    def agreed_before(self, busy: bool = False) -> tuple[str | None, bool]:
+    def agree_deferred(self, busy: bool = False) -> tuple[str | None, bool]:
         """Like `agree`, but return the result of the previous call, and (None, True) at the first.
 
         The GPU has computed that result by now, so the host need not wait until the GPU has finished its queue.

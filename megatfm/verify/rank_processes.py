@@ -149,7 +149,7 @@ def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
             block.tensor.add_(
                 perturbation(config.train.seed, name, sharded.global_shape, block.offsets, sizes)
             )
-    engine.weights_changed()
+    engine.sync_weights()
     with TrafficCounter(engine.process_groups()) as traffic:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_for(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}

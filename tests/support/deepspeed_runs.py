@@ -164,7 +164,7 @@ def run(config: Config, steps: int, **parallel: Any) -> Run:
         for part in box.blocks if name in engine.layout else ():
             sizes = tuple(part.tensor.shape)
             part.tensor.add_(perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
-    engine.weights_changed()
+    engine.sync_weights()
     before = weights(engine)
     engine.forward_backward(_microbatches(config, engine, random_batch(config)), objective_for(config))
     gradients = whole(engine, engine.gradients())

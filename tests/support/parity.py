@@ -92,7 +92,7 @@ def build_engine(
         precision=precision,
         seed=7,
         optimizers=optimizers,
-        zero_options=ZeroOptions.of(parallel),
+        zero_options=ZeroOptions.from_config(parallel),
         pipeline=pipeline,
         recompute_mode=recomputed,
         compile_blocks=compile_blocks,

@@ -101,7 +101,7 @@ class FullySharded:
     def wait_for_weights(self) -> None:
         """Do nothing: weights are gathered where they are used."""
 
-    def weights_changed(self, frozen: bool = False) -> None:
+    def sync_weights(self, frozen: bool = False) -> None:
         for module in self._modules:
             module.reshard()  # drop gathered weights, which are outdated
 

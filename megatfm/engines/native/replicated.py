@@ -40,7 +40,7 @@ class Bucket:
     shapes: Mapping[str, Sequence[int]]
     ranks: int
 
-    def rows(self, name: str, rank: int) -> tuple[int, int]:
+    def shard_rows(self, name: str, rank: int) -> tuple[int, int]:
         """Return the first row that a rank keeps, and their number."""
         n_rows = self.shapes[name][0]
         rows_per_rank = -(-n_rows // self.ranks)
@@ -56,7 +56,7 @@ class Bucket:
                 continue
             rows = tensors[name].reshape(self.shapes[name][0], -1)
             for rank in range(self.ranks):
-                first, count = self.rows(name, rank)
+                first, count = self.shard_rows(name, rank)
                 _fill(buffer[rank, start : start + size], rows[first : first + count])
         return buffer
 
@@ -72,7 +72,7 @@ class Bucket:
         for name, start, size in self._columns:
             rows = tensors[name].view(self.shapes[name][0], -1)
             for rank in range(self.ranks):
-                first, count = self.rows(name, rank)
+                first, count = self.shard_rows(name, rank)
                 part = rows[first : first + count]
                 part.copy_(buffer[rank, start : start + size][: part.numel()].view_as(part))
 
@@ -80,7 +80,7 @@ class Bucket:
         """Return views of the rows that a rank keeps in its row [width] of the buffer."""
         blocks = {}
         for name, start, _ in self._columns:
-            shape = (self.rows(name, rank)[1], *self.shapes[name][1:])
+            shape = (self.shard_rows(name, rank)[1], *self.shapes[name][1:])
             blocks[name] = row[start : start + torch.Size(shape).numel()].view(shape)
         return blocks
 
@@ -94,7 +94,7 @@ class Bucket:
         """Name, start and size of each tensor's part of a row of the buffer."""
         columns, start = [], 0
         for name in self.shapes:
-            size = self.rows(name, 0)[1] * torch.Size(self.shapes[name][1:]).numel()
+            size = self.shard_rows(name, 0)[1] * torch.Size(self.shapes[name][1:]).numel()
             columns.append((name, start, size))
             start += size
         return columns
@@ -179,7 +179,7 @@ class Replicated:
         self.chunks: dict[str, Chunk] = {}
         for bucket, data in (*assigned, *self._frozen):
             for name, shape in bucket.shapes.items():
-                first, count = bucket.rows(name, self._shard_index(bucket, data))
+                first, count = bucket.shard_rows(name, self._shard_index(bucket, data))
                 rows = self._parameters[name].detach()[first : first + count]
                 # The optimizer updates the model's weights themselves, or a copy if the stored precision differs or if
                 # the rows of a shard are not aligned in memory; weights are then gathered from this copy.
@@ -332,7 +332,7 @@ class Replicated:
             parameter.grad = None
 
     @torch.no_grad()
-    def weights_changed(self, frozen: bool = False) -> None:
+    def sync_weights(self, frozen: bool = False) -> None:
         for _, work in self._pending_parameters.values():
             work.wait()  # dropped: newer weights follow
         self._pending_parameters = {}

@@ -60,8 +60,8 @@ def needless_reduction():
     fully_sharded.FullySharded.start_microbatch = lambda data, is_last: real(data, True)
 
 def frozen_weights_are_gathered():
-    real = replicated.Replicated.weights_changed
-    replicated.Replicated.weights_changed = lambda data, frozen=False: real(data, True)
+    real = replicated.Replicated.sync_weights
+    replicated.Replicated.sync_weights = lambda data, frozen=False: real(data, True)
 
 def frozen_gradients_travel():
     real = replicated.Replicated._assign

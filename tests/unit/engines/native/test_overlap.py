@@ -112,13 +112,13 @@ def compare_arrival() -> None:
         evaluated = engine.evaluate(microbatches(engine, global_batch(seed=9)), CAUSAL).loss
         patch.setattr(Replicated, "_register_parameter_waits", lambda *_: None)
         arrive = Replicated._finish_parameter_sync
-        changed = Replicated.weights_changed
+        changed = Replicated.sync_weights
 
         def at_once(self: Replicated, frozen: bool = False) -> None:
             changed(self, frozen)
             arrive(self, range(len(self._buckets)))
 
-        patch.setattr(Replicated, "weights_changed", at_once)
+        patch.setattr(Replicated, "sync_weights", at_once)
         other = build_engine(model, parallel, ADAMW, precision="fp32")
         for mine, expected in zip(arriving, trained(other), strict=True):
             assert all(torch.equal(mine[name], gradient) for name, gradient in expected.items())
