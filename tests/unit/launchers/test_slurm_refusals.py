@@ -12,7 +12,7 @@ from megatfm.errors import UsageError
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from megatfm.launchers.validation import explain_layout_error, max_fitting_nodes
 from megatfm.parallel.mesh import axis_sizes
-from megatfm.train.corpora import batch_schedule
+from megatfm.train.corpora import make_batch_schedule
 from megatfm.train.startup_checks import fit_layout
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.launch_jobs import CLUSTER_FLAGS, job, launch
@@ -230,7 +230,7 @@ def test_validation_says_what_training_would_say(layout: list[str]) -> None:
     for processes in range(1, 33):
         try:
             sizes = axis_sizes(config.parallel, processes)
-            for batch in batch_schedule(config).batches:
+            for batch in make_batch_schedule(config).batches:
                 check_global_batch(batch, 2, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
         except UsageError:
@@ -248,7 +248,7 @@ def test_an_elastic_run_is_checked_for_the_nodes_that_it_may_have(layout: list[s
         try:
             fitted, _ = fit_layout(config, processes)
             sizes = axis_sizes(fitted.parallel, processes)
-            for batch in batch_schedule(fitted).batches:
+            for batch in make_batch_schedule(fitted).batches:
                 check_global_batch(batch, fitted.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
         except UsageError:
