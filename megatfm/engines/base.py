@@ -144,7 +144,7 @@ class BaseEngine:
         raise NotImplementedError
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
+        """See `Engine.gradients`."""
         raise NotImplementedError
 
     @property
@@ -173,9 +173,9 @@ class BaseEngine:
         batches = [make_local_batch(batch, self.device, self.layout) for batch in microbatches]
         losses = LossAccumulator(objective, self.mesh, self.device, self.reads, sources)
         losses.count(microbatches)
-        passes, scale_loss, data = self._prepare_passes(losses, record_activations)
+        passes, scale_loss, gradient_sync = self._prepare_passes(losses, record_activations)
         with record_row_losses(self._heads if sources else []) as recorders:
-            for terms in passes.step(batches, objective, scale_loss, data):
+            for terms in passes.step(batches, objective, scale_loss, gradient_sync):
                 losses.add(terms)
             losses.add_row_losses(recorders, batches)
         self._finish_passes()

@@ -110,9 +110,13 @@ class PipelineForwardBackward:
         return add_send_recv(orders, pipeline.stage_to_rank)[self._rank]
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
+        self,
+        batches: Sequence[Batch],
+        objective: LossFunction,
+        scale_loss: LossScaler,
+        gradient_sync: GradientSync,
     ) -> list[Terms]:
-        data.start_pipeline_step(keep_unsharded=self.splits)
+        gradient_sync.start_pipeline_step(keep_unsharded=self.splits)
         step = StepState(batches, objective, scale_loss)
         run = {
             "F": self._run_forward,

@@ -49,14 +49,13 @@ FETCH = "each rank fetches the keys that its queries attend to"
 FETCH_ALL = "each rank fetches all keys"
 
 
-def make_attention_forward(core: nn.Module, cp: ContextParallel) -> Callable[..., Tensor]:
+def make_attention_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of an attention core: it exchanges keys, then calls the original forward on local queries."""
     local_forward: Callable[..., Tensor] = core.forward
     pattern_name = repr(core.pattern)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sequence: Any, bias: Tensor | None = None) -> Tensor:
-        core_: Any = core
-        keys_of = sequence.memory if core_.pattern.is_cross_attention else sequence
+        keys_of = sequence.memory if core.pattern.is_cross_attention else sequence
         kv_format = KeyValues(k.shape[-1], v.shape[-1])
         has_own_attention = not hasattr(core, "attention_mask")
         if keys_of is not sequence or has_own_attention or (bias is not None and not is_relative(bias)):
@@ -64,35 +63,34 @@ def make_attention_forward(core: nn.Module, cp: ContextParallel) -> Callable[...
             _log_once(pattern_name, FETCH_ALL, cp.size)
             all_k, all_v = kv_format.heads(fetch(torch.cat([k, v], -1), plan))
             return local_forward(q, all_k, all_v, sequence, bias)
-        fetch_plan = plan_fetch(core_, cp, sequence)
-        if not core_.is_local(sequence.length) and uses_ulysses(
+        fetch_plan = plan_fetch(core, cp, sequence)
+        if not core.is_local(sequence.length) and uses_ulysses(
             cp, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3]), fetch_plan
         ):
             _log_once(pattern_name, ULYSSES, cp.size)
-            return ulysses_attention(core_, q, k, v, bias, sequence, cp)
+            return ulysses_attention(core, q, k, v, bias, sequence, cp)
         _log_once(pattern_name, RING if fetch_plan is None else FETCH, cp.size)
         kv = torch.cat([k, v], -1)
-        return exchange_and_attend(core_, q, kv, kv_format, bias, sequence, cp, fetch_plan)
+        return exchange_and_attend(core, q, kv, kv_format, bias, sequence, cp, fetch_plan)
 
     return forward
 
 
-def make_latent_forward(core: nn.Module, cp: ContextParallel) -> Callable[..., Tensor]:
+def make_latent_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of a core (MLA) that computes keys and values from latents: it sends the narrower latents."""
     pattern_name = repr(core.pattern)
 
     def forward(q: Tensor, latent: Tensor, k_weight: Tensor, v_weight: Tensor, sequence: Any) -> Tensor:
-        core_: Any = core
-        fetch_plan, n = plan_fetch(core_, cp, sequence), q.shape[1]
-        if not core_.is_local(sequence.length) and uses_ulysses(
+        fetch_plan, n = plan_fetch(core, cp, sequence), q.shape[1]
+        if not core.is_local(sequence.length) and uses_ulysses(
             cp, q, n, len(v_weight) // n, latent.shape[-1], fetch_plan
         ):
-            k, v = core_.heads(latent, k_weight, v_weight)
+            k, v = core.heads(latent, k_weight, v_weight)
             _log_once(pattern_name, ULYSSES, cp.size)
-            return ulysses_attention(core_, q, k, v, None, sequence, cp)
-        kv_format = LatentKeyValues(core_.heads, (k_weight, v_weight))
+            return ulysses_attention(core, q, k, v, None, sequence, cp)
+        kv_format = LatentKeyValues(core.heads, (k_weight, v_weight))
         _log_once(pattern_name, RING if fetch_plan is None else FETCH, cp.size)
-        return exchange_and_attend(core_, q, latent, kv_format, None, sequence, cp, fetch_plan)
+        return exchange_and_attend(core, q, latent, kv_format, None, sequence, cp, fetch_plan)
 
     return forward
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
@@ -76,33 +76,32 @@ def add_global_attention(
     return out_BNTV.index_copy(2, local, out_BNGV[:, :, positions])
 
 
-def make_global_forward(core: nn.Module, cp: ContextParallel) -> Callable[..., Tensor]:
+def make_global_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of a core that gets only global queries, with separate projections of keys (Longformer)."""
 
     def forward(
         heads_BNTV: Tensor, q_BNGH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, indices_BG: Tensor, exists_BG: Tensor,
         sequence: Any,
     ) -> Tensor:  # fmt: skip
-        core_: Any = core
         is_global_BT = _mask_at(indices_BG, exists_BG, k_BNTH.shape[2])
         host_mask_BT = _mask_at(to_host(indices_BG), to_host(exists_BG), k_BNTH.shape[2])
         index = indices_BG[:, None, :, None].expand(q_BNGH.shape)
         q_BNTH = torch.zeros_like(k_BNTH).scatter(2, index, q_BNGH.where(exists_BG[:, None, :, None], 0))
-        out = _attend_to_local_keys(core_, q_BNTH, k_BNTH, v_BNTV, host_mask_BT, sequence, cp)
-        key = "global queries", type(core_), core_.pattern
-        queries = sequence.cached(key, lambda: GlobalQueries.find(core_, cp, sequence))
+        out = _attend_to_local_keys(core, q_BNTH, k_BNTH, v_BNTV, host_mask_BT, sequence, cp)
+        key = "global queries", type(core), core.pattern
+        queries = sequence.cached(key, lambda: GlobalQueries.find(core, cp, sequence))
         if queries is not None:
-            out = add_global_attention(core_, out, q_BNTH, k_BNTH, v_BNTV, None, sequence, queries, cp)
+            out = add_global_attention(core, out, q_BNTH, k_BNTH, v_BNTV, None, sequence, queries, cp)
         return out.where(is_global_BT[:, None, :, None], heads_BNTV)
 
     return forward
 
 
-def make_pooling_forward(core: nn.Module, cp: ContextParallel) -> Callable[..., Tensor]:
+def make_pooling_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of attention by one query to each image's tokens: ranks add up numerators and denominators."""
 
     def forward(q_NH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
-        scores_BINT: Tensor = core.scores(q_NH, k_BTNH, is_member_BIT)  # type: ignore[operator]
+        scores_BINT: Tensor = core.scores(q_NH, k_BTNH, is_member_BIT)
         max_BIN1 = scores_BINT.detach().amax(-1, keepdim=True)
         dist.all_reduce(max_BIN1, dist.ReduceOp.MAX, cp.group)
         weights_BINT = (scores_BINT - max_BIN1).exp()

@@ -233,7 +233,7 @@ def _match_rows(model: nn.Module) -> dict[nn.Module, list[_Row]]:
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Whether a module's name matches a pattern, segment by segment.
+    """Return whether a module's name matches a pattern, segment by segment.
 
     `*`, `?` and `[…]` match within a segment, `**` matches any number of segments, including none.
     """

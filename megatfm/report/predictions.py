@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatfm.errors import MegatfmError
-from megatfm.report.charts import Tick
+from megatfm.report.charts import Tick, encode_png
 from megatfm.report.run import Run
-from megatfm.report.run_charts import encode_png
 from megatfm.tasks.files import read_rows
 from megatfm.tasks.forms import label_text
 

@@ -4,11 +4,8 @@ A heat map is a PNG with one pixel per expert and bucket of steps, which the pag
 experts, too, and is embedded in the page.
 """
 
-import base64
 import math
 import re
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,6 +17,7 @@ from megatfm.report.charts import (
     Line,
     Tick,
     choose_ticks,
+    encode_png,
     format_number,
     make_chart,
     smooth,
@@ -386,22 +384,3 @@ def choose_colour(load: float) -> tuple[int, int, int, int]:
             red, green, blue = (round(a + share * (b - a)) for a, b in zip(dark, light, strict=True))
             return red, green, blue, 255
     raise AssertionError("unreachable: the load is clamped to the colour scale")
-
-
-def encode_png(pixels: Sequence[Sequence[tuple[int, int, int, int]]]) -> str:
-    """Encode rows of RGBA pixels as a PNG data URI (ISO/IEC 15948, colour type 6)."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        )
-
-    header = struct.pack(">IIBBBBB", len(pixels[0]), len(pixels), 8, 6, 0, 0, 0)
-    rows = b"".join(b"\0" + bytes(value for pixel in row for value in pixel) for row in pixels)
-    file = (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(rows, 9))
-        + chunk(b"IEND", b"")
-    )
-    return f"data:image/png;base64,{base64.b64encode(file).decode()}"

@@ -19,6 +19,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from megatfm.checkpoint import ShardedTensor, file_io
+from megatfm.checkpoint.sharded_tensor import view_as_bytes
 from megatfm.config import ResilienceConfig
 from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, RowSources, ScalesLoss
 from megatfm.errors import MegatfmError
@@ -300,19 +301,15 @@ def hash_blocks(state: Mapping[str, ShardedTensor | Tensor]) -> dict[Block, str]
     """Return the BLAKE3 hash of each block of a state dict that this rank holds."""
     sharded_tensors = {name: ShardedTensor.from_tensor(value) for name, value in state.items()}
     return {
-        (name, block.offsets): blake3(_view_as_bytes(block.tensor.cpu()).numpy().data).hexdigest()
+        (name, block.offsets): blake3(view_as_bytes(block.tensor.cpu().contiguous()).numpy().data).hexdigest()
         for name, sharded_tensor in sharded_tensors.items()
         for block in sharded_tensor.blocks
     }
 
 
-def _view_as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _are_identical(first: Tensor, second: Tensor) -> bool:
     """Return whether all bits are equal: NaN equals itself, −0 differs from 0."""
-    return torch.equal(_view_as_bytes(first), _view_as_bytes(second))
+    return torch.equal(view_as_bytes(first.contiguous()), view_as_bytes(second.contiguous()))
 
 
 def raise_differences(differing: list[str], subject: str) -> None:

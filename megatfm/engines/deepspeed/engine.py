@@ -250,11 +250,15 @@ class DeepSpeedForwardBackward:
         self._engine, self._model = engine, model
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
+        self,
+        batches: Sequence[Batch],
+        objective: LossFunction,
+        scale_loss: LossScaler,
+        gradient_sync: GradientSync,
     ) -> list[Terms]:
         terms_by_batch: list[Terms] = []
         for batch in batches:
-            data.start_microbatch(is_last=batch is batches[-1])
+            gradient_sync.start_microbatch(is_last=batch is batches[-1])
 
             def run(model: nn.Module, batch: Batch = batch) -> Tensor:
                 terms = objective(model, batch)

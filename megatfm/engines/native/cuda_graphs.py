@@ -107,7 +107,11 @@ class GraphedModel:
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
+        self,
+        batches: Sequence[Batch],
+        objective: LossFunction,
+        scale_loss: LossScaler,
+        gradient_sync: GradientSync,
     ) -> list[Terms]:
         """See `ForwardBackward`. scale_loss: a `TermWeights`, whose factors are copied."""
         assert isinstance(scale_loss, TermWeights)
@@ -122,7 +126,7 @@ class GraphedModel:
         self._bind_gradients()
         results = []
         for batch in batches:
-            data.start_microbatch(is_last=batch is batches[-1])
+            gradient_sync.start_microbatch(is_last=batch is batches[-1])
             recorded = self._recorded[_make_key(batch, objective)]
             torch._foreach_copy_(list(recorded.inputs.values()), [batch[name] for name in recorded.inputs])
             recorded.factors.copy_(scale_loss.factors)
