@@ -88,7 +88,7 @@ class LossAccumulator:
         if not self._n_batches:
             raise MegatfmError("no batch to compute a loss of: every rank must bring at least one")
         counts = move_to_device(self._local_counts, self._device)
-        self._mesh.all_reduce_(counts, self._mesh.data_axes)
+        self._mesh.all_reduce_(counts, self._mesh.batch_axes)
         self._counts += counts
         self._local_counts = torch.zeros_like(self._local_counts)
 

@@ -126,8 +126,8 @@ class Mesh:
         return self.data_ranks * self.size(CONTEXT)
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes over which a global batch is divided."""
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes over which a global batch is divided."""
         return (SHARD, REPLICATE)
 
     @property

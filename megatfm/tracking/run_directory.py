@@ -52,7 +52,7 @@ class RunDirectory:
         return self.folder / "checkpoints"
 
     @property
-    def log(self) -> Path:
+    def log_path(self) -> Path:
         """Log file of this rank."""
         return self.folder / "logs" / f"rank-{self.rank}.log"
 
@@ -70,7 +70,7 @@ class RunDirectory:
             new_folders = run_on_rank_0_raising(lambda: self._open() if self.is_main else [])
             if not self.is_main:
                 self.new_paths.folders = new_folders
-                self.log.parent.mkdir(parents=True, exist_ok=True)
+                self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 self._lock.remember_file()
         except OSError as error:
             raise MegatfmError(f"{self.folder}: can't write the run directory: {error.strerror}") from error
@@ -84,7 +84,7 @@ class RunDirectory:
     def _open(self) -> list[Path]:
         """Create the folder and take the lock; return the new folders, outermost first."""
         self._check_links()
-        self.new_paths.make_folder(self.log.parent)
+        self.new_paths.make_folder(self.log_path.parent)
         try:
             self._lock.acquire()
         except BaseException:
@@ -95,7 +95,7 @@ class RunDirectory:
 
     def _check_links(self) -> None:
         """Refuse dangling links, and links into another run, whose checkpoints would be deleted as this run's own."""
-        for folder in (self.checkpoints, self.log.parent):
+        for folder in (self.checkpoints, self.log_path.parent):
             if not folder.is_symlink():
                 continue
             target = folder.resolve()
@@ -142,7 +142,7 @@ class RunDirectory:
 
     def announce_links(self) -> None:
         """Log where checkpoints and logs are stored if their folders are symbolic links."""
-        for folder in (self.checkpoints, self.log.parent):
+        for folder in (self.checkpoints, self.log_path.parent):
             if folder.is_symlink():
                 _log.info("%s is a symbolic link to %s, where its files are stored", folder, folder.resolve())
 

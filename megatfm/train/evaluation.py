@@ -61,7 +61,7 @@ def evaluate(
                     yield batch
 
         result = engine.evaluate(batches(), objective)
-    engine.mesh.all_reduce_(n_bytes, engine.mesh.data_axes)
+    engine.mesh.all_reduce_(n_bytes, engine.mesh.batch_axes)
     results: dict[str, Any] = {"loss": result.loss}
     if objective.likelihood_term and byte_lengths is not None:
         bits = result.sums[objective.likelihood_term] / math.log(2)

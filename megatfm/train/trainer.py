@@ -85,7 +85,7 @@ def train(
         corpora = open_corpora(config, tokenizer)
         monitor.tick(0, "start")
         with RunDirectory(folder, rank.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
-            monitor.attach_run_log(run.log, run.log_failure)
+            monitor.attach_run_log(run.log_path, run.log_failure)
             if should_record_allocations(run.folder, config.log.memory_snapshot):
                 record_allocations(rank.device)
             decisions, nodes = DecisionLog.from_run(run), resume.discover_nodes(config, run)

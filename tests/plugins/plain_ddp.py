@@ -32,7 +32,7 @@ class DdpEngine:
                 f"{setup.precision!r}: set zero = 0 and 'fp32', or engine = 'native'"
             )
         self.layout, self.mesh, self.device = setup.layout, setup.mesh, setup.device
-        self.precision, self.replicated_axes = PRECISIONS[setup.precision], setup.mesh.data_axes
+        self.precision, self.replicated_axes = PRECISIONS[setup.precision], setup.mesh.batch_axes
         self.model = setup.model
         materialize(self.model, self.precision, self.device)
         self.parameters = dict(self.model.named_parameters())
@@ -50,7 +50,7 @@ class DdpEngine:
         self.state = TrainState({**self.blocks, **self.modules.buffers}, optimizers)
         self.state_dict, self.load_state_dict = self.state.state_dict, self.state.load_state_dict
         self.empty_state_dict, self.sync_weights = self.state.empty_state_dict, self.state.refresh
-        data = self.mesh.flat_group(self.mesh.data_axes)
+        data = self.mesh.flat_group(self.mesh.batch_axes)
         self.ddp = DistributedDataParallel(self.model, process_group=data, init_sync=False)
 
     def forward_backward(self, microbatches, objective, *, record_activations=False):
@@ -116,4 +116,4 @@ class DdpEngine:
         )
 
     def process_groups(self):
-        return self.mesh.group_names(self.mesh.data_axes, self.mesh.shard_axes)
+        return self.mesh.group_names(self.mesh.batch_axes, self.mesh.shard_axes)
