@@ -65,7 +65,7 @@ def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
     start = time.perf_counter()
     needs = [find_reachable_keys(PATTERN, row, at) for at in dealt]
     if fetches := is_sparse_fetch(dealt, needs):
-        FetchPlan.of(cast(ContextParallel, RankStub(0, ranks)), dealt, needs)
+        FetchPlan.build(cast(ContextParallel, RankStub(0, ranks)), dealt, needs)
     plan_ms = 1000 * (time.perf_counter() - start)
     round_ = length * (ranks - 1) / ranks
     ring = NUMBERS_PER_TOKEN * (2 * 2 * round_ + 4 * round_)

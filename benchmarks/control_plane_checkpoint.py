@@ -24,7 +24,7 @@ from megatfm.checkpoint.planner import WritePlan, group_shards, hash_group, merg
 from megatfm.checkpoint.reader import Reader
 from megatfm.checkpoint.sharded_tensor import ShardedTensor
 from megatfm.config import load_config
-from megatfm.parallel.parallelize import match
+from megatfm.parallel.parallelize import match_styles
 from megatfm.train.build import build_model
 
 T = TypeVar("T")
@@ -60,8 +60,8 @@ def load_shapes(layers: int) -> Shapes:
     with torch.device("meta"):
         model = build_model(config)
     return {
-        f"{path}.{key}": (tuple(tensor.shape), style.cut_dim(key, tensor.dim()))
-        for path, style in match(model).items()
+        f"{path}.{key}": (tuple(tensor.shape), style.shard_dim(key, tensor.dim()))
+        for path, style in match_styles(model).items()
         for key, tensor in model.get_submodule(path).named_parameters(recurse=False)
     }
 

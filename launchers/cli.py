@@ -16,8 +16,8 @@ from megatfm.launchers.job import Job, JobState, Kind, Launcher
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.run_jobs import cancel
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
-from megatfm.launchers.status import RunStatus, run_status
-from megatfm.launchers.validation import launch_errors, launch_warnings
+from megatfm.launchers.status import RunStatus, get_run_status
+from megatfm.launchers.validation import find_launch_errors, find_launch_warnings
 from megatfm.registry import check_foreign_plugins, refuse_repeats
 
 SLURM_FLAGS = {
@@ -119,13 +119,13 @@ def build_launch(args: argparse.Namespace) -> tuple[Launcher, Job]:
         chain_length=1 if args.chain is None else args.chain,
     )
     site = _make_site(args) if args.slurm else None
-    partition = scheduler.partition(site.partition) if site else None
-    for problem in launch_errors(job, site, partition):
+    partition = scheduler.find_partition(site.partition) if site else None
+    for problem in find_launch_errors(job, site, partition):
         if not args.dry_run:
             raise UsageError(problem)
         print(f"note: this would be refused: {problem}", file=sys.stderr)
     if site:
-        for note in launch_warnings(job, site, partition):
+        for note in find_launch_warnings(job, site, partition):
             print(f"note: {note}", file=sys.stderr)
         return SlurmLauncher(site), job
     launcher_class = LocalLauncher if args.mpi is None else MpiLauncher
@@ -213,7 +213,7 @@ class RunHandle:
     @property
     def progress(self) -> RunStatus:
         """Step, loss, time left and restarts: the values that `megatfm status` shows."""
-        return run_status(self.run_dir)
+        return get_run_status(self.run_dir)
 
     def wait(self, timeout: float | None = None, poll_interval: float = POLL_SECONDS) -> JobState:
         """Wait until the run ends, across restarts and all jobs of a chain; return the final state.

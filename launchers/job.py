@@ -92,15 +92,15 @@ class Job:
     @property
     def command(self) -> list[str]:
         """Command of every process."""
-        return [*megatfm_command(self.kind), self.config_name, *self.overrides]
+        return [*make_megatfm_command(self.kind), self.config_name, *self.overrides]
 
 
-def megatfm_command(kind: Kind, python: str | None = None) -> list[str]:
+def make_megatfm_command(kind: Kind, python: str | None = None) -> list[str]:
     """Return the command line that starts a process of this kind of job."""
     return [python or MEGATFM_COMMAND[0], *MEGATFM_COMMAND[1:-1], kind]
 
 
-def python_path() -> dict[str, str]:
+def make_python_path() -> dict[str, str]:
     """Return PYTHONPATH for ranks if megatfm can be imported only from the working directory; else an empty dict.
 
     This is the case in a checkout that isn't installed, when `python -m megatfm` runs in its top folder.

@@ -24,7 +24,7 @@ from megatfm.errors import (
     UsageError,
 )
 from megatfm.files import NEW_RUN_VARIABLE, NewPaths
-from megatfm.launchers.job import Job, python_path
+from megatfm.launchers.job import Job, make_python_path
 from megatfm.launchers.record import (
     FINAL_EXIT_REASONS,
     LAUNCH,
@@ -107,7 +107,7 @@ class ForegroundLauncher:
             )
             if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or not self.max_restarts:
                 return code
-            if limit_reason := attempt_log.restart_limit_reason(submission, self.max_restarts):
+            if limit_reason := attempt_log.explain_restart_limit(submission, self.max_restarts):
                 print(f"megatfm: no progress: {limit_reason}", file=sys.stderr)
                 attempt_log.end(replace(ended_attempt, code=NO_PROGRESS, reason=limit_reason))
                 return NO_PROGRESS
@@ -131,7 +131,7 @@ class LocalLauncher(ForegroundLauncher):
     def submit(self, job: Job, new_paths: NewPaths) -> int:
         """Run the job to its end; return the ranks' common exit code."""
         return self.run(
-            job, lambda is_new: supervise(self._make_children(job, free_port(), is_new)), new_paths
+            job, lambda is_new: supervise(self._make_children(job, find_free_port(), is_new)), new_paths
         )
 
     def _make_children(self, job: Job, port: int, is_new: bool = False) -> list[Child]:
@@ -141,7 +141,7 @@ class LocalLauncher(ForegroundLauncher):
                 Child(
                     f"worker {rank + 1}",
                     [*job.command, "--part", f"{rank + 1}/{job.world_size}"],
-                    default_env(job.world_size),
+                    make_default_env(job.world_size),
                     job.run_dir / "logs" / f"worker-{rank + 1}.log" if rank else None,
                 )
                 for rank in ranks
@@ -153,8 +153,8 @@ class LocalLauncher(ForegroundLauncher):
             "MASTER_PORT": str(port),
             # Loopback, so that gloo need not resolve this machine's name.
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            **default_env(job.world_size),
-            **new_run_env(job, is_new),
+            **make_default_env(job.world_size),
+            **make_new_run_env(job, is_new),
         }
         return [
             Child(
@@ -179,12 +179,12 @@ def _register_files(job: Job, new_paths: NewPaths) -> None:
         new_paths.will_write(run / name)
 
 
-def new_run_env(job: Job, is_new: bool) -> dict[str, str]:
+def make_new_run_env(job: Job, is_new: bool) -> dict[str, str]:
     """Return the environment variable that tells ranks that their run directory is new; empty if it is not."""
     return {NEW_RUN_VARIABLE: str(job.run_dir)} if is_new else {}
 
 
-def default_env(processes: int) -> dict[str, str]:
+def make_default_env(processes: int) -> dict[str, str]:
     """Return a rank's default environment variables on this machine. The user's own values win."""
     # macOS has no CPU affinity.
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -192,10 +192,10 @@ def default_env(processes: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, n_cores // processes)),
         "PYTHONUNBUFFERED": "1",  # so that the log of a killed rank is complete
     }
-    return {key: os.environ.get(key, value) for key, value in env.items()} | python_path()
+    return {key: os.environ.get(key, value) for key, value in env.items()} | make_python_path()
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a port on which no process listens. Raises MegatfmError when none is found."""
     for port in random.sample(PORTS, 100):
         with socket.socket() as probe:
@@ -233,14 +233,14 @@ class MpiLauncher(ForegroundLauncher):
         return Child(
             "mpirun",
             ["mpirun", "-n", str(job.world_size), *job.command],
-            {**mpi_env(), **default_env(job.world_size), **new_run_env(job, is_new)},
+            {**make_mpi_env(), **make_default_env(job.world_size), **make_new_run_env(job, is_new)},
             # mpirun answers SIGTERM by killing the ranks, but passes SIGUSR1 on, so that they can save.
             stop_signal=signal.SIGUSR1,
             parent_death_signal=signal.SIGTERM,
         )
 
 
-def mpi_env() -> dict[str, str]:
+def make_mpi_env() -> dict[str, str]:
     """Return variables for Open MPI 4 and 5. MPICH ignores them, and behaves this way by default."""
     env = {
         # Allow more ranks than cores, for laptops. Binding would confine all threads of a rank to one core.

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from megatfm.launchers.record import TAIL_BYTES, start_of_last_lines
-from megatfm.launchers.run_jobs import job_ids
+from megatfm.launchers.record import TAIL_BYTES, find_start_of_last_lines
+from megatfm.launchers.run_jobs import read_job_ids
 
 POLL_SECONDS = 0.5
 LINE_BYTES = 4096
@@ -35,7 +35,7 @@ class Tail:
     def begin(self, count: int) -> None:
         """Skip to the last `count` lines."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
-            self.offset = start_of_last_lines(file, count)
+            self.offset = find_start_of_last_lines(file, count)
 
     def read_new_lines(self) -> Iterator[str]:
         """Yield the complete lines since the last call. A file that became shorter is read from its start."""
@@ -95,7 +95,7 @@ def select_logs(run: Path, all_ranks: bool = False, scanner: ErrorScanner | None
 
     Omits rank 0's log if there is a job, whose log contains it. scanner: one that has scanned the logs before.
     """
-    batch_logs, scanner = job_logs(run), scanner or ErrorScanner()
+    batch_logs, scanner = find_job_logs(run), scanner or ErrorScanner()
     labels = {path: "job" if len(batch_logs) == 1 else path.stem.rpartition("_")[2] for path in batch_logs}
     for path in sorted((run / "logs").glob("*.log"), key=_rank_of_log):
         rank = _rank_of_log(path)
@@ -106,9 +106,9 @@ def select_logs(run: Path, all_ranks: bool = False, scanner: ErrorScanner | None
     return labels
 
 
-def job_logs(run: Path) -> list[Path]:
+def find_job_logs(run: Path) -> list[Path]:
     """Return the log of the SLURM job that ran last, or those of all tasks of its array; none without a job."""
-    for job in reversed(job_ids(run)):
+    for job in reversed(read_job_ids(run)):
         if logs := sorted((run / "logs").glob(f"slurm-{job}.log")) or sorted(
             (run / "logs").glob(f"slurm-{job}_*.log")
         ):

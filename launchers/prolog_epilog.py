@@ -31,16 +31,16 @@ from megatfm.launchers.record import (
     UNFINISHED,
     Attempt,
     AttemptLog,
+    find_latest_checkpoint_step,
+    get_number,
+    get_texts,
     is_finished,
-    latest_checkpoint_step,
-    number_of,
     read_json,
     tail_jsonl,
-    texts_of,
 )
-from megatfm.launchers.run_jobs import job_ids, job_state
-from megatfm.launchers.status import prep_progress
-from megatfm.launchers.validation import layout_error, max_fitting_nodes
+from megatfm.launchers.run_jobs import get_job_state, read_job_ids
+from megatfm.launchers.status import describe_prep_progress
+from megatfm.launchers.validation import explain_layout_error, max_fitting_nodes
 
 PREFIX = "megatfm job: "
 LOG_BYTES = 2**24
@@ -92,12 +92,14 @@ def prolog(args: argparse.Namespace) -> int:
     config = load_config(args.config)
     nodes = scheduler.expand_nodelist(os.environ["SLURM_JOB_NODELIST"])
     attempt_log, now = AttemptLog(args.run), time.time()
-    if latest_checkpoint_step(args.run) >= config.train.steps and is_finished(args.run, config.train.steps):
+    if find_latest_checkpoint_step(args.run) >= config.train.steps and is_finished(
+        args.run, config.train.steps
+    ):
         log(f"the run is finished: all of its {config.train.steps} steps are done")
         return EXIT_OK
     job = os.environ["SLURM_JOB_ID"]
-    submission = submission_id(args.run, job)
-    if unfinished := attempt_log.unfinished_attempt(submission):
+    submission = get_submission_id(args.run, job)
+    if unfinished := attempt_log.find_unfinished_attempt(submission):
         cause = find_failure_cause(args.log, args.run, unfinished.time)
         attempt_log.end(
             replace(
@@ -112,12 +114,12 @@ def prolog(args: argparse.Namespace) -> int:
     attempt = attempt_log.begin(Attempt(now, submission, job, _read_restart_count(), nodes))
     n_attempts = sum(earlier.submission == submission for earlier in attempt_log.attempts)
     log(f"attempt {n_attempts}: job {job}, from step {attempt.first_step}, on {', '.join(nodes)}")
-    if limit_reason := attempt_log.restart_limit_reason(submission, args.max_restarts):
+    if limit_reason := attempt_log.explain_restart_limit(submission, args.max_restarts):
         # Only after SLURM itself has requeued the job, since then no epilog ran.
         return _stop_without_progress(args, attempt_log, attempt, limit_reason)
-    usable = _select_usable_nodes(args, config, nodes, set(attempt_log.faulty_hosts(now)))
+    usable = _select_usable_nodes(args, config, nodes, set(attempt_log.find_faulty_hosts(now)))
     count = max_fitting_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node)
-    error = layout_error(config, len(usable) * args.processes_per_node)
+    error = explain_layout_error(config, len(usable) * args.processes_per_node)
     if count is None:
         attempt_log.end(replace(attempt, code=EXIT_USAGE, ended=now, reason=error or "too few nodes"))
         log(
@@ -148,7 +150,7 @@ def _select_usable_nodes(
 def epilog(args: argparse.Namespace) -> int:
     """Record how the attempt ended; requeue the job, leave the run to the next job of its chain, or stop."""
     attempt_log, job = AttemptLog(args.run), os.environ["SLURM_JOB_ID"]
-    started_attempt = attempt_log.attempt_of_job(job, _read_restart_count())
+    started_attempt = attempt_log.find_attempt_of_job(job, _read_restart_count())
     if started_attempt is None:
         raise MegatfmError(f"{args.run / RESTARTS}: job {job} is not recorded: was the file removed?")
     code = args.code
@@ -167,14 +169,14 @@ def epilog(args: argparse.Namespace) -> int:
     if stop_signal or code == EXIT_REQUEUE:
         attempt = replace(attempt, reason=f"stopped by {stop_signal or 'a signal'}")
     else:
-        next_attempt = attempt_log.next_attempt(started_attempt)
+        next_attempt = attempt_log.find_next_attempt(started_attempt)
         next_started_at = next_attempt.time if next_attempt else None
         cause = find_failure_cause(args.log, args.run, started_attempt.time, next_started_at)
         reason = cause.reason or (f"exit code {code}" if args.code else UNFINISHED)
         attempt = replace(attempt, failed_host=cause.host, failed_rank=cause.rank, reason=reason)
     attempt = attempt_log.end(attempt)
     log(f"{attempt.reason}; the newest checkpoint is of step {attempt.step}")
-    if limit_reason := attempt_log.restart_limit_reason(attempt.submission, args.max_restarts):
+    if limit_reason := attempt_log.explain_restart_limit(attempt.submission, args.max_restarts):
         return _stop_without_progress(args, attempt_log, attempt, limit_reason)
     _requeue_or_chain(args, attempt_log, attempt)
     return EXIT_FAILED if attempt.is_failure else EXIT_REQUEUE
@@ -184,12 +186,10 @@ def requeue_prep_task(args: argparse.Namespace) -> int:
     """Requeue a stopped task of a preparation, unless repeated stops passed without any task finishing a part."""
     job, task = os.environ["SLURM_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
     stops_file, array_job = args.run / "slurm" / f"stops.{task}.json", os.environ["SLURM_ARRAY_JOB_ID"]
-    previous, progress = read_json(stops_file, {}), prep_progress(args.run)
-    has_no_progress = isinstance(previous, dict) and (
-        previous.get("job"),
-        previous.get("work"),
-    ) == (array_job, progress)
-    stops = 1 + (previous["stops"] if has_no_progress and isinstance(previous.get("stops"), int) else 0)
+    previous, progress = read_json(stops_file, {}), describe_prep_progress(args.run)
+    stops = 1
+    if isinstance(previous, dict) and (previous.get("job"), previous.get("work")) == (array_job, progress):
+        stops += previous["stops"] if isinstance(previous.get("stops"), int) else 0
     atomic_write(stops_file, json.dumps({"job": array_job, "work": progress, "stops": stops}) + "\n")
     if stops > (MAX_STOPS_WITHOUT_PROGRESS if progress else MAX_UNCOUNTED_STOPS):
         log(
@@ -197,7 +197,7 @@ def requeue_prep_task(args: argparse.Namespace) -> int:
             "--time"
         )
         return NO_PROGRESS
-    if job_state(job).name == "RUNNING":  # else it was cancelled
+    if get_job_state(job).name == "RUNNING":  # else it was cancelled
         scheduler.requeue(job)
         log(f"task {task} is requeued, and will continue")
     return EXIT_REQUEUE
@@ -215,7 +215,7 @@ def _requeue_or_chain(args: argparse.Namespace, attempt_log: AttemptLog, attempt
     if not is_requeued and (state == "CANCELLED" or (state == "COMPLETING" and not is_out_of_time)):
         log(f"job {job} was cancelled, so it is not requeued")
         return
-    next_jobs = later_chain_jobs(args.run, job)
+    next_jobs = list_later_chain_jobs(args.run, job)
     if is_requeued:
         log(f"SLURM has requeued job {job}")
         next_jobs = [job]
@@ -227,7 +227,7 @@ def _requeue_or_chain(args: argparse.Namespace, attempt_log: AttemptLog, attempt
         log(f"the next job of the chain, {next_jobs[0]}, will resume from here")
     else:
         log("this site doesn't requeue jobs, and the chain has no further job: start the same command again")
-    if (hosts := attempt_log.faulty_hosts(time.time())) and next_jobs:
+    if (hosts := attempt_log.find_faulty_hosts(time.time())) and next_jobs:
         _exclude_hosts(next_jobs, hosts, record)
 
 
@@ -236,7 +236,7 @@ def _exclude_hosts(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, 
     try:
         current_list = record.get("ExcNodeList", "(null)")  # must be repeated, since an update replaces it
         excluded = {*hosts, *(scheduler.expand_nodelist(current_list) if current_list != "(null)" else ())}
-        free_nodes = scheduler.usable_nodes(record.get("Partition", "")) - excluded
+        free_nodes = scheduler.list_usable_nodes(record.get("Partition", "")) - excluded
         needed = int(re.match(r"\d+", record.get("NumNodes", "1"))[0])  # type: ignore[index]
         if len(free_nodes) < needed:
             log(
@@ -259,20 +259,20 @@ def _stop_without_progress(
     return NO_PROGRESS
 
 
-def submission_id(run: Path, job: str) -> str:
+def get_submission_id(run: Path, job: str) -> str:
     """Return the job under which restarts are counted: the first of the chain, or the job itself."""
-    jobs = job_ids(run)
+    jobs = read_job_ids(run)
     return jobs[0] if job in jobs else job
 
 
-def later_chain_jobs(run: Path, job: str) -> list[str]:
+def list_later_chain_jobs(run: Path, job: str) -> list[str]:
     """Return the jobs of a chain that were submitted after this one."""
-    jobs = job_ids(run)
+    jobs = read_job_ids(run)
     return jobs[jobs.index(job) + 1 :] if job in jobs else []
 
 
 def _cancel_later_chain_jobs(run: Path, job: str) -> None:
-    if later_jobs := later_chain_jobs(run, job):
+    if later_jobs := list_later_chain_jobs(run, job):
         with contextlib.suppress(MegatfmError):  # they have already ended
             scheduler.cancel(later_jobs)
         log(f"cancelled the later jobs of the chain: {', '.join(later_jobs)}")
@@ -303,8 +303,8 @@ def find_failure_cause(
         until = min(until, datetime.fromisoformat(ended[1]).timestamp())
         text = text[: ended.start()]
     for event in reversed(tail_jsonl(run / EVENTS, 8)):
-        if event.get("event") == "failed" and started_at <= (number_of(event, "time") or 0) < until:
-            hosts, ranks = texts_of(event, "hosts"), texts_of(event, "ranks")
+        if event.get("event") == "failed" and started_at <= (get_number(event, "time") or 0) < until:
+            hosts, ranks = get_texts(event, "hosts"), get_texts(event, "ranks")
             is_single_rank = len(set(hosts)) == 1 and ranks and ranks[0].isdecimal()
             host, rank = (hosts[0], int(ranks[0])) if is_single_rank else (None, None)
             return FailureCause(host, rank, str(event.get("detail", "failed")))

@@ -31,14 +31,14 @@ _STEP_DIR = re.compile(r"step-(\d+)")
 
 
 def read_json(path: Path, default: Any) -> Any:
-    """Read a JSON file; return `default` where it is missing, unreadable, a FIFO or damaged."""
+    """Read a JSON file; return `default` if it is missing, unreadable, not a regular file, or damaged."""
     try:
         return json.loads(path.read_bytes()) if path.is_file() else default
     except (OSError, ValueError, RecursionError):
         return default
 
 
-def number_of(record: Mapping[str, Any], key: str) -> float | None:
+def get_number(record: Mapping[str, Any], key: str) -> float | None:
     """Return a number of a JSON record; None if missing or malformed. NaN and infinities may be stored as text."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -49,7 +49,7 @@ def number_of(record: Mapping[str, Any], key: str) -> float | None:
         return None
 
 
-def texts_of(record: Mapping[str, Any], key: str) -> list[str]:
+def get_texts(record: Mapping[str, Any], key: str) -> list[str]:
     """Return a list of a JSON record as strings; empty if missing or malformed."""
     value = record.get(key)
     return [str(item) for item in value] if isinstance(value, list) else []
@@ -66,7 +66,7 @@ def read_launch_record(run: Path) -> dict[str, Any]:
 
 def write_launch_record(run: Path, **fields: object) -> None:
     """Write launch.json, for `megatfm status`, `logs` and `cancel`; keeps its `evaluations`. Raises OSError."""
-    record = {"evaluations": texts_of(read_launch_record(run), "evaluations"), **fields}
+    record = {"evaluations": get_texts(read_launch_record(run), "evaluations"), **fields}
     atomic_write(
         run / LAUNCH, json.dumps({**record, "time": time.time(), "command": sys.argv}, indent=1) + "\n"
     )
@@ -79,7 +79,7 @@ def record_evaluation_jobs(run: Path, jobs: Sequence[str]) -> None:
     )
 
 
-def latest_checkpoint_step(run: Path) -> int:
+def find_latest_checkpoint_step(run: Path) -> int:
     """Return the step of the newest committed checkpoint, read from its folder's name; 0 if there is none."""
     try:
         names = [_STEP_DIR.fullmatch(path.name) for path in (run / "checkpoints").iterdir()]
@@ -96,13 +96,13 @@ def is_finished(run: Path, steps: int) -> bool:
     last_event = next(iter(tail_jsonl(run / EVENTS, 1)), {})
     if last_event.get("event") == "finished early":  # train.patience
         return True
-    return last_event.get("event") == "finished" and (number_of(last_event, "step") or 0) >= steps
+    return last_event.get("event") == "finished" and (get_number(last_event, "step") or 0) >= steps
 
 
 def tail_jsonl(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the last `count` complete JSON lines of a file, oldest first; fewer if it has no more."""
     records: list[dict[str, Any]] = []
-    for line in reversed_lines(path):
+    for line in iter_reversed_lines(path):
         if len(records) == count:
             break
         try:
@@ -114,7 +114,7 @@ def tail_jsonl(path: Path, count: int) -> list[dict[str, Any]]:
     return records[::-1]
 
 
-def start_of_last_lines(file: BinaryIO, count: int) -> int:
+def find_start_of_last_lines(file: BinaryIO, count: int) -> int:
     """Return the offset at which the last `count` lines begin. A line without line break counts, too.
 
     Reads the file in blocks from its end.
@@ -136,7 +136,7 @@ def start_of_last_lines(file: BinaryIO, count: int) -> int:
     return end if count <= 0 else 0
 
 
-def reversed_lines(path: Path) -> Iterator[str]:
+def iter_reversed_lines(path: Path) -> Iterator[str]:
     """Yield the lines in the last TAIL_BYTES of a text file, last line first; nothing if there is no such file."""
     if not path.is_file():
         return
@@ -166,7 +166,7 @@ MAX_STOPS_WITHOUT_PROGRESS = 10
 """Largest number of stops by a signal in a row without a new checkpoint. More have a systematic cause, for example a
 time limit shorter than the start."""
 MAX_HOST_FAILURES = 2
-HOST_FAILURE_WINDOW_S = 7 * 86400.0  # by then the site has repaired or drained a broken node
+HOST_FAILURE_WINDOW_SECONDS = 7 * 86400.0  # by then the site has repaired or drained a broken node
 
 
 @dataclass(frozen=True)
@@ -223,14 +223,14 @@ class AttemptLog:
 
     def begin(self, attempt: Attempt) -> Attempt:
         """Record the start of an attempt; return the attempt with its first step filled in."""
-        attempt = replace(attempt, first_step=latest_checkpoint_step(self.run))
+        attempt = replace(attempt, first_step=find_latest_checkpoint_step(self.run))
         self.attempts = [*self._read(), attempt]
         self._save()
         return attempt
 
     def end(self, attempt: Attempt) -> Attempt:
         """Record the end of an attempt; return the attempt with its last step filled in."""
-        ended = replace(attempt, step=latest_checkpoint_step(self.run))
+        ended = replace(attempt, step=find_latest_checkpoint_step(self.run))
         self.attempts = [
             ended if (stored.job, stored.time) == (attempt.job, attempt.time) else stored
             for stored in self._read()
@@ -238,23 +238,23 @@ class AttemptLog:
         self._save()
         return ended
 
-    def unfinished_attempt(self, submission: str) -> Attempt | None:
+    def find_unfinished_attempt(self, submission: str) -> Attempt | None:
         """Return the last attempt of a submission if its end isn't recorded."""
         last = next(
             (attempt for attempt in reversed(self.attempts) if attempt.submission == submission), None
         )
         return last if last and last.ended is None else None
 
-    def attempt_of_job(self, job: str, restart: int) -> Attempt | None:
+    def find_attempt_of_job(self, job: str, restart: int) -> Attempt | None:
         """Return the attempt of one start of a job. Later attempts may have begun before it ends."""
         attempts = [attempt for attempt in self.attempts if (attempt.job, attempt.restart) == (job, restart)]
         return attempts[-1] if attempts else None
 
-    def next_attempt(self, attempt: Attempt) -> Attempt | None:
+    def find_next_attempt(self, attempt: Attempt) -> Attempt | None:
         """Return the first attempt that began after this one."""
         return next((later for later in self.attempts if later.time > attempt.time), None)
 
-    def restart_limit_reason(self, submission: str, max_restarts: int) -> str | None:
+    def explain_restart_limit(self, submission: str, max_restarts: int) -> str | None:
         """Return why a submission must not be restarted; None if it may be."""
         failures, stops = self.count_without_progress(submission)
         if failures > max_restarts:
@@ -263,7 +263,7 @@ class AttemptLog:
             cause = f"{stops} attempts in a row were stopped"
         else:
             return None
-        reason = f"{cause} without a new checkpoint after step {latest_checkpoint_step(self.run)}"
+        reason = f"{cause} without a new checkpoint after step {find_latest_checkpoint_step(self.run)}"
         if failures <= max_restarts:
             return f"{reason}: give them time to start and save, by more --time or a lower stop_seconds"
         last_reason = next((attempt.reason for attempt in reversed(self.attempts) if attempt.is_failure), "")
@@ -279,9 +279,9 @@ class AttemptLog:
             stops += attempt.ended is not None and not attempt.is_failure
         return failures, stops
 
-    def faulty_hosts(self, now: float) -> list[str]:
+    def find_faulty_hosts(self, now: float) -> list[str]:
         """Return the hosts on which the run failed at least MAX_HOST_FAILURES times within the last week."""
-        recent = [attempt for attempt in self.attempts if attempt.time > now - HOST_FAILURE_WINDOW_S]
+        recent = [attempt for attempt in self.attempts if attempt.time > now - HOST_FAILURE_WINDOW_SECONDS]
         counts = Counter(attempt.failed_host for attempt in recent if attempt.failed_host)
         return sorted(host for host, count in counts.items() if count >= MAX_HOST_FAILURES)
 

@@ -21,10 +21,10 @@ from megatfm.launchers.record import (
     LAST_EVENT_STATES,
     LAUNCH,
     AttemptLog,
-    number_of,
+    get_number,
+    get_texts,
     read_launch_record,
     tail_jsonl,
-    texts_of,
 )
 
 HELD_ADVICE = "it is held: `scontrol release {job}` releases it"
@@ -47,29 +47,29 @@ PENDING_ADVICE = {
 """Advice for reasons of squeue that need action: beginning of the reason → meaning and remedy."""
 
 
-def job_ids(run: Path) -> list[str]:
+def read_job_ids(run: Path) -> list[str]:
     """Return the ids of the jobs of a run's last submission, in chain order."""
-    return texts_of(read_launch_record(run), "jobs")
+    return get_texts(read_launch_record(run), "jobs")
 
 
-def evaluation_job_ids(run: Path) -> list[str]:
+def read_evaluation_job_ids(run: Path) -> list[str]:
     """Return the ids of a run's evaluation jobs, including ended ones."""
-    return texts_of(read_launch_record(run), "evaluations")
+    return get_texts(read_launch_record(run), "evaluations")
 
 
-def active_jobs(jobs: Sequence[str]) -> dict[str, JobState]:
+def find_active_jobs(jobs: Sequence[str]) -> dict[str, JobState]:
     """Return those of the jobs that wait, run or have an unknown state: job id → state."""
-    states = {job: job_state(job) for job in jobs}
+    states = {job: get_job_state(job) for job in jobs}
     return {job: state for job, state in states.items() if not state.is_over}
 
 
-def run_job_state(run: Path) -> JobState:
+def get_run_job_state(run: Path) -> JobState:
     """Return the state of a run's jobs: of the running one, else the next pending one, else the last.
 
     While the scheduler doesn't answer, the run's own record counts only if it says that the run has ended for good.
     """
-    jobs, tasks = job_ids(run), int(number_of(read_launch_record(run), "array") or 1)
-    states = [(job, job_state(job, tasks)) for job in jobs]
+    jobs, tasks = read_job_ids(run), int(get_number(read_launch_record(run), "array") or 1)
+    states = [(job, get_job_state(job, tasks)) for job in jobs]
     active = [(job, state) for job, state in states if not (state.is_over or state.is_unknown)]
     if active:
         job, state = next((pair for pair in active if pair[1].name == "RUNNING"), active[0])
@@ -81,12 +81,8 @@ def run_job_state(run: Path) -> JobState:
     attempts = [attempt for attempt in AttemptLog(run).attempts if attempt.job in jobs]
     unknown = [(job, state) for job, state in states if state.is_unknown]
     job, state = (unknown or states)[-1]
-    if (
-        attempts
-        and attempts[-1].ended is not None
-        and (not unknown or attempts[-1].code in FINAL_EXIT_REASONS)
-    ):
-        last = attempts[-1]
+    last = attempts[-1] if attempts else None
+    if last and last.ended is not None and (not unknown or last.code in FINAL_EXIT_REASONS):
         job, state = next((job, state) for job, state in states if job == last.job)
         if not state.name.startswith("CANCELLED"):
             return JobState(last.state_name, f"job {job}: {last.reason}", last.ended)
@@ -112,7 +108,7 @@ def _describe_array(job: str, rows: Sequence[Sequence[str]], count: int) -> str:
     return "; ".join(filter(None, parts)) or f"{len(rows)} tasks are ending"
 
 
-def job_state(job: str, tasks: int = 1) -> JobState:
+def get_job_state(job: str, tasks: int = 1) -> JobState:
     """Ask SLURM for a job's state: squeue while it is queued, scontrol for a while after, then sacct if installed.
 
     tasks: number of tasks in the job's array.
@@ -165,12 +161,12 @@ def refuse_concurrent_launch(job: Job) -> list[str]:
     run = job.run_dir
     if job.kind != "evaluate":
         check_no_process(run)
-    evaluations = active_jobs(evaluation_job_ids(run))
-    conflicting = evaluations if job.kind == "evaluate" else active_jobs(job_ids(run))
+    evaluations = find_active_jobs(read_evaluation_job_ids(run))
+    conflicting = evaluations if job.kind == "evaluate" else find_active_jobs(read_job_ids(run))
     for job_id, state in conflicting.items():
         if state.is_unknown:
             raise UsageError(
-                f"{run}: can't tell whether job {job_id} still waits or runs ({state.reason}): try again, or on a "
+                f"{run}: it is unknown whether job {job_id} still waits or runs ({state.reason}): try again, or on a "
                 f"machine where SLURM answers; give this run another name; or, if that job is surely gone, delete "
                 f"{run / LAUNCH}"
             )
@@ -187,33 +183,32 @@ def refuse_concurrent_launch(job: Job) -> list[str]:
 
 def check_no_process(run: Path) -> None:
     """Raise LockedError if a process on this machine has launched the run and still lives."""
-    if process := launcher_process(run):
+    if process := find_launcher_process(run):
         raise LockedError(f"{run}: process {process.pid} runs this already: wait for it or give another name")
 
 
-def launcher_process(run: Path) -> psutil.Process | None:
-    """The process that launched a run, if it lives on this machine."""
+def find_launcher_process(run: Path) -> psutil.Process | None:
+    """Return the process that launched a run, if it lives on this machine."""
     launch_record = read_launch_record(run)
     if launch_record.get("host") != socket.gethostname() or "pid" not in launch_record:
         return None
     try:
-        process = psutil.Process(int(number_of(launch_record, "pid") or 0))
-        is_same_job = (
-            abs(process.create_time() - (number_of(launch_record, "started") or 0)) < 1
-        )  # else another process has the pid now
-        return process if is_same_job and process.status() != psutil.STATUS_ZOMBIE else None
+        process = psutil.Process(int(get_number(launch_record, "pid") or 0))
+        # If the start time differs, another process has the pid now.
+        is_same = abs(process.create_time() - (get_number(launch_record, "started") or 0)) < 1
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, ValueError, OverflowError):
         return None
 
 
-def foreground_state(run: Path) -> JobState:
+def get_foreground_state(run: Path) -> JobState:
     """Return the state of a run without SLURM: RUNNING while its launcher process lives, else its recorded end."""
     launch_record = read_launch_record(run)
-    if launcher_process(run):
+    if find_launcher_process(run):
         return JobState(
             "RUNNING",
             f"pid {launch_record['pid']} on {launch_record['host']}",
-            number_of(launch_record, "time"),
+            get_number(launch_record, "time"),
         )
     ended = _read_recorded_end(run)
     if launch_record.get("host") != socket.gethostname() and not ended:
@@ -228,7 +223,7 @@ def _read_recorded_end(run: Path) -> JobState | None:
         return JobState(last.state_name, last.reason, last.ended)
     events = tail_jsonl(run / EVENTS, 1)
     if events and (name := LAST_EVENT_STATES.get(str(events[0].get("event")))):
-        return JobState(name, str(events[0].get("detail", "")), number_of(events[0], "time"))
+        return JobState(name, str(events[0].get("detail", "")), get_number(events[0], "time"))
     return None
 
 
@@ -237,10 +232,10 @@ def cancel(run: Path) -> str:
 
     Raises UsageError if neither a job nor a process is left.
     """
-    cancelled, jobs = [], list(active_jobs([*job_ids(run), *evaluation_job_ids(run)]))
+    cancelled, jobs = [], list(find_active_jobs([*read_job_ids(run), *read_evaluation_job_ids(run)]))
     if jobs:
         cancelled.append(_cancel_jobs(jobs))
-    if process := launcher_process(run):
+    if process := find_launcher_process(run):
         try:
             process.send_signal(signal.SIGTERM)
         except psutil.AccessDenied:
@@ -269,9 +264,9 @@ def cancel_job_id(job_id: str) -> str:
             f"{job_id}: {'not a job of `megatfm launch`' if record else 'SLURM knows no such job'}: give a run "
             f"directory or a job's number{f', or end it with `scancel {job_id}`' if record else ''}"
         )
-    if job_id in job_ids(run):
+    if job_id in read_job_ids(run):
         return cancel(run)
-    if not (jobs := list(active_jobs([job_id]))):
+    if not (jobs := list(find_active_jobs([job_id]))):
         raise UsageError(f"job {job_id} of {run} is over")
     return _cancel_jobs(jobs)
 

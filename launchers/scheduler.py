@@ -86,7 +86,7 @@ class Partition:
     default_time: int | None
 
 
-def partition(name: str | None) -> Partition | None:
+def find_partition(name: str | None) -> Partition | None:
     """Return the named partition, without a name SLURM's default one; None if SLURM can't be asked or names none."""
     try:
         output = run_slurm_command("scontrol", "-o", "show", "partition", *([name] if name else []))
@@ -102,7 +102,7 @@ def partition(name: str | None) -> Partition | None:
     return None
 
 
-def usable_nodes(partition: str) -> set[str]:
+def list_usable_nodes(partition: str) -> set[str]:
     """Return the nodes of a partition that can run a job now or later: not down, drained or failing."""
     usable = set()
     for line in run_slurm_command("sinfo", "-h", "-N", "-p", partition, "-o", "%N %t").splitlines():
@@ -118,11 +118,11 @@ def submit(script: str, dependency: str = "") -> str:
     Removes sbatch's input variables (SBATCH_TIMELIMIT, …) from the environment, since they would override the script.
     """
     option = [f"--dependency={dependency}"] if dependency else []
-    environment = {name: value for name, value in os.environ.items() if name not in sbatch_variables()}
+    environment = {name: value for name, value in os.environ.items() if name not in list_sbatch_variables()}
     return run_slurm_command("sbatch", "--parsable", *option, script, environment=environment)
 
 
-def sbatch_variables() -> list[str]:
+def list_sbatch_variables() -> list[str]:
     """Return the names of this shell's variables that sbatch would let override a script's options."""
     return sorted(name for name in os.environ if name.startswith("SBATCH_"))
 

@@ -22,7 +22,7 @@ from megatfm.config.section import Section
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import NewPaths, atomic_write
 from megatfm.launchers import scheduler, snapshot
-from megatfm.launchers.job import Job, megatfm_command
+from megatfm.launchers.job import Job, make_megatfm_command
 from megatfm.launchers.record import record_evaluation_jobs, write_launch_record
 from megatfm.launchers.run_jobs import refuse_concurrent_launch
 
@@ -264,21 +264,13 @@ class SlurmLauncher:
         return job.run_dir / "slurm"
 
     def _make_command(self, job: Job) -> list[str]:
-        megatfm = megatfm_command(job.kind, self.site.python)
+        megatfm = make_megatfm_command(job.kind, self.site.python)
         if job.kind == "evaluate":
             return [*megatfm, str(job.run_dir), *job.overrides]
         config = str(self._get_slurm_dir(job) / "config.toml")
         if job.kind == "train" and self.site.start == "torchrun":
-            agent = [
-                megatfm[0],
-                "-P",
-                "-m",
-                "megatfm.launchers.torchrun",
-                "agent",
-                "--processes",
-                str(job.nproc_per_node),
-            ]
-            return [*agent, "train", config]
+            agent = [megatfm[0], *("-P", "-m", "megatfm.launchers.torchrun", "agent", "--processes")]
+            return [*agent, str(job.nproc_per_node), "train", config]
         return [*megatfm, config]
 
     def _split_options(self) -> tuple[list[str], list[str]]:

@@ -54,7 +54,7 @@ class Snapshot:
             for name, path in self.files.items():
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, partial / name)
-            atomic_write(partial / ORIGIN, json.dumps(code_origin(), indent=1) + "\n")
+            atomic_write(partial / ORIGIN, json.dumps(describe_code_origin(), indent=1) + "\n")
             with contextlib.suppress(FileExistsError):  # a concurrent submission has just made the same copy
                 partial.rename(target)
         finally:
@@ -120,7 +120,7 @@ def _check_size(name: str, root: Path, files: Sequence[Path]) -> None:
         )
 
 
-def code_origin() -> dict[str, object]:
+def describe_code_origin() -> dict[str, object]:
     """Describe the code's origin: version and path; in a git checkout, also the commit and the changed files."""
     root = Path(version.__file__).parents[1]
     origin: dict[str, object] = {"megatfm": version.__version__, "copied_from": str(root)}

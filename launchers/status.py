@@ -22,13 +22,18 @@ from megatfm.launchers.record import (
     LAST_EVENT_STATES,
     METRICS,
     AttemptLog,
-    latest_checkpoint_step,
-    number_of,
+    find_latest_checkpoint_step,
+    get_number,
     read_json,
     read_launch_record,
     tail_jsonl,
 )
-from megatfm.launchers.run_jobs import active_jobs, evaluation_job_ids, foreground_state, run_job_state
+from megatfm.launchers.run_jobs import (
+    find_active_jobs,
+    get_foreground_state,
+    get_run_job_state,
+    read_evaluation_job_ids,
+)
 
 SPEED_STEPS = 50
 """Number of last steps whose median gives speed and time left."""
@@ -83,22 +88,22 @@ def list_run_dirs() -> list[Path]:
     return runs
 
 
-def run_status(run: Path) -> RunStatus:
+def get_run_status(run: Path) -> RunStatus:
     """Return the present status of a run."""
     records = tail_jsonl(run / METRICS, SPEED_STEPS)
     events = tail_jsonl(run / EVENTS, 1)
     steps, last = _read_steps(run), records[-1] if records else {}
-    state = launched_state(run) or _infer_state(run, events)
+    state = get_launched_state(run) or _infer_state(run, events)
     is_prep = is_prep_run(run)
     if is_prep:
-        state = prep_job_state(run, state)
-    for job, evaluation in active_jobs(evaluation_job_ids(run)).items():
+        state = correct_prep_job_state(run, state)
+    for job, evaluation in find_active_jobs(read_evaluation_job_ids(run)).items():
         prefix = f"{state.reason}; " if state.reason else ""
         state = replace(state, reason=f"{prefix}evaluation in job {job}: {evaluation.name}")
-    last_step = number_of(last, "step")
+    last_step = get_number(last, "step")
     step = int(last_step) if last_step is not None and math.isfinite(last_step) else None
-    seconds = [value for record in records if (value := number_of(record, "step_seconds")) is not None]
-    speeds = [value for record in records if (value := number_of(record, "tokens_per_second")) is not None]
+    seconds = [value for record in records if (value := get_number(record, "step_seconds")) is not None]
+    speeds = [value for record in records if (value := get_number(record, "tokens_per_second")) is not None]
     seconds_left = (
         (steps - step) * statistics.median(seconds) if seconds and steps and step is not None else None
     )
@@ -109,22 +114,22 @@ def run_status(run: Path) -> RunStatus:
         launcher=str(read_launch_record(run).get("launcher", "")),
         step=step,
         steps=steps,
-        loss=number_of(last, "loss"),
+        loss=get_number(last, "loss"),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         seconds_left=None if state.is_over or state.is_unknown else seconds_left,
         restarts=_count_restarts(run),
-        checkpoint=latest_checkpoint_step(run),
+        checkpoint=find_latest_checkpoint_step(run),
         event=detail,
-        work=prep_progress(run) if is_prep else "",
+        work=describe_prep_progress(run) if is_prep else "",
     )
 
 
-def launched_state(run: Path) -> JobState | None:
+def get_launched_state(run: Path) -> JobState | None:
     """Return the state of a run's last launch; None if no launch is recorded."""
     launcher = read_launch_record(run).get("launcher")
     if launcher == "slurm":
-        return run_job_state(run)
-    return foreground_state(run) if launcher in ("local", "mpi") else None
+        return get_run_job_state(run)
+    return get_foreground_state(run) if launcher in ("local", "mpi") else None
 
 
 def _read_steps(run: Path) -> int | None:
@@ -147,7 +152,7 @@ def _infer_state(run: Path, events: list[dict[str, Any]]) -> JobState:
     """Return the state of a run without launch record: RUNNING if its lock is held, else from its last event."""
     holder = read_json(run / "lock", {})
     if isinstance(holder, dict) and "pid" in holder and _lock_is_held(run, holder):
-        return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", number_of(holder, "time"))
+        return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", get_number(holder, "time"))
     event = str(events[0].get("event")) if events else ""
     return JobState(LAST_EVENT_STATES.get(event, "ENDED"), str(events[0].get("detail", "")) if events else "")
 
@@ -155,7 +160,7 @@ def _infer_state(run: Path, events: list[dict[str, Any]]) -> JobState:
 def _lock_is_held(run: Path, holder: dict[str, Any]) -> bool:
     """Return whether a run's lock is held: by a live process here, or on another machine by a recent heartbeat."""
     if holder.get("host") == socket.gethostname():
-        lock_time, pid = number_of(holder, "time"), number_of(holder, "pid")
+        lock_time, pid = get_number(holder, "time"), get_number(holder, "pid")
         try:
             # A process that began after the lock was taken has only inherited the pid of a dead one.
             return pid is not None and psutil.Process(int(pid)).create_time() < (lock_time or math.inf) + 1
@@ -183,30 +188,29 @@ def is_prep_run(run: Path) -> bool:
     return read_launch_record(run).get("kind") == "prep"
 
 
-def corpus_dir(run: Path) -> Path:
+def get_corpus_dir(run: Path) -> Path:
     """Return the corpus that a preparation writes. Its run directory is beside it, as CORPUS.jobs."""
     return run.with_name(run.name.removesuffix(".jobs"))
 
 
-def prep_job_state(run: Path, state: JobState) -> JobState:
+def correct_prep_job_state(run: Path, state: JobState) -> JobState:
     """Correct the state of a preparation's jobs: an ended job is DONE if prep.json exists, else FAILED."""
-    if (corpus_dir(run) / "prep.json").is_file():
+    if (get_corpus_dir(run) / "prep.json").is_file():
         return replace(state, name="DONE") if state.is_over else state
     if state.is_over and state.name in ("COMPLETED", "DONE", "GONE"):
         return JobState("FAILED", f"{state.reason}; the corpus is not finished: start the same command again")
     return state
 
 
-def prep_progress(run: Path) -> str:
+def describe_prep_progress(run: Path) -> str:
     """Return a preparation's newest stage and its number of finished parts; empty if there is none."""
-    if (corpus_dir(run) / "prep.json").is_file():
+    if (get_corpus_dir(run) / "prep.json").is_file():
         return "the corpus is finished"
     n_parts: Counter[str] = Counter()
     newest_time, newest_stage = 0.0, ""
     try:
-        for path in (corpus_dir(run) / ".work").rglob(
-            "*.json"
-        ):  # one folder for each version of the settings
+        # .work has a folder for each version of the settings.
+        for path in (get_corpus_dir(run) / ".work").rglob("*.json"):
             if match := _PART.fullmatch(path.name):
                 n_parts[match[1]] += 1
                 newest_time, newest_stage = max((newest_time, newest_stage), (path.stat().st_mtime, match[1]))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -160,19 +161,14 @@ class _ChildGroup:
         """Record ended children. After a failure, end the others: by SIGTERM, then by SIGKILL."""
         now = time.monotonic()
         ended = {child.name: child for child in self.running if self.processes[child.name].poll() is not None}
-        if (
-            ended
-        ):  # perhaps by a signal to the whole process group, which arrived here only after the last poll
+        if ended:  # a signal to the whole process group may have arrived here only after the last poll
             self.forward_signals()
         self.ended.update(ended)
         if not self._is_terminating:
             for name, child in ended.items():
                 code = self.processes[name].returncode
-                self.codes[name] = (
-                    child.translate_exit_code(code)
-                    if child.translate_exit_code
-                    else self._translate_code(child, code)
-                )
+                translate = child.translate_exit_code or partial(self._translate_code, child)
+                self.codes[name] = translate(code)
         failed = [name for name in ended if self.codes.get(name, 0) not in (EXIT_OK, EXIT_REQUEUE)]
         if failed and self.first_failed is None:
             # A stopped child (SIGSTOP) is the reason why the others ended. Among children that ended between two
@@ -226,9 +222,7 @@ class _ChildGroup:
         else:
             ending = f"exit code {code}" if code >= 0 else _describe_signal(-code)
         n_others = len(self.children) - 1
-        message = f"megatfm: {name} failed first ({ending})" + (
-            ", so the others were ended" if n_others else ""
-        )
+        message = f"megatfm: {name} failed first ({ending}){', so the others were ended' if n_others else ''}"
         log = next(child.log for child in self.children if child.name == name)
         if log is None:
             return message

@@ -57,18 +57,18 @@ def run_agent(processes: int, argv: Sequence[str]) -> int:
 
         agent = Child(
             "torchrun",
-            torchrun_command(os.environ, processes, argv),
+            make_torchrun_command(os.environ, processes, argv),
             {EXIT_CODE_DIR: codes, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"},
             forward_signal=deliver,
             translate_exit_code=lambda code: (
-                EXIT_REQUEUE if stopped_before_start else common_exit_code(code, Path(codes))
+                EXIT_REQUEUE if stopped_before_start else find_common_exit_code(code, Path(codes))
             ),
             blocks_stop_signals=True,
         )
         return supervise([agent])
 
 
-def torchrun_command(environment: Mapping[str, str], processes: int, argv: Sequence[str]) -> list[str]:
+def make_torchrun_command(environment: Mapping[str, str], processes: int, argv: Sequence[str]) -> list[str]:
     """Return this node's torchrun command. Node ranks are SLURM's, so they are the same after every restart."""
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
     return [
@@ -105,7 +105,7 @@ def _iter_workers(pid: int) -> Iterator[psutil.Process]:
             continue
 
 
-def common_exit_code(code: int, folder: Path) -> int:
+def find_common_exit_code(code: int, folder: Path) -> int:
     """Return the exit code that all workers wrote, if they agree; else 1. `code` is torchrun's own."""
     if code == EXIT_OK:
         return EXIT_OK

@@ -12,14 +12,14 @@ from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job
-from megatfm.launchers.record import is_finished, latest_checkpoint_step
+from megatfm.launchers.record import find_latest_checkpoint_step, is_finished
 from megatfm.launchers.slurm import FROM_SHELL, Site
 
 AXES = ("dp_replicate", "tp", "pp", "cp")
 """Axes of fixed size; dp_shard = -1 takes all remaining ranks."""
 
 
-def layout_error(config: Config, processes: int) -> str | None:
+def explain_layout_error(config: Config, processes: int) -> str | None:
     """Return why a run can't train on this number of processes; None if it can."""
     parallel, train = config.parallel, config.train
     if config.resilience.elastic:  # the run itself adapts its layout and micro-batch
@@ -60,7 +60,9 @@ def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
 
 def max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
     """Return the largest of `counts`, numbers of nodes, on which the run can train; None if it can on none."""
-    return max((n for n in counts if layout_error(config, n * processes_per_node) is None), default=None)
+    return max(
+        (n for n in counts if explain_layout_error(config, n * processes_per_node) is None), default=None
+    )
 
 
 # --- errors and warnings of a launch ---------------------------------------------------------------------------------
@@ -69,7 +71,9 @@ START_SECONDS = 120
 """Seconds that a run needs to start, including the minute by which SLURM may send its signal early."""
 
 
-def launch_errors(job: Job, site: Site | None, partition: scheduler.Partition | None = None) -> Iterator[str]:
+def find_launch_errors(
+    job: Job, site: Site | None, partition: scheduler.Partition | None = None
+) -> Iterator[str]:
     """Yield one line for each reason why a job can't be launched.
 
     site: None unless it is a SLURM job. partition: the job's partition, if SLURM describes it.
@@ -79,7 +83,7 @@ def launch_errors(job: Job, site: Site | None, partition: scheduler.Partition | 
     if site and job.kind == "train" and (problem := _check_unfinished(job)):
         yield problem
     if site is None or not site.container:
-        yield from missing_paths(job)
+        yield from find_missing_paths(job)
         yield from _check_deepspeed(job)
     if site:
         yield from _time_limit_errors(job, site, partition)
@@ -89,7 +93,7 @@ def _check_unfinished(job: Job) -> str | None:
     """Return an error if the run has already done all of its steps."""
     assert isinstance(job.config, Config)
     run, steps = job.run_dir, job.config.train.steps
-    if latest_checkpoint_step(run) < steps or not is_finished(run, steps):
+    if find_latest_checkpoint_step(run) < steps or not is_finished(run, steps):
         return None
     return (
         f"{run}: the run is finished: all of its {steps} steps are done: give the new run another name, as name="
@@ -97,12 +101,12 @@ def _check_unfinished(job: Job) -> str | None:
     )
 
 
-def launch_warnings(job: Job, site: Site, partition: scheduler.Partition | None) -> Iterator[str]:
+def find_launch_warnings(job: Job, site: Site, partition: scheduler.Partition | None) -> Iterator[str]:
     """Yield one line for each doubt about a SLURM job that does not prevent its submission."""
     if site.container:
-        for problem in missing_paths(job):
+        for problem in find_missing_paths(job):
             yield f"{problem}; make sure that it exists in the container"
-    if ignored := sorted(set(scheduler.sbatch_variables()) - set(FROM_SHELL.values())):
+    if ignored := sorted(set(scheduler.list_sbatch_variables()) - set(FROM_SHELL.values())):
         yield f"{', '.join(ignored)}: not passed on to sbatch, so that the script alone describes the job: use flags"
     if partition and partition.state != "UP":
         yield (
@@ -164,7 +168,7 @@ def _check_deepspeed(job: Job) -> Iterator[str]:
             yield str(error)
 
 
-def missing_paths(job: Job) -> Iterator[str]:
+def find_missing_paths(job: Job) -> Iterator[str]:
     """Yield an error for each file or folder that the config names and that doesn't exist. URLs are not checked."""
     for key, path, required_file in _iter_config_paths(job):
         if "://" in path or (Path(path) / required_file).exists():
@@ -210,7 +214,7 @@ def _check_size(job: Job, on_nodes: bool) -> str | None:
     counts = range(job.min_nodes, job.largest_node_count + 1)
     if max_fitting_nodes(job.config, counts, job.nproc_per_node) is not None:
         return None
-    reason = layout_error(job.config, job.world_size)
+    reason = explain_layout_error(job.config, job.world_size)
     allocation = (
         f"{job.min_nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.world_size} processes"
     )
@@ -224,6 +228,6 @@ def _suggest_node_count(job: Job, config: Config, on_nodes: bool) -> str:
     )
     for distance in range(1, 64):
         for count in (n_units - distance, n_units + distance):
-            if count > 0 and layout_error(config, count * processes_per_unit) is None:
+            if count > 0 and explain_layout_error(config, count * processes_per_unit) is None:
                 return f"; it would fit on {count} {'nodes' if on_nodes else 'processes'}"
     return "; change the layout or the batch"

@@ -44,7 +44,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def is_peft_folder(path: str | Path) -> bool:
-    """Whether a path is a folder with an adapter in PEFT's format."""
+    """Return whether a path is a folder with an adapter in PEFT's format."""
     return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
@@ -59,7 +59,7 @@ def refuse_adapter(path: Path) -> None:
 
 
 def base_of_adapter(path: Path) -> str | None:
-    """Return what an adapter's folder says that its model is: a path, or a name on the Hugging Face Hub."""
+    """Return the base model that an adapter's folder names: a path, or a name on the Hugging Face Hub."""
     try:
         config = json.loads((path / ADAPTER_CONFIG).read_text())
     except (OSError, ValueError):
@@ -69,7 +69,7 @@ def base_of_adapter(path: Path) -> str | None:
 
 
 def describe_base(base: str | None) -> str:
-    """Return what folder BASE, the model of an adapter, is, and how to have it."""
+    """Return a sentence that says what the folder BASE, an adapter's base model, is, and how to get it."""
     if base is None:
         return "BASE is the Hugging Face folder of its model, which adapter_config.json doesn't name"
     if (Path(base) / METADATA_FILENAME).is_file() or (Path(base) / "checkpoints").is_dir():
@@ -85,26 +85,25 @@ def find_checkpoint(path: str | Path) -> Path:
     Raises UsageError if there is none.
     """
     path = Path(path)
-    if (path / "metadata.json").is_file():
+    if (path / METADATA_FILENAME).is_file():
         return path
     newest = find_latest(path / "checkpoints") if path.is_dir() else None
-    if newest is None:
-        refuse_adapter(path)
-    if newest is None and (path / "config.json").is_file():
+    if newest is not None:
+        return newest
+    refuse_adapter(path)
+    if (path / "config.json").is_file():
         raise UsageError(
             f"{path} is in the Hugging Face format: convert it with `megatfm convert {path} NEW --to megatfm`"
         )
-    if newest is None and not path.exists():
-        is_hub_name = HUB_NAME.fullmatch(str(path)) and not path.parent.exists()
-        hub = f", or fetch it, if it is a model on the Hugging Face Hub: `hf download {path} --local-dir {path.name}`"
+    if path.exists():
         raise UsageError(
-            f"{path}: there is no such folder: give one with a run or checkpoint{hub if is_hub_name else ''}"
+            f"{path} is neither a checkpoint nor a run directory with one: give a folder that megatfm wrote"
         )
-    if newest is None:
-        raise UsageError(
-            f"{path}: neither a checkpoint nor a run directory with one: give a folder that megatfm wrote"
-        )
-    return newest
+    is_hub_name = HUB_NAME.fullmatch(str(path)) and not path.parent.exists()
+    hub = f", or fetch it, if it is a model on the Hugging Face Hub: `hf download {path} --local-dir {path.name}`"
+    raise UsageError(
+        f"{path}: there is no such folder: give one with a run or checkpoint{hub if is_hub_name else ''}"
+    )
 
 
 def find_latest_intact(folder: Path) -> Path | None:
@@ -161,7 +160,7 @@ def _check_share_of_files(path: Path, raw: bytes) -> str | None:
 
 def _make_no_intact_error(folder: Path, count: int) -> MegatfmError:
     return MegatfmError(
-        f"{folder}: none of its {count} checkpoints is whole, see above; move them away to start afresh"
+        f"{folder}: none of its {count} checkpoints is intact, see above; move them away to start afresh"
     )
 
 
@@ -184,7 +183,7 @@ def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
             raise MegatfmError("it is a symbolic link")
         content = read_metadata(path)
         if path.name != f"step-{content.step:08d}":
-            raise MegatfmError(f"it holds step {content.step}: somebody renamed it")
+            raise MegatfmError(f"it holds step {content.step}, so its folder was renamed")
         if hashes:
             reader.verify(path)
         else:
@@ -208,7 +207,7 @@ def check_file(path: Path, entry: FileEntry) -> str | None:
 def verify(path: Path) -> None:
     """Read every byte of a checkpoint; raises MegatfmError with the file and its fault."""
     if (reason := check_checkpoint(path, hashes=True)) is not None:
-        raise MegatfmError(f"checkpoint {path} is not whole: {reason}")
+        raise MegatfmError(f"checkpoint {path} is damaged: {reason}")
 
 
 def purge_old_checkpoints(

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from torch import Tensor
 
 from megatfm.checkpoint import chunked_io, file_io
+from megatfm.checkpoint.sharded_tensor import view_as_bytes
 from megatfm.errors import MegatfmError
 from megatfm.ops.transfer import allocate_aligned
 
@@ -123,7 +124,7 @@ def _iter_safetensors_parts(tensors: Mapping[str, Tensor], block: int) -> Iterat
     header += b" " * (-(8 + len(header)) % block)
     yield memoryview(struct.pack("<Q", len(header)) + header)
     for tensor in tensors.values():
-        yield _view_as_bytes(tensor.detach().cpu().contiguous())
+        yield view_as_bytes(tensor.cpu().contiguous()).numpy().data
 
 
 def read_safetensors(
@@ -183,15 +184,10 @@ def _read_tensors(file: file_io.HashedFile, destinations: Mapping[str, Tensor | 
         if destination is None or not can_read_in_place(destination, dtype, entry.shape):
             destination = _allocate_aligned(entry.shape, dtype)
         tensors[key] = destination
-        file.read_into(_view_as_bytes(tensors[key]))
+        file.read_into(view_as_bytes(destination).numpy().data)
     return tensors
 
 
 def _allocate_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Allocate an aligned tensor on the CPU."""
     return torch.from_numpy(allocate_aligned(prod(shape) * dtype.itemsize)).view(dtype).view(shape)
-
-
-def _view_as_bytes(tensor: Tensor) -> memoryview:
-    """View a contiguous CPU tensor as bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -125,13 +125,7 @@ def save_local(
     token = object_collectives.run_on_rank_0(action, lambda: secrets.token_hex(4), group)
     final = nodes.folder / f"step-{step:08d}"
     staging_dir = final.with_name(f".{final.name}.partial-{token}")
-
-    def make_staging_dir() -> None:
-        if nodes.is_node_leader:
-            file_io.make_durable_dirs(nodes.folder)
-            file_io.make_dir(staging_dir)
-
-    object_collectives.run_on_all_ranks(action, make_staging_dir, group)
+    _make_staging_dir(action, nodes, staging_dir)
     per_rank = object_collectives.run_and_gather(
         action, lambda: write_rank_files(staging_dir, nodes.rank, plan.items, pieces()), group
     )
@@ -202,7 +196,7 @@ def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
         holders = nodes_by_file[key]
         if missing := sorted(parse_metadata(nodes.folder, raw).files.keys() - holders.keys()):
             log.warning(
-                "step %d on the nodes is not used: no node has %s whole", key[0], ", ".join(missing[:3])
+                "step %d on the nodes is not used: no node has an intact %s", key[0], ", ".join(missing[:3])
             )
             continue
         return LocalCheckpoint(key[0], raw, dict(holders))
@@ -232,11 +226,6 @@ def fetch_missing_files(
         for file in sorted(files)
     ]
 
-    def make_staging_dir() -> None:
-        if nodes.is_node_leader:
-            file_io.make_durable_dirs(nodes.folder)
-            file_io.make_dir(staging_dir)
-
     def finish() -> None:
         if nodes.is_node_leader:
             if not final.exists():
@@ -248,10 +237,21 @@ def fetch_missing_files(
                 file_io.rename(path, final / path.name)
             file_io.remove_tree(staging_dir)
 
-    object_collectives.run_on_all_ranks(action, make_staging_dir, nodes.group)
+    _make_staging_dir(action, nodes, staging_dir)
     transfer_files(action, nodes.group, final, staging_dir, content.files, sends)
     object_collectives.run_on_all_ranks(action, finish, nodes.group)
     return final
+
+
+def _make_staging_dir(action: str, nodes: NodeTopology, staging_dir: Path) -> None:
+    """Create a staging folder on each node. A collective."""
+
+    def make() -> None:
+        if nodes.is_node_leader:
+            file_io.make_durable_dirs(nodes.folder)
+            file_io.make_dir(staging_dir)
+
+    object_collectives.run_on_all_ranks(action, make, nodes.group)
 
 
 def remove_local_after(nodes: NodeTopology | None, newest: int = -1) -> None:

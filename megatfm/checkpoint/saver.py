@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 import torch.distributed as dist
@@ -194,9 +193,7 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Wait for the running save. After an error, wait only briefly, and only log a failure of the save."""
         if error is None:
             self.wait_for_save()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +17,11 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]
 PIECE_BYTES = 64 * 2**20
 """A larger block is stored as several pieces of whole rows. Replicas then divide the writing of a large tensor, and a
 reader holds little more than one file (see `writer.FILE_BYTES`) beside its tensors."""
+
+
+def view_as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor's memory as uint8 [bytes]."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatfm.checkpoint.chunked_io import BLOCK_BYTES
 from megatfm.checkpoint.planner import WriteItem
+from megatfm.checkpoint.sharded_tensor import view_as_bytes
 from megatfm.errors import MegatfmError
 from megatfm.ops.transfer import LINE_BYTES, allocate_aligned
 
@@ -184,10 +185,6 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _split_into_chunks(target: Tensor, source: Tensor) -> Iterator[Chunk]:
-    target_bytes, source_bytes = _view_as_bytes(target), _view_as_bytes(source)
+    target_bytes, source_bytes = (view_as_bytes(tensor).numpy() for tensor in (target, source))
     for start in range(0, len(source_bytes), CHUNK_BYTES):
         yield target_bytes[start : start + CHUNK_BYTES], source_bytes[start : start + CHUNK_BYTES]
-
-
-def _view_as_bytes(tensor: Tensor) -> np.ndarray:
-    return tensor.reshape(-1).view(torch.uint8).numpy()

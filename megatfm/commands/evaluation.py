@@ -189,7 +189,7 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from megatfm.inference.evaluate import evaluate_run
-    from megatfm.report.units import LOSS_UNITS
+    from megatfm.report.evaluation_charts import LOSS_UNITS
 
     if args.images < 0:
         raise UsageError(f"--images {args.images}: give a number of examples, at least 1")

@@ -21,7 +21,7 @@ from rich.table import Table
 from megatfm import cli
 from megatfm.config import Config, load_config
 from megatfm.errors import EXIT_REQUEUE, MegatfmError, UsageError
-from megatfm.launchers.job import MEGATFM_COMMAND, python_path
+from megatfm.launchers.job import MEGATFM_COMMAND, make_python_path
 
 NO_SHARDING = "parallel.zero=0"
 """The model is small enough for every process; sharding it would take a fifth more time."""
@@ -94,7 +94,7 @@ def _run_subprocess(
     stop_after: step of the run in `run_dir` after which it is stopped by SIGTERM.
     """
     _print_command(title, argv)
-    process = subprocess.Popen([*MEGATFM_COMMAND[:-1], *argv], env={**os.environ, **python_path()})
+    process = subprocess.Popen([*MEGATFM_COMMAND[:-1], *argv], env={**os.environ, **make_python_path()})
     try:
         if stop_after is not None and run_dir is not None and _wait_for_step(process, run_dir, stop_after):
             console.print(f"[dim]$ kill -TERM {process.pid}[/dim]")

@@ -15,11 +15,11 @@ from megatfm.launchers.logs import follow_logs, print_tails
 from megatfm.launchers.run_jobs import cancel, cancel_job_id
 from megatfm.launchers.status import (
     RunStatus,
+    get_launched_state,
+    get_run_status,
     is_run_dir,
-    launched_state,
     list_run_dirs,
     resolve_run_dir,
-    run_status,
 )
 from megatfm.terminal import print_table
 
@@ -35,7 +35,7 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 def status_command(args: argparse.Namespace) -> int:
     """Print the status of runs: one in full, several as a table."""
     runs = [resolve_run_dir(path) for path in args.runs] or list_run_dirs()
-    statuses = [run_status(run) for run in runs]
+    statuses = [get_run_status(run) for run in runs]
     if args.json:
         for status in statuses:
             print(json.dumps(status.as_dict()))
@@ -148,7 +148,7 @@ def logs_command(args: argparse.Namespace) -> int:
     def is_over() -> bool:
         nonlocal last_query, run_is_over
         if time.monotonic() - last_query > QUEUE_SECONDS:
-            state = launched_state(run)
+            state = get_launched_state(run)
             last_query, run_is_over = time.monotonic(), state is not None and state.is_over
         return run_is_over
 
@@ -242,7 +242,7 @@ def compare_command(args: argparse.Namespace) -> int:
 
     from megatfm.report.compare import RunComparison, write_comparison
 
-    comparison = RunComparison.of([check_path(Path(run)) for run in args.runs])
+    comparison = RunComparison.read([check_path(Path(run)) for run in args.runs])
     results = comparison.collect_results()
     table = Table("", *comparison.names, box=box.SIMPLE_HEAD, title_justify="left")
     for key, cells in comparison.list_differences():

@@ -121,10 +121,7 @@ class MemoryBudget:
         self.limit, self.used = limit, 0
         self._sizes: dict[Any, int] = {}
         self._keys: dict[nn.Module, Any] = {}
-        stage.register_forward_pre_hook(lambda *_: self._start())
-
-    def _start(self) -> None:
-        self.used = 0
+        stage.register_forward_pre_hook(lambda *_: setattr(self, "used", 0))
 
     def forward(self, block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a block; in training, save its activations if they fit the budget, else checkpoint it."""

@@ -29,8 +29,8 @@ from megatfm.engines.losses import (
     LossAccumulator,
     LossScale,
     check_no_pending_gradients,
-    local_batch,
-    recorded_row_losses,
+    make_local_batch,
+    record_row_losses,
 )
 from megatfm.engines.optimizers import ElementwiseOptimizer, WholeTensorOptimizer
 from megatfm.engines.passes import ForwardBackward, GradientSync, LossScaler
@@ -110,8 +110,7 @@ class BaseEngine:
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
-        """Return how the passes of a step run, how their losses are scaled, and when their gradients are
-        reduced."""
+        """Return how a step's passes run, how their losses are scaled, and when their gradients are reduced."""
         raise NotImplementedError
 
     def _finish_passes(self) -> None:
@@ -145,7 +144,7 @@ class BaseEngine:
         raise NotImplementedError
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's blocks of all gradients, complete over every axis after `forward_backward`."""
+        """See `Engine.gradients`."""
         raise NotImplementedError
 
     @property
@@ -171,27 +170,27 @@ class BaseEngine:
         check_no_pending_gradients(self.pending_losses)
         self._set_training(True)
         self.layer_stats.watch(record_activations)
-        batches = [local_batch(batch, self.device, self.layout) for batch in microbatches]
+        batches = [make_local_batch(batch, self.device, self.layout) for batch in microbatches]
         losses = LossAccumulator(objective, self.mesh, self.device, self.reads, sources)
         losses.count(microbatches)
-        passes, scale_loss, data = self._prepare_passes(losses, record_activations)
-        with recorded_row_losses(self._heads if sources else []) as recorders:
-            for terms in passes.step(batches, objective, scale_loss, data):
+        passes, scale_loss, gradient_sync = self._prepare_passes(losses, record_activations)
+        with record_row_losses(self._heads if sources else []) as recorders:
+            for terms in passes.step(batches, objective, scale_loss, gradient_sync):
                 losses.add(terms)
             losses.add_row_losses(recorders, batches)
         self._finish_passes()
         if missing := sorted(self._find_weights_without_gradient()):
             raise MegatfmError(
                 f"no loss depends on {', '.join(missing[:3])} ({len(missing)} of the weights here): leave their part "
-                "out of [model], or take an objective that trains it; a part that some micro-batches don't reach must "
-                "give them a gradient of 0, for example by adding 0 · weight.sum() to its output"
+                "out of [model], or choose an objective that trains it. A part that some micro-batches don't reach "
+                "must give its weights a gradient of 0, for example by adding 0 · weight.sum() to its output"
             )
         gradients = self.gradients()
         self.ties.all_reduce_gradients(gradients)
         all_reduce_partial_gradients(gradients, self.layout, self.mesh)
         if self.loss_scale and gradients:
             torch._foreach_mul_(list(gradients.values()), 1 / self.loss_scale.value)
-        totals = losses.result()
+        totals = losses.compute_totals()
         self.pending_losses = totals, losses.summed
         return totals
 
@@ -207,7 +206,7 @@ class BaseEngine:
                 for batch in self._iter_counted(batches, losses):
                     losses.add(self._evaluate_batch(batch, objective))
         losses.sum_counts()
-        return losses.result()
+        return losses.compute_totals()
 
     def _iter_counted(
         self, batches: Iterable[Arrays], losses: LossAccumulator
@@ -215,7 +214,7 @@ class BaseEngine:
         """Yield this rank's tokens of each micro-batch on the device, and count its targets."""
         for microbatch in batches:
             losses.count_local([microbatch])
-            yield local_batch(microbatch, self.device, self.layout)
+            yield make_local_batch(microbatch, self.device, self.layout)
 
     def layer_statistics(self) -> dict[str, dict[str, Any]]:
         """See `Engine.layer_statistics`. A collective."""
@@ -231,8 +230,8 @@ class BaseEngine:
         """See `Engine.weights`."""
         return self.state.weights
 
-    def weights_changed(self) -> None:
-        """See `Engine.weights_changed`."""
+    def sync_weights(self) -> None:
+        """See `Engine.sync_weights`."""
         self.state.refresh()
         self._sync_all_weights()
 
@@ -255,7 +254,7 @@ class BaseEngine:
         data_axes = {layout.data_axes for layout in self.layout.values()}
         joint = {axes for data in data_axes for axes in (data.all, data.replicate_axes)}
         joint = {axes for axes in joint if sum(self.mesh.size(axis) > 1 for axis in axes) > 1}
-        return ties | self.mesh.group_names(self.mesh.shard_axes, self.mesh.data_axes, *sorted(joint))
+        return ties | self.mesh.group_names(self.mesh.shard_axes, self.mesh.batch_axes, *sorted(joint))
 
 
 def materialize(
@@ -295,7 +294,7 @@ def init_weights(
     model: nn.Module, layout: ModelLayout, weights: Mapping[str, ShardedTensor], seed: int
 ) -> None:
     """Draw the initial values of this rank's blocks of the weights, and of its buffers."""
-    threads = threads_per_process()
+    threads = count_threads()
     for name, tensor, initial in iter_inits(model):
         if name in weights:
             blocks = weights[name].blocks
@@ -309,9 +308,8 @@ def init_weights(
             block.tensor.copy_(draw(initial, seed, name, block.global_shape, block.offsets, sizes, threads))
 
 
-def threads_per_process() -> int:
-    """Number of threads for work of one process: its share of the cores that it may run on, at least torch's own
-    number.
+def count_threads() -> int:
+    """Return a process's share of the cores that it may run on, at least torch's own number of threads.
 
     torchrun sets torch to one thread a process, but says how many processes run on this machine.
     """

@@ -110,7 +110,7 @@ def clip_gradients(gradients: Mapping[str, Tensor], norm: float | Tensor, max_no
 
 
 def _find_sharded_axes(layout: TensorLayout, sharded: bool, shards_replicas: bool) -> tuple[str, ...]:
-    """Axes that divide the elements of a parameter."""
+    """Return the axes that divide the elements of a parameter."""
     axes = {PIPELINE, *layout.axes}
     if sharded:
         axes.add(layout.data_axes.shard)
@@ -120,6 +120,7 @@ def _find_sharded_axes(layout: TensorLayout, sharded: bool, shards_replicas: boo
 
 
 KINDS = ("weight", "gradient", "activation")
+"""Values that `LayerStatistics` measures."""
 
 
 class LayerStatistics:

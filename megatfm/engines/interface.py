@@ -362,7 +362,7 @@ class Engine(Protocol):
         """Return this rank's blocks of the weights, as the optimizer updates them, and of the state of modules; they
         may be filled in place."""
 
-    def weights_changed(self) -> None:
+    def sync_weights(self) -> None:
         """Update all copies of the weights, after `weights` were set from outside."""
 
     def state_dict(self) -> StateDict:

@@ -87,11 +87,11 @@ class LossAccumulator:
         if not self._n_batches:
             raise MegatfmError("no batch to compute a loss of: every rank must bring at least one")
         counts = move_to_device(self._local_counts, self._device)
-        self._mesh.all_reduce_(counts, self._mesh.data_axes)
+        self._mesh.all_reduce_(counts, self._mesh.batch_axes)
         self._counts += counts
         self._local_counts = torch.zeros_like(self._local_counts)
 
-    def term_weights(self, scale: float = 1.0) -> TermWeights:
+    def compute_term_weights(self, scale: float = 1.0) -> TermWeights:
         """Return the factors of the terms by the counts so far, times `scale` (a power of 2)."""
         counts = self._counts.clamp(min=1)
         weights = self._objective.loss_weights.items()
@@ -118,8 +118,8 @@ class LossAccumulator:
                         0, move_to_device(torch.from_numpy(sources), losses.device), losses
                     )
 
-    def result(self) -> LossTotals:
-        """Reduce sums and counts over all ranks. A collective."""
+    def compute_totals(self) -> LossTotals:
+        """Reduce sums and counts over all ranks; return them as totals. A collective."""
         sums = self._sums.clone()
         self._mesh.all_reduce_(sums, self._mesh.loss_axes)
         self.summed = torch.cat([sums, self._counts])
@@ -156,14 +156,14 @@ class LossScale:
         """Whether a smaller scale may cure an overflow."""
         return self.value > MIN_SCALE
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the scale and the finite steps since it last changed, as scalars, so that a resume scales alike."""
         return {
             SCALE_KEY: torch.tensor(self.value, dtype=torch.float64),
             STEPS_KEY: torch.tensor(self._steps, dtype=torch.int64),
         }
 
-    def load(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load a saved scale; a checkpoint of another precision has none."""
         value, steps = state.get(SCALE_KEY), state.get(STEPS_KEY)
         if isinstance(value, Tensor) and isinstance(steps, Tensor):
@@ -171,7 +171,7 @@ class LossScale:
 
 
 @contextmanager
-def recorded_row_losses(heads: Sequence[LMHead]) -> Iterator[list[RowLossRecorder]]:
+def record_row_losses(heads: Sequence[LMHead]) -> Iterator[list[RowLossRecorder]]:
     """Record row losses at the language-model heads within this context."""
     recorders = [RowLossRecorder() for _ in heads]
     for head, recorder in zip(heads, recorders, strict=True):
@@ -195,15 +195,15 @@ def check_no_pending_gradients(pending_losses: object) -> None:
         )
 
 
-def local_batch(batch: Arrays, device: torch.device, layout: ModelLayout) -> dict[str, Tensor]:
+def make_local_batch(batch: Arrays, device: torch.device, layout: ModelLayout) -> dict[str, Tensor]:
     """Return a micro-batch on the device; under context parallelism, only this rank's tokens of each row."""
     if layout.context_parallel is not None:
         # Split before the move, so that the host keeps a copy of each field (see `megatfm.ops.transfer`).
         return to_device(split_batch(to_device(batch, torch.device("cpu")), layout.context_parallel), device)
-    return to_device(batch if device.type == "cpu" else with_cu_seqlens(batch), device)
+    return to_device(batch if device.type == "cpu" else add_cu_seqlens(batch), device)
 
 
-def with_cu_seqlens(batch: Arrays) -> Arrays:
+def add_cu_seqlens(batch: Arrays) -> Arrays:
     """Return a batch with `cu_seqlens` for GPU kernels, computed on the host, which then needn't wait for the
     device."""
     cu_seqlens = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from megatfm.engines.interface import Batch, ComparingLoss, Features, LossFunction, compares_samples
-from megatfm.parallel.pipeline_schedule import under_way
+from megatfm.parallel.pipeline_schedule import backward_part
 
 Terms = dict[str, Tensor]
 LossScaler = Callable[[Terms], Tensor]
@@ -40,7 +40,11 @@ class ForwardBackward(Protocol):
     """One way to run forward and backward passes."""
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
+        self,
+        batches: Sequence[Batch],
+        objective: LossFunction,
+        scale_loss: LossScaler,
+        gradient_sync: GradientSync,
     ) -> list[Terms]:
         """Accumulate the gradients of all micro-batches; returns the terms of each that this rank computed."""
 
@@ -55,13 +59,17 @@ class SequentialForwardBackward:
         self._model = model
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
+        self,
+        batches: Sequence[Batch],
+        objective: LossFunction,
+        scale_loss: LossScaler,
+        gradient_sync: GradientSync,
     ) -> list[Terms]:
         if compares_samples(objective) and len(batches) > 1:
-            return [step_in_two_passes(self._model, batches, objective, scale_loss, data)]
+            return [step_in_two_passes(self._model, batches, objective, scale_loss, gradient_sync)]
         terms_by_batch = []
         for batch in batches:
-            data.start_microbatch(is_last=batch is batches[-1])
+            gradient_sync.start_microbatch(is_last=batch is batches[-1])
             terms = objective(self._model, batch)
             scale_loss(terms).backward()
             terms_by_batch.append({name: term.detach() for name, term in terms.items()})
@@ -76,7 +84,7 @@ def step_in_two_passes(
     batches: Sequence[Batch],
     objective: ComparingLoss,
     scale_loss: LossScaler,
-    data: GradientSync,
+    gradient_sync: GradientSync,
 ) -> Terms:
     """Accumulate gradients of micro-batches whose samples are compared with one another (GradCache; Gao et al. 2021).
 
@@ -91,7 +99,7 @@ def step_in_two_passes(
     scale_loss(terms).backward()
     starts = dict.fromkeys(inputs, 0)
     for batch in batches:
-        data.start_microbatch(is_last=batch is batches[-1])
+        gradient_sync.start_microbatch(is_last=batch is batches[-1])
         outputs = {name: x for name, x in objective.features(model, batch).items() if name in inputs}
         gradients = []
         for name, x in outputs.items():
@@ -146,7 +154,7 @@ def backward_input(
             branches[node].append(weight)
     saved: dict[Node, Sequence[Tensor | None]] = {}
     hooks = [node.register_prehook(_save_gradients(saved, node)) for node in branches]
-    with under_way("inputs"):
+    with backward_part("inputs"):
         torch.autograd.backward(roots, gradients, inputs=first_part, retain_graph=True)
     for hook in hooks:
         hook.remove()
@@ -157,7 +165,7 @@ def backward_input(
     def backward_weights() -> None:
         for node, weights in branches.items():
             edges = [(GradientEdge(node, i), g) for i, g in enumerate(saved.pop(node)) if g is not None]
-            with under_way("weights"):
+            with backward_part("weights"):
                 torch.autograd.backward([edge for edge, _ in edges], [g for _, g in edges], inputs=weights)
         root_edges.clear()
 

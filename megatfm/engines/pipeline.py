@@ -104,15 +104,19 @@ class PipelineForwardBackward:
         replace_forward(model, self._forward)
 
     def _build_plan(self, microbatches: int) -> list[Action]:
-        """Return this rank's actions in a step of so many micro-batches, sends and receives included."""
+        """Return this rank's actions in a step of `microbatches` micro-batches, sends and receives included."""
         pipeline = self._pipeline
         orders = build_schedule(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, microbatches)
         return add_send_recv(orders, pipeline.stage_to_rank)[self._rank]
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
+        self,
+        batches: Sequence[Batch],
+        objective: LossFunction,
+        scale_loss: LossScaler,
+        gradient_sync: GradientSync,
     ) -> list[Terms]:
-        data.start_pipeline_step(keep_unsharded=self.splits)
+        gradient_sync.start_pipeline_step(keep_unsharded=self.splits)
         step = StepState(batches, objective, scale_loss)
         run = {
             "F": self._run_forward,
@@ -270,8 +274,8 @@ class PipelineForwardBackward:
             tensor = carry[name].contiguous()
             if tensor.dtype != (dtype := self._get_dtype(spec)):
                 raise MegatfmError(
-                    f"{name} goes to the next pipeline stage in {tensor.dtype}, and that takes it in {dtype}: have "
-                    f"the part that makes it return {dtype}"
+                    f"{name} is {tensor.dtype}, but the next pipeline stage expects {dtype}: let the module that "
+                    f"computes it return {dtype}"
                 )
             work = dist.isend(tensor, group=group, group_dst=peer)
             assert work is not None

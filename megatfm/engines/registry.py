@@ -113,7 +113,7 @@ ENGINES = EngineRegistry()
 
 
 @ENGINES.register("native", features=get_args(Feature))
-def native(setup: EngineSetup) -> Engine:
+def build_native(setup: EngineSetup) -> Engine:
     """Build the native engine: FSDP2 or replicated weights over the data axes, and our own pipeline passes."""
     from megatfm.engines.native.compile import (
         enable_symmetric_memory,
@@ -135,7 +135,7 @@ def native(setup: EngineSetup) -> Engine:
         precision=setup.precision,
         seed=train.seed,
         optimizers=setup.optimizers,
-        zero_options=ZeroOptions.of(parallel),
+        zero_options=ZeroOptions.from_config(parallel),
         pipeline=setup.pipeline,
         recompute_mode=train.recompute,
         compile_blocks=should_compile(setup.config, setup.device),
@@ -147,7 +147,7 @@ def native(setup: EngineSetup) -> Engine:
 
 
 @ENGINES.register("deepspeed", features=("pp", "cp", "ep", "fp16", "recompute", "loss_by_source"))
-def deepspeed(setup: EngineSetup) -> Engine:
+def build_deepspeed(setup: EngineSetup) -> Engine:
     """Build the engine of DeepSpeed's ZeRO. Raises UsageError if DeepSpeed is not installed."""
     from megatfm.engines.deepspeed.engine import DeepSpeedEngine
 

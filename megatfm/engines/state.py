@@ -66,7 +66,7 @@ class TrainState:
             for name, values in optimizer.state().items():
                 for key, value in values.items():
                     state[f"optimizer.{name}.{key}"] = self._shard_state(optimizer, name, value)
-        return {**state, **(self._loss_scale.state() if self._loss_scale else {})}
+        return {**state, **(self._loss_scale.state_dict() if self._loss_scale else {})}
 
     def empty_state_dict(self, stored: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> StateDict:
         """Return empty tensors for the contents of a checkpoint (name → dtype, global shape): weights in place, fresh
@@ -83,13 +83,13 @@ class TrainState:
                     sizes = shape if isinstance(optimizer, WholeTensorOptimizer) else block.shape
                     value = torch.zeros(sizes if shape else (), dtype=dtype, device=block.device)
                     state[full_name] = self._shard_state(optimizer, name, value)
-        scale = self._loss_scale.state() if self._loss_scale else {}
+        scale = self._loss_scale.state_dict() if self._loss_scale else {}
         return state | {name: value for name, value in scale.items() if name in stored}
 
     def load_state_dict(self, state: Mapping[str, ShardedTensor | Tensor]) -> None:
         """Load optimizer state and loss scale from the result of `empty_state_dict`, filled by a checkpoint."""
         if self._loss_scale:
-            self._loss_scale.load(state)
+            self._loss_scale.load_state_dict(state)
         for optimizer in self.optimizers:
             values: dict[str, dict[str, Tensor]] = {name: {} for name in optimizer.tensors()}
             for full_name, value in state.items():
@@ -151,7 +151,7 @@ class TiedParameters:
             if len(holders) > 1 and pipeline and name not in pipeline.frozen:
                 self._names[holders].append(name)
         shared = {holders for holders in (*self._names, *self._modules.values()) if len(holders) > 1}
-        groups = {holders: _group(holders, mesh) for holders in sorted(shared)}
+        groups = {holders: _make_group(holders, mesh) for holders in sorted(shared)}
         self._groups = {holders: group for holders, group in groups.items() if self._rank in holders}
 
     def all_reduce_gradients(self, gradients: Mapping[str, Tensor]) -> None:
@@ -174,12 +174,12 @@ class TiedParameters:
         """Return whether this rank counts a parameter: one holder in each pipeline does."""
         return not self._holders or self._holders[name][0] == self._rank
 
-    def holders_of_module(self, path: str) -> tuple[int, ...]:
+    def get_module_holders(self, path: str) -> tuple[int, ...]:
         """Return the pipeline ranks that hold a module with buffers."""
         return self._modules.get(path, (self._rank,))
 
 
-def _group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
+def _make_group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
     """Return the process group of some ranks of this pipeline. A collective: all ranks create the groups of all
     pipelines."""
     ranks = mesh.device_mesh.mesh.flatten(1)
@@ -264,12 +264,12 @@ class ModuleState:
         """Yield (axes, pipeline ranks) and the modules that are summed over these, in the same order on all ranks."""
         groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[str]] = {}
         for path, (_, axes) in self._modules.items():
-            groups.setdefault((axes, self._ties.holders_of_module(path)), []).append(path)
+            groups.setdefault((axes, self._ties.get_module_holders(path)), []).append(path)
         yield from sorted(groups.items(), key=lambda item: item[0])
 
 
 def _find_reduced_axes(path: str, module: nn.Module, layout: ModelLayout) -> tuple[str, ...]:
-    """Axes over which a module's observations are summed."""
+    """Return the axes over which a module's observations are summed."""
     buffers = [layout.buffers[f"{path}.{key}"] for key, _ in module.named_buffers(recurse=False)]
     data_axes = {axis for buffer in buffers for axis in buffer.data_axes.all} or set(DENSE_DATA_AXES.all)
     return sort_axes({*data_axes, *(axis for buffer in buffers for axis in buffer.partial_axes)})

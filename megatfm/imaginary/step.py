@@ -37,7 +37,7 @@ def take_steps(
             engine.forward_backward(batches, objective)
             record.passes, gpu.phase, gpu.peak = gpu.peak, "optimizer", gpu.now
             engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
-        signals.agreed_before()
+        signals.agree_deferred()
         record.optimizer, record.at_rest = gpu.peak, gpu.now
     record.sent = [(flow.axis, flow.collective, flow.calls, flow.sent_bytes) for flow in traffic.flows()]
     record.kernels = {f"{phase}: {name}": count for (phase, name), count in gpu.kernels.most_common()}

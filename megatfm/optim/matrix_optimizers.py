@@ -89,21 +89,21 @@ class BatchedMuon(torch.optim.Optimizer):
             averages = [self.state[weight]["momentum_buffer"] for weight in weights]
             gradients = [weight.grad for weight in weights]
             torch._foreach_lerp_(averages, gradients, 1 - momentum)
-            updates = torch._foreach_lerp(gradients, averages, momentum)
+            directions = torch._foreach_lerp(gradients, averages, momentum)
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-            for weight, update in zip(weights, updates, strict=True):
+            for weight, direction in zip(weights, directions, strict=True):
                 rows, columns = shape = weight.shape[-2:]
-                by_shape[shape].append((weight, update, -lr * max(1, rows / columns) ** 0.5))
-        for moves in by_shape.values():
-            limit = 1 if moves[0][0].device.type == "cpu" else MAX_BATCH_ELEMENTS
-            for batch in split_batches(moves, limit):
+                by_shape[shape].append((weight, direction, -lr * max(1, rows / columns) ** 0.5))
+        for updates in by_shape.values():
+            limit = 1 if updates[0][0].device.type == "cpu" else MAX_BATCH_ELEMENTS
+            for batch in split_batches(updates, limit):
                 apply_updates(batch, in_bf16=self._in_bf16)
 
 
-def split_batches(moves: Sequence[Update], limit: int) -> Iterator[list[Update]]:
+def split_batches(updates: Sequence[Update], limit: int) -> Iterator[list[Update]]:
     """Yield consecutive updates in batches of at most `limit` elements, at least one update each."""
     batch: list[Update] = []
-    for update in moves:
+    for update in updates:
         if batch and sum(weight.numel() for weight, _, _ in [*batch, update]) > limit:
             yield batch
             batch = []

@@ -85,11 +85,11 @@ class BF16StateAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] += 1
             chunk: list[ShardRows] = []
-            for piece in self._iter_shard_rows(group["params"]):
-                if chunk and sum(p.weight.numel() for p in chunk) + piece.weight.numel() > CHUNK_ELEMENTS:
+            for rows in self._iter_shard_rows(group["params"]):
+                if chunk and sum(r.weight.numel() for r in chunk) + rows.weight.numel() > CHUNK_ELEMENTS:
                     self._update(chunk, group)
                     chunk = []
-                chunk.append(piece)
+                chunk.append(rows)
             if chunk:
                 self._update(chunk, group)
 
@@ -104,29 +104,29 @@ class BF16StateAdamW(torch.optim.Optimizer):
             shape = tuple(weight.shape)
             shard = self._locations.get(weight, ShardLocation("", shape, (0,) * len(shape)))
             tensors = weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]
-            rows = max(1, CHUNK_ELEMENTS * shape[0] // weight.numel())
-            for first in range(0, shape[0], rows):
-                w, g, mean, square = (tensor[first : first + rows] for tensor in tensors)
+            n_rows = max(1, CHUNK_ELEMENTS * shape[0] // weight.numel())
+            for first in range(0, shape[0], n_rows):
+                w, g, mean, square = (tensor[first : first + n_rows] for tensor in tensors)
                 offsets = (shard.offsets[0] + first, *shard.offsets[1:])
                 yield ShardRows(w, g, mean, square, ShardLocation(shard.name, shard.shape, offsets))
 
-    def _update(self, shards: list[ShardRows], group: dict[str, Any]) -> None:
-        weights = [piece.weight for piece in shards]
-        means = [piece.mean.to(piece.weight.dtype) for piece in shards]
-        squares = [piece.square.to(piece.weight.dtype) for piece in shards]
+    def _update(self, chunk: list[ShardRows], group: dict[str, Any]) -> None:
+        weights = [rows.weight for rows in chunk]
+        means = [rows.mean.to(rows.weight.dtype) for rows in chunk]
+        squares = [rows.square.to(rows.weight.dtype) for rows in chunk]
         steps_before = torch.full((), group["step"] - 1, dtype=torch.float32, device=weights[0].device)
         torch_adamw(
-            weights, [piece.gradient for piece in shards], means, squares, [], [steps_before.clone() for _ in shards],
+            weights, [rows.gradient for rows in chunk], means, squares, [], [steps_before.clone() for _ in chunk],
             fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             found_inf=getattr(self, "found_inf", None),
         )  # fmt: skip
-        for piece, mean, square in zip(shards, means, squares, strict=True):
-            location = piece.location
+        for rows, mean, square in zip(chunk, means, squares, strict=True):
+            location = rows.location
             key = int(rng.random_uint64(1, "moments", location.name, group["step"])[0] >> 1)
             random = hash_elements(key, location.shape, location.offsets, tuple(mean.shape), mean.device)
-            piece.mean.copy_(stochastic_round(mean.float(), random))
-            piece.square.copy_(stochastic_round(square.float(), random >> 16))
+            rows.mean.copy_(stochastic_round(mean.float(), random))
+            rows.square.copy_(stochastic_round(square.float(), random >> 16))
 
 
 @OPTIMIZERS.register("schedule_free_adamw")
@@ -150,12 +150,14 @@ def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[Op
             weight_decays(parameters, config.weight_decay),
             compute_lr_scales(parameters),
             counters=("k", "weight_sum", "lr_max"),
-            averaged=evaluation_weights,
+            averaged=compute_evaluation_weights,
         )
     ]
 
 
-def evaluation_weights(block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
+def compute_evaluation_weights(
+    block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> Tensor:
     """Return x, from y = (1 − β₁)z + β₁x."""
     return block.lerp(state["z"], 1 - 1 / options["betas"][0])
 

@@ -1,19 +1,19 @@
-"""Parameter roles, weight decay and learning rate factors, and the division of parameters into optimizer groups."""
+"""Optimizer groups of a model: roles of parameters, weight decay, learning rate factors, and moving averages."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, OptimizerSection
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.norm import NORMS
 from megatfm.models import compute_lr_scales as mup_lr_scales
-from megatfm.optim.weight_average import with_weight_average
 from megatfm.registry import Registry
 
 Role = Literal["matrix", "matrices", "embedding", "vector"]
@@ -22,6 +22,8 @@ NO_SCALES: Mapping[str, float] = MappingProxyType({})
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 MTP_HEAD = re.compile(r"^future\.")
 """Multi-token prediction heads, whose blocks come after the stack's."""
+AVERAGE = "ema"
+"""Key of the average in the optimizer state, where it is sharded, saved and restored like the moments."""
 INPUT_MODULES = re.compile(r"(?:^|\.)(?:embedding|position)\.")
 """Parameters of embeddings and positions, before a stack's layers."""
 
@@ -166,3 +168,48 @@ def optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[Optimiz
                 "must be in exactly one"
             )
     return groups
+
+
+def with_weight_average(group: OptimizerGroup, decay: float, name: str) -> OptimizerGroup:
+    """Return the group with an exponential moving average, ema ← decay · ema + (1 − decay) · weight after each step.
+
+    The average starts at the weights after the first step; it is evaluated and saved. name: the optimizer's. Raises
+    UsageError for optimizers that need full tensors, average weights themselves, or have low-precision moments.
+    """
+    for is_refused, reason in (
+        (group.granularity != "elementwise", "needs full tensors"),
+        (group.averaged is not None, "averages weights itself"),
+        (group.state_dtype is not None, "keeps its state in another precision (moments_dtype)"),
+    ):
+        if is_refused:
+            raise UsageError(
+                f"optimizer.ema_decay = {decay:g}: optimizer.name = {name!r} {reason}: choose adamw or lion, or leave "
+                "ema_decay out"
+            )
+
+    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer = group.build(groups)
+        optimizer.register_step_post_hook(lambda stepped, *_: update_average(stepped, decay))
+        return optimizer
+
+    return replace(group, build=build, averaged=get_average)
+
+
+@torch.no_grad()
+def update_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Update the averages of all weights, unless the step was skipped on the device (`found_inf`)."""
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    for options in optimizer.param_groups:
+        for weight in options["params"]:
+            state = optimizer.state[weight]
+            if AVERAGE not in state:
+                state[AVERAGE] = weight.detach().clone()
+            elif found_inf is None:
+                state[AVERAGE].lerp_(weight, 1 - decay)
+            else:
+                state[AVERAGE].lerp_(weight, ((1 - decay) * (1 - found_inf)).to(weight.dtype))
+
+
+def get_average(block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
+    """Return the average of a weight, or the weight itself if the run so far had no average."""
+    return state.get(AVERAGE, block).clone()

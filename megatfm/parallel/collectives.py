@@ -21,9 +21,8 @@ from torch.distributed import ProcessGroup
 
 _ops = torch.ops._c10d_functional
 
-
-_SCATTERED_SUM = dist.ReduceScatterOptions()
-_SUM = dist.AllreduceOptions()  # torch's default is sum
+_REDUCE_SCATTER_OPTIONS = dist.ReduceScatterOptions()
+_ALL_REDUCE_OPTIONS = dist.AllreduceOptions()  # torch's default is sum
 _use_functional: ContextVar[bool] = ContextVar("use_functional", default=False)
 
 
@@ -64,7 +63,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         shard = _ops.wait_tensor(_ops.reduce_scatter_tensor(first, "sum", group.size(), group.group_name))
     else:
         shard = first.new_empty((first.shape[0] // group.size(), *first.shape[1:]))
-        group._reduce_scatter_base(shard, first, _SCATTERED_SUM).wait()
+        group._reduce_scatter_base(shard, first, _REDUCE_SCATTER_OPTIONS).wait()
     return shard.movedim(0, dim) if dim else shard
 
 
@@ -74,7 +73,7 @@ def all_reduce_no_grad(x: Tensor, group: ProcessGroup) -> Tensor:
         reduced: Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
         return reduced
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    group.allreduce([total], _SUM).wait()
+    group.allreduce([total], _ALL_REDUCE_OPTIONS).wait()
     return total
 
 
@@ -83,7 +82,7 @@ def all_gather_no_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     return _gather(x[None], 0, group)
 
 
-class _GatherShards(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):  # type: ignore[no-untyped-def]
         ctx.dim, ctx.group = dim, group
@@ -96,10 +95,10 @@ class _GatherShards(torch.autograd.Function):
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sharded along `dim` → replicated, with a partial gradient. Adjoint: reduce-scatter."""
-    return _GatherShards.apply(x, dim, group)
+    return _AllGather.apply(x, dim, group)
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):  # type: ignore[no-untyped-def]
         ctx.dim, ctx.group = dim, group
@@ -112,10 +111,10 @@ class _ScatterSum(torch.autograd.Function):
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Partial → sharded along `dim`. Adjoint: all-gather."""
-    return _ScatterSum.apply(x, dim, group)
+    return _ReduceScatter.apply(x, dim, group)
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):  # type: ignore[no-untyped-def]
         return all_reduce_no_grad(x, group)
@@ -127,10 +126,10 @@ class _Sum(torch.autograd.Function):
 
 def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Partial → replicated, with a replicated gradient. Adjoint: the identity."""
-    return _Sum.apply(x, group)
+    return _ReduceFromGroup.apply(x, group)
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):  # type: ignore[no-untyped-def]
         ctx.group = group
@@ -143,7 +142,7 @@ class _Copy(torch.autograd.Function):
 
 def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Replicated → the same, with a partial gradient. Adjoint: all-reduce."""
-    return _Copy.apply(x, group)
+    return _CopyToGroup.apply(x, group)
 
 
 def all_to_all_no_grad(
@@ -161,7 +160,7 @@ def all_to_all_no_grad(
     return arrived
 
 
-class _ExchangeRows(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, input_splits, output_splits, group):  # type: ignore[no-untyped-def]
         ctx.sent, ctx.received, ctx.group = input_splits, output_splits, group
@@ -177,7 +176,7 @@ def all_to_all(x: Tensor, input_splits: list[int], output_splits: list[int], gro
 
     input_splits, output_splits: rows sent to, and received from, each rank. Adjoint: the all-to-all with both swapped.
     """
-    return _ExchangeRows.apply(x, input_splits, output_splits, group)
+    return _AllToAll.apply(x, input_splits, output_splits, group)
 
 
 class _AsyncAllToAll:
@@ -193,10 +192,7 @@ class _AsyncAllToAll:
         input_splits, output_splits = (self._received, self._sent) if back else (self._sent, self._received)
         first = x.contiguous()
         if _is_functional():
-            output, self._work = (
-                _ops.all_to_all_single(first, output_splits, input_splits, self._group.group_name),
-                None,
-            )
+            output = _ops.all_to_all_single(first, output_splits, input_splits, self._group.group_name)
         else:
             output = first.new_empty((sum(output_splits), *first.shape[1:]))
             self._work = self._group.alltoall_base(output, first, output_splits, input_splits)
@@ -255,7 +251,7 @@ def all_to_all_overlapped(
     return _Wait.apply(in_transfer, exchange)
 
 
-class _GatherReplicated(torch.autograd.Function):
+class _AllGatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):  # type: ignore[no-untyped-def]
         ctx.dim, ctx.group = dim, group
@@ -269,7 +265,7 @@ class _GatherReplicated(torch.autograd.Function):
 
 def all_gather_replicated(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sharded along `dim` → replicated, with a replicated gradient. Adjoint: this rank's shard."""
-    return _GatherReplicated.apply(x, dim, group)
+    return _AllGatherReplicated.apply(x, dim, group)
 
 
 @dataclass(frozen=True)

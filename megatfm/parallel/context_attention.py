@@ -49,59 +49,55 @@ FETCH = "each rank fetches the keys that its queries attend to"
 FETCH_ALL = "each rank fetches all keys"
 
 
-def make_attention_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
+def make_attention_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of an attention core: it exchanges keys, then calls the original forward on local queries."""
     local_forward: Callable[..., Tensor] = core.forward
     pattern_name = repr(core.pattern)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sequence: Any, bias: Tensor | None = None) -> Tensor:
-        core_: Any = core
-        keys_of = sequence.memory if core_.pattern.is_cross_attention else sequence
+        keys_of = sequence.memory if core.pattern.is_cross_attention else sequence
         kv_format = KeyValues(k.shape[-1], v.shape[-1])
         has_own_attention = not hasattr(core, "attention_mask")
         if keys_of is not sequence or has_own_attention or (bias is not None and not is_relative(bias)):
-            plan = keys_of.cached("everything", lambda: fetch_all_plan(contexts, keys_of.length))
-            _log_once(pattern_name, FETCH_ALL, contexts.size)
+            plan = keys_of.cached("everything", lambda: fetch_all_plan(cp, keys_of.length))
+            _log_once(pattern_name, FETCH_ALL, cp.size)
             all_k, all_v = kv_format.heads(fetch(torch.cat([k, v], -1), plan))
             return local_forward(q, all_k, all_v, sequence, bias)
-        fetch_plan = plan_fetch(core_, contexts, sequence)
-        if not core_.is_local(sequence.length) and uses_ulysses(
-            contexts, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3]), fetch_plan
+        fetch_plan = plan_fetch(core, cp, sequence)
+        if not core.is_local(sequence.length) and uses_ulysses(
+            cp, q, k.shape[1], v.shape[3], k.shape[1] * (k.shape[3] + v.shape[3]), fetch_plan
         ):
-            _log_once(pattern_name, ULYSSES, contexts.size)
-            return ulysses_attention(core_, q, k, v, bias, sequence, contexts)
-        _log_once(pattern_name, RING if fetch_plan is None else FETCH, contexts.size)
+            _log_once(pattern_name, ULYSSES, cp.size)
+            return ulysses_attention(core, q, k, v, bias, sequence, cp)
+        _log_once(pattern_name, RING if fetch_plan is None else FETCH, cp.size)
         kv = torch.cat([k, v], -1)
-        return exchange_and_attend(core_, q, kv, kv_format, bias, sequence, contexts, fetch_plan)
+        return exchange_and_attend(core, q, kv, kv_format, bias, sequence, cp, fetch_plan)
 
     return forward
 
 
-def make_latent_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
+def make_latent_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of a core (MLA) that computes keys and values from latents: it sends the narrower latents."""
     pattern_name = repr(core.pattern)
 
     def forward(q: Tensor, latent: Tensor, k_weight: Tensor, v_weight: Tensor, sequence: Any) -> Tensor:
-        core_: Any = core
-        fetch_plan, n = plan_fetch(core_, contexts, sequence), q.shape[1]
-        if not core_.is_local(sequence.length) and uses_ulysses(
-            contexts, q, n, len(v_weight) // n, latent.shape[-1], fetch_plan
+        fetch_plan, n = plan_fetch(core, cp, sequence), q.shape[1]
+        if not core.is_local(sequence.length) and uses_ulysses(
+            cp, q, n, len(v_weight) // n, latent.shape[-1], fetch_plan
         ):
-            k, v = core_.heads(latent, k_weight, v_weight)
-            _log_once(pattern_name, ULYSSES, contexts.size)
-            return ulysses_attention(core_, q, k, v, None, sequence, contexts)
-        kv_format = LatentKeyValues(core_.heads, (k_weight, v_weight))
-        _log_once(pattern_name, RING if fetch_plan is None else FETCH, contexts.size)
-        return exchange_and_attend(core_, q, latent, kv_format, None, sequence, contexts, fetch_plan)
+            k, v = core.heads(latent, k_weight, v_weight)
+            _log_once(pattern_name, ULYSSES, cp.size)
+            return ulysses_attention(core, q, k, v, None, sequence, cp)
+        kv_format = LatentKeyValues(core.heads, (k_weight, v_weight))
+        _log_once(pattern_name, RING if fetch_plan is None else FETCH, cp.size)
+        return exchange_and_attend(core, q, latent, kv_format, None, sequence, cp, fetch_plan)
 
     return forward
 
 
-def make_gather_kv_forward(
-    gather: nn.Module, contexts: ContextParallel
-) -> Callable[..., tuple[Tensor, Tensor]]:
+def make_gather_kv_forward(gather: nn.Module, cp: ContextParallel) -> Callable[..., tuple[Tensor, Tensor]]:
     """Make the `forward` of a module that gathers keys and values of the full row, for attention outside a core."""
-    plan_of = lru_cache(LENGTHS)(partial(fetch_all_plan, contexts))
+    plan_of = lru_cache(LENGTHS)(partial(fetch_all_plan, cp))
 
     def forward(k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         return KeyValues(k.shape[-1], v.shape[-1]).heads(fetch(torch.cat([k, v], -1), plan_of(length)))
@@ -120,7 +116,7 @@ def _log_once(pattern: str, method: str, ranks: int) -> None:
 _logged: set[tuple[str, str, int]] = set()
 
 
-def plan_fetch(core: Any, contexts: ContextParallel, sequence: Any) -> FetchPlan | None:
+def plan_fetch(core: Any, cp: ContextParallel, sequence: Any) -> FetchPlan | None:
     """Plan a fetch of the keys that local queries attend to; None if a ring should be used instead.
 
     A local pattern is always fetched. Otherwise documents decide: a fetch if every rank needs less than half of the
@@ -128,11 +124,11 @@ def plan_fetch(core: Any, contexts: ContextParallel, sequence: Any) -> FetchPlan
     """
 
     def plan() -> FetchPlan | None:
-        indices_by_rank = contexts.token_indices(sequence.length)
+        indices_by_rank = cp.token_indices(sequence.length)
         row = sequence.full_sequence.on_host()
         needed_indices = [core.find_reachable_keys(row, indices) for indices in indices_by_rank]
         is_fetched = core.is_local(sequence.length) or is_sparse_fetch(indices_by_rank, needed_indices)
-        return FetchPlan.of(contexts, indices_by_rank, needed_indices) if is_fetched else None
+        return FetchPlan.build(cp, indices_by_rank, needed_indices) if is_fetched else None
 
     fetch_plan: FetchPlan | None = sequence.cached(("needs", core.pattern), plan)
     return fetch_plan
@@ -145,7 +141,7 @@ def exchange_and_attend(
     kv_format: KeyValueFormat,
     bias: Tensor | None,
     sequence: Any,
-    contexts: ContextParallel,
+    cp: ContextParallel,
     fetch_plan: FetchPlan | None,
 ) -> Tensor:
     """Exchange `kv` [B, ·, T, ·] by the fetch plan, or around a ring without one, and attend; returns [B, N, T, V].
@@ -153,54 +149,55 @@ def exchange_and_attend(
     kv_format: how keys and values follow from `kv`. bias: by distance in the row [N, 2L − 1], known to every rank.
     """
     if fetch_plan is None:
-        sources = [(contexts.rank - step) % contexts.size for step in range(contexts.size)]
-        indices_by_rank = contexts.token_indices(sequence.length)
+        sources = [(cp.rank - step) % cp.size for step in range(cp.size)]
+        indices_by_rank = cp.token_indices(sequence.length)
         steps = [RingStep(("rank", source), indices_by_rank[source]) for source in sources]
-        return ring_attention(core, q, kv, kv_format, bias, sequence, steps, contexts)
+        return ring_attention(core, q, kv, kv_format, bias, sequence, steps, cp)
     steps = [RingStep(("fetched", core.pattern), fetch_plan.indices)]
-    out = ring_attention(core, q, fetch(kv, fetch_plan), kv_format, bias, sequence, steps, contexts)
+    out = ring_attention(core, q, fetch(kv, fetch_plan), kv_format, bias, sequence, steps, cp)
     key = "global queries", type(core), core.pattern
-    global_queries = sequence.cached(key, lambda: GlobalQueries.of(core, contexts, sequence))
+    global_queries = sequence.cached(key, lambda: GlobalQueries.find(core, cp, sequence))
     if global_queries is None:
         return out
-    return add_global_attention(core, out, q, *kv_format.heads(kv), bias, sequence, global_queries, contexts)
+    return add_global_attention(core, out, q, *kv_format.heads(kv), bias, sequence, global_queries, cp)
 
 
 def uses_ulysses(
-    contexts: ContextParallel, q_BNTH: Tensor, kv_heads: int, v_width: int, n_sent: int, fetch_plan: FetchPlan | None
+    cp: ContextParallel, q_BNTH: Tensor, kv_heads: int, v_width: int, n_sent: int, fetch_plan: FetchPlan | None
 ) -> bool:  # fmt: skip
-    """Whether to use Ulysses: if configured, or in "auto" if heads divide evenly and it sends less than ring or fetch.
+    """Return whether to use Ulysses: if configured, or in "auto" if heads divide evenly and it sends less than the ring
+    or the fetch.
 
     The comparison counts forward and backward. n_sent: elements per token that the ring or the fetch sends.
     """
-    c, n, h = contexts.size, q_BNTH.shape[1], q_BNTH.shape[3]
-    if contexts.method == "ulysses":
+    c, n, h = cp.size, q_BNTH.shape[1], q_BNTH.shape[3]
+    if cp.method == "ulysses":
         return True
-    if contexts.method != "auto" or n % c or (kv_heads % c and c % kv_heads):
+    if cp.method != "auto" or n % c or (kv_heads % c and c % kv_heads):
         return False
     by_heads = 2 * (n + max(kv_heads, c)) * (h + v_width)  # in units of (c − 1) / c² of a row
     if fetch_plan is None:
         return by_heads < 3 * c * n_sent
-    return by_heads * (c - 1) * fetch_plan.length < 2 * n_sent * fetch_plan.most * c**2
+    return by_heads * (c - 1) * fetch_plan.length < 2 * n_sent * fetch_plan.max_fetched * c**2
 
 
 def ulysses_attention(
     core: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, bias_NL: Tensor | None, sequence: Any,
-    contexts: ContextParallel,
+    cp: ContextParallel,
 ) -> Tensor:  # fmt: skip
     """Attend with some heads of all tokens on each rank; returns [B, N, T, V] (Jacobs et al. 2023, DeepSpeed-Ulysses).
 
     If there are fewer key heads than ranks, key heads are repeated. bias: by distance in the row.
     """
-    if k_BKTH.shape[1] < contexts.size:
-        times = contexts.size // k_BKTH.shape[1]
+    if k_BKTH.shape[1] < cp.size:
+        times = cp.size // k_BKTH.shape[1]
         k_BKTH, v_BKTV = (x.repeat_interleave(times, 1) for x in (k_BKTH, v_BKTV))
-    row = _SplitRow(contexts, sequence.length)
+    row = _SplitRow(cp, sequence.length)
     q: Tensor = _TokensHeadsExchange.apply(q_BNTH, _to_heads, _to_tokens, row)
     kv: Tensor = _TokensHeadsExchange.apply(torch.cat([k_BKTH, v_BKTV], -1), _to_heads, _to_tokens, row)
     k, v = kv.split([k_BKTH.shape[-1], v_BKTV.shape[-1]], -1)
-    head_shard = core.dropout.shard_index * contexts.size + contexts.rank
-    bias = None if bias_NL is None else bias_NL.chunk(contexts.size)[contexts.rank]
+    head_shard = core.dropout.shard_index * cp.size + cp.rank
+    bias = None if bias_NL is None else bias_NL.chunk(cp.size)[cp.rank]
     out = core.attend_head_shard(head_shard, q, k, v, sequence.make_full_row(), bias)
     out_BNTV: Tensor = _TokensHeadsExchange.apply(out, _to_tokens, _to_heads, row)
     return out_BNTV
@@ -209,12 +206,12 @@ def ulysses_attention(
 class _SplitRow(NamedTuple):
     """A row of `length` tokens that is split over ranks."""
 
-    contexts: ContextParallel
+    cp: ContextParallel
     length: int
 
     @property
     def indices_by_rank(self) -> list[Tensor]:
-        return self.contexts.token_indices(self.length)
+        return self.cp.token_indices(self.length)
 
 
 Exchange = Callable[[Tensor, _SplitRow], Tensor]
@@ -236,25 +233,23 @@ class _TokensHeadsExchange(torch.autograd.Function):
 
 def _to_heads(x: Tensor, row: _SplitRow) -> Tensor:
     """Exchange [B, n, T, ·] → [B, n / c, S, ·], tokens in row order."""
-    indices_by_rank, heads = row.indices_by_rank, x.shape[1] // row.contexts.size
+    indices_by_rank, heads = row.indices_by_rank, x.shape[1] // row.cp.size
     shapes = [(x.shape[0], heads, len(at), x.shape[3]) for at in indices_by_rank]
-    received = _exchange(x.chunk(row.contexts.size, 1), shapes, row.contexts)
+    received = _exchange(x.chunk(row.cp.size, 1), shapes, row.cp)
     return torch.cat(received, 2)[:, :, move_to_device(torch.cat(indices_by_rank).argsort(), x.device)]
 
 
 def _to_tokens(x: Tensor, row: _SplitRow) -> Tensor:
     """Exchange [B, n / c, S, ·] → [B, n, T, ·]."""
-    indices_by_rank, contexts = row.indices_by_rank, row.contexts
-    shape = *x.shape[:2], len(indices_by_rank[contexts.rank]), x.shape[3]
+    indices_by_rank, cp = row.indices_by_rank, row.cp
+    shape = *x.shape[:2], len(indices_by_rank[cp.rank]), x.shape[3]
     parts = [x[:, :, move_to_device(at, x.device)] for at in indices_by_rank]
-    return torch.cat(_exchange(parts, [shape] * contexts.size, contexts), 1)
+    return torch.cat(_exchange(parts, [shape] * cp.size, cp), 1)
 
 
-def _exchange(
-    parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], contexts: ContextParallel
-) -> list[Tensor]:
+def _exchange(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], cp: ContextParallel) -> list[Tensor]:
     """Send parts[r] to rank r; return the tensors received from each rank, of these shapes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
-    received = all_to_all_no_grad(flat, [part.numel() for part in parts], sizes, contexts.group)
+    received = all_to_all_no_grad(flat, [part.numel() for part in parts], sizes, cp.group)
     return [part.view(tuple(shape)) for part, shape in zip(received.split(sizes), shapes, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatfm.ops.attention import block_sparse
 from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
@@ -40,13 +40,13 @@ class GlobalQueries:
     """Positions of this rank's queries among its tokens."""
 
     @classmethod
-    def of(cls, core: Any, contexts: ContextParallel, sequence: Any) -> "GlobalQueries | None":
+    def find(cls, core: Any, cp: ContextParallel, sequence: Any) -> "GlobalQueries | None":
         """Collect the global queries; None if there is none whose keys are on several ranks."""
-        indices_by_rank: Sequence[Tensor] = contexts.token_indices(sequence.length)
+        indices_by_rank: Sequence[Tensor] = cp.token_indices(sequence.length)
         row_indices = core.find_global_queries(sequence.full_sequence.on_host(), indices_by_rank)
         if not len(row_indices):
             return None
-        local = indices_by_rank[contexts.rank]
+        local = indices_by_rank[cp.rank]
         return cls(
             row_indices,
             torch.isin(row_indices, local).nonzero()[:, 0],
@@ -56,7 +56,7 @@ class GlobalQueries:
 
 def add_global_attention(
     core: Any, out_BNTV: Tensor, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, bias: Tensor | None, sequence: Any,
-    global_queries: GlobalQueries, contexts: ContextParallel,
+    global_queries: GlobalQueries, cp: ContextParallel,
 ) -> Tensor:  # fmt: skip
     """Return `out` [B, N, T, V] with the attention of global queries to all keys written at their positions."""
     device = q_BNTH.device
@@ -64,53 +64,50 @@ def add_global_attention(
     local = move_to_device(global_queries.local_indices, device)
     zeros = q_BNTH.new_zeros(*q_BNTH.shape[:2], len(global_queries.row_indices), q_BNTH.shape[3])
     local_q = zeros.index_copy(2, positions, q_BNTH[:, :, local])
-    q_BNGH = copy_to_group(reduce_from_group(local_q, contexts.group), contexts.group)
+    q_BNGH = copy_to_group(reduce_from_group(local_q, cp.group), cp.group)
     queries = sequence.with_queries_at(
         ("global queries", core.pattern), move_to_device(global_queries.row_indices, device)
     )
     dropout_keys = core.dropout.make_head_rng_keys(queries, q_BNTH.shape[1])
-    key_indices = contexts.token_indices(sequence.length)[contexts.rank]
-    plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNGH)
+    key_indices = cp.token_indices(sequence.length)[cp.rank]
+    plan = block_attention_plan(core, queries, ("rank", cp.rank), key_indices, q_BNGH)
     sinks = None if core.sinks is None else core.sinks.weight
-    out_BNGV: Tensor = _AllKeysAttention.apply(
-        q_BNGH, k_BKTH, v_BKTV, bias, dropout_keys, sinks, plan, contexts
-    )
+    out_BNGV: Tensor = _AllKeysAttention.apply(q_BNGH, k_BKTH, v_BKTV, bias, dropout_keys, sinks, plan, cp)
     return out_BNTV.index_copy(2, local, out_BNGV[:, :, positions])
 
 
-def make_global_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
+def make_global_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of a core that gets only global queries, with separate projections of keys (Longformer)."""
 
     def forward(
         heads_BNTV: Tensor, q_BNGH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, indices_BG: Tensor, exists_BG: Tensor,
         sequence: Any,
     ) -> Tensor:  # fmt: skip
-        core_: Any = core
         is_global_BT = _mask_at(indices_BG, exists_BG, k_BNTH.shape[2])
         host_mask_BT = _mask_at(to_host(indices_BG), to_host(exists_BG), k_BNTH.shape[2])
         index = indices_BG[:, None, :, None].expand(q_BNGH.shape)
         q_BNTH = torch.zeros_like(k_BNTH).scatter(2, index, q_BNGH.where(exists_BG[:, None, :, None], 0))
-        out = _attend_to_local_keys(core_, q_BNTH, k_BNTH, v_BNTV, host_mask_BT, sequence, contexts)
-        key = "global queries", type(core_), core_.pattern
-        queries = sequence.cached(key, lambda: GlobalQueries.of(core_, contexts, sequence))
+        out = _attend_to_local_keys(core, q_BNTH, k_BNTH, v_BNTV, host_mask_BT, sequence, cp)
+        key = "global queries", type(core), core.pattern
+        queries = sequence.cached(key, lambda: GlobalQueries.find(core, cp, sequence))
         if queries is not None:
-            out = add_global_attention(core_, out, q_BNTH, k_BNTH, v_BNTV, None, sequence, queries, contexts)
+            out = add_global_attention(core, out, q_BNTH, k_BNTH, v_BNTV, None, sequence, queries, cp)
         return out.where(is_global_BT[:, None, :, None], heads_BNTV)
 
     return forward
 
 
-def make_pooling_forward(core: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
+def make_pooling_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of attention by one query to each image's tokens: ranks add up numerators and denominators."""
 
     def forward(q_NH: Tensor, k_BTNH: Tensor, v_BTNH: Tensor, is_member_BIT: Tensor) -> Tensor:
-        scores_BINT: Tensor = core.scores(q_NH, k_BTNH, is_member_BIT)  # type: ignore[operator]
+        scores_BINT: Tensor = core.scores(q_NH, k_BTNH, is_member_BIT)
         max_BIN1 = scores_BINT.detach().amax(-1, keepdim=True)
-        dist.all_reduce(max_BIN1, dist.ReduceOp.MAX, contexts.group)
+        dist.all_reduce(max_BIN1, dist.ReduceOp.MAX, cp.group)
         weights_BINT = (scores_BINT - max_BIN1).exp()
         sums_BINH = torch.einsum("bint,btnh->binh", weights_BINT, v_BTNH.to(weights_BINT.dtype))
         packed = torch.cat([sums_BINH, weights_BINT.sum(-1, keepdim=True)], -1)
-        packed = copy_to_group(reduce_from_group(packed, contexts.group), contexts.group)
+        packed = copy_to_group(reduce_from_group(packed, cp.group), cp.group)
         sums_BINH, totals_BIN1 = packed.split([v_BTNH.shape[-1], 1], -1)
         return (sums_BINH / totals_BIN1).to(v_BTNH.dtype)
 
@@ -124,7 +121,7 @@ def _mask_at(indices_BG: Tensor, exists_BG: Tensor, tokens: int) -> Tensor:
 
 def _attend_to_local_keys(
     core: Any, q_BNTH: Tensor, k_BNTH: Tensor, v_BNTV: Tensor, host_mask_BT: Tensor, sequence: Any,
-    contexts: ContextParallel,
+    cp: ContextParallel,
 ) -> Tensor:  # fmt: skip
     """Return the attention [B, N, T, V] of global queries to this rank's keys, complete for documents on one rank.
 
@@ -133,13 +130,13 @@ def _attend_to_local_keys(
     columns = host_mask_BT.any(0).nonzero()[:, 0]
     if not len(columns):
         return torch.zeros_like(v_BNTV)
-    key_indices, device = contexts.token_indices(sequence.length)[contexts.rank], q_BNTH.device
+    key_indices, device = cp.token_indices(sequence.length)[cp.rank], q_BNTH.device
     at = move_to_device(columns, device)
     queries = sequence.with_queries_at(
         ("local global queries", core.pattern), move_to_device(key_indices[columns], device)
     )
     dropout_keys = core.dropout.make_head_rng_keys(queries, q_BNTH.shape[1])
-    plan = block_attention_plan(core, queries, ("rank", contexts.rank), key_indices, q_BNTH[:, :, at])
+    plan = block_attention_plan(core, queries, ("rank", cp.rank), key_indices, q_BNTH[:, :, at])
     out: Tensor = _LocalKeysAttention.apply(q_BNTH[:, :, at], k_BNTH, v_BNTV, dropout_keys, plan)
     return torch.zeros_like(v_BNTV).index_copy(2, at, out)
 
@@ -172,27 +169,27 @@ class _AllKeysAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_keys: Tensor | None,
-        sinks: Tensor | None, plan: BlockAttentionPlan, contexts: ContextParallel,
+        sinks: Tensor | None, plan: BlockAttentionPlan, cp: ContextParallel,
     ) -> Tensor:  # fmt: skip
         out, lse = partial_attention(q, k, v, bias, dropout_keys, plan)
         packed = torch.cat([out.to(lse.dtype), lse], -1)[None]
         (out, lse), *more_parts = (
-            part.split([v.shape[-1], 1], -1) for part in all_gather(packed, 0, contexts.group)
+            part.split([v.shape[-1], 1], -1) for part in all_gather(packed, 0, cp.group)
         )
         for more_part in more_parts:
             out, lse = merge_partial(out, lse, *more_part)
         out, lse = block_sparse.add_sinks(out.to(q.dtype, copy=True), lse, sinks)
         ctx.save_for_backward(q, k, v, bias, dropout_keys, sinks, out, lse)
-        ctx.plan, ctx.contexts = plan, contexts
+        ctx.plan, ctx.cp = plan, cp
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         q, k, v, bias, dropout_keys, sinks, out, lse = ctx.saved_tensors
         plan: BlockAttentionPlan = ctx.plan
-        contexts: ContextParallel = ctx.contexts
+        cp: ContextParallel = ctx.cp
         bias_grad = bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[3] else None
-        summed_grad = all_reduce_no_grad(g, contexts.group)
+        summed_grad = all_reduce_no_grad(g, cp.group)
         dq, dk, dv = partial_attention_backward(
             summed_grad, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad
         )

@@ -59,7 +59,7 @@ class ContextParallel:
 
 @lru_cache(LENGTHS)
 def token_indices(length: int, ranks: int, is_zigzag: bool, unit: int = 1) -> tuple[Tensor, ...]:
-    """Implement `ContextParallel.token_indices`, cached. unit: chunk lengths are multiples of it."""
+    """Return each rank's token indices. unit: chunk lengths are multiples of it."""
     n_chunks, n_units = ranks * (1 + is_zigzag), length // unit
     if n_units < n_chunks:
         raise UsageError(
@@ -84,7 +84,7 @@ def build_context_parallel(
 
 
 def make_zigzag_predicate(model: nn.Module) -> Callable[[int], bool]:
-    """Return a function of the row length that says whether the split should be zig-zag.
+    """Return a function: row length → whether the split should be zig-zag.
 
     It should if later tokens attend to more keys than earlier ones, also in a window as wide as the row.
     """
@@ -95,7 +95,7 @@ def make_zigzag_predicate(model: nn.Module) -> Callable[[int], bool]:
 
 
 def _has_uneven_work(patterns: Sequence[Any], length: int) -> bool:
-    """Whether the cost of any pattern grows with the position. A plugin's pattern that doesn't say counts as even."""
+    """Return whether the cost of any pattern grows with the position; False for patterns that don't declare it."""
     simplified = (
         getattr(pattern, "simplify", lambda _, pattern=pattern: pattern)(length) for pattern in patterns
     )
@@ -126,7 +126,7 @@ FULL_ROW_FIELDS = (
 Batch = dict[str, Tensor]
 
 
-def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch:
+def split_batch(batch: Mapping[str, Tensor], cp: ContextParallel) -> Batch:
     """Split a micro-batch: return each field at this rank's tokens, and the full rows that attention needs.
 
     Raises UsageError for a field with neither one value per row nor one per token.
@@ -137,7 +137,7 @@ def split_batch(batch: Mapping[str, Tensor], contexts: ContextParallel) -> Batch
         if positions is None:
             continue
         length = positions.shape[1]
-        local_indices = move_to_device(contexts.token_indices(length)[contexts.rank], positions.device)
+        local_indices = move_to_device(cp.token_indices(length)[cp.rank], positions.device)
         for name, field in batch.items():
             if field.dim() < 2 or name.startswith("encoder_") != bool(side):
                 continue
@@ -185,29 +185,30 @@ class FetchPlan:
 
     send_indices[r]: local indices of the tokens that rank r needs. recv_indices[r]: row indices of the tokens that come
     from rank r. indices: sorted row indices of all tokens after the fetch. permutation: sorts [local, received from
-    rank 0, 1, …] into `indices`. most: the largest number of tokens that a rank receives. length: tokens of the row.
+    rank 0, 1, …] into `indices`. max_fetched: the largest number of tokens that a rank receives. length: tokens of the
+    row.
     """
 
-    contexts: ContextParallel
+    cp: ContextParallel
     send_indices: list[Tensor]
     recv_indices: list[Tensor]
     indices: Tensor
     permutation: Tensor
-    most: int
+    max_fetched: int
     length: int
 
     @classmethod
-    def of(
+    def build(
         cls,
-        contexts: ContextParallel,
+        cp: ContextParallel,
         indices_by_rank: Sequence[Tensor],
         needed_indices: Sequence[Tensor],
     ) -> "FetchPlan":
         """Plan from the tokens of each rank, and the sorted tokens that each rank attends to."""
-        rank, no_indices = contexts.rank, torch.empty(0, dtype=torch.int64)
-        local, ranks = indices_by_rank[rank], range(contexts.size)
+        rank, no_indices = cp.rank, torch.empty(0, dtype=torch.int64)
+        local, ranks = indices_by_rank[rank], range(cp.size)
         length = sum(map(len, indices_by_rank))
-        is_needed = torch.zeros(contexts.size, length, dtype=torch.bool)
+        is_needed = torch.zeros(cp.size, length, dtype=torch.bool)
         for r in ranks:
             is_needed[r, needed_indices[r]] = True
         max_fetched = max(len(needed_indices[r]) - int(is_needed[r, indices_by_rank[r]].sum()) for r in ranks)
@@ -217,16 +218,16 @@ class FetchPlan:
             for r in ranks
         ]
         indices, permutation = torch.cat([local, *recv]).sort()
-        return cls(contexts, send, recv, indices, permutation, max_fetched, length)
+        return cls(cp, send, recv, indices, permutation, max_fetched, length)
 
 
-def fetch_all_plan(contexts: ContextParallel, length: int) -> FetchPlan:
+def fetch_all_plan(cp: ContextParallel, length: int) -> FetchPlan:
     """Plan a fetch of all tokens of a row to all ranks."""
-    return FetchPlan.of(contexts, contexts.token_indices(length), [torch.arange(length)] * contexts.size)
+    return FetchPlan.build(cp, cp.token_indices(length), [torch.arange(length)] * cp.size)
 
 
 def is_sparse_fetch(indices_by_rank: Sequence[Tensor], needed_indices: Sequence[Tensor]) -> bool:
-    """Whether every rank needs less than half of the other ranks' tokens.
+    """Return whether every rank needs less than half of the other ranks' tokens.
 
     needed_indices[r]: row indices of the tokens that rank r attends to, including its own.
     """
@@ -254,7 +255,7 @@ class _Fetch(torch.autograd.Function):
             (r, x[:, :, move_to_device(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)
         ]
         receives = [(r, _allocate_like(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
-        received = P2PExchange(plan.contexts.group, sends, receives).wait()
+        received = P2PExchange(plan.cp.group, sends, receives).wait()
         return torch.cat([x, *received], 2)[:, :, move_to_device(plan.permutation, x.device)]
 
     @staticmethod
@@ -267,7 +268,7 @@ class _Fetch(torch.autograd.Function):
         sends = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
         users = [(r, at) for r, at in enumerate(plan.send_indices) if len(at)]
         receives = [(r, _allocate_like(g, len(at))) for r, at in users]
-        returned = P2PExchange(plan.contexts.group, sends, receives).wait()
+        returned = P2PExchange(plan.cp.group, sends, receives).wait()
         local_grad = local_grad.clone()
         for (_, at), part in zip(users, returned, strict=True):
             local_grad.index_add_(2, move_to_device(at, g.device), part)
@@ -278,22 +279,18 @@ def _allocate_like(like: Tensor, tokens: int) -> Tensor:
     return like.new_empty(*like.shape[:2], tokens, *like.shape[3:])
 
 
-def make_span_boundary_forward(
-    _: nn.Module, contexts: ContextParallel
-) -> Callable[..., tuple[Tensor, Tensor]]:
+def make_span_boundary_forward(_: nn.Module, cp: ContextParallel) -> Callable[..., tuple[Tensor, Tensor]]:
     """Make the `forward` of a module that looks up the tokens beside masked spans, by their distances."""
 
     def forward(
         hidden_BTD: Tensor, left_BT: Tensor, right_BT: Tensor, row_left_BS: Tensor, row_right_BS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        indices_by_rank = contexts.token_indices(row_left_BS.shape[1])
+        indices_by_rank = cp.token_indices(row_left_BS.shape[1])
         row = to_host(row_left_BS), to_host(row_right_BS)
         needed = [span_boundary_indices(*row, indices) for indices in indices_by_rank]
-        plan = FetchPlan.of(contexts, indices_by_rank, needed)
+        plan = FetchPlan.build(cp, indices_by_rank, needed)
         x_BLD = fetch(hidden_BTD[:, None], plan)[:, 0]
-        local, fetched = (
-            move_to_device(x, left_BT.device) for x in (indices_by_rank[contexts.rank], plan.indices)
-        )
+        local, fetched = (move_to_device(x, left_BT.device) for x in (indices_by_rank[cp.rank], plan.indices))
         rows, columns = (left_BT > 0).nonzero(as_tuple=True)
         left_M, right_M = local[columns] - left_BT[rows, columns], local[columns] + right_BT[rows, columns]
         at_left, at_right = (torch.searchsorted(fetched, at) for at in (left_M, right_M))
@@ -302,17 +299,15 @@ def make_span_boundary_forward(
     return forward
 
 
-def make_token_gather_forward(_: nn.Module, contexts: ContextParallel) -> Callable[..., Tensor]:
+def make_token_gather_forward(_: nn.Module, cp: ContextParallel) -> Callable[..., Tensor]:
     """Make the `forward` of a module that looks up tokens of another row, of which each rank fetches what it needs."""
 
     def forward(x_BSD: Tensor, at_BT: Tensor, length: int) -> Tensor:
-        host_BT, indices_by_rank = to_host(at_BT), contexts.token_indices(at_BT.shape[1])
+        host_BT, indices_by_rank = to_host(at_BT), cp.token_indices(at_BT.shape[1])
         needed = [gathered_indices(host_BT[:, indices]) for indices in indices_by_rank]
-        plan = FetchPlan.of(contexts, contexts.token_indices(length), needed)
+        plan = FetchPlan.build(cp, cp.token_indices(length), needed)
         x_BLD = fetch(x_BSD[:, None], plan)[:, 0]
-        local, fetched = (
-            move_to_device(x, at_BT.device) for x in (indices_by_rank[contexts.rank], plan.indices)
-        )
+        local, fetched = (move_to_device(x, at_BT.device) for x in (indices_by_rank[cp.rank], plan.indices))
         # searchsorted wants contiguous input; an index of −1 becomes 0.
         at_BT = torch.searchsorted(fetched, at_BT[:, local].contiguous())
         return x_BLD.gather(1, at_BT[..., None].expand(-1, -1, x_BSD.shape[-1]))

@@ -38,7 +38,7 @@ TIMEOUTS = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
 POLL_INTERVAL = timedelta(seconds=1)
 """Interval at which waiting ranks check for a stopped rank."""
 RESTART_POLL_SECONDS = 0.02
-LOOK_TIMEOUT = timedelta(seconds=60)
+MISSING_RANKS_TIMEOUT = timedelta(seconds=60)
 """Timeout of waiting for the rank that lists the missing ones."""
 LAZY_GLOO_RANKS = 64
 """From this number of ranks, gloo connects a pair at its first message instead of all pairs at group creation."""
@@ -73,17 +73,17 @@ def init_distributed(
     existing group is used unchanged. Raises UsageError for a contradictory environment, MegatfmError if other ranks
     can't be reached.
     """
-    later = timedelta(seconds=collective_timeout or timeout)
+    default_timeout = timedelta(seconds=collective_timeout or timeout)
     if dist.is_initialized():
         local_ranks = (torch.cuda.device_count() if device != "cpu" else 0) or dist.get_world_size()
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() % local_ranks))
-        _set_default_timeouts(later, later)
+        _set_default_timeouts(default_timeout, default_timeout)
         env = ProcessEnvironment("none", dist.get_rank(), dist.get_world_size(), local_rank)
         return ProcessInfo(env.rank, env.world_size, local_rank, env.launcher, _choose_device(env, device))
     env = read_process_environment(os.environ)
     chosen = _choose_device(env, device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    options: dict[str, Any] = {"backend": backend, "timeout": later}
+    options: dict[str, Any] = {"backend": backend, "timeout": default_timeout}
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         options["device_id"] = chosen
@@ -105,13 +105,13 @@ def init_distributed(
             if env.launcher == "mpirun" and env.world_size > 1:
                 env, store = _rendezvous_over_mpi(env, timedelta(seconds=timeout))
             else:
-                store = _store(env, timedelta(seconds=timeout))
+                store = _open_store(env, timedelta(seconds=timeout))
             if env.world_size > 1:
                 # Rank 0's wait in torchrun's store counts towards the time that the others have.
                 since = start if env.rank == 0 else time.monotonic()
                 _wait_for_all_ranks(store, env, timedelta(seconds=timeout), since)
             dist.init_process_group(store=store, rank=env.rank, world_size=env.world_size, **options)
-            _set_default_timeouts(later, later)
+            _set_default_timeouts(default_timeout, default_timeout)
     except (dist.DistError, RuntimeError) as error:
         address = f" at {env.address}:{env.port}" if env.address else ""
         raise MegatfmError(
@@ -134,7 +134,7 @@ def check_resolves(address: str, rank: int) -> None:
         ) from None
     except UnicodeError:
         raise MegatfmError(
-            f"MASTER_ADDR = {address!r:.80} is no host's name: set it to rank 0's machine"
+            f"MASTER_ADDR = {address!r:.80} is not a valid host name: set it to that of rank 0's machine"
         ) from None
 
 
@@ -190,7 +190,7 @@ def _choose_device(env: ProcessEnvironment, requested: Device) -> torch.device:
     )
 
 
-def _store(env: ProcessEnvironment, timeout: timedelta) -> dist.Store:
+def _open_store(env: ProcessEnvironment, timeout: timedelta) -> dist.Store:
     """Open the rendezvous store. A single process needs no port."""
     if env.world_size == 1:
         return dist.HashStore()
@@ -252,9 +252,7 @@ def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: tim
     while (error := _poll_store(store)) is not None:
         if store.check([STOPPED_KEY]):
             if env.rank == 0:
-                time.sleep(
-                    2 * POLL_INTERVAL.total_seconds()
-                )  # the store goes with it, and the others want to read it, too
+                time.sleep(2 * POLL_INTERVAL.total_seconds())  # so that the others can still read its store
             raise MegatfmError(store.get(STOPPED_KEY).decode())
         if time.monotonic() < deadline:
             continue
@@ -262,7 +260,7 @@ def _wait_for_all_ranks(store: dist.Store, env: ProcessEnvironment, timeout: tim
         if not names:  # the last rank has arrived, but not yet set "megatfm/all"
             raise error
         if env.rank == 0:
-            time.sleep(2 * POLL_INTERVAL.total_seconds())  # as above
+            time.sleep(2 * POLL_INTERVAL.total_seconds())
         raise MegatfmError(
             f"rank {names} of {env.world_size} did not start within {timeout.total_seconds():g} s: check its log "
             "or its node"
@@ -276,7 +274,7 @@ def _name_missing_ranks(store: dist.Store, world_size: int) -> str:
     the store would get 10⁸ requests.
     """
     if store.add("megatfm/looks", 1) > 1:
-        store.wait(["megatfm/missing"], LOOK_TIMEOUT)
+        store.wait(["megatfm/missing"], MISSING_RANKS_TIMEOUT)
         return store.get("megatfm/missing").decode()
     missing = [n for n in range(world_size) if not store.check([f"megatfm/here/{n}"])]
     names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
@@ -310,9 +308,7 @@ def _rendezvous_over_mpi(
     is_started_here = not MPI.Is_initialized()
     if is_started_here:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", RuntimeWarning
-            )  # of another MPI's launcher: said better just below
+            warnings.simplefilter("ignore", RuntimeWarning)  # the error below is clearer about another MPI
             MPI.Init()
     world = MPI.COMM_WORLD
     if world.size != env.world_size:
@@ -366,8 +362,8 @@ def _find_reachable_address(hosts: Sequence[tuple[str, str]]) -> str:
     if master_address := os.environ.get("MASTER_ADDR"):
         return master_address
     raise MegatfmError(
-        f"it can't find the others by name ({reason or f'all are called {name}'}): set MASTER_ADDR to the name or "
-        "address under which they reach it, and have mpirun pass it on"
+        f"rank 0 can't find the other hosts by name ({reason or f'all are called {name}'}): set MASTER_ADDR to the "
+        "name or address by which they reach rank 0's host, and have mpirun pass it on"
     )
 
 

@@ -27,9 +27,9 @@ from megatfm.parallel.context_parallel import ContextParallel, fetch, fetch_all_
 from megatfm.parallel.layout import Shard, TensorLayout, replace_forward
 from megatfm.parallel.mesh import EXPERT, EXPERT_DATA_AXES, Mesh
 from megatfm.parallel.styles import (
-    ENTER,
-    PARTIAL_OUTPUT,
-    REPLICATED_OUTPUT,
+    GATHER_INPUT,
+    GATHER_OUTPUT_REPLICATED,
+    REDUCE_OUTPUT,
     SPLIT_OUTPUT,
     Layouts,
     ParallelStyle,
@@ -63,7 +63,7 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
             received_RD = all_to_all_overlapped(meanwhile, sent_MD, input_splits, output_splits, group)
         else:
             received_RD = all_to_all(sent_MD, input_splits, output_splits, group)
-        order_R, inverse_R = expert_order(recv_counts_PE, sum(output_splits))
+        order_R, inverse_R = sort_by_expert(recv_counts_PE, sum(output_splits))
         expert_ends = recv_counts_PE.sum(0).cumsum(0, dtype=torch.int32)
         output_RD = expert_function(received_RD[order_R], expert_ends)[inverse_R]
         output_MD = all_to_all(output_RD, output_splits, input_splits, group)
@@ -87,7 +87,7 @@ def _read_splits(send_counts_PE: Tensor, recv_counts_PE: Tensor, rows: int) -> t
     return input_splits, output_splits
 
 
-def expert_order(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return the permutation [R] that sorts rows from (source, expert) to (expert, source) order, and its inverse."""
     ranks, experts = counts_PE.shape
     expert_ids = torch.arange(experts, device=counts_PE.device).repeat(ranks)
@@ -120,15 +120,15 @@ def _dispatch(module: nn.Module, mesh: Mesh, layouts: Layouts) -> None:
         module.register_forward_hook(lambda _, __, output: (output[0].clone(), *output[1:]))
 
 
-def _shard_by_expert(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _shard_by_expert(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     (first, *_), (experts, *_) = layouts["w_up"].region[0], layouts["w_up"].shape
     module.first = first % (experts // module.ep_size)  # type: ignore[assignment, operator]
 
 
-def _shard_by_channel(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _shard_by_channel(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     """Have every rank process all rows; the output bias, which is not sharded, is added once."""
-    _shard_by_expert(module, ranks, layouts)
-    module.down_bias_scale = float(ranks.rank == 0)  # type: ignore[assignment]
+    _shard_by_expert(module, tp, layouts)
+    module.down_bias_scale = float(tp.rank == 0)  # type: ignore[assignment]
 
 
 FOLDED_EXPERTS = ParallelStyle(
@@ -155,30 +155,34 @@ register_style(
 )
 """Expert matrices, sharded over tensor-parallel ranks by expert, by inner channel, or (folded) not at all."""
 
-LOCAL_TOKENS = register_style(ParallelStyle("no_communication", communication=()))
+NO_COMMUNICATION = register_style(ParallelStyle("no_communication", communication=()))
 """A module that runs on each rank's local tokens."""
 
-register_style(replace(ENTER, name="gather_expert_input", expert_tp_overrides={"folded": LOCAL_TOKENS}))
+register_style(
+    replace(GATHER_INPUT, name="gather_expert_input", expert_tp_overrides={"folded": NO_COMMUNICATION})
+)
 """Style "gather_input", unless experts are folded."""
 
 register_style(
-    replace(PARTIAL_OUTPUT, name="reduce_expert_output", expert_tp_overrides={"folded": LOCAL_TOKENS})
+    replace(REDUCE_OUTPUT, name="reduce_expert_output", expert_tp_overrides={"folded": NO_COMMUNICATION})
 )
 """Style "reduce_output", unless experts are folded."""
 
-register_style(replace(SPLIT_OUTPUT, name="split_kept_choices", expert_tp_overrides={"folded": LOCAL_TOKENS}))
+register_style(
+    replace(SPLIT_OUTPUT, name="split_kept_choices", expert_tp_overrides={"folded": NO_COMMUNICATION})
+)
 """Style "split_output", unless experts are folded."""
 
 register_style(
     replace(
-        LOCAL_TOKENS,
+        NO_COMMUNICATION,
         name="gather_choices",
-        expert_tp_overrides={"folded": replace(REPLICATED_OUTPUT, apply=gather_input_replicated)},
+        expert_tp_overrides={"folded": replace(GATHER_OUTPUT_REPLICATED, apply=gather_input_replicated)},
     )
 )
 """Gathers the expert choices of a row on every rank if experts are folded; else every rank has the full row."""
 
-register_style(replace(LOCAL_TOKENS, name="split_choices", expert_tp_overrides={"folded": SPLIT_OUTPUT}))
+register_style(replace(NO_COMMUNICATION, name="split_choices", expert_tp_overrides={"folded": SPLIT_OUTPUT}))
 """Keeps the choices of a rank's local tokens if experts are folded."""
 
 
@@ -186,7 +190,7 @@ MODULES_WITH_ROW_HOOKS = ("experts", "router")
 """Submodules of a mixture that may have `gather_row` (gathers values of the full row) and its inverse `split_row`."""
 
 
-def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:
+def install_moe(moe: nn.Module, cp: ContextParallel) -> None:
     """Make capacity, expert choice and per-row counts of a mixture refer to full rows.
 
     A capacity serves a row's choices in token order, across ranks. Ranks therefore gather the router's output of the
@@ -196,14 +200,14 @@ def install_moe(moe: nn.Module, contexts: ContextParallel) -> None:
     for owner in MODULES_WITH_ROW_HOOKS:
         module: Any = moe.get_submodule(owner)
         if hasattr(module, "split_row"):
-            replace_forward(module.gather_row, partial(_gather_row, contexts))
+            replace_forward(module.gather_row, partial(_gather_row, cp))
             replace_forward(module.split_row, _take_local_tokens)
-    replace_forward(moe.get_submodule("counted"), partial(reduce_from_group, group=contexts.group))
+    replace_forward(moe.get_submodule("counted"), partial(reduce_from_group, group=cp.group))
 
 
-def _gather_row(contexts: ContextParallel, values_BTK: Tensor, sequence: Any) -> Tensor:
+def _gather_row(cp: ContextParallel, values_BTK: Tensor, sequence: Any) -> Tensor:
     """Gather [B, S, K] in row order."""
-    plan = sequence.cached("everything", lambda: fetch_all_plan(contexts, sequence.length))
+    plan = sequence.cached("everything", lambda: fetch_all_plan(cp, sequence.length))
     return fetch(values_BTK[:, None], plan)[:, 0]
 
 
@@ -212,7 +216,7 @@ def _take_local_tokens(values_BSK: Tensor, sequence: Any) -> Tensor:
     return values_BSK[:, sequence.indices]
 
 
-def install_soft_moe(mixture: nn.Module, contexts: ContextParallel) -> None:
+def install_soft_moe(mixture: nn.Module, cp: ContextParallel) -> None:
     """Make the slots of a soft mixture means over full rows, and divide the slots among ranks.
 
     Each rank computes means over its local tokens. They are weighted by the sums of exponentiated scores (Dao et al.
@@ -220,8 +224,8 @@ def install_soft_moe(mixture: nn.Module, contexts: ContextParallel) -> None:
     """
     mixture_: Any = mixture
     padding_expert = mixture_.experts.n_experts
-    replace_forward(mixture_.gather_slots, partial(_merge_slots, contexts, padding_expert))
-    replace_forward(mixture_.return_slots, partial(_gather_slots, contexts))
+    replace_forward(mixture_.gather_slots, partial(_merge_slots, cp, padding_expert))
+    replace_forward(mixture_.return_slots, partial(_gather_slots, cp))
 
 
 def slots_per_rank(slots: int, ranks: int) -> int:
@@ -230,7 +234,7 @@ def slots_per_rank(slots: int, ranks: int) -> int:
 
 
 def _merge_slots(
-    contexts: ContextParallel,
+    cp: ContextParallel,
     padding_expert: int,
     means_BXD: Tensor,
     scores_BNTS: Tensor,
@@ -239,15 +243,15 @@ def _merge_slots(
     """Return this rank's slots [B, x, D] and their experts [B, x, 1], `padding_expert` for padding."""
     logs_BX = scores_BNTS.logsumexp(2).flatten(1)
     logs_BX = logs_BX.clamp(min=torch.finfo(logs_BX.dtype).min)  # documents without local tokens
-    weights_PBX = all_gather(logs_BX[None], 0, contexts.group).softmax(0)
-    weighted_BXD = means_BXD * weights_PBX[contexts.rank, ..., None].to(means_BXD.dtype)
-    per_rank = slots_per_rank(choices_BX1.shape[1], contexts.size)
-    padding = per_rank * contexts.size - choices_BX1.shape[1]
-    slots_BxD = reduce_scatter(F.pad(weighted_BXD, (0, 0, 0, padding)), 1, contexts.group)
+    weights_PBX = all_gather(logs_BX[None], 0, cp.group).softmax(0)
+    weighted_BXD = means_BXD * weights_PBX[cp.rank, ..., None].to(means_BXD.dtype)
+    per_rank = slots_per_rank(choices_BX1.shape[1], cp.size)
+    padding = per_rank * cp.size - choices_BX1.shape[1]
+    slots_BxD = reduce_scatter(F.pad(weighted_BXD, (0, 0, 0, padding)), 1, cp.group)
     choices_BX1 = F.pad(choices_BX1, (0, 0, 0, padding), value=padding_expert)
-    return slots_BxD, choices_BX1[:, contexts.rank * per_rank :][:, :per_rank]
+    return slots_BxD, choices_BX1[:, cp.rank * per_rank :][:, :per_rank]
 
 
-def _gather_slots(contexts: ContextParallel, output_BxD: Tensor, slots: int) -> Tensor:
+def _gather_slots(cp: ContextParallel, output_BxD: Tensor, slots: int) -> Tensor:
     """Gather the outputs of all slots [B, X, D]."""
-    return all_gather(output_BxD, 1, contexts.group)[:, :slots]
+    return all_gather(output_BxD, 1, cp.group)[:, :slots]

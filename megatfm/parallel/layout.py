@@ -47,30 +47,32 @@ class TensorLayout:
     fsdp_dim: int = 0
 
     def __post_init__(self) -> None:
-        for i, cut in enumerate(self.shards):
-            size = self._narrow(i)[1][cut.dim]
-            per_rank = -(-size // cut.count)
-            outer = -(-self.shape[cut.dim] // size)
-            if cut.uneven and per_rank * (cut.count - 1) >= size:
-                fits = next(t for t in range(cut.count, 0, -1) if -(-size // t) * (t - 1) < size)
+        for i, shard in enumerate(self.shards):
+            size = self._narrow(i)[1][shard.dim]
+            per_rank = -(-size // shard.count)
+            outer = -(-self.shape[shard.dim] // size)
+            if shard.uneven and per_rank * (shard.count - 1) >= size:
+                fits = next(t for t in range(shard.count, 0, -1) if -(-size // t) * (t - 1) < size)
                 raise UsageError(
-                    f"parallel.{cut.axis} = {cut.count} leaves ranks without a shard of {self.name} "
-                    f"{list(self.shape)}: the nearest {cut.axis} that fits is {fits}"
+                    f"parallel.{shard.axis} = {shard.count} leaves ranks without a shard of {self.name} "
+                    f"{list(self.shape)}: the nearest {shard.axis} that fits is {fits}"
                 )
-            if not cut.uneven and size % cut.count:
+            if not shard.uneven and size % shard.count:
                 raise UsageError(
-                    f"parallel.{cut.axis} = {cut.count} does not divide dim {cut.dim} of {self.name} "
-                    f"{list(self.shape)}: the next size that fits is {per_rank * cut.count * outer}"
+                    f"parallel.{shard.axis} = {shard.count} does not divide dim {shard.dim} of {self.name} "
+                    f"{list(self.shape)}: the next size that fits is {per_rank * shard.count * outer}"
                 )
 
     @property
     def axes(self) -> frozenset[str]:
         """Model axes over which ranks hold different blocks."""
-        return frozenset(cut.axis for cut in self.shards)
+        return frozenset(shard.axis for shard in self.shards)
 
     def has_same_shards(self, other: "TensorLayout") -> bool:
-        """Whether the same axes shard the same dims."""
-        return [(cut.axis, cut.dim) for cut in self.shards] == [(cut.axis, cut.dim) for cut in other.shards]
+        """Return whether the same axes shard the same dims."""
+        return [(shard.axis, shard.dim) for shard in self.shards] == [
+            (shard.axis, shard.dim) for shard in other.shards
+        ]
 
     @property
     def region(self) -> Chunk:
@@ -78,17 +80,17 @@ class TensorLayout:
         return self._narrow(len(self.shards))
 
     def subregion(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        """Global offsets and sizes of a block within `region`, e.g. ZeRO's shard of it."""
+        """Return the global offsets and sizes of a block within `region`, e.g. ZeRO's shard of it."""
         return tuple(a + b for a, b in zip(self.region[0], offsets, strict=True)), sizes
 
-    def _narrow(self, cuts: int) -> Chunk:
-        """Offsets and sizes after the first `cuts` shards."""
+    def _narrow(self, n_shards: int) -> Chunk:
+        """Return offsets and sizes after the first `n_shards` shards."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
-        for cut in self.shards[:cuts]:
-            per_rank = -(-sizes[cut.dim] // cut.count)
-            first = per_rank * cut.index
-            offsets[cut.dim] += first
-            sizes[cut.dim] = min(per_rank, sizes[cut.dim] - first)
+        for shard in self.shards[:n_shards]:
+            per_rank = -(-sizes[shard.dim] // shard.count)
+            first = per_rank * shard.index
+            offsets[shard.dim] += first
+            sizes[shard.dim] = min(per_rank, sizes[shard.dim] - first)
         return tuple(offsets), tuple(sizes)
 
 
@@ -101,14 +103,14 @@ class ModelLayout(Mapping[str, TensorLayout]):
         table: str,
         buffers: Mapping[str, TensorLayout] | None = None,
         state: Iterable[str] = (),
-        contexts: ContextParallel | None = None,
+        cp: ContextParallel | None = None,
     ) -> None:
         self._layouts = dict(layouts)
         self.buffers = dict(buffers or {})
         """Layouts of the buffers, which are not trained."""
         self.state = {name: self.buffers[name] for name in state}
         """Layouts of the persistent buffers, which checkpoints hold."""
-        self.context_parallel = contexts
+        self.context_parallel = cp
         """Split of rows over context-parallel ranks; None without context parallelism."""
         self.table = table
         """The applied plan as text."""

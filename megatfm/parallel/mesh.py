@@ -86,18 +86,18 @@ class Mesh:
     expert_tp: str = "by_expert"
 
     def size(self, axis: str) -> int:
-        """Number of ranks along an axis; 1 for an unused axis."""
+        """Return the number of ranks along an axis; 1 for an unused axis."""
         if axis == EXPERT and self.expert_mesh is None:
             return 1
         mesh = self._find_mesh(axis)
         return mesh.size((mesh.mesh_dim_names or ()).index(axis))
 
     def rank(self, axis: str) -> int:
-        """This process's coordinate along an axis, from 0."""
+        """Return this process's coordinate along an axis, from 0."""
         return self._find_mesh(axis).get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup:
-        """Process group of this rank along one axis: the ranks that differ only in that coordinate."""
+        """Return this rank's process group along one axis: the ranks that differ only in that coordinate."""
         if axis == EXPERT and self.size(EXPERT_SHARD) == 1:
             folded = axes_folded_into_ep(self.expert_tp)
             nontrivial = [folded_axis for folded_axis in folded if self.size(folded_axis) > 1]
@@ -126,8 +126,8 @@ class Mesh:
         return self.data_ranks * self.size(CONTEXT)
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes over which a global batch is divided."""
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes over which a global batch is divided."""
         return (SHARD, REPLICATE)
 
     @property
@@ -147,7 +147,7 @@ class Mesh:
         return (*self.loss_axes, *(axis for axis in self._axes if axis not in self.loss_axes))
 
     def fsdp_mesh(self, data: DataAxes) -> DeviceMesh:
-        """The mesh for FSDP2: replicas × shard (HSDP), or shard alone."""
+        """Return the mesh for FSDP2: replicas × shard (HSDP), or shard alone."""
         mesh = self._find_mesh(data.shard)
         copies = tuple(axis for axis in sort_axes(data.replicate_axes) if self.size(axis) > 1)
         if not copies:
@@ -164,9 +164,9 @@ class Mesh:
                 dist.all_reduce(tensor, group=self.group(axis))
 
     def flat_group(self, axes: Sequence[str]) -> ProcessGroup:
-        """One process group over several axes (cached); the axis's own group if only one has more than one rank.
+        """Return one process group over several axes (cached); if a single one has several ranks, its own group.
 
-        Expert axes together with the axes that they are folded from stand for all the folded axes.
+        Expert axes together with one of the axes that they are folded from stand for all the folded axes.
         """
         outer, expert_axes = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
         if expert_axes and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
@@ -189,7 +189,7 @@ class Mesh:
         return group
 
     def group_names(self, *several: Sequence[str]) -> dict[str, str]:
-        """Process group name → axis, or axes joined by " × ". several: axes of flat groups. A collective."""
+        """Return process group name → axis, or axes joined by " × ". several: axes of flat groups. A collective."""
         names = {
             str(self.flat_group(axes).group_name): " × ".join(
                 axis for axis in sort_axes(axes) if self.size(axis) > 1
@@ -207,7 +207,7 @@ class Mesh:
         return object_collectives.all_gather(item, self.flat_group(axes))
 
     def describe(self) -> str:
-        """Axis sizes as text, such as "dp_shard 4 × tp 2"; pp, cp and ep only if larger than 1."""
+        """Format the axis sizes as text, such as "dp_shard 4 × tp 2"; pp, cp and ep only if larger than 1."""
         sizes = describe_sizes({axis: self.size(axis) for axis in AXES})
         return sizes if self.expert_mesh is None else f"{sizes}, experts over {self.size(EXPERT)} of them"
 
@@ -217,7 +217,7 @@ class Mesh:
         return AXES if self.expert_mesh is None else (*AXES, *EXPERT_AXES)
 
     def _find_mesh(self, *axes: str) -> DeviceMesh:
-        """The mesh that has these axes."""
+        """Return the mesh that has these axes."""
         if self.expert_mesh is not None and not set(axes).isdisjoint(EXPERT_AXES):
             return self.expert_mesh
         return self.device_mesh
@@ -230,13 +230,13 @@ def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """Axis sizes as text, such as "dp_shard 4 × tp 2"; pp and cp only if larger than 1."""
+    """Format axis sizes as text, such as "dp_shard 4 × tp 2"; pp and cp only if larger than 1."""
     rare = PIPELINE, CONTEXT
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis not in rare or size > 1)
 
 
 def axes_folded_into_ep(expert_tp: str) -> tuple[str, ...]:
-    """The axes that expert parallelism takes its ranks from."""
+    """Return the axes from which expert parallelism takes its ranks."""
     return (*EXPERT_FOLD_AXES, TENSOR) if expert_tp == "folded" else EXPERT_FOLD_AXES
 
 

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatfm.errors import UsageError
-from megatfm.parallel.adapters import adapter_styles
 from megatfm.parallel.collectives import TensorParallelGroup, copy_to_group, reduce_from_group
 from megatfm.parallel.context_attention import (
     make_attention_forward,
@@ -58,6 +57,21 @@ from megatfm.parallel.layout import ModelLayout, Shard, TensorLayout, replace_fo
 from megatfm.parallel.mesh import TENSOR, Mesh
 from megatfm.parallel.styles import STYLES, ParallelStyle
 
+ADAPTER_STYLES: dict[str, tuple[str, str, str]] = {
+    "colwise": ("replicated_partial_grad", "colwise", "replicated"),
+    "rowwise": ("shard_input_features", "replicated_partial_grad", "local_shard_dropout"),
+    "replicated": ("replicated", "replicated", "replicated"),
+    "replicated_partial_grad": ("replicated_partial_grad", "replicated_partial_grad", "replicated"),
+    "sequence_parallel": ("sequence_parallel", "sequence_parallel", "local_token_dropout"),
+    "gather_output_replicated": ("sequence_parallel", "sequence_parallel", "local_token_dropout"),
+}
+"""Style of a linear layer → styles of its low-rank adapter (LoRA): of A, of B, and of the dropout before A. Other
+styles allow no adapter.
+
+Beside a column-wise matrix, B is sharded by the same output features. Beside a row-wise one, A is sharded by the same
+input features: its partial output goes through B, and is summed together with the matrix's output. So adapters add no
+communication.
+"""
 UNPLANNED = ParallelStyle("no row")
 """Style of a module without a plan row, in a model without tensor parallelism."""
 GENERIC_PACKAGES = (
@@ -78,16 +92,16 @@ def parallelize(
     Raises UsageError if a module has two styles, if it has none under tensor parallelism, or if the ranks do not divide
     a dim.
     """
-    parts = mesh.size(TENSOR)
-    ranks = TensorParallelGroup(mesh.group(TENSOR), sequence_parallel) if parts > 1 else None
+    tp_size = mesh.size(TENSOR)
+    tp = TensorParallelGroup(mesh.group(TENSOR), sequence_parallel) if tp_size > 1 else None
     rows_by_module = _match_rows(model)
-    styles = _match(model, rows_by_module, complete=parts > 1)
+    styles = match_styles(model, rows_by_module, complete=tp_size > 1)
     local: dict[Tensor, tuple[TensorLayout, Tensor]] = {}
     buffers: dict[str, TensorLayout] = {}
     state: list[str] = []
     for path, planned in styles.items():
         module = model.get_submodule(path)
-        style = styles[path] = planned.resolve(module, parts, mesh.expert_tp)
+        style = styles[path] = planned.resolve(module, tp_size, mesh.expert_tp)
         layouts: dict[str, TensorLayout] = {}
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             layouts[key] = layout = _make_tensor_layout(
@@ -110,15 +124,15 @@ def parallelize(
             setattr(module, key, local[tensor][1])
         if style.apply_expert_parallel:
             style.apply_expert_parallel(module, mesh, layouts)
-        if ranks and style.apply:
-            style.apply(module, ranks, layouts)
-    contexts = build_context_parallel(model, mesh, sequence_parallel=sequence_parallel, method=context)
-    if contexts:
-        install_context_parallel(model, contexts)
+        if tp and style.apply:
+            style.apply(module, tp, layouts)
+    cp = build_context_parallel(model, mesh, sequence_parallel=sequence_parallel, method=context)
+    if cp:
+        install_context_parallel(model, cp)
     install_data_ring(model, mesh)
     layout_by_name = {layout.name: layout for layout, _ in local.values()}
     table = _format_table(model, rows_by_module, styles, layout_by_name, mesh)
-    return ModelLayout(layout_by_name, table, buffers, state, contexts)
+    return ModelLayout(layout_by_name, table, buffers, state, cp)
 
 
 def _make_tensor_layout(
@@ -128,29 +142,26 @@ def _make_tensor_layout(
 
     Raises UsageError if its gradient would then be partial, and the style declares it replicated.
     """
-    shape, parts = tuple(tensor.shape), mesh.size(TENSOR)
-    shard_experts = style.shard_experts or _keep_layout
-    if parts == 1:
-        return shard_experts(TensorLayout(name, shape), mesh)
-    dim = style.cut_dim(name.rpartition(".")[2], len(shape))
-    if dim is not None:
-        cut = Shard(TENSOR, dim, mesh.rank(TENSOR), parts, style.allows_uneven)
-        return shard_experts(TensorLayout(name, shape, (cut,)), mesh)
-    if style.cut_dim(name.rpartition(".")[2], MOST_DIMS) is not None and style.gradient == "replicated":
-        raise UsageError(
-            f"{name} has {len(shape)} dims, too few for the plan's style {style.name!r} to shard over parallel.tp "
-            f"= {parts}: its gradient would be partial on each rank. Move it to a module with a style such as "
-            "'replicated_partial_grad', which sums partial gradients"
-        )
-    partial = style.gradient == "partial" or (style.gradient == "partial_with_sp" and sequence_parallel)
-    return shard_experts(TensorLayout(name, shape, partial_axes=(TENSOR,) if partial else ()), mesh)
+    shape, tp_size, key = tuple(tensor.shape), mesh.size(TENSOR), name.rpartition(".")[2]
+    shards: tuple[Shard, ...] = ()
+    partial_axes: tuple[str, ...] = ()
+    if tp_size > 1:
+        dim = style.shard_dim(key, len(shape))
+        if dim is not None:
+            shards = (Shard(TENSOR, dim, mesh.rank(TENSOR), tp_size, style.allows_uneven),)
+        elif style.gradient == "partial" or (style.gradient == "partial_with_sp" and sequence_parallel):
+            partial_axes = (TENSOR,)
+        elif style.gradient == "replicated" and style.shard_dim(key, MAX_DIMS) is not None:
+            raise UsageError(
+                f"{name} has {len(shape)} dims, too few for the plan's style {style.name!r} to shard over parallel.tp "
+                f"= {tp_size}: its gradient would be partial on each rank. Move it to a module with a style such as "
+                "'replicated_partial_grad', which sums partial gradients"
+            )
+    layout = TensorLayout(name, shape, shards, partial_axes)
+    return style.shard_experts(layout, mesh) if style.shard_experts else layout
 
 
-def _keep_layout(layout: TensorLayout, mesh: Mesh) -> TensorLayout:
-    return layout
-
-
-MOST_DIMS = 8
+MAX_DIMS = 8
 """Upper bound of a parameter's number of dims."""
 
 
@@ -171,18 +182,15 @@ class _Row:
         return ".".join(filter(None, (self.owner_path, self.pattern)))
 
 
-def match(model: nn.Module, *, complete: bool = True) -> dict[str, ParallelStyle]:
+def match_styles(
+    model: nn.Module, rows_by_module: Mapping[nn.Module, list[_Row]] | None = None, *, complete: bool = True
+) -> dict[str, ParallelStyle]:
     """Return module name → style, in the order of the model's modules.
 
-    Raises UsageError for an unknown style, for two styles of one module and, if `complete`, for a module with
-    parameters or buffers that has no style.
+    rows_by_module: the result of `_match_rows`. Raises UsageError for an unknown style, for two styles of one module
+    and, if `complete`, for a module with parameters or buffers that has no style.
     """
-    return _match(model, _match_rows(model), complete)
-
-
-def _match(
-    model: nn.Module, rows_by_module: Mapping[nn.Module, list[_Row]], complete: bool
-) -> dict[str, ParallelStyle]:
+    rows_by_module = _match_rows(model) if rows_by_module is None else rows_by_module
     styles: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
         rows = rows_by_module.get(module, [])
@@ -213,17 +221,19 @@ def _match_rows(model: nn.Module) -> dict[nn.Module, list[_Row]]:
         for pattern, style in getattr(type(owner), "tp_plan", ()):
             row = _Row(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), type(owner).__name__, pattern, style)
             for inner, module in owner.named_modules():
-                if matches(inner, pattern):
+                if matches_pattern(inner, pattern):
                     rows_by_module.setdefault(module, []).append(row)
     for module, rows in list(rows_by_module.items()):
-        for part, (name, style) in adapter_styles(module, rows[0].style).items():
-            pattern = f"{rows[0].pattern}.{name}".lstrip(".")
-            rows_by_module[part] = [replace(rows[0], pattern=pattern, style=style)]
+        adapter = getattr(module, "lora", None)
+        for key, style in zip(("a", "b", "dropout"), ADAPTER_STYLES.get(rows[0].style, ()), strict=False):
+            if (part := getattr(adapter, key, None)) is not None:
+                pattern = f"{rows[0].pattern}.lora.{key}".lstrip(".")
+                rows_by_module[part] = [replace(rows[0], pattern=pattern, style=style)]
     return rows_by_module
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a module's name matches a pattern, segment by segment.
+def matches_pattern(name: str, pattern: str) -> bool:
+    """Return whether a module's name matches a pattern, segment by segment.
 
     `*`, `?` and `[…]` match within a segment, `**` matches any number of segments, including none.
     """
@@ -298,21 +308,21 @@ FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] 
 """`cp_plan` → function that makes a module's new `forward`."""
 
 
-def install_context_parallel(model: nn.Module, contexts: ContextParallel) -> None:
+def install_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
     """Install context parallelism by each module's `cp_plan`. Raises UsageError for a module without one."""
     check_context_plans(model)
     for module in model.modules():
         plan = getattr(module, "cp_plan", None)
         if plan in FORWARDS:
-            replace_forward(module, FORWARDS[plan](module, contexts))
+            replace_forward(module, FORWARDS[plan](module, cp))
         elif plan == "all_reduce":
             replace_forward(
-                module.get_submodule("all_reduce"), partial(_all_reduce_both_passes, group=contexts.group)
+                module.get_submodule("all_reduce"), partial(_all_reduce_both_passes, group=cp.group)
             )
         elif plan == "moe":
-            install_moe(module, contexts)
+            install_moe(module, cp)
         elif plan == "soft_moe":
-            install_soft_moe(module, contexts)
+            install_soft_moe(module, cp)
 
 
 def disable_compile_of_attention(block: nn.Module) -> None:
@@ -338,7 +348,7 @@ def check_context_plans(model: nn.Module) -> None:
                 f"parallel.cp > 1: {type(module).__name__} ({path}) has cp_plan = 'all_reduce' and no submodule "
                 "`all_reduce` that its sums over tokens go through: add `self.all_reduce = nn.Identity()`"
             )
-    for path, module in _iter_modules_with_context_plan(model):
+    for path, module in _iter_modules_that_need_cp_plan(model):
         if getattr(module, "cp_plan", None) is None:
             name = f"{type(module).__name__}{f' ({path})' if path else ''}"
             reason = getattr(module, "full_rows_reason", None)
@@ -352,8 +362,8 @@ def check_context_plans(model: nn.Module) -> None:
             )
 
 
-def _iter_modules_with_context_plan(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that must have a `cp_plan`: the model, its direct submodules, and in each block the attention,
+def _iter_modules_that_need_cp_plan(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module: the model, its direct submodules, and in each block the attention,
     its core and the feed-forward network."""
     yield "", model
     in_blocks = {module for block in transformer_blocks(model) for module in block.modules()}

@@ -42,7 +42,7 @@ Schedule = list[list[Action]]
 
 
 def stage_to_rank(schedule: str, ranks: int, virtual: int) -> list[int]:
-    """The rank of each stage: in a loop over the ranks, or in a V (down the ranks and up again)."""
+    """Return the rank of each stage: in a loop over the ranks, or in a V (down the ranks and up again)."""
     if schedule in V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(ranks * virtual)]
@@ -86,19 +86,16 @@ def _make_torch_orders(schedule: str, ranks: int, virtual: int, microbatches: in
         if rank == 0
     ]
     order = torch_pipeline_order(schedule_class, stages, n_planned)
-    actions_by_rank: Schedule = []
-    for rank in range(ranks):
-        steps = [
-            action for step in order[rank] if step is not None for action in (step.sub_actions or (step,))
+    return [
+        [
+            Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+            for step in order[rank]
+            if step is not None
+            for action in (step.sub_actions or (step,))
+            if action.microbatch_index is not None and action.microbatch_index < microbatches
         ]
-        actions_by_rank.append(
-            [
-                Action(step.stage_index, step.computation_type.value, step.microbatch_index)
-                for step in steps
-                if step.microbatch_index is not None and step.microbatch_index < microbatches
-            ]
-        )
-    return actions_by_rank
+        for rank in range(ranks)
+    ]
 
 
 @dataclass
@@ -116,7 +113,7 @@ class FakeStage:
 
 
 def torch_pipeline_order(schedule: Any, stages: list[FakeStage], microbatches: int) -> Any:
-    """Rank → actions, from a torch schedule with several stages per rank. stages: those of rank 0."""
+    """Return rank → actions of a torch schedule with several stages per rank. stages: those of rank 0."""
     return schedule(stages, microbatches).pipeline_order
 
 
@@ -128,8 +125,10 @@ def reduce_gradients(module: nn.Module) -> None:
 
 
 def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule:
-    """Add sends and receives. Ranks are simulated in lockstep, and each receive is put where its send happens, so that
-    two ranks see their transfers in the same order, as NCCL requires.
+    """Add sends and receives. rank_of: rank of each stage.
+
+    Ranks are simulated in lockstep, and each receive is put where its send happens, so that two ranks see their
+    transfers in the same order, as NCCL requires.
 
     Raises ValueError for a schedule that deadlocks.
     """
@@ -138,30 +137,24 @@ def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule
     while any(pending):
         moved = False
         for rank, queue in enumerate(pending):
-            if not queue or not done.issuperset(_needs(queue[0], len(rank_of))):
+            if not queue or not done.issuperset(_find_prerequisites(queue[0], len(rank_of))):
                 continue
             action, moved = queue.popleft(), True
             planned[rank].append(action)
-            done.add(_get_completion(action))
+            done.add((action.stage, "B" if action.kind == "I" else action.kind, action.microbatch))
             onward = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
             target = action.stage + onward
             if onward and 0 <= target < len(rank_of) and rank_of[target] != rank:
-                way: Literal["F", "B"] = "F" if onward == 1 else "B"
-                send: Kind = "send F" if way == "F" else "send B"
-                receive: Kind = "recv F" if way == "F" else "recv B"
-                planned[rank].append(Action(action.stage, send, action.microbatch))
-                planned[rank_of[target]].append(Action(target, receive, action.microbatch))
+                kinds: tuple[Kind, Kind] = ("send F", "recv F") if onward == 1 else ("send B", "recv B")
+                planned[rank].append(Action(action.stage, kinds[0], action.microbatch))
+                planned[rank_of[target]].append(Action(target, kinds[1], action.microbatch))
         if not moved:
             raise ValueError(f"the schedule deadlocks at: {[queue[0] for queue in pending if queue]}")
     return planned
 
 
-def _get_completion(action: Action) -> tuple[int, str, int]:
-    return action.stage, {"I": "B"}.get(action.kind, action.kind), action.microbatch
-
-
-def _needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
-    """Passes, of any rank, that must come before this action."""
+def _find_prerequisites(action: Action, stages: int) -> list[tuple[int, str, int]]:
+    """Return the passes, of any rank, that must come before this action."""
     stage, kind, i = action
     if kind == "F":
         return [(stage - 1, "F", i)] if stage else []
@@ -172,20 +165,20 @@ def _needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
 
 BackwardPart = Literal["inputs", "weights"]
 
-_UNDER_WAY: list[BackwardPart] = []
+_backward_parts: list[BackwardPart] = []
 """A global, not a thread-local: on a GPU, autograd runs backward functions in its own threads."""
 
 
 @contextmanager
-def under_way(part: BackwardPart) -> Iterator[None]:
+def backward_part(part: BackwardPart) -> Iterator[None]:
     """Mark which part of a split backward pass runs, for autograd functions that compute both at once."""
-    _UNDER_WAY.append(part)
+    _backward_parts.append(part)
     try:
         yield
     finally:
-        _UNDER_WAY.pop()
+        _backward_parts.pop()
 
 
-def current_part() -> BackwardPart | None:
-    """The part of the backward pass that runs now; None if it is not split."""
-    return _UNDER_WAY[-1] if _UNDER_WAY else None
+def current_backward_part() -> BackwardPart | None:
+    """Return the part of the backward pass that runs now; None if it is not split."""
+    return _backward_parts[-1] if _backward_parts else None

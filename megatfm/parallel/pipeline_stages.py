@@ -65,11 +65,11 @@ class Pipeline:
         return [stage.rank for stage in self.stages]
 
     def stages_of(self, rank: int) -> list[PipelineStage]:
-        """The stages of a pipeline rank, in the order of the forward pass."""
+        """Return the stages of a pipeline rank, in the order of the forward pass."""
         return [stage for stage in self.stages if stage.rank == rank]
 
     def format_table(self) -> str:
-        """The stages as a table, for plan.txt."""
+        """Return the stages as a table, for plan.txt."""
         total = sum(stage.cost for stage in self.stages)
         lines = [f"pipeline  {self.schedule}, {len(self.stages)} stages on {self.ranks} ranks", ""]
         lines.append(f"{'stage':<7}{'rank':<6}{'of the cost':<13}{'from':<34}{'to':<34}carries on")
@@ -94,7 +94,7 @@ def split_into_stages(
     lengths: Mapping[str, int],
     predicted: float | None = None,
     at: Sequence[str] | None = None,
-    sequence_parts: int = 1,
+    sequence_shards: int = 1,
 ) -> Pipeline:
     """Split a full model (on the meta device) into the stages of a schedule.
 
@@ -104,8 +104,8 @@ def split_into_stages(
     """
     if not hasattr(model, "split_points"):
         raise UsageError(
-            f"parallel.pp = {ranks}: this model family is not cut into pipeline stages: set parallel.pp = 1 and use "
-            "parallel.dp_shard"
+            f"parallel.pp = {ranks}: this model family has no `split_points` for pipeline stages: set parallel.pp = 1 "
+            "and use parallel.dp_shard"
         )
     points = cast(Splittable, model).split_points
     rank_of = stage_to_rank(schedule, ranks, virtual)
@@ -139,8 +139,8 @@ def split_into_stages(
         ranks,
         virtual,
         stages,
-        _find_holders(model, stages),
-        sequence_parts,
+        _find_parameter_holders(model, stages),
+        sequence_shards,
         _find_module_holders(model, stages),
         frozen,
     )
@@ -149,14 +149,14 @@ def split_into_stages(
 def compute_cost(
     model: nn.Module, point: SplitPoint, lengths: Mapping[str, int], predicted: float | None = None
 ) -> float:
-    """Multiply-accumulates of a split point for all tokens of a row, in matmuls and attention."""
+    """Return the multiply-accumulates of a split point for all tokens of a row, in matmuls and attention."""
     tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted)
     total = total_cost((model.get_submodule(path) for path in point.modules), tokens)
     return total.matmul_macs + total.attention_macs
 
 
 def _find_trained_fields(model: nn.Module, points: Sequence[SplitPoint]) -> list[frozenset[str]]:
-    """Fields of the carry that depend on trained weights, before each split point and after the last."""
+    """Return the fields of the carry that depend on trained weights, before each split point and after the last."""
     trained = [frozenset[str]()]
     for point in points:
         trains = any(
@@ -188,7 +188,7 @@ def _find_named_cuts(points: Sequence[SplitPoint], at: Sequence[str], stages: in
 
 
 def _suggest_layout(schedule: str, ranks: int, virtual: int, max_stages: int) -> str:
-    """The nearest layout of at most `max_stages` stages."""
+    """Return the settings of the nearest layout with at most `max_stages` stages, for an error message."""
     if schedule.startswith("interleaved") and max_stages // ranks > 1:
         return f"parallel.virtual_stages = {max_stages // ranks}"
     if max_stages // virtual > 1:
@@ -222,11 +222,11 @@ def _balance_cuts(starts: Sequence[int], costs: Sequence[float], stages: int) ->
 
 
 def _may_begin(point: SplitPoint, cost: float) -> bool:
-    """Whether a stage may begin here: at a point with matmuls, or at an embedding; never at a lone norm."""
+    """Return whether a stage may begin here: at a point with matmuls, or at an embedding; never at a lone norm."""
     return cost > 0 or point.name.endswith("embedding")
 
 
-def _find_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tuple[int, ...]]:
+def _find_parameter_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str, tuple[int, ...]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     ranks_by_name: dict[str, set[int]] = {name: set() for name in names.values()}
     for stage in stages:
@@ -234,7 +234,8 @@ def _find_holders(model: nn.Module, stages: Sequence[PipelineStage]) -> dict[str
             ranks_by_name[names[parameter]].add(stage.rank)
     if unused := [name for name, ranks in ranks_by_name.items() if not ranks]:
         raise UsageError(
-            f"{unused[0]} is used by no split point of the model, so no pipeline stage would hold it"
+            f"no split point of the model uses {unused[0]}, so no pipeline stage would hold it: add its module to the "
+            "`modules` of a split point"
         )
     return {name: tuple(sorted(ranks)) for name, ranks in ranks_by_name.items()}
 
@@ -284,12 +285,12 @@ def prune_to_stages(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
 
 
 def activation_shape(
-    field: CarrySpec, batch: Mapping[str, torch.Tensor], sequence_parts: int
+    field: CarrySpec, batch: Mapping[str, torch.Tensor], sequence_shards: int
 ) -> tuple[int, ...]:
-    """Shape of a field of the carry on a rank that holds one of `sequence_parts` shards of the sequence."""
+    """Return the shape of a field of the carry on a rank that holds one of `sequence_shards` shards of the sequence."""
     rows, length = batch[field.shape_of].shape[:2]
     if field.length_of is not None:
         length = field.length_of(batch)
     if field.d_model is None:
         return rows, length
-    return rows, length // sequence_parts, field.d_model
+    return rows, length // sequence_shards, field.d_model

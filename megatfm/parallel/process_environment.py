@@ -13,10 +13,10 @@ Launcher = Literal["none", "torchrun", "srun", "mpirun"]
 # Below the kernel's range for outgoing connections (32768 up), so no connection sits on the port by accident.
 FIRST_PORT, N_PORTS = 12_000, 20_000
 
+TORCHRUN_LOCAL_VARS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Rank, world size and local rank under the two families of mpirun (Intel MPI is of MPICH's).
-OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
+OPEN_MPI_VARS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+MPICH_VARS = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def read_process_environment(environment: Mapping[str, str]) -> ProcessEnvironme
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _from_torchrun(environment)
-    for names in (OPEN_MPI, MPICH):
+    for names in (OPEN_MPI_VARS, MPICH_VARS):
         if names[0] in environment and not _is_step(environment):
             rank, world_size, local_rank = _read_numbers(environment, *names)
             return ProcessEnvironment("mpirun", rank, world_size, local_rank)
@@ -48,8 +48,8 @@ def read_process_environment(environment: Mapping[str, str]) -> ProcessEnvironme
     return ProcessEnvironment("none")
 
 
-def ranks_here(environment: Mapping[str, str]) -> int | None:
-    """Number of this run's ranks on this machine; None if the launcher doesn't say."""
+def count_local_ranks(environment: Mapping[str, str]) -> int | None:
+    """Return the number of this run's ranks on this machine; None if the launcher doesn't say."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if (text := environment.get(name, "")).isdecimal():
             return int(text)
@@ -65,7 +65,7 @@ def ranks_here(environment: Mapping[str, str]) -> int | None:
 
 
 def _is_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks, rather than only the helper that started it."""
+    """Return whether srun started this process itself, as one of several tasks, and not only mpirun's helper."""
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return False
     _read_numbers(environment, "SLURM_PROCID")
@@ -77,7 +77,7 @@ def _is_step(environment: Mapping[str, str]) -> bool:
 
 def _from_torchrun(environment: Mapping[str, str]) -> ProcessEnvironment:
     rank, world_size = _read_numbers(environment, "RANK", "WORLD_SIZE")
-    _read_numbers(environment, *(name for name in LOCAL if name in environment))
+    _read_numbers(environment, *(name for name in TORCHRUN_LOCAL_VARS if name in environment))
     if world_size == 1:
         return ProcessEnvironment("torchrun")
     (local_rank,) = _read_numbers(environment, "LOCAL_RANK")
@@ -113,7 +113,7 @@ def _read_port(environment: Mapping[str, str]) -> int:
 
 
 def _parse_head_node(nodes: str) -> str:
-    """The first host of SLURM's compressed list, e.g. `gpu[07-09,12]`."""
+    """Return the first host of SLURM's compressed list, e.g. `gpu[07-09,12]`."""
     if re.fullmatch(r"[\w.-]+", nodes):
         return nodes
     try:
@@ -129,7 +129,7 @@ def _parse_head_node(nodes: str) -> str:
 
 
 def _read_numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...]:
-    """Non-negative integers of the environment; a rank must lie below the world size that follows it."""
+    """Return non-negative integers of the environment. Raises UsageError unless a rank is below its world size."""
     values = []
     for name in names:
         text = _read_text(environment, name)
@@ -148,17 +148,10 @@ def _read_numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...
 
 def _read_text(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
-        hints = (
-            "RANK",
-            "WORLD_SIZE",
-            "MASTER_ADDR",
-            "SLURM_PROCID",
-            "SLURM_STEP_ID",
-            "OMPI_COMM_WORLD_RANK",
-        )
+        hints = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"]
         hints_set = ", ".join(hint for hint in hints if hint in environment)
         raise UsageError(
-            f"{name} is not set, although the environment speaks of several processes ({hints_set}): "
+            f"{name} is not set, although other variables are set as for several processes ({hints_set}): "
             "start with torchrun, srun, mpirun or `megatfm launch`, or unset those"
         )
     return environment[name]

@@ -19,7 +19,7 @@ from megatfm.ops.attention.block_sparse import pad_to_blocks
 from megatfm.ops.attention.tile import BlockAttentionPlan, merge_partial
 from megatfm.ops.transfer import move_to_device
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange
-from megatfm.parallel.pipeline_schedule import current_part
+from megatfm.parallel.pipeline_schedule import current_backward_part
 
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
 
@@ -148,7 +148,7 @@ class RingStep(NamedTuple):
 
 def ring_attention(
     core: Any, q: Tensor, kv: Tensor, kv_format: KeyValueFormat, bias: Tensor | None, sequence: Any,
-    steps: Sequence[RingStep], contexts: ContextParallel,
+    steps: Sequence[RingStep], cp: ContextParallel,
 ) -> Tensor:  # fmt: skip
     """Attend to the keys of all steps; returns [B, N, T, V].
 
@@ -158,7 +158,7 @@ def ring_attention(
     plans = [block_attention_plan(core, sequence, step.key, step.key_indices, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
     out: Tensor = _RingAttention.apply(
-        q, kv, bias, dropout_keys, sinks, plans, contexts, kv_format, *kv_format.weights
+        q, kv, bias, dropout_keys, sinks, plans, cp, kv_format, *kv_format.weights
     )
     return out
 
@@ -186,30 +186,30 @@ class _RingAttention(torch.autograd.Function):
         dropout_keys: Tensor | None,
         sinks: Tensor | None,
         plans: Sequence[BlockAttentionPlan],
-        contexts: ContextParallel,
+        cp: ContextParallel,
         kv_format: KeyValueFormat,
         *weights: Tensor,
     ) -> Tensor:
-        current, transfer = kv, _shift(kv, contexts, plans[1:2])
+        current, transfer = kv, _shift(kv, cp, plans[1:2])
         out, lse = partial_attention(q, *kv_format.heads(kv), bias, dropout_keys, plans[0])
         for step, plan in enumerate(plans[1:], 1):
             (current,) = transfer.wait()
-            transfer = _shift(current, contexts, plans[step + 1 : step + 2])
+            transfer = _shift(current, cp, plans[step + 1 : step + 2])
             part = partial_attention(q, *kv_format.heads(current), bias, dropout_keys, plan)
             out, lse = merge_partial(out, lse, *part)
         out, lse = block_sparse.add_sinks(out.to(q.dtype), lse, sinks)
         ctx.save_for_backward(q, kv, bias, dropout_keys, sinks, out, lse, *weights)
-        ctx.plans, ctx.contexts, ctx.kv_format = plans, contexts, kv_format
+        ctx.plans, ctx.cp, ctx.kv_format = plans, cp, kv_format
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        saved = vars(ctx).pop("weight_gradients", None) if current_part() == "weights" else None
+        saved = vars(ctx).pop("weight_gradients", None) if current_backward_part() == "weights" else None
         if saved is not None:  # computed in the input half: nothing is sent again
             return None, None, saved.bias, None, saved.sinks, None, None, None, *saved.weights
         q, kv, bias, dropout_keys, sinks, out, lse, *weights = ctx.saved_tensors
         plans: Sequence[BlockAttentionPlan] = ctx.plans
-        contexts: ContextParallel = ctx.contexts
+        cp: ContextParallel = ctx.cp
         kv_format: KeyValueFormat = ctx.kv_format
         bias_grad = bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[2] else None
 
@@ -218,38 +218,38 @@ class _RingAttention(torch.autograd.Function):
             dq, dk, dv = partial_attention_backward(g, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad)
             return dq, *kv_format.backward(current, weights, dk, dv)
 
-        current, kv_transfer, grad_transfer = kv, _shift(kv, contexts, plans[1:2]), None
+        current, kv_transfer, grad_transfer = kv, _shift(kv, cp, plans[1:2]), None
         dq, kv_grad, *weight_grads = gradients_of(kv, plans[0])
         dq, *weight_grads = (x.to(lse.dtype) for x in (dq, *weight_grads))  # rounded once, not once per step
         for step, plan in enumerate(plans[1:], 1):
             (current,) = kv_transfer.wait()
-            kv_transfer = _shift(current, contexts, plans[step + 1 : step + 2])
+            kv_transfer = _shift(current, cp, plans[step + 1 : step + 2])
             dq_part, kv_part, *weight_parts = gradients_of(current, plan)
             dq = dq + dq_part
             weight_grads = [total + x for total, x in zip(weight_grads, weight_parts, strict=True)]
             if grad_transfer is not None:
                 kv_part = grad_transfer.wait()[0] + kv_part
-            grad_transfer = _shift(kv_part, contexts, [plans[(step + 1) % len(plans)]])
+            grad_transfer = _shift(kv_part, cp, [plans[(step + 1) % len(plans)]])
         if grad_transfer is not None:
             kv_grad = kv_grad + grad_transfer.wait()[0]
         weight_grads = [x.to(weight.dtype) for x, weight in zip(weight_grads, weights, strict=True)]
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
         sinks_grad = block_sparse.compute_sinks_gradient(g, out, lse, sinks)
-        if current_part() == "inputs":
+        if current_backward_part() == "inputs":
             ctx.weight_gradients = _WeightGradients(bias_grad, sinks_grad, weight_grads)
         kv_grad = kv_grad.to(kv.dtype)
         return dq.to(q.dtype), kv_grad, bias_grad, None, sinks_grad, None, None, None, *weight_grads
 
 
-def _shift(x: Tensor, contexts: ContextParallel, next_plans: Sequence[BlockAttentionPlan]) -> P2PExchange:
+def _shift(x: Tensor, cp: ContextParallel, next_plans: Sequence[BlockAttentionPlan]) -> P2PExchange:
     """Start to send x to the next rank and to receive the next step's shard from the previous one.
 
     Sends nothing if there is no next step.
     """
     if not next_plans:
-        return P2PExchange(contexts.group, [], [])
+        return P2PExchange(cp.group, [], [])
     (plan,) = next_plans
     assert plan.k_positions is not None
-    next_rank, previous_rank = (contexts.rank + 1) % contexts.size, (contexts.rank - 1) % contexts.size
+    next_rank, previous_rank = (cp.rank + 1) % cp.size, (cp.rank - 1) % cp.size
     received = x.new_empty(*x.shape[:2], len(plan.k_positions), x.shape[3])
-    return P2PExchange(contexts.group, [(next_rank, x)], [(previous_rank, received)])
+    return P2PExchange(cp.group, [(next_rank, x)], [(previous_rank, received)])

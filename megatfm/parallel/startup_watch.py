@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -36,10 +35,10 @@ SERVE_SECONDS = 20.0
 """How long rank 0 keeps its address open: the others retry every few seconds."""
 STOPPED_KEY = "megatfm/stopped"
 """Key in the store that names the stopped rank."""
-WORLD_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-ASKS_TO_STOP = {signal.SIGUSR1, signal.SIGTERM}
+WORLD_SIZE_VARS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+STOP_SIGNALS = {signal.SIGUSR1, signal.SIGTERM}
 
-_started: list[tuple[int, int]] = []
+_sentinels: list[tuple[int, int]] = []
 """Process id of each sentinel, and the file descriptor whose closing ends it."""
 
 
@@ -57,9 +56,7 @@ class StartupWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._ending:
             self._over.set()
         end_sentinel()
@@ -67,17 +64,18 @@ class StartupWatch:
     def _watch(self) -> None:
         stopped, n_stop_signals = Counter[int](), 0
         while not self._over.wait(POLL_SECONDS):
-            stopped = Counter({rank: stopped[rank] + 1 for rank in stopped_here(self._env)})
+            stopped = Counter({rank: stopped[rank] + 1 for rank in find_stopped_ranks(self._env)})
             if stopped_ranks := [rank for rank, n_polls in stopped.items() if n_polls > STOPPED_POLLS]:
                 self._end(
                     EXIT_FAILED,
                     f"error: rank {stopped_ranks[0]} of {self._env.world_size} on {socket.gethostname()} is stopped "
                     "(SIGSTOP), and was not continued while the others waited to meet it",
                 )
-            n_stop_signals += bool(signal.sigpending() & ASKS_TO_STOP)
+            n_stop_signals += bool(signal.sigpending() & STOP_SIGNALS)
             if n_stop_signals > SIGNALLED_POLLS:
                 self._end(
-                    EXIT_REQUEUE, "stopped by a signal before all ranks had come: there is nothing to save"
+                    EXIT_REQUEUE,
+                    "a signal stopped the run before all ranks had met: there is nothing to save",
                 )
 
     def _end(self, code: int, text: str) -> None:
@@ -87,8 +85,8 @@ class StartupWatch:
                 os._exit(code)
 
 
-def stopped_here(env: ProcessEnvironment) -> list[int]:
-    """Stopped ranks of this run among the children of this process's parent."""
+def find_stopped_ranks(env: ProcessEnvironment) -> list[int]:
+    """Return the stopped ranks of this run among the children of this process's parent."""
     ranks = []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
@@ -102,13 +100,13 @@ def stopped_here(env: ProcessEnvironment) -> list[int]:
 
 def start_sentinel(environment: Mapping[str, str] = os.environ) -> None:
     """Fork a sentinel if the environment has several ranks. Call it before any thread starts."""
-    if _started or all(environment.get(size, "1") in ("", "1") for size in WORLD_SIZES):
+    if _sentinels or all(environment.get(size, "1") in ("", "1") for size in WORLD_SIZE_VARS):
         return
     reading, writing = os.pipe()
     watched = os.getpid()
     if process := os.fork():
         os.close(reading)
-        _started.append((process, writing))
+        _sentinels.append((process, writing))
         return
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # it must outlive the rank
@@ -121,15 +119,15 @@ def start_sentinel(environment: Mapping[str, str] = os.environ) -> None:
 
 def end_sentinel() -> None:
     """End the sentinel, once all ranks have met."""
-    while _started:
-        process, writing = _started.pop()
+    while _sentinels:
+        process, writing = _sentinels.pop()
         os.close(writing)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process, 0)
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a signal has stopped a process (Linux only; elsewhere False)."""
+    """Return whether a signal has stopped a process (Linux only; elsewhere False)."""
     try:
         return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except (OSError, IndexError):

@@ -4,7 +4,7 @@ A style is applied to any module from outside; plans name styles by the strings 
 parallelism, activations between styles are sharded by tokens; without, they are replicated.
 
 With sequence parallelism the B·T tokens of a micro-batch are numbered row by row, and each rank holds a contiguous
-1/ranks of them, shaped [B, T/ranks, …], so gathers and scatters need no copy. A shard may begin or end within a row, so
+1/tp of them, shaped [B, T/tp, …], so gathers and scatters need no copy. A shard may begin or end within a row, so
 modules that run on it must treat tokens independently.
 """
 
@@ -80,17 +80,17 @@ class ParallelStyle:
     dims: Mapping[str, int] | None = field(default=None, hash=False)
     expert_tp_overrides: "Mapping[str, ParallelStyle] | None" = field(default=None, hash=False)
 
-    def cut_dim(self, key: str, dims: int) -> int | None:
-        """Return the sharded dim of a tensor with `dims` dims; None if it is replicated."""
+    def shard_dim(self, key: str, n_dims: int) -> int | None:
+        """Return the sharded dim of the module's tensor `key`, which has `n_dims` dims; None if it is replicated."""
         dim = self.dim if self.dims is None else self.dims.get(key)
-        return None if dim is None or not -dims <= dim < dims else dim % dims
+        return None if dim is None or not -n_dims <= dim < n_dims else dim % n_dims
 
-    def resolve(self, module: nn.Module, parts: int, expert_tp: str = "by_expert") -> "ParallelStyle":
+    def resolve(self, module: nn.Module, tp_size: int, expert_tp: str = "by_expert") -> "ParallelStyle":
         """Return the style to use: an override for `expert_tp`, or the fallback if there are fewer heads than ranks."""
-        if self.expert_tp_overrides and parts > 1 and expert_tp in self.expert_tp_overrides:
+        if self.expert_tp_overrides and tp_size > 1 and expert_tp in self.expert_tp_overrides:
             return self.expert_tp_overrides[expert_tp]
         heads = getattr(module, "heads", None)
-        if self.fallback and heads and heads % parts and parts % heads == 0:
+        if self.fallback and heads and heads % tp_size and tp_size % heads == 0:
             return self.fallback
         return self
 
@@ -104,76 +104,68 @@ def register_style(style: ParallelStyle) -> ParallelStyle:
     return STYLES.register(style.name)(style)
 
 
-def gather_input(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def gather_input(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     """Gather a module's first input for sharded weights."""
-
-    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (ranks.gather_input(inputs[0]), *inputs[1:])
-
-    module.register_forward_pre_hook(enter)
+    module.register_forward_pre_hook(lambda _, inputs: (tp.gather_input(inputs[0]), *inputs[1:]))
 
 
-def gather_input_replicated(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    """Gather a module's first input for a module that every rank runs alike."""
-
-    def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (ranks.gather_replicated(inputs[0]), *inputs[1:])
-
-    module.register_forward_pre_hook(gather)
+def gather_input_replicated(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    """Gather the first input of a module that every rank runs alike."""
+    module.register_forward_pre_hook(lambda _, inputs: (tp.gather_replicated(inputs[0]), *inputs[1:]))
 
 
-def _gather_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    module.register_forward_hook(lambda _, __, output: ranks.gather_input(output))
+def _gather_output(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    module.register_forward_hook(lambda _, __, output: tp.gather_input(output))
 
 
-def _gather_for_tokens(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    if ranks.sequence_parallel:
-        _gather_output(module, ranks, layouts)
+def _gather_for_tokens(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    if tp.sequence_parallel:
+        _gather_output(module, tp, layouts)
 
 
-def _replicate_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    module.register_forward_hook(lambda _, __, output: ranks.gather_replicated(output))
+def _replicate_output(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    module.register_forward_hook(lambda _, __, output: tp.gather_replicated(output))
 
 
-def _split_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    module.register_forward_hook(lambda _, __, output: ranks.split_tokens(output))
+def _split_output(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    module.register_forward_hook(lambda _, __, output: tp.split_tokens(output))
 
 
-def _sum_loss(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    if ranks.sequence_parallel:
-        module.register_forward_hook(lambda _, __, output: reduce_from_group(output, ranks.group))
+def _sum_loss(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    if tp.sequence_parallel:
+        module.register_forward_hook(lambda _, __, output: reduce_from_group(output, tp.group))
 
 
-def _sum_over_shards(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _sum_over_shards(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     module.register_forward_hook(
-        lambda _, __, output: copy_to_group(reduce_from_group(output, ranks.group), ranks.group)
+        lambda _, __, output: copy_to_group(reduce_from_group(output, tp.group), tp.group)
     )
 
 
-def _sum_rows(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    replace_forward(module, ranks.row_sums)
+def _sum_rows(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    replace_forward(module, tp.row_sums)
 
 
-def _sum_real_tokens(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _sum_real_tokens(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     all_real: Callable[..., Tensor] = module.real  # type: ignore[assignment]
-    module.real = lambda layout: ranks.split_tokens(all_real(layout))  # type: ignore[assignment]
-    _sum_loss(module, ranks, layouts)
+    module.real = lambda layout: tp.split_tokens(all_real(layout))  # type: ignore[assignment]
+    _sum_loss(module, tp, layouts)
 
 
-def _sum_matmul(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _sum_matmul(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     has_bias = "bias" in layouts
 
     def forward(x: Tensor) -> Tensor:
-        y = ranks.reduce_output(getattr(module, "product", F.linear)(x, module.weight, None))  # type: ignore[arg-type]
+        y = tp.reduce_output(getattr(module, "product", F.linear)(x, module.weight, None))  # type: ignore[arg-type]
         # The bias is added once, after the sum over ranks.
         return y + module.bias if has_bias else y  # type: ignore[operator]
 
     replace_forward(module, forward)
 
 
-def _slice_heads(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _slice_heads(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     heads = module.heads
-    head = ranks.rank * heads // ranks.group.size()  # type: ignore[operator]
+    head = tp.rank * heads // tp.group.size()  # type: ignore[operator]
 
     def forward(x: Tensor) -> Tensor:
         parts = [module.get_parameter(key).unflatten(0, (heads, -1))[head] for key in layouts]
@@ -182,16 +174,16 @@ def _slice_heads(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts
     replace_forward(module, forward)
 
 
-def _shard_vocabulary_embedding(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _shard_vocabulary_embedding(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     first = layouts["weight"].region[0][0]
 
     def embed(tokens_BT: Tensor) -> Tensor:
-        return ranks.reduce_output(vocab_parallel_embedding(tokens_BT, module.get_parameter("weight"), first))
+        return tp.reduce_output(vocab_parallel_embedding(tokens_BT, module.get_parameter("weight"), first))
 
     replace_forward(module, embed)
 
 
-def _shard_vocabulary_head(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _shard_vocabulary_head(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     loss_module = module.get_submodule("loss")
     variant: LogitOptions = loss_module.options  # type: ignore[assignment]
     (first, _), (vocabulary, _) = layouts["weight"].region[0], layouts["weight"].shape
@@ -206,36 +198,36 @@ def _shard_vocabulary_head(module: nn.Module, ranks: TensorParallelGroup, layout
     ) -> Tensor:
         options = variant if loss_module.training else replace(variant, smoothing=0.0)
         return vocab_parallel_cross_entropy(
-            hidden_MD, weight_WD, targets_M, bias_W, options, first, ranks.group, 1024, losses_M, weights_M
+            hidden_MD, weight_WD, targets_M, bias_W, options, first, tp.group, 1024, losses_M, weights_M
         )
 
     def gather_logits(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         if output.dim() < 2:  # a loss, or several terms of one
             return output
-        longest = -(-vocabulary // ranks.group.size())
+        longest = -(-vocabulary // tp.group.size())
         padded = F.pad(output, (0, longest - output.shape[-1]))
-        return all_gather_replicated(padded, output.dim() - 1, ranks.group)[..., :vocabulary]
+        return all_gather_replicated(padded, output.dim() - 1, tp.group)[..., :vocabulary]
 
-    gather_input(module, ranks, layouts)
+    gather_input(module, tp, layouts)
     replace_forward(loss_module, loss)
     module.register_forward_hook(gather_logits)
 
 
-def _reduce_output(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    module.register_forward_hook(lambda _, __, output: ranks.reduce_output(output))
+def _reduce_output(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    module.register_forward_hook(lambda _, __, output: tp.reduce_output(output))
 
 
-def _localize_token_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
+def _localize_token_dropout(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     all_keys: Callable[..., Tensor] = module.token_rng_keys  # type: ignore[assignment]
-    module.token_rng_keys = lambda layout: ranks.split_tokens(all_keys(layout))  # type: ignore[assignment]
+    module.token_rng_keys = lambda layout: tp.split_tokens(all_keys(layout))  # type: ignore[assignment]
 
 
-def _localize_shard_dropout(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    module.shard_index = ranks.rank  # type: ignore[assignment]
+def _localize_shard_dropout(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    module.shard_index = tp.rank  # type: ignore[assignment]
 
 
-def _localize_channels(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
-    module.shard_index, module.n_shards = ranks.rank, ranks.group.size()  # type: ignore[assignment]
+def _localize_channels(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    module.shard_index, module.n_shards = tp.rank, tp.group.size()  # type: ignore[assignment]
 
 
 def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int) -> Tensor:
@@ -277,20 +269,23 @@ def vocab_parallel_cross_entropy(
     )
 
 
-SLICED_HEADS = register_style(
+REPLICATED_KV_HEADS = register_style(
     ParallelStyle("replicated_kv_heads", gradient="partial", apply=_slice_heads, communication=())
 )
 """Fewer key or value heads than ranks: all are on every rank, which uses the head of its queries."""
 
-COLUMN = register_style(ParallelStyle("colwise", dim=0, fallback=SLICED_HEADS, communication=()))
+COLWISE = register_style(ParallelStyle("colwise", dim=0, fallback=REPLICATED_KV_HEADS, communication=()))
 """A matrix sharded by output features; its input must be replicated (see "gather_input")."""
 
-ROW = register_style(
+ROWWISE = register_style(
     ParallelStyle(
         "rowwise", dim=1, gradient="partial_with_sp", apply=_sum_matmul, communication=("output summed",)
     )
 )
 """A matrix sharded by input features; its partial output is summed into the residual stream, and a bias added once."""
+
+register_style(ParallelStyle("shard_input_features", dim=1, communication=()))
+"""An adapter's matrix A, sharded by input features; its partial output is summed with that of the adapted matrix."""
 
 register_style(ParallelStyle("shard_last_dim", dim=-1, communication=()))
 """A tensor with one value per head in its last dim."""
@@ -298,12 +293,12 @@ register_style(ParallelStyle("shard_last_dim", dim=-1, communication=()))
 register_style(ParallelStyle("replicated_partial_grad", gradient="partial", communication=()))
 """Replicated weights that each rank uses for its own heads or its shard of the vocabulary."""
 
-ENTER = register_style(
+GATHER_INPUT = register_style(
     ParallelStyle("gather_input", apply=gather_input, is_listed=True, communication=("input gathered",))
 )
 """A module whose input is gathered once for all column-wise matrices in it."""
 
-register_style(replace(ENTER, name="gather_input_shard_heads", dim=-2))
+register_style(replace(GATHER_INPUT, name="gather_input_shard_heads", dim=-2))
 """Style "gather_input" of a module with vectors per head, with heads in dim -2."""
 
 register_style(
@@ -321,7 +316,9 @@ register_style(
 )
 """A module whose output is gathered once; each rank then looks up what its tokens need."""
 
-SEQUENCE = register_style(ParallelStyle("sequence_parallel", gradient="partial_with_sp", communication=()))
+SEQUENCE_PARALLEL = register_style(
+    ParallelStyle("sequence_parallel", gradient="partial_with_sp", communication=())
+)
 """Replicated weights on the residual stream, e.g. a norm's."""
 
 SPLIT_OUTPUT = register_style(
@@ -329,7 +326,7 @@ SPLIT_OUTPUT = register_style(
 )
 """Replicated weights with a replicated output, of which each rank keeps its tokens."""
 
-REPLICATED_OUTPUT = register_style(
+GATHER_OUTPUT_REPLICATED = register_style(
     ParallelStyle(
         "gather_output_replicated",
         gradient="partial_with_sp",
@@ -355,15 +352,15 @@ register_style(
 )
 """A sum over the tokens that are no padding."""
 
-PARTIAL_OUTPUT = register_style(
+REDUCE_OUTPUT = register_style(
     ParallelStyle("reduce_output", apply=_reduce_output, is_listed=True, communication=("output summed",))
 )
 """A module whose partial output is summed into the residual stream."""
 
-WHOLE = register_style(ParallelStyle("replicated", communication=()))
+REPLICATED = register_style(ParallelStyle("replicated", communication=()))
 """Replicated weights that every rank uses alike."""
 
-REPLICATED_INPUT = register_style(
+GATHER_INPUT_REPLICATED = register_style(
     ParallelStyle("gather_input_replicated", apply=gather_input_replicated, communication=("input whole",))
 )
 """A module that every rank runs alike on the full sequence."""

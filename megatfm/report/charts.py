@@ -1,6 +1,9 @@
-"""Charts as data: downsampled and smoothed curves, which the page's script (report.js) draws."""
+"""Charts as data: downsampled and smoothed curves, which the page's script (report.js) draws; and pictures as PNG."""
 
+import base64
 import math
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -186,9 +189,28 @@ def _summarize(line: Line) -> str:
     return f"{line.name}: {format_number(start)} at step {first:,}, {format_number(end)} at step {last:,}"
 
 
-def round_ticks(low: float, high: float, count: int) -> list[float]:
+def choose_ticks(low: float, high: float, count: int) -> list[float]:
     """Return about `count` round numbers between two limits, spaced by 1, 2 or 5 times a power of ten."""
     min_step = (high - low) / count
     power = 10.0 ** math.floor(math.log10(min_step))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= min_step)
     return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def encode_png(pixels: Sequence[Sequence[tuple[int, int, int, int]]]) -> str:
+    """Encode rows of RGBA pixels as a PNG data URI (ISO/IEC 15948, colour type 6)."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", len(pixels[0]), len(pixels), 8, 6, 0, 0, 0)
+    rows = b"".join(b"\0" + bytes(value for pixel in row for value in pixel) for row in pixels)
+    file = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows, 9))
+        + chunk(b"IEND", b"")
+    )
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatfm.errors import MegatfmError, UsageError
-from megatfm.files import atomic_write
+from megatfm.errors import UsageError
 from megatfm.report.charts import Chart, Line, format_number, make_chart, smooth
-from megatfm.report.page import format_duration, render_page
-from megatfm.report.run import Curve, Run, format_setting, iter_leaves, unique_names
+from megatfm.report.page import format_duration, render_page, write_page
+from megatfm.report.run import Curve, Run, format_setting, iter_leaves, make_unique_names
 
 IGNORED_SETTINGS = ("name", "run_dir", "log.", "resume.", "checkpoint.")
 """Settings that don't affect what a run computes."""
@@ -32,12 +31,12 @@ class RunComparison:
     names: Sequence[str]
 
     @classmethod
-    def of(cls, folders: Sequence[str | Path]) -> "RunComparison":
+    def read(cls, folders: Sequence[str | Path]) -> "RunComparison":
         """Read the run directories. Raises UsageError for fewer than two, or for a folder that is not a run."""
         if len(folders) < 2:
             raise UsageError("give two runs or more, for example runs/a runs/b")
         runs = [Run(Path(folder)) for folder in folders]
-        return cls(runs, unique_names([run.folder for run in runs]))
+        return cls(runs, make_unique_names([run.folder for run in runs]))
 
     def list_differences(self) -> list[tuple[str, list[str]]]:
         """Return the settings that differ between runs: key, and its value in each run."""
@@ -136,7 +135,6 @@ class RunComparison:
 
 def write_comparison(comparison: RunComparison, path: str | Path) -> Path:
     """Write the page, one file without external references. Raises MegatfmError if it can't be written."""
-    path = Path(path)
     content = render_page(
         "compare.html",
         comparison.runs,
@@ -146,8 +144,4 @@ def write_comparison(comparison: RunComparison, path: str | Path) -> Path:
         charts=comparison.make_charts(),
         notes=comparison.list_notes(),
     )
-    try:
-        atomic_write(path, content)
-    except OSError as error:
-        raise MegatfmError(f"can't write {path}: {error.strerror}; choose another with --out") from error
-    return path
+    return write_page(Path(path), content, "choose another with --out")

@@ -1,4 +1,4 @@
-"""Charts of evaluations during training: tasks, the loss by position in the row, and lines of file compressors."""
+"""Charts of evaluations during training (tasks, loss by position in the row), and titles and units of their metrics."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -6,6 +6,19 @@ from itertools import pairwise
 from megatfm.report.charts import Chart, Line, ReferenceLine, make_chart
 from megatfm.report.run import Run
 
+METRICS = {
+    "top1": ("Accuracy", "share of held-out images"),
+    "top5": ("Top-5 accuracy", "share of held-out images"),
+    "accuracy": ("Accuracy", "share of held-out examples"),
+}
+"""Metric → (title, unit). Other metrics are shown by their names."""
+LOSS_UNITS = {
+    "image_classification": "nats per image",
+    "text_classification": "mean over labelled examples",
+    "masked_image": "mean squared error of masked pixels",
+    "simmim": "mean absolute error of masked pixels",
+}
+"""Objective → unit of its loss. That of the others is nats per token."""
 TASK_METRICS = {
     "bits_per_byte": ("Right answers of tasks", "bits per byte"),
     "accuracy": ("Accuracy on tasks", "share of questions"),
@@ -13,7 +26,7 @@ TASK_METRICS = {
 }
 
 
-def task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None]:
+def make_task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None]:
     """Return the charts of the tasks of `evaluate.tasks`, one for each metric."""
     tasks = list(dict.fromkeys(path[1] for path in run.curves if path[0] == "tasks"))
 
@@ -31,7 +44,7 @@ def task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None]:
     return [make_chart(title, unit, lines(metric)) for metric, (title, unit) in TASK_METRICS.items()]
 
 
-def position_charts(run: Run) -> list[Chart | None]:
+def make_position_charts(run: Run) -> list[Chart | None]:
     """Return charts of the loss by position in the row, one per validation set (see `evaluate.position_buckets`)."""
     length = run.config.get("data", {}).get("sequence_length", 1)
     drawn = []
@@ -55,3 +68,14 @@ def list_baselines(run: Run, name: str) -> list[ReferenceLine]:
     """Return the bits per byte of file compressors on a validation set."""
     table = run.baselines.get(name)
     return [ReferenceLine(key, value) for key, value in table.items()] if isinstance(table, Mapping) else []
+
+
+def get_loss_unit(run: Run) -> str:
+    """Return the unit of the loss, which depends on the objective."""
+    objective = run.config.get("objective") or {}
+    return LOSS_UNITS.get(objective.get("name", ""), "nats per token")
+
+
+def get_metric_title(metric: str) -> str:
+    """Return the title of a metric's chart."""
+    return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").capitalize()

@@ -19,15 +19,14 @@ from markupsafe import Markup
 from megatfm.errors import MegatfmError
 from megatfm.files import atomic_write
 from megatfm.report.charts import format_number
-from megatfm.report.evaluation_charts import list_baselines
-from megatfm.report.predictions import class_results, read_galleries
-from megatfm.report.run import Run, flatten, non_default_settings, split_sections, unique_names
+from megatfm.report.evaluation_charts import get_loss_unit, get_metric_title, list_baselines
+from megatfm.report.predictions import compute_class_results, read_galleries
+from megatfm.report.run import Run, find_non_default_settings, flatten, make_unique_names, split_sections
 from megatfm.report.run_charts import (
-    expert_load_maps,
+    compute_time_shares,
+    make_expert_load_maps,
     make_run_charts,
-    time_shares,
 )
-from megatfm.report.units import loss_unit, metric_title
 from megatfm.version import __version__
 
 MAX_SAMPLES = 24
@@ -55,41 +54,37 @@ def write_report(
     not a run directory, MegatfmError if the page can't be written.
     """
     run, behind = Run(Path(folder)), [Run(Path(other)) for other in compared]
-    path = run.folder / "report.html"
-    try:
-        atomic_write(path, render(run, behind, estimated))
-    except OSError as error:
-        raise MegatfmError(
-            f"can't write {path}: {error.strerror}; free space or change permissions"
-        ) from error
-    return path
+    return write_page(
+        run.folder / "report.html", render(run, behind, estimated), "free space or change permissions"
+    )
 
 
 def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[str]] = ()) -> str:
     """Return the report of a run as HTML."""
-    differing = non_default_settings(run.config)
-    classes, pictures = class_results(run), read_galleries(run)
-    _, *names = unique_names([run.folder, *(other.folder for other in compared)])
+    differing = find_non_default_settings(run.config)
+    # First of all, since these add to the notes of the run.
+    classes, galleries = compute_class_results(run), read_galleries(run)
+    _, *names = make_unique_names([run.folder, *(other.folder for other in compared)])
     behind = dict(zip(names, compared, strict=True))
     notes = [*run.notes, *(f"{name}: {note}" for name, other in behind.items() for note in other.notes)]
     return render_page(
         "report.html",
         [run, *compared],
         name=run.config.get("name", run.folder.name),
-        subtitle=write_subtitle(run.config),
+        subtitle=format_subtitle(run.config),
         status=describe_progress(run),
         headline=list_headlines(run),
         charts=make_run_charts(run, behind),
-        times=time_shares(run),
+        times=compute_time_shares(run),
         estimated=estimated,
-        maps=expert_load_maps(run),
+        maps=make_expert_load_maps(run),
         samples=group_by_prompt(run.samples[-MAX_SAMPLES:]),
         classes=classes,
-        galleries=pictures,
+        galleries=galleries,
         evaluated_step=run.confusion.get("step", run.task_results.get("step", run.pictures.get("step"))),
         corpora=run.read_corpora(),
         preps=[
-            (name, prep_steps(prep), [*prep.get("notes", []), *prep.get("skipped_files", [])])
+            (name, list_prep_steps(prep), [*prep.get("notes", []), *prep.get("skipped_files", [])])
             for name, prep in run.read_prep().items()
         ],
         plan=run.plan,
@@ -97,7 +92,7 @@ def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[
         config=split_sections(run.config),
         environment=list(flatten(run.environment)),
         events=run.events,
-        resume=resume_command(run),
+        resume=make_resume_command(run),
         notes=notes,
     )
 
@@ -114,7 +109,7 @@ def group_by_prompt(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, lis
     return [(prompt, sorted(group, key=step)) for prompt, group in samples_by_prompt.items()]
 
 
-def resume_command(run: Run) -> str:
+def make_resume_command(run: Run) -> str:
     """Return the command that resumes the run, on as many processes and machines as before."""
     folder, environment = shlex.quote(str(run.folder)), run.environment
     # For runs of older versions, which didn't record the number of processes: the axes in the layout table.
@@ -138,7 +133,7 @@ def _parse_count(text: object) -> int:
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else 0
 
 
-def write_subtitle(config: Mapping[str, Any]) -> str:
+def format_subtitle(config: Mapping[str, Any]) -> str:
     """Describe the run in one line: architecture, sequence length, batch size and optimizer."""
     parts = (
         ("model", "family", "{}"),
@@ -148,12 +143,12 @@ def write_subtitle(config: Mapping[str, Any]) -> str:
         ("train", "global_batch", "{} per step"),
         ("optimizer", "name", "{}"),
     )
-    values = ((form, config.get(section, {}).get(key)) for section, key, form in parts)
-    return " · ".join(form.format(value) for form, value in values if value is not None)
+    values = ((template, config.get(section, {}).get(key)) for section, key, template in parts)
+    return " · ".join(template.format(value) for template, value in values if value is not None)
 
 
 def describe_progress(run: Run) -> str:
-    """Describe the run's progress."""
+    """Return the run's progress as text: "finished · 1,000 steps" or "step 500 of 1,000"."""
     steps = run.config.get("train", {}).get("steps")
     if not run.last_step:
         return "no step yet"
@@ -173,9 +168,11 @@ def list_headlines(run: Run) -> list[Headline]:
             note = f"{best.name}: {best.value:.2f}" if best else "held-out text"
             headlines.append(Headline(f"Bits per byte{suffix}", f"{bits[-1]:.3f}", note))
         if loss:
-            headlines.append(Headline(f"Held-out loss{suffix}", f"{loss[-1]:.3f}", loss_unit(run)))
+            headlines.append(Headline(f"Held-out loss{suffix}", f"{loss[-1]:.3f}", get_loss_unit(run)))
         headlines += [
-            Headline(f"{metric_title(metric)}{suffix}", f"{100 * values[-1]:.2f} %", "of the last evaluation")
+            Headline(
+                f"{get_metric_title(metric)}{suffix}", f"{100 * values[-1]:.2f} %", "of the last evaluation"
+            )
             for metric in ("top1", "accuracy")
             if (values := run.get_curve("evaluation", name, "metrics", metric).values)
         ]
@@ -208,7 +205,7 @@ def list_headlines(run: Run) -> list[Headline]:
     return headlines
 
 
-def prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+def list_prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
     """Return table rows: documents and bytes that each step of `megatfm prep` passed on, changed and dropped."""
     return [
         (
@@ -225,6 +222,15 @@ def prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
 
 
 # --- pages of one file ----------------------------------------------------------------------------------------------
+
+
+def write_page(path: Path, content: str, way_out: str) -> Path:
+    """Write a page atomically and return its path. Raises MegatfmError that ends with `way_out`."""
+    try:
+        atomic_write(path, content)
+    except OSError as error:
+        raise MegatfmError(f"can't write {path}: {error.strerror}; {way_out}") from error
+    return path
 
 
 def render_page(template: str, runs: Iterable[Run], **values: Any) -> str:
@@ -247,7 +253,7 @@ def render_page(template: str, runs: Iterable[Run], **values: Any) -> str:
         "clock": format_utc,
     }
     return environment.get_template(template).render(
-        axes=[axis_samples(run) for run in runs],
+        axes=[sample_axes(run) for run in runs],
         version=__version__,
         now=time.time(),
         style=Markup(_read_file("report.css")),
@@ -261,7 +267,7 @@ def _read_file(name: str) -> str:
     return (resources.files("megatfm.report") / name).read_text(encoding="utf-8")
 
 
-def axis_samples(run: Run) -> list[list[float]]:
+def sample_axes(run: Run) -> list[list[float]]:
     """Return steps, tokens and hours of training at evenly spaced steps; the page's script interpolates."""
     tokens = dict(zip(*_list_columns(run, "tokens"), strict=True))
     hours, total = dict[int, float](), 0.0

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatfm.errors import MegatfmError
-from megatfm.report.charts import Tick
+from megatfm.report.charts import Tick, encode_png
 from megatfm.report.run import Run
-from megatfm.report.run_charts import encode_png
 from megatfm.tasks.files import read_rows
 from megatfm.tasks.forms import label_text
 
@@ -99,7 +98,7 @@ class ShownGallery:
     pictures: Sequence[tuple[str, str]]
 
 
-def class_results(run: Run) -> list[ClassResults]:
+def compute_class_results(run: Run) -> list[ClassResults]:
     """Return the results of each set, for a run on images or a fine-tuning run."""
     results = []
     for name, table in _get_sets(run.confusion).items():
@@ -112,7 +111,7 @@ def class_results(run: Run) -> list[ClassResults]:
         counts = _parse_counts(_list_triples(rows)) if isinstance(rows, list) else {}
         if counts:
             names = _make_labels(labels, counts)
-            results.append(summarize(name, counts, names, text_errors(run, name)))
+            results.append(summarize(name, counts, names, list_text_errors(run, name)))
     return results
 
 
@@ -228,7 +227,7 @@ def _make_ticks(labels: Sequence[str]) -> list[tuple[Tick, str]]:
 # --- errors of texts ------------------------------------------------------------------------------------------------
 
 
-def text_errors(run: Run, name: str) -> list[TextError]:
+def list_text_errors(run: Run, name: str) -> list[TextError]:
     """Return the most confident errors of a fine-tuning run that classifies texts.
 
     Reads predictions from the run directory, texts and labels from the task's file, which may have moved or changed.

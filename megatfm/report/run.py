@@ -74,7 +74,7 @@ class Run:
         return max((curve.steps[-1] for curve in self.curves.values()), default=0)
 
     def get_curve(self, *path: str) -> Curve:
-        """Return a metric's curve by its path, e.g. `curve("evaluation", "code", "loss")`; empty if not recorded."""
+        """Return a metric's curve by its path, e.g. `get_curve("evaluation", "code", "loss")`; empty if unrecorded."""
         return self.curves.get(path, Curve())
 
     @property
@@ -194,7 +194,7 @@ class Run:
         return {path: Curve(*column) for path, column in columns.items()}
 
 
-def unique_names(folders: Sequence[Path]) -> list[str]:
+def make_unique_names(folders: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that are distinct."""
     paths = [folder.absolute().parts for folder in folders]
     for length in count(1):
@@ -269,7 +269,7 @@ def split_sections(config: Mapping[str, Any]) -> Settings:
     ]
 
 
-def non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def find_non_default_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the settings of a config that differ from the defaults; None if this version can't read the config.
 
     A section that differs keeps its `name`, without which its other keys can't be understood.

@@ -4,11 +4,8 @@ A heat map is a PNG with one pixel per expert and bucket of steps, which the pag
 experts, too, and is embedded in the page.
 """
 
-import base64
 import math
 import re
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,14 +16,21 @@ from megatfm.report.charts import (
     EventLine,
     Line,
     Tick,
+    choose_ticks,
+    encode_png,
     format_number,
     make_chart,
-    round_ticks,
     smooth,
 )
-from megatfm.report.evaluation_charts import list_baselines, position_charts, task_charts
+from megatfm.report.evaluation_charts import (
+    METRICS,
+    get_loss_unit,
+    get_metric_title,
+    list_baselines,
+    make_position_charts,
+    make_task_charts,
+)
 from megatfm.report.run import Curve, Run
-from megatfm.report.units import METRICS, loss_unit, metric_title
 
 MAX_EVENTS = 200
 """Largest number of events that are shown: the last ones."""
@@ -44,7 +48,7 @@ MAX_LAYERS, MAX_LEGEND = 12, 6
 """Largest number of layers in a chart, evenly spaced, and of those with a colour and legend entry; the others are thin
 lines."""
 RMS = "root mean square"
-KINDS = {
+LAYER_STATISTICS = {
     "gradient": ("Gradients", RMS),
     "activation": ("Activations", RMS),
     "weight": ("Weights", RMS),
@@ -113,35 +117,37 @@ class RunLines:
 
 def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
     """Return the charts of the curves that the run has. compared: name → run whose curves are drawn behind."""
-    of = RunLines(run, compared or {})
+    lines = RunLines(run, compared or {})
     terms = [Line(name, smooth(run.get_curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.terms)]
     levels = [level for name in run.evaluated for level in list_baselines(run, name)]
     candidates = (
         make_chart(
-            "Loss", loss_unit(run), [*of.list_smoothed("training", "loss"), *of.list_evaluated("loss")]
+            "Loss",
+            get_loss_unit(run),
+            [*lines.list_smoothed("training", "loss"), *lines.list_evaluated("loss")],
         ),
         make_chart("Terms of the loss", "mean over their targets", terms),
-        source_chart(run),
-        make_chart("Bits per byte", "held-out text", of.list_evaluated("bits_per_byte"), levels=levels),
+        make_source_chart(run),
+        make_chart("Bits per byte", "held-out text", lines.list_evaluated("bits_per_byte"), levels=levels),
         *(
             make_chart(
-                metric_title(metric),
+                get_metric_title(metric),
                 METRICS.get(metric, ("", "held-out examples"))[1],
-                of.list_evaluated("metrics", metric),
+                lines.list_evaluated("metrics", metric),
             )
             for metric in run.metrics
         ),
-        *task_charts(run, of.compared),
-        *position_charts(run),
-        make_chart("Gradient norm", "before clipping", of.list_smoothed("gradient norm", "grad_norm")),
+        *make_task_charts(run, lines.compared),
+        *make_position_charts(run),
+        make_chart("Gradient norm", "before clipping", lines.list_smoothed("gradient norm", "grad_norm")),
         make_chart(
             "Learning rate",
             "",
-            [Line("learning rate", run.get_curve("lr")), *of.list_compared("lr")],
+            [Line("learning rate", run.get_curve("lr")), *lines.list_compared("lr")],
             from_zero=True,
         ),
         make_chart(
-            "Speed", "tokens per second", of.list_smoothed("speed", "tokens_per_second"), from_zero=True
+            "Speed", "tokens per second", lines.list_smoothed("speed", "tokens_per_second"), from_zero=True
         ),
         make_chart(
             "Utilization (MFU)",
@@ -152,18 +158,18 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
             ],
             from_zero=True,
         ),
-        step_time_chart(run),
+        make_step_time_chart(run),
         make_chart(
             "Memory", "GiB", [Line("memory", scale(run.get_curve("memory_bytes"), 1 / GIB))], from_zero=True
         ),
-        mixture_chart(run),
-        *layer_charts(run),
+        make_mixture_chart(run),
+        *make_layer_charts(run),
     )
     drawn = [candidate for candidate in candidates if candidate]
-    return [replace(drawing, events=event_lines(run, *drawing.steps)) for drawing in drawn]
+    return [replace(drawing, events=list_event_lines(run, *drawing.steps)) for drawing in drawn]
 
 
-def event_lines(run: Run, first: int, last: int) -> list[EventLine]:
+def list_event_lines(run: Run, first: int, last: int) -> list[EventLine]:
     """Return the events to mark between two steps: stops, resumes, rollbacks, skipped steps and failures."""
     lines: dict[tuple[str, int], EventLine] = {}
     for event in run.events:
@@ -173,7 +179,7 @@ def event_lines(run: Run, first: int, last: int) -> list[EventLine]:
     return list(lines.values())[-MAX_EVENTS:]
 
 
-def mixture_chart(run: Run) -> Chart | None:
+def make_mixture_chart(run: Run) -> Chart | None:
     """Return the chart of each corpus's share of the rows, for a mixture."""
     data, tokens = run.config.get("data", {}), run.get_curve("tokens")
     sources = data.get("mixture")
@@ -193,7 +199,7 @@ def mixture_chart(run: Run) -> Chart | None:
     return make_chart("Mixture", "% of the rows", lines, from_zero=True)
 
 
-def source_chart(run: Run) -> Chart | None:
+def make_source_chart(run: Run) -> Chart | None:
     """Return the chart of the training loss of each corpus of a mixture."""
     names = [path[1] for path in run.curves if path[0] == "loss_by_source"]
     lines = [
@@ -202,7 +208,7 @@ def source_chart(run: Run) -> Chart | None:
     return make_chart("Training loss by source", "nats per token", lines)
 
 
-def step_time_chart(run: Run) -> Chart | None:
+def make_step_time_chart(run: Run) -> Chart | None:
     """Return the chart of the parts of each step's time; for older runs, of the wait for data only."""
     if not run.get_curve("step_parts", "passes").steps:
         wait = _compute_step_share(run, "data_wait_seconds")
@@ -215,7 +221,7 @@ def step_time_chart(run: Run) -> Chart | None:
     return make_chart("Where a step's time goes", "% of the step", lines, from_zero=True)
 
 
-def time_shares(run: Run) -> list[TimeShare]:
+def compute_time_shares(run: Run) -> list[TimeShare]:
     """Return the parts of the run's total time; empty if it didn't record them."""
     seconds = {name: sum(run.get_curve("step_parts", key).finite) for key, name in STEP_PARTS.items()}
     seconds |= {name: sum(run.get_curve(key).finite) for key, name in BETWEEN_STEPS.items()}
@@ -244,39 +250,44 @@ def scale(curve: Curve, factor: float) -> Curve:
     return Curve(curve.steps, [value * factor for value in curve.values])
 
 
-def layer_charts(run: Run) -> list[Chart | None]:
+def make_layer_charts(run: Run) -> list[Chart | None]:
     """Return one chart for each kind of layer statistics; None for those not recorded (see `log.layer_stats_every`)."""
-    return [_make_layer_chart(run, kind, *labels) for kind, labels in KINDS.items()]
+    return [_make_layer_chart(run, kind, *labels) for kind, labels in LAYER_STATISTICS.items()]
 
 
 def _make_layer_chart(run: Run, kind: str, title: str, unit: str) -> Chart | None:
     paths = [path for path in run.curves if path[0] == "norms" and len(path) == 3 and path[2] == kind]
-    paths.sort(key=lambda path: natural_key(path[1]))
-    charted_layers = evenly_spaced(paths, MAX_LAYERS)
-    colours = {path: 1 + i for i, path in enumerate(evenly_spaced(charted_layers, MAX_LEGEND))}
+    paths.sort(key=lambda path: make_natural_key(path[1]))
+    charted_layers = pick_evenly(paths, MAX_LAYERS)
+    colours = {path: 1 + i for i, path in enumerate(pick_evenly(charted_layers, MAX_LEGEND))}
     lines, colour = [], 1
     for path in charted_layers:
         colour = colours.get(path, colour)
         lines.append(
-            Line(short_name(path[1]), run.get_curve(*path), colour, "line" if path in colours else "raw")
+            Line(
+                shorten_layer_name(path[1]),
+                run.get_curve(*path),
+                colour,
+                "line" if path in colours else "raw",
+            )
         )
     selection = f", {len(charted_layers)} of {len(paths)} layers" if len(charted_layers) < len(paths) else ""
     return make_chart(f"{title} by layer", f"{unit}{selection}", lines, from_zero=kind == "dropped")
 
 
-def evenly_spaced(items: Sequence[Item], limit: int) -> list[Item]:
+def pick_evenly(items: Sequence[Item], limit: int) -> list[Item]:
     """Return at most `limit` evenly spaced items, with the first and the last."""
     if len(items) <= limit:
         return list(items)
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def natural_key(layer: str) -> list[tuple[int, str]]:
+def make_natural_key(layer: str) -> list[tuple[int, str]]:
     """Return a sort key that orders layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", layer)]
 
 
-def short_name(layer: str) -> str:
+def shorten_layer_name(layer: str) -> str:
     """Return a layer's name in charts."""
     return layer.replace(".layers.", " ")
 
@@ -295,17 +306,17 @@ class HeatMap:
     """Text alternative for screen readers."""
 
 
-def expert_load_maps(run: Run) -> list[HeatMap]:
+def make_expert_load_maps(run: Run) -> list[HeatMap]:
     """Return a heat map for each layer with experts, at most MAX_LAYERS, evenly spaced (`log.layer_stats_every`)."""
     layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
-    charted_layers = evenly_spaced(sorted(layers, key=natural_key), MAX_LAYERS)
+    charted_layers = pick_evenly(sorted(layers, key=make_natural_key), MAX_LAYERS)
     selection = (
         f" · {len(charted_layers)} of {len(layers)} layers" if len(charted_layers) < len(layers) else ""
     )
-    return [_load_map(run, layer, selection) for layer in charted_layers]
+    return [_make_load_map(run, layer, selection) for layer in charted_layers]
 
 
-def _load_map(run: Run, layer: str, selection: str) -> HeatMap:
+def _make_load_map(run: Run, layer: str, selection: str) -> HeatMap:
     """Return the heat map of a layer. selection: appended to the unit."""
     keys = sorted(
         (path for path in run.curves if path[:3] == ("norms", layer, "load")), key=lambda path: int(path[3])
@@ -322,10 +333,10 @@ def _load_map(run: Run, layer: str, selection: str) -> HeatMap:
     ]
     height = len(rows)
     labelled_experts = range(0, height, max(1, math.ceil(height / 8)))
-    ticks = round_ticks(first, max(last, first + 1), 6)
+    ticks = choose_ticks(first, max(last, first + 1), 6)
     labelled_steps = [step for step in ticks if step == int(step) and step <= last]
     return HeatMap(
-        title=f"Load of experts, {short_name(layer)}",
+        title=f"Load of experts, {shorten_layer_name(layer)}",
         unit=f"choices, as a multiple of the mean{selection}",
         picture=encode_png([[choose_colour(value) for value in row] for row in rows]),
         x_ticks=[
@@ -373,22 +384,3 @@ def choose_colour(load: float) -> tuple[int, int, int, int]:
             red, green, blue = (round(a + share * (b - a)) for a, b in zip(dark, light, strict=True))
             return red, green, blue, 255
     raise AssertionError("unreachable: the load is clamped to the colour scale")
-
-
-def encode_png(pixels: Sequence[Sequence[tuple[int, int, int, int]]]) -> str:
-    """Encode rows of RGBA pixels as a PNG data URI (ISO/IEC 15948, colour type 6)."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        )
-
-    header = struct.pack(">IIBBBBB", len(pixels[0]), len(pixels), 8, 6, 0, 0, 0)
-    rows = b"".join(b"\0" + bytes(value for pixel in row for value in pixel) for row in pixels)
-    file = (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(rows, 9))
-        + chunk(b"IEND", b"")
-    )
-    return f"data:image/png;base64,{base64.b64encode(file).decode()}"

@@ -43,7 +43,7 @@ class RunLog:
     """
 
     def __init__(self, run: RunDirectory, steps: int) -> None:
-        self._run, self._path = run, run.log
+        self._run, self._path = run, run.log_path
         self._has_console, self._steps = run.is_main, steps
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None

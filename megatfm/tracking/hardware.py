@@ -26,15 +26,8 @@ from megatfm.version import __version__
 
 CPUINFO = Path("/proc/cpuinfo")
 CPU_MODEL_FIELDS = (
-    "vendor_id",
-    "cpu family",
-    "model",
-    "model name",
-    "stepping",
-    "CPU implementer",
-    "CPU part",
-    "CPU variant",
-)
+    "vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part", "CPU variant",
+)  # fmt: skip
 """Fields of /proc/cpuinfo that identify the processor, on x86 and on ARM."""
 ISA_PREFIXES = ("sse4", "avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "bf16", "i8mm")
 """Prefixes of the instruction sets by which libraries choose their kernels."""
@@ -60,7 +53,7 @@ def describe_environment(device: torch.device) -> dict[str, str]:
     packages = ("numpy", "safetensors", "sentencepiece", "tokenizers")
     return {
         "megatfm": __version__,
-        **commit(Path(__file__).parents[2]),
+        **describe_commit(Path(__file__).parents[2]),
         "python": platform.python_version(),
         **list_libraries(),
         **{package: metadata.version(package) for package in packages},
@@ -71,7 +64,7 @@ def describe_environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def commit(root: Path) -> dict[str, str]:
+def describe_commit(root: Path) -> dict[str, str]:
     """Return the git commit of the code, and whether it has uncommitted changes; empty outside a checkout.
 
     A job's copy of the code has this information in its `origin.json`.
@@ -80,10 +73,11 @@ def commit(root: Path) -> dict[str, str]:
     head, changed = "", False
     try:
         if (root / ".git").exists():
-            head, changed = (
+            head, status = (
                 _run_git(root, "rev-parse", "HEAD"),
-                bool(_run_git(root, "status", "--porcelain", "-uno")),
+                _run_git(root, "status", "--porcelain", "-uno"),
             )
+            changed = bool(status)
         elif origin.is_file():
             record = json.loads(origin.read_text(encoding="utf-8"))
             head, changed = str(record.get("commit", "")), bool(record.get("changed"))
@@ -129,7 +123,7 @@ def describe_gpu() -> dict[str, str]:
     return facts
 
 
-def launch_info(launcher: str) -> dict[str, str]:
+def describe_launch(launcher: str) -> dict[str, str]:
     """Return the numbers of processes and machines of a run, and the launcher. A collective."""
     machines = all_gather(get_machine_name())
     return {"processes": str(len(machines)), "machines": str(len(set(machines))), "launcher": launcher}
@@ -252,12 +246,12 @@ def get_peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     if device.type != "cuda":
         return measure_peak_flops(device, dtype, f"CPU, {dtype_name}, {torch.get_num_threads()} threads")
     name = torch.cuda.get_device_name(device)
-    if flops := from_data_sheet(name, dtype):
+    if flops := look_up_peak_flops(name, dtype):
         return Peak(flops, f"{name}, {dtype_name}: data sheet")
     return measure_peak_flops(device, dtype, f"{name}, {dtype_name}")
 
 
-def from_data_sheet(name: str, dtype: torch.dtype) -> float | None:
+def look_up_peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Return a GPU's dense 16-bit FLOP/s; None for other dtypes, and for GPUs that are not in the table."""
     if dtype not in (torch.bfloat16, torch.float16) or ("V100" in name and dtype == torch.bfloat16):
         return None

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from megatfm.config import Config
@@ -25,13 +24,6 @@ from megatfm.registry import Registry
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
-MACHINE_DEPENDENT_KEYS = frozenset(
-    {
-        *("time", "tokens_per_second", "mfu", "mfu_causal", "step_seconds", "data_wait_seconds"),
-        *("memory_bytes", "padding", "step_parts", "evaluation_seconds", "save_seconds"),
-    }
-)
-"""Keys whose values depend on the machine, or on rank 0's rows. All others are equal when a step is repeated."""
 
 _log = logging.getLogger("megatfm")
 
@@ -108,7 +100,7 @@ class MetricsLog:
             self._file = open(self._path, "ab", opener=open_nofollow)  # noqa: SIM115
 
     @classmethod
-    def of_config(cls, config: Config, folder: Path, first_step: int, is_branch: bool) -> Self:
+    def from_config(cls, config: Config, folder: Path, first_step: int, is_branch: bool) -> Self:
         """Open the log of a run with the sinks of its config."""
         stored = config.model_dump(mode="json")
         run = RunInfo(folder, first_step, stored, config.log.wandb_project, is_branch)
@@ -146,9 +138,7 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
             return

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -53,7 +52,7 @@ class RunDirectory:
         return self.folder / "checkpoints"
 
     @property
-    def log(self) -> Path:
+    def log_path(self) -> Path:
         """Log file of this rank."""
         return self.folder / "logs" / f"rank-{self.rank}.log"
 
@@ -71,15 +70,13 @@ class RunDirectory:
             new_folders = run_on_rank_0_raising(lambda: self._open() if self.is_main else [])
             if not self.is_main:
                 self.new_paths.folders = new_folders
-                self.log.parent.mkdir(parents=True, exist_ok=True)
+                self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 self._lock.remember_file()
         except OSError as error:
             raise MegatfmError(f"{self.folder}: can't write the run directory: {error.strerror}") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, UsageError) and not self._is_kept:
             self._remove_new()
         self._lock.release()
@@ -87,7 +84,7 @@ class RunDirectory:
     def _open(self) -> list[Path]:
         """Create the folder and take the lock; return the new folders, outermost first."""
         self._check_links()
-        self.new_paths.make_folder(self.log.parent)
+        self.new_paths.make_folder(self.log_path.parent)
         try:
             self._lock.acquire()
         except BaseException:
@@ -98,7 +95,7 @@ class RunDirectory:
 
     def _check_links(self) -> None:
         """Refuse dangling links, and links into another run, whose checkpoints would be deleted as this run's own."""
-        for folder in (self.checkpoints, self.log.parent):
+        for folder in (self.checkpoints, self.log_path.parent):
             if not folder.is_symlink():
                 continue
             target = folder.resolve()
@@ -145,7 +142,7 @@ class RunDirectory:
 
     def announce_links(self) -> None:
         """Log where checkpoints and logs are stored if their folders are symbolic links."""
-        for folder in (self.checkpoints, self.log.parent):
+        for folder in (self.checkpoints, self.log_path.parent):
             if folder.is_symlink():
                 _log.info("%s is a symbolic link to %s, where its files are stored", folder, folder.resolve())
 
@@ -180,10 +177,8 @@ class RunDirectory:
         """
         self.write("config.toml", to_toml(config.model_copy(update={"run_dir": str(self.folder)})))
         self.write("plan.txt", plan)
-        self.write(
-            "environment.json",
-            json.dumps({**hardware.describe_environment(device), **(launch_info or {})}, indent=2) + "\n",
-        )
+        environment = {**hardware.describe_environment(device), **(launch_info or {})}
+        self.write("environment.json", json.dumps(environment, indent=2) + "\n")
         if config.data.tokenizer is not None:
             self._write_tokenizer(tokenizers.tokenizer_files(config.data.tokenizer))
 

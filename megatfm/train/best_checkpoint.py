@@ -54,14 +54,14 @@ class BestCheckpoint:
         """Folder of the best checkpoint, which must not be deleted; None before the first evaluation."""
         return None if self.step is None else self._folder / f"step-{self.step:08d}"
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores."""
         if self._metric is None or self.step is None:
             return {}
         best = {"step": self.step, "metric": self._metric, "value": self.value}
         return {"best": best | {"evaluations_since": self.evaluations_since}}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint, if it is of the same metric; else the initial state."""
         stored = state.get("best")
         self.step, self.value, self.evaluations_since = None, 0.0, 0

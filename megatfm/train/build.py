@@ -117,7 +117,7 @@ def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
         },
         predicted=target_fraction(config.objective),
         at=parallel.pp_split_points,
-        sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
+        sequence_shards=parallel.tp if parallel.sequence_parallel else 1,
     )
 
 

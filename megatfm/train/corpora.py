@@ -1,4 +1,4 @@
-"""Opens the corpora and the tokenizer of a config, and checks them against one another."""
+"""Opens the corpora and the tokenizer of a config and checks them against one another; finds the corpus of a row."""
 
 import json
 from collections.abc import Sequence
@@ -19,6 +19,8 @@ from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
 from megatfm.data.mixture import Mixture, Phase, source_seed
 from megatfm.data.order import BatchSchedule, BatchStage, Interleave, choose_interleave
+from megatfm.engines.interface import RowSources
+from megatfm.engines.registry import ENGINES
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
 from megatfm.parallel.mesh import Mesh
@@ -99,7 +101,7 @@ def open_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
     return config, tokenizer
 
 
-def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
+def get_special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """Return a tokenizer's special tokens in the form that objectives use."""
     return SpecialTokens(
         bos=tokenizer.bos,
@@ -120,7 +122,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
     """Open all corpora of a config. Raises UsageError or MegatfmError that names the corpus and the fault."""
     data = config.data
     row_lengths = tuple(n for n in (data.sequence_length, data.target_length) if n is not None)
-    special = special_tokens(tokenizer) if tokenizer else None
+    special = get_special_tokens(tokenizer) if tokenizer else None
     objective = build_objective(config.objective, config.model, special, row_lengths, data.images)
     if data.attend_across_documents and not objective.allows_cross_document_attention:
         raise UsageError(
@@ -140,8 +142,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer | None) -> Corpora:
                 "another corpus"
             )
     note = note_few_streams(config)
-    train = objective.prepare_rows(opener.train(), opener.streams.turn)
-    return Corpora(tokenizer, objective, train, batch_schedule(config), validation, note)
+    train = objective.prepare_rows(opener.open_train(), opener.streams.turn)
+    return Corpora(tokenizer, objective, train, make_batch_schedule(config), validation, note)
 
 
 def note_few_streams(config: Config) -> str:
@@ -164,15 +166,11 @@ def note_few_streams(config: Config) -> str:
 def open_corpus(config: Config, path: str) -> Corpus:
     """Open one corpus with the config's cache. Raises UsageError or MegatfmError that names the fault."""
     data = config.data
-    return Corpus.open(
-        path,
-        ShardCacheConfig(Path(data.cache_dir), data.cache_bytes)
-        if data.cache_dir
-        else ShardCacheConfig(limit=data.cache_bytes),
-    )
+    folder = Path(data.cache_dir) if data.cache_dir else ShardCacheConfig().folder
+    return Corpus.open(path, ShardCacheConfig(folder, data.cache_bytes))
 
 
-def batch_schedule(config: Config) -> BatchSchedule:
+def make_batch_schedule(config: Config) -> BatchSchedule:
     """Return the number of rows of each step, from `data.rampup` and `train.global_batch`.
 
     Raises UsageError if a stage's batch is not a multiple of the micro-batch, or its row length not one of `tp` under
@@ -180,10 +178,8 @@ def batch_schedule(config: Config) -> BatchSchedule:
     """
     data, train, stages = config.data, config.train, []
     for stage in data.rampup:
-        batch, length = (
-            stage.global_batch or train.global_batch,
-            stage.sequence_length or data.sequence_length,
-        )
+        batch = stage.global_batch or train.global_batch
+        length = stage.sequence_length or data.sequence_length
         if batch % train.micro_batch:
             raise UsageError(
                 f"data.rampup: global_batch = {batch} is not a multiple of train.micro_batch = "
@@ -235,7 +231,7 @@ class _CorpusOpener:
             quarantine=Quarantine.parse(quarantine, corpus.n_samples),
         )
 
-    def train(self) -> RowDataset:
+    def open_train(self) -> RowDataset:
         """Open the training corpus, or the mixture of several."""
         data, seed = self.config.data, self.config.train.seed
         if data.train is not None:
@@ -274,3 +270,38 @@ class _CorpusOpener:
             else []
         )
         return json.dumps([__version__, config.model.family, objective, tokenizer, *inputs])
+
+
+class MixtureSources:
+    """Looks up the corpus of each row of a step, for `log.loss_by_source`.
+
+    note: for the log, why this is impossible; "" if it is possible or off.
+    """
+
+    def __init__(self, config: Config, corpora: Corpora) -> None:
+        self._mixture = corpora.train if isinstance(corpora.train, Mixture) else None
+        self.note = ""
+        if not config.log.loss_by_source:
+            self._mixture = None
+        if self._mixture and (reason := _find_source_conflict(config, corpora)):
+            self._mixture = None
+            self.note = f"log.loss_by_source: the loss can't be split by corpus, since {reason}"
+
+    def look_up(self, loader: DataLoader) -> RowSources | None:
+        """Return the corpus of each row in the loader's last batch; None if this is off or impossible."""
+        if not self._mixture:
+            return None
+        sources = [self._mixture.row_sources(positions) for positions in loader.row_positions]
+        return RowSources(list(self._mixture.sources), sources)
+
+
+def _find_source_conflict(config: Config, corpora: Corpora) -> str:
+    """Return why losses can't be split by rows; "" if they can."""
+    engine = config.parallel.engine
+    if not corpora.objective.predicts_tokens:
+        return f"objective.name = {config.objective.name!r} doesn't predict tokens by the head over the vocabulary"
+    if config.train.cuda_graphs:
+        return "train.cuda_graphs = true replays recorded passes"
+    if not ENGINES.has(engine, "loss_by_source"):
+        return f"parallel.engine = {engine!r} does not declare it among its features"
+    return ""

@@ -61,7 +61,7 @@ def evaluate(
                     yield batch
 
         result = engine.evaluate(batches(), objective)
-    engine.mesh.all_reduce_(n_bytes, engine.mesh.data_axes)
+    engine.mesh.all_reduce_(n_bytes, engine.mesh.batch_axes)
     results: dict[str, Any] = {"loss": result.loss}
     if objective.likelihood_term and byte_lengths is not None:
         bits = result.sums[objective.likelihood_term] / math.log(2)
@@ -74,7 +74,7 @@ def evaluate(
     return results | {"tokens": result.target_counts[next(iter(objective.loss_weights))], "rows": stop}
 
 
-def loss_by_position(
+def compute_loss_by_position(
     engine: Engine,
     rows: SizedRowDataset,
     objective: Objective,
@@ -95,9 +95,7 @@ def loss_by_position(
     for bucket in range(n_buckets):
         with _make_loader(engine, rows, micro_batch, min(n_rows, len(rows))) as loader:
 
-            def batches(
-                loader: DataLoader = loader, bucket: int = bucket
-            ) -> Iterator[dict[str, NDArray[Any]]]:
+            def batches(loader: DataLoader = loader, bucket: int = bucket) -> Iterator[dict[str, Any]]:
                 for microbatches in loader:
                     on_batch()
                     for batch in microbatches:
@@ -173,7 +171,7 @@ class Evaluator:
             check = self._sampler.check
             self._run_model(lambda model: check(model, corpora.tokenizer, config))
 
-    def record(self, step: int, on_batch: Callable[[], None]) -> dict[str, Any]:
+    def evaluate(self, step: int, on_batch: Callable[[], None]) -> dict[str, Any]:
         """Evaluate; return the fields for metrics.jsonl. A collective."""
         start = time.perf_counter()
         results = evaluate_sets(self._engine, self._corpora, self._config, step, on_batch)
@@ -224,7 +222,7 @@ def evaluate_sets(
             results[name]["metrics"] = collector.gather(config.task, config.data.validation[name]).metrics()
         log.info("step %d  %s: %s", step, name, format_result(results[name]))
         if (n_buckets := config.evaluate.position_buckets) and corpora.objective.likelihood_term:
-            results[name]["loss_by_position"] = loss_by_position(
+            results[name]["loss_by_position"] = compute_loss_by_position(
                 engine,
                 rows,
                 corpora.objective,

@@ -33,7 +33,7 @@ from megatfm.tasks.predictions import engine_model
 from megatfm.tasks.question_scores import Likelihood, mean_metrics, score_questions
 from megatfm.tasks.questions import EvaluationTask, TextPair, open_evaluation_task, scored_pairs, split_pair
 from megatfm.tokenizers import Tokenizer
-from megatfm.train.corpora import special_tokens
+from megatfm.train.corpora import get_special_tokens
 from megatfm.train.evaluation import evaluate
 
 TokenLosses = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
@@ -152,7 +152,7 @@ class TaskEvaluator:
     def __init__(self, engine: Engine, config: Config, tokenizer: Tokenizer | None) -> None:
         check_supported(engine, config, tokenizer)
         assert tokenizer is not None
-        self._engine, self._config, self._special = engine, config, special_tokens(tokenizer)
+        self._engine, self._config, self._special = engine, config, get_special_tokens(tokenizer)
         self._tasks: list[tuple[EvaluationTask, list[TextPair], SizedRowDataset]] = []
         for name, path in config.evaluate.tasks.items():
             task = open_evaluation_task(path, name=name)

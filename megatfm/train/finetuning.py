@@ -77,7 +77,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
     if task.has_head:
         config = _train_head_beside_adapters(config)
         config = config.with_changes(
-            {"train.init_include": config.train.init_include or weights_to_load(config)}
+            {"train.init_include": config.train.init_include or choose_weights_to_load(config)}
         )
     corpora = {
         name: prepare_task_corpus(config, path, tokenizer)
@@ -89,7 +89,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
     config = config.with_changes(
         {"data.train": str(corpora["train"].folder), "data.validation": validation, "data.mixture": {}}
     )
-    return _with_steps(config), notes
+    return _set_steps(config), notes
 
 
 def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with_labels: bool = True) -> Any:
@@ -122,7 +122,12 @@ def _make_answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
 
 def _make_head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     """Return the changes of model and objective that replace all heads by the task's head."""
-    name, kind, form, family = head_name(config), TASK_HEADS.get(task.form), task.form, config.model.family
+    name, kind, form, family = (
+        get_head_name(config),
+        TASK_HEADS.get(task.form),
+        task.form,
+        config.model.family,
+    )
     if form == "span_extraction" and task.lm_weight:
         raise UsageError(
             f"task.lm_weight = {task.lm_weight:g}: form = 'span_extraction' has no auxiliary loss: leave lm_weight out"
@@ -137,9 +142,9 @@ def _make_head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
             "loss": LOSSES[form],
             "both_orders": task.both_orders,
         }
-    earlier = _same_kind(_earlier_heads(config).get(name), section["name"])
-    configured = _same_kind(config.model.extra_heads.get(name), section["name"])
-    section = {**(earlier or _usual_options(config.model, form)), **configured, **section}
+    earlier = _get_options_if_kind(_read_earlier_heads(config).get(name), section["name"])
+    configured = _get_options_if_kind(config.model.extra_heads.get(name), section["name"])
+    section = {**(earlier or _default_head_options(config.model, form)), **configured, **section}
     lm_head = {} if task.lm_weight else {"model.lm_head": {"name": "none", "bias": False}}
     objective: dict[str, Any] = {"name": kind or "text_classification"}
     if form != "span_extraction":
@@ -147,7 +152,7 @@ def _make_head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     return {**lm_head, "model.extra_heads": {name: section}, "objective": objective}
 
 
-def _usual_options(model: ModelConfig, form: str) -> dict[str, Any]:
+def _default_head_options(model: ModelConfig, form: str) -> dict[str, Any]:
     """Return the options of the head that transformers has for such a model, so that it can be exported."""
     is_pooled = form not in ("tagging", "span_extraction")
     if model.family == "decoder":
@@ -162,7 +167,7 @@ def _usual_options(model: ModelConfig, form: str) -> dict[str, Any]:
     return {"pooler": pooler if is_pooled else "none"}
 
 
-def _earlier_heads(config: Config) -> Mapping[str, Any]:
+def _read_earlier_heads(config: Config) -> Mapping[str, Any]:
     """Return the heads of the run's newest checkpoint, if the run has one: it goes on with the same head."""
     path = checkpoint.find_latest(run_folder(config) / "checkpoints")
     saved = migrate(checkpoint.read_state(path).get("config")) if path is not None else None
@@ -170,14 +175,14 @@ def _earlier_heads(config: Config) -> Mapping[str, Any]:
     return heads or {}
 
 
-def _same_kind(head: Any, kind: str) -> dict[str, Any]:
+def _get_options_if_kind(head: Any, kind: str) -> dict[str, Any]:
     """Return the options of a head that are set, if it is of this kind; else none."""
     if isinstance(head, Section):
         return head.model_dump(exclude_unset=True) if getattr(head, "name", None) == kind else {}
     return dict(head) if head and head.get("name") == kind else {}
 
 
-def head_name(config: Config) -> str:
+def get_head_name(config: Config) -> str:
     """Return the module name of the task's head."""
     is_span = config.task is not None and config.task.form == "span_extraction"
     return "span" if is_span else HEAD_OF_FAMILY[config.model.family]
@@ -185,13 +190,13 @@ def head_name(config: Config) -> str:
 
 def _train_head_beside_adapters(config: Config) -> Config:
     """Return the config with the task's head among the weights that are trained beside adapters."""
-    lora, pattern = config.model.lora, f"{head_name(config)}.*"
+    lora, pattern = config.model.lora, f"{get_head_name(config)}.*"
     if lora is None or pattern in lora.trained:
         return config
     return config.with_changes({"model.lora.trained": [*lora.trained, pattern]})
 
 
-def weights_to_load(config: Config) -> list[str]:
+def choose_weights_to_load(config: Config) -> list[str]:
     """Return patterns of the pretrained weights to load; none without `train.init_from`.
 
     These are the stack of blocks, the language model head if the task uses it, and the task's head if it was trained
@@ -201,7 +206,7 @@ def weights_to_load(config: Config) -> list[str]:
         return []
     path = checkpoint.find_checkpoint(Path(config.train.init_from))
     stored = checkpoint.read_names(path)
-    head = head_name(config)
+    head = get_head_name(config)
     section = config.model.extra_heads[head]
     is_pooled = getattr(section, "pooler", "none") != "none" and not getattr(section, "layers", ())
     head_patterns = []
@@ -216,7 +221,7 @@ def weights_to_load(config: Config) -> list[str]:
 
 def has_same_head(config: Config, state: Mapping[str, Any]) -> bool:
     """Return whether the checkpoint with this state has the head of a run's task, trained for the same labels."""
-    saved, name = migrate(state.get("config")), head_name(config)
+    saved, name = migrate(state.get("config")), get_head_name(config)
     if not isinstance(saved, Mapping) or config.task is None:
         return False
     stored_section = (saved.get("model", {}).get("extra_heads") or {}).get(name)
@@ -231,10 +236,10 @@ def has_same_head(config: Config, state: Mapping[str, Any]) -> bool:
         if key not in UNSTORED_OPTIONS
     ):
         return False
-    return section["name"] != "text_classifier" or stored_labels(state) == config.task.labels
+    return section["name"] != "text_classifier" or get_stored_labels(state) == config.task.labels
 
 
-def stored_labels(state: Mapping[str, Any]) -> list[str]:
+def get_stored_labels(state: Mapping[str, Any]) -> list[str]:
     """Return the labels of a checkpoint's head in the order of its classes; empty where it names none.
 
     A fine-tuning run has them in its task, a converted folder in what it keeps of config.json.
@@ -249,7 +254,7 @@ def stored_labels(state: Mapping[str, Any]) -> list[str]:
     return [str(label) for _, label in sorted(stored_config["theirs"].items(), key=lambda item: int(item[0]))]
 
 
-def _with_steps(config: Config) -> Config:
+def _set_steps(config: Config) -> Config:
     """Return the config with the number of steps for the task's epochs, and an evaluation after each epoch."""
     assert config.task is not None
     _, tokenizer = open_tokenizer(config)

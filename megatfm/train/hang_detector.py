@@ -168,16 +168,11 @@ class HangDetector:
 
     def _diagnose_failures(self, ended: list[_Rank], now: float) -> Diagnosis:
         causes = [rank for rank in ended if not rank.lost_peer]
-        if (
-            not causes and self._list_active_ranks()
-        ):  # they only lost a peer, and that is a rank that hasn't ended
+        if not causes and self._list_active_ranks():  # these only lost a peer: a rank that hasn't ended
             return self._diagnose_hang(now)
         first = (causes or ended)[0]
-        if (
-            len(causes) == len(self._ranks) > 1
-            and len({rank.reason for rank in causes}) == 1
-            and first.reason
-        ):
+        all_failed_alike = len(causes) == len(self._ranks) > 1 and len({rank.reason for rank in causes}) == 1
+        if all_failed_alike and first.reason:
             return Diagnosis([], [], first.heartbeat.step, first.reason, hung=False)
         cause = f"failed: {first.reason}" if first.reason else ENDED_SILENTLY
         return self._make_diagnosis([first], f"{first.describe()}: {cause}", hung=False)

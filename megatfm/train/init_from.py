@@ -33,21 +33,12 @@ class LoadReport:
     missing: Shapes
     unexpected: Shapes
 
-    @property
-    def has_missing(self) -> bool:
-        """Whether some of the model's weights are not loaded, and keep their initial values."""
-        return bool(self.missing)
-
     def __str__(self) -> str:
-        share = (
-            f"{len(self.loaded)} of the {len(self.loaded) + len(self.missing)} "
-            if self.has_missing
-            else "the "
-        )
-        return f"{share}weights of {self.source}"
+        share = f"{len(self.loaded)} of the {len(self.loaded) + len(self.missing)}" if self.missing else "the"
+        return f"{share} weights of {self.source}"
 
-    def lines(self) -> list[str]:
-        """Return the report as a table for the log."""
+    def format_table(self) -> list[str]:
+        """Return the lines of a table for the log."""
         return [
             f"weights of {self.source}",
             f"  loaded       {_count(self.loaded)}",
@@ -56,21 +47,21 @@ class LoadReport:
         ]
 
 
-def origin_of(source: Path, tokenizer: str) -> JsonValue:
+def read_origin(source: Path, tokenizer: str) -> JsonValue:
     """Return the checkpoint's record of the Hugging Face folder from which its model was converted; None if there is
     none, or if the run's tokenizer (given by its hash) differs. A collective."""
     state = run_on_rank_0_raising(lambda: dict(checkpoint.read_state(source)))
     return state.get("origin") if state.get("tokenizer") == tokenizer else None
 
 
-def identity_of(source: Path) -> JsonValue:
+def identify_checkpoint(source: Path) -> JsonValue:
     """Return how a checkpoint of adapters identifies its base checkpoint: by folder, and by the hash of the metadata,
     which contains the hashes of all files. A collective."""
     digest = run_on_rank_0_raising(lambda: blake3((source / METADATA_FILENAME).read_bytes()).hexdigest())
     return {"checkpoint": str(source.absolute()), "blake3": digest}
 
 
-def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ()) -> "LoadReport":
+def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ()) -> LoadReport:
     """Load the engine's weights, but no optimizer state, from a run or checkpoint of any layout and precision.
 
     patterns: patterns of names, such as "decoder.*", of the weights to load; the others keep their values. Raises
@@ -87,7 +78,7 @@ def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ())
     report = match_weights(shapes, stored, patterns, source)
     weights = {f"model.{name}": box for name, box in engine.weights().items() if name in report.loaded}
     checkpoint.load(source, weights, cast=True)
-    engine.weights_changed()
+    engine.sync_weights()
     return report
 
 

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -46,18 +45,14 @@ def should_record_allocations(folder: Path, requested: bool) -> bool:
     return requested or (folder / SNAPSHOT_DIR).is_dir()
 
 
-def record_allocations_if_asked(folder: Path, device: torch.device, requested: bool) -> None:
-    """Record allocations on a GPU if `should_record_allocations` is true."""
-    if device.type == "cuda" and should_record_allocations(folder, requested):
-        record_allocations()
+def record_allocations(device: torch.device) -> None:
+    """On a GPU, have the allocator remember where in Python each block came from, for the snapshot.
 
-
-def record_allocations() -> None:
-    """Have the GPU's allocator remember where in Python each block came from, for the snapshot.
-
-    2 µs an allocation (docstring of torch.cuda.memory._record_memory_history), and the last 100,000 of them in memory.
+    This takes 2 µs an allocation (docstring of torch.cuda.memory._record_memory_history), and memory for the last
+    100,000 of them.
     """
-    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -156,7 +151,7 @@ class StepProfile:
     def __init__(self, steps: str | None, run: RunDirectory, device: torch.device) -> None:
         self._first, self._end = (int(part) for part in steps.split(":")) if steps else (0, 0)
         name = f"rank-{run.rank}-steps-{self._first}-{self._end}"
-        self._path: Path = run.folder / "profile" / f"{name}.json"
+        self._path = run.folder / "profile" / f"{name}.json"
         self._device = device
         self._profile: profile | None = None
 
@@ -172,9 +167,7 @@ class StepProfile:
         elif step >= self._end:
             self._finish()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._finish()
 
     def _finish(self) -> None:

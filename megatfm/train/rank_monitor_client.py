@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -71,9 +71,8 @@ class RankMonitor:
     def __init__(self, rank: ProcessInfo, hang_timeout: float) -> None:
         self._rank, self._hang_timeout = rank, hang_timeout
         self._heartbeat_interval = min(5.0, max(0.1, hang_timeout / 10))
-        self._min_heartbeat_gap = max(
-            0.1, 0.002 * rank.world_size
-        )  # rank 0 receives the heartbeats of all ranks
+        # Grows with the number of ranks, since rank 0 receives the heartbeats of all.
+        self._min_heartbeat_gap = max(0.1, 0.002 * rank.world_size)
         self._step, self._phase, self._ticks = 0, "start", 0
         self._last_progress = self._last_heartbeat = time.monotonic()
         self._main = threading.get_ident()
@@ -89,9 +88,7 @@ class RankMonitor:
         self._leaving = threading.Event()
         self._finished = threading.Event()  # set after a diagnosis, or when all ranks have exited
         self._diagnosis: Diagnosis | None = None
-        self._hub: RankMonitorServer | RankMonitorRelay | None = (
-            None  # the server or relay in this process, if any
-        )
+        self._hub: RankMonitorServer | RankMonitorRelay | None = None  # that in this process, if any
 
     def __enter__(self) -> Self:
         self._connect()
@@ -100,9 +97,7 @@ class RankMonitor:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         lost_peer = error is not None and is_peer_loss(error)
         self._leaving.set()
         self._send({"heartbeat": self._make_heartbeat(time.monotonic()).__dict__})
@@ -250,7 +245,7 @@ class RankMonitor:
 
     @property
     def _nearest(self) -> int:
-        """The rank to which this one is connected: its node's relay, or rank 0."""
+        """Rank to which this one is connected: its node's relay, or rank 0."""
         relay = self._relays[self._rank.rank]
         return 0 if relay == self._rank.rank else relay
 
@@ -349,10 +344,8 @@ def _describe_thread(frame: FrameType | None) -> tuple[bool, str]:
         name, depth = frame.f_globals.get("__name__", ""), depth + 1
         is_waiting = is_waiting or (depth <= MAX_TORCH_FRAMES and name.startswith("torch.distributed"))
         if name.startswith("megatfm."):
-            return (
-                is_waiting,
-                f"{name.replace('.', '/')}.py:{frame.f_lineno or '?'}, in {frame.f_code.co_name}",
-            )
+            location = f"{name.replace('.', '/')}.py:{frame.f_lineno or '?'}, in {frame.f_code.co_name}"
+            return is_waiting, location
         frame = frame.f_back
     return is_waiting, ""
 

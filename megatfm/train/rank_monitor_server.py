@@ -268,9 +268,8 @@ class RankMonitorRelay(_Hub):
         super().__init__("megatfm-rank-relay", set(ranks), token, listener, warn)
         self._hang_timeout, self._heartbeat_interval, self._server = hang_timeout, heartbeat_interval, server
         self._selector.register(server, selectors.EVENT_READ)
-        self._heartbeats: dict[
-            int, tuple[Heartbeat, float]
-        ] = {}  # rank → heartbeat to forward, time of arrival
+        # rank → heartbeat to forward, time of arrival
+        self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}
         self._phases: dict[int, str] = {}  # rank → last phase that was forwarded
         self._events: list[tuple[int, Message]] = []
 

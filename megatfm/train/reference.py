@@ -15,7 +15,7 @@ from megatfm.layers.lora import is_factor
 from megatfm.layers.output_head import LMHead, RowLossRecorder
 from megatfm.models import build
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.train.init_from import identity_of
+from megatfm.train.init_from import identify_checkpoint
 
 MAX_BATCH_TOKENS = 2048
 """Largest number of tokens in a batch, padding included."""
@@ -40,7 +40,7 @@ class ReferenceModel:
     @property
     def identity(self) -> str:
         """Identity of the model: the hash of its checkpoint's metadata."""
-        identity = identity_of(self._source)
+        identity = identify_checkpoint(self._source)
         assert isinstance(identity, dict)
         return str(identity["blake3"])
 

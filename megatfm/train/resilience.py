@@ -19,6 +19,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from megatfm.checkpoint import ShardedTensor, file_io
+from megatfm.checkpoint.sharded_tensor import view_as_bytes
 from megatfm.config import ResilienceConfig
 from megatfm.engines.interface import Arrays, Engine, LossFunction, LossTotals, RowSources, ScalesLoss
 from megatfm.errors import MegatfmError
@@ -32,6 +33,7 @@ MIN_RELATIVE_MAD = 1e-3
 """Lower bound of the median absolute deviation, relative to the median: without it, any change after a run of nearly
 equal losses would be a spike."""
 MAX_LISTED = 5
+"""Number of names that an error lists; further ones are counted."""
 
 Block = tuple[str, tuple[int, ...]]
 """Name of a tensor and offsets of a block in it. Blocks with equal name and offsets are replicas."""
@@ -50,7 +52,7 @@ class DecisionLog:
     """Step → number of rollbacks to it."""
 
     @classmethod
-    def of_run(cls, run: RunDirectory) -> "DecisionLog":
+    def from_run(cls, run: RunDirectory) -> "DecisionLog":
         """Return the decision log of a run directory. Only rank 0 writes to it."""
         return cls(run.folder / DECISIONS, run.is_main)
 
@@ -78,7 +80,7 @@ class DecisionLog:
             self._write({"decision": "retry", "step": step})
         return dropped
 
-    def left_behind(self, step: int, position: int) -> int | None:
+    def find_discarding_rollback(self, step: int, position: int) -> int | None:
         """Return the step to which a rollback went that discarded the state (step, position); None if none did."""
         rollback_steps = [resume_step for resume_step in self.data_resume_positions if resume_step < step]
         latest = max(rollback_steps, default=None)
@@ -116,11 +118,7 @@ class DecisionLog:
             return
         # Later steps will now read other data, so decisions about them no longer hold.
         self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
-        self.data_resume_positions = {
-            earlier_step: position
-            for earlier_step, position in self.data_resume_positions.items()
-            if earlier_step < step
-        }
+        self.data_resume_positions = {s: at for s, at in self.data_resume_positions.items() if s < step}
         self.data_resume_positions[step] = int(record["position"])
         self.rollbacks[step] = self.rollbacks.get(step, 0) + 1
 
@@ -166,8 +164,8 @@ class LossGuard:
     def __post_init__(self) -> None:
         self.losses = deque(maxlen=self.config.spike_window)
 
-    def state(self) -> dict[str, Any]:
-        """Return the guard's state as JSON: recent losses, steps skipped in a row and in total, whether loss spikes."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON: recent losses, steps skipped in a row and in total, whether the loss spikes."""
         return {
             "losses": list(self.losses),
             "in_a_row": self.consecutive_skips,
@@ -175,14 +173,14 @@ class LossGuard:
             "leaping": self.is_in_spike,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint; old checkpoints without one restore the initial state."""
         self.losses = deque(state.get("losses", ()), maxlen=self.config.spike_window)
         self.consecutive_skips, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
         self.is_in_spike = bool(state.get("leaping", False))
 
     def guarded_step(
-        self, engine: Engine, step: int, stats: LossTotals, lr: float
+        self, engine: Engine, step: int, totals: LossTotals, lr: float
     ) -> tuple[float, str | None]:
         """Clip gradients and update, unless loss or gradient is not finite, or the decision log skips this step.
 
@@ -196,7 +194,7 @@ class LossGuard:
         norm = engine.step(lr, self.clip, skip=was_skipped)
         if math.isfinite(norm):
             return norm, None
-        loss = stats.loss
+        loss = totals.loss
         if scale and could_fall and not was_skipped and math.isfinite(loss):
             return math.nan, (
                 f"gradients overflow float16, so the loss scale falls from {old_scale:g} to {scale.value:g}: the "
@@ -211,10 +209,8 @@ class LossGuard:
             )
         self.decisions.skip(step)
         reason = "as before" if was_skipped else f"loss {loss:.4g}, gradient norm {norm:.4g}"
-        return (
-            math.nan,
-            f"{reason}: not finite, so the weights stay unchanged ({self.consecutive_skips} in a row)",
-        )
+        detail = f"{reason}: not finite, so the weights stay unchanged ({self.consecutive_skips} in a row)"
+        return math.nan, detail
 
     def record_rollback(self, spike: int, step: int, position: int) -> None:
         """Record a rollback. Raises MegatfmError after `resilience.max_rollbacks` to the same step."""
@@ -264,19 +260,17 @@ def forward_backward_with_replay(
     if replay_every == 0 or step % replay_every:
         return engine.forward_backward(microbatches, objective, **options)
     rng_state = rng_state_dict(0, engine.device)
-    stats = engine.forward_backward(microbatches, objective, **options)
+    first = engine.forward_backward(microbatches, objective, **options)
     first_gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
     engine.zero_grad()
     load_rng_state_dict(rng_state, 0, engine.device)
     replayed = engine.forward_backward(microbatches, objective, **options)
-    differ = [
-        name
-        for name, gradient in engine.gradients().items()
-        if not _are_identical(first_gradients[name], gradient)
+    differing = [
+        name for name, g in engine.gradients().items() if not _are_identical(first_gradients[name], g)
     ]
-    if stats.sums != replayed.sums and all(map(math.isfinite, stats.sums.values())):
-        differ.insert(0, "the loss")
-    raise_together(differ, f"step {step}, computed twice, differs")
+    if first.sums != replayed.sums and all(map(math.isfinite, first.sums.values())):
+        differing.insert(0, "the loss")
+    raise_differences(differing, f"step {step}, computed twice, differs")
     return replayed
 
 
@@ -290,7 +284,7 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
         return
     local_hashes = hash_blocks(engine.state_dict())
     all_hashes: list[dict[Block, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
-    differ = []
+    differing = []
     for (name, offsets), local_hash in local_hashes.items():
         # Only ranks that hold the block vote: some optimizer state exists on one rank only.
         votes = Counter(
@@ -299,35 +293,28 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
         majority_hash, count = votes.most_common(1)[0]
         is_tie = list(votes.values()).count(count) > 1
         if len(votes) > 1 and (is_tie or local_hash != majority_hash):
-            differ.append(name)
-    raise_together(differ, f"after step {step}, replicas of one parameter differ")
+            differing.append(name)
+    raise_differences(differing, f"after step {step}, replicas of one parameter differ")
 
 
 def hash_blocks(state: Mapping[str, ShardedTensor | Tensor]) -> dict[Block, str]:
     """Return the BLAKE3 hash of each block of a state dict that this rank holds."""
     sharded_tensors = {name: ShardedTensor.from_tensor(value) for name, value in state.items()}
     return {
-        (name, block.offsets): blake3(_view_as_bytes(block.tensor)).hexdigest()
+        (name, block.offsets): blake3(view_as_bytes(block.tensor.cpu().contiguous()).numpy().data).hexdigest()
         for name, sharded_tensor in sharded_tensors.items()
         for block in sharded_tensor.blocks
     }
 
 
-def _view_as_bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
-
-
 def _are_identical(first: Tensor, second: Tensor) -> bool:
     """Return whether all bits are equal: NaN equals itself, −0 differs from 0."""
-    return torch.equal(
-        first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8)
-    )
+    return torch.equal(view_as_bytes(first.contiguous()), view_as_bytes(second.contiguous()))
 
 
-def raise_together(differ: list[str], subject: str) -> None:
-    """Raise one error on every rank if any rank has names in `differ`."""
-    if names_by_rank := gather_errors(differ):
+def raise_differences(differing: list[str], subject: str) -> None:
+    """Raise the same MegatfmError on all ranks if any rank has names in `differing`."""
+    if names_by_rank := gather_errors(differing):
         ranks_text = "; ".join(f"{rank}: {join_first(names)}" for rank, names in names_by_rank.items())
         raise MegatfmError(
             f"{subject}: {ranks_text}. A processor, its memory or a kernel is faulty. Nothing has been saved since: "

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from megatfm import checkpoint
-from megatfm.checkpoint.directory import check_checkpoint_on_all_ranks, list_checkpoints
+from megatfm.checkpoint.directory import check_checkpoint_on_all_ranks, list_checkpoints, step_from_path
 from megatfm.checkpoint.local import LocalCheckpoint, NodeTopology, find_latest_local, remove_local_after
 from megatfm.config import Config
 from megatfm.config.foreign_keys import reject_renamed_keys
@@ -59,7 +59,7 @@ CONFIG_KEYS = {
 class ResumePoint:
     """The checkpoint that a run continues from.
 
-    `state`: its JSON state, with the config converted to this version's keys (`current_config`). `local`: set if the
+    `state`: its JSON state, with the config converted to this version's keys (`convert_config`). `local`: set if the
     checkpoint is on the nodes' local disks.
     """
 
@@ -83,7 +83,7 @@ class ResumePoint:
         if not isinstance(self.state.get("precision"), str):
             raise MegatfmError(f"{self.path}: not a checkpoint of a run: it doesn't say its precision")
         if "config" in self.state:
-            state = {**self.state, "config": current_config(self.state["config"])}
+            state = {**self.state, "config": convert_config(self.state["config"])}
             object.__setattr__(self, "state", state)
 
     @property
@@ -92,7 +92,7 @@ class ResumePoint:
         return int(self.state["step"])
 
 
-def current_config(stored: Any) -> Any:
+def convert_config(stored: Any) -> Any:
     """Convert a stored config to this version's keys, with defaults for keys that are new since.
 
     A config that this version can't validate is only migrated, so that its differences can still be listed.
@@ -119,7 +119,9 @@ def find_resume_point(
         decisions.read()
         data = local.metadata(nodes.folder).state.get("data")
         position = data.get("position") if isinstance(data, Mapping) else None
-        rollback_step = decisions.left_behind(local.step, position) if isinstance(position, int) else None
+        rollback_step = (
+            decisions.find_discarding_rollback(local.step, position) if isinstance(position, int) else None
+        )
         if rollback_step is not None:
             log.warning(
                 "the local checkpoint of step %d is not used: the run rolled back to step %d after it was saved",
@@ -139,7 +141,7 @@ def choose_precision(config: Config, start: ResumePoint | None) -> str:
     return str(start.state["precision"]) if start and name == "auto" else name
 
 
-def branch_point(branch_from: str) -> ResumePoint:
+def find_branch_point(branch_from: str) -> ResumePoint:
     """Return the checkpoint `RUN@STEP`, with all files verified. A collective. Raises UsageError, MegatfmError."""
 
     def find() -> Path:
@@ -149,7 +151,7 @@ def branch_point(branch_from: str) -> ResumePoint:
             (path for path in checkpoints if step.isdecimal() and path.name == f"step-{int(step):08d}"), None
         )
         if path is None:
-            steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in checkpoints) or "none"
+            steps = ", ".join(str(step_from_path(path)) for path in checkpoints) or "none"
             raise UsageError(
                 f"train.branch_from = {branch_from!r}: give RUN@STEP, with the step of one of the run's checkpoints; "
                 f"there are: {steps}"
@@ -233,8 +235,8 @@ def check_compatible(
     refused_lines = [line for lines in refused_changes.values() for line in lines]
     if unfit:
         raise UsageError(
-            f"{point.path}: was saved by a run that differs: {'; '.join([*refused_lines, *allowed])}, so its weights "
-            f"don't fit ({unfit}), whatever resume.allow says: {instead}"
+            f"{point.path}: was saved by a run that differs: {'; '.join([*refused_lines, *allowed])}. Its weights "
+            f"don't fit ({unfit}), and resume.allow can't change that: {instead}"
         )
     if refused_changes:
         raise UsageError(
@@ -293,7 +295,7 @@ def changes_that_may_fix_skips(allowed: Sequence[str]) -> list[str]:
     return [line for line in allowed if line.startswith(("optimizer.", "precision:"))]
 
 
-def stored_tensors(point: ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def read_stored_tensors(point: ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return a checkpoint's tensors: name → (dtype, shape). A collective.
 
     Rank 0 reads and broadcasts them, since other machines may see the files only later.
@@ -303,19 +305,19 @@ def stored_tensors(point: ResumePoint) -> dict[str, tuple[torch.dtype, tuple[int
     return run_on_rank_0_raising(lambda: checkpoint.read_names(point.path))
 
 
-def shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
+def describe_shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
     """Describe the first of a checkpoint's weights that doesn't fit the model; "" if all fit. A collective."""
     shapes = {name: tuple(tensor.shape) for name, tensor in {**layout, **layout.state}.items()}
     stored = {
         name.removeprefix("model."): shape
-        for name, (_, shape) in stored_tensors(point).items()
+        for name, (_, shape) in read_stored_tensors(point).items()
         if name.startswith("model.")
     }
     all_shapes = {name: shape for rank_shapes in all_gather(shapes) for name, shape in rank_shapes.items()}
-    return first_shape_mismatch(stored, all_shapes)
+    return find_shape_mismatch(stored, all_shapes)
 
 
-def first_shape_mismatch(stored: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str:
+def find_shape_mismatch(stored: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> str:
     """Describe the first tensor whose shapes differ, or that only one of the two has; "" if all fit."""
     for name in [*expected, *stored]:
         model_shape, stored_shape = expected.get(name), stored.get(name)
@@ -329,14 +331,14 @@ def first_shape_mismatch(stored: Mapping[str, Sequence[int]], expected: Mapping[
     return ""
 
 
-def hardware_changes(point: ResumePoint, machines: HardwareByRank) -> list[str]:
+def describe_hardware_changes(point: ResumePoint, machines: HardwareByRank) -> list[str]:
     """Return a line for the log if processors, threads or libraries differ from those recorded in the checkpoint."""
     changes = diff_hardware(point.state.get("machines", machines), machines)
-    if not changes:
-        return []
-    return [
-        f"on another kind of machine ({'; '.join(changes)}): results will not be bit-identical to those there"
-    ]
+    return (
+        [f"other hardware or libraries ({'; '.join(changes)}): results will not be bit-identical"]
+        if changes
+        else []
+    )
 
 
 def _resolve_width_factors(values: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -54,9 +54,7 @@ class StopSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher may have blocked them
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._previous_handlers:
             signal.set_wakeup_fd(self._wakeup_before)
         for name, handler in self._previous_handlers.items():
@@ -71,7 +69,7 @@ class StopSignals:
         self._start(busy)
         return self._finish()
 
-    def agreed_before(self, busy: bool = False) -> tuple[str | None, bool]:
+    def agree_deferred(self, busy: bool = False) -> tuple[str | None, bool]:
         """Like `agree`, but return the result of the previous call, and (None, True) at the first.
 
         The GPU has computed that result by now, so the host need not wait until the GPU has finished its queue.

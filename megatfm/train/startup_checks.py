@@ -31,7 +31,7 @@ from megatfm.errors import MegatfmError, NoProgressError, UsageError
 from megatfm.files import atomic_write
 from megatfm.object_collectives import all_gather, gather_errors, run_on_rank_0_raising
 from megatfm.parallel.mesh import AXES, Mesh, axis_sizes
-from megatfm.parallel.process_environment import ranks_here
+from megatfm.parallel.process_environment import count_local_ranks
 from megatfm.tracking.hardware import time_matmul
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.resilience import join_first
@@ -41,7 +41,7 @@ log = logging.getLogger("megatfm")
 SLOW_FACTOR = 3.0
 """A rank is slow if one of its checks takes more than this factor times the median over ranks, and also exceeds the
 median by more than a margin, the jitter of a healthy machine."""
-SLOW_MARGIN_SECONDS = {"writing and syncing a file": 0.5, "a matrix product": 0.005}
+SLOW_MARGIN_SECONDS = {"writing and syncing a file": 0.5, "a matmul": 0.005}
 """Check → margin. Sums over axes have SUM_MARGIN_SECONDS."""
 SUM_MARGIN_SECONDS = 0.2
 PROBE_BYTES = 64 * 1024
@@ -73,23 +73,23 @@ def _run_preflight(
     try:
         probe_disk(run.folder, run.rank)
         seconds["writing and syncing a file"] = time.perf_counter() - start
-        state_bytes = checkpoint_bytes(run, engine)
+        state_bytes = estimate_checkpoint_bytes(run, engine)
         if run.is_main:
             keep, advice = config.checkpoint.keep, "lower checkpoint.keep, or give another run_dir"
             check_space(run.folder, run.checkpoints, state_bytes, keep, advice)
         if nodes and nodes.is_node_leader:
             check_local_disk(nodes, state_bytes)
         check_memory(config, engine)
-        seconds["a matrix product"] = time_matmul(torch.float32, engine.device)
+        seconds["a matmul"] = time_matmul(torch.float32, engine.device)
     except (MegatfmError, OSError) as error:
         problems.append(str(error))
     raise_together(problems)
     raise_together(_find_missing_probes(run))
     seconds |= time_axes(engine.mesh, engine.device)
-    return slow_ranks(seconds)
+    return find_slow(all_gather((socket.gethostname(), seconds)))
 
 
-def checkpoint_bytes(run: RunDirectory, engine: Engine) -> int:
+def estimate_checkpoint_bytes(run: RunDirectory, engine: Engine) -> int:
     """Return a checkpoint's size in bytes: that of the last one, else the size of the weights and two moments."""
     for path in reversed(list_checkpoints(run.checkpoints)):
         with contextlib.suppress(OSError):  # try an older checkpoint
@@ -150,9 +150,9 @@ def check_memory(config: Config, engine: Engine) -> None:
     train = config.train
     microbatches = train.global_batch // (train.micro_batch * engine.mesh.data_ranks)
     needed = engine.memory_needed(
-        microbatches, block_input_bytes(config, engine.precision.compute_dtype.itemsize)
+        microbatches, compute_block_input_bytes(config, engine.precision.compute_dtype.itemsize)
     )
-    free_bytes = free_memory(engine.device)
+    free_bytes = get_free_memory(engine.device)
     if needed.total > free_bytes:
         raise MegatfmError(
             f"{_format_bytes(free_bytes)} of memory are free for this rank, but gradients and optimizer state need "
@@ -163,7 +163,7 @@ def check_memory(config: Config, engine: Engine) -> None:
         )
 
 
-def block_input_bytes(config: Config, itemsize: int) -> int:
+def compute_block_input_bytes(config: Config, itemsize: int) -> int:
     """Return the bytes of a block's input: a micro-batch's residual stream on one rank."""
     data, parallel = config.data, config.parallel
     row_length = min(data.sequence_length, data.target_length or data.sequence_length)
@@ -172,7 +172,7 @@ def block_input_bytes(config: Config, itemsize: int) -> int:
     return tokens * config.model.d_model * itemsize
 
 
-def free_memory(device: torch.device) -> int:
+def get_free_memory(device: torch.device) -> int:
     """Return the bytes that this rank may allocate: on its GPU, or its share of the machine's or container's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -185,7 +185,7 @@ def free_memory(device: torch.device) -> int:
             OSError, ValueError
         ):  # no limit ("max"), or the other version of control groups
             free_bytes = min(free_bytes, int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return free_bytes // max(1, ranks_here(os.environ) or 1)
+    return free_bytes // max(1, count_local_ranks(os.environ) or 1)
 
 
 def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:
@@ -207,11 +207,6 @@ def time_axes(mesh: Mesh, device: torch.device) -> dict[str, float]:
         values[0].item()  # waits for a GPU
         seconds[f"a sum over {axis}"] = time.perf_counter() - start
     return seconds
-
-
-def slow_ranks(seconds: Mapping[str, float]) -> list[str]:
-    """Gather the durations of all checks, check → seconds, and return one line for each slow one. A collective."""
-    return find_slow(all_gather((socket.gethostname(), dict(seconds))))
 
 
 def find_slow(per_rank: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
@@ -270,7 +265,7 @@ def _format_bytes(size: float) -> str:
 # ---------------------------------------------------------------------------- the layout fits the processes
 
 
-def elastic_config(config: Config, world_size: int) -> Config:
+def adapt_layout(config: Config, world_size: int) -> Config:
     """Return the config; with `resilience.elastic`, with a layout that fits the number of processes."""
     if not config.resilience.elastic:
         return config
@@ -316,10 +311,10 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     parallel = config.parallel.model_copy(update=changes)
     train = config.train.model_copy(update={"micro_batch": micro_batch})
     fitted = config.model_copy(update={"parallel": parallel, "train": train})
-    return fitted, ", ".join(layout_changes(config, fitted))
+    return fitted, ", ".join(list_layout_changes(config, fitted))
 
 
-def layout_changes(requested: Config, fitted: Config) -> list[str]:
+def list_layout_changes(requested: Config, fitted: Config) -> list[str]:
     """Return the differences between the requested and the fitted layout, as `parallel.ep 4 → 2`."""
     values = [
         (f"{section}.{key}", value, getattr(getattr(fitted, section), key))

@@ -29,24 +29,24 @@ from megatfm.tracking.run_directory import RunDirectory, run_folder
 from megatfm.train import resume
 from megatfm.train.best_checkpoint import FINISHED_EARLY, BestCheckpoint
 from megatfm.train.build import build_engine, build_saver, choose_precision, describe_size
-from megatfm.train.corpora import Corpora, batch_schedule, open_corpora, open_tokenizer
+from megatfm.train.corpora import Corpora, MixtureSources, make_batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.evaluation import Evaluator, Sampler
 from megatfm.train.evaluation_tasks import open_tasks
-from megatfm.train.init_from import identity_of, load_weights, origin_of
-from megatfm.train.loss_by_source import MixtureSources
+from megatfm.train.init_from import identify_checkpoint, load_weights, read_origin
 from megatfm.train.profiling import (
     StepProfile,
     explain_out_of_memory,
     keep_freed_memory,
     memory_bytes,
-    record_allocations_if_asked,
+    record_allocations,
+    should_record_allocations,
     start_flight_recorder,
 )
 from megatfm.train.rank_monitor_client import RankMonitor
 from megatfm.train.resilience import DecisionLog, LossGuard, compare_replicas, forward_backward_with_replay
 from megatfm.train.rng_state import empty_rng_state_dict, load_rng_state_dict, rng_state_dict, seed_all
 from megatfm.train.signals import StopSignals
-from megatfm.train.startup_checks import check_progress, elastic_config, layout_changes, preflight
+from megatfm.train.startup_checks import adapt_layout, check_progress, list_layout_changes, preflight
 from megatfm.version import __version__
 
 log = logging.getLogger("megatfm")
@@ -78,20 +78,21 @@ def train(
     ):
         monitor.progress = count_progress
         keep_freed_memory(rank.device)
-        requested, config = config, elastic_config(config, rank.world_size)
+        requested, config = config, adapt_layout(config, rank.world_size)
         mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
-        for batch in batch_schedule(config).batches:
+        for batch in make_batch_schedule(config).batches:
             check_global_batch(batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
         monitor.tick(0, "start")
         with RunDirectory(folder, rank.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
-            monitor.attach_run_log(run.log, run.log_failure)
-            record_allocations_if_asked(run.folder, rank.device, config.log.memory_snapshot)
-            decisions, nodes = DecisionLog.of_run(run), resume.discover_nodes(config, run)
+            monitor.attach_run_log(run.log_path, run.log_failure)
+            if should_record_allocations(run.folder, config.log.memory_snapshot):
+                record_allocations(rank.device)
+            decisions, nodes = DecisionLog.from_run(run), resume.discover_nodes(config, run)
             latest = resume.find_resume_point(run.checkpoints, nodes, decisions)
             check_progress(run, latest.step if latest else 0, config.resilience.max_failures)
             branch_from = None if latest else config.train.branch_from
-            branch = resume.branch_point(branch_from) if branch_from else None
+            branch = resume.find_branch_point(branch_from) if branch_from else None
             monitor.tick(0, "start")
             precision = choose_precision(resume.choose_precision(config, latest or branch), rank.device)
             with explain_out_of_memory(run.folder, rank.rank, rank.device):
@@ -136,7 +137,7 @@ class Trainer:
         monitor.save_thread_id = lambda: self.saver.thread_id
         seed_all(config.train.seed, run.rank)
         self.requested_config = config
-        """The config before `elastic_config` adapted it, as the run directory stores it."""
+        """The config before `adapt_layout` adapted it, as the run directory stores it."""
         self.evaluator: Evaluator
         self.utilization: Utilization | None = None
         self.launcher, self.is_branch = "none", False
@@ -161,7 +162,7 @@ class Trainer:
         """Train until the run ends, a stop signal arrives (returns its name), or the position in the data jumps, which
         it does after a rollback and where the decision log says so."""
         config, stop = self.config, None
-        agreed = signals.agreed_before if self.engine.device.type == "cuda" else signals.agree
+        agreed = signals.agree_deferred if self.engine.device.type == "cuda" else signals.agree
         with self._make_loader() as loader, self._open_metrics() or nullcontext() as metrics:
             self.run.keep()
             while not self._is_over and not stop:
@@ -172,7 +173,7 @@ class Trainer:
                     break
                 if self._is_due(config.evaluate.every):
                     tick = partial(self.monitor.tick, self.step, "evaluation")
-                    record |= self.evaluator.record(self.step, tick)
+                    record |= self.evaluator.evaluate(self.step, tick)
                     self.best.update(self.step, record["evaluation"])
                 if metrics:
                     metrics.write(record)
@@ -206,14 +207,14 @@ class Trainer:
         collect_statistics = every > 0 and (self.step + 1) % every == 0
         with times.measure("passes"):
             microbatches = next(loader)
-            stats = forward_backward_with_replay(
+            totals = forward_backward_with_replay(
                 engine,
                 microbatches,
                 self.corpora.objective,
                 self.step + 1,
                 replay_every=checks.replay_every,
                 collect_statistics=collect_statistics,
-                sources=self.mixture_sources.of_rows(loader),
+                sources=self.mixture_sources.look_up(loader),
             )
         self.step, self.position = self.step + 1, loader.position
         norms = engine.layer_statistics() if collect_statistics else None
@@ -221,7 +222,7 @@ class Trainer:
         lr = config.optimizer.lr * schedule_factor(config.lr_schedule, self.step, config.train.steps)
         self.saver.wait_for_staging()  # the update modifies tensors that a save in the background may still read
         with times.measure("optimizer"):
-            grad_norm, skipped = self.loss_guard.guarded_step(engine, self.step, stats, lr)
+            grad_norm, skipped = self.loss_guard.guarded_step(engine, self.step, totals, lr)
         if skipped:
             self._log_event("skipped", skipped)
         compare_replicas(engine, self.step, checks.compare_replicas_every)
@@ -231,15 +232,15 @@ class Trainer:
         speed = loader.step_tokens / seconds["step_seconds"]
         periodic_metrics = {
             "save_seconds": self._save_seconds,
-            "terms": stats.terms,
-            "loss_by_source": stats.loss_by_source,
+            "terms": totals.terms,
+            "loss_by_source": totals.loss_by_source,
             "norms": norms,
         }
         self._save_seconds = None
         return {
             "step": self.step,
             "tokens": self.tokens,
-            "loss": stats.loss,
+            "loss": totals.loss,
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens_per_second": speed,
@@ -257,7 +258,7 @@ class Trainer:
 
     def _open_metrics(self) -> MetricsLog | None:
         folder, is_main = self.run.folder, self.run.is_main
-        return MetricsLog.of_config(self.config, folder, self.step, self.is_branch) if is_main else None
+        return MetricsLog.from_config(self.config, folder, self.step, self.is_branch) if is_main else None
 
     def _is_due(self, every: int) -> bool:
         """Return whether an action is due that happens every `every` steps and at the last step."""
@@ -283,8 +284,8 @@ class Trainer:
             event, details = "resumed", [f"from {latest.path.name}", *self._resume_from(latest)]
         else:
             event, details = "started", self._start(branch)
-        self._log_event(event, "; ".join([*details, *layout_changes(self.requested_config, config)]))
-        launch_info = hardware.launch_info(self.launcher)
+        self._log_event(event, "; ".join([*details, *list_layout_changes(self.requested_config, config)]))
+        launch_info = hardware.describe_launch(self.launcher)
         if self.run.is_main:
             launch_info |= {"peak": str(self.utilization.peak)} if self.utilization else {}
             layout, device = self.engine.layout, self.engine.device
@@ -309,21 +310,21 @@ class Trainer:
             return [f"seed {config.train.seed}"]
         report = load_weights(self.engine, config.train.init_from, config.train.init_include)
         if config.model.lora:
-            self.provenance["base"] = identity_of(report.source)
+            self.provenance["base"] = identify_checkpoint(report.source)
         if not config.train.init_include and (
-            origin := origin_of(report.source, self.corpora.tokenizer_hash)
+            origin := read_origin(report.source, self.corpora.tokenizer_hash)
         ):
             self.provenance["origin"] = origin
-        for line in report.lines() if report.has_missing else ():
+        for line in report.format_table() if report.missing else ():
             log.info("%s", line)
         return [f"with {report}"]
 
     def _resume_from(self, point: resume.ResumePoint, *, same_run: bool = True) -> list[str]:
         """Continue from a checkpoint of this run or another; return details for the log."""
         with self._make_loader() as loader:
-            current = self._run_state(loader)
+            current = self._make_run_state(loader)
         is_same_model = current["config"]["model"] == point.state["config"]["model"]
-        mismatch = "" if is_same_model else resume.shape_mismatch(point, self.engine.layout)
+        mismatch = "" if is_same_model else resume.describe_shape_mismatch(point, self.engine.layout)
         allow: list[str] = [*self.config.resume.allow]
         allowed = resume.check_compatible(point, current, allow, mismatch, same_run=same_run)
         if same_run:
@@ -334,12 +335,12 @@ class Trainer:
         self._load_checkpoint(point)
         if not same_run:
             self.saver.verified = None
-        return [*allowed, *resume.hardware_changes(point, self.hardware)]
+        return [*allowed, *resume.describe_hardware_changes(point, self.hardware)]
 
     def _load_checkpoint(self, point: resume.ResumePoint) -> None:
         """Load a checkpoint. If the decision log skips data after its step, continue behind the skipped data."""
         remove_local_after(self.nodes, point.step)  # local checkpoints that a rollback discards
-        names = resume.stored_tensors(point)
+        names = resume.read_stored_tensors(point)
         state_dict = self.engine.empty_state_dict(names)
         rank, device = self.run.rank, self.engine.device
         rng_state = empty_rng_state_dict(names, rank, dist.get_world_size(), device)
@@ -354,9 +355,9 @@ class Trainer:
         self.step, self.tokens = point.step, int(point.state["tokens"])
         position = int(point.state["data"]["position"])
         self.position = self.decisions.data_resume_positions.get(self.step, position)
-        self.loss_guard.load(point.state.get("trouble", {}))
+        self.loss_guard.load_state_dict(point.state.get("trouble", {}))
         self.provenance = {key: point.state[key] for key in ("origin", "base") if point.state.get(key)}
-        self.best.load(point.state)
+        self.best.load_state_dict(point.state)
 
     def _roll_back_after_spike(self, loss: float) -> bool:
         """After a loss spike, roll back to a checkpoint and skip the data since then; return whether this happened."""
@@ -378,20 +379,20 @@ class Trainer:
         """Start saving a checkpoint. Tensors must not change before `saver.wait_for_staging`. A collective."""
         start, self.saver.pinned = time.perf_counter(), self.best.path
         tensors = {**self.engine.state_dict(), **rng_state_dict(self.run.rank, self.engine.device)}
-        self.saver.save(self.step, tensors, self._run_state(loader), wait_for_staging=False, local=local)
+        self.saver.save(self.step, tensors, self._make_run_state(loader), wait_for_staging=False, local=local)
         self._save_seconds = time.perf_counter() - start
 
-    def _run_state(self, loader: DataLoader) -> dict[str, Any]:
+    def _make_run_state(self, loader: DataLoader) -> dict[str, Any]:
         """Return the JSON state of a checkpoint."""
         return {
             **self.provenance,
-            **self.best.state(),
+            **self.best.state_dict(),
             "step": self.step,
             "tokens": self.tokens,
             "precision": self.precision,
             "tokenizer": self.corpora.tokenizer_hash,
             "data": loader.state_dict(),
-            "trouble": self.loss_guard.state(),
+            "trouble": self.loss_guard.state_dict(),
             "machines": self.hardware,
             "config": self.config.model_dump(mode="json"),
             "megatfm": __version__,

@@ -147,7 +147,7 @@ def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
         for block in sharded.blocks:
             region = sharded.global_shape, block.offsets, tuple(block.tensor.shape)
             block.tensor.add_(draw_perturbation(config.train.seed, name, *region))
-    engine.weights_changed()
+    engine.sync_weights()
     with TrafficCounter(engine.process_groups()) as traffic:
         stats = engine.forward_backward(_microbatches(config, engine, batch), objective_for(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}

@@ -63,7 +63,7 @@ CLOSED = {
     "checkpoints": r"cannot list RUN/checkpoints: Permission denied",
     "lock": r"RUN: can't write the run directory: Permission denied",
     ".": r"RUN: can't write the run directory: Permission denied",
-    "checkpoints/step-00000004": r"RUN/checkpoints: none of its 1 checkpoints is whole, see above; move them away",
+    "checkpoints/step-00000004": r"RUN/checkpoints: none of its 1 checkpoints is intact, see above; move them away",
 }
 
 

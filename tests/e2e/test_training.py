@@ -137,8 +137,8 @@ def test_a_resume_on_another_kind_of_machine_goes_on_and_says_so(workers, make_c
     local, elsewhere = resumes(tmp_path / "moved")
     assert local == "from step-00000003", "the same machine is nothing to talk about"
     assert elsewhere == (
-        f"from step-00000006; on another kind of machine (threads: {THREADS} → {THREADS + 1}): results will "
-        "not be bit-identical to those there"
+        f"from step-00000006; other hardware or libraries (threads: {THREADS} → {THREADS + 1}): results will "
+        "not be bit-identical"
     )
     (kind,) = checkpoint.read_state(tmp_path / "moved/checkpoints/step-00000012")["machines"]["kinds"]
     noted = json.loads((tmp_path / "moved/environment.json").read_text())

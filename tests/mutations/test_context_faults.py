@@ -136,9 +136,7 @@ def a_token_beside_a_span_is_lost_at_a_cut(patch: Patch) -> None:
     real = context_parallel.fetch
 
     def fetch(x: Tensor, expected: Any) -> Tensor:
-        is_local = torch.isin(
-            expected.indices, expected.contexts.token_indices(LENGTH)[expected.contexts.rank]
-        )
+        is_local = torch.isin(expected.indices, expected.cp.token_indices(LENGTH)[expected.cp.rank])
         return real(x, expected) * is_local[:, None]
 
     patch.setattr(context_parallel, "fetch", fetch)

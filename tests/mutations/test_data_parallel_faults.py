@@ -88,14 +88,14 @@ def buckets_are_sent_before_they_are_complete(patch: Patch) -> None:
 
 
 def weights_are_not_gathered_after_a_step(patch: Patch) -> None:
-    real, calls = Replicated.weights_changed, [0]
+    real, calls = Replicated.sync_weights, [0]
 
-    def weights_changed(self: Replicated, frozen: bool = False) -> None:
+    def sync_weights(self: Replicated, frozen: bool = False) -> None:
         calls[0] += 1
         if calls[0] == 1:  # the initial ones
             real(self, frozen)
 
-    patch.setattr(Replicated, "weights_changed", weights_changed)
+    patch.setattr(Replicated, "sync_weights", sync_weights)
 
 
 def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
@@ -106,7 +106,7 @@ def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
         self._root.set_reshard_after_backward(False)
 
     patch.setattr(FullySharded, "start_microbatch", start_microbatch)
-    patch.setattr(FullySharded, "weights_changed", lambda self, frozen=False: None)
+    patch.setattr(FullySharded, "sync_weights", lambda self, frozen=False: None)
 
 
 def the_norm_counts_copies(patch: Patch) -> None:

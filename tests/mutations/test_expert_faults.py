@@ -118,7 +118,7 @@ def send_gradients_as_many_as_tokens(patch: Patch) -> None:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return collectives.all_to_all_no_grad(gradient, ctx.sent, ctx.received, ctx.group), None, None, None
 
-    patch.setattr(collectives._ExchangeRows, "backward", staticmethod(backward))
+    patch.setattr(collectives._AllToAll, "backward", staticmethod(backward))
 
 
 def test_swapped_numbers_of_rows_are_loud(workers: Workers) -> None:

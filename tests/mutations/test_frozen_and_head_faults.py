@@ -57,7 +57,7 @@ def frozen_weights_creep(patch: Patch) -> None:
 
 def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
     """Ranks that compute a head alike each have all of its loss."""
-    real = styles.REPLICATED_INPUT.apply
+    real = styles.GATHER_INPUT_REPLICATED.apply
     assert real is not None
 
     def install(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> None:
@@ -65,7 +65,9 @@ def a_head_s_term_is_summed_over_copies(patch: Patch) -> None:
         module.register_forward_hook(lambda _, __, output: output * ranks.group.size())
 
     patch.setitem(
-        styles.STYLES._parts, styles.REPLICATED_INPUT.name, replace(styles.REPLICATED_INPUT, apply=install)
+        styles.STYLES._parts,
+        styles.GATHER_INPUT_REPLICATED.name,
+        replace(styles.GATHER_INPUT_REPLICATED, apply=install),
     )
 
 

@@ -37,8 +37,8 @@ def a_window_reaches_eight_times_as_far(patch: Patch) -> None:
 
 def a_style_sums_twice_and_says_so(patch: Patch) -> None:
     def install(module: nn.Module, ranks: TensorParallelGroup, layouts: styles.Layouts) -> None:
-        assert styles.ROW.apply
-        styles.ROW.apply(module, ranks, layouts)
+        assert styles.ROWWISE.apply
+        styles.ROWWISE.apply(module, ranks, layouts)
 
         def twice(_: nn.Module, __: Any, output: Tensor) -> None:
             full = output.new_zeros(2 * output.numel())

@@ -59,18 +59,18 @@ def scatter_sum_keeps_its_shard(patch: Patch) -> None:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return torch.cat([gradient] * dist.get_world_size(ctx.group), ctx.dim), None, None
 
-    patch_backward(patch, collectives._ScatterSum, backward)
+    patch_backward(patch, collectives._ReduceScatter, backward)
 
 
 def gather_shards_takes_its_own(patch: Patch) -> None:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None
 
-    patch_backward(patch, collectives._GatherShards, backward)
+    patch_backward(patch, collectives._AllGather, backward)
 
 
 def copy_to_shards_forgets_its_sum(patch: Patch) -> None:
-    patch_backward(patch, collectives._Copy, lambda ctx, gradient: (gradient, None))
+    patch_backward(patch, collectives._CopyToGroup, lambda ctx, gradient: (gradient, None))
 
 
 def sum_partial_sums_twice(patch: Patch) -> None:
@@ -78,9 +78,11 @@ def sum_partial_sums_twice(patch: Patch) -> None:
         ctx.group = group
         return collectives.all_reduce_no_grad(x, group)
 
-    patch.setattr(collectives._Sum, "forward", staticmethod(forward))
+    patch.setattr(collectives._ReduceFromGroup, "forward", staticmethod(forward))
     patch_backward(
-        patch, collectives._Sum, lambda ctx, g: (collectives.all_reduce_no_grad(g, ctx.group), None)
+        patch,
+        collectives._ReduceFromGroup,
+        lambda ctx, g: (collectives.all_reduce_no_grad(g, ctx.group), None),
     )
 
 

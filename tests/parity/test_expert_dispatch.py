@@ -40,7 +40,7 @@ def one_choice_for_all(name: str, layouts: dict[str, ParallelConfig]) -> None:
         for path in moe_layers(model):
             torch.nn.init.zeros_(model.get_parameter(f"{path}.router.weight"))
             weights[f"{path}.router.weight"].tensor.zero_()
-        engine.weights_changed()
+        engine.sync_weights()
         loss = weighted_loss(objective, model.train(), batch)
         loss.backward()
         actual = engine.forward_backward(microbatches(engine, batch), objective)

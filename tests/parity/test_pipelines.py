@@ -283,7 +283,7 @@ def refuse(name: str, parallel: ParallelConfig, message: str) -> None:
 
 
 def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
-    with pytest.raises(UsageError, match=r"parallel\.pp = 2: .* not cut into pipeline stages: set"):
+    with pytest.raises(UsageError, match=r"parallel\.pp = 2: .* no `split_points` for pipeline stages: set"):
         split_into_stages(nn.Linear(2, 2), "1f1b", 2, 1, lengths=ROW_LENGTHS)
     many = ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=5)
     workers.run(

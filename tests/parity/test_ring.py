@@ -16,7 +16,7 @@ from megatfm.parallel import ring_attention
 from megatfm.parallel.collectives import all_gather
 from megatfm.parallel.context_attention import make_attention_forward, make_latent_forward
 from megatfm.parallel.context_parallel import ContextParallel, P2PExchange, token_indices
-from megatfm.parallel.pipeline_schedule import under_way
+from megatfm.parallel.pipeline_schedule import backward_part
 from megatfm.parallel.ring_attention import LatentKeyValues
 from tests.support.models import TINY_LATENT, TINY_MODEL
 from tests.support.workers import Workers
@@ -61,9 +61,9 @@ def gradients_twice() -> bool:
     first, second = (torch.autograd.grad(loss, arguments, retain_graph=True) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
-    with under_way("inputs"):
+    with backward_part("inputs"):
         third = torch.autograd.grad(loss, arguments, retain_graph=True)
-    with under_way("weights"):
+    with backward_part("weights"):
         assert torch.autograd.grad(loss, arguments, retain_graph=True, allow_unused=True) == (
             None,
             None,

@@ -32,7 +32,7 @@ class DdpEngine:
                 f"{setup.precision!r}: set zero = 0 and 'fp32', or engine = 'native'"
             )
         self.layout, self.mesh, self.device = setup.layout, setup.mesh, setup.device
-        self.precision, self.replicated_axes = PRECISIONS[setup.precision], setup.mesh.data_axes
+        self.precision, self.replicated_axes = PRECISIONS[setup.precision], setup.mesh.batch_axes
         self.model = setup.model
         materialize(self.model, self.precision, self.device)
         self.parameters = dict(self.model.named_parameters())
@@ -49,8 +49,8 @@ class DdpEngine:
         optimizers = make_optimizers(setup.optimizers, self.blocks, self.mesh)
         self.state = TrainState({**self.blocks, **self.modules.buffers}, optimizers)
         self.state_dict, self.load_state_dict = self.state.state_dict, self.state.load_state_dict
-        self.empty_state_dict, self.weights_changed = self.state.empty_state_dict, self.state.refresh
-        data = self.mesh.flat_group(self.mesh.data_axes)
+        self.empty_state_dict, self.sync_weights = self.state.empty_state_dict, self.state.refresh
+        data = self.mesh.flat_group(self.mesh.batch_axes)
         self.ddp = DistributedDataParallel(self.model, process_group=data, init_sync=False)
 
     def forward_backward(self, microbatches, objective, *, record_activations=False):
@@ -59,7 +59,7 @@ class DdpEngine:
         batches = [to_device(batch, self.device) for batch in microbatches]
         losses = LossAccumulator(objective, self.mesh, self.device)
         losses.count(microbatches)
-        scale_loss = losses.term_weights()
+        scale_loss = losses.compute_term_weights()
         for batch in batches:
             with nullcontext() if batch is batches[-1] else self.ddp.no_sync():
                 terms = objective(self.ddp, batch)
@@ -67,7 +67,7 @@ class DdpEngine:
                 (scale_loss(terms) * self.mesh.data_ranks).backward()
             losses.add({name: term.detach() for name, term in terms.items()})
         all_reduce_partial_gradients(self.gradients(), self.layout, self.mesh)
-        self.stats = losses.result()
+        self.stats = losses.compute_totals()
         return self.stats
 
     def step(self, lr, clip, *, skip=False):
@@ -91,7 +91,7 @@ class DdpEngine:
             for batch in batches:
                 losses.add(objective(self.model, to_device(batch, self.device)))
                 losses.count([batch])
-        return losses.result()
+        return losses.compute_totals()
 
     def gradients(self):
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -116,4 +116,4 @@ class DdpEngine:
         )
 
     def process_groups(self):
-        return self.mesh.group_names(self.mesh.data_axes, self.mesh.shard_axes)
+        return self.mesh.group_names(self.mesh.batch_axes, self.mesh.shard_axes)

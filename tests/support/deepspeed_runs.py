@@ -166,7 +166,7 @@ def run(config: Config, steps: int, **parallel: Any) -> Run:
             part.tensor.add_(
                 draw_perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes)
             )
-    engine.weights_changed()
+    engine.sync_weights()
     before = weights(engine)
     engine.forward_backward(_microbatches(config, engine, draw_batch(config)), objective_for(config))
     gradients = whole(engine, engine.gradients())

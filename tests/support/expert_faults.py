@@ -31,13 +31,13 @@ def take_experts_for_everybody_s(patch: Patch) -> None:
 
 def leave_rows_in_the_order_of_experts(patch: Patch) -> None:
     """Rows that come back from experts are not sorted by token."""
-    genuine = expert_parallel.expert_order
+    genuine = expert_parallel.sort_by_expert
 
     def unsorted(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         order_R, _ = genuine(counts_PE, rows)
         return order_R, torch.arange(rows)
 
-    patch.setattr(expert_parallel, "expert_order", unsorted)
+    patch.setattr(expert_parallel, "sort_by_expert", unsorted)
 
 
 def bring_gradients_back_in_another_order(patch: Patch) -> None:
@@ -47,4 +47,4 @@ def bring_gradients_back_in_another_order(patch: Patch) -> None:
         gradient = collectives.all_to_all_no_grad(gradient, ctx.received, ctx.sent, ctx.group)
         return gradient.flip(0), None, None, None
 
-    patch.setattr(collectives._ExchangeRows, "backward", staticmethod(backward))
+    patch.setattr(collectives._AllToAll, "backward", staticmethod(backward))

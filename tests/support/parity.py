@@ -77,7 +77,7 @@ def build_engine(
             parallel.stages_per_rank,
             lengths=ROW_LENGTHS,
             at=parallel.pp_split_points,
-            sequence_parts=parallel.tp if parallel.sequence_parallel else 1,
+            sequence_shards=parallel.tp if parallel.sequence_parallel else 1,
         )
     layout = parallelize(
         model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
@@ -92,7 +92,7 @@ def build_engine(
         precision=precision,
         seed=7,
         optimizers=optimizers,
-        zero_options=ZeroOptions.of(parallel),
+        zero_options=ZeroOptions.from_config(parallel),
         pipeline=pipeline,
         recompute_mode=recomputed,
         compile_blocks=compile_blocks,

@@ -262,7 +262,7 @@ def has_no_memory() -> None:
     """See 1,000 bytes of free memory."""
     from megatfm.train import startup_checks
 
-    startup_checks.free_memory = lambda device: 1000
+    startup_checks.get_free_memory = lambda device: 1000
 
 
 def writes_slowly() -> None:

@@ -17,7 +17,7 @@ from megatfm.engines.native.replicated import Replicated
 from megatfm.layers.moe import experts
 from megatfm.models import build
 from megatfm.parallel.layout import replace_forward, transformer_blocks
-from megatfm.train.startup_checks import block_input_bytes
+from megatfm.train.startup_checks import compute_block_input_bytes
 from tests.support.models import ADAMW, LENGTH, UNTIED_MODEL
 from tests.support.parity import build_engine
 from tests.support.sharded_engines import held_bytes
@@ -54,7 +54,7 @@ def measure(parallel: ParallelConfig) -> tuple[int, int, int]:
     engine: NativeEngine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16")
     config, counted = config_of(parallel), held_bytes(parallel)
     microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
-    gradients = engine.memory_needed(microbatches, block_input_bytes(config, 2)).gradients
+    gradients = engine.memory_needed(microbatches, compute_block_input_bytes(config, 2)).gradients
     copy = counted["computed"] if isinstance(engine.data, Replicated) or parallel.zero == 2 else 0
     return counted["stored"] + copy, gradients, counted["optimizer"]
 

@@ -104,7 +104,7 @@ class DeepSpeedEngine(BaseEngine):
         self.offload = config.deepspeed.offload_optimizer
         defers_offload = self.zero == 3 and self.offload != "none"
         self.boundaries = AccumulationBoundary(self.engine, defers_offload=defers_offload)
-        self.weights_changed()
+        self.sync_weights()
 
     def _make_weights(self) -> dict[str, ShardedTensor]:
         """Return this rank's blocks: partitions of trained weights, and its tensor-parallel shards of frozen ones."""
@@ -148,7 +148,7 @@ class DeepSpeedEngine(BaseEngine):
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
-        weights = losses.term_weights()
+        weights = losses.compute_term_weights()
         # Stage 3 averages over data ranks, but the gradient of the global loss is a sum.
         factor = self.loss_scale.value if self.loss_scale else 1.0
         factor *= self.mesh.gradient_ranks if self.zero == 3 else 1
@@ -202,11 +202,11 @@ class DeepSpeedEngine(BaseEngine):
         self._reached.clear()
 
     def _sync_trained_weights(self) -> None:
-        self.partitions.weights_changed()
+        self.partitions.sync_weights()
 
     @torch.no_grad()
     def _sync_all_weights(self) -> None:
-        self.partitions.weights_changed()
+        self.partitions.sync_weights()
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 self.partitions.set_frozen(parameter, self.local[name])
@@ -250,11 +250,15 @@ class DeepSpeedForwardBackward:
         self._engine, self._model = engine, model
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
+        self,
+        batches: Sequence[Batch],
+        objective: LossFunction,
+        scale_loss: LossScaler,
+        gradient_sync: GradientSync,
     ) -> list[Terms]:
         terms_by_batch: list[Terms] = []
         for batch in batches:
-            data.start_microbatch(is_last=batch is batches[-1])
+            gradient_sync.start_microbatch(is_last=batch is batches[-1])
 
             def run(model: nn.Module, batch: Batch = batch) -> Tensor:
                 terms = objective(model, batch)

@@ -177,27 +177,27 @@ class ModelParallelUnit:
         self._model = mesh.flat_group((PIPELINE, TENSOR))
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank in the group that holds one copy of the model."""
+        """Return this process's rank in the group that holds one copy of the model together."""
         return torch.distributed.get_rank(self._model)
 
     def get_model_parallel_world_size(self) -> int:
-        """Size of that group."""
+        """Return the number of ranks that hold one copy of the model together."""
         return torch.distributed.get_world_size(self._model)
 
     def get_model_parallel_group(self) -> torch.distributed.ProcessGroup:
-        """Their group."""
+        """Return the group of ranks that hold one copy of the model together."""
         return self._model
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank in the group that reads different rows, or different parts of rows."""
+        """Return this process's rank in the group that processes different rows, or different parts of rows."""
         return torch.distributed.get_rank(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """Size of that group."""
+        """Return the number of ranks that process different rows, or different parts of rows."""
         return torch.distributed.get_world_size(self._data)
 
     def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
-        """Their group."""
+        """Return the group of ranks that process different rows, or different parts of rows."""
         return self._data
 
 
@@ -248,9 +248,8 @@ def require_single_group(optimizers: Sequence[OptimizerGroup]) -> OptimizerGroup
     (group, *more_optimizers) = optimizers
     if more_optimizers or group.granularity != "elementwise":
         raise UsageError(
-            "parallel.engine = 'deepspeed' with an optimizer that looks at whole tensors, while its ZeRO cuts "
-            "flattened ones: set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw', or parallel.engine = "
-            "'native'"
+            "parallel.engine = 'deepspeed': its ZeRO shards flattened tensors, but this optimizer needs whole ones: "
+            "set optimizer.name = 'adamw', 'lion' or 'schedule_free_adamw', or parallel.engine = 'native'"
         )
     return group
 
@@ -326,9 +325,8 @@ def build_settings(config: Config, setup: EngineSetup, package: ModuleType) -> S
     options, folder = config.deepspeed, None
     if (ranks := setup.mesh.gradient_ranks) % options.zero_hpz_partition_size:
         raise UsageError(
-            f"deepspeed.zero_hpz_partition_size = {options.zero_hpz_partition_size} doesn't divide the "
-            f"{ranks} ranks of parallel.dp_shard and parallel.cp: "
-            "set a number that does"
+            f"deepspeed.zero_hpz_partition_size = {options.zero_hpz_partition_size} doesn't divide the {ranks} ranks "
+            "of parallel.dp_shard and parallel.cp: set a number that does"
         )
     if options.quantized_keys:
         keys = " and ".join(f"deepspeed.{key}" for key in options.quantized_keys)

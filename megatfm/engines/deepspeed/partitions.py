@@ -64,7 +64,9 @@ class Partitions(ABC):
         self._engine, self._optimizer = engine, engine.optimizer
         self._parameters: Mapping[str, Any] = parameters  # with attributes that DeepSpeed adds
         self.parts = {
-            name: self._part(parameters[name], group) for group, names in enumerate(groups) for name in names
+            name: self._find_part(parameters[name], group)
+            for group, names in enumerate(groups)
+            for name in names
         }
 
     def gradients(self) -> dict[str, Tensor]:
@@ -82,7 +84,7 @@ class Partitions(ABC):
         """Drop all gradients, as DeepSpeed does if a step overflows."""
 
     @abstractmethod
-    def weights_changed(self) -> None:
+    def sync_weights(self) -> None:
         """Set the weights that the model computes with from the partitions."""
 
     @torch.no_grad()
@@ -101,7 +103,7 @@ class Partitions(ABC):
         }
 
     @abstractmethod
-    def _part(self, parameter: Any, group: int) -> Part: ...
+    def _find_part(self, parameter: Any, group: int) -> Part: ...
 
     @abstractmethod
     def _has_gradients(self) -> bool: ...
@@ -113,7 +115,7 @@ class Partitions(ABC):
 class UnpartitionedParameters(Partitions):
     """Partitions of stage 0: whole tensors."""
 
-    def _part(self, parameter: Any, group: int) -> Part:
+    def _find_part(self, parameter: Any, group: int) -> Part:
         return Part(parameter, 0, parameter.numel(), 0, group, parameter)
 
     def _has_gradients(self) -> bool:
@@ -127,7 +129,7 @@ class UnpartitionedParameters(Partitions):
     def drop_gradients(self) -> None:
         self._engine.zero_grad()
 
-    def weights_changed(self) -> None:
+    def sync_weights(self) -> None:
         """Do nothing: the partitions are the weights that the model computes with."""
 
 
@@ -136,7 +138,7 @@ class FlatPartitions(Partitions):
 
     FLAT_TENSORS = "single_partition_of_fp32_groups"
 
-    def _part(self, parameter: Any, group: int) -> Part:
+    def _find_part(self, parameter: Any, group: int) -> Part:
         flat, mapping = getattr(self._optimizer, self.FLAT_TENSORS)[group], parameter._hp_mapping
         if mapping is None:  # other ranks have all of its elements
             return Part(flat, 0, 0, 0, group, flat)
@@ -173,7 +175,7 @@ class FlatPartitions(Partitions):
 
     @ignore_warnings()
     @torch.no_grad()
-    def weights_changed(self) -> None:
+    def sync_weights(self) -> None:
         self._optimizer.update_lp_params()
 
 
@@ -205,7 +207,7 @@ class ShardedPartitions(Partitions):
         setattr(engine.optimizer.parameter_offload.param_coordinator, PREFETCH_NVME, False)
         super().__init__(engine, parameters, groups)
 
-    def _part(self, parameter: Any, group: int) -> Part:
+    def _find_part(self, parameter: Any, group: int) -> Part:
         subgroup, start, padded_size = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         rank = torch.distributed.get_rank(parameter.ds_process_group)
         offset = min(rank * padded_size, parameter.ds_numel)
@@ -236,7 +238,7 @@ class ShardedPartitions(Partitions):
 
     @ignore_warnings()
     @torch.no_grad()
-    def weights_changed(self) -> None:
+    def sync_weights(self) -> None:
         optimizer = self._optimizer
         for subgroup in range(len(optimizer.fp16_groups)):
             with self._swapped.swap_in(subgroup):

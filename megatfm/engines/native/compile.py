@@ -78,26 +78,26 @@ def enable_symmetric_memory(mesh: Mesh, device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise UsageError(
-            f"parallel.async_tp = true needs CUDA, where GPUs read one another's memory, and this run is on "
+            f"parallel.async_tp = true needs CUDA GPUs, which read one another's memory, but the device is "
             f"{device.type}: {HOW_TO_DISABLE}"
         )
     if not dist.is_nccl_available() or not find_spec("torch.distributed._symmetric_memory"):
         raise UsageError(
             f"parallel.async_tp = true: torch {torch.__version__} was built without NCCL, or has no symmetric "
-            f"memory: take torch 2.11 or newer for CUDA, or {HOW_TO_DISABLE}"
+            f"memory: install torch 2.11 or newer for CUDA, or {HOW_TO_DISABLE}"
         )
-    run_on_all_ranks("parallel.async_tp = true", lambda: _open(mesh))
+    run_on_all_ranks("parallel.async_tp = true", lambda: _open_symmetric_memory(mesh))
 
 
-def _open(mesh: Mesh) -> None:
+def _open_symmetric_memory(mesh: Mesh) -> None:
     from torch.distributed import _symmetric_memory as memory
 
     hosts_by_machine = dict(mesh.gather_objects((get_machine_name(), socket.gethostname()), (TENSOR,)))
     if len(hosts_by_machine) > 1:
         hosts = sorted(hosts_by_machine.values())
         raise MegatfmError(
-            f"a group of {mesh.size(TENSOR)} tensor-parallel ranks is on {' and '.join(hosts)}, and memory is read on "
-            f"one machine alone: take a parallel.tp that divides the GPUs of one, or {HOW_TO_DISABLE}"
+            f"a group of {mesh.size(TENSOR)} tensor-parallel ranks spans {' and '.join(hosts)}, but ranks can only "
+            f"read memory of their own machine: set a parallel.tp that divides its GPUs, or {HOW_TO_DISABLE}"
         )
     name = mesh.group(TENSOR).group_name
     with warnings.catch_warnings():

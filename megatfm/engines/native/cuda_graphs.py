@@ -75,7 +75,7 @@ def make_graph_capture(config: Config, device: torch.device) -> GraphCapture | N
     processes = torch.distributed.get_world_size()
     if device.type != "cuda" or processes > 1:
         raise UsageError(
-            f"train.cuda_graphs = true is for one process on a GPU, and this run has {processes} on {device.type}: "
+            f"train.cuda_graphs = true is for one process on a GPU, but this run has {processes} on {device.type}: "
             "set train.cuda_graphs = false"
         )
     return CudaGraphs()
@@ -99,15 +99,19 @@ class GraphedModel:
         for path, module in model.named_modules():
             if isinstance(module, Stateful):
                 raise UsageError(
-                    f"train.cuda_graphs = true: {path or type(module).__name__} counts what it meets in each pass, and "
-                    "a graph that is replayed runs none of its code: set train.cuda_graphs = false"
+                    f"train.cuda_graphs = true: {path or type(module).__name__} updates counts in each pass, but a "
+                    "replayed graph runs no Python code: set train.cuda_graphs = false"
                 )
         self._model, self._recorder = model, recorder
         self._recorded: dict[object, CapturedPass] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def step(
-        self, batches: Sequence[Batch], objective: LossFunction, scale_loss: LossScaler, data: GradientSync
+        self,
+        batches: Sequence[Batch],
+        objective: LossFunction,
+        scale_loss: LossScaler,
+        gradient_sync: GradientSync,
     ) -> list[Terms]:
         """See `ForwardBackward`. scale_loss: a `TermWeights`, whose factors are copied."""
         assert isinstance(scale_loss, TermWeights)
@@ -115,14 +119,14 @@ class GraphedModel:
             if _make_key(batch, objective) not in self._recorded:
                 if len(self._recorded) == MAX_SHAPES:
                     raise MegatfmError(
-                        f"train.cuda_graphs: micro-batches of more than {MAX_SHAPES} shapes, for each of which a graph "
-                        "keeps its memory: set train.cuda_graphs = false, or let rows have fewer lengths"
+                        f"train.cuda_graphs: micro-batches have more than {MAX_SHAPES} shapes, and each needs a graph "
+                        "with its own memory: set train.cuda_graphs = false, or use fewer lengths of rows"
                     )
                 self._recorded[_make_key(batch, objective)] = self._record(batch, objective, scale_loss)
         self._bind_gradients()
         results = []
         for batch in batches:
-            data.start_microbatch(is_last=batch is batches[-1])
+            gradient_sync.start_microbatch(is_last=batch is batches[-1])
             recorded = self._recorded[_make_key(batch, objective)]
             torch._foreach_copy_(list(recorded.inputs.values()), [batch[name] for name in recorded.inputs])
             recorded.factors.copy_(scale_loss.factors)

@@ -89,7 +89,7 @@ class NativeEngine(BaseEngine):
             for name, block in self.local.items()
         }
         init_weights(model, layout, weights, seed)
-        self.data.weights_changed(frozen=True)
+        self.data.sync_weights(frozen=True)
         self.optimizers = make_optimizers(optimizers, weights, mesh)
         self.state_size = state_size_ratio(optimizers, weights)
         ties = TiedParameters(pipeline, mesh)
@@ -120,7 +120,7 @@ class NativeEngine(BaseEngine):
     def _prepare_passes(
         self, losses: LossAccumulator, record_activations: bool
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
-        scale_loss = losses.term_weights(self.loss_scale.value if self.loss_scale else 1.0)
+        scale_loss = losses.compute_term_weights(self.loss_scale.value if self.loss_scale else 1.0)
         # CUDA graphs were recorded without measuring hooks.
         passes = (
             SequentialForwardBackward(self._model) if record_activations and self.has_graphs else self.passes
@@ -169,7 +169,7 @@ class NativeEngine(BaseEngine):
                 if optimizer not in self.skipping_optimizers:
                     optimizer.step(gradients, lr)
             self.module_state.update()
-            self.data.weights_changed()
+            self.data.sync_weights()
         else:
             for optimizer in self.skipping_optimizers:
                 optimizer.restore_counters()
@@ -194,10 +194,10 @@ class NativeEngine(BaseEngine):
         self.data.zero_grad()
 
     def _sync_trained_weights(self) -> None:
-        self.data.weights_changed()
+        self.data.sync_weights()
 
     def _sync_all_weights(self) -> None:
-        self.data.weights_changed(frozen=True)
+        self.data.sync_weights(frozen=True)
 
     def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
         """See `zero.memory_needed`."""

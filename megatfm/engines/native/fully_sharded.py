@@ -101,7 +101,7 @@ class FullySharded:
     def wait_for_weights(self) -> None:
         """Do nothing: weights are gathered where they are used."""
 
-    def weights_changed(self, frozen: bool = False) -> None:
+    def sync_weights(self, frozen: bool = False) -> None:
         for module in self._modules:
             module.reshard()  # drop gathered weights, which are outdated
 
@@ -123,23 +123,17 @@ def _shard(
 
     # None: reshard all but the root, whose weights are needed again at once.
     reshard = False if zero_options.zero == 2 else None
-    for module, data in _find_expert_modules(model, layout):
+    experts = _find_expert_modules(model, layout)
+    for module, data_axes in (*experts, *((m, DENSE_DATA_AXES) for m in (*transformer_blocks(model), model))):
         fully_shard(
             module,
-            mesh=mesh.fsdp_mesh(data),
+            mesh=mesh.fsdp_mesh(data_axes),
             mp_policy=policy,
             reshard_after_forward=reshard,
             shard_placement_fn=shard_dim,
         )
-        _hide_hooks(module)
-    for module in (*transformer_blocks(model), model):
-        fully_shard(
-            module,
-            mesh=mesh.fsdp_mesh(DENSE_DATA_AXES),
-            mp_policy=policy,
-            reshard_after_forward=reshard,
-            shard_placement_fn=shard_dim,
-        )
+        if data_axes != DENSE_DATA_AXES:
+            _hide_hooks(module)
     # Generation runs the encoder without the model's forward, which would gather the weights outside of blocks.
     if hasattr(model, "encode"):
         register_fsdp_forward_method(model, "encode")

@@ -40,7 +40,7 @@ class Bucket:
     shapes: Mapping[str, Sequence[int]]
     ranks: int
 
-    def rows(self, name: str, rank: int) -> tuple[int, int]:
+    def shard_rows(self, name: str, rank: int) -> tuple[int, int]:
         """Return the first row that a rank keeps, and their number."""
         n_rows = self.shapes[name][0]
         rows_per_rank = -(-n_rows // self.ranks)
@@ -56,7 +56,7 @@ class Bucket:
                 continue
             rows = tensors[name].reshape(self.shapes[name][0], -1)
             for rank in range(self.ranks):
-                first, count = self.rows(name, rank)
+                first, count = self.shard_rows(name, rank)
                 _fill(buffer[rank, start : start + size], rows[first : first + count])
         return buffer
 
@@ -72,7 +72,7 @@ class Bucket:
         for name, start, size in self._columns:
             rows = tensors[name].view(self.shapes[name][0], -1)
             for rank in range(self.ranks):
-                first, count = self.rows(name, rank)
+                first, count = self.shard_rows(name, rank)
                 part = rows[first : first + count]
                 part.copy_(buffer[rank, start : start + size][: part.numel()].view_as(part))
 
@@ -80,7 +80,7 @@ class Bucket:
         """Return views of the rows that a rank keeps in its row [width] of the buffer."""
         blocks = {}
         for name, start, _ in self._columns:
-            shape = (self.rows(name, rank)[1], *self.shapes[name][1:])
+            shape = (self.shard_rows(name, rank)[1], *self.shapes[name][1:])
             blocks[name] = row[start : start + torch.Size(shape).numel()].view(shape)
         return blocks
 
@@ -94,7 +94,7 @@ class Bucket:
         """Name, start and size of each tensor's part of a row of the buffer."""
         columns, start = [], 0
         for name in self.shapes:
-            size = self.rows(name, 0)[1] * torch.Size(self.shapes[name][1:]).numel()
+            size = self.shard_rows(name, 0)[1] * torch.Size(self.shapes[name][1:]).numel()
             columns.append((name, start, size))
             start += size
         return columns
@@ -162,7 +162,10 @@ class Replicated:
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p for name, p in self._parameters.items() if name not in trained}
         assigned = self._assign(trained, layout)
-        self._buckets, self._bucket_axes = [bucket for bucket, _ in assigned], [data for _, data in assigned]
+        self._buckets, self._bucket_axes = (
+            [bucket for bucket, _ in assigned],
+            [data_axes for _, data_axes in assigned],
+        )
         self._frozen = self._assign(frozen, layout)
         self._gradients: dict[str, Tensor] = {}
         self._pending_gradients: dict[int, tuple[Tensor, Work]] = {}
@@ -177,9 +180,9 @@ class Replicated:
             self._register_parameter_waits(model)
         self.local: dict[str, Tensor] = {}
         self.chunks: dict[str, Chunk] = {}
-        for bucket, data in (*assigned, *self._frozen):
+        for bucket, data_axes in (*assigned, *self._frozen):
             for name, shape in bucket.shapes.items():
-                first, count = bucket.rows(name, self._shard_index(bucket, data))
+                first, count = bucket.shard_rows(name, self._shard_index(bucket, data_axes))
                 rows = self._parameters[name].detach()[first : first + count]
                 # The optimizer updates the model's weights themselves, or a copy if the stored precision differs or if
                 # the rows of a shard are not aligned in memory; weights are then gathered from this copy.
@@ -196,16 +199,16 @@ class Replicated:
         for name, parameter in parameters.items():
             by_axes.setdefault(layout[name].data_axes, {})[name] = parameter.shape
         return [
-            (bucket, data)
-            for data, shapes in by_axes.items()
+            (bucket, data_axes)
+            for data_axes, shapes in by_axes.items()
             for bucket in assign_buckets(
-                shapes, self._mesh.size(data.shard) if self.sharded else 1, BUCKET_ELEMENTS
+                shapes, self._mesh.size(data_axes.shard) if self.sharded else 1, BUCKET_ELEMENTS
             )
         ]
 
-    def _shard_index(self, bucket: Bucket, data: DataAxes) -> int:
+    def _shard_index(self, bucket: Bucket, data_axes: DataAxes) -> int:
         """Return the index of this rank's rows in a bucket."""
-        return self._mesh.rank(data.shard) if bucket.ranks > 1 else 0
+        return self._mesh.rank(data_axes.shard) if bucket.ranks > 1 else 0
 
     def start_microbatch(self, is_last: bool) -> None:
         """Before the last pass, let every bucket await the gradients of all of its parameters."""
@@ -227,11 +230,11 @@ class Replicated:
             self._start_next_reduction()
         for index, (row, work) in self._pending_gradients.items():
             work.wait()
-            bucket, data = self._buckets[index], self._bucket_axes[index]
+            bucket, data_axes = self._buckets[index], self._bucket_axes[index]
             if bucket.ranks > 1:
-                self._mesh.all_reduce_(row, data.replicate_axes)
+                self._mesh.all_reduce_(row, data_axes.replicate_axes)
             row = row.to(self._precision.param_dtype)
-            self._gradients |= align_all(bucket.unpack_shard(row, self._shard_index(bucket, data)))
+            self._gradients |= align_all(bucket.unpack_shard(row, self._shard_index(bucket, data_axes)))
         for name in self._unreached:
             del self._gradients[name]
         self._pending_gradients, self._unreached = {}, set()
@@ -315,12 +318,12 @@ class Replicated:
         del gradients
         for parameter in parameters.values():  # now, so that no bucket is held twice
             parameter.grad = None
-        data = self._bucket_axes[index]
+        data_axes = self._bucket_axes[index]
         if bucket.ranks > 1:
-            self._pending_gradients[index] = reduce_scatter(buffer, self._mesh.group(data.shard))
+            self._pending_gradients[index] = reduce_scatter(buffer, self._mesh.group(data_axes.shard))
         else:
             row = buffer[0]
-            group = self._mesh.flat_group(data.all)
+            group = self._mesh.flat_group(data_axes.all)
             self._pending_gradients[index] = row, dist.all_reduce(row, group=group, async_op=True)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -332,15 +335,15 @@ class Replicated:
             parameter.grad = None
 
     @torch.no_grad()
-    def weights_changed(self, frozen: bool = False) -> None:
+    def sync_weights(self, frozen: bool = False) -> None:
         for _, work in self._pending_parameters.values():
             work.wait()  # dropped: newer weights follow
         self._pending_parameters = {}
         changed = [*zip(self._buckets, self._bucket_axes, strict=True), *(self._frozen if frozen else [])]
-        for index, (bucket, data) in enumerate(changed):
+        for index, (bucket, data_axes) in enumerate(changed):
             if bucket.ranks > 1:
                 row = bucket.pack_shard(self.local, next(iter(self._parameters.values())))
-                gathered = all_gather(row, bucket.ranks, self._mesh.group(data.shard))
+                gathered = all_gather(row, bucket.ranks, self._mesh.group(data_axes.shard))
                 if not frozen:
                     self._pending_parameters[index] = gathered
                     continue

@@ -48,7 +48,7 @@ class ZeroOptions:
     use_group_allocator: bool = False
 
     @classmethod
-    def of(cls, parallel: ParallelConfig) -> Self:
+    def from_config(cls, parallel: ParallelConfig) -> Self:
         """Return the settings of a config."""
         reduce_dtype = torch.bfloat16 if parallel.reduce_dtype == "bf16" else None
         return cls(
@@ -83,7 +83,7 @@ class DataParallel(GradientSync, Protocol):
     def zero_grad(self) -> None:
         """Drop all gradients."""
 
-    def weights_changed(self, frozen: bool = False) -> None:
+    def sync_weights(self, frozen: bool = False) -> None:
         """Update the weights that the model computes with from `local`. frozen: frozen weights too."""
 
     def wait_for_weights(self) -> None:

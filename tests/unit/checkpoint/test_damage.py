@@ -142,7 +142,7 @@ def test_every_flipped_byte_of_the_tensors_is_seen(path: Path) -> None:
 def test_no_whole_checkpoint_is_no_fresh_start(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     remove(path / SHARD)
     truncate(path.parent / "step-00000001" / METADATA)
-    with pytest.raises(MegatfmError, match="none of its 2 checkpoints is whole"):
+    with pytest.raises(MegatfmError, match="none of its 2 checkpoints is intact"):
         find_latest(path.parent)
     assert "step-00000001 is not used" in caplog.text
 

@@ -191,7 +191,7 @@ def test_the_ranks_share_the_reading(workers: Workers, tmp_path: Path) -> None:
     (tmp_path / "step-00000001" / names[0]).unlink()
     (first, _), (second, _) = workers.run(look_together, 2, tmp_path)
     assert first == second
-    assert "none of its 2 checkpoints is whole" in str(first)
+    assert "none of its 2 checkpoints is intact" in str(first)
 
 
 def test_what_was_damaged_and_put_aside_goes_once_a_later_one_is_verified(

@@ -14,7 +14,7 @@ from megatfm import checkpoint
 from megatfm.convert.architecture import find_architecture
 from megatfm.convert.convert import convert
 from megatfm.errors import UsageError
-from megatfm.train.finetuning import stored_labels
+from megatfm.train.finetuning import get_stored_labels
 from tests.support.hf_encoders import ENCODER_TOKENS, HF_ENCODERS, SMALL_ENCODER
 from tests.support.hf_folders import edit_config, edit_tensors, perturbed
 
@@ -92,7 +92,7 @@ def test_a_folder_opens_with_its_head(name: str, tmp_path: Path, caplog: pytest.
     if "Classification" in name:
         assert back.config.id2label == LABELS
         state = checkpoint.read_state(checkpoint.find_checkpoint(tmp_path / "ours"))
-        assert stored_labels(state) == list(LABELS.values())
+        assert get_stored_labels(state) == list(LABELS.values())
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,12 @@ def test_a_carry_of_another_type_than_the_next_stage_takes_is_refused() -> None:
     passes._pipeline = SimpleNamespace(stages={1: SimpleNamespace(rank=1)})  # type: ignore[assignment]
     stream = {"x": SimpleNamespace(d_model=8)}
     with pytest.raises(
-        MegatfmError, match=r"x goes to the next pipeline stage in torch\.float32, and that takes it in"
+        MegatfmError, match=r"x is torch\.float32, but the next pipeline stage expects torch\.bfloat16"
     ):
         passes._send(stream, {"x": torch.ones(2, 8)}, 1, None)  # type: ignore[arg-type]
-    with pytest.raises(MegatfmError, match=r"in torch\.int32, and that takes it in torch\.int64"):
+    with pytest.raises(
+        MegatfmError, match=r"is torch\.int32, but the next pipeline stage expects torch\.int64"
+    ):
         passes._send({"x": SimpleNamespace(d_model=None)}, {"x": torch.ones(2, dtype=torch.int32)}, 1, None)  # type: ignore[dict-item, arg-type]
 
 

@@ -159,7 +159,7 @@ def test_an_axis_is_named_as_its_process_group_is(parallel: ParallelConfig, name
     axes, ranks = axes_of(parallel), parallel.dp_shard * parallel.cp * parallel.tp
     with fake_ranks(ranks):
         mesh = build_mesh(parallel, ranks, "cpu")
-        names = mesh.group_names(mesh.shard_axes, mesh.data_axes)
+        names = mesh.group_names(mesh.shard_axes, mesh.batch_axes)
         assert names[str(mesh.group(EXPERT).group_name)] == traced_axis(EXPERT, axes) == name
         if parallel.dp_shard > 1 and parallel.cp > 1:
             joint = str(mesh.flat_group((SHARD, CONTEXT)).group_name)

@@ -16,7 +16,7 @@ from megatfm.errors import LockedError, UsageError
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.record import read_json, tail_jsonl
-from megatfm.launchers.status import run_status
+from megatfm.launchers.status import get_run_status
 from tests.support.launch_jobs import job, launch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -120,7 +120,7 @@ def test_what_another_start_would_not_help_is_not_started_again(folder: Path) ->
 def test_a_run_that_is_told_to_stop_after_its_last_step_is_done(folder: Path) -> None:
     (folder / "fake_rank.py").write_text(f"{FAKE_RANK}{FINISH}sys.exit(75)")
     assert launch("--nproc", "1") == 0
-    assert run_status(folder / "runs" / "quickstart").state.name == "DONE"
+    assert get_run_status(folder / "runs" / "quickstart").state.name == "DONE"
 
 
 def test_a_run_that_left_with_zero_and_has_not_finished_is_tried_again(

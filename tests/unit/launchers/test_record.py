@@ -38,20 +38,20 @@ def test_failures_without_a_new_checkpoint_are_bounded(folder: Path) -> None:
     for failures in range(1, 4):
         attempt(folder, EXIT_FAILED)
         assert AttemptLog(folder).count_without_progress("7") == (failures, 0)
-        assert AttemptLog(folder).restart_limit_reason("7", max_restarts=3) is None
+        assert AttemptLog(folder).explain_restart_limit("7", max_restarts=3) is None
     attempt(folder, 137)
-    assert AttemptLog(folder).restart_limit_reason("7", 3) == (
+    assert AttemptLog(folder).explain_restart_limit("7", 3) == (
         "4 attempts in a row failed without a new checkpoint after step 0; the last: exit code 137"
     )
-    assert AttemptLog(folder).restart_limit_reason("7", 4) is None
-    assert AttemptLog(folder).restart_limit_reason("8", 3) is None, (
+    assert AttemptLog(folder).explain_restart_limit("7", 4) is None
+    assert AttemptLog(folder).explain_restart_limit("8", 3) is None, (
         "whoever mends the cause and launches again starts afresh"
     )
 
 
 def test_zero_restarts_end_with_the_first_failure(folder: Path) -> None:
     attempt(folder, EXIT_FAILED)
-    output = AttemptLog(folder).restart_limit_reason("7", 0)
+    output = AttemptLog(folder).explain_restart_limit("7", 0)
     assert output is not None
     assert output.startswith("it failed without")
 
@@ -76,7 +76,7 @@ def test_stops_are_no_failures_but_not_endless_either(folder: Path) -> None:
     attempt(folder, EXIT_FAILED, requested=True)  # say, a rank that was killed while it saved
     failures, stops = AttemptLog(folder).count_without_progress("7")
     assert (failures, stops) == (0, MAX_STOPS_WITHOUT_PROGRESS + 1)
-    output = AttemptLog(folder).restart_limit_reason("7", 0)
+    output = AttemptLog(folder).explain_restart_limit("7", 0)
     assert output is not None
     assert "11 attempts in a row were stopped without a new checkpoint" in output
 
@@ -84,10 +84,10 @@ def test_stops_are_no_failures_but_not_endless_either(folder: Path) -> None:
 def test_an_attempt_that_was_lost_is_a_failure_and_one_that_runs_is_none(folder: Path) -> None:
     begun = AttemptLog(folder).begin(Attempt(100.0, "7", job="7"))
     assert AttemptLog(folder).count_without_progress("7") == (0, 0)
-    assert AttemptLog(folder).unfinished_attempt("7") == begun
-    assert AttemptLog(folder).unfinished_attempt("8") is None
+    assert AttemptLog(folder).find_unfinished_attempt("7") == begun
+    assert AttemptLog(folder).find_unfinished_attempt("8") is None
     AttemptLog(folder).end(replace(begun, ended=101.0))
-    assert AttemptLog(folder).unfinished_attempt("7") is None
+    assert AttemptLog(folder).find_unfinished_attempt("7") is None
     assert AttemptLog(folder).count_without_progress("7") == (1, 0)
     attempt(folder, EXIT_OK, submission="9")
     assert AttemptLog(folder).count_without_progress("9") == (0, 1)
@@ -107,10 +107,10 @@ def test_two_jobs_of_one_run_keep_their_own_lines(folder: Path) -> None:
 def test_hosts_that_failed_twice_of_late_are_offenders(folder: Path) -> None:
     attempt(folder, EXIT_FAILED, host="n2")
     attempt(folder, EXIT_FAILED, host="n3")
-    assert AttemptLog(folder).faulty_hosts(now=200.0) == []
+    assert AttemptLog(folder).find_faulty_hosts(now=200.0) == []
     attempt(folder, EXIT_FAILED, host="n2", submission="8")
-    assert AttemptLog(folder).faulty_hosts(now=200.0) == ["n2"]
-    assert AttemptLog(folder).faulty_hosts(now=200.0 + 8 * 86400) == [], "by then it was repaired"
+    assert AttemptLog(folder).find_faulty_hosts(now=200.0) == ["n2"]
+    assert AttemptLog(folder).find_faulty_hosts(now=200.0 + 8 * 86400) == [], "by then it was repaired"
 
 
 def test_a_damaged_or_newer_record_is_no_obstacle(folder: Path) -> None:

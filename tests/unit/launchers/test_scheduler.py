@@ -6,7 +6,7 @@ import pytest
 
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import scheduler
-from megatfm.launchers.record import latest_checkpoint_step, tail_jsonl
+from megatfm.launchers.record import find_latest_checkpoint_step, tail_jsonl
 from tests.support.fake_slurm import FakeSlurm
 
 # As SLURM 22.05 prints it: values with spaces, with `=`, and empty ones.
@@ -69,7 +69,7 @@ def test_usable_nodes_are_those_in_order(fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer(
         "sinfo", "n1 idle\nn2 alloc\nn3 down*\nn4 drain\nn5 mix\nn6 idle*\nn7 comp\nn8 drng\nn9 \nn10\n\n"
     )
-    assert scheduler.usable_nodes("main") == {"n1", "n2", "n5", "n7"}
+    assert scheduler.list_usable_nodes("main") == {"n1", "n2", "n5", "n7"}
 
 
 def test_a_machine_without_slurm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_the_end_of_a_file_of_records(tmp_path: Path) -> None:
 
 
 def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
-    assert latest_checkpoint_step(tmp_path) == 0
+    assert find_latest_checkpoint_step(tmp_path) == 0
     for name in ("step-00000004", "step-00000012", ".step-00000020.partial-1", "step-x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert latest_checkpoint_step(tmp_path) == 12
+    assert find_latest_checkpoint_step(tmp_path) == 12

@@ -11,7 +11,7 @@ from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import RunHandle, snapshot, submit
 from megatfm.launchers.run_jobs import cancel
-from megatfm.launchers.status import run_status
+from megatfm.launchers.status import get_run_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.launch_jobs import CLUSTER_FLAGS, launch
 from tests.support.source_tree import ROOT
@@ -154,11 +154,11 @@ def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
     fake_slurm.fail(fails, "slurm_load_jobs error: Unable to contact slurm controller\n")
     for again in (("--slurm",), ("--nproc", "1")):
         with pytest.raises(
-            UsageError, match=r"can't tell whether job 12 still waits or runs \(.*delete .*json$"
+            UsageError, match=r"it is unknown whether job 12 still waits or runs \(.*delete .*json$"
         ):
             launch(*again)
     assert (run / "launch.json").read_text() == note
-    assert (run_status(run).state.name, run_status(run).state.is_over) == ("UNKNOWN", False)
+    assert (get_run_status(run).state.name, get_run_status(run).state.is_over) == ("UNKNOWN", False)
     if fails != "no SLURM here":
         assert cancel(run) == "cancelled job 12", "whatever squeue says"
 
@@ -185,7 +185,7 @@ def test_an_evaluation_joins_the_record_of_its_run(
     launch(*evaluate, config="runs/mine")
     note = json.loads((run / "launch.json").read_text())
     assert (note["kind"], note["jobs"], note["evaluations"]) == ("train", ["12"], ["13"])
-    assert run_status(run).state.reason == "job 12, n1; evaluation in job 13: RUNNING"
+    assert get_run_status(run).state.reason == "job 12, n1; evaluation in job 13: RUNNING"
     with pytest.raises(UsageError, match=r"job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
         launch(*evaluate, config="runs/mine")
     assert cancel(run) == "cancelled jobs 12, 13"

@@ -10,9 +10,9 @@ from megatfm.config import load_config
 from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
-from megatfm.launchers.validation import layout_error, max_fitting_nodes
+from megatfm.launchers.validation import explain_layout_error, max_fitting_nodes
 from megatfm.parallel.mesh import axis_sizes
-from megatfm.train.corpora import batch_schedule
+from megatfm.train.corpora import make_batch_schedule
 from megatfm.train.startup_checks import fit_layout
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.launch_jobs import CLUSTER_FLAGS, job, launch
@@ -230,13 +230,13 @@ def test_validation_says_what_training_would_say(layout: list[str]) -> None:
     for processes in range(1, 33):
         try:
             sizes = axis_sizes(config.parallel, processes)
-            for batch in batch_schedule(config).batches:
+            for batch in make_batch_schedule(config).batches:
                 check_global_batch(batch, 2, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
         except UsageError:
             pass
     assert fits, "else this test tests nothing"
-    assert [n for n in range(1, 33) if layout_error(config, n) is None] == fits
+    assert [n for n in range(1, 33) if explain_layout_error(config, n) is None] == fits
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -248,13 +248,13 @@ def test_an_elastic_run_is_checked_for_the_nodes_that_it_may_have(layout: list[s
         try:
             fitted, _ = fit_layout(config, processes)
             sizes = axis_sizes(fitted.parallel, processes)
-            for batch in batch_schedule(fitted).batches:
+            for batch in make_batch_schedule(fitted).batches:
                 check_global_batch(batch, fitted.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
         except UsageError:
             pass
     assert fits
-    assert [n for n in range(1, 33) if layout_error(config, n) is None] == fits
+    assert [n for n in range(1, 33) if explain_layout_error(config, n) is None] == fits
 
 
 def test_the_most_nodes_on_which_it_fits() -> None:
@@ -264,17 +264,19 @@ def test_the_most_nodes_on_which_it_fits() -> None:
     assert max_fitting_nodes(config, range(3, 4), 1) is None
     assert max_fitting_nodes(config, range(5, 4), 1) is None
     huge = load_config("quickstart", ["train.global_batch=2147483646", "train.micro_batch=2147483646"])
-    assert "(train.micro_batch = 1073741823 would)" in str(layout_error(huge, 2)), "at once"
-    assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(layout_error(config, 3))
+    assert "(train.micro_batch = 1073741823 would)" in str(explain_layout_error(huge, 2)), "at once"
+    assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(
+        explain_layout_error(config, 3)
+    )
 
 
 def test_a_micro_batch_that_would_fit_is_told() -> None:
     config = load_config("quickstart", ["train.global_batch=16", "train.micro_batch=16"])
-    assert str(layout_error(config, 2)).endswith("on 2 data ranks (train.micro_batch = 8 would)")
+    assert str(explain_layout_error(config, 2)).endswith("on 2 data ranks (train.micro_batch = 8 would)")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-moe"])
 def test_small_presets_fit_the_processes_that_their_commands_start(name: str) -> None:
     config = load_config(name, [])
-    assert layout_error(config, 1) is None
-    assert layout_error(config, 2) is None
+    assert explain_layout_error(config, 1) is None
+    assert explain_layout_error(config, 2) is None

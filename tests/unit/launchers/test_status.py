@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatfm.launchers.record import Attempt, dump_attempts
-from megatfm.launchers.status import run_status
+from megatfm.launchers.status import get_run_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.watched_runs import MakeRun, megatfm, write_attempts
 
@@ -87,7 +87,7 @@ def test_after_the_job_has_left_the_queue(
         fake_slurm.answer("scontrol-show", f"{record}\n")
     else:
         fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
-    result = run_status(run)
+    result = get_run_status(run)
     assert f"{result.state.name}: {result.state.reason}" == state
     assert result.state.is_over
     assert result.seconds_left is None
@@ -111,9 +111,9 @@ def test_what_no_waiting_mends_is_told_with_the_way_out(
 ) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", f"PENDING|{reason}|\n")
-    assert run_status(run).state.reason.startswith(f"job 7, {reason}: {advice}")
+    assert get_run_status(run).state.reason.startswith(f"job 7, {reason}: {advice}")
     fake_slurm.answer("squeue", "PENDING|Priority|\n")
-    assert run_status(run).state.reason == "job 7, Priority"
+    assert get_run_status(run).state.reason == "job 7, Priority"
 
 
 def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(
@@ -123,7 +123,10 @@ def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
     result = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
     (run / "restarts.json").write_text(dump_attempts([result]))
-    assert (run_status(run).state.name, run_status(run).state.reason) == ("STOPPED", "job 7: stopped by USR1")
+    assert (get_run_status(run).state.name, get_run_status(run).state.reason) == (
+        "STOPPED",
+        "job 7: stopped by USR1",
+    )
 
 
 def test_how_far_an_array_is(
@@ -142,10 +145,10 @@ def test_how_far_an_array_is(
     assert "work        encode-train: 2 parts done\n" in output
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED ExitCode=0:0\n")
-    result = run_status(run)
+    result = get_run_status(run)
     assert (result.state.name, "the corpus is not finished" in result.state.reason) == ("FAILED", True)
     (run.with_name("made") / "prep.json").touch()
-    assert (run_status(run).state.name, run_status(run).work) == ("DONE", "the corpus is finished")
+    assert (get_run_status(run).state.name, get_run_status(run).work) == ("DONE", "the corpus is finished")
 
 
 def test_sacct_is_asked_where_there_is_one(make: MakeRun, fake_slurm: FakeSlurm) -> None:
@@ -153,7 +156,7 @@ def test_sacct_is_asked_where_there_is_one(make: MakeRun, fake_slurm: FakeSlurm)
     for command in ("squeue", "scontrol-show"):
         fake_slurm.fail(command, "Invalid job id specified\n")
     fake_slurm.answer("sacct", "OUT_OF_MEMORY|0:125\n")
-    assert (run_status(run).state.name, run_status(run).state.reason) == (
+    assert (get_run_status(run).state.name, get_run_status(run).state.reason) == (
         "OUT_OF_MEMORY",
         "job 7: exit code 0:125",
     )
@@ -162,37 +165,37 @@ def test_sacct_is_asked_where_there_is_one(make: MakeRun, fake_slurm: FakeSlurm)
 def test_a_dead_scheduler_is_no_reason_to_say_nothing(make: MakeRun, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.fail("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
-    result = run_status(run)
+    result = get_run_status(run)
     assert (result.state.name, result.step) == ("UNKNOWN", 40)
     assert "Unable to contact" in result.state.reason
 
 
 def test_a_local_run_is_known_by_its_process(make: MakeRun) -> None:
     me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
-    assert run_status(make("now", launcher="local", **me)).state.name == "RUNNING"
-    assert run_status(make("reused", launcher="local", **{**me, "started": 5.0})).state.name == "FAILED"
-    assert run_status(make("elsewhere", launcher="mpi", **{**me, "host": "n9"})).state.name == "UNKNOWN"
+    assert get_run_status(make("now", launcher="local", **me)).state.name == "RUNNING"
+    assert get_run_status(make("reused", launcher="local", **{**me, "started": 5.0})).state.name == "FAILED"
+    assert get_run_status(make("elsewhere", launcher="mpi", **{**me, "host": "n9"})).state.name == "UNKNOWN"
     ended = make("ended", launcher="local", host=socket.gethostname())
     write_attempts(ended, 75)
-    assert run_status(ended).state.name == "STOPPED"
+    assert get_run_status(ended).state.name == "STOPPED"
 
 
 def test_a_run_that_was_started_by_hand_is_known_by_its_lock(make: MakeRun) -> None:
     run = make()
-    assert run_status(run).state.name == "ENDED"
+    assert get_run_status(run).state.name == "ENDED"
     (run / "events.jsonl").write_text('{"event": "finished", "detail": "step 100"}\n')
-    assert run_status(run).state.name == "DONE"
+    assert get_run_status(run).state.name == "DONE"
     holder = {"host": socket.gethostname(), "pid": os.getpid()}
     (run / "lock").write_text(json.dumps(holder))
-    assert run_status(run).state.name == "RUNNING"
+    assert get_run_status(run).state.name == "RUNNING"
     with subprocess.Popen(["true"]) as process:
         process.wait()
     (run / "lock").write_text(json.dumps({**holder, "pid": process.pid}))
-    assert run_status(run).state.name == "DONE", "its holder is dead"
+    assert get_run_status(run).state.name == "DONE", "its holder is dead"
     (run / "lock").write_text(json.dumps({**holder, "host": "n9"}))
-    assert run_status(run).state.name == "RUNNING", "somebody elsewhere moves it"
+    assert get_run_status(run).state.name == "RUNNING", "somebody elsewhere moves it"
     os.utime(run / "lock", (1, 1))
-    assert run_status(run).state.name == "DONE", "nobody does"
+    assert get_run_status(run).state.name == "DONE", "nobody does"
     assert not list(run.glob(".now*"))
 
 
@@ -201,7 +204,7 @@ def test_a_fifo_in_a_file_s_place_is_not_waited_for(make: MakeRun, name: str) ->
     run = make()
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
-    assert run_status(run).state.name == "ENDED"
+    assert get_run_status(run).state.name == "ENDED"
 
 
 def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
@@ -214,9 +217,9 @@ def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
 
     monkeypatch.setattr(Path, "touch", refuse)
     (run / "lock").write_text(json.dumps({"host": "n9", "pid": 1}))
-    assert run_status(run).state.name == "RUNNING"
+    assert get_run_status(run).state.name == "RUNNING"
     os.utime(run / "lock", (time.time() - 100,) * 2)
-    assert run_status(run).state.name == "ENDED"
+    assert get_run_status(run).state.name == "ENDED"
 
 
 @pytest.mark.parametrize("pid", ["a word", None, [1], 1e400, -5])
@@ -245,7 +248,7 @@ def test_a_number_of_a_process_that_is_used_again_is_no_run(make: MakeRun) -> No
         (run / "lock").write_text(
             json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": taken})
         )
-        assert run_status(run).state.name == word
+        assert get_run_status(run).state.name == word
 
 
 def test_a_loss_that_is_no_number_is_shown(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:

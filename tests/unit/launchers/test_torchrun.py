@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.launchers.torchrun import common_exit_code, signal_workers, torchrun_command
+from megatfm.launchers.torchrun import find_common_exit_code, make_torchrun_command, signal_workers
 
 ROOT = Path(__file__).parents[3]
 STEP = {
@@ -53,11 +53,11 @@ time.sleep(60)
 
 
 def test_the_command_follows_slurms_order() -> None:
-    words = torchrun_command(STEP, 4, ["train", "config.toml"])
+    words = make_torchrun_command(STEP, 4, ["train", "config.toml"])
     assert words[-5:] == ["-m", "megatfm.launchers.torchrun", "worker", "train", "config.toml"]
     for word in ("--nnodes=3", "--node-rank=2", "--nproc-per-node=4", "--master-addr=n1", "--max-restarts=0"):
         assert word in words
-    commands = [torchrun_command({**STEP, "SLURM_JOB_ID": str(job)}, 4, []) for job in range(40)]
+    commands = [make_torchrun_command({**STEP, "SLURM_JOB_ID": str(job)}, 4, []) for job in range(40)]
     ports = {word for words in commands for word in words if word.startswith("--master-port=")}
     assert len(ports) == 40, "jobs that share a node don't meet"
 
@@ -151,11 +151,11 @@ def test_a_worker_that_ends_while_it_is_told_to_stop(monkeypatch: pytest.MonkeyP
 
 def test_workers_that_could_not_leave_a_code_go_with_the_others(tmp_path: Path) -> None:
     (tmp_path / "9").write_text("")
-    assert common_exit_code(1, tmp_path) == 1, "killed while it wrote"
+    assert find_common_exit_code(1, tmp_path) == 1, "killed while it wrote"
     (tmp_path / "9").unlink()
-    assert common_exit_code(1, tmp_path) == 1
+    assert find_common_exit_code(1, tmp_path) == 1
     (tmp_path / "0").write_text("75")
-    assert common_exit_code(1, tmp_path) == 75
+    assert find_common_exit_code(1, tmp_path) == 75
     (tmp_path / "1").write_text("2")
-    assert common_exit_code(1, tmp_path) == 1
-    assert common_exit_code(0, tmp_path) == 0
+    assert find_common_exit_code(1, tmp_path) == 1
+    assert find_common_exit_code(0, tmp_path) == 0

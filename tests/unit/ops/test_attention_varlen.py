@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megatfm.config import load_config
-from megatfm.engines.losses import with_cu_seqlens
+from megatfm.engines.losses import add_cu_seqlens
 from megatfm.layers.attention.patterns import AttentionPattern
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Full, Window
@@ -188,7 +188,7 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)
     arrays = {"tokens": np.arange(B * T).reshape(B, T), "documents": DOCUMENTS.numpy()}
-    batch = {name: torch.as_tensor(values) for name, values in with_cu_seqlens(arrays).items()}
+    batch = {name: torch.as_tensor(values) for name, values in add_cu_seqlens(arrays).items()}
     expected = model(batch["tokens"], documents=batch["documents"]).logits
     monkeypatch.setattr("megatfm.layers.attention.dot_product.choose_kernel", serve)
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-10, atol=1e-12)

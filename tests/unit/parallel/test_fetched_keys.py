@@ -115,13 +115,13 @@ def test_a_fetch_is_sparse_below_half_of_the_other_tokens() -> None:
         by_rank = [set(needed[at].any(0).nonzero()[:, 0].tolist()) - set(at.tolist()) for at in dealt]
         needs = [find_reachable_keys(Full(causal=True), row, at) for at in dealt]
         result = [
-            FetchPlan.of(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)
+            FetchPlan.build(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)
         ]
         most = max(map(len, by_rank))
         littles.add(is_sparse_fetch(dealt, needs))
         assert is_sparse_fetch(dealt, needs) == (most < LENGTH * (ranks - 1) / ranks / 2)
         for rank, local in enumerate(result):
-            assert (local.most, local.length) == (most, LENGTH)
+            assert (local.max_fetched, local.length) == (most, LENGTH)
             assert {int(x) for gets in local.recv_indices for x in gets} == by_rank[rank]
             for other in range(ranks):
                 assert torch.equal(dealt[other][result[other].send_indices[rank]], local.recv_indices[other])

@@ -11,8 +11,8 @@ from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.layout import Shard, TensorLayout
 from megatfm.parallel.mesh import axis_sizes, build_mesh
-from megatfm.parallel.parallelize import UNPLANNED, match, parallelize
-from megatfm.parallel.styles import COLUMN, ROW, SEQUENCE, WHOLE
+from megatfm.parallel.parallelize import UNPLANNED, match_styles, parallelize
+from megatfm.parallel.styles import COLWISE, REPLICATED, ROWWISE, SEQUENCE_PARALLEL
 from megatfm.verify.module_cuts import module_cuts
 from tests.support.workers import Workers
 
@@ -98,16 +98,16 @@ class Around(nn.Module):
 
 def test_a_plan_is_what_the_parts_say() -> None:
     """Rows are relative to their module, and one that matches nothing is for another model."""
-    assert match(Block()) == {"up": COLUMN, "down": ROW, "norm": SEQUENCE}
+    assert match_styles(Block()) == {"up": COLWISE, "down": ROWWISE, "norm": SEQUENCE_PARALLEL}
     both = [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down", "norm")]
-    assert list(match(Around(Block(), Block()))) == both
+    assert list(match_styles(Around(Block(), Block()))) == both
 
 
 def test_a_row_for_the_module_itself_is_for_it_alone() -> None:
     class Whole(Around):
         tp_plan = (("", "gather_input"), ("blocks.?", "gather_input_replicated"), ("*.*.*", "replicated"))
 
-    assert {p: s.name for p, s in match(Whole(nn.Sequential(nn.Linear(2, 2)))).items()} == {
+    assert {p: s.name for p, s in match_styles(Whole(nn.Sequential(nn.Linear(2, 2)))).items()} == {
         "": "gather_input",
         "blocks.0": "gather_input_replicated",
         "blocks.0.0": "replicated",
@@ -140,7 +140,10 @@ def test_a_pattern_matches_segment_by_segment(pattern: str, matched: list[str]) 
             self.w1.norm, self.w2[0].norm = nn.LayerNorm(2), nn.LayerNorm(2)
 
     model = Matched()
-    assert sorted(name for name, style in match(model, complete=False).items() if style == COLUMN) == matched
+    assert (
+        sorted(name for name, style in match_styles(model, complete=False).items() if style == COLWISE)
+        == matched
+    )
     cuts = module_cuts(model, ParallelConfig(tp=2))
     assert sorted(name for name, module_cut in cuts.items() if module_cut.dim == 0) == matched
 
@@ -155,10 +158,10 @@ def test_a_parameter_without_a_row_is_told_with_the_row_to_add() -> None:
         match=r"^blocks\.1\.blocks\.0\.weight has no style, .* class Mine a row for it, "
         r'tp_plan = \(\("blocks\.0", STYLE\),\), with one of: colwise, expert_parallel, ',
     ):
-        match(Around(Block(), Mine()))
-    styles = match(Around(Block(), Mine()), complete=False)
+        match_styles(Around(Block(), Mine()))
+    styles = match_styles(Around(Block(), Mine()), complete=False)
     assert styles["blocks.1.blocks.0"] is UNPLANNED
-    assert styles["blocks.0.up"] is COLUMN
+    assert styles["blocks.0.up"] is COLWISE
 
 
 def test_a_buffer_needs_a_row_too() -> None:
@@ -170,7 +173,7 @@ def test_a_buffer_needs_a_row_too() -> None:
     with pytest.raises(
         UsageError, match=r'^blocks\.0\.table has no style, .* class Slopes .* \(\("", STYLE\),\),'
     ):
-        match(Around(Slopes()))
+        match_styles(Around(Slopes()))
 
 
 def test_a_parameter_of_the_model_itself() -> None:
@@ -180,23 +183,23 @@ def test_a_parameter_of_the_model_itself() -> None:
             self.scale = nn.Parameter(torch.ones(2))
 
     with pytest.raises(UsageError, match=r'^scale has no style, .* class Scaled .* \(\("", STYLE\),\),'):
-        match(Scaled())
+        match_styles(Scaled())
     Scaled.tp_plan = (*Block.tp_plan, ("", "replicated"))
-    assert match(Scaled())[""] is WHOLE
+    assert match_styles(Scaled())[""] is REPLICATED
 
 
 def test_two_styles_for_a_module_are_refused_and_the_same_one_twice_is_not() -> None:
     class Other(Around):
         tp_plan = (("blocks.0.up", "colwise"),)
 
-    assert match(Other(Block()))["blocks.0.up"] is COLUMN
+    assert match_styles(Other(Block()))["blocks.0.up"] is COLWISE
     Other.tp_plan = (("blocks.*.u*", "rowwise"),)
     with pytest.raises(
         UsageError,
         match=r"^blocks\.0\.up has two styles in plans, 'rowwise' of Other and 'colwise' of Block: "
         r"keep one of these rows$",
     ):
-        match(Other(Block()))
+        match_styles(Other(Block()))
 
 
 def test_a_style_that_there_is_not() -> None:
@@ -206,7 +209,7 @@ def test_a_style_that_there_is_not() -> None:
     with pytest.raises(
         UsageError, match=r"unknown style of a plan 'colwis' \(did you mean 'colwise'\?\); there are: "
     ):
-        match(Wrong(nn.Linear(2, 2)))
+        match_styles(Wrong(nn.Linear(2, 2)))
 
 
 def lay_a_tie(second: str) -> str:

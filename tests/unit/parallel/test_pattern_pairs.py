@@ -16,7 +16,7 @@ from megatfm.config.objective import CausalObjective, MaskedObjective
 from megatfm.errors import UsageError
 from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.models import build
-from megatfm.parallel.parallelize import check_context_plans, match
+from megatfm.parallel.parallelize import check_context_plans, match_styles
 from megatfm.train.build import plan_pipeline_split
 from tests.support.context_models import (
     BIASED_PATTERNS,
@@ -97,7 +97,7 @@ def accept(sections: dict[str, Any], way: str) -> None:
     type(config).model_validate({**sections, "train": {**config.train.model_dump(), **changed}})
     with torch.device("meta"):
         built = build(config.model)
-    match(built, complete=parallel.tp > 1)
+    match_styles(built, complete=parallel.tp > 1)
     if parallel.cp > 1:
         check_context_plans(built)
     if parallel.pp > 1:

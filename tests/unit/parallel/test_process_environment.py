@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.parallel.process_environment import ProcessEnvironment, ranks_here, read_process_environment
+from megatfm.parallel.process_environment import (
+    ProcessEnvironment,
+    count_local_ranks,
+    read_process_environment,
+)
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -129,7 +133,7 @@ def test_a_scontrol_that_names_no_host(monkeypatch: pytest.MonkeyPatch, tmp_path
     ],
 )
 def test_how_many_ranks_are_on_this_machine(environment: dict[str, str], count: int | None) -> None:
-    assert ranks_here(environment) == count
+    assert count_local_ranks(environment) == count
 
 
 @pytest.mark.skipif(not shutil.which("scontrol"), reason="needs SLURM's scontrol: run `make system-deps`")

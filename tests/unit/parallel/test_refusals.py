@@ -13,7 +13,7 @@ from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.parallel.mesh import axis_sizes
-from megatfm.parallel.parallelize import _make_tensor_layout, match
+from megatfm.parallel.parallelize import _make_tensor_layout, match_styles
 from megatfm.train.build import plan_pipeline_split
 
 GPT = (
@@ -49,7 +49,7 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
     )
     with torch.device("meta"):
         model = build(config.model)
-    for path, planned in match(model, complete=parallel.tp > 1).items():
+    for path, planned in match_styles(model, complete=parallel.tp > 1).items():
         module = model.get_submodule(path)
         style = planned.resolve(module, parallel.tp, parallel.expert_tp)
         for key, tensor in module.named_parameters(recurse=False):

@@ -83,7 +83,7 @@ def test_who_is_asked_to_stop_while_others_are_missing_leaves(start: Start, rank
     waits = start(rank, requested=signal.SIGUSR1)
     _, output = waits.communicate(timeout=120)
     assert waits.returncode == 75, output
-    assert output == "stopped by a signal before all ranks had come: there is nothing to save\n"
+    assert output == "a signal stopped the run before all ranks had met: there is nothing to save\n"
 
 
 def test_ranks_that_meet_while_the_process_is_ended_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
     maps = [str(a["alt"]) for tag, a in page.tags if tag == "img"]
     assert len(maps) == 12
     assert all(" · 12 of 30 layers. Busiest" in alt for alt in maps)
-    picture = run_charts.expert_load_maps(Run(run))[1].picture.removeprefix("data:image/png;base64,")
+    picture = run_charts.make_expert_load_maps(Run(run))[1].picture.removeprefix("data:image/png;base64,")
     with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
         assert image.size == (run_charts.COLUMNS, 1)
         assert image.getpixel((80, 0)) == run_charts.choose_colour(1.0), "the mean of a busy and an idle step"

@@ -10,7 +10,7 @@ import pytest
 from megatfm.cli import main
 from megatfm.errors import UsageError
 from megatfm.report.compare import RunComparison, write_comparison
-from megatfm.report.run import unique_names
+from megatfm.report.run import make_unique_names
 from tests.support.reported_runs import CHROMIUM, Page, write_reported_run
 
 
@@ -54,7 +54,7 @@ def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: l
             "[parallel]", "[parallel]\npp = 1"
         )
     )
-    assert RunComparison.of(runs).list_differences() == [
+    assert RunComparison.read(runs).list_differences() == [
         ("optimizer.lr", ["0.000123", "0.0001234"]),
         ("optimizer.betas", ["[0.9, 0.95]", "[0.9, 0.950001]"]),
         ("optimizer.weight_decay", ["0.1", "0.1"]),
@@ -65,7 +65,7 @@ def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: l
 def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(
     runs: list[Path], tmp_path: Path
 ) -> None:
-    page = Page(write_comparison(RunComparison.of(runs), tmp_path / "c.html"))
+    page = Page(write_comparison(RunComparison.read(runs), tmp_path / "c.html"))
     titles = [chart.split(",")[0] for chart in page.charts()]
     assert titles == [
         "Training loss",
@@ -91,12 +91,12 @@ def test_utilization_of_unlike_peaks_is_not_compared(
         (run / "metrics.jsonl").write_text(
             "".join(json.dumps({**line, "mfu": 0.42}) + "\n" for line in lines)
         )
-    place = RunComparison.of(runs).collect_results().columns.index("MFU")
+    place = RunComparison.read(runs).collect_results().columns.index("MFU")
 
     def compare(*peaks: str) -> tuple[list[str], list[str]]:
         for run, peak in zip(runs, peaks, strict=True):
             (run / "environment.json").write_text(json.dumps({"peak": peak}))
-        comparison = RunComparison.of(runs)
+        comparison = RunComparison.read(runs)
         return [row[place] for row in comparison.collect_results().rows], comparison.list_notes()
 
     assert compare("0.1 TFLOP/s", "0.1 TFLOP/s") == (["42 %", "42 %"], [])
@@ -112,21 +112,21 @@ def test_utilization_of_unlike_peaks_is_not_compared(
 
 
 def test_runs_are_told_apart_by_as_little_as_does() -> None:
-    assert unique_names([Path("/r/a"), Path("/r/b")]) == ["a", "b"]
-    assert unique_names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
-    assert unique_names([Path("/r/a"), Path("/r/a")]) == ["a", "a"]
+    assert make_unique_names([Path("/r/a"), Path("/r/b")]) == ["a", "b"]
+    assert make_unique_names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
+    assert make_unique_names([Path("/r/a"), Path("/r/a")]) == ["a", "a"]
 
 
 def test_one_run_is_no_comparison(runs: list[Path]) -> None:
     with pytest.raises(UsageError, match="give two runs or more"):
-        RunComparison.of(runs[:1])
+        RunComparison.read(runs[:1])
     with pytest.raises(UsageError, match="not a run directory"):
-        RunComparison.of([runs[0], runs[0].parent])
+        RunComparison.read([runs[0], runs[0].parent])
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_another_axis_is_drawn_without_a_complaint(runs: list[Path], tmp_path: Path) -> None:
-    page = write_comparison(RunComparison.of(runs), tmp_path / "c.html")
+    page = write_comparison(RunComparison.read(runs), tmp_path / "c.html")
     flags = [
         "--headless",
         "--no-sandbox",

@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from megatfm.report import write_report
-from megatfm.report.predictions import class_results, read_galleries, summarize
+from megatfm.report.predictions import compute_class_results, read_galleries, summarize
 from megatfm.report.run import Run
 from tests.support.reported_runs import report_page
 
@@ -106,7 +106,7 @@ def test_a_run_without_predictions_has_no_such_sections(run: Path) -> None:
 )
 def test_counts_that_are_none(run: Path, counts: Any) -> None:
     write_images(run, ["a"], counts)
-    assert class_results(Run(run)) == []
+    assert compute_class_results(Run(run)) == []
     write_report(run)
 
 
@@ -164,7 +164,7 @@ PREDICTIONS = [
 def test_errors_of_a_fine_tuning_run(run: Path) -> None:
     """Labels of JSON's truth values, an Arabic text, a long and an empty one; the surest first."""
     write_task(run, ROWS, PREDICTIONS)
-    (result,) = class_results(Run(run))
+    (result,) = compute_class_results(Run(run))
     assert [(error.row, error.label, error.predicted) for error in result.errors] == [
         (3, "true", "false"),
         (4, "false", "true"),
@@ -181,11 +181,11 @@ def test_a_file_that_moved_or_changed_is_noted(run: Path) -> None:
     file = write_task(run, ROWS, PREDICTIONS)
     file.write_text(json.dumps(ROWS[0]) + "\n")
     read = Run(run)
-    (result,) = class_results(read)
+    (result,) = compute_class_results(read)
     assert not result.errors
     assert "has 1 rows, and 4 were predicted" in read.notes[-1]
     file.unlink()
     read = Run(run)
-    class_results(read)
+    compute_class_results(read)
     assert "errors on validation are not shown: " in read.notes[-1]
     assert "reviews.jsonl" in report_page(run).text

@@ -11,7 +11,7 @@ import pytest
 from megatfm.cli import main
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.report import write_report
-from megatfm.report.page import resume_command
+from megatfm.report.page import make_resume_command
 from tests.support.reported_runs import Page, replace_metrics, report_page, write_reported_run
 
 
@@ -357,4 +357,4 @@ def test_utilization_is_told_by_both_conventions(run: Path) -> None:
 def test_the_command_to_go_on_asks_for_what_the_run_had(environment: dict[str, object], command: str) -> None:
     plan = "mesh  dp_replicate 1 × dp_shard 4 × tp 2 × ep 4\n\nmodules 7"
     run: Any = SimpleNamespace(folder=Path("runs/x"), plan=plan, environment=environment)
-    assert resume_command(run) == command
+    assert make_resume_command(run) == command

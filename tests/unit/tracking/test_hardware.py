@@ -15,7 +15,7 @@ from megatfm.checkpoint import metadata
 from megatfm.config import load_config
 from megatfm.describe.description import describe, flops_per_token
 from megatfm.tracking import hardware
-from megatfm.tracking.hardware import Peak, Utilization, from_data_sheet, get_peak_flops
+from megatfm.tracking.hardware import Peak, Utilization, get_peak_flops, look_up_peak_flops
 from tests.support.small_runs import corpus, file, run, texts
 from tests.support.workers import THREADS, Workers
 
@@ -205,7 +205,7 @@ def test_recomputation_counts_in_neither() -> None:
     ],
 )
 def test_peak_flops_are_those_of_data_sheets(name: str, dtype: torch.dtype, flops: float | None) -> None:
-    assert from_data_sheet(name, dtype) == flops
+    assert look_up_peak_flops(name, dtype) == flops
 
 
 def test_a_cpu_is_measured_and_says_so() -> None:

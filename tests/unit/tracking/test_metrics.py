@@ -346,7 +346,7 @@ def samples(run: RunDirectory) -> None:
 GROWING: dict[str, Callable[[RunDirectory], object]] = {
     "metrics.jsonl": lambda run: MetricsLog(RunInfo(run.folder)),
     "events.jsonl": lambda run: log_event(run.folder, "started", "seed 1"),
-    "decisions.jsonl": lambda run: DecisionLog.of_run(run).skip(3),
+    "decisions.jsonl": lambda run: DecisionLog.from_run(run).skip(3),
     "logs/rank-0.log": lambda run: RunLog(run, 9).__enter__(),
     "logs/watch.log": lambda run: RankMonitor(ALONE, 9.0).attach_run_log(
         run.folder / "logs/watch.log", lambda *_: None

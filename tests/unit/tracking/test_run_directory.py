@@ -23,7 +23,7 @@ from megatfm.config import Config, load_config
 from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.files import temporary_path
 from megatfm.tracking.console import RunLog, log
-from megatfm.tracking.hardware import commit
+from megatfm.tracking.hardware import describe_commit
 from megatfm.tracking.run_directory import RunDirectory, run_folder
 from tests.support.workers import Workers
 
@@ -375,12 +375,12 @@ def test_a_run_goes_on_where_nobody_reads_the_screen_any_more(
 
 
 def test_the_commit_is_that_of_the_checkout_or_of_what_a_job_copied(tmp_path: Path) -> None:
-    assert commit(tmp_path) == {}, "an installed package is no checkout"
+    assert describe_commit(tmp_path) == {}, "an installed package is no checkout"
     (tmp_path / "origin.json").write_text(json.dumps({"commit": "c0ffee", "changed": []}))
-    assert commit(tmp_path) == {"commit": "c0ffee"}
+    assert describe_commit(tmp_path) == {"commit": "c0ffee"}
     (tmp_path / "origin.json").write_text(json.dumps({"commit": "c0ffee", "changed": [" M a.py"]}))
-    assert commit(tmp_path) == {"commit": "c0ffee with changes"}
+    assert describe_commit(tmp_path) == {"commit": "c0ffee with changes"}
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
-    assert re.fullmatch("[0-9a-f]{40}", commit(tmp_path)["commit"])
+    assert re.fullmatch("[0-9a-f]{40}", describe_commit(tmp_path)["commit"])

@@ -8,7 +8,13 @@ from megatfm.config import Config, load_config
 from megatfm.errors import NO_PROGRESS, NoProgressError, UsageError
 from megatfm.parallel.mesh import axis_sizes
 from megatfm.tracking.run_directory import RunDirectory
-from megatfm.train.startup_checks import ATTEMPTS, check_progress, elastic_config, fit_layout, layout_changes
+from megatfm.train.startup_checks import (
+    ATTEMPTS,
+    adapt_layout,
+    check_progress,
+    fit_layout,
+    list_layout_changes,
+)
 
 
 def config(**settings: object) -> Config:
@@ -79,15 +85,15 @@ def test_what_can_not_fit_is_said(settings: dict[str, object], world_size: int, 
 
 
 def test_a_run_is_elastic_only_where_it_is_asked_to() -> None:
-    assert elastic_config(config(), 4) == config()
-    assert elastic_config(config(**{"resilience.elastic": "true"}), 4).train.micro_batch == 3
+    assert adapt_layout(config(), 4) == config()
+    assert adapt_layout(config(**{"resilience.elastic": "true"}), 4).train.micro_batch == 3
 
 
 def test_what_was_changed_is_what_differs() -> None:
     inputs = config(**{"parallel.dp_replicate": 2, "train.micro_batch": 2})
     fitted, output = fit_layout(inputs, 3)
-    assert output == ", ".join(layout_changes(inputs, fitted))
-    assert layout_changes(inputs, inputs) == []
+    assert output == ", ".join(list_layout_changes(inputs, fitted))
+    assert list_layout_changes(inputs, inputs) == []
 
 
 def start(folder: Path, restarts: int, step: int, agent: str = "none") -> None:

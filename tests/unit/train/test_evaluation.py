@@ -25,7 +25,7 @@ from megatfm.models import Decoder, build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine, choose_precision
 from megatfm.train.corpora import note_few_streams, open_corpora, open_tokenizer
-from megatfm.train.evaluation import evaluate, format_result, loss_by_position
+from megatfm.train.evaluation import compute_loss_by_position, evaluate, format_result
 from tests.support.workers import Workers
 
 LENGTH = 48
@@ -142,7 +142,7 @@ def by_position(folder: Path, parallel: dict[str, Any], n_buckets: int) -> list[
     mesh = build_mesh(settings.parallel, dist.get_world_size(), "cpu")
     engine = build_engine(settings, mesh, torch.device("cpu"), "fp64")
     rows = corpora.validation["all"]
-    return loss_by_position(
+    return compute_loss_by_position(
         engine, rows, corpora.objective, n_buckets=n_buckets, n_rows=len(rows), micro_batch=2
     )
 

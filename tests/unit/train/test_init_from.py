@@ -22,7 +22,7 @@ SOURCE = Path("runs/before")
 def test_all_are_taken_over_where_all_fit() -> None:
     takeover = match_weights(STORED, STORED, [], SOURCE)
     assert takeover.loaded == STORED
-    assert not takeover.has_missing
+    assert not takeover.missing
     assert str(takeover) == "the weights of runs/before"
 
 
@@ -31,7 +31,7 @@ def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
     takeover = match_weights(expected, STORED, ["decoder.*"], SOURCE)
     assert takeover.loaded == BODY
     assert str(takeover) == "2 of the 3 weights of runs/before"
-    assert takeover.lines() == [
+    assert takeover.format_table() == [
         "weights of runs/before",
         "  loaded       2 tensors, 384 parameters",
         "  initialized  1 tensors, 40 parameters: topic.weight [5, 8]",

@@ -166,16 +166,16 @@ def test_the_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
     kept = guard(tmp_path)
     spikes(kept, losses[:70])
     copy = guard(tmp_path)
-    copy.load(json.loads(json.dumps(kept.state())))
-    assert copy.state() == kept.state()
+    copy.load_state_dict(json.loads(json.dumps(kept.state_dict())))
+    assert copy.state_dict() == kept.state_dict()
     assert (
         [kept.observe(loss) for loss in (9.0, 3.0)]
         == [copy.observe(loss) for loss in (9.0, 3.0)]
         != [None, None]
     )
     old = guard(tmp_path)
-    old.load({})
-    assert old.state() == guard(tmp_path).state()
+    old.load_state_dict({})
+    assert old.state_dict() == guard(tmp_path).state_dict()
 
 
 def test_a_rollback_voids_what_was_decided_about_other_data(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megatfm.train.startup_checks import (
     check_local_disk,
     check_space,
     find_slow,
-    free_memory,
+    get_free_memory,
     probe_disk,
 )
 from megatfm.verify.expected_pipeline import divide_into_stages
@@ -93,7 +93,7 @@ def test_a_node_s_disk_that_can_not_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_slow_is_far_above_the_median_and_beyond_what_happens() -> None:
-    disk, product, total = "writing and syncing a file", "a matrix product", "a sum over tp"
+    disk, product, total = "writing and syncing a file", "a matmul", "a sum over tp"
     well = {disk: 0.01, product: 0.002, total: 0.01}
     everyone = [("n0", well), ("n0", well), ("n1", well), ("n1", well)]
     assert find_slow(everyone) == []
@@ -102,7 +102,7 @@ def test_slow_is_far_above_the_median_and_beyond_what_happens() -> None:
     everyone[2] = ("n1", well | {disk: 0.9, product: 0.02})
     assert find_slow(everyone) == [
         "rank 2 on n1 is slow: writing and syncing a file took 0.900 s, on most ranks 0.010 s",
-        "rank 2 on n1 is slow: a matrix product took 0.020 s, on most ranks 0.002 s",
+        "rank 2 on n1 is slow: a matmul took 0.020 s, on most ranks 0.002 s",
     ]
     assert len(find_slow([("n0", well), ("n1", well | {disk: 0.9})])) == 1, "of two, the slower one"
     slow = {disk: 5.0, product: 1.0, total: 5.0}
@@ -110,9 +110,9 @@ def test_slow_is_far_above_the_median_and_beyond_what_happens() -> None:
 
 
 def test_free_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = free_memory(torch.device("cpu"))
+    alone = get_free_memory(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert free_memory(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.2)
+    assert get_free_memory(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.2)
 
 
 def test_the_product_is_timed() -> None:
@@ -124,7 +124,7 @@ def test_a_check_that_fails_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.
     def fails(*_: object) -> None:
         raise MegatfmError("no room")
 
-    monkeypatch.setattr(startup_checks, "checkpoint_bytes", fails)
+    monkeypatch.setattr(startup_checks, "estimate_checkpoint_bytes", fails)
     run = SimpleNamespace(folder=tmp_path, rank=0, is_main=True, checkpoints=tmp_path / "checkpoints")
     with pytest.raises(MegatfmError, match=r"the check before training failed: .*no room"):
         startup_checks.preflight(None, run, None)  # type: ignore[arg-type]

@@ -318,12 +318,12 @@ def test_another_kind_of_machine_is_told_and_goes_on() -> None:
     }
     before, now = state(machines=there), state()
     assert resume.check_compatible(resume.ResumePoint(PATH, before), now, []) == []
-    (line,) = resume.hardware_changes(resume.ResumePoint(PATH, before), HERE)
+    (line,) = resume.describe_hardware_changes(resume.ResumePoint(PATH, before), HERE)
     assert "threads: 4 → 1; instruction sets: without avx512f" in line
     assert "will not be bit-identical" in line
-    assert resume.hardware_changes(resume.ResumePoint(PATH, now), HERE) == []
+    assert resume.describe_hardware_changes(resume.ResumePoint(PATH, now), HERE) == []
     del before["machines"]  # of an earlier version
-    assert resume.hardware_changes(resume.ResumePoint(PATH, before), HERE) == []
+    assert resume.describe_hardware_changes(resume.ResumePoint(PATH, before), HERE) == []
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
 def test_what_does_not_fit(
     stored: dict[str, list[int]], expected: dict[str, list[int]], message: str
 ) -> None:
-    assert resume.first_shape_mismatch(stored, expected) == message
+    assert resume.find_shape_mismatch(stored, expected) == message
 
 
 @pytest.mark.parametrize("allow", [[], ["model"]])
@@ -361,8 +361,8 @@ def test_an_allowance_that_would_fail_is_not_offered(allow: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         resume.check_compatible(resume_point, now, allow, unfit="a is [2] there alone")
     assert str(caught.value) == (
-        f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32, so its weights don't fit "
-        "(a is [2] there alone), whatever resume.allow says: give the run another name"
+        f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32. Its weights don't fit "
+        "(a is [2] there alone), and resume.allow can't change that: give the run another name"
     )
 
 
@@ -376,7 +376,7 @@ def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
             facts = {**kept, "step": step, "data": {**kept["data"], "position": 4 * step}}
             saver.save(step, {"w": torch.ones(2)}, facts, local=True)
     run.folder.mkdir()
-    decisions = DecisionLog.of_run(run)
+    decisions = DecisionLog.from_run(run)
     before = resume.find_resume_point(folder / "shared", nodes, decisions)
     decisions.record_rollback(6, 3, 24)
     after = resume.find_resume_point(folder / "shared", nodes, decisions)

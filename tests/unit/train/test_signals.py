@@ -37,10 +37,10 @@ def test_all_ranks_agree_when_one_gets_the_signal(workers: Workers, name: signal
 
 def agreed_a_step_later(number: int) -> list[tuple[str | None, bool]]:
     with StopSignals(CPU) as signals:
-        answers = [signals.agreed_before(busy=dist.get_rank() == 2)]
+        answers = [signals.agree_deferred(busy=dist.get_rank() == 2)]
         if dist.get_rank() == 1:
             os.kill(os.getpid(), number)
-        answers += [signals.agreed_before() for _ in range(3)]
+        answers += [signals.agree_deferred() for _ in range(3)]
     return answers
 
 

@@ -31,7 +31,7 @@ def norm_row_not_partial():
     styles.STYLES._parts["sequence_parallel"] = replace(styles.SEQUENCE, gradient="replicated")
 
 def adjoint_dropped():
-    collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+    collectives._CopyToGroup.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 def tie_not_summed():
     ties.TiedParameters.all_reduce_gradients = lambda self, gradients: None
@@ -60,8 +60,8 @@ def needless_reduction():
     fully_sharded.FullySharded.start_microbatch = lambda data, is_last: real(data, True)
 
 def frozen_weights_are_gathered():
-    real = replicated.Replicated.weights_changed
-    replicated.Replicated.weights_changed = lambda data, frozen=False: real(data, True)
+    real = replicated.Replicated.sync_weights
+    replicated.Replicated.sync_weights = lambda data, frozen=False: real(data, True)
 
 def frozen_gradients_travel():
     real = replicated.Replicated._assign

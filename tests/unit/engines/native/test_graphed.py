@@ -156,7 +156,7 @@ def record_too_many() -> str:
 
 def test_graphs_of_endless_shapes_are_refused(workers: Workers) -> None:
     (line,) = workers.run(record_too_many, 1)
-    assert "micro-batches of more than 2 shapes" in line
+    assert "micro-batches have more than 2 shapes" in line
     assert "set train.cuda_graphs = false" in line
 
 
@@ -169,7 +169,7 @@ def refused(config: Config) -> str:
 def test_a_cpu_has_no_graphs(workers: Workers) -> None:
     assert make_graph_capture(load_config("quickstart", []), torch.device("cpu")) is None
     (result,) = workers.run(refused, 1, load_config("quickstart", ["train.cuda_graphs=true"]))
-    assert "for one process on a GPU, and this run has 1 on cpu: set train.cuda_graphs = false" in result
+    assert "for one process on a GPU, but this run has 1 on cpu: set train.cuda_graphs = false" in result
 
 
 class Counting(nn.Module):
@@ -183,5 +183,5 @@ class Counting(nn.Module):
 
 
 def test_a_module_that_counts_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"train\.cuda_graphs = true: 1 counts what it meets in each pass"):
+    with pytest.raises(UsageError, match=r"train\.cuda_graphs = true: 1 updates counts in each pass"):
         GraphedModel(nn.Sequential(nn.Linear(2, 2), Counting()), Taped())

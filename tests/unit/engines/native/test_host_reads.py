@@ -142,7 +142,7 @@ class Device(HostWaits):
         return result
 
 
-HERE, MOVED, READ = base.local_batch, transfer.move_to_device, DeferredReads.read
+HERE, MOVED, READ = base.make_local_batch, transfer.move_to_device, DeferredReads.read
 
 
 def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]:
@@ -168,7 +168,7 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
                 patch.setattr(module, "move_to_device", device.moved)
         for module in (transfer, sequence):
             patch.setattr(module, "is_on_host", lambda x: not device.holds(x))
-        patch.setattr(base, "local_batch", device.here)
+        patch.setattr(base, "make_local_batch", device.here)
         if not known:
             patch.setattr(transfer, "remember_host_copy", lambda there, _: there)
         sums = engine.forward_backward(context_microbatches(engine, batch), objective)

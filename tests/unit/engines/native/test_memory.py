@@ -10,7 +10,7 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.zero import max_block_inputs
 from megatfm.parallel.layout import transformer_blocks
 from megatfm.parallel.pipeline_stages import Pipeline
-from megatfm.train.startup_checks import block_input_bytes
+from megatfm.train.startup_checks import compute_block_input_bytes
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, LENGTH, ROWS, UNTIED_MODEL
 from tests.support.parity import build_engine
@@ -36,7 +36,7 @@ def needs(config: Config, engine: NativeEngine) -> MemoryNeeds:
     """As the check before training asks for it."""
     microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
     return engine.memory_needed(
-        microbatches, block_input_bytes(config, engine.precision.compute_dtype.itemsize)
+        microbatches, compute_block_input_bytes(config, engine.precision.compute_dtype.itemsize)
     )
 
 
@@ -103,7 +103,7 @@ def test_a_pipeline_rank_holds_several_microbatches(
 
 
 def test_sequence_parallel_ranks_keep_their_part() -> None:
-    full = block_input_bytes(config(ParallelConfig()), 2)
+    full = compute_block_input_bytes(config(ParallelConfig()), 2)
     assert full == 2 * MICRO * LENGTH * UNTIED_MODEL.d_model
-    assert block_input_bytes(config(ParallelConfig(tp=2)), 2) == full // 2
-    assert block_input_bytes(config(ParallelConfig(tp=2, sequence_parallel=False)), 2) == full
+    assert compute_block_input_bytes(config(ParallelConfig(tp=2)), 2) == full // 2
+    assert compute_block_input_bytes(config(ParallelConfig(tp=2, sequence_parallel=False)), 2) == full

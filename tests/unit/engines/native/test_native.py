@@ -132,7 +132,7 @@ def weights_from_outside() -> None:
     engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), MUON)
     for tensor in engine.local.values():
         tensor.fill_(0.5)
-    engine.weights_changed()
+    engine.sync_weights()
     engine.forward_backward(microbatches(engine, global_batch(seed=0)), CAUSAL)
     engine.step(0.0, clip=0.0)
     assert all(torch.equal(tensor, torch.full_like(tensor, 0.5)) for tensor in engine.local.values())

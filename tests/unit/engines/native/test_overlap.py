@@ -97,14 +97,14 @@ def compare_arrival() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
         engine = build_engine(model, parallel, ADAMW, precision="fp32")
-        data, under_way = engine.data, []
+        data, backward_part = engine.data, []
         assert isinstance(data, Replicated)
         for block in transformer_blocks(engine.model):
-            block.register_forward_pre_hook(lambda *_: under_way.append(len(data._pending_parameters)))
+            block.register_forward_pre_hook(lambda *_: backward_part.append(len(data._pending_parameters)))
         arriving = trained(engine)
         first, second = (
-            under_way[-8:-4],
-            under_way[-4:],
+            backward_part[-8:-4],
+            backward_part[-4:],
         )  # the last step's micro-batches, before each of four blocks
         assert first[0] > first[1] > first[2] > first[3] == 0, first
         assert not any(second)
@@ -112,13 +112,13 @@ def compare_arrival() -> None:
         evaluated = engine.evaluate(microbatches(engine, global_batch(seed=9)), CAUSAL).loss
         patch.setattr(Replicated, "_register_parameter_waits", lambda *_: None)
         arrive = Replicated._finish_parameter_sync
-        changed = Replicated.weights_changed
+        changed = Replicated.sync_weights
 
         def at_once(self: Replicated, frozen: bool = False) -> None:
             changed(self, frozen)
             arrive(self, range(len(self._buckets)))
 
-        patch.setattr(Replicated, "weights_changed", at_once)
+        patch.setattr(Replicated, "sync_weights", at_once)
         other = build_engine(model, parallel, ADAMW, precision="fp32")
         for mine, expected in zip(arriving, trained(other), strict=True):
             assert all(torch.equal(mine[name], gradient) for name, gradient in expected.items())

@@ -11,7 +11,7 @@ import torch
 
 from megatfm.config import load_config
 from megatfm.engines.native.compile import enable_symmetric_memory
-from megatfm.engines.registry import native
+from megatfm.engines.registry import build_native
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.train import build
@@ -57,7 +57,7 @@ def test_a_cpu_has_none() -> None:
         enable_symmetric_memory(mesh(), CPU)
     setup: Any = SimpleNamespace(config=CONFIG, mesh=mesh(), device=CPU)
     with pytest.raises(UsageError, match=r"this run is on cpu"):
-        native(setup)
+        build_native(setup)
 
 
 def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
