@@ -64,7 +64,7 @@ def text_generation_fields(path: str | Path) -> dict[str, Any]:
             "of the two was replaced"
         )
     length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
-    files = tokenizers.tokenizer_files(tokenizer_file)
+    files = tokenizers.read_tokenizer_files(tokenizer_file)
     return {
         "tokenizer": tokenizer,
         "config": starting_config(folder_path, folder.config, tokenizer_file.name, length),
@@ -80,7 +80,7 @@ def text_generation_fields(path: str | Path) -> dict[str, Any]:
 def bos_prefix_ids_of(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that a folder's tokenizer puts before a text."""
     folder_path = Path(path)
-    files = tokenizers.tokenizer_files(tokenizer_files.tokenizer_path(folder_path))
+    files = tokenizers.read_tokenizer_files(tokenizer_files.tokenizer_path(folder_path))
     return tuple(tokenizer_files.bos_prefix_ids(folder_path, files, tokenizer))
 
 

@@ -17,7 +17,7 @@ from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
-from megatfm.data.mixture import Mixture, Phase, source_seed
+from megatfm.data.mixture import Mixture, Phase, make_source_seed
 from megatfm.data.order import BatchSchedule, BatchStage, Interleave, choose_interleave
 from megatfm.errors import UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
@@ -245,7 +245,7 @@ class _CorpusOpener:
             name: self.open_rows(
                 source.path,
                 shuffle=data.shuffle,
-                seed=source_seed(seed, name),
+                seed=make_source_seed(seed, name),
                 quarantine=source.quarantine,
             )
             for name, source in data.mixture.items()

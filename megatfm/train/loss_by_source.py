@@ -24,7 +24,7 @@ class MixtureSources:
         """Return the corpus of each row in the loader's last batch; None if this is off or impossible."""
         if not self._mixture:
             return None
-        sources = [self._mixture.row_sources(positions) for positions in loader.row_positions]
+        sources = [self._mixture.find_source_indices(positions) for positions in loader.row_positions]
         return RowSources(list(self._mixture.sources), sources)
 
 
