@@ -13,22 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import numpy as np
-from blake3 import blake3
-
-from megatfm.corpus.files import open_regular_file, regular_file_size, write_whole
-from megatfm.corpus.manifest import FOREIGN_SHARD, NO_TOKENIZER, CorpusShard, IndexFile, Manifest
+from megatfm.corpus.files import open_regular_file
+from megatfm.corpus.manifest import FOREIGN_SHARD, NO_TOKENIZER, CorpusShard, Manifest
 from megatfm.corpus.safe_tar import iter_tar_members
 from megatfm.corpus.shard_format import KEY, PAYLOAD_OFFSET
-from megatfm.corpus.shard_index import FRAME_DTYPE, IMAGE_SIZES, ShardIndex, hash_frame, make_sample_dtype
+from megatfm.corpus.shard_index import IMAGE_SIZES, hash_frame
 from megatfm.corpus.webdataset_index import (
-    FRAME_BYTES,
     IndexReport,
     check_index_names,
     check_not_indexed,
-    hash_file,
     iter_raw_frames,
-    make_index_name,
+    write_shard_index,
 )
 from megatfm.errors import MegatfmError, UsageError
 
@@ -194,22 +189,7 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
             hashes.append(hash_frame(data))
     if not rows:
         raise UsageError(f"{path}: holds no samples")
-    samples_table = np.array(rows, make_sample_dtype(max(len(row[3]) for row in rows), IMAGE_SIZES))
-    encoded = ShardIndex(np.array(frames, FRAME_DTYPE), samples_table, np.array(hashes, "<u8")).encode()
-    name = make_index_name(path)
-    write_whole(path.with_name(name), encoded)
-    return CorpusShard(
-        file=path.name,
-        bytes=regular_file_size(path),
-        blake3=hash_file(path),
-        samples=len(rows),
-        tokens=0,
-        text_bytes=0,
-        index=IndexFile(file=name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
-        foreign=True,
-        files_only=True,
-        frame_bytes=FRAME_BYTES,
-    )
+    return write_shard_index(path, frames, rows, hashes, IMAGE_SIZES, files_only=True)
 
 
 def _find_image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where: str) -> tuple[int, int]:

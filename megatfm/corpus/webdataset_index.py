@@ -8,7 +8,7 @@ folders is refused.
 import io
 import re
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
@@ -131,12 +131,24 @@ def _index_shard(path: Path) -> tuple[CorpusShard, str]:
         hashes.append(hash_frame(data))
     if len(dtypes) != 1:
         raise _needs_rewrite_error(path, f"it holds {' and '.join(sorted(dtypes)) or 'no samples'}")
-    samples = np.array(rows, make_sample_dtype(max(len(row[3]) for row in rows)))
-    index = ShardIndex(np.array(frames, FRAME_DTYPE), samples, np.array(hashes, "<u8"))
+    return write_shard_index(path, frames, rows, hashes), dtypes.pop()
+
+
+def write_shard_index(
+    path: Path,
+    frames: list[tuple[int, int, int]],
+    rows: list[Any],
+    hashes: list[int],
+    image_columns: Sequence[str] = (),
+    *,
+    files_only: bool = False,
+) -> CorpusShard:
+    """Write the index of a foreign shard from one tuple per frame and per sample; return its entry in a manifest."""
+    samples = np.array(rows, make_sample_dtype(max(len(row[3]) for row in rows), image_columns))
+    encoded = ShardIndex(np.array(frames, FRAME_DTYPE), samples, np.array(hashes, "<u8")).encode()
     name = make_index_name(path)
-    encoded = index.encode()
     write_whole(path.with_name(name), encoded)
-    shard = CorpusShard(
+    return CorpusShard(
         file=path.name,
         bytes=regular_file_size(path),
         blake3=hash_file(path),
@@ -145,9 +157,9 @@ def _index_shard(path: Path) -> tuple[CorpusShard, str]:
         text_bytes=0,
         index=IndexFile(file=name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
         foreign=True,
+        files_only=files_only,
         frame_bytes=FRAME_BYTES if path.name.endswith(".tar") else DEFAULT_FRAME_BYTES,
     )
-    return shard, dtypes.pop()
 
 
 def _iter_frames(path: Path) -> Iterator["Frame"]:

@@ -344,7 +344,8 @@ def test_a_sample_larger_than_a_frame_is_refused(tmp_path: Path, monkeypatch: py
     large = [member(f"1.{end}", bytes(6000)) for end in ("jpg", "png")]
     (tmp_path / "a.tar").write_bytes(tar(GOOD, member("1.npy", IDS), *large))
     with pytest.raises(
-        UsageError, match=r"a\.tar: sample '1' and its files take more than 10000 bytes.*--to"
+        UsageError,
+        match=r"a\.tar: sample '1', its files and other members after it take over 10000 bytes.*--to",
     ):
         index_folder(tmp_path, HASH)
     index_folder(tmp_path, HASH, tmp_path / "ours")
