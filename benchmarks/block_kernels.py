@@ -5,7 +5,7 @@ they spill?
 
 Presets as they are, their dropout included, but with few heads of their own width; forward and backward, in bfloat16
 and float32 (see `fusion.py`), for sm_90 (H100, H200) by Triton's own ptxas. Blocks of threads are of one plain choice:
-on a GPU inductor tries several. Products of matrices and attention are libraries' and not here.
+on a GPU inductor tries several. Matrix multiplications and attention are calls of libraries, and not included.
 """
 
 import importlib.util

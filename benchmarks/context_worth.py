@@ -36,9 +36,9 @@ def find_distances(text: Tensor) -> Tensor:
     """Return the distance to the last occurrence of the same token, int64 [n]; 0 if there is none."""
     last: dict[int, int] = {}
     back = torch.zeros(len(text), dtype=torch.int64)
-    for place, token in enumerate(text.tolist()):
-        back[place] = place - last.get(token, place)
-        last[token] = place
+    for position, token in enumerate(text.tolist()):
+        back[position] = position - last.get(token, position)
+        last[token] = position
     return back
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.manifest import CorpusShard, IndexFile, Manifest
-from megatfm.corpus.shard_index import FRAME_DTYPE, ShardIndex, sample_dtype
+from megatfm.corpus.shard_index import FRAME_DTYPE, ShardIndex, make_sample_dtype
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.packing_plan import build_packing_plan
 
@@ -56,7 +56,7 @@ def write_corpus(folder: Path, documents: int) -> None:
     """Write a corpus of at least `documents` documents, of 500 tokens on average."""
     random = np.random.default_rng(0)
     tokens = np.minimum(random.lognormal(5.6, 1.1, SHARD_DOCUMENTS).astype(np.int64) + 1, 100_000)
-    samples = np.zeros(SHARD_DOCUMENTS, sample_dtype(10))
+    samples = np.zeros(SHARD_DOCUMENTS, make_sample_dtype(10))
     within = tokens.reshape(-1, PER_FRAME)
     samples["tokens"], samples["text_bytes"] = tokens, 4 * tokens
     samples["offset"] = (2048 + 2 * (np.cumsum(within, axis=1) - within)).reshape(-1)
@@ -124,7 +124,7 @@ def run_rank(rank: int, folder: Path, cache: Path | None, lookups: int, barrier:
     at_opening = read_held_memory() - before
     start = time.perf_counter()
     for block in np.random.default_rng(rank).integers(0, corpus.n_blocks, lookups).tolist():
-        corpus.block_lengths(block)
+        corpus.lengths(block, block + 1)
     looked_up = time.perf_counter() - start
     gc.collect()
     barrier.wait()

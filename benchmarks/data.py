@@ -64,7 +64,7 @@ def make_contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
     def read_raw() -> int:
         unpack = zstandard.ZstdDecompressor()
         for block in range(corpus.n_blocks):
-            unpack.decompress(corpus.frame_bytes(block))
+            unpack.decompress(corpus.read_frame(block))
         return corpus.n_tokens
 
     def read_mapped(by_sample: bool) -> int:

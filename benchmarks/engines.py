@@ -2,14 +2,14 @@
 
     python benchmarks/engines.py --ranks 2 --rounds 10 --out benchmarks/results/DATE-engines.md
 
-Both engines are built in the same processes, as `megatfm train` builds them, and take steps by turns; they alternate
+Both engines are built in the same processes, as `megatfm train` builds them, and take steps in turn; they alternate
 who goes first. A step is forward and backward passes, gradient norm, clipping and AdamW. A ratio is the median over
 rounds of (DeepSpeed's seconds / native's): above 1, native is faster. Seconds are taken on rank 0, of the clock between
 barriers, and of its CPU. Memory is the peak of a rank's resident set (on a GPU, of what torch has allocated) over what
 it was before the engine was built, each engine in processes of its own. Traffic is what rank 0 sends in a step, counted
-where torch dispatches collectives. Times themselves mean nothing apart.
+where torch dispatches collectives. Absolute times mean nothing by themselves.
 
-With --offload PLACE, a folder on a local disk, DeepSpeed's stage 3 takes steps by turns with everything on the device,
+With --offload PLACE, a folder on a local disk, DeepSpeed's stage 3 takes steps in turn with everything on the device,
 with optimizer and parameters on the host, and with them in files of that folder. Bandwidth is what a rank reads from
 files and writes to them (for the host: gradients there, weights back), over the seconds that a step takes longer than
 one that offloads nothing, in the median of the rounds. Files go through the system's cache; beside it stands what the

@@ -60,9 +60,6 @@ class CorpusStub:
     def lengths(self, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
         return self._lengths[self.blocks[begin] : self.blocks[-1 if end is None else end]]
 
-    def block_lengths(self, number: int) -> NDArray[np.int64]:
-        return self.lengths(number, number + 1)
-
     def read_block(self, number: int) -> list[tuple[int, NDArray[np.uint16]]]:
         return [(i, self._documents[i % DRAWN]) for i in range(*self.blocks[number : number + 2])]
 
@@ -126,11 +123,11 @@ def measure_row(corpus: CorpusStub, name: str, family: str, n_rows: int) -> str:
         )
 
     def pack() -> None:
-        plan().rows(range(n_rows))
+        plan().read_rows(range(n_rows))
 
     planning = time_best_of_three(plan)
     sequences = sum(-(-corpus.lengths() // task.max_tokens)) if task.max_tokens else corpus.n_samples
-    read = plan().rows(range(n_rows))
+    read = plan().read_rows(range(n_rows))
     real = [read[f"{side}documents"] >= 0 for side in task.field_prefixes]
     packing, fill = (
         sum(map(np.sum, real)) / (time_best_of_three(pack) - planning),

@@ -7,7 +7,7 @@ The texts are descriptions of Debian packages; the labels are sections of the ar
 one package. A model pretrains on the training texts without their labels; then every comparison fine-tunes each of its
 arms once per seed with `megatfm finetune`, all with the same labels, passes and learning rate. Nothing is chosen by a
 result: the last checkpoint is evaluated on the test file. A page lists the metric of each arm as mean ± sample standard
-deviation over seeds. Finished runs are kept in WORK: the same command goes on.
+deviation over seeds. Finished runs are kept in WORK: the same command continues.
 """
 
 import argparse

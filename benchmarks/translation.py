@@ -6,7 +6,7 @@
 English and German paragraphs of Debian's package descriptions, translated by people; packages of one source lie in one
 split. An encoder-decoder with the parts of Vaswani et al. 2017 trains from random weights by `megatfm finetune`; its
 best checkpoint by the validation file translates the test file once per search, by `megatfm predict`. sacrebleu counts.
-A finished training run in WORK is kept: the same command goes on.
+A finished training run in WORK is kept: the same command continues.
 """
 
 import argparse

@@ -6,10 +6,9 @@ Forward, backward, clipping and AdamW. Ours is the engine as `megatfm train` bui
 that keeps what it frees, as training does; theirs is the model below with scaled_dot_product_attention, autocast for
 bfloat16, clip_grad_norm_ and fused AdamW, in a process of its own: "plain" as Python starts it, "alike" keeping what it
 frees, too. Same sizes, tokens, threads; no dropout on either side. Steps are interleaved, one process waiting for the
-other, and sides alternate who goes first; since two processes of the same code differ, there are several
-pairs of them. A figure is the median over all rounds of (their seconds / our seconds): above 1,
-megatfm is faster. Seconds are taken of the clock and of the CPU over all threads. Times themselves mean nothing apart,
-but for the first step, which compiles.
+other, and sides alternate who goes first. There are several pairs of processes, since two processes of the same code
+differ. A figure is the median over all rounds of (their seconds / our seconds): above 1, megatfm is faster. Seconds are
+wall seconds and CPU seconds over all threads. Absolute times mean nothing, except for the first step, which compiles.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 Both sides have the same dtype, threads, batch, targets and compile state, and random weights. Rounds are interleaved
 and alternate who goes first; the figure is the median over rounds of (their seconds / our seconds): above 1, megatfm
 is faster. Seconds are taken twice: of the clock, and of the CPU over all threads, which says more on a machine that
-others use. Times themselves mean nothing apart.
+others use. Absolute times mean nothing by themselves.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from megatfm.data_prep.execution.executors import TaskExecutor
+    from megatfm.data_prep.execution.executors import Executor
     from megatfm.data_prep.execution.progress import Reporter
 
 __all__ = ["PrepSummary", "cli", "run"]
@@ -20,7 +20,7 @@ __all__ = ["PrepSummary", "cli", "run"]
 def run(
     config: PrepConfig,
     reporter: "Reporter | None" = None,
-    make_executor: "Callable[[Path], TaskExecutor] | None" = None,
+    make_executor: "Callable[[Path], Executor] | None" = None,
 ) -> PrepSummary:
     """Prepare a corpus as `config` says; see `megatfm.data_prep.pipeline.run`."""
     # Imported on use: the command line of megatfm must start without the libraries of the "prep" extra.

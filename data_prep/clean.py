@@ -20,7 +20,8 @@ from megatfm.data_prep.documents import (
     part_path,
     read_documents,
 )
-from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.execution.executors import StageResult
+from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.filters.base import CountingFilter, PipelineStep, make_filter, pass_through
 from megatfm.data_prep.filters.text import FixUnicode
 from megatfm.data_prep.input_files import DocumentReader, InputFiles, chunk_by_bytes
@@ -105,7 +106,7 @@ class CleanStage:
                 )
                 repairs = [FixUnicode()] if self._config.read.fix_unicode else []
                 steps: list[PipelineStep] = [*repairs, *self._copy_steps()]
-                documents = self._write_chunks(part, pass_through(steps, reader.documents(advance)))
+                documents = self._write_chunks(part, pass_through(steps, reader.iter_documents(advance)))
                 counts = [reader.counts, *(step.counts for step in steps)]
                 return {
                     "documents": documents,
@@ -169,7 +170,7 @@ class CleanStage:
         limit = self._config.read.max_document_bytes
         share, seed = self._config.split.validation, self._config.split.seed
         sizes = {file.name: file.size for file in self._listing.files}
-        holds_records = any(self._listing.format(file) != "text" for file in self._listing.files)
+        holds_records = any(self._listing.find_format(file) != "text" for file in self._listing.files)
         if (
             holds_records
             or not share
@@ -226,8 +227,8 @@ def _warn_of_copies(step: StepStats) -> list[str]:
     if copies <= MANY_COPIES * step.documents_in:
         return []
     return [
-        f"{copies:,} of {step.documents_in:,} documents are copies of others, letter by letter, and were left out: "
-        "look whether files were read twice, or a step leaves the same of all"
+        f"{copies:,} of {step.documents_in:,} documents are exact copies of others, and were left out: check whether "
+        "files are read twice, or a step leaves the same text of all documents"
     ]
 
 

@@ -18,9 +18,9 @@ from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.execution.dask import dask_workers
 from megatfm.data_prep.execution.executors import (
+    Executor,
     LockExecutor,
     MpiExecutor,
-    TaskExecutor,
     mpi_rank_from_environment,
     mpi_world,
     parse_task,
@@ -83,9 +83,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _make_executor(
-    world: Any, rank_and_size: tuple[int, int] | None
-) -> Callable[[Path], TaskExecutor] | None:
+def _make_executor(world: Any, rank_and_size: tuple[int, int] | None) -> Callable[[Path], Executor] | None:
     """Return the factory of the executor: of MPI's ranks, or of one of several tasks; None for a single process."""
     if world is not None:
         return lambda _: MpiExecutor(world)
@@ -94,7 +92,7 @@ def _make_executor(
 
 def _prepare(
     config: PrepConfig,
-    make_executor: Callable[[Path], TaskExecutor] | None,
+    make_executor: Callable[[Path], Executor] | None,
     is_first: bool,
     task: tuple[int, int],
 ) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import zstandard
@@ -98,9 +98,7 @@ class DocumentWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.discard()
 
 
@@ -138,10 +136,22 @@ class ChunkedDocumentWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._open.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self._open.__exit__(*error)
+
+
+def batch_by_bytes(documents: Iterable[Document], batch_bytes: int) -> Iterator[list[Document]]:
+    """Yield the documents in batches of at least `batch_bytes` of text; the last may be smaller."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.text_bytes
+        if size >= batch_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def part_path(folder: Path, name: str, part: int) -> Path:
@@ -178,7 +188,7 @@ EXAMPLES = 10
 
 
 @dataclass
-class Dropped:
+class DropCount:
     """Documents dropped for one reason, with the first few as examples."""
 
     documents: int = 0
@@ -196,7 +206,7 @@ class StepStats:
     changed: int = 0
     documents_out: int = 0
     bytes_out: int = 0
-    dropped: dict[str, Dropped] = field(default_factory=dict)
+    dropped: dict[str, DropCount] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
     """Counts of findings by name: languages, redactions, removed lines."""
 
@@ -216,7 +226,7 @@ class StepStats:
 
     def count_dropped(self, reason: str, size: int, example: str) -> None:
         """Count a document as dropped, by reason; size: UTF-8 bytes; of the examples only the first few are kept."""
-        dropped = self.dropped.setdefault(reason, Dropped())
+        dropped = self.dropped.setdefault(reason, DropCount())
         dropped.documents += 1
         dropped.bytes += size
         if len(dropped.examples) < EXAMPLES:
@@ -230,7 +240,7 @@ class StepStats:
             for name in ("documents_in", "bytes_in", "changed", "documents_out", "bytes_out"):
                 setattr(total_stats, name, getattr(total_stats, name) + part[name])
             for reason, dropped in part["dropped"].items():
-                total = total_stats.dropped.setdefault(reason, Dropped())
+                total = total_stats.dropped.setdefault(reason, DropCount())
                 total.documents += dropped["documents"]
                 total.bytes += dropped["bytes"]
                 total.examples = [*total.examples, *dropped["examples"]][:EXAMPLES]
@@ -246,7 +256,7 @@ class StepStats:
         return values
 
 
-def reason_key(reason: str) -> str:
+def to_drop_reason(reason: str) -> str:
     """Turn an error message into a drop reason: `is not JSON: …` → `not_json`."""
     words = re.sub(r"[^a-z0-9]+", "_", reason.partition(":")[0].lower().replace("'", "")).strip("_")
     return re.sub(r"^(is|has)_(an?_)?", "", words)

@@ -1,9 +1,9 @@
 """Encode texts to the same ids as the tokenizer's library, but faster.
 
-Byte-level BPE uses gigatoken. SentencePiece BPE is encoded word by word: no piece crosses two characters that are
-neighbours in no piece of the vocabulary, so a text may be cut between them without changing an id. NumPy and Arrow cut,
-count and join a batch at once; only new words reach SentencePiece. All other tokenizers, and every text that spells an
-added token, go through the tokenizer itself. One text of every batch is encoded both ways and compared.
+Byte-level BPE uses gigatoken. SentencePiece BPE is encoded word by word, with a cache: two characters that are
+neighbours in no piece of the vocabulary are never in one piece, so a text may be cut between them without changing an
+id. NumPy and Arrow cut, count and join a batch at once; only new words reach SentencePiece. All other tokenizers, and
+texts that spell an added token, use the tokenizer itself. One text of every batch is encoded both ways and compared.
 """
 
 import json
@@ -26,7 +26,7 @@ MAX_CACHED_WORDS = 2**21
 MAX_CACHED_BYTES = 64
 """Bytes of the longest word in the cache."""
 WORDS_PER_TEXT = 64
-"""New words that are joined to a text for SentencePiece: its time grows faster than the text, but each call costs."""
+"""New words that are joined to one text: SentencePiece is slow on long texts, but each call has a cost, too."""
 _CHUNK = 2**15  # bytes, so that all arrays of a chunk stay in the CPU cache
 _NUL = "\0"
 
@@ -36,7 +36,7 @@ IdArrays = list[NDArray[np.int32]]
 class CachedWordEncoder:
     """Encodes texts as `tokenizer.encode_batch` does, with a cache of words."""
 
-    unusual = ()
+    added_tokens = ()
 
     def __init__(self, tokenizer: SentencePieceTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -150,19 +150,18 @@ class FastEncoder:
         """Return the ids [n] of each text. Raises MegatfmError if the fast ids differ from the tokenizer's."""
         if self._fast is None:
             return self._tokenizer.encode_batch(texts, threads)
-        usual = [not any(character in text for character in self._fast.unusual) for text in texts]
-        fast = iter(
-            self._fast([text for text, is_usual in zip(texts, usual, strict=True) if is_usual], threads)
-        )
-        unusual_texts = [text for text, is_usual in zip(texts, usual, strict=True) if not is_usual]
-        slow = iter(self._tokenizer.encode_batch(unusual_texts, threads) if unusual_texts else [])
-        result = [next(fast) if is_usual else next(slow) for is_usual in usual]
-        self._check(texts, usual, result)
+        is_fast = [not any(token in text for token in self._fast.added_tokens) for text in texts]
+        fast_texts = [text for text, fast in zip(texts, is_fast, strict=True) if fast]
+        slow_texts = [text for text, fast in zip(texts, is_fast, strict=True) if not fast]
+        fast_ids = iter(self._fast(fast_texts, threads))
+        slow_ids = iter(self._tokenizer.encode_batch(slow_texts, threads) if slow_texts else [])
+        result = [next(fast_ids) if fast else next(slow_ids) for fast in is_fast]
+        self._check(texts, is_fast, result)
         return result
 
-    def _check(self, texts: Sequence[str], usual: Sequence[bool], result: IdArrays) -> None:
+    def _check(self, texts: Sequence[str], is_fast: Sequence[bool], result: IdArrays) -> None:
         """Compare one text of the batch, of medium length if there is one. Huge texts would take too long."""
-        lengths = {index: len(texts[index]) for index, is_usual in enumerate(usual) if is_usual}
+        lengths = {index: len(texts[index]) for index, fast in enumerate(is_fast) if fast}
         short = [index for index, length in lengths.items() if length <= MAX_CHECKED_CHARACTERS]
         if not short:
             return
@@ -180,12 +179,10 @@ class FastEncoder:
 class _Gigatoken:
     """Byte-level BPE by gigatoken."""
 
-    def __init__(self, encoder: Any, unusual: Sequence[str]) -> None:
+    def __init__(self, encoder: Any, added_tokens: Sequence[str]) -> None:
         self._encoder = encoder
-        self.unusual = unusual
-        self._awkward = import_module(
-            "awkward"
-        )  # type of its results; the import takes as long as 20 MB of text
+        self.added_tokens = added_tokens
+        self._awkward = import_module("awkward")  # has the type of its results
 
     def __call__(self, texts: Sequence[str], threads: int) -> IdArrays:
         if not texts:

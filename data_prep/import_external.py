@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 
 from megatfm.config.prep import SplitConfig
 from megatfm.corpus.files import AtomicFile
-from megatfm.data_prep.documents import StepStats, format_drop_reasons, reason_key
+from megatfm.data_prep.documents import StepStats, format_drop_reasons, to_drop_reason
+from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
-from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
 from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import FORMATS
 from megatfm.data_prep.readers.images import ImageRecord, read_files, read_tar
-from megatfm.data_prep.readers.record import Bad, BadFileError
+from megatfm.data_prep.readers.record import BadFileError, BadRecord
 from megatfm.data_prep.readers.token_ids import Ids, read_token_ids
 from megatfm.data_prep.tokenize import TokenizeStage, members_path, tokens_path
 from megatfm.errors import MegatfmError, UsageError
@@ -69,7 +70,9 @@ class ImportSource(Protocol):
         """The tokenizer of the ids; None if there are none."""
         ...
 
-    def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
+    def iter_documents(
+        self, part: int, counts: StepStats, advance: UpdateProgress
+    ) -> Iterator[ImportedDocument]:
         """Yield the documents of a part; dropped ones are added to `counts`, `advance` is called with the bytes
         read."""
         ...
@@ -104,7 +107,7 @@ class ImportStage:
             writers = {
                 name: stack.enter_context(_IntermediateFiles(self._folder, name, part)) for name in SPLITS
             }
-            for document in self._source.documents(part, counts, advance):
+            for document in self._source.iter_documents(part, counts, advance):
                 counts.count_input(document.size)
                 counts.count_kept(document.size)
                 digests.append(_hash_document(document))
@@ -131,10 +134,8 @@ class ImportStage:
         digest = blake3()
         for part in parts:
             digest.update("".join(part["blake3"]).encode())
-        manifest_fields, tokenize_stage = (
-            provenance(digest.hexdigest()),
-            TokenizeStage(self._stages, self._folder),
-        )
+        manifest_fields = provenance(digest.hexdigest())
+        tokenize_stage = TokenizeStage(self._stages, self._folder)
         written_splits = {
             name: tokenize_stage.write_shards(
                 self._folder,
@@ -200,7 +201,7 @@ def _hash_document(document: ImportedDocument) -> str:
 class IdFiles:
     """Files of token ids; each file is a part."""
 
-    warning = "token ids were imported as they are: no text was looked at for duplicates"
+    warning = "token ids were imported as they are: duplicates were not searched for"
 
     def __init__(self, listing: InputFiles, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -212,10 +213,12 @@ class IdFiles:
             [len(token_bytes) for token_bytes in tokenizer.token_bytes() or []], np.int64
         )
 
-    def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
+    def iter_documents(
+        self, part: int, counts: StepStats, advance: UpdateProgress
+    ) -> Iterator[ImportedDocument]:
         file = self._listing.files[part]
         try:
-            with self._listing.local(file, companions=(".idx",)) as path:
+            with self._listing.fetch(file, companions=(".idx",)) as path:
                 for index, ids in enumerate(read_token_ids(path, self._listing.config)):
                     if len(ids):
                         yield self._to_document(file, index, ids)
@@ -254,7 +257,7 @@ class ImageFiles:
     block should have many. Samples of a tar keep their order.
     """
 
-    warning = "images were imported as they are: nothing was looked at for duplicates"
+    warning = "images were imported as they are: duplicates were not searched for"
 
     def __init__(
         self,
@@ -274,24 +277,28 @@ class ImageFiles:
         self._runs = chunk_by_bytes([sum(file.size for file in group) for group in self._groups], task_bytes)
         self.parts = len(self._runs)
 
-    def documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
+    def iter_documents(
+        self, part: int, counts: StepStats, advance: UpdateProgress
+    ) -> Iterator[ImportedDocument]:
         for group in self._groups[slice(*self._runs[part])]:
             path = group[0].path
             try:
                 for source, record in self._read_records(group):
-                    labelled = record if isinstance(record, Bad) else self._labels.apply(source, record)
-                    if isinstance(labelled, Bad):
-                        self._skip(path, f"{source} {labelled.reason}", reason_key(labelled.reason), counts)
+                    labelled = record if isinstance(record, BadRecord) else self._labels.apply(source, record)
+                    if isinstance(labelled, BadRecord):
+                        self._skip(
+                            path, f"{source} {labelled.reason}", to_drop_reason(labelled.reason), counts
+                        )
                     else:
                         yield self._to_document(source, labelled)
             except BadFileError as error:
                 self._skip(path, str(error), "unreadable_file", counts)
             advance(sum(file.size for file in group))
 
-    def _read_records(self, group: list[InputFile]) -> Iterator[tuple[str, ImageRecord | Bad]]:
+    def _read_records(self, group: list[InputFile]) -> Iterator[tuple[str, ImageRecord | BadRecord]]:
         config = self._listing.config
         with ExitStack() as stack:
-            group_paths = [stack.enter_context(self._listing.local(file)) for file in group]
+            group_paths = [stack.enter_context(self._listing.fetch(file)) for file in group]
             if _is_tar(group[0]):
                 for record in read_tar(group_paths[0], config):
                     yield f"{group[0].name}#{record.key}", record
@@ -300,7 +307,7 @@ class ImageFiles:
             for file, path in zip(group, group_paths, strict=True):
                 extension = path.suffix[1:].lower()
                 if extension in paths:
-                    yield file.name, Bad(file.name, f"has a .{extension} twice")
+                    yield file.name, BadRecord(file.name, f"has a .{extension} twice")
                     return
                 paths[extension] = path
             yield group[0].name, read_files(group[0].name, paths, config)
@@ -316,7 +323,7 @@ class ImageFiles:
         """Return the corpus of an image's class; "" if there is only one corpus."""
         if self._split.partition_by is None:
             return ""
-        name, values = self._labels.class_name(members), self._split.partition_values
+        name, values = self._labels.get_class_name(members), self._split.partition_values
         return to_folder_name(name) if name and (not values or name in values) else OTHER
 
     def _skip(self, path: str, reason: str, drop_reason: str, counts: StepStats) -> None:

@@ -15,9 +15,9 @@ from blake3 import blake3
 
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.remote import RemoteFile, RemoteFolder
-from megatfm.data_prep.documents import Document, StepStats, reason_key
-from megatfm.data_prep.readers import check_format, format_of, get_reader
-from megatfm.data_prep.readers.record import Bad, BadFileError, replace_surrogates
+from megatfm.data_prep.documents import Document, StepStats, to_drop_reason
+from megatfm.data_prep.readers import check_format, find_format, get_reader
+from megatfm.data_prep.readers.record import BadFileError, BadRecord, replace_surrogates
 from megatfm.data_prep.readers.text import cut_text, read_text
 from megatfm.errors import MegatfmError, UsageError
 
@@ -85,7 +85,7 @@ class InputFiles:
                 "that has some, or change read.include and read.exclude"
             )
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Hash the files' names, sizes and versions: the hash changes with the corpus."""
         listing = [[file.name, file.size, file.version] for file in self.files]
         return blake3(json.dumps(listing).encode()).hexdigest()
@@ -113,9 +113,9 @@ class InputFiles:
             )
         self.bad.append(BadFile(path, reason))
 
-    def format(self, file: InputFile) -> str:
+    def find_format(self, file: InputFile) -> str:
         """Return the name of a file's format."""
-        return format_of(file.name, self.config, lambda size: self._read_head(file, size))
+        return find_format(file.name, self.config, lambda size: self._read_head(file, size))
 
     def _read_head(self, file: InputFile, size: int) -> bytes:
         """Read the first bytes of a file; none if it can't be read, which the reader will report."""
@@ -128,7 +128,7 @@ class InputFiles:
             return b""
 
     @contextmanager
-    def local(self, file: InputFile, companions: Sequence[str] = ()) -> Iterator[Path]:
+    def fetch(self, file: InputFile, companions: Sequence[str] = ()) -> Iterator[Path]:
         """Yield a local path of a file. companions: suffixes of files to put beside it."""
         if not self._remote:
             yield Path(file.path)
@@ -145,7 +145,7 @@ class InputFiles:
 
     def _walk_remote(self, remote: RemoteFolder) -> Iterator[InputFile]:
         """List a remote folder in the order and by the names of `_walk`."""
-        files_by_parts = [(tuple(file.name.split("/")), file) for file in remote.files()]
+        files_by_parts = [(tuple(file.name.split("/")), file) for file in remote.list_files()]
         self._remote_files = {file.name: file for _, file in files_by_parts}
         names: dict[tuple[str, ...], set[str]] = {}
         for parts, _ in files_by_parts:
@@ -159,9 +159,9 @@ class InputFiles:
             excluded_depths = (
                 depth + 1
                 for depth, part in enumerate(parts)
-                if _matches_any(part, (".*", *excluded[parts[:depth]]))
+                if matches_path(part, (".*", *excluded[parts[:depth]]))
             )
-            if (depth := next(excluded_depths, 0)) or not _matches_any(parts[-1], self._include):
+            if (depth := next(excluded_depths, 0)) or not matches_path(parts[-1], self._include):
                 excluded_paths.add(parts[: depth or len(parts)])
             else:
                 name = file.name.replace("#", "%23")
@@ -193,7 +193,7 @@ class InputFiles:
                     self.skip_bad(str(path), "is a link that leads back to a folder above it")
                 else:
                     stack.append((self._list_entries(path), identity))
-            elif not _matches_any(path.name, self._include):
+            elif not matches_path(path.name, self._include):
                 self.n_excluded += 1
             elif stat.S_ISREG(status.st_mode):
                 yield InputFile(str(path), _name(path.relative_to(root)), status.st_size, status.st_mtime_ns)
@@ -208,18 +208,14 @@ class InputFiles:
             return
         exclude = self._list_excluded_patterns(path.name for path in paths)
         for path in paths:
-            if _matches_any(path.name, (".*", *exclude)):
+            if matches_path(path.name, (".*", *exclude)):
                 self.n_excluded += 1
             else:
                 yield path
 
 
 def matches_path(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a path below the folder matches one of the patterns; a `*` matches slashes, too."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a path below the folder, or a name, matches one of the patterns; a `*` matches slashes, too."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -255,7 +251,7 @@ def _name(relative: Path) -> str:
 
 
 class DocumentReader:
-    """Turns files of a listing (`files`, else all) into documents of at most `limit` bytes.
+    """Reads files of a listing (`files`, else all) as documents of at most `limit` bytes.
 
     bad: unusable files to count; by default those of the listing.
     """
@@ -274,13 +270,13 @@ class DocumentReader:
         self._files = listing.files if files is None else files
         self._bad = listing.bad if bad is None else bad
 
-    def documents(self, advance: Callable[[int], None]) -> Iterator[Document]:
+    def iter_documents(self, advance: Callable[[int], None]) -> Iterator[Document]:
         """Yield the documents of all files; `advance` is called with the bytes of every finished file."""
         for bad in self._bad:
             self._drop(bad.reason, 0, bad.where)
         for file in self._files:
-            name = self._listing.format(file)
-            with self._listing.local(file) as path:
+            name = self._listing.find_format(file)
+            with self._listing.fetch(file) as path:
                 for document in (
                     self._read_text(file, path) if name == "text" else self._read_records(file, path, name)
                 ):
@@ -322,7 +318,7 @@ class DocumentReader:
         try:
             for record in get_reader(name)(path, self._config):
                 source = f"{file.name}#{record.key}"
-                if isinstance(record, Bad):
+                if isinstance(record, BadRecord):
                     if not is_reported:
                         self._listing.skip_bad(file.path, f"record {record.key} {record.reason}")
                     is_reported = True
@@ -343,4 +339,4 @@ class DocumentReader:
 
     def _drop(self, reason: str, size: int, example: str) -> None:
         self.counts.count_input(size)
-        self.counts.count_dropped(reason_key(reason), size, example)
+        self.counts.count_dropped(to_drop_reason(reason), size, example)

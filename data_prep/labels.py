@@ -9,8 +9,9 @@ from typing import Any
 from blake3 import blake3
 
 from megatfm.config.prep import LabelsConfig
+from megatfm.corpus.webdataset_images import read_class_names
 from megatfm.data_prep.readers.images import ImageRecord
-from megatfm.data_prep.readers.record import Bad, get_nested
+from megatfm.data_prep.readers.record import BadRecord, get_nested
 from megatfm.data_prep.readers.text import read_json_lines
 from megatfm.errors import UsageError
 
@@ -34,23 +35,23 @@ class ClassLabels:
         """Hash of names and table, on which the labels depend."""
         return blake3(json.dumps([self.names, sorted(self._table.items())]).encode()).hexdigest(length=16)
 
-    def apply(self, source: str, image: ImageRecord) -> ImageRecord | Bad:
+    def apply(self, source: str, image: ImageRecord) -> ImageRecord | BadRecord:
         """Return the image with its class in `.cls`, or why it has none. source: its path, or `TAR#KEY`."""
         if self._config.by == "cls":
             return image
         name = self._find_class(source, image.members)
         if name is None:
-            return Bad(image.key, f"has no label by {self._where}")
+            return BadRecord(image.key, f"has no label by {self._where}")
         number = self._class_indices.get(name) if self.names else _parse_class_number(name)
         if number is None:
             known_labels = f"the {len(self.names)} of read.labels.classes" if self.names else "numbers"
-            return Bad(image.key, f"has the label {name!r}, which is none of {known_labels}")
+            return BadRecord(image.key, f"has the label {name!r}, which is none of {known_labels}")
         members = {extension: data for extension, data in image.members.items() if extension != "cls"}
         first = next(iter(members))
         labelled = {first: members.pop(first), "cls": b"%d" % number, **members}
         return ImageRecord(image.key, labelled, image.text)
 
-    def class_name(self, members: Mapping[str, bytes]) -> str:
+    def get_class_name(self, members: Mapping[str, bytes]) -> str:
         """Return the name of an image's class, or its number if classes have no names; "" without a class."""
         number = members.get("cls", b"").strip().decode()
         is_named = number.isdigit() and int(number) < len(self.names)
@@ -69,7 +70,7 @@ class ClassLabels:
     def _find_class(self, source: str, members: Mapping[str, bytes]) -> str | None:
         path = source.partition("#")[2] or source
         if self._config.by == "folder":
-            return parent_folder(path)
+            return get_parent_folder(path)
         if self._config.by == "table":
             stem = path.rpartition("/")[2]
             keys = (path, stem, path.rpartition(".")[0] or path, stem.rpartition(".")[0] or stem)
@@ -81,17 +82,18 @@ class ClassLabels:
 
     def _list_class_names(self, sources: Iterable[str]) -> list[str]:
         if self._config.classes is not None:
-            return _read_names(Path(self._config.classes))
+            setting = f"read.labels.classes = {self._config.classes!r}"
+            return read_class_names(Path(self._config.classes), setting)
         if self._config.by == "table":
             class_names = set(self._table.values())
         elif self._config.by == "folder":
-            class_names = {name for source in sources if (name := parent_folder(source)) is not None}
+            class_names = {name for source in sources if (name := get_parent_folder(source)) is not None}
         else:
             return []  # values of fields are unknown before they are read
         if not class_names and self._config.by == "folder":
             raise UsageError(
-                "read.labels.by = 'folder': no image lies in a folder of a class: lay them as CLASS/IMAGE.jpg, or, "
-                "of tars, give the classes in read.labels.classes"
+                "read.labels.by = 'folder': no image lies in a folder of a class: name files CLASS/IMAGE.jpg, or for "
+                "tars list the classes in read.labels.classes"
             )
         # Numbers are classes themselves; sorted as names, 10 would come before 2.
         return (
@@ -99,7 +101,7 @@ class ClassLabels:
         )
 
 
-def parent_folder(path: str) -> str | None:
+def get_parent_folder(path: str) -> str | None:
     """Return the name of a file's folder; None if it has none."""
     folders = path.split("/")[:-1]
     return folders[-1] if folders else None
@@ -107,21 +109,6 @@ def parent_folder(path: str) -> str | None:
 
 def _parse_class_number(name: str) -> int | None:
     return int(name) if name.isascii() and name.isdigit() and len(name) <= 9 else None
-
-
-def _read_names(path: Path) -> list[str]:
-    """Read class names, one a line. Raises UsageError for an unreadable file, and empty or repeated names."""
-    try:
-        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"read.labels.classes = {str(path)!r}: can't be read ({error})") from error
-    while names and not names[-1]:
-        names.pop()
-    if not names or len(set(names)) < len(names) or "" in names:
-        raise UsageError(
-            f"read.labels.classes = {str(path)!r}: give one name a line, none twice; the first is class 0"
-        )
-    return names
 
 
 def _read_table(config: LabelsConfig) -> dict[str, str]:

@@ -1,12 +1,12 @@
 """The pipeline of `megatfm prep`: stages, each of which commits its result before the next begins.
 
 Cleaning, deduplication and tokenizing are divided into parts, which depend on the config alone. Training the tokenizer
-and writing shards join the parts in their order. So the result does not depend on which process did which part, and a
+and writing shards join the parts in order. So the result does not depend on which process did which part, and a
 committed part is never done again.
 
-A stage's basis is everything that it depends on: the basis of the stage before, and the settings that it reads. Its
-files lie in a folder named by a hash of the basis, so files of other settings are never read. Documents are removed
-once the next stage has read them; if other settings need them again, their stages run again.
+A stage's basis is everything that it depends on: the basis of the stage before, and the settings that it reads. The
+stage's files are in a folder named by a hash of the basis, so files of other settings are never read. Documents are
+removed once the next stage has read them; if other settings need them, their stages run again.
 """
 
 import platform
@@ -21,9 +21,9 @@ from megatfm.data_prep.builtin import with_builtin_folder
 from megatfm.data_prep.clean import CleanStage
 from megatfm.data_prep.dedup.runner import DedupStage, pass_names
 from megatfm.data_prep.execution.config_identity import config_identity
-from megatfm.data_prep.execution.executors import FINISH, LocalExecutor, LockExecutor, TaskExecutor
+from megatfm.data_prep.execution.executors import FINISH, Executor, LocalExecutor, LockExecutor, StageResult
 from megatfm.data_prep.execution.progress import PrepSummary, Reporter
-from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.import_external import (
     EMPTY_SPLIT,
@@ -47,13 +47,13 @@ STEP_LIBRARIES = {
     "lines": "xxhash",
     "paragraphs": "xxhash",
 }
-LOSSY = "this tokenizer does not keep every text as it is, so there will be no bits per byte"
+LOSSY_NOTE = "this tokenizer is not lossless, so there will be no bits per byte"
 
 
 def run(
     config: PrepConfig,
     reporter: Reporter | None = None,
-    make_executor: Callable[[Path], TaskExecutor] | None = None,
+    make_executor: Callable[[Path], Executor] | None = None,
 ) -> PrepSummary:
     """Prepare a corpus: text → repaired, deduplicated, split, tokenized → shards in `config.out`.
 
@@ -89,13 +89,13 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     if config.split.validation_files:
         listing.move_to_front(config.split.validation_files)
     basis: StageResult = {
-        "files": listing.fingerprint(),
+        "files": listing.compute_fingerprint(),
         "task_bytes": config.task_bytes,
         **{name: values[name] for name in ("version", "plugins", "read", "split", "steps") if name in values},
     }
     basis["split"] = {key: value for key, value in values["split"].items() if key != "near_duplicates"}
     if isinstance(stages.executor, LockExecutor) or stages.executor.rank == 1:
-        workspace.check_agreement(basis, shared=isinstance(stages.executor, LockExecutor))
+        workspace.check_settings(basis, shared=isinstance(stages.executor, LockExecutor))
     if config.read.is_passthrough:
         return _finish(workspace, stages, _import(stages, listing, values, basis))
     dedup_basis = {**basis, "dedup": values["dedup"]} if "dedup" in values else basis
@@ -116,7 +116,7 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
         "input_blake3": clean["blake3"],
         "libraries": _get_library_versions(config, tokenizer_facts),
     }
-    lossy = [] if tokenizer_facts.get("lossless", True) else [LOSSY]
+    lossy = [] if tokenizer_facts.get("lossless", True) else [LOSSY_NOTE]
     result = {
         **provenance,
         "notes": clean["notes"] + split["notes"] + lossy,

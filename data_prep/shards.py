@@ -14,14 +14,15 @@ from megatfm.corpus.inspect import MAX_VALUES, countable_fields
 from megatfm.corpus.manifest import MANIFEST, Manifest, TokenDtype
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.execution.executors import StageResult
+from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.errors import UsageError
 from megatfm.tokenizers import Tokenizer
 
 MAX_LISTED = 12
 
 
-class Statistics:
+class SplitStatistics:
     """Statistics of the documents of a split: lengths, sources, domains, languages, fields, use of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -61,7 +62,7 @@ class Statistics:
                     for column, value in enumerate((1, size, tokens)):
                         total[column] += value
 
-    def join(self, other: "Statistics") -> None:
+    def merge(self, other: "SplitStatistics") -> None:
         """Add the counts of another instance."""
         self._uses += other._uses
         for bucket, count in other._lengths.items():
@@ -101,7 +102,7 @@ class Statistics:
             **vocabulary,
         }
 
-    def token_shares(self) -> dict[str, Any]:
+    def list_token_counts(self) -> dict[str, Any]:
         """Return tokens in total and of the largest values, by domain, language and fields, for the manifest."""
         totals_by_field = {
             "domain": self._domains,
@@ -145,7 +146,9 @@ MAX_CORPORA = 100
 
 class SplitWriter(ExitStack):
     """Writes a split's documents into `out/NAME`, or into a folder below it for each value of `split.partition_by`.
-    Without an encoder there are no ids."""
+
+    encoder: the tokenizer of the ids; None if there are none.
+    """
 
     def __init__(self, stages: StageRunner, name: str, encoder: Tokenizer | None) -> None:
         super().__init__()
@@ -153,7 +156,7 @@ class SplitWriter(ExitStack):
         self._folder: Path = stages.out / name
         self._partition_by = stages.config.split.partition_by
         self._writers: dict[str, ShardWriter] = {}
-        self._statistics: dict[str, Statistics] = {}
+        self._statistics: dict[str, SplitStatistics] = {}
         self._number = 0
         # There can be a manifest only if a run was killed between writing it and committing this stage.
         for path in [self._folder / MANIFEST, *self._folder.glob(f"*/{MANIFEST}")]:
@@ -181,7 +184,7 @@ class SplitWriter(ExitStack):
                 size,
                 document_members,
                 fields,
-                *self._images(document_members),
+                *self._measure_images(document_members),
             )
             start, self._number = start + count, self._number + 1
             id_parts, corpus_documents = by_corpus.setdefault(corpus, ([], []))
@@ -190,7 +193,7 @@ class SplitWriter(ExitStack):
         for corpus, (id_parts, corpus_documents) in by_corpus.items():
             self._statistics[corpus].add(np.concatenate(id_parts), corpus_documents)
 
-    def _images(self, members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
+    def _measure_images(self, members: Mapping[str, bytes]) -> tuple[tuple[int, int] | None, int | None]:
         """Return height and width of an imported image, and the number of images; None for other corpora."""
         if self._stages.config.read.format != "images":
             return None, None
@@ -207,9 +210,9 @@ class SplitWriter(ExitStack):
             for path in self._folder.iterdir():
                 if path.is_dir() and path.name not in results:
                     shutil.rmtree(path)
-        statistics = Statistics(self._encoder)
+        statistics = SplitStatistics(self._encoder)
         for split_statistics in self._statistics.values():
-            statistics.join(split_statistics)
+            statistics.merge(split_statistics)
         totals = {
             name: sum(result[name] for result in results.values())
             for name in ("documents", "text_bytes", "tokens", "shards", "bytes")
@@ -228,7 +231,7 @@ class SplitWriter(ExitStack):
 
     def _finish(self, name: str, provenance: Mapping[str, Any]) -> StageResult:
         statistics = self._statistics[name]
-        holds = {"holds": shares} if (shares := statistics.token_shares()) else {}
+        holds = {"holds": shares} if (shares := statistics.list_token_counts()) else {}
         value = {"value": name} if name else {}
         manifest: Manifest = self._writers[name].finish({**provenance, **value, **holds})
         shards = manifest.shards
@@ -249,19 +252,19 @@ class SplitWriter(ExitStack):
             return self._writers[corpus]
         if len(self._writers) == MAX_CORPORA:
             raise UsageError(
-                f"split.partition_by = {self._partition_by!r}: has over {MAX_CORPORA} values: say with "
-                "split.partition_values which get a corpus"
+                f"split.partition_by = {self._partition_by!r}: has over {MAX_CORPORA} values: list those that get a "
+                "corpus in split.partition_values"
             )
         compress = self._stages.config.compress
         dtype: TokenDtype = self._encoder.token_dtype if self._encoder else "uint16"
-        self._statistics[corpus] = Statistics(self._encoder)
+        self._statistics[corpus] = SplitStatistics(self._encoder)
         writer = ShardWriter(
             self._folder / corpus,
             tokenizer_hash=self._encoder.hash if self._encoder else NO_TOKENIZER["kind"],
             token_dtype=dtype,
             compress=compress,
             pack=compress,
-            on_file_written=self._stages.send,
+            on_file_written=self._stages.upload,
         )
         self._writers[corpus] = self.enter_context(writer)
         return writer

@@ -1,6 +1,6 @@
 """Hold documents out for validation, and drop their near duplicates from training.
 
-1. Plan the split: which folders, files, records or parts of files are held out (`plan_split` and its variants).
+1. Plan the split: which folders, files, records or parts of files are held out (`plan_by_files` and its variants).
 2. Write the held-out documents, with an index of their MinHash signatures on disk (`dedup/validation.py`).
 3. Write the other documents for training, except near duplicates of held-out ones (`SplitStage`).
 """
@@ -22,8 +22,9 @@ from megatfm.data_prep.documents import (
     part_path,
     read_documents,
 )
+from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import track_progress
-from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.input_files import matches_path
 from megatfm.errors import UsageError
 
@@ -85,7 +86,7 @@ def choose_held_out(sizes: Mapping[str, int], share: float, seed: int) -> frozen
     return frozenset(held_out) if max_bytes and remaining_bytes <= max_bytes / 2 else frozenset()
 
 
-def plan_split(files: Mapping[str, int], share: float, seed: int) -> Split | None:
+def plan_by_files(files: Mapping[str, int], share: float, seed: int) -> Split | None:
     """Plan the split at the first level of files at which `share` can be met; None if there is none.
 
     files: bytes of each file.
@@ -99,7 +100,7 @@ def plan_split(files: Mapping[str, int], share: float, seed: int) -> Split | Non
     return None
 
 
-def plan_parts_of_files(sizes: Mapping[str, Mapping[str, int]], share: float, seed: int) -> Split | None:
+def plan_by_documents(sizes: Mapping[str, Mapping[str, int]], share: float, seed: int) -> Split | None:
     """Plan the split at a level of documents; None if there are too few. sizes: bytes of each name, by level."""
     for level in DOCUMENT_LEVELS:
         if held_out := choose_held_out(sizes[level], share, seed):
@@ -158,14 +159,14 @@ class SplitStage:
         if not config.has_validation_split:
             return NO_SPLIT
 
-        def plan_by_files() -> StageResult:
+        def plan_whole_files() -> StageResult:
             sizes: Counter[str] = Counter()
-            for part in self._stages.task_results(self._name, basis, range(self._parts)):
+            for part in self._stages.read_part_results(self._name, basis, range(self._parts)):
                 sizes.update(part["files"])
             by_name = _split_by_patterns(sizes, config.validation_files) if config.validation_files else None
-            return _plan(
-                by_name or plan_split(sizes, share, seed),
-                self._stages.task_results(self._name, basis, range(self._parts)),
+            return _describe_plan(
+                by_name or plan_by_files(sizes, share, seed),
+                self._stages.read_part_results(self._name, basis, range(self._parts)),
             )
 
         def measure(part: int) -> StageResult:
@@ -175,17 +176,17 @@ class SplitStage:
                     level_sizes[LEVELS[level](document)] += document.text_bytes
             return sizes
 
-        def plan_by_documents(parts: Iterable[StageResult]) -> StageResult:
+        def combine_measures(parts: Iterable[StageResult]) -> StageResult:
             split = _plan_documents(parts, share, seed)
             if split is None:
                 raise UsageError(
                     f"too little text to hold {100 * share:.0f} % of it out: add text, or change split.validation"
                 )
-            return _plan(split, ({"files": part[split.level]} for part in parts))
+            return _describe_plan(split, ({"files": part[split.level]} for part in parts))
 
-        if (plan := self._stages.run_once("split-plan", basis, plan_by_files))["level"]:
+        if (plan := self._stages.run_once("split-plan", basis, plan_whole_files))["level"]:
             return plan
-        return self._stages.run_parts("split-plan-parts", basis, self._parts, measure, plan_by_documents)
+        return self._stages.run_parts("split-plan-parts", basis, self._parts, measure, combine_measures)
 
     def run(self, plan: StageResult, size: int, basis: StageResult) -> StageResult:
         """Write both splits into the folder of the basis: training without near duplicates of held-out documents."""
@@ -259,7 +260,7 @@ def _plan_documents(parts: Iterable[StageResult], share: float, seed: int) -> Sp
         if any(len(level_sizes) > MAX_NAMES for level_sizes in sizes.values()):
             splits = (plan_by_hash(parts, level, share, seed) for level in DOCUMENT_LEVELS)
             return next((split for split in splits if split), None)
-    return plan_parts_of_files(sizes, share, seed)
+    return plan_by_documents(sizes, share, seed)
 
 
 def _drop_held_out(documents: Iterable[Document], split: Split, counts: StepStats) -> Iterator[Document]:
@@ -290,7 +291,7 @@ def _split_by_patterns(files: Iterable[str], patterns: Sequence[str]) -> Split:
     return Split("file", held_out)
 
 
-def _plan(split: Split | None, parts: Iterable[StageResult]) -> StageResult:
+def _describe_plan(split: Split | None, parts: Iterable[StageResult]) -> StageResult:
     """Return a split as JSON, with the numbers of the parts that contain held-out files or documents."""
     if split is None:
         return {"level": None}

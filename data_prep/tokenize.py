@@ -14,9 +14,17 @@ from blake3 import blake3
 from megatfm import tokenizers
 from megatfm.config.prep import TokenizerConfig
 from megatfm.corpus.files import AtomicFile, write_whole
-from megatfm.data_prep.documents import Document, DocumentWriter, part_path, read_documents, read_parts
+from megatfm.data_prep.documents import (
+    Document,
+    DocumentWriter,
+    batch_by_bytes,
+    part_path,
+    read_documents,
+    read_parts,
+)
+from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import track_progress
-from megatfm.data_prep.execution.stages import StageResult, StageRunner
+from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.data_prep.shards import NO_TOKENIZER, SplitWriter
@@ -41,7 +49,7 @@ def make_tokenizer_files(config: TokenizerConfig, texts: Iterable[str]) -> dict[
     }
     train = partial(_TRAIN[config.kind], texts, **reserve)
     if config.file is not None:
-        files = tokenizers.tokenizer_files(config.file)
+        files = tokenizers.read_tokenizer_files(config.file)
     elif config.kind == "byte-bpe":
         files = _with_roles(train(pattern=config.pretokenizer))
     elif config.kind == "wordpiece":
@@ -64,7 +72,7 @@ def write_tokenizer(folder: Path, files: dict[str, bytes]) -> Tokenizer:
 
 
 def _with_roles(data: bytes) -> dict[str, bytes]:
-    """Add the config from which transformers' AutoTokenizer learns the special tokens."""
+    """Return a tokenizer.json and the config from which transformers' AutoTokenizer reads its special tokens."""
     tokenizer = tokenizers.HuggingFaceTokenizer(data)
     ids = {role: getattr(tokenizer, role) for role in ("bos", "eos", "pad", "unk", "mask", "cls", "sep")}
     roles = {
@@ -132,20 +140,19 @@ class TokenizeStage:
             return NO_TOKENIZER
         return write_tokenizer(self._stages.out, make_tokenizer_files(self._config.tokenizer, ())).describe()
 
-    def run(
-        self, name: str, documents: StageResult, provenance: StageResult, basis: StageResult
-    ) -> StageResult:
-        """Tokenize a split and write its shards, unless that is committed; documents: its bytes and parts."""
+    def run(self, name: str, split: StageResult, provenance: StageResult, basis: StageResult) -> StageResult:
+        """Tokenize a split and write its shards, unless that is committed. split: its bytes and parts."""
         encoder = tokenizers.load(self._stages.out)
         fast = FastEncoder(encoder, self._stages.out)
         threads = self._config.tokenizer_threads or _count_cores()
-        folder, parts = self._stages.folder_for(basis), documents["parts"]
-        with self._stages.reporter.stage(f"tokenize-{name}", documents["bytes"]) as advance:
+        folder, parts = self._stages.folder_for(basis), split["parts"]
+        with self._stages.reporter.stage(f"tokenize-{name}", split["bytes"]) as advance:
 
             def work(part: int) -> StageResult:
                 token_counts = []
                 file = AtomicFile(tokens_path(folder, name, part))
-                for batch in _iter_batches(read_documents(part_path(self._folder, name, part))):
+                documents = read_documents(part_path(self._folder, name, part))
+                for batch in batch_by_bytes(documents, BATCH_BYTES):
                     texts = [document.text for document in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
                         file.write(np.asarray(ids, "<i4").tobytes())
@@ -158,7 +165,8 @@ class TokenizeStage:
                 return {"documents": token_counts}
 
             def tidy() -> None:
-                for part in range(parts):  # first the commit of the ids
+                for part in range(parts):
+                    # The commit goes first: without its ids it must not be seen.
                     (folder / f"tokenize-{name}.{part:05d}.json").unlink(missing_ok=True)
                     tokens_path(folder, name, part).unlink(missing_ok=True)
 
@@ -225,16 +233,3 @@ def _count_cores() -> int:
 def _in_sample(document: Document, share: float) -> bool:
     """Whether a document is in a fixed random sample of about `share` of all documents."""
     return int.from_bytes(blake3(document.id.encode()).digest(8), "big") < share * 2**64
-
-
-def _iter_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += document.text_bytes
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

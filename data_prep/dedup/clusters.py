@@ -11,7 +11,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +20,18 @@ from megatfm.corpus.files import disk_errors_as_megatfm_errors
 from megatfm.data_prep.dedup.hashing import Hashes, band_hashes
 from megatfm.data_prep.dedup.key_table import (
     DedupContext,
-    Facts,
+    HashRange,
     KeyTable,
     Partitioning,
     PartitionsWriter,
     RowIndices,
-    find_slices,
+    find_hash_ranges,
     read_array,
     read_partition,
+    split_hash_ranges,
     write_keys,
 )
+from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 
 SMALL_BUCKET = 32
@@ -45,48 +47,33 @@ Edges = NDArray[np.int64]
 """[n, 2]: pairs of similar rows, the lower one first."""
 
 
-class HashRange(NamedTuple):
-    """Records `begin` … `end` − 1 in the file of a chunk, ordered by hash and row. base: first row of the chunk."""
-
-    path: Path
-    base: int
-    begin: int
-    end: int
-
-
 class Buckets:
     """Compares the rows of buckets. leftover_path: file of remaining rows of a bucket that doesn't fit the memory."""
 
     def __init__(self, rows: KeyTable, similarity: float, memory_bytes: int, leftover_path: Path) -> None:
-        self._rows, self._similarity, self._memory, self._leftover_path = (
-            rows,
-            similarity,
-            memory_bytes,
-            leftover_path,
-        )
+        self._rows, self._similarity = rows, similarity
+        self._memory_bytes, self._leftover_path = memory_bytes, leftover_path
         # Signatures take a third of the memory.
         self._max_rows = max(2, memory_bytes // (3 * rows.columns * 4))
         self._max_pairs = max(64, min(MAX_PAIRS, memory_bytes // (16 * rows.columns)))
 
-    def edges(self, parts: list[HashRange], low: int, high: int) -> Iterator[Edges]:
+    def find_edges(self, parts: list[HashRange], low: int, high: int) -> Iterator[Edges]:
         """Yield edges of rows whose hashes lie from `low` up to `high`; in halves if they don't fit the memory."""
         size = sum(part.end - part.begin for part in parts)
-        if size * JOIN_BYTES <= self._memory:
-            yield from self._in_memory(parts, size)
+        if size * JOIN_BYTES <= self._memory_bytes:
+            yield from self._compare_in_memory(parts, size)
         elif high - low > 1:
             middle = (low + high) // 2
-            edges = [_search(part, middle) for part in parts]
-            lower = [part._replace(end=edge) for part, edge in zip(parts, edges, strict=True)]
-            upper = [part._replace(begin=edge) for part, edge in zip(parts, edges, strict=True)]
-            yield from self.edges(lower, low, middle)
-            yield from self.edges(upper, middle, high)
+            lower, upper = split_hash_ranges(parts, middle)
+            yield from self.find_edges(lower, low, middle)
+            yield from self.find_edges(upper, middle, high)
         else:
             yield from self._compare_on_disk(_read_rows(part, self._max_rows) for part in parts)
 
-    def _in_memory(self, parts: list[HashRange], size: int) -> Iterator[Edges]:
+    def _compare_in_memory(self, parts: list[HashRange], size: int) -> Iterator[Edges]:
         hashes, row_indices, start = np.empty(size, np.uint64), np.empty(size, np.int64), 0
         for part in parts:
-            records = _read_records(part)
+            records = part.read()
             destination = slice(start, start := start + len(records))
             hashes[destination], row_indices[destination] = records["hash"], records["place"]
             row_indices[destination] += part.base
@@ -104,11 +91,10 @@ class Buckets:
                 yield self._compare(row_indices[begin : ends[last - 1]], sizes[bucket:last])
             else:
                 last = bucket + 1
-                batch_rows = range(begin, int(ends[bucket]), self._max_rows)
-                chunks = (
-                    row_indices[start2 : min(start2 + self._max_rows, ends[bucket])] for start2 in batch_rows
-                )
-                yield from self._compare_on_disk(iter([chunks]))
+                bucket_rows = row_indices[begin : int(ends[bucket])]
+                batch_starts = range(0, len(bucket_rows), self._max_rows)
+                batches = (bucket_rows[at : at + self._max_rows] for at in batch_starts)
+                yield from self._compare_on_disk(iter([batches]))
             bucket, begin = last, int(ends[last - 1])
 
     def _compare(self, row_indices: RowIndices, sizes: NDArray[np.int64]) -> Edges:
@@ -193,19 +179,9 @@ def _iter_pairs(members: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterato
         yield np.stack([groups[:, left].ravel(), groups[:, right].ravel()], axis=1)
 
 
-def _search(part: HashRange, middle: int) -> int:
-    """Find the first record whose hash is at least `middle`."""
-    mapped = np.memmap(part.path, RECORD, "r", shape=(part.end,))
-    return part.begin + int(np.searchsorted(mapped["hash"][part.begin :], np.uint64(middle)))
-
-
-def _read_records(part: HashRange) -> NDArray[Any]:
-    return read_array(part.path, RECORD, part.begin, part.end - part.begin)
-
-
 def _read_rows(part: HashRange, batch_rows: int) -> Iterator[RowIndices]:
     for start in range(part.begin, part.end, batch_rows):
-        records = _read_records(part._replace(begin=start, end=min(start + batch_rows, part.end)))
+        records = part._replace(begin=start, end=min(start + batch_rows, part.end)).read()
         yield records["place"].astype(np.int64) + part.base
 
 
@@ -219,34 +195,34 @@ _SORT_BYTES, _SIGN_BYTES, _EDGE_BYTES = 96, 4, 80
 _EDGE = np.dtype("<u8")
 
 
-def mark_near_duplicates(rows: KeyTable, index: DedupContext, bands: int, similarity: float) -> Facts:
-    """Mark all rows except the first of each cluster, as `index.marks`; a row is a signature of `bands` bands.
+def mark_near_duplicates(rows: KeyTable, context: DedupContext, bands: int, similarity: float) -> StageResult:
+    """Mark all rows except the first of each cluster, as `context.marks`; a row is a signature of `bands` bands.
 
     Returns `each`, the number of rows in a file of marks.
     """
-    return _Search(rows, index, bands, similarity).run()
+    return _ClusterSearch(rows, context, bands, similarity).run()
 
 
-class _Search:
-    def __init__(self, rows: KeyTable, index: DedupContext, bands: int, similarity: float) -> None:
-        self._rows, self._index, self._bands = rows, index, bands
+class _ClusterSearch:
+    def __init__(self, rows: KeyTable, context: DedupContext, bands: int, similarity: float) -> None:
+        self._rows, self._context, self._bands = rows, context, bands
         self._similarity = similarity
         sort_bytes = max(_SORT_BYTES + _SIGN_BYTES * rows.columns, _EDGE_BYTES * bands)
-        self._partitioning = Partitioning.fit_memory(len(rows), index.memory_bytes, sort_bytes, JOIN_BYTES)
+        self._partitioning = Partitioning.fit_memory(len(rows), context.memory_bytes, sort_bytes, JOIN_BYTES)
 
-    def run(self) -> Facts:
-        partitioning, run, total = self._partitioning, self._index.run_tasks, len(self._rows)
+    def run(self) -> StageResult:
+        partitioning, run, total = self._partitioning, self._context.run_tasks, len(self._rows)
         run("sort", partitioning.chunks, total, self._sort)
         run("buckets", self._bands * partitioning.ranges, total * self._bands, self._join)
         run("gather", partitioning.chunks, total, self._gather)
         return run("clusters", 1, total, self._cluster_chunk, lambda _: {"each": partitioning.chunk_rows})
 
-    def _sort(self, chunk: int, advance: UpdateProgress) -> Facts:
+    def _sort(self, chunk: int, advance: UpdateProgress) -> StageResult:
         begin, end = self._partitioning.chunk(chunk)
         signatures = self._rows.read(begin, end)
         width = self._rows.columns // self._bands
         partitions = self._bands * self._partitioning.ranges
-        with PartitionsWriter(self._index.path("sorted", chunk), partitions) as writer:
+        with PartitionsWriter(self._context.path("sorted", chunk), partitions) as writer:
             for band in range(self._bands):
                 hashes = band_hashes(signatures, band, width)
                 order = argsort_stable(hashes)
@@ -257,32 +233,28 @@ class _Search:
         advance(end - begin)
         return {}
 
-    def _join(self, partition: int, advance: UpdateProgress) -> Facts:
+    def _join(self, partition: int, advance: UpdateProgress) -> StageResult:
         partitioning = self._partitioning
-        ranges, range_index = partitioning.ranges, partition % partitioning.ranges
-        parts = [
-            HashRange(self._index.path("sorted", chunk), chunk * partitioning.chunk_rows, begin, end)
-            for chunk in range(partitioning.chunks)
-            for begin, end in find_slices(self._index.path("sorted", chunk), self._bands * ranges, partition)
-        ]
-        low, high = range_index * 2**64 // ranges, (range_index + 1) * 2**64 // ranges
+        partitions = self._bands * partitioning.ranges
+        parts = find_hash_ranges(self._context, partitioning, RECORD, partitions, partition)
+        bounds = partitioning.hash_bounds(partition % partitioning.ranges)
         buckets = Buckets(
-            self._rows, self._similarity, self._index.memory_bytes, self._index.path("rest", partition)
+            self._rows, self._similarity, self._context.memory_bytes, self._context.path("rest", partition)
         )
-        with PartitionsWriter(self._index.path("joined", partition), partitioning.chunks) as writer:
-            for edges in buckets.edges(parts, low, high):
+        with PartitionsWriter(self._context.path("joined", partition), partitioning.chunks) as writer:
+            for edges in buckets.find_edges(parts, *bounds):
                 edges = spanning_forest(edges)
                 edges = edges[np.argsort(edges[:, 1])]
                 writer.add(self._pack(edges), partitioning.count_by_chunk(edges[:, 1]))
             writer.commit()
-        advance(partitioning.total // ranges)
+        advance(partitioning.total // partitioning.ranges)
         return {}
 
-    def _gather(self, chunk: int, advance: UpdateProgress) -> Facts:
+    def _gather(self, chunk: int, advance: UpdateProgress) -> StageResult:
         edges = np.empty(0, _EDGE)
         for new_edges in self._in_batches(self._read_edges(chunk)):
             edges = np.unique(np.concatenate([edges, new_edges]))
-        write_keys(self._index.path("edges", chunk), [edges])
+        write_keys(self._context.path("edges", chunk), [edges])
         begin, end = self._partitioning.chunk(chunk)
         advance(end - begin)
         return {}
@@ -290,11 +262,11 @@ class _Search:
     def _read_edges(self, chunk: int) -> Iterator[NDArray[Any]]:
         for partition in range(self._bands * self._partitioning.ranges):
             yield from read_partition(
-                self._index.path("joined", partition), _EDGE, self._partitioning.chunks, chunk
+                self._context.path("joined", partition), _EDGE, self._partitioning.chunks, chunk
             )
 
-    def _cluster_chunk(self, _: int, advance: UpdateProgress) -> Facts:
-        forwarded_paths = [self._index.path("passed", chunk) for chunk in range(self._partitioning.chunks)]
+    def _cluster_chunk(self, _: int, advance: UpdateProgress) -> StageResult:
+        forwarded_paths = [self._context.path("passed", chunk) for chunk in range(self._partitioning.chunks)]
         for path in forwarded_paths:
             path.unlink(missing_ok=True)  # left by a process that died here
         for chunk in reversed(range(self._partitioning.chunks)):
@@ -318,7 +290,7 @@ class _Search:
                             file.write(self._pack(lower[order[start : start + count]]).tobytes())
                     start += count
             marks[edges[:, 1] - begin] = 1
-            write_keys(self._index.path("marks", chunk), [marks])
+            write_keys(self._context.path("marks", chunk), [marks])
             advance(end - begin)
         return {}
 
@@ -326,7 +298,7 @@ class _Search:
         """Yield the edges of a chunk's rows to lower ones, and those that were passed down to it."""
         step = self._choose_batch_size()
         for kind in ("edges", "passed"):
-            path = self._index.path(kind, chunk)
+            path = self._context.path(kind, chunk)
             count = path.stat().st_size // _EDGE.itemsize if path.exists() else 0
             for start in range(0, count, step):
                 yield read_array(path, _EDGE, start, min(step, count - start))
@@ -342,7 +314,7 @@ class _Search:
             yield np.concatenate(batch)
 
     def _choose_batch_size(self) -> int:
-        return max(1, self._index.memory_bytes // (4 * _EDGE_BYTES))
+        return max(1, self._context.memory_bytes // (4 * _EDGE_BYTES))
 
     def _pack(self, edges: Edges) -> NDArray[Any]:
         """Pack edges into integers: the higher row, counted from its chunk's first, times all rows, plus the lower

@@ -21,50 +21,50 @@ from numpy.typing import NDArray
 from megatfm.data_prep.dedup.hashing import Hashes
 from megatfm.data_prep.dedup.key_table import (
     DedupContext,
-    Facts,
+    HashRange,
     KeyTable,
     Partitioning,
     PartitionsWriter,
     RowIndices,
-    find_slices,
+    find_hash_ranges,
     read_array,
     read_partition,
+    split_hash_ranges,
     write_keys,
 )
 from megatfm.data_prep.documents import EXAMPLES
+from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 
 # Bytes of memory for each row in a task, as measured with tracemalloc.
 SORT_BYTES, JOIN_BYTES = 72, 80
 
-_Slice = tuple[int, int, int]  # chunk, begin and end of a range in its sorted rows
 
-
-def mark_repeats(rows: KeyTable, index: DedupContext) -> Facts:
-    """Mark the rows whose key (the first number, or the first two) an earlier row has, as `index.marks`.
+def mark_repeats(rows: KeyTable, context: DedupContext) -> StageResult:
+    """Mark the rows whose key (the first number, or the first two) an earlier row has, as `context.marks`.
 
     Returns `each`, the number of rows in a file of marks, and for two numbers some `examples`: [row, first row].
     """
-    return _Search(rows, index).run()
+    return _RepeatSearch(rows, context).run()
 
 
-class _Search:
-    def __init__(self, rows: KeyTable, index: DedupContext) -> None:
-        self._rows, self._index = rows, index
-        self._partitioning = Partitioning.fit_memory(len(rows), index.memory_bytes, SORT_BYTES, JOIN_BYTES)
+class _RepeatSearch:
+    def __init__(self, rows: KeyTable, context: DedupContext) -> None:
+        self._rows, self._context = rows, context
+        self._partitioning = Partitioning.fit_memory(len(rows), context.memory_bytes, SORT_BYTES, JOIN_BYTES)
         self._is_checked = rows.columns > 1
         check = [("check", "<u8")] if self._is_checked else []
         first = [("first", "<i8")] if self._is_checked else []
         self._record_dtype = np.dtype([("hash", "<u8"), ("place", "<u4"), *check])
         self._repeat_dtype = np.dtype([("place", "<u4"), *first])
 
-    def run(self) -> Facts:
-        partitioning, run = self._partitioning, self._index.run_tasks
+    def run(self) -> StageResult:
+        partitioning, run = self._partitioning, self._context.run_tasks
         run("sort", partitioning.chunks, partitioning.total, self._sort)
         run("join", partitioning.ranges, partitioning.total, self._join)
         return run("mark", partitioning.chunks, partitioning.total, self._mark, self._join_facts)
 
-    def _sort(self, chunk: int, advance: UpdateProgress) -> Facts:
+    def _sort(self, chunk: int, advance: UpdateProgress) -> StageResult:
         begin, end = self._partitioning.chunk(chunk)
         columns = self._rows.read(begin, end)
         hashes = np.ascontiguousarray(columns[:, 0])
@@ -75,23 +75,23 @@ class _Search:
         records["hash"], records["place"] = hashes[firsts], firsts
         if check is not None:
             records["check"] = check[firsts]
-        with PartitionsWriter(self._index.path("sorted", chunk), self._partitioning.ranges) as writer:
+        with PartitionsWriter(self._context.path("sorted", chunk), self._partitioning.ranges) as writer:
             writer.add(records, self._partitioning.count_by_range(hashes[firsts]))
             writer.commit()
-        write_keys(self._index.path("later", chunk), [self._repeat_records(repeats, first_of_repeat + begin)])
+        write_keys(
+            self._context.path("later", chunk), [self._repeat_records(repeats, first_of_repeat + begin)]
+        )
         advance(end - begin)
         return {"later": len(repeats)}
 
-    def _join(self, hash_range: int, advance: UpdateProgress) -> Facts:
+    def _join(self, hash_range: int, advance: UpdateProgress) -> StageResult:
         partitioning = self._partitioning
-        parts = [
-            (chunk, begin, end)
-            for chunk in range(partitioning.chunks)
-            for begin, end in find_slices(self._index.path("sorted", chunk), partitioning.ranges, hash_range)
-        ]
-        low, high = hash_range * 2**64 // partitioning.ranges, (hash_range + 1) * 2**64 // partitioning.ranges
-        with PartitionsWriter(self._index.path("joined", hash_range), partitioning.chunks) as writer:
-            for hashes, row_indices, check in self._read_range(parts, low, high):
+        parts = find_hash_ranges(
+            self._context, partitioning, self._record_dtype, partitioning.ranges, hash_range
+        )
+        with PartitionsWriter(self._context.path("joined", hash_range), partitioning.chunks) as writer:
+            bounds = partitioning.hash_bounds(hash_range)
+            for hashes, row_indices, check in self._read_range(parts, *bounds):
                 _, repeats, firsts = group_equal_keys(hashes, check)
                 rows, firsts = row_indices[repeats], row_indices[firsts]
                 order = np.argsort(rows)
@@ -105,38 +105,30 @@ class _Search:
         return {}
 
     def _read_range(
-        self, parts: list[_Slice], low: int, high: int
+        self, parts: list[HashRange], low: int, high: int
     ) -> Iterator[tuple[Hashes, RowIndices, Hashes | None]]:
         """Yield the rows of a range of hashes; in halves if they don't fit the memory."""
-        size = sum(end - begin for _, begin, end in parts)
-        if size * JOIN_BYTES > self._index.memory_bytes and high - low > 1:
+        size = sum(part.end - part.begin for part in parts)
+        if size * JOIN_BYTES > self._context.memory_bytes and high - low > 1:
             middle = (low + high) // 2
-            edges = [self._search(part, middle) for part in parts]
-            lower = [(chunk, begin, edge) for (chunk, begin, _), edge in zip(parts, edges, strict=True)]
-            upper = [(chunk, edge, end) for (chunk, _, end), edge in zip(parts, edges, strict=True)]
+            lower, upper = split_hash_ranges(parts, middle)
             del parts
             yield from self._read_range(lower, low, middle)
             yield from self._read_range(upper, middle, high)
             return
         hashes, row_indices, start = np.empty(size, np.uint64), np.empty(size, np.int64), 0
         check = np.empty(size, np.uint64) if self._is_checked else None
-        for chunk, begin, end in parts:
-            records = read_array(self._index.path("sorted", chunk), self._record_dtype, begin, end - begin)
+        for part in parts:
+            records = part.read()
             destination = slice(start, start := start + len(records))
             hashes[destination] = records["hash"]
             row_indices[destination] = records["place"]
-            row_indices[destination] += chunk * self._partitioning.chunk_rows
+            row_indices[destination] += part.base
             if check is not None:
                 check[destination] = records["check"]
         yield hashes, row_indices, check
 
-    def _search(self, part: _Slice, middle: int) -> int:
-        """Find the first record whose hash is at least `middle`."""
-        chunk, begin, end = part
-        mapped = np.memmap(self._index.path("sorted", chunk), self._record_dtype, "r", shape=(end,))
-        return begin + int(np.searchsorted(mapped["hash"][begin:], np.uint64(middle)))
-
-    def _mark(self, chunk: int, advance: UpdateProgress) -> Facts:
+    def _mark(self, chunk: int, advance: UpdateProgress) -> StageResult:
         begin, end = self._partitioning.chunk(chunk)
         marks = np.zeros(end - begin, np.uint8)
         firsts = np.arange(begin, end) if self._is_checked else None
@@ -144,7 +136,7 @@ class _Search:
             marks[repeats["place"]] = 1
             if firsts is not None:
                 firsts[repeats["place"]] = repeats["first"]
-        write_keys(self._index.path("marks", chunk), [marks])
+        write_keys(self._context.path("marks", chunk), [marks])
         advance(end - begin)
         if firsts is None:
             return {}
@@ -155,13 +147,13 @@ class _Search:
         return {"examples": examples}
 
     def _iter_chunk_repeats(self, chunk: int) -> Iterator[NDArray[Any]]:
-        path = self._index.path("later", chunk)
+        path = self._context.path("later", chunk)
         yield read_array(path, self._repeat_dtype, 0, path.stat().st_size // self._repeat_dtype.itemsize)
         for hash_range in range(self._partitioning.ranges):
-            path = self._index.path("joined", hash_range)
+            path = self._context.path("joined", hash_range)
             yield from read_partition(path, self._repeat_dtype, self._partitioning.chunks, chunk)
 
-    def _join_facts(self, parts: Iterable[Facts]) -> Facts:
+    def _join_facts(self, parts: Iterable[StageResult]) -> StageResult:
         examples = islice((example for part in parts for example in part.get("examples", ())), EXAMPLES)
         return {"each": self._partitioning.chunk_rows, "examples": list(examples)}
 
@@ -176,7 +168,7 @@ class _Search:
 def group_equal_keys(
     hashes: Hashes, check: Hashes | None = None
 ) -> tuple[RowIndices, RowIndices, RowIndices]:
-    """Return the first row of each key, sorted_hashes by hash; all other rows; and for each of those its first row."""
+    """Return the first row of each key, sorted by hash; all other rows; and for each of those its first row."""
     if not len(hashes):
         return (np.empty(0, np.int64),) * 3
     order = np.argsort(hashes)  # the default kind is vectorized; a stable one takes three times as long
@@ -184,9 +176,8 @@ def group_equal_keys(
     is_first = np.concatenate([[True], sorted_hashes[1:] != sorted_hashes[:-1]])
     if check is not None and not is_first.all():
         sorted_check = check[order]
-        if (
-            (sorted_check[1:] != sorted_check[:-1]) & ~is_first[1:]
-        ).any():  # two keys with one hash: very rare
+        has_shared_hash = (sorted_check[1:] != sorted_check[:-1]) & ~is_first[1:]
+        if has_shared_hash.any():  # two keys with one hash: very rare
             order = np.lexsort((check, hashes))
             sorted_hashes, sorted_check = hashes[order], check[order]
             is_first[1:] = (sorted_hashes[1:] != sorted_hashes[:-1]) | (sorted_check[1:] != sorted_check[:-1])

@@ -1,10 +1,10 @@
 """Hashes of words and of n-grams of words, of many texts at once, by numpy; and MinHash signatures (Broder 1997).
 
-A word is a run of letters and digits with their marks (vowel signs, accents), without case, after NFKC (Unicode
-Standard Annex 15) and without what isn't seen: format characters, Arabic and Hebrew vowel points, the elongating
-kashida. `_` separates. Of scripts that have no spaces, a Han character and a kana are words of their own; Thai, Lao,
-Khmer, Burmese and related scripts are cut where a hash of the two neighbouring characters says so, every fourth place
-on the average: so a word has about as many characters as the languages' own, and depends on its surroundings alone.
+A word is a run of letters and digits with their marks (vowel signs, accents), in lower case, after NFKC (Unicode
+Standard Annex 15) and without invisible characters: format characters, Arabic and Hebrew vowel points, the elongating
+kashida. `_` separates words. In scripts without spaces, each Han character and each kana is a word; Thai, Lao, Khmer,
+Burmese and related scripts are cut where a hash of the two neighbouring characters says so, at every fourth place on
+average, which is about the length of words in these languages.
 
 A word's hash is that of its UTF-8 bytes, eight at a time; an n-gram's hash combines those of its words in their order.
 All are 64 bits wide. The minima of a signature are rensa's.
@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 from rensa import RMinHash
 
-from megatfm.data_prep.documents import Document
+from megatfm.data_prep.documents import Document, batch_by_bytes
 
 Hashes = NDArray[np.uint64]
 
-# Words in lower case, and space between them: what is left of other scripts, when their punctuation has become space,
-# is words.
+# Letters and digits in lower case, and spaces in place of all else. Other bytes belong to words: `_encode` has removed
+# the punctuation of other scripts before.
 _SPACE = ord(" ")
 _WORDS = bytes(
     byte if byte >= 128 else ord(chr(byte).lower()) if chr(byte).isalnum() else _SPACE for byte in range(256)
@@ -202,15 +202,7 @@ def sign_documents(
     documents: Iterable[Document], n_grams: int, hashes: int
 ) -> Iterator[tuple[list[Document], Signatures]]:
     """Yield all documents with their signatures, in batches."""
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= BATCH_BYTES:
-            yield batch, compute_signatures([document.text for document in batch], n_grams, hashes)
-            batch, size = [], 0
-    if batch:
+    for batch in batch_by_bytes(documents, BATCH_BYTES):
         yield batch, compute_signatures([document.text for document in batch], n_grams, hashes)
 
 

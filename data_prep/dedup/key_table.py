@@ -5,19 +5,18 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.corpus.files import RESTORE, AtomicFile, read_at
 from megatfm.data_prep.dedup.hashing import Hashes
+from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 from megatfm.errors import MegatfmError
 
 RowIndices = NDArray[np.int64]
-Facts = dict[str, Any]
 
 # A search has at least TASKS tasks if each then has TASK_ROWS rows: enough for a few dozen processes, and small enough
 # to sort near the cache.
@@ -65,14 +64,12 @@ class KeyTable:
 
 def write_keys(path: Path, rows: Iterable[NDArray[Any]]) -> int:
     """Write the rows of a part to a file, and commit it. Returns the number of rows."""
-    file, count = AtomicFile(path), 0
-    try:
+    count = 0
+    with AtomicFile(path) as file:
         for batch in rows:
             file.write(np.ascontiguousarray(batch).tobytes())
             count += len(batch)
         file.commit()
-    finally:
-        file.discard()
     return count
 
 
@@ -84,9 +81,9 @@ class RunTasks(Protocol):
         step: str,
         count: int,
         total: int,
-        work: Callable[[int, UpdateProgress], Facts],
-        join: Callable[[Iterable[Facts]], Facts] = lambda _: {},
-    ) -> Facts:
+        work: Callable[[int, UpdateProgress], StageResult],
+        join: Callable[[Iterable[StageResult]], StageResult] = lambda _: {},
+    ) -> StageResult:
         """Run the tasks. work: reports its progress towards `total`. Returns `join` of all results."""
         ...
 
@@ -100,10 +97,10 @@ class DedupContext:
     run_tasks: RunTasks
 
     def path(self, kind: str, index: int) -> Path:
-        """Return the path of file `number` of a kind, such as `marks.00003`."""
+        """Return the path of a file of a kind, such as `marks.00003`."""
         return self.folder / f"{kind}.{index:05d}"
 
-    def is_duplicate(self, total: int, marks_per_file: int) -> KeyTable:
+    def open_marks(self, total: int, marks_per_file: int) -> KeyTable:
         """Return the marks [total, 1]: 1 for a duplicate row, else 0; in files of `marks_per_file`."""
         counts = [min(marks_per_file, total - begin) for begin in range(0, total, marks_per_file)]
         return KeyTable([self.path("marks", index) for index in range(len(counts))], "u1", 1, counts)
@@ -132,13 +129,17 @@ class Partitioning:
         """Number of chunks, the last of which may be shorter."""
         return -(-self.total // self.chunk_rows)
 
+    def hash_bounds(self, index: int) -> tuple[int, int]:
+        """Return the hashes of a range: the least, and the one after the greatest."""
+        return index * 2**64 // self.ranges, (index + 1) * 2**64 // self.ranges
+
     def chunk(self, index: int) -> tuple[int, int]:
         """Return the rows of a chunk: the first, and the one after the last."""
         return index * self.chunk_rows, min(self.total, (index + 1) * self.chunk_rows)
 
     def count_by_range(self, hashes: Hashes) -> RowIndices:
         """Count the ascending hashes in each range: [ranges]."""
-        lows = np.array([index * 2**64 // self.ranges for index in range(self.ranges)], np.uint64)
+        lows = np.array([self.hash_bounds(index)[0] for index in range(self.ranges)], np.uint64)
         return np.diff(np.append(np.searchsorted(hashes, lows), len(hashes)))
 
     def count_by_chunk(self, rows: RowIndices) -> RowIndices:
@@ -147,7 +148,7 @@ class Partitioning:
 
 
 def read_array(path: Path, dtype: np.dtype[Any], start: int, count: int) -> NDArray[Any]:
-    """Read `count` items of a file, from item `at` on. Raises MegatfmError if the file is shorter."""
+    """Read `count` items of a file, from item `start` on. Raises MegatfmError if the file is shorter."""
     result = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
     if len(result) != count:
         raise MegatfmError(f"{path}: ends before item {start + count}: {RESTORE}")
@@ -183,9 +184,7 @@ class PartitionsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.discard()
 
 
@@ -206,6 +205,43 @@ def read_partition(
     """Yield the records of a partition, batch by batch."""
     for begin, end in find_slices(path, partitions, partition):
         yield read_array(path, dtype, begin, end - begin)
+
+
+class HashRange(NamedTuple):
+    """Records `begin` … `end` − 1 in the file of a chunk, ordered by hash and row. base: first row of the chunk."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    base: int
+    begin: int
+    end: int
+
+    def read(self) -> NDArray[Any]:
+        """Read the records; their rows, `place`, count from `base`."""
+        return read_array(self.path, self.dtype, self.begin, self.end - self.begin)
+
+
+def find_hash_ranges(
+    context: DedupContext, partitioning: Partitioning, dtype: np.dtype[Any], partitions: int, partition: int
+) -> list[HashRange]:
+    """Return the records of a partition in the files `sorted` of all chunks."""
+    paths = [context.path("sorted", chunk) for chunk in range(partitioning.chunks)]
+    return [
+        HashRange(path, dtype, chunk * partitioning.chunk_rows, begin, end)
+        for chunk, path in enumerate(paths)
+        for begin, end in find_slices(path, partitions, partition)
+    ]
+
+
+def split_hash_ranges(parts: list[HashRange], middle: int) -> tuple[list[HashRange], list[HashRange]]:
+    """Split the records of each part into those with hashes below `middle`, and the others."""
+    lower, upper = [], []
+    for part in parts:
+        mapped = np.memmap(part.path, part.dtype, "r", shape=(part.end,))
+        edge = part.begin + int(np.searchsorted(mapped["hash"][part.begin :], np.uint64(middle)))
+        lower.append(part._replace(end=edge))
+        upper.append(part._replace(begin=edge))
+    return lower, upper
 
 
 def _read_integers(descriptor: int, path: Path, offset: int, count: int) -> tuple[int, ...]:

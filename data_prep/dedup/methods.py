@@ -26,8 +26,9 @@ from megatfm.config.prep_steps import (
 from megatfm.data_prep.dedup.clusters import mark_near_duplicates
 from megatfm.data_prep.dedup.first_occurrence import mark_repeats
 from megatfm.data_prep.dedup.hashing import Hashes, sign_documents, splitmix64, word_character_table
-from megatfm.data_prep.dedup.key_table import DedupContext, Facts, KeyTable
+from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable
 from megatfm.data_prep.documents import Document, StepStats
+from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.filters.base import format_example
 
 
@@ -43,9 +44,9 @@ class ExactDedup:
         for document in documents:
             yield np.frombuffer(blake3(document.text.encode()).digest(16), "<u8")[None]
 
-    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
+    def find_duplicates(self, rows: KeyTable, context: DedupContext) -> StageResult:
         """Mark later rows. Returns also some `examples`: [row, first row with the same text]."""
-        return mark_repeats(rows, index)
+        return mark_repeats(rows, context)
 
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
@@ -78,20 +79,16 @@ class _TextUnitDedup:
         self, title: str, cut: re.Pattern[str], separator: str, min_characters: int, normalize: bool
     ) -> None:
         self.title = title
-        self._cut, self._separator, self._min_characters, self._normalizes = (
-            cut,
-            separator,
-            min_characters,
-            normalize,
-        )
+        self._cut, self._separator = cut, separator
+        self._min_characters, self._normalizes = min_characters, normalize
 
     def compute_keys(self, documents: Iterable[Document]) -> Iterator[NDArray[Any]]:
         for document in documents:
             keys = self._hash_units(self._cut.split(document.text))
             yield np.array([xxhash.xxh3_64_intdigest(key) for key in keys if key], "<u8")
 
-    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
-        return mark_repeats(rows, index)
+    def find_duplicates(self, rows: KeyTable, context: DedupContext) -> StageResult:
+        return mark_repeats(rows, context)
 
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
@@ -111,7 +108,7 @@ class _TextUnitDedup:
             if n_removed:
                 counts.count_event(f"{self.title} removed", n_removed)
             text = self._separator.join(kept_units) if n_removed else document.text
-            yield from emit_if_not_empty(document, text, counts)
+            yield from _emit_if_not_empty(document, text, counts)
 
     def _hash_units(self, units: Sequence[str]) -> list[bytes]:
         """Return a key for each unit, the same for equal units; empty if the unit is always kept."""
@@ -160,7 +157,7 @@ class ParagraphDedup(_TextUnitDedup):
         super().__init__("repeated paragraphs", cut, "\n\n", config.min_characters, config.normalize)
 
 
-def emit_if_not_empty(document: Document, text: str, counts: StepStats) -> Iterator[Document]:
+def _emit_if_not_empty(document: Document, text: str, counts: StepStats) -> Iterator[Document]:
     """Yield the document with its remaining text, unless that is empty."""
     if not text.strip():
         counts.count_dropped("empty", document.text_bytes, format_example(document))
@@ -191,8 +188,8 @@ class MinhashDedup:
         for _, signs in sign_documents(documents, self._config.n_grams, self._hashes):
             yield signs
 
-    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
-        return mark_near_duplicates(rows, index, self._config.num_buckets, self._config.similarity)
+    def find_duplicates(self, rows: KeyTable, context: DedupContext) -> StageResult:
+        return mark_near_duplicates(rows, context, self._config.num_buckets, self._config.similarity)
 
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
@@ -229,8 +226,8 @@ class SubstringDedup:
         for document in documents:
             yield self._hash_substrings(document.text.encode()).astype("<u8")
 
-    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
-        return mark_repeats(rows, index)
+    def find_duplicates(self, rows: KeyTable, context: DedupContext) -> StageResult:
+        return mark_repeats(rows, context)
 
     def remove_duplicates(
         self, documents: Iterable[Document], marks: NDArray[np.uint8], counts: StepStats
@@ -246,7 +243,7 @@ class SubstringDedup:
             if len(starts):
                 text = self._remove_substrings(data, starts)
                 counts.count_event("bytes removed", len(data) - len(text.encode()))
-            yield from emit_if_not_empty(document, text, counts)
+            yield from _emit_if_not_empty(document, text, counts)
 
     def _hash_substrings(self, data: bytes) -> Hashes:
         """Return the hash of the substring of `min_bytes` that begins at each byte."""
@@ -265,7 +262,7 @@ class SubstringDedup:
         np.add.at(changes, starts + self._length, -1)
         is_removed = np.cumsum(changes[:-1]) > 0
         values = np.frombuffer(data, np.uint8)
-        character_starts = np.flatnonzero((values & 0xC0) != 0x80)  # of characters
+        character_starts = np.flatnonzero((values & 0xC0) != 0x80)
         is_character_removed = np.logical_and.reduceat(is_removed, character_starts)
         is_removed = np.repeat(is_character_removed, np.diff(np.append(character_starts, len(data))))
         return values[~is_removed].tobytes().decode()
@@ -286,9 +283,8 @@ class DedupMethod(Protocol):
         """Yield the rows of a part in order, a few documents at a time."""
         ...
 
-    def find_duplicates(self, rows: KeyTable, index: DedupContext) -> Facts:
-        """Mark the duplicate rows of all parts, as `index.marks`. Returns `each`, the number of rows in a file of
-        marks."""
+    def find_duplicates(self, rows: KeyTable, context: DedupContext) -> StageResult:
+        """Mark the duplicate rows of all parts, in files `marks`. Returns `each`, the number of rows in a file."""
         ...
 
     def remove_duplicates(

@@ -15,8 +15,9 @@ from megatfm.data_prep.documents import (
     part_path,
     read_documents,
 )
+from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress, track_progress
-from megatfm.data_prep.execution.stages import USES, StageResult, StageRunner
+from megatfm.data_prep.execution.stages import USES, StageRunner
 from megatfm.errors import UsageError
 
 
@@ -160,10 +161,10 @@ class DedupPass:
     ) -> Iterator[Callable[[int, Iterator[Document], StepStats], Iterator[Document]]]:
         """Yield a function from a part, its documents and counts to the remaining documents."""
         begins = KeyTable([], *self.method.row, counts).begins
-        index = DedupContext(
+        context = DedupContext(
             self._stages.folder / duplicates["index"], self._memory_bytes, self._make_task_runner({})
         )
-        marks = index.is_duplicate(int(begins[-1]), duplicates["each"])
+        marks = context.open_marks(int(begins[-1]), duplicates["each"])
         with self._stages.reporter.stage(self.out, size) as advance:
 
             def filter_part(

@@ -25,8 +25,8 @@ _WIDTH = HASHES // BANDS
 class ValidationNearDuplicates:
     """Drops training documents that are near duplicates of a held-out one.
 
-    Training loses the documents, not validation, so the validation split depends on names alone and stays the same when
-    the training data grows. The index covers only the smaller side: a kilobyte a document, in memory-mapped files.
+    Validation keeps the documents, so that split depends on names alone and stays the same when the training data
+    grows. The index covers held-out documents only: a kilobyte a document, in memory-mapped files.
     """
 
     def __init__(self, config: NearDuplicatesConfig, folder: Path) -> None:
@@ -40,15 +40,12 @@ class ValidationNearDuplicates:
     def index(self, parts: int) -> int:
         """Write the index, as files `held-out.*` of the folder. Returns the number of documents."""
         ends = [0]
-        sources = AtomicFile(self._get_path("sources"))
-        try:
+        with AtomicFile(self._get_path("sources")) as sources:
             for part in range(parts):
                 for line in self._get_path(f"sources.{part:05d}").read_bytes().splitlines():
                     sources.write(line)
                     ends.append(sources.size)
             sources.commit()
-        finally:
-            sources.discard()
         write_keys(self._get_path("lines"), [np.array(ends, "<i8")])
         part_signatures = (
             np.fromfile(self._get_path(f"signatures.{part:05d}"), "<u4") for part in range(parts)
@@ -78,14 +75,11 @@ class ValidationNearDuplicates:
 
     def _scan(self, part: int, documents: Iterable[Document]) -> Iterator[Signatures]:
         """Yield the documents' signatures, and write their sources."""
-        sources = AtomicFile(self._get_path(f"sources.{part:05d}"))
-        try:
+        with AtomicFile(self._get_path(f"sources.{part:05d}")) as sources:
             for batch, signatures in sign_documents(documents, self._config.n_grams, HASHES):
                 sources.write("".join(f"{json.dumps(document.id)}\n" for document in batch).encode())
                 yield signatures
             sources.commit()
-        finally:
-            sources.discard()
 
     def _find_nearest(self, signatures: Signatures) -> dict[int, tuple[int, float]]:
         """Return, by the number of each near duplicate, the first similar held-out document and the similarity."""

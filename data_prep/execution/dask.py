@@ -1,8 +1,8 @@
 """Dask's workers as tasks: Dask schedules the parts of stages, and retries those of dead workers.
 
-No text goes through Dask: a task is the name of a stage and the number of a part, and its files lie in the shared
-folder. A worker runs the pipeline as any process does, and waits at each stage for the parts that Dask hands it. A
-part is still claimed by a lock, since Dask may start a task again before the first try has died.
+No text goes through Dask: a task is the name of a stage and the number of a part, and files lie in the shared folder. A
+worker runs the pipeline like any other process, and waits at each stage for the parts that Dask assigns to it. A lock
+claims each part, since Dask may start a task again before the first try has died.
 """
 
 import fcntl
@@ -46,7 +46,7 @@ class DaskExecutor(LockExecutor):
         self._folder = folder
         return self
 
-    def run_tasks(
+    def run_parts(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         from distributed import as_completed
@@ -56,7 +56,7 @@ class DaskExecutor(LockExecutor):
         pending_parts = [part for part in range(count) if not is_done(part)]
         arguments = (self._config, str(Path.cwd()), name)
         futures = [
-            self._client.submit(run_task, *arguments, part, pure=False, retries=2) for part in pending_parts
+            self._client.submit(run_part, *arguments, part, pure=False, retries=2) for part in pending_parts
         ]
         try:
             for _, error in as_completed(futures, with_results=True):
@@ -64,7 +64,7 @@ class DaskExecutor(LockExecutor):
                     raise MegatfmError(error)
         except KilledWorker as died:
             raise MegatfmError(
-                f"{name}: workers died again and again ({died}): see their logs; the same command goes on"
+                f"{name}: workers died repeatedly ({died}): see their logs, then run the same command to continue"
             ) from died
         finally:
             self._client.cancel(futures)
@@ -103,7 +103,7 @@ def leave(config: str, folder: str) -> None:
         preparation.leave()
 
 
-def run_task(config: str, folder: str, stage: str, part: int) -> str | None:
+def run_part(config: str, folder: str, stage: str, part: int) -> str | None:
     """Do a part in a worker. Returns the message of an error that another try would not mend."""
     with _lock:
         preparation = _preparations.get((config, folder))
@@ -131,7 +131,7 @@ class _DaskPreparation(LockExecutor):
         self._changed = threading.Condition()
         self._one_at_a_time = threading.Lock()
         self._requested_stage: str | None = None
-        self._local_task: tuple[str, Callable[[int], bool], Callable[[int], None]] | None = None
+        self._current_stage: tuple[str, Callable[[int], bool], Callable[[int], None]] | None = None
         self._error: BaseException | None = None
         self.has_ended = self._is_leaving = False
         self._thread = threading.Thread(target=self._run_pipeline, args=(config,), daemon=True)
@@ -163,26 +163,26 @@ class _DaskPreparation(LockExecutor):
         with self._changed:
             self._requested_stage = stage
             self._changed.notify_all()
-            while not (self._local_task and self._local_task[0] == stage):
+            while not (self._current_stage and self._current_stage[0] == stage):
                 if self._error is not None:
                     raise self._error
                 if self.has_ended:
                     return lambda _: True, lambda _: None
                 self._changed.wait()
-            return self._local_task[1:]
+            return self._current_stage[1:]
 
-    def run_tasks(
+    def run_parts(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         with self._changed:
-            self._local_task = (name, is_done, work)
+            self._current_stage = (name, is_done, work)
             self._changed.notify_all()
             while not self._changed.wait_for(
                 lambda: self._is_leaving or self._requested_stage not in (None, name), CLIENT_SECONDS
             ):
                 if not self._is_client_alive():
                     self._is_leaving = True
-            self._local_task = None
+            self._current_stage = None
             if self._is_leaving:
                 raise _LeavingError
 

@@ -1,12 +1,11 @@
-"""Executors: the processes that prepare one corpus together, and the settings on which they agree.
+"""Executors: the processes that prepare one corpus together, and the settings that they share.
 
 A process is alone, a task that claims parts by locks, or a rank under MPI. All of them run the same stages.
-`run_tasks` divides the parts of a stage among the processes and returns when all are done; `run_once` runs indivisible
+`run_parts` divides the parts of a stage among the processes and returns when all are done; `run_once` runs indivisible
 work in one of them. Neither changes the result: parts depend on the config alone.
 
-Ranks under mpirun claim parts, too: a free rank takes the next part, and a rank that dies leaves its part to the
-others, if mpirun lets these live. MPI itself is used only if the file system has no locks, or a corpus is to be
-replaced.
+Ranks under mpirun claim parts by locks as well, so that a rank that dies leaves its part to the others. MPI itself is
+used only if the file system has no locks, or if a corpus is to be replaced.
 """
 
 import fcntl
@@ -27,15 +26,16 @@ FINISH = "finish"
 """The last stage, which commits the corpus."""
 
 StageResult = dict[str, Any]
+"""What a stage or a part of it returns, as JSON."""
 
 
-class TaskExecutor(Protocol):
-    """This process among those that work together; `rank` counts from 1."""
+class Executor(Protocol):
+    """Shares the work of a preparation with other processes. `rank` counts from 1."""
 
     rank: int
     size: int
 
-    def run_tasks(
+    def run_parts(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         """Do some of the parts 0 … count − 1, each once over all processes; return when all are done."""
@@ -57,7 +57,7 @@ class LocalExecutor:
 
     rank = size = 1
 
-    def run_tasks(
+    def run_parts(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         for part in range(count):
@@ -82,7 +82,7 @@ class LockExecutor:
         self.rank, self.size = rank, size
         self._folder = folder
 
-    def run_tasks(
+    def run_parts(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         first = (self.rank - 1) * count // self.size  # tasks begin at different parts, so that few meet
@@ -133,7 +133,7 @@ class MpiExecutor:
         self._world = world
         self.rank, self.size = world.rank + 1, world.size
 
-    def run_tasks(
+    def run_parts(
         self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
     ) -> None:
         for part in range(self.rank - 1, count, self.size):
@@ -228,17 +228,18 @@ _SETTLE_SECONDS = 10.0
 """Seconds that the first of several tasks may take to write its settings."""
 
 
-class Agreement:
-    """Makes all tasks in a work folder use the same settings: the first one writes them, the others compare.
+class SharedSettings:
+    """Settings that all tasks in a work folder must share: the first task writes them, the others compare.
 
-    The lock is on a file, since network file systems keep locks on folders to one machine. It ends with its process.
+    A lock on a file protects them, since network file systems keep locks on folders to one machine. The lock ends with
+    its process.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._descriptor: int | None = None
 
-    def settle(self, settings: Mapping[str, Any], shared: bool) -> dict[str, Any] | None:
+    def write_or_compare(self, settings: Mapping[str, Any], shared: bool) -> dict[str, Any] | None:
         """Write `settings` if no other task is at work, else compare. Returns the recorded settings if they differ.
 
         shared: whether other tasks may be at work. Raises UsageError if they are and mustn't, MegatfmError if the first
@@ -264,7 +265,7 @@ class Agreement:
                 return None if recorded == settings else recorded
             time.sleep(0.02)
         raise MegatfmError(
-            f"{path}: another task holds this lock and doesn't say what it prepares: end it, or start again later"
+            f"{path}: another task holds this lock but has written no settings: end it, or start again later"
         )
 
     def close(self) -> None:

@@ -1,17 +1,15 @@
 """Stages of a preparation: each commits its result before the next begins, and is never run twice."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.files import write_whole
-from megatfm.data_prep.execution.executors import TaskExecutor
+from megatfm.data_prep.execution.executors import Executor, StageResult
 from megatfm.data_prep.execution.progress import Reporter
 from megatfm.data_prep.execution.workspace import Workspace
 
-StageResult = dict[str, Any]
 SWEPT = "swept"
 """Marker of a folder whose documents were removed because the stage that reads them is committed."""
 USES = "uses-"
@@ -19,27 +17,29 @@ USES = "uses-"
 
 
 class StageRunner:
-    """Runs stages on an executor, in the folder of intermediate files. A stage's `basis` is all that it depends on."""
+    """Runs stages on an executor, and commits their results. `basis`: everything on which a stage depends.
+
+    `folder_for(basis)` is the folder of intermediate files of the stages with this basis.
+    """
 
     def __init__(
-        self, config: PrepConfig, workspace: Workspace, reporter: Reporter, executor: TaskExecutor
+        self, config: PrepConfig, workspace: Workspace, reporter: Reporter, executor: Executor
     ) -> None:
         self.config = config
         self.reporter = reporter
         self.executor = executor
         self.out: Path = workspace.out
         self.folder: Path = workspace.folder
-        self.folder_for: Callable[[Mapping[str, Any]], Path] = workspace.folder_of
-        """Return the folder of the files of stages with this basis."""
-        self.send: Callable[[Path], None] = workspace.upload
+        self.folder_for: Callable[[StageResult], Path] = workspace.folder_for
+        self.upload: Callable[[Path], None] = workspace.upload
         self._workspace = workspace
 
     def load_result(self, name: str, basis: StageResult, in_out: bool = False) -> StageResult | None:
         """Return the result of a finished stage, else None."""
         return self.executor.broadcast_result(lambda: self._workspace.read_stage(name, basis, in_out))
 
-    def task_results(self, name: str, basis: StageResult, parts: Iterable[int]) -> Iterator[StageResult]:
-        """Return the results of these parts of a finished stage."""
+    def read_part_results(self, name: str, basis: StageResult, parts: Iterable[int]) -> Iterator[StageResult]:
+        """Yield the results of these parts of a finished stage."""
         return (self._workspace.read_stage(f"{name}.{part:05d}", basis) or {} for part in parts)
 
     def sweep(self, folder: Path, paths: Iterable[Path]) -> None:
@@ -49,11 +49,13 @@ class StageRunner:
             path.unlink(missing_ok=True)
 
     def renew_if_swept(self, basis: StageResult, reader: str, reader_basis: StageResult) -> None:
-        """Remove a swept folder, so that its stages run again, unless the stage `reader` is committed: other settings
-        need the documents once more."""
-        folder = self._workspace.folder_of(basis)
+        """Remove a swept folder whose documents the stage `reader` needs again, so that its stages run again.
 
-        def is_needless() -> StageResult | None:
+        If `reader` is committed, nothing is removed.
+        """
+        folder = self._workspace.folder_for(basis)
+
+        def find_reader_result() -> StageResult | None:
             is_read = self._workspace.read_stage(reader, reader_basis) is not None
             return {} if is_read or not (folder / SWEPT).exists() else None
 
@@ -64,12 +66,10 @@ class StageRunner:
             shutil.rmtree(removed, ignore_errors=True)
             folder.rename(removed)  # at once: a commit whose documents are gone must never be seen
             shutil.rmtree(removed)
-            self.reporter.log(
-                f"documents for {reader} were removed after an earlier run: they are made again"
-            )
+            self.reporter.log(f"{reader} needs documents that an earlier run removed: making them again")
             return {}
 
-        self.executor.run_once(f"renew-{folder.name}", is_needless, renew)
+        self.executor.run_once(f"renew-{folder.name}", find_reader_result, renew)
 
     def run_once(
         self,
@@ -108,32 +108,32 @@ class StageRunner:
     ) -> StageResult:
         """Run a stage's parts in all processes and join them in one, unless it is finished. Returns its result.
 
-        `in_out` and `tidy` are those of `run_once`, for the joining.
+        in_out, tidy: as for `run_once`, when the parts are joined.
         """
         basis = dict(basis)
         if (result := self.load_result(name, basis, in_out)) is not None:
             self.reporter.skip(name)
             return result
 
-        def task_result(part: int) -> StageResult | None:
+        def read_part_result(part: int) -> StageResult | None:
             return self._workspace.read_stage(f"{name}.{part:05d}", basis)
 
-        def run_task(part: int) -> None:
+        def run_part(part: int) -> None:
             self._workspace.commit(f"{name}.{part:05d}", basis, work(part))
 
         folder = self.folder_for(basis)
 
         def is_done(part: int) -> bool:
-            # A result may list every document, so it isn't read. Parts of a finished stage may have been removed.
+            # Only the file is looked for: a result may list every document. A finished stage's parts may be removed.
             is_there = (folder / f"{name}.{part:05d}.json").exists()
             return is_there or self._workspace.read_stage(name, basis, in_out) is not None
 
-        self.executor.run_tasks(name, count, is_done, run_task)
-        return self.run_once(name, basis, lambda: join(_Parts(count, task_result)), in_out, tidy)
+        self.executor.run_parts(name, count, is_done, run_part)
+        return self.run_once(name, basis, lambda: join(_PartResults(count, read_part_result)), in_out, tidy)
 
 
-class _Parts:
-    """Results of all parts, read from their files one at a time: together they may not fit in memory."""
+class _PartResults:
+    """Results of all parts, read from their files one at a time, since together they may not fit in memory."""
 
     def __init__(self, count: int, read: Callable[[int], StageResult | None]) -> None:
         self._count = count

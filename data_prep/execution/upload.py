@@ -63,7 +63,7 @@ class RemoteOutput:
                     "on (several machines share the work if scratch is a folder that all of them see), or begin anew "
                     "with overwrite=true"
                 )
-            if foreign := self._remote.files():
+            if foreign := self._remote.list_files():
                 raise UsageError(
                     f"{self.url}: holds {foreign[0].name!r}, which no prep made: choose a new or an empty place as "
                     "out"
@@ -79,10 +79,8 @@ class RemoteOutput:
         """Whether a marker is of this work folder, from whichever machine."""
         if "id" in marker:
             return bool(marker["id"] == self._id)
-        return marker == {
-            "host": socket.gethostname(),
-            "folder": str(self._folder),
-        }  # written by an earlier version
+        # Written by an earlier version.
+        return marker == {"host": socket.gethostname(), "folder": str(self._folder)}
 
     @cached_property
     def _id(self) -> str:
@@ -120,27 +118,23 @@ class RemoteOutput:
         """Whether a file exists at the URL."""
         return self._remote.stat(name) is not None
 
-    def send(self, path: Path, keep: bool = False) -> None:
-        """Send a file, unless it was sent before, and remove the local copy unless `keep`."""
+    def upload(self, path: Path, keep: bool = False) -> None:
+        """Upload a file, unless it was uploaded before, and remove the local copy unless `keep`."""
         name = path.relative_to(self._folder).as_posix()
         note = self._notes / f"{name.replace('/', '.')}.json"
         fingerprint = blake3().update_mmap(path).hexdigest()
         if self._read_sent_hash(note, name) != fingerprint:
             remote_file = self._remote.upload(path, name)
             note.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(
-                note,
-                json.dumps(
-                    {"blake3": fingerprint, "stamp": remote_file.version, "size": remote_file.size}
-                ).encode(),
-            )
+            record = {"blake3": fingerprint, "stamp": remote_file.version, "size": remote_file.size}
+            write_whole(note, json.dumps(record).encode())
         if not keep:
             path.unlink()
 
     def remove_stale(self, names: Iterable[str]) -> None:
         """Remove files of an interrupted prep with another config, those not in `names`."""
         current_names = set(names)
-        for file in self._remote.files():
+        for file in self._remote.list_files():
             if file.name not in current_names and file.name.partition("/")[0] in self._output_names:
                 self._remote.remove(file.name)
 

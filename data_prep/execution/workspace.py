@@ -24,7 +24,7 @@ from megatfm.data_prep.execution.config_identity import (
     first_difference,
     omit_defaults,
 )
-from megatfm.data_prep.execution.executors import Agreement
+from megatfm.data_prep.execution.executors import SharedSettings
 from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput, local_folder
 from megatfm.data_prep.report.page import render
 from megatfm.errors import MegatfmError, UsageError
@@ -96,15 +96,15 @@ class Workspace:
         self.location: Path | str = self._remote.url if self._remote else self.out
         self._config = config
         self._identity = config_identity(config)
-        self._agreement = Agreement(self.folder)
+        self._shared_settings = SharedSettings(self.folder)
 
-    def check_agreement(self, basis: Mapping[str, Any], shared: bool) -> None:
+    def check_settings(self, basis: Mapping[str, Any], shared: bool) -> None:
         """Record everything that the result depends on; with `shared`, compare it with the record of other tasks.
 
         Raises UsageError if the two differ.
         """
         settings = {**self._identity, **basis, "dedup_memory_bytes": self._config.dedup_memory_bytes}
-        recorded = self._agreement.settle(settings, shared)
+        recorded = self._shared_settings.write_or_compare(settings, shared)
         if recorded is not None:
             difference = first_difference(recorded, settings)
             raise UsageError(
@@ -163,10 +163,10 @@ class Workspace:
     def upload(self, path: Path) -> None:
         """Send a final file below `out` to its URL, if `out` is one."""
         if self._remote:
-            self._remote.send(path)
+            self._remote.upload(path)
 
-    def folder_of(self, basis: Mapping[str, Any]) -> Path:
-        """Return the folder for intermediate files of the stages that depend on `basis`, named by a hash of it."""
+    def folder_for(self, basis: Mapping[str, Any]) -> Path:
+        """Return the folder for intermediate files of stages with this basis, named by a hash of it; it is created."""
         name = blake3(json.dumps(basis, sort_keys=True).encode()).hexdigest(8)
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ class Workspace:
         (self.folder / f"{name}.json").unlink(missing_ok=True)
 
     def _commit_path(self, name: str, basis: Mapping[str, Any], in_out: bool = False) -> Path:
-        return (self.folder if in_out else self.folder_of(basis)) / f"{name}.json"
+        return (self.folder if in_out else self.folder_for(basis)) / f"{name}.json"
 
     def finish(self, result: Mapping[str, Any], clean: bool = True) -> None:
         """Commit the corpus, and remove intermediate files. clean: False if other tasks may still read those."""
@@ -211,7 +211,7 @@ class Workspace:
         """Send the small files, and last the one that commits the corpus."""
         names = [path for path in map(self.out.joinpath, OUTPUT_NAMES) if path.is_file()]
         for path in names:
-            remote.send(path, keep=True)
+            remote.upload(path, keep=True)
         shards = [
             f"{name}/{file}"
             for split in SPLITS
@@ -221,7 +221,7 @@ class Workspace:
         ]
         remote.remove_stale([*shards, *(path.name for path in names)])
         _write(self.out / RESULT_FILE, result)
-        remote.send(self.out / RESULT_FILE)
+        remote.upload(self.out / RESULT_FILE)
         remote.remove_marker()
 
     @contextmanager
@@ -241,13 +241,12 @@ class Workspace:
             if shared and self.read_result() is not None:
                 _remove_if_last(descriptor, self._scratch)
         finally:
-            self._agreement.close()
+            self._shared_settings.close()
             os.close(descriptor)
 
     def _check_only_own_files(self) -> None:
-        present = {
-            path.name for path in self.out.iterdir()
-        }  # first, as another task may begin at the same time
+        # Listed first, since another task may begin at the same time.
+        present = {path.name for path in self.out.iterdir()}
         names = (*OUTPUT_NAMES, RESULT_FILE)
         expected = (
             {WORK_DIR, *names, *(f".{name}.partial" for name in names)} if self.folder.is_dir() else set()

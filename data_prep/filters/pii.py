@@ -1,6 +1,6 @@
-"""Replacement of personal data and secrets: addresses, phone numbers, keys, cards, bank accounts, Presidio's entities.
+"""Replace personal data and secrets: addresses, phone numbers, keys, cards, bank accounts, Presidio's entities.
 
-All are found by their form, and by check digits if they have any.
+They are found by their form, and by check digits if they have any.
 """
 
 import ipaddress
@@ -151,18 +151,18 @@ _COUNTRY = re.compile(
 
 @STEPS.register("pii")
 class PIIFilter:
-    """Replaces e-mail addresses (the characters of RFC 5322's dot-atom), public IP addresses, and telephone numbers
-    with a country code (E.164: up to 15 digits), in the forms of North America, France and Britain, or after a word
-    such as `tel`; and what `secrets` knows.
+    """Replaces personal data and secrets by the config's marks.
 
-    It goes by form, and by a word or two before it: an IP address in an example and a version number of four parts look
-    the same.
+    E-mail addresses have the characters of RFC 5322's dot-atom. IP addresses are replaced if they are public. Telephone
+    numbers need a country code (E.164: up to 15 digits), a form of North America, France or Britain, or a word such as
+    `tel` before them. Matches are judged by form and by a word or two before them, so a version number of four parts
+    may be taken for an IP address.
     """
 
     title = "PII"
 
     def __init__(self, config: PIIConfig) -> None:
-        self._by: list[tuple[str, str, re.Pattern[str], str, Callable[[re.Match[str]], bool]]] = [
+        self._rules: list[tuple[str, str, re.Pattern[str], str, Callable[[re.Match[str]], bool]]] = [
             (kind, required_substring, pattern, replacement, validator)
             for kind, required_substring, pattern, replacement, validator in (
                 ("private keys", "PRIVATE KEY", PRIVATE_KEY, config.secret, _accept_match),
@@ -185,7 +185,7 @@ class PIIFilter:
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         text = document.text
-        for kind, required_substring, pattern, replacement, validator in self._by:
+        for kind, required_substring, pattern, replacement, validator in self._rules:
             if required_substring in text:
                 count = partial(counts.count_event, kind)
                 text = self._replace(text, pattern, replacement, validator, count)

@@ -1,4 +1,4 @@
-"""Selection of documents: by URL, words, metadata, random sample, and overlap with evaluation sets."""
+"""Select documents by URL, words, metadata, random sample, and overlap with evaluation sets."""
 
 import re
 from collections.abc import Iterator
@@ -140,7 +140,7 @@ def _describe_too_short(too_short: list[str], texts: int, config: DecontaminateC
     """Return a note on evaluation texts that are too short to be found, with the longest of them."""
     longest = " ".join(max(too_short, key=len).split())
     return (
-        f"{len(too_short)} of {texts} evaluation texts are too short to be looked for, with fewer than "
+        f"{len(too_short)} of {texts} evaluation texts are too short to be searched for, with fewer than "
         f"{min(config.min_words, config.n_grams)} words (decontaminate.min_words); the longest is "
         f"{longest[:80]!r}{'…' if len(longest) > 80 else ''}"
     )
@@ -172,7 +172,7 @@ def _iter_strings(value: Any) -> Iterator[str]:
 class MetadataFilter:
     """Keeps documents by the value of a field: listed values, or a range."""
 
-    title = "metadata_filter"
+    title: str
 
     def __init__(self, config: MetadataFilterConfig) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Text as it should be: repaired Unicode, normal forms, the text of HTML, and the language of a document."""
+"""Steps that change text: Unicode repair, normal forms, text from HTML; and the language of a document."""
 
 import re
 import unicodedata
@@ -23,7 +23,7 @@ from megatfm.registry import did_you_mean
 
 @STEPS.register("normalize")
 class Normalize:
-    """Text in a normal form (Unicode Standard Annex 15), by the tables of this Python."""
+    """Converts text to a normal form (Unicode Standard Annex 15), by the tables of this Python."""
 
     title = "normal form"
 
@@ -36,9 +36,9 @@ class Normalize:
         return replace(document, text=unicodedata.normalize(self._form, document.text))
 
 
-# Repair only what was broken on the way to us. What an author may have meant stays: in source code an &amp; a
-# curly quote, a ligature or a full-width letter is data. So is the normal form: in the standard library NFC
-# would change exactly one file, re/_casefix.py, a table of letters that differ in nothing else.
+# Only damage from wrong decoding is repaired. An &amp;, a curly quote, a ligature or a full-width letter may be meant,
+# as in source code, and so may the normal form: of the standard library NFC would change one file, re/_casefix.py, a
+# table of letters that differ in nothing else.
 REPAIR = ftfy.TextFixerConfig(
     unescape_html=False,
     fix_latin_ligatures=False,
@@ -189,9 +189,8 @@ class _Identifier(LanguageIdentifier):  # type: ignore[misc]
         self._features = np.asarray(self.tk_output, np.int32)
         self._next = np.asarray(self._rowbase, np.int32)[self._states]  # where the row of that state begins
         first = self._next[self._rowbase[0] :][:256]
-        self._pairs = self._next[
-            first[:, None] + np.arange(256)
-        ].ravel()  # the same after two bytes from the start
+        # The row after two bytes from the start.
+        self._pairs = self._next[first[:, None] + np.arange(256)].ravel()
 
     def _raw_score(self, text: bytes) -> Any:
         data = np.frombuffer(_NO_TEXT * (MAX_NGRAM_BYTES - 1) + text, np.uint8).astype(np.intp)

@@ -1,7 +1,7 @@
 """Formats of input files: text, and formats whose files hold many records.
 
-A format's module has `read_FORMAT(path, config)`, which yields a Record or a Bad for each record in the order of the
-file, and raises BadFileError at damage. The module is imported when a file needs it.
+A format's module has `read_FORMAT(path, config)`, which yields a Record or a BadRecord for each record in the order of
+the file, and raises BadFileError at damage. The module is imported when a file needs it.
 """
 
 import re
@@ -10,25 +10,24 @@ from importlib import import_module
 from pathlib import Path
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.readers.record import Bad, Record
+from megatfm.data_prep.readers.record import BadRecord, Record
 from megatfm.errors import UsageError
 from megatfm.registry import Registry, did_you_mean
 
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files."""
 _LINES, _TABLES = (".jsonl", ".ndjson"), (".csv", ".tsv")
 FORMATS: dict[str, tuple[str, ...]] = {
-    "jsonl": (*_LINES, *(name + end for name in (*_LINES, ".json") for end in PACKED)),
+    "jsonl": (*_LINES, *(name + end for name in (*_LINES, ".json") for end in COMPRESSED)),
     "json": (),
-    "csv": (*_TABLES, *(name + end for name in _TABLES for end in PACKED)),
+    "csv": (*_TABLES, *(name + end for name in _TABLES for end in COMPRESSED)),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "warc": (".warc", ".warc.gz", ".warc.zst"),
-    "mediawiki": tuple(f".xml{end}" for end in PACKED),
-    "webdataset": (".tar", ".tgz", *(f".tar{end}" for end in PACKED)),
+    "mediawiki": tuple(f".xml{end}" for end in COMPRESSED),
+    "webdataset": (".tar", ".tgz", *(f".tar{end}" for end in COMPRESSED)),
 }
-"""Suffixes of each format of records; any other file is text, perhaps compressed. A `.json` is an array of records, or
-text."""
+"""Format of records → suffixes of its files. Other files are text, perhaps compressed; a `.json` may be either."""
 
 
 _ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
@@ -45,14 +44,16 @@ _MODULES = {
 """The module of each format, which has a function `read_FORMAT`."""
 _TEXT_FORMATS = ("text", *FORMATS)
 _IMPORT_FORMATS = ("images", "megatron", "tokens")
-Reader = Callable[[Path, ReadConfig], Iterator[Record | Bad]]
+Reader = Callable[[Path, ReadConfig], Iterator[Record | BadRecord]]
 READERS: Registry[Reader] = Registry("format")
 """Formats of plugins."""
 
 
-def format_of(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> str:
-    """Return the name of a file's format: the config's, else by its suffix, and for `.xml` and `.json` by its first
-    bytes."""
+def find_format(name: str, config: ReadConfig, begin: Callable[[int], bytes]) -> str:
+    """Return the name of a file's format: the config's, else by its suffix, and for `.xml` and `.json` its content.
+
+    begin: returns as many bytes of the beginning of the file.
+    """
     if config.format is not None:
         return config.format
     name = name.lower()

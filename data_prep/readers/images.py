@@ -18,7 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.image_size import PILLOW_FORMATS as IMAGES
 from megatfm.corpus.image_size import image_extensions, image_format
-from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, Bad, get_nested
+from megatfm.data_prep.readers.record import MAX_RECORD_BYTES, BadRecord, get_nested
 from megatfm.data_prep.readers.webdataset import read_samples
 
 SIDECAR_EXTENSIONS = ("cls", "json", "txt")
@@ -42,7 +42,7 @@ class ImageRecord:
     text: str
 
 
-def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
+def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | BadRecord]:
     """Yield the samples of a tar. Raises BadFileError at damage."""
     for key, members in read_samples(path, EXTENSIONS):
         names = [member.extension for member in members]
@@ -54,7 +54,7 @@ def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
         if fault is None and repeated is not None:
             fault = f"has a .{repeated} twice"
         yield (
-            Bad(key, fault)
+            BadRecord(key, fault)
             if fault
             else make_record(
                 key, {member.extension: member.data for member in members if member.data is not None}, config
@@ -62,7 +62,7 @@ def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | Bad]:
         )
 
 
-def read_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> ImageRecord | Bad:
+def read_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> ImageRecord | BadRecord:
     """Read an image and the files beside it. paths: by extension."""
     members = {}
     for extension, path in paths.items():
@@ -70,30 +70,30 @@ def read_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> Image
             with open(path, "rb") as file:
                 members[extension] = file.read(MAX_RECORD_BYTES + 1)
         except OSError as error:
-            return Bad(key, f"has a .{extension} that can't be read ({error.strerror})")
+            return BadRecord(key, f"has a .{extension} that can't be read ({error.strerror})")
         if len(members[extension]) > MAX_RECORD_BYTES:
-            return Bad(key, f"has a .{extension} of over {MAX_RECORD_BYTES:,} bytes")
+            return BadRecord(key, f"has a .{extension} of over {MAX_RECORD_BYTES:,} bytes")
     return make_record(key, members, config)
 
 
-def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageRecord | Bad:
+def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> ImageRecord | BadRecord:
     """Return the checked record of an image's files, or the reason why they are unusable."""
     images = image_extensions(members)
-    if fault := _number_fault(images):
-        return Bad(key, fault)
+    if fault := _find_number_fault(images):
+        return BadRecord(key, fault)
     for image in images:
         if fault := _find_image_fault(members[image], image_format(image)):
-            return Bad(key, f"has a .{image} that {fault}")
+            return BadRecord(key, f"has a .{image} that {fault}")
     if not _NUMBER.fullmatch(members.get("cls", b"0")):
-        return Bad(key, "has a .cls that is no number of a class")
+        return BadRecord(key, "has a .cls that is no number of a class")
     try:
         text = members.get("txt", b"").decode()
     except UnicodeDecodeError as error:
-        return Bad(key, f"has a .txt that is not valid UTF-8 at byte {error.start}")
+        return BadRecord(key, f"has a .txt that is not valid UTF-8 at byte {error.start}")
     try:
         metadata = json.loads(members.get("json", b"null"))
     except (ValueError, RecursionError):
-        return Bad(key, "has a .json that is not JSON")
+        return BadRecord(key, "has a .json that is not JSON")
     caption = get_nested(metadata, config.text_key)
     if "txt" not in members and isinstance(caption, str):
         text = caption
@@ -101,15 +101,14 @@ def make_record(key: str, members: Mapping[str, bytes], config: ReadConfig) -> I
     return ImageRecord(key, {extension: members[extension] for extension in order}, text)
 
 
-def _number_fault(images: Sequence[str]) -> str | None:
-    """Return the reason why these images, in their order, are no sample's, as a phrase after "it", or None."""
-    names, numbers = (
-        " and ".join(f".{image}" for image in images),
-        [image.rpartition(".")[0] for image in images],
-    )
+def _find_number_fault(images: Sequence[str]) -> str | None:
+    """Return the reason why these images can't be one sample, as a phrase after "it", or None."""
+    names = " and ".join(f".{image}" for image in images)
+    numbers = [image.rpartition(".")[0] for image in images]
     if not images or (len(images) > 1 and "" in numbers):
         return f"has {names or 'no image'}, not one image, or several with numbers as in .0.jpg and .1.jpg"
-    if len(set(map(int, filter(None, numbers)))) < len(list(filter(None, numbers))):
+    given_numbers = [int(number) for number in numbers if number]
+    if len(set(given_numbers)) < len(given_numbers):
         return f"has two images of one number: {names}"
     return f"has {len(images)} images, over {MAX_IMAGES}" if len(images) > MAX_IMAGES else None
 

@@ -169,7 +169,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadRecord:
     """An unusable record. key: its line, row or key. reason: a phrase after "it", such as `has no text`."""
 
     key: str
@@ -227,7 +227,7 @@ def get_nested(record: Any, name: str) -> Any:
 
 def record_from_dict(
     key: str, record: Any, config: ReadConfig, field_names: Sequence[str] | None = None
-) -> Record | Bad:
+) -> Record | BadRecord:
     """Return the Record of a dictionary, or why it is unusable.
 
     field_names: all fields of the file, if `record` has only the requested ones.
@@ -239,7 +239,7 @@ def record_from_dict(
         names = field_names or (list(record) if isinstance(record, dict) else [])
         field_list = f": its fields are {', '.join(map(str, names[:MAX_LISTED_NAMES]))}" if names else ""
         remedy = "; name the one that holds the text: read.text_key" if names and text is None else ""
-        return Bad(key, f"has {problem} field {text_field!r}{field_list}{remedy}")
+        return BadRecord(key, f"has {problem} field {text_field!r}{field_list}{remedy}")
     return Record(key, text, url if isinstance(url, str) else "", select_metadata(record, config))
 
 

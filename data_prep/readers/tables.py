@@ -12,8 +12,8 @@ from pyarrow import compute, parquet
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers.record import (
     MAX_RECORD_BYTES,
-    Bad,
     BadFileError,
+    BadRecord,
     Record,
     record_from_dict,
     select_columns,
@@ -22,7 +22,7 @@ from megatfm.data_prep.readers.record import (
 _FILE = b"ARROW1"
 
 
-def read_arrow(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+def read_arrow(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     """Yield the rows of a file in Arrow's streaming or file format, numbered from 1."""
     row = 0
     try:
@@ -34,8 +34,7 @@ def read_arrow(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                     row += 1
                     yield record_from_dict(str(row), record, config, batch.schema.names)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise BadFileError(f"is no whole Arrow file, after row {row} ({reason})") from None
+        raise BadFileError(f"is no whole Arrow file, after row {row} ({_take_first_line(error)})") from None
 
 
 def _iter_batches(source: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
@@ -53,7 +52,7 @@ BATCH_BYTES = 2**24
 """Batches with more bytes of text are converted row by row."""
 
 
-def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     """Yield the rows of a file, numbered from 1. Only the needed columns are read."""
     row = 0
     try:
@@ -68,7 +67,7 @@ def read_parquet(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 for record in _iter_rows(batch):
                     row += 1
                     if record is None:
-                        yield Bad(str(row), f"is longer than {MAX_RECORD_BYTES:,} bytes")
+                        yield BadRecord(str(row), f"is longer than {MAX_RECORD_BYTES:,} bytes")
                     else:
                         yield record_from_dict(str(row), record, config, names)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:

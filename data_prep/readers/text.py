@@ -9,8 +9,8 @@ from typing import IO, Any
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers.record import (
     MAX_RECORD_BYTES,
-    Bad,
     BadFileError,
+    BadRecord,
     Record,
     open_decompressed,
     record_from_dict,
@@ -65,17 +65,17 @@ def _cut(data: bytes, limit: int) -> int:
     return next((cut for cut in range(limit, limit - 4, -1) if data[cut] & 0xC0 != 0x80), limit)
 
 
-def read_jsonl(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+def read_jsonl(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     """Read JSON lines: a record a line, with the line's number as key."""
     for number, line in _iter_lines(path):
         key = str(number)
         try:
             record = json.loads(line)
         except UnicodeDecodeError as error:
-            yield Bad(key, f"is not valid UTF-8: byte {error.start} of its line")
+            yield BadRecord(key, f"is not valid UTF-8: byte {error.start} of its line")
             continue
         except (ValueError, RecursionError):
-            yield Bad(key, "is not JSON")
+            yield BadRecord(key, "is not JSON")
             continue
         yield record_from_dict(key, record, config)
 
@@ -108,7 +108,7 @@ def _number_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def read_json(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+def read_json(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     """Read a JSON array into memory: a record an element, numbered from 1."""
     with open_decompressed(path) as file:
         data = file.read(MAX_RECORD_BYTES + 1)
@@ -126,7 +126,7 @@ def read_json(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         yield record_from_dict(str(number), element, config)
 
 
-def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     """Read a CSV file: a record for each row after the header, numbered from 1.
 
     Cells are separated by tabs in a `.tsv`, else by commas (RFC 4180).
@@ -142,7 +142,7 @@ def read_csv(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 if not cells:
                     continue
                 if len(cells) != len(names):
-                    yield Bad(str(row), f"has {len(cells)} cells, where the first row has {len(names)}")
+                    yield BadRecord(str(row), f"has {len(cells)} cells, where the first row has {len(names)}")
                 else:
                     yield record_from_dict(str(row), dict(zip(names, cells, strict=True)), config)
         except csv.Error as error:

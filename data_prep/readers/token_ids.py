@@ -37,7 +37,7 @@ def _read_megatron(path: Path, eos_id: int | None) -> Iterator[Ids]:
     index = path.with_suffix(".idx")
     if not index.is_file():
         raise BadFileError(f"has no {index.name} beside it")
-    dtype, sizes, pointers, edges = _index(index, index.read_bytes())
+    dtype, sizes, pointers, edges = _parse_index(index, index.read_bytes())
     item_bytes, length = dtype.itemsize, path.stat().st_size
     if len(sizes) and (
         sizes.min() < 0
@@ -61,7 +61,7 @@ def _read_megatron(path: Path, eos_id: int | None) -> Iterator[Ids]:
         yield ids[:-1] if eos_id is not None and len(ids) and ids[-1] == eos_id else ids
 
 
-def _index(
+def _parse_index(
     path: Path, data: bytes
 ) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Parse a `.idx`; return the ids' type, length and byte offset of each sequence, and edges of documents.

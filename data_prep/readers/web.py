@@ -15,8 +15,8 @@ from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers.record import (
     MAX_RECORD_BYTES,
-    Bad,
     BadFileError,
+    BadRecord,
     Record,
     open_decompressed,
     select_metadata,
@@ -27,7 +27,7 @@ _KINDS = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conv
 _MAX_HEADER_LINES = 200
 
 
-def read_warc(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+def read_warc(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     """Yield the pages of an archive, keyed by the number of their record from 1. The step `html` extracts their text.
 
     Bodies are unpacked (chunks, gzip, …), and text is decoded by the stated or else the detected encoding. Requests and
@@ -37,35 +37,37 @@ def read_warc(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
         number = 0
         for number, data in enumerate(_iter_frames(file), 1):
             try:
-                record = _record(data, "all")
+                record = _parse_record(data, "all")
                 page = None if record is None else _extract_page(str(number), record, data, config)
             except Exception as error:  # the library raises several kinds, some of its own
-                page = Bad(str(number), f"can't be understood: {str(error).partition(chr(10))[0]}")
+                page = BadRecord(str(number), f"can't be understood: {str(error).partition(chr(10))[0]}")
             if page is not None:
                 yield page
         if number == 0:
             raise BadFileError("holds no record")
 
 
-def _record(data: bytes, unpack: Literal["none", "all"]) -> WarcRecord | None:
+def _parse_record(data: bytes, unpack: Literal["none", "all"]) -> WarcRecord | None:
     return next(
         ArchiveIterator(io.BytesIO(data), record_types=_KINDS, parse_http=True, auto_decode=unpack), None
     )
 
 
-def _extract_page(key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig) -> Record | Bad:
+def _extract_page(
+    key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig
+) -> Record | BadRecord:
     kind = (record.http_content_type or record.headers.get("Content-Type") or "").lower()
     if kind and not kind.startswith(_TYPES):
-        return Bad(key, f"is no text but {kind.partition(';')[0]}")
+        return BadRecord(key, f"is no text but {kind.partition(';')[0]}")
     try:
         data = record.reader.read(MAX_RECORD_BYTES + 1)
     except OSError:
         # Crawlers may unpack a body and leave the header that says how it was packed.
-        undecoded = _record(record_bytes, "none")
+        undecoded = _parse_record(record_bytes, "none")
         data = undecoded.reader.read() if undecoded else b""
         data.decode()
     if len(data) > MAX_RECORD_BYTES:
-        return Bad(key, f"is longer than {MAX_RECORD_BYTES:,} bytes once unpacked")
+        return BadRecord(key, f"is longer than {MAX_RECORD_BYTES:,} bytes once unpacked")
     encoding = record.http_charset or detect_encoding(data) or "utf-8"
     header_names = {"url": "WARC-Target-URI", "date": "WARC-Date", "id": "WARC-Record-ID"}
     headers = {name: record.headers.get(header) for name, header in header_names.items()}
@@ -108,7 +110,7 @@ _NO_PROSE = ("file:", "image:", "category:")
 _NO_PROSE_TAGS = ("ref", "table", "gallery", "math", "timeline")
 
 
-def read_mediawiki(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+def read_mediawiki(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     """Yield the articles (pages of namespace 0 that are no redirects), keyed by page id.
 
     A text is the title, a blank line, and the article without markup. Raises BadFileError at damage.
@@ -124,7 +126,7 @@ def read_mediawiki(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
                 for revision in page:
                     text = revision.text
                 if text is None:
-                    yield Bad(str(page.id), "has no text")
+                    yield BadRecord(str(page.id), "has no text")
                 else:
                     metadata = select_metadata({"title": page.title, "id": page.id}, config)
                     yield Record(str(page.id), f"{page.title}\n\n{strip_wikitext(text)}", fields=metadata)

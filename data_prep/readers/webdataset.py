@@ -12,8 +12,8 @@ from typing import IO, Any, NamedTuple, cast
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers.record import (
     MAX_RECORD_BYTES,
-    Bad,
     BadFileError,
+    BadRecord,
     Record,
     open_decompressed,
     record_from_dict,
@@ -42,11 +42,13 @@ class TarMember(NamedTuple):
     fault: str | None
 
 
-def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | Bad]:
+def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     """Yield the texts of a tar's samples. Captions of images are read like any text; images themselves need the format
     `images`."""
     for key, members in read_samples(path, (*_TEXTS, "json")):
-        record: Record | Bad = Bad(key, f"has no .txt and no .json with a field {config.text_key!r}")
+        record: Record | BadRecord = BadRecord(
+            key, f"has no .txt and no .json with a field {config.text_key!r}"
+        )
         for member in members:
             candidate = _read_text(member, key, config)
             if candidate is not None and not isinstance(record, Record):
@@ -71,13 +73,8 @@ def read_samples(path: Path, extensions: Container[str]) -> Iterator[tuple[str, 
             for key, members in groupby(files, key=lambda member: _split(member.name)[0]):
                 last_key = key
                 yield replace_surrogates(key), _read_members(tar, members, extensions)
-    except (
-        tarfile.TarError,
-        EOFError,
-        ValueError,
-        IndexError,
-        OverflowError,
-    ) as error:  # tarfile raises all of these on forged tars
+    # tarfile raises all of these on forged tars.
+    except (tarfile.TarError, EOFError, ValueError, IndexError, OverflowError) as error:
         raise BadFileError(f"is no whole tar, after {last_key!r} ({error})") from None
 
 
@@ -146,10 +143,10 @@ def _read_member(
     return TarMember(member.name, extension, file.read() if file is not None else b"", None)
 
 
-def _read_text(member: TarMember, key: str, config: ReadConfig) -> Record | Bad | None:
+def _read_text(member: TarMember, key: str, config: ReadConfig) -> Record | BadRecord | None:
     """Return the record of a member, the reason why it is unusable, or None if it has no text."""
     if member.fault is not None:
-        return Bad(key, member.fault)
+        return BadRecord(key, member.fault)
     if member.data is None:
         return None
     try:
@@ -158,9 +155,9 @@ def _read_text(member: TarMember, key: str, config: ReadConfig) -> Record | Bad 
             return Record(key, text)
         record = record_from_dict(key, json.loads(text), config)
     except UnicodeDecodeError as error:
-        return Bad(key, f"has a member that is not valid UTF-8 at byte {error.start}: {member.name}")
+        return BadRecord(key, f"has a member that is not valid UTF-8 at byte {error.start}: {member.name}")
     except (ValueError, RecursionError):
-        return Bad(key, f"has a member that is not JSON: {member.name}")
+        return BadRecord(key, f"has a member that is not JSON: {member.name}")
     return record if isinstance(record, Record) else None
 
 

@@ -27,10 +27,8 @@ def render(result: Mapping[str, Any]) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": format_number, "size": format_bytes}
-    package, styles = (
-        resources.files("megatfm.data_prep.report"),
-        resources.files("megatfm") / "report" / "report.css",
-    )
+    package = resources.files("megatfm.data_prep.report")
+    styles = resources.files("megatfm") / "report" / "report.css"
     steps, images = result["steps"], has_images(result)
     fields = {name for split in SPLITS for name in result[split].get("fields", {})}
     return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
@@ -39,7 +37,7 @@ def render(result: Mapping[str, Any]) -> str:
         tiles=make_tiles(result),
         steps=steps,
         flow=make_bars([(step["step"], step["bytes_out"]) for step in steps], format_bytes),
-        reasons=list(drop_reasons(steps)),
+        reasons=list(iter_drop_reasons(steps)),
         titles=[
             ("domains", "Largest domains, by text"),
             ("languages", "Languages, by text"),
@@ -118,7 +116,7 @@ def make_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def drop_reasons(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def iter_drop_reasons(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yield (step, reason, dropped documents), the most documents first."""
     drops = [(step["step"], reason, drop) for step in steps for reason, drop in step["dropped"].items()]
     yield from sorted(drops, key=lambda item: -item[2]["documents"])
@@ -143,12 +141,12 @@ def make_charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
         ),
         **{category: largest(category) for category in ("sources", "domains", "languages", *fields)},
         "pieces": make_bars(
-            [(visible_piece(piece), uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
+            [(show_whitespace(piece), uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
         ),
     }
 
 
-def visible_piece(piece: str) -> str:
+def show_whitespace(piece: str) -> str:
     """Return a piece with visible spaces and line breaks."""
     return repr(piece)[1:-1].replace(" ", "\u2423")
 

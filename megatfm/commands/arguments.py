@@ -1,6 +1,7 @@
 """Arguments that several commands share: a config and its overrides, a model to start from, trust in plugins."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatfm.config import Config
@@ -18,6 +19,13 @@ def add_config_and_overrides(
         help="a TOML file, a run directory, or the name of a preset",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {example}")
+
+
+def split_config(config: str | None, overrides: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Return config and overrides, where the first argument may be an override because CONFIG was omitted."""
+    if config is not None and "=" in config:
+        return None, [config, *overrides]
+    return config, overrides
 
 
 def add_source_argument(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ def config_command(args: argparse.Namespace) -> int:
             print(f"{name:<20} {_describe_preset(name)}")
         return 0
     if args.action == "schema":
-        print(json.dumps(schema_of(PrepConfig if args.prep else Config), indent=2))
+        print(json.dumps(make_schema(PrepConfig if args.prep else Config), indent=2))
         return 0
     config = load_config(args.config, args.overrides)
     if args.deepspeed:
@@ -59,7 +59,7 @@ def config_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def schema_of(config_class: type[Section]) -> dict[str, Any]:
+def make_schema(config_class: type[Section]) -> dict[str, Any]:
     """Return the JSON schema of a config file. A file with `extends` has no required keys."""
     schema = config_class.model_json_schema()
     partial = _drop_required(json.loads(json.dumps(schema).replace('"#/$defs/', '"#/$defs/partial ')))

@@ -61,13 +61,13 @@ def data_command(args: argparse.Namespace) -> int:
     """Verify, show, count, export or index a corpus."""
     from megatfm import tokenizers
     from megatfm.corpus.corpus import Corpus
-    from megatfm.corpus.export import Detokenizer, export
-    from megatfm.corpus.inspect import check, show, tabulate_stats
+    from megatfm.corpus.export import Detokenizer, export_corpus
+    from megatfm.corpus.inspect import check_corpus, describe_corpus, tabulate_stats
     from megatfm.corpus.webdataset_index import index_folder
     from megatfm.data.bin_packing import describe_padding
 
     if args.action == "check":
-        print(check(args.dir))
+        print(check_corpus(args.dir))
         return 0
     if args.action == "index":
         if args.labels:
@@ -88,7 +88,7 @@ def data_command(args: argparse.Namespace) -> int:
     text_tokenizer = tokenizers.load(path) if path else None
     if args.action == "export":
         codec = Detokenizer(text_tokenizer.decode, text_tokenizer.eos) if text_tokenizer else None
-        print(export(args.dir, args.out, codec))
+        print(export_corpus(args.dir, args.out, codec))
     elif args.action == "stats":
         print(tabulate_stats(args.dir, text_tokenizer.id_to_piece if text_tokenizer else None))
     elif args.images:
@@ -105,7 +105,7 @@ def data_command(args: argparse.Namespace) -> int:
             else None
         )
         print(
-            show(
+            describe_corpus(
                 args.dir,
                 args.sample,
                 text_tokenizer.decode if text_tokenizer else None,
@@ -145,11 +145,11 @@ def _draw_images(args: argparse.Namespace) -> str:
         load_config(args.config, [f"data.train={args.dir}", "data.validation={}"])
     )
     rows = open_corpora(config, tokenizer).train
-    if not {"patches", "encoder_patches"} & (fields := rows.rows([0])).keys():
+    if not {"patches", "encoder_patches"} & (fields := rows.read_rows([0])).keys():
         raise UsageError(
             f"--config {args.config}: its objective reads {', '.join(sorted(fields))}, but no patches of images"
         )
-    from megatfm.data.contact_sheet import SeenImage, contact_sheet, images_of_rows
+    from megatfm.data.contact_sheet import SeenImage, draw_contact_sheet, iter_seen_images
 
     names = Corpus.open(args.dir).manifest.provenance.get("classes", [])
     embedding = config.model.patch_embedding
@@ -157,10 +157,10 @@ def _draw_images(args: argparse.Namespace) -> str:
     while len(images) < args.count:
         decode = tokenizer.decode if tokenizer else None
         image_token = config.model.connector.image_token_id if config.model.connector else None
-        images += images_of_rows(rows.rows([position]), patch_size, names, decode, image_token)
+        images += iter_seen_images(rows.read_rows([position]), patch_size, names, decode, image_token)
         position += 1
     out = io.BytesIO()
-    contact_sheet(images[: args.count]).save(out, "PNG")
+    draw_contact_sheet(images[: args.count]).save(out, "PNG")
     atomic_write(Path(args.images), out.getvalue())
     return f"{args.images}: {args.count} images of {position} rows of training"
 

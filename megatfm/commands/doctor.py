@@ -182,10 +182,10 @@ def check_deepspeed() -> Iterator[Finding]:
     )
     # In another process: DeepSpeed is slow to import, and nothing else here needs it.
     ok, text = _run([sys.executable, "-W", "ignore", "-c", LIST_OPS_SCRIPT], seconds=IMPORT_SECONDS)
-    for line in (
-        line for line in text.splitlines() if ok and line.count("|") == 2
-    ):  # skip DeepSpeed's messages
-        name, answer, advice = line.split("|")
+    rows = [line.split("|") for line in text.splitlines() if ok]
+    for name, answer, advice in (
+        row for row in rows if len(row) == 3
+    ):  # other lines are DeepSpeed's messages
         duration = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
         duration = f"would compile{duration}; megatfm never starts that"
         if any(_get_extensions_folder().glob(f"**/{name}/{name}.so")):
@@ -197,7 +197,7 @@ def check_deepspeed() -> Iterator[Finding]:
         yield Finding("operators", False, text, "make deepspeed")
     for lock in sorted(_get_extensions_folder().glob("**/lock")):
         is_compiling = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
-        note = "stale: its build was killed, and the next build will wait for it for ever"
+        note = "stale: its build was killed, and the next build will wait forever"
         yield Finding(
             "build lock",
             is_compiling,

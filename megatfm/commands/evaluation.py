@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_trust_argument
+from megatfm.commands.models import load_text_model
 from megatfm.errors import UsageError
 from megatfm.terminal import print_table
 
@@ -131,29 +132,18 @@ def _refuse_options(args: argparse.Namespace, options: Mapping[str, object], rea
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     """Evaluate a model on tasks; write evaluation_tasks.json and the records of all questions."""
-    import torch
-
     from megatfm.convert.electra_pair import is_electra_folder
     from megatfm.convert.hf_checkpoint import is_hf_folder
-    from megatfm.convert.load import load_generation_fields, read_sentence_transformer_options
-    from megatfm.convert.load import load_model as load_hf
+    from megatfm.convert.load import read_sentence_transformer_options
     from megatfm.inference.evaluation_tasks import HarnessTasks, evaluate_task_files
     from megatfm.inference.likelihood import BATCH_SIZE
-    from megatfm.inference.text import TextModel, load
     from megatfm.tasks.questions import named_task_files
 
     path = Path(args.run_dir)
-
     is_hf = is_hf_folder(path) or is_electra_folder(path)
-
-    def open_model(device: torch.device) -> TextModel:
-        if is_hf:
-            return TextModel(load_hf(path, device, dtype=args.dtype), **load_generation_fields(path))
-        return load(path, device, dtype=args.dtype, trust_plugins=args.trust_plugins)
-
     is_run = (path / "config.toml").is_file()
     evaluated = evaluate_task_files(
-        open_model,
+        lambda device: load_text_model(path, device, args.dtype, args.trust_plugins),
         named_task_files(args.task),
         HarnessTasks(args.harness, args.harness_path, args.shots, args.chat_template),
         batch_size=BATCH_SIZE if args.batch is None else args.batch,

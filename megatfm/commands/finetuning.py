@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatfm.commands.arguments import add_config_and_overrides, add_source_argument, add_trust_argument
-from megatfm.commands.training import enable_expandable_segments, removed_on_refusal
+from megatfm.commands.arguments import (
+    add_config_and_overrides,
+    add_source_argument,
+    add_trust_argument,
+    split_config,
+)
+from megatfm.commands.training import enable_expandable_segments, remove_on_refusal
 from megatfm.config import Config, load_config, to_toml
 from megatfm.config.load import apply_overrides
 from megatfm.config.sources import merge_files, read_files
@@ -56,9 +61,7 @@ def finetune_command(args: argparse.Namespace) -> int:
     if args.seeds is None:
         return finetune_once(args, args.overrides)[0]
     seeds = check_seeds(args)
-    config, overrides = args.config, args.overrides
-    if config is not None and "=" in config:
-        config, overrides = None, [config, *overrides]
+    config, overrides = split_config(args.config, args.overrides)
     name = _read_values(config, overrides).get("name") or f"from-{Path(args.source).absolute().name}"
     results_by_seed: list[TaskResults] = []
     for seed in seeds:
@@ -110,7 +113,7 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
     from megatfm.inference.task_evaluation import evaluate_task
     from megatfm.train.trainer import train
 
-    with removed_on_refusal(new_paths):
+    with remove_on_refusal(new_paths):
         code = train(config, flops_per_token, PromptSampler(), new_paths)
     if code != EXIT_OK:
         return code, None
@@ -133,9 +136,7 @@ def finetuning_config(
 
     source: model to start from. path: config or preset. Raises UsageError.
     """
-    if path is not None and "=" in path:
-        overrides = [path, *overrides]
-        path = None
+    path, overrides = split_config(path, overrides)
     if path is None and source is None:
         raise UsageError(
             "a config with a [task] is missing: give a TOML file, and a model to start from as --from"

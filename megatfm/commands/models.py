@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatfm.commands.arguments import add_config_and_overrides, add_trust_argument, check_trust
@@ -10,6 +11,8 @@ from megatfm.config import load_config
 from megatfm.errors import MegatfmError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from megatfm.inference.text import TextModel
 
 SAMPLES = "samples.jsonl"
@@ -27,6 +30,37 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (200)"
     )
+    _add_decoding_arguments(parser)
+    parser.add_argument(
+        "--bos",
+        choices=("auto", "bos", "none"),
+        default="auto",
+        help="token before a decoder's prompt; auto: as in its training; bos: the token that begins a text (auto)",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message, in the model's chat template; the answer follows",
+    )
+    parser.add_argument(
+        "--sentinel",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="add <extra_0> to a prompt of span corruption that has none; auto: if the model learnt it here (auto)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the samples (0)")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to generate (1)")
+    add_trust_argument(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="dtype of the weights; auto: as stored (auto)",
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if available (auto)")
+
+
+def _add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
@@ -63,33 +97,21 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A",
         help="with --num-beams: scores are divided by ((5 + length) / 6)^A (0.6)",
     )
-    parser.add_argument(
-        "--bos",
-        choices=("auto", "bos", "none"),
-        default="auto",
-        help="token before a decoder's prompt; auto: as in its training; bos: the token that begins a text (auto)",
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="the prompt is a user's message, in the model's chat template; the answer follows",
-    )
-    parser.add_argument(
-        "--sentinel",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="add <extra_0> to a prompt of span corruption that has none; auto: if the model learnt it here (auto)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the samples (0)")
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to generate (1)")
-    add_trust_argument(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="dtype of the weights; auto: as stored (auto)",
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if available (auto)")
+
+
+def load_text_model(
+    path: str | Path, device: "str | torch.device", dtype: str, trust_plugins: bool
+) -> "TextModel":
+    """Load a run, a checkpoint or a Hugging Face folder. dtype: of the weights, "auto" for the stored one."""
+    from megatfm.convert.electra_pair import is_electra_folder
+    from megatfm.convert.hf_checkpoint import is_hf_folder
+    from megatfm.convert.load import load_model as load_hf
+    from megatfm.convert.load import load_generation_fields
+    from megatfm.inference.text import TextModel, load
+
+    if is_hf_folder(path) or is_electra_folder(path):
+        return TextModel(load_hf(path, device, dtype=dtype), **load_generation_fields(path))
+    return load(path, device, dtype=dtype, trust_plugins=trust_plugins)
 
 
 def generate_command(args: argparse.Namespace) -> int:
@@ -101,18 +123,10 @@ def generate_command(args: argparse.Namespace) -> int:
     if args.chat and args.bos != "auto":
         raise UsageError("--chat: the template decides what stands before the prompt: leave --bos out")
     begin, separator = ("chat", "\n") if args.chat else (args.bos, "")
-    from megatfm.convert.electra_pair import is_electra_folder
-    from megatfm.convert.hf_checkpoint import is_hf_folder
-    from megatfm.convert.load import load_generation_fields
-    from megatfm.convert.load import load_model as load_hf
     from megatfm.inference.decoding import Sampling
-    from megatfm.inference.text import TextModel, generate_text, generate_text_beam, load
+    from megatfm.inference.text import generate_text, generate_text_beam
 
-    path, device = args.run_dir, _choose_device(args.device)
-    if is_hf_folder(path) or is_electra_folder(path):
-        loaded = TextModel(load_hf(path, device, dtype=args.dtype), **load_generation_fields(path))
-    else:
-        loaded = load(path, device, dtype=args.dtype, trust_plugins=args.trust_plugins)
+    loaded = load_text_model(args.run_dir, _choose_device(args.device), args.dtype, args.trust_plugins)
     if args.num_beams:
         text = generate_text_beam(
             loaded,
@@ -130,7 +144,7 @@ def generate_command(args: argparse.Namespace) -> int:
     sampling = Sampling(
         args.temperature, args.top_k, args.top_p, args.seed, vocab_size=loaded.tokenizer.vocab_size
     )
-    show = _show if args.num_samples == 1 else _ignore_text
+    show = _print_text if args.num_samples == 1 else _ignore_text
     texts = generate_text(
         loaded,
         args.prompt,
@@ -180,7 +194,7 @@ def _choose_device(name: str) -> str:
     return name
 
 
-def _show(text: str) -> None:
+def _print_text(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -280,7 +294,7 @@ def convert_command(args: argparse.Namespace) -> int:
 
 
 def _convert_adapters(args: argparse.Namespace) -> list[str]:
-    """Convert to or from PEFT's format, or merge adapters of ours; returns nothing for a source without any."""
+    """Convert to or from PEFT's format, or merge our adapters; return messages, none for a source without adapters."""
     from megatfm import checkpoint
     from megatfm.checkpoint.directory import is_peft_folder
     from megatfm.convert.convert import read_config
@@ -301,7 +315,7 @@ def _convert_adapters(args: argparse.Namespace) -> list[str]:
         path = checkpoint.find_checkpoint(args.source)
         is_adapted = read_config(path, checkpoint.read_state(path)).model.lora is not None
     except MegatfmError:
-        return []  # which `convert` says more of
+        return []  # `convert` raises the error that explains it
     return merge(args.source, args.target, trust_plugins=args.trust_plugins) if is_adapted else []
 
 

@@ -58,7 +58,7 @@ def _make_table(statuses: Iterable[RunStatus]) -> "Table":
         cells = (
             status.run.name,
             status.state.name,
-            _step(status),
+            _format_step(status),
             _format_loss(status),
             _format_speed(status),
             _format_eta(status),
@@ -78,7 +78,7 @@ def _format_details(status: RunStatus) -> str:
         "run": str(status.run),
         "state": status.state.name + (f": {status.state.reason}" if status.state.reason else "") + since,
         "work": status.work,
-        "step": _step(status),
+        "step": _format_step(status),
         "loss": _format_loss(status),
         "tokens/s": _format_speed(status),
         "time left": _format_eta(status),
@@ -89,7 +89,7 @@ def _format_details(status: RunStatus) -> str:
     return "\n".join(f"{name:<12}{text}" for name, text in rows.items() if text)
 
 
-def _step(status: RunStatus) -> str:
+def _format_step(status: RunStatus) -> str:
     return (
         f"{status.step or 0:,} of {status.steps:,}"
         if status.steps

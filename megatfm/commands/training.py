@@ -7,7 +7,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatfm.commands.arguments import add_config_and_overrides, add_source_argument
+from megatfm.commands.arguments import add_config_and_overrides, add_source_argument, split_config
 from megatfm.config import Config, load_config, to_toml
 from megatfm.errors import LockedError, MegatfmError, UsageError
 from megatfm.files import NEW_RUN_VARIABLE, NewPaths, atomic_write
@@ -48,8 +48,7 @@ def load_training_config(args: argparse.Namespace, new_paths: NewPaths) -> Confi
         return load_config(path, overrides)
     from megatfm.commands.from_model import continue_from_config  # imports torch
 
-    if path is not None and "=" in path:
-        path, overrides = None, [path, *overrides]
+    path, overrides = split_config(path, overrides)
     config, messages = continue_from_config(args.source, path, overrides, new_paths)
     for line in messages:
         logging.getLogger("megatfm").info("%s", line)
@@ -61,7 +60,7 @@ def train_command(args: argparse.Namespace) -> int:
     enable_expandable_segments(os.environ)
     start_sentinel()
     new_paths = NewPaths()
-    with removed_on_refusal(new_paths):
+    with remove_on_refusal(new_paths):
         config = load_training_config(args, new_paths)
         # After the config is loaded, so that a mistake in it is reported before torch is imported.
         from megatfm.describe.description import flops_per_token
@@ -74,8 +73,8 @@ def train_command(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def removed_on_refusal(new_paths: NewPaths) -> Iterator[None]:
-    """Context manager that removes a run's new files if it is refused (UsageError, LockedError)."""
+def remove_on_refusal(new_paths: NewPaths) -> Iterator[None]:
+    """Remove a run's new files if the block raises UsageError or LockedError."""
     try:
         yield
     except (UsageError, LockedError):
@@ -103,7 +102,7 @@ def launch_command(args: argparse.Namespace) -> int:
     if args.source is not None or args.config is None:
         cli.check_flags(args)  # before a model is converted in vain
     new_paths = NewPaths()
-    with removed_on_refusal(new_paths):
+    with remove_on_refusal(new_paths):
         if args.source is not None or args.config is None:
             args.config, args.overrides = str(_write_resolved_config(args, new_paths)), []
         return cli.main(args, new_paths)

@@ -213,10 +213,8 @@ def _make_traffic_table(comparison: "GradientComparison") -> "Table":
     flow_of = {(flow.axis, flow.collective): flow for flow in comparison.flows}
     for key in sorted(flow_of.keys() | comparison.expected.keys()):
         flow, (_, expected_bytes) = flow_of.get(key), comparison.expected.get(key, (0, 0))
-        sent_bytes, has_expectation = (
-            flow.sent_bytes if flow else 0,
-            key[0] not in comparison.axes_without_closed_form,
-        )
+        sent_bytes = flow.sent_bytes if flow else 0
+        has_expectation = key[0] not in comparison.axes_without_closed_form
         row = (
             *key,
             f"{flow.calls if flow else 0:,}",

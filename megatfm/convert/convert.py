@@ -180,7 +180,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
         hf_config = hf_model.architecture.config_to_hf(hf_model.config)
         state["origin"] = tokenizer_files.record_origin(source, hf_model.name, hf_model.json, hf_config)
         if tokenizer and tokenizer_file:
-            files = tokenizers.tokenizer_files(folder / tokenizer_file)
+            files = tokenizers.read_tokenizer_files(folder / tokenizer_file)
             state["begins"] = [*tokenizer_files.find_bos_prefix_ids(source, files, tokenizer)]
             state["stop"] = [*tokenizer_files.find_eos_token_ids(source, hf_model.json, tokenizer)]
     state["tokenizer"] = tokenizer.hash if tokenizer else None

@@ -79,7 +79,7 @@ def load_generation_fields(path: str | Path) -> dict[str, Any]:
 def read_bos_prefix_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that a folder's tokenizer puts before a text."""
     folder_path = Path(path)
-    files = tokenizers.tokenizer_files(tokenizer_files.find_tokenizer_path(folder_path))
+    files = tokenizers.read_tokenizer_files(tokenizer_files.find_tokenizer_path(folder_path))
     return tuple(tokenizer_files.find_bos_prefix_ids(folder_path, files, tokenizer))
 
 

@@ -104,7 +104,7 @@ def _find_plain_sentencepiece(source: Path) -> Path | None:
 
 def copy_tokenizer(path: Path, target: Path) -> str:
     """Copy the tokenizer at `path` and its companion files to a folder; returns the name of its main file."""
-    files = tokenizers.tokenizer_files(path)
+    files = tokenizers.read_tokenizer_files(path)
     if path.name == "tokenizer.json":
         companions = [path.parent / name for name in COMPANION_FILES]
         files |= {file.name: file.read_bytes() for file in companions if file.is_file()}

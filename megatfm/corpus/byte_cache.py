@@ -66,11 +66,6 @@ class ByteCache(Generic[Key, Value]):
                 self._on_drop(key)
 
 
-def nbytes(value: Any) -> int:
-    """Return the bytes of an array, or of nested tuples of arrays."""
-    return sum(map(nbytes, value)) if isinstance(value, tuple) else int(value.nbytes)
-
-
-def size_of(value: Any) -> int:
-    """Return `value.nbytes` as an int."""
-    return int(value.nbytes)
+def count_bytes(value: Any) -> int:
+    """Return `value.nbytes`, or the sum over the values of nested tuples."""
+    return sum(map(count_bytes, value)) if isinstance(value, tuple) else int(value.nbytes)

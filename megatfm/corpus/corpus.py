@@ -14,16 +14,16 @@ from megatfm.corpus.index_cache import open_indexes
 from megatfm.corpus.manifest import MANIFEST, Manifest
 from megatfm.corpus.shard_format import (
     PAYLOAD_OFFSET,
-    BadFrame,
+    BadFrameError,
     Sample,
     check_external_sample,
     decode_packed_documents,
     decode_sample,
     decompress_frame,
     decompress_frames,
-    npy_header,
+    make_npy_header,
 )
-from megatfm.corpus.shard_index import NPY_HEADER_BYTES, frame_hash
+from megatfm.corpus.shard_index import NPY_HEADER_BYTES, hash_frame
 from megatfm.corpus.storage import CachedRemoteStorage, ShardCacheConfig, ShardStorage, open_storage
 from megatfm.corpus.webdataset_images import LabelRule, read_image_files
 from megatfm.errors import MegatfmError, UsageError
@@ -71,7 +71,7 @@ class Corpus:
         """
         store = open_storage(location, cache or ShardCacheConfig())
         if isinstance(store, CachedRemoteStorage):
-            manifest = Manifest.parse(store.manifest(MANIFEST), f"{store.url}/{MANIFEST}")
+            manifest = Manifest.parse(store.fetch_manifest(MANIFEST), f"{store.url}/{MANIFEST}")
         else:
             manifest = Manifest.load(store.folder)
         for shard in manifest.shards:
@@ -109,7 +109,7 @@ class Corpus:
         return sum(shard.text_bytes for shard in self.manifest.shards)
 
     def lengths(self, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Return the token count [n] of each sample in blocks `begin` to `end` − 1 (default: all blocks)."""
+        """Return the token count [n] of each sample in blocks `begin` to `end` − 1 (default: all), from the index."""
         end = self.n_blocks if end is None else end
         first = int(self.blocks[begin])
         lengths = np.empty(int(self.blocks[end]) - first, np.int64)
@@ -137,12 +137,12 @@ class Corpus:
     def read_blocks(self, blocks: Sequence[int]) -> list[list[tuple[int, NDArray[Any]]]]:
         """Read several blocks of compressed shards into one buffer, which is faster than one by one."""
         locations = [self._locate_block(block) for block in blocks]
-        compressed = [self.frame_bytes(block) for block in blocks]
+        compressed = [self.read_frame(block) for block in blocks]
         sizes = [int(self.indexes[shard].frames["uncompressed"][frame]) for shard, frame in locations]
         contents: Sequence[bytes | memoryview]
         try:
             contents = decompress_frames(compressed, sizes)
-        except BadFrame:  # decompressed one by one, to find the damaged frame and its error
+        except BadFrameError:  # decompressed one by one, to find the damaged frame and its error
             contents = [
                 self._decompress_frame(*location, data)
                 for location, data in zip(locations, compressed, strict=True)
@@ -190,11 +190,6 @@ class Corpus:
                 yield first + row, np.frombuffer(data, dtype)
         finally:
             os.close(descriptor)
-
-    def block_lengths(self, block: int) -> NDArray[np.int64]:
-        """Return the token count of each sample of a block [n], from the index alone."""
-        shard, frame = self._locate_block(block)
-        return self.indexes[shard].frame_samples(frame)["tokens"].astype(np.int64)
 
     def read_block_samples(self, block: int) -> list[Sample]:
         """Read the samples of a block with all stored fields; verifies every byte against the index."""
@@ -291,7 +286,7 @@ class Corpus:
             f'; to train without it, put "{sample}" into the corpus\'s quarantine (data.quarantine)',
         )
 
-    def frame_bytes(self, block: int) -> bytes:
+    def read_frame(self, block: int) -> bytes:
         """Return a block's bytes as they lie in its shard: one frame, compressed unless the shard is a plain tar."""
         shard, frame = self._locate_block(block)
         offset, end = map(int, self.indexes[shard].offsets[frame : frame + 2])
@@ -301,7 +296,7 @@ class Corpus:
         """Return the indexes of a shard's blocks."""
         return range(*map(int, self._first_blocks[shard : shard + 2]))
 
-    def shard_of(self, block: int) -> tuple[int, range]:
+    def find_shard(self, block: int) -> tuple[int, range]:
         """Return the number of the shard that has a block, and the indexes of its blocks."""
         shard = self._locate_block(block)[0]
         return shard, self.shard_blocks(shard)
@@ -315,7 +310,7 @@ class Corpus:
     def _read(self, block: int, verify: bool = False) -> tuple[int, int, bytes, list[NDArray[Any]]]:
         """Return a block's shard, frame within it, uncompressed bytes, and token arrays (see `_view_tokens`)."""
         shard, frame = self._locate_block(block)
-        data = self.frame_bytes(block)
+        data = self.read_frame(block)
         if not self.manifest.shards[shard].is_raw:
             data = self._decompress_frame(shard, frame, data)
         return shard, frame, data, self._view_tokens(block, data, verify)
@@ -340,7 +335,7 @@ class Corpus:
     def _verify(self, shard: int, frame: int, data: bytes) -> None:
         """Raise a MegatfmError if a frame's hash, where the index has one, or its samples' offsets differ from it."""
         index, dtype = self.indexes[shard], self.manifest.dtype
-        if index.frame_hashes is not None and frame_hash(data) != index.frame_hashes[frame]:
+        if index.frame_hashes is not None and hash_frame(data) != index.frame_hashes[frame]:
             raise self._make_damage_error(shard, frame, "its hash is not the index's")
         first, end = index.first_samples[frame : frame + 2].tolist()
         entries = index.samples[first:end]
@@ -349,7 +344,7 @@ class Corpus:
         if index.is_packed_frame(frame, dtype.itemsize):
             counts = entries["tokens"].astype(np.int64)
             starts = PAYLOAD_OFFSET + (np.cumsum(counts) - counts) * dtype.itemsize
-            header = npy_header(dtype, int(counts.sum()))
+            header = make_npy_header(dtype, int(counts.sum()))
             if (entries["offset"] != starts).any() or not data.startswith(header, tarfile.BLOCKSIZE):
                 raise self._make_damage_error(
                     shard, frame, f"no array of {counts.sum()} {dtype} for all its samples"
@@ -358,14 +353,14 @@ class Corpus:
         for sample, start, n in zip(
             range(first, end), entries["offset"].tolist(), entries["tokens"].tolist(), strict=True
         ):
-            if not data.startswith(npy_header(dtype, n), start - NPY_HEADER_BYTES):
+            if not data.startswith(make_npy_header(dtype, n), start - NPY_HEADER_BYTES):
                 reason = f"no array of {n} {dtype} at byte {start} of the frame"
                 raise self._make_damage_error(shard, frame, reason, sample)
 
     def _decompress_frame(self, shard: int, frame: int, compressed: bytes) -> bytes:
         try:
             return decompress_frame(compressed, int(self.indexes[shard].frames["uncompressed"][frame]))
-        except BadFrame as error:
+        except BadFrameError as error:
             raise self._make_damage_error(shard, frame, str(error)) from error
 
     def shard_path(self, shard: int) -> Path:

@@ -38,7 +38,7 @@ class Detokenizer(NamedTuple):
     eos: int
 
 
-def export(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> str:
+def export_corpus(folder: str | Path, out: str | Path, codec: Detokenizer | None) -> str:
     """Write a corpus in the format that the suffix of `out` names; return a summary line.
 
     - `.jsonl`, `.jsonl.zst`, `.parquet`: one record per document, with its "text", "id", "source", and "fields" if it
@@ -94,24 +94,21 @@ def _iter_records(corpus: Corpus, codec: Detokenizer) -> Iterator[dict[str, Any]
         if (size := len(text.encode())) != sample.text_bytes and sample.text_bytes:
             raise MegatfmError(
                 f"{corpus.folder}: sample {sample.index} ({sample.source}) decodes to {size} bytes, but had "
-                f"{sample.text_bytes}: this tokenizer doesn't keep every text, or is another one than made the ids"
+                f"{sample.text_bytes}: this tokenizer is not lossless, or not the one that made the ids"
             )
         metadata = {"fields": dict(sample.metadata)} if sample.metadata else {}
         yield {"text": text, "id": sample.key, "source": sample.source, **metadata}
 
 
 def _write_json_lines(records: Iterator[dict[str, Any]], out: Path) -> None:
-    file = AtomicFile(out)
     zstd = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj()
     is_compressed = out.name.endswith(".zst")
-    try:
+    with AtomicFile(out) as file:
         for record in records:
             line = f"{json.dumps(record, ensure_ascii=False)}\n".encode()
             file.write(zstd.compress(line) if is_compressed else line)
         file.write(zstd.flush() if is_compressed else b"")
         file.commit()
-    finally:
-        file.discard()
 
 
 def _write_parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
@@ -146,8 +143,7 @@ def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
     if lengths.max() >= 2**31 or eos > np.iinfo(dtype).max:
         raise UsageError(f"{corpus.folder}: has documents or ids that are too large for Megatron-LM's index")
     index = _make_megatron_index(lengths, np.dtype(dtype).itemsize, code)
-    file = AtomicFile(out)
-    try:
+    with AtomicFile(out) as file:
         for sample in _iter_samples(corpus):
             if int(sample.tokens.max(initial=0)) > np.iinfo(dtype).max:
                 raise MegatfmError(
@@ -161,8 +157,6 @@ def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
         except MegatfmError:
             out.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
             raise
-    finally:
-        file.discard()
     return (
         f"{out} and {INDEX_SUFFIX}: {lengths.sum():,} ids of {len(lengths):,} documents, each ended by {eos}"
     )

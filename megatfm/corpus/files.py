@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from blake3 import blake3
 
@@ -15,21 +15,18 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import fsync_directory
 
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
-_TOO_MANY_OPEN_FILES = (
-    "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is in order"
-)
+_TOO_MANY_OPEN_FILES = "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is intact"
 _NO_PERMISSION = "give this user the right to read it, for example by `chmod -R u+rX` on the folder"
 _STORAGE_TROUBLE = (
-    "the disk or file server has trouble: try again when it answers; if this stays, "
-    "restore the file from a copy"
+    "the disk or file server has trouble: try again later; if it persists, restore the file from a copy"
 )
 ADVICE = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), _TOO_MANY_OPEN_FILES),
     **dict.fromkeys((errno.EACCES, errno.EPERM), _NO_PERMISSION),
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), _STORAGE_TROUBLE),
-    errno.ENOMEM: "the machine is out of memory: the corpus is in order",
+    errno.ENOMEM: "the machine is out of memory: the corpus is intact",
 }
-"""Error numbers for which the file itself is not at fault; what else can't be read is missing or damaged."""
+"""Error number → advice, where the file is not at fault. Other errors mean that it is missing or damaged."""
 
 
 def check_local(path: str | Path) -> None:
@@ -109,7 +106,8 @@ class AtomicFile:
     """A file that appears under its name only when it is complete and on disk.
 
     Until `commit` it is called `.NAME.partial`, in the same folder. A failed write (say, on a full disk) removes it
-    and raises a MegatfmError. `size` and `blake3` describe the bytes written so far.
+    and raises a MegatfmError; so does leaving a `with` block without `commit`. `size` and `blake3` describe the bytes
+    written so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,6 +144,12 @@ class AtomicFile:
         """Remove the partial file; does nothing after a commit."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
     @contextmanager
     def _discard_on_error(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ class ImageColumns:
         """Yield number, index and rows of these samples of each shard."""
         begin = self.begin
         while begin < self.end:
-            shard, blocks = self.corpus.shard_of(begin)
+            shard, blocks = self.corpus.find_shard(begin)
             index, stop = self.corpus.indexes.complete(shard), min(self.end, blocks.stop)
             bounds = index.first_samples[[begin - blocks.start, stop - blocks.start]]
             yield shard, index, index.samples[slice(*bounds.tolist())]

@@ -25,7 +25,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.corpus.byte_cache import ByteCache, nbytes
+from megatfm.corpus.byte_cache import ByteCache, count_bytes
 from megatfm.corpus.manifest import CorpusShard, Manifest
 from megatfm.corpus.shard_index import FRAME_DTYPE, SPAN_DTYPE, ShardIndex, running_sum
 from megatfm.corpus.storage import INDEX_FOLDER, ShardCacheConfig, ShardStorage, acquire_lock, make_room
@@ -57,14 +57,12 @@ class Indexes:
 
     def __init__(self, store: ShardStorage, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
-        self._cache: ByteCache[int, ShardIndex] = ByteCache(INDEX_CACHE_BYTES, nbytes)
-        self._complete: ByteCache[int, ShardIndex] = ByteCache(COMPLETE_CACHE_BYTES, nbytes)
+        self._cache: ByteCache[int, ShardIndex] = ByteCache(INDEX_CACHE_BYTES, count_bytes)
+        self._complete: ByteCache[int, ShardIndex] = ByteCache(COMPLETE_CACHE_BYTES, count_bytes)
         # Copies, since a view would keep the whole index in memory.
         counts = [index.frames["samples"].copy() for index in self]
-        self.first_blocks, self.blocks = (
-            running_sum(list(map(len, counts))),
-            running_sum(np.concatenate(counts)),
-        )
+        self.first_blocks = running_sum(list(map(len, counts)))
+        self.blocks = running_sum(np.concatenate(counts))
 
     def __len__(self) -> int:
         return len(self._manifest.shards)
@@ -106,7 +104,7 @@ class SharedIndexes(Indexes):
         self._store, self._manifest, self._shared_cache = store, manifest, cache
         for shard in manifest.shards:
             store.check(shard.index)
-        self._complete = ByteCache(COMPLETE_CACHE_BYTES, nbytes)
+        self._complete = ByteCache(COMPLETE_CACHE_BYTES, count_bytes)
         key = _hash_shards(manifest)
         path = cache.folder.expanduser() / INDEX_FOLDER / key
         if (file := _open_tables(path, key, manifest)) is None:
@@ -130,7 +128,7 @@ class SharedIndexes(Indexes):
         self._arrays = tables.views(self._memory)
         self.first_blocks, self.blocks = self._arrays["first_blocks"], self._arrays["blocks"]
         self._first_samples = running_sum([shard.samples for shard in manifest.shards])
-        self._cache = ByteCache(MAPPED_BYTES, nbytes, self._release)
+        self._cache = ByteCache(MAPPED_BYTES, count_bytes, self._release)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_indexes, (self._store, self._manifest, self._shared_cache)
@@ -160,7 +158,7 @@ class SharedIndexes(Indexes):
         if size > disk.f_bavail * disk.f_frsize:
             raise OSError(f"{size:,} bytes don't fit on the disk of {path.parent}")
         log.info(
-            f"indexes of {n_samples:,} documents are written to {path}, for all processes of this machine"
+            f"writing the indexes of {n_samples:,} documents to {path}, for all processes of this machine"
         )
         frames, hashes, kinds = [], [], []
         with _write_atomically(path) as file:

@@ -38,7 +38,7 @@ class CheckReport:
         )
 
 
-def check(folder: str | Path) -> CheckReport:
+def check_corpus(folder: str | Path) -> CheckReport:
     """Re-read every sample and re-hash every file. Raises a MegatfmError that locates the first damage."""
     corpus = Corpus.open(folder)  # which checks sizes and the indexes' hashes
     samples = tokens = 0
@@ -52,7 +52,7 @@ def check(folder: str | Path) -> CheckReport:
             )
         # Samples first: they locate the damage, the hash only detects it.
         for block in corpus.shard_blocks(shard_index):
-            fingerprint.update(corpus.frame_bytes(block))
+            fingerprint.update(corpus.read_frame(block))
             for sample in corpus.read_block_samples(block):
                 samples += 1
                 tokens += len(sample.tokens)
@@ -70,7 +70,7 @@ def check(folder: str | Path) -> CheckReport:
     )
 
 
-def show(
+def describe_corpus(
     folder: str | Path,
     sample: int | None = None,
     decode: Callable[[NDArray[Any]], str] | None = None,
@@ -79,8 +79,8 @@ def show(
 ) -> str:
     """Return printable facts about a corpus, or one sample: its origin and its text (its ids without `decode`).
 
-    describe_rows: more facts, on how its documents fill rows. spell: returns a sample's text where it is shown
-    otherwise than `decode` gives it, else None.
+    describe_rows: returns further facts, on how documents fill rows. spell: returns the text to show for a sample, or
+    None for that of `decode`.
     """
     corpus = Corpus.open(folder)
     if sample is not None:

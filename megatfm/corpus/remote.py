@@ -64,7 +64,7 @@ class RemoteFolder:
 
     url: str
 
-    def files(self) -> list[RemoteFile]:
+    def list_files(self) -> list[RemoteFile]:
         """Return all files below the URL, also in subfolders, sorted by name; for a file's URL, just that file."""
 
         def list_files(fs: Any, root: str) -> list[RemoteFile]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.files import open_regular_file
 from megatfm.corpus.manifest import TokenDtype
-from megatfm.corpus.shard_format import npy_header
+from megatfm.corpus.shard_format import make_npy_header
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES, NPY_HEADER_BYTES
 from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
 
@@ -61,7 +61,7 @@ def iter_shard_samples(path: Path) -> Iterator[TokenArray]:
 def iter_tar_samples(file: IO[bytes], path: Path, require_end_marker: bool) -> Iterator[TokenArray]:
     """Yield the samples of an uncompressed tar. require_end_marker: raise a MegatfmError if the tar is cut off."""
     sample: _Sample | None = None
-    for member, data in tar_members(file, path, require_end_marker):
+    for member, data in iter_tar_members(file, path, require_end_marker):
         directory, _, base = member.name.rpartition("/")
         key = f"{directory}/{base.partition('.')[0]}"
         if sample is None or key != sample.key:
@@ -112,7 +112,7 @@ class _Sample:
         )
 
 
-def tar_members(
+def iter_tar_members(
     file: IO[bytes], path: Path, require_end_marker: bool
 ) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     """Yield every plain file of a tar with its data; skip folders.
@@ -191,5 +191,5 @@ def _parse_array(data: bytes, location: str) -> tuple[NDArray[Any], bool]:
     dtype, n = np.dtype(header[1].decode()), int(header[2])
     if n * dtype.itemsize != len(data) - end:
         raise MegatfmError(f"{location}: no array of token ids: its size is not what its header says")
-    has_native_layout = dtype.str in STORED_DTYPES and data[:NPY_HEADER_BYTES] == npy_header(dtype, n)
+    has_native_layout = dtype.str in STORED_DTYPES and data[:NPY_HEADER_BYTES] == make_npy_header(dtype, n)
     return np.frombuffer(data, dtype, n, end), has_native_layout

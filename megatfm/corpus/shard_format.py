@@ -64,7 +64,7 @@ def encode_sample(sample: Sample) -> bytes:
     extra_fields: dict[str, Any] = {"fields": dict(sample.metadata)} if sample.metadata else {}
     extra_fields |= {"members": list(members)} if members else {}
     meta = json.dumps({"bytes": sample.text_bytes, **extra_fields, "source": sample.source}).encode("ascii")
-    payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
+    payload = make_npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
     parts = _make_member(f"{key}.tokens.npy", payload) + _make_member(f"{key}.meta.json", meta)
     return parts + b"".join(_make_member(f"{key}.{extension}", data) for extension, data in members.items())
 
@@ -122,7 +122,7 @@ def encode_packed_documents(documents: Sequence[Sample]) -> bytes:
         "tokens": [len(document.tokens) for document in documents],
     }
     key = documents[0].key
-    payload = npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
+    payload = make_npy_header(tokens.dtype, len(tokens)) + tokens.tobytes()
     return _make_member(f"{key}.tokens.npy", payload) + _make_member(
         f"{key}.meta.json", json.dumps(meta).encode("ascii")
     )
@@ -173,7 +173,7 @@ def check_external_sample(frame: bytes, start: int, n_tokens: int, dtype: np.dty
 
 
 @lru_cache(maxsize=4096)
-def npy_header(dtype: np.dtype[Any], n: int) -> bytes:
+def make_npy_header(dtype: np.dtype[Any], n: int) -> bytes:
     """Return the .npy header of an array [n], padded to 128 bytes.
 
     NumPy's writer is not used: its padding has changed between releases, and shards must not change with it.
@@ -226,23 +226,23 @@ def _round_up_to_block(size: int) -> int:
     return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-class BadFrame(Exception):
+class BadFrameError(Exception):
     """A frame is damaged. The message is only the reason."""
 
 
 def decompress_frame(compressed: bytes, size: int) -> bytes:
-    """Return the `size` bytes of a frame. Raises BadFrame."""
+    """Return the `size` bytes of a frame. Raises BadFrameError."""
     try:
         _check_claimed_size(compressed, size)
         return _get_decompressor().decompress(compressed, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise BadFrame(str(error)) from error
+        raise BadFrameError(str(error)) from error
 
 
 def decompress_frames(compressed: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
     """Decompress many frames in one call, which holds the interpreter's lock no longer than one frame does.
 
-    The results share one buffer, which lives as long as any of them is used. Raises BadFrame.
+    The results share one buffer, which lives as long as any of them is used. Raises BadFrameError.
     """
     if not compressed:
         return []
@@ -250,20 +250,20 @@ def decompress_frames(compressed: Sequence[bytes], sizes: Sequence[int]) -> list
         for data, size in zip(compressed, sizes, strict=True):
             _check_claimed_size(data, size)
             if _find_frame_end(data) != len(data):
-                raise BadFrame("its frame ends elsewhere")
+                raise BadFrameError("its frame ends elsewhere")
         expected = np.array(sizes, "<u8").tobytes()
         # The library's annotations know neither that lists of bytes are taken nor that segments are buffers.
         unpack_all: Any = _get_decompressor().multi_decompress_to_buffer
         return [memoryview(block) for block in unpack_all(compressed, decompressed_sizes=expected, threads=1)]
     except zstandard.ZstdError as error:
-        raise BadFrame(str(error)) from error
+        raise BadFrameError(str(error)) from error
 
 
 def _check_claimed_size(compressed: bytes, size: int) -> None:
-    """Raise BadFrame if a frame claims another size, before memory is allocated for it."""
+    """Raise BadFrameError if a frame claims another size, before memory is allocated for it."""
     actual = zstandard.frame_content_size(compressed)
     if actual != size:
-        raise BadFrame(f"holds {actual} bytes, the index says {size}")
+        raise BadFrameError(f"holds {actual} bytes, the index says {size}")
 
 
 def _find_frame_end(compressed: bytes) -> int:

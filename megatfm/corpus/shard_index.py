@@ -31,7 +31,7 @@ IMAGE_SIZES, IMAGE_COUNTS = ("height", "width"), ("images",)
 """Columns of samples with one image each, and of those with several."""
 
 
-def sample_dtype(key_width: int, image_columns: Sequence[str] = ()) -> np.dtype[Any]:
+def make_sample_dtype(key_width: int, image_columns: Sequence[str] = ()) -> np.dtype[Any]:
     """Return the type of an index's table of samples.
 
     `offset`: start of the tokens in the uncompressed frame; `tokens`: their number; `text_bytes`: UTF-8 bytes of the
@@ -51,14 +51,13 @@ SPAN_DTYPE = np.dtype([("offset", "<u4"), ("tokens", "<u4")])
 class ShardIndex:
     """The tables of a shard's index, in stored order.
 
-    `frames` [n_frames] has the type `FRAME_DTYPE`, `samples` [n_samples] has `sample_dtype`, or `SPAN_DTYPE` without
-    keys.
+    frames [n_frames]: of type `FRAME_DTYPE`. samples [n_samples]: of a type of `make_sample_dtype`, or `SPAN_DTYPE`.
     """
 
     frames: NDArray[Any]
     samples: NDArray[Any]
     frame_hashes: NDArray[np.uint64] | None = None
-    """`frame_hash` of each frame's uncompressed bytes, in shards whose frames may lack checksums."""
+    """`hash_frame` of each frame's uncompressed bytes, in shards whose frames may lack checksums."""
     has_packed_frames: bool = False
     """True if a frame may hold many documents in one tar member."""
 
@@ -132,7 +131,7 @@ class ShardIndex:
         Raises a MegatfmError whose message is only the reason; the caller adds the file.
         """
         max_bytes = 256 + shard.samples * (
-            FRAME_DTYPE.itemsize + 8 + sample_dtype(MAX_KEY_LENGTH, IMAGE_SIZES).itemsize
+            FRAME_DTYPE.itemsize + 8 + make_sample_dtype(MAX_KEY_LENGTH, IMAGE_SIZES).itemsize
         )
         try:
             if not 0 < zstandard.frame_content_size(data) <= max_bytes:
@@ -149,7 +148,7 @@ class ShardIndex:
             n_frames, n_samples, key_width = (int(counts[n]) for n in ("frames", "samples", "key_width"))
             if min(n_frames, n_samples) < 0 or not 1 <= key_width <= MAX_KEY_LENGTH:
                 raise MegatfmError(f"its counts are absurd: {counts}")
-            samples = sample_dtype(key_width, {4: IMAGE_SIZES, 5: IMAGE_COUNTS}.get(schema_version, ()))
+            samples = make_sample_dtype(key_width, {4: IMAGE_SIZES, 5: IMAGE_COUNTS}.get(schema_version, ()))
             samples_at = counts_end + n_frames * FRAME_DTYPE.itemsize
             hashes_at = samples_at + n_samples * samples.itemsize
             index = cls(
@@ -206,7 +205,7 @@ class ShardIndex:
             raise MegatfmError(f"sample {int(is_misaligned.argmax())} starts where none can")
 
 
-def frame_hash(data: bytes | memoryview) -> int:
+def hash_frame(data: bytes | memoryview) -> int:
     """Return the first 8 bytes of a frame's BLAKE3 hash, as a little-endian integer."""
     return int.from_bytes(blake3(data).digest(8), "little")
 

@@ -147,7 +147,7 @@ class CachedRemoteStorage:
                 return descriptor
         raise AssertionError
 
-    def manifest(self, name: str) -> bytes:
+    def fetch_manifest(self, name: str) -> bytes:
         """Fetch the manifest's bytes, which are never cached."""
         return with_retries(self.url, name, lambda fs, root: _read_manifest_bytes(fs, f"{root}/{name}"))
 
@@ -164,9 +164,8 @@ class CachedRemoteStorage:
             ) from error
 
     def _download(self, path: Path, entry: ManifestFile) -> None:
-        partial = path.with_name(
-            f".{path.name}.partial"
-        )  # named by its content, so that a killed download's goes on
+        # The name contains the file's hash, so a later process may continue a killed download.
+        partial = path.with_name(f".{path.name}.partial")
         try:
             for _ in range(2 + partial.exists()):
                 download_rest(self.url, entry.file, partial, entry.bytes)
@@ -176,8 +175,8 @@ class CachedRemoteStorage:
                     return
                 partial.unlink()
             raise MegatfmError(
-                f"{self.url}/{entry.file}: what arrives is not what the manifest says ({arrived_hash[:16]}, not "
-                f"{entry.blake3[:16]} of {entry.bytes} bytes): upload the corpus again"
+                f"{self.url}/{entry.file}: its BLAKE3 hash is {arrived_hash[:16]}, not the manifest's "
+                f"{entry.blake3[:16]} ({entry.bytes} bytes): upload the corpus again"
             )
         except DiskError as error:
             raise error.cause from error

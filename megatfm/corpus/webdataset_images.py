@@ -13,22 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import numpy as np
-from blake3 import blake3
-
-from megatfm.corpus.files import open_regular_file, regular_file_size, write_whole
-from megatfm.corpus.manifest import FOREIGN_SHARD, NO_TOKENIZER, CorpusShard, IndexFile, Manifest
-from megatfm.corpus.safe_tar import tar_members
+from megatfm.corpus.files import open_regular_file
+from megatfm.corpus.manifest import FOREIGN_SHARD, NO_TOKENIZER, CorpusShard, Manifest
+from megatfm.corpus.safe_tar import iter_tar_members
 from megatfm.corpus.shard_format import KEY, PAYLOAD_OFFSET
-from megatfm.corpus.shard_index import FRAME_DTYPE, IMAGE_SIZES, ShardIndex, frame_hash, sample_dtype
+from megatfm.corpus.shard_index import IMAGE_SIZES, hash_frame
 from megatfm.corpus.webdataset_index import (
-    FRAME_BYTES,
     IndexReport,
     check_index_names,
     check_not_indexed,
-    file_hash,
-    index_name,
-    raw_frames,
+    iter_raw_frames,
+    write_shard_index,
 )
 from megatfm.errors import MegatfmError, UsageError
 
@@ -110,7 +105,7 @@ class LabelRule:
 def iter_images(file: IO[bytes], path: Path, *, require_end_marker: bool) -> Iterator[ImageSample]:
     """Yield the samples of an uncompressed tar, one at a time. Raises a MegatfmError for a duplicate member."""
     sample: ImageSample | None = None
-    for member, data in tar_members(file, path, require_end_marker):
+    for member, data in iter_tar_members(file, path, require_end_marker):
         directory, _, base = member.name.rpartition("/")
         stem, _, extension = base.partition(".")
         key, extension = f"{directory}/{stem}".lstrip("/"), extension.lower()
@@ -150,7 +145,7 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
             f"{compressed[0]}: only plain tars of images are read in place: make a corpus with `megatfm prep`"
         )
     check_index_names(paths)
-    names = _read_class_names(classes) if classes else []
+    names = read_class_names(classes, f"--classes {classes}") if classes else []
     labels, shards = dict[str, str](), []
     for path in paths:
         shards.append(_index_shard(path, LabelRule(rule.by, rule.key, names), labels))
@@ -180,7 +175,7 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
     hashes: list[int] = []
     keys = set[str]()
     with open_regular_file(path) as file:
-        for data, samples in raw_frames(path, iter_images(file, path, require_end_marker=True)):
+        for data, samples in iter_raw_frames(path, iter_images(file, path, require_end_marker=True)):
             for sample in samples:
                 where = f"{path}: sample {sample.key!r}"
                 if sample.key in keys:
@@ -191,25 +186,10 @@ def _index_shard(path: Path, rule: LabelRule, labels: dict[str, str]) -> CorpusS
                 key = sample.key if KEY.fullmatch(sample.key) else f"{len(rows):09d}"
                 rows.append((sample.payload, 0, 0, key.encode(), height, width))
             frames.append((len(data), len(data), len(samples)))
-            hashes.append(frame_hash(data))
+            hashes.append(hash_frame(data))
     if not rows:
         raise UsageError(f"{path}: holds no samples")
-    samples_table = np.array(rows, sample_dtype(max(len(row[3]) for row in rows), IMAGE_SIZES))
-    encoded = ShardIndex(np.array(frames, FRAME_DTYPE), samples_table, np.array(hashes, "<u8")).encode()
-    name = index_name(path)
-    write_whole(path.with_name(name), encoded)
-    return CorpusShard(
-        file=path.name,
-        bytes=regular_file_size(path),
-        blake3=file_hash(path),
-        samples=len(rows),
-        tokens=0,
-        text_bytes=0,
-        index=IndexFile(file=name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
-        foreign=True,
-        files_only=True,
-        frame_bytes=FRAME_BYTES,
-    )
+    return write_shard_index(path, frames, rows, hashes, IMAGE_SIZES, files_only=True)
 
 
 def _find_image_size(size: tuple[int, int] | None, files: Mapping[str, bytes], where: str) -> tuple[int, int]:
@@ -243,13 +223,14 @@ def _record_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str,
     labels.setdefault(label, where)
 
 
-def _read_class_names(path: Path) -> list[str]:
+def read_class_names(path: Path, setting: str) -> list[str]:
+    """Read the names of classes, one a line. setting: names the file in errors. Raises UsageError."""
     try:
         names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--classes {path}: can't be read ({error})") from error
+        raise UsageError(f"{setting}: can't be read ({error})") from error
     while names and not names[-1]:
         names.pop()
     if not names or len(set(names)) < len(names) or "" in names:
-        raise UsageError(f"--classes {path}: give one name a line, none twice; the first is class 0")
+        raise UsageError(f"{setting}: give one name a line, none twice; the first is class 0")
     return names

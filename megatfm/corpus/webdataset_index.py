@@ -8,7 +8,7 @@ folders is refused.
 import io
 import re
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
@@ -29,7 +29,7 @@ from megatfm.corpus.manifest import (
 )
 from megatfm.corpus.safe_tar import STORED_DTYPES, TokenArray, iter_shard_samples, iter_tar_samples
 from megatfm.corpus.shard_format import KEY
-from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, frame_hash, sample_dtype
+from megatfm.corpus.shard_index import FRAME_DTYPE, MAX_FRAME_BYTES, ShardIndex, hash_frame, make_sample_dtype
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, RefusedMemberError, UsageError
 
@@ -99,7 +99,7 @@ def check_index_names(paths: list[Path]) -> None:
     """Raise a UsageError if the indexes of two shards would have the same name."""
     owners: dict[str, Path] = {}
     for path in paths:
-        owner = owners.setdefault(index_name(path), path)
+        owner = owners.setdefault(make_index_name(path), path)
         if owner != path:
             raise UsageError(
                 f"{path}: {owner.name} lies beside it, and an index is named without .tar or .tar.zst: rename one, or "
@@ -107,7 +107,7 @@ def check_index_names(paths: list[Path]) -> None:
             )
 
 
-def index_name(path: Path) -> str:
+def make_index_name(path: Path) -> str:
     """Return the name of a foreign shard's index, which lies in the same folder."""
     return re.sub(r"\.tar(\.zst)?$", ".index.zst", path.name)
 
@@ -128,26 +128,38 @@ def _index_shard(path: Path) -> tuple[CorpusShard, str]:
             key = array.key if KEY.fullmatch(array.key) else f"{len(rows):09d}"
             rows.append((array.payload, len(array.tokens), 0, key.encode()))
         frames.append((compressed, len(data), len(arrays)))
-        hashes.append(frame_hash(data))
+        hashes.append(hash_frame(data))
     if len(dtypes) != 1:
         raise _needs_rewrite_error(path, f"it holds {' and '.join(sorted(dtypes)) or 'no samples'}")
-    samples = np.array(rows, sample_dtype(max(len(row[3]) for row in rows)))
-    index = ShardIndex(np.array(frames, FRAME_DTYPE), samples, np.array(hashes, "<u8"))
-    name = index_name(path)
-    encoded = index.encode()
+    return write_shard_index(path, frames, rows, hashes), dtypes.pop()
+
+
+def write_shard_index(
+    path: Path,
+    frames: list[tuple[int, int, int]],
+    rows: list[Any],
+    hashes: list[int],
+    image_columns: Sequence[str] = (),
+    *,
+    files_only: bool = False,
+) -> CorpusShard:
+    """Write the index of a foreign shard from one tuple per frame and per sample; return its entry in a manifest."""
+    samples = np.array(rows, make_sample_dtype(max(len(row[3]) for row in rows), image_columns))
+    encoded = ShardIndex(np.array(frames, FRAME_DTYPE), samples, np.array(hashes, "<u8")).encode()
+    name = make_index_name(path)
     write_whole(path.with_name(name), encoded)
-    shard = CorpusShard(
+    return CorpusShard(
         file=path.name,
         bytes=regular_file_size(path),
-        blake3=file_hash(path),
+        blake3=hash_file(path),
         samples=len(rows),
         tokens=int(samples["tokens"].sum(dtype=np.int64)),
         text_bytes=0,
         index=IndexFile(file=name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
         foreign=True,
+        files_only=files_only,
         frame_bytes=FRAME_BYTES if path.name.endswith(".tar") else DEFAULT_FRAME_BYTES,
     )
-    return shard, dtypes.pop()
 
 
 def _iter_frames(path: Path) -> Iterator["Frame"]:
@@ -155,7 +167,7 @@ def _iter_frames(path: Path) -> Iterator["Frame"]:
     if not path.name.endswith(".tar"):
         yield from _iter_zstd_frames(path)
         return
-    for data, arrays in raw_frames(path, iter_shard_samples(path)):
+    for data, arrays in iter_raw_frames(path, iter_shard_samples(path)):
         yield len(data), data, arrays
 
 
@@ -177,7 +189,7 @@ class TarSample(Protocol):
 SampleT = TypeVar("SampleT", bound=TarSample)
 
 
-def raw_frames(path: Path, samples: Iterable[SampleT]) -> Iterator[tuple[bytes, list[SampleT]]]:
+def iter_raw_frames(path: Path, samples: Iterable[SampleT]) -> Iterator[tuple[bytes, list[SampleT]]]:
     """Cut a plain tar into frames of about `FRAME_BYTES`, or one sample; yield each frame's bytes and samples.
 
     The frames cover every byte of the tar. The samples' offsets count from the start of their frame.
@@ -199,8 +211,7 @@ def _read_raw_frame(
     if end - begin > MAX_FRAME_BYTES:
         raise _needs_rewrite_error(
             path,
-            f"sample {frame_samples[-1].key!r} and its files take more than {MAX_FRAME_BYTES} bytes, or what follows "
-            "them",
+            f"sample {frame_samples[-1].key!r}, its files and other members after it take over {MAX_FRAME_BYTES} bytes",
         )
     file.seek(begin)
     data = file.read(end - begin)
@@ -246,11 +257,8 @@ def _split_zstd_frames(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes
                 if not compressed and not (compressed := file.read(CHUNK_BYTES)):
                     raise MegatfmError(f"{path}: damaged: its last zstd frame is cut off")
                 parts.append(decompressor.decompress(compressed[:CHUNK_BYTES]))
-                n_compressed, compressed, size = (
-                    n_compressed + len(compressed[:CHUNK_BYTES]),
-                    compressed[CHUNK_BYTES:],
-                    size + len(parts[-1]),
-                )
+                n_compressed += len(compressed[:CHUNK_BYTES])
+                compressed, size = compressed[CHUNK_BYTES:], size + len(parts[-1])
                 if size > MAX_FRAME_BYTES:
                     raise _needs_rewrite_error(path, f"a zstd frame unpacks to over {MAX_FRAME_BYTES} bytes")
         except zstandard.ZstdError as error:
@@ -288,7 +296,7 @@ def _needs_rewrite_error(path: Path, reason: str) -> UsageError:
     return UsageError(f"{path}: {reason}: write it again with `megatfm data index {folder} --to FOLDER`")
 
 
-def file_hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """Return the BLAKE3 hash of a file."""
     fingerprint = blake3()
     with open_regular_file(path) as file:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -38,8 +38,8 @@ from megatfm.corpus.shard_index import (
     IMAGE_SIZES,
     MAX_FRAME_BYTES,
     ShardIndex,
-    frame_hash,
-    sample_dtype,
+    hash_frame,
+    make_sample_dtype,
 )
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import fsync_directory
@@ -163,9 +163,7 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._open_shard is not None:
             self._open_shard.discard()
             self._open_shard = None
@@ -262,7 +260,7 @@ class _OpenShard:
         ]
         index = ShardIndex(
             np.array(self._frames, FRAME_DTYPE),
-            np.array(rows, sample_dtype(max(map(len, self._samples)), image_columns)),
+            np.array(rows, make_sample_dtype(max(map(len, self._samples)), image_columns)),
             None if self._options.compress else np.array(self._hashes, "<u8"),
             self._has_packed_frames or not self._options.compress,
         )
@@ -298,7 +296,7 @@ class _OpenShard:
         stored = self._compressor.compress(data) if self._options.compress else data
         self._frames.append((len(stored), len(data), len(self._frame)))
         if not self._options.compress:
-            self._hashes.append(frame_hash(data))
+            self._hashes.append(hash_frame(data))
         self._file.write(stored)
         self._frame, self._frame_bytes = [], 0
 

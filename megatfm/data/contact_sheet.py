@@ -20,7 +20,7 @@ class SeenImage(NamedTuple):
     caption: str
 
 
-def images_of_rows(
+def iter_seen_images(
     rows: Fields,
     patch_size: int,
     class_names: Sequence[str] = (),
@@ -76,7 +76,7 @@ def _write_caption(rows: Fields, row: int, token: int, names: Sequence[str]) -> 
     return f"{weight:.2f} {name('labels')} + {1 - weight:.2f} {name('mixed_labels')}"
 
 
-def contact_sheet(images: Sequence[SeenImage], columns: int = 8) -> Image.Image:
+def draw_contact_sheet(images: Sequence[SeenImage], columns: int = 8) -> Image.Image:
     """One picture of all images, in rows."""
     columns = min(columns, len(images))
     n_rows = -(-len(images) // columns)

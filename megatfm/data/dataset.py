@@ -9,14 +9,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.corpus.byte_cache import ByteCache, size_of
+from megatfm.corpus.byte_cache import ByteCache, count_bytes
 from megatfm.corpus.corpus import Corpus
-from megatfm.data.documents import BlockDocuments, Quarantine, Read, read_block
+from megatfm.data.documents import BlockDocuments, DecodedBlock, Quarantine, read_block
 from megatfm.data.order import Interleave, RowAddress, RowSlot, make_row_order
 from megatfm.data.packed_rows import BinPackedRows, PackedBlock, RowSources, collate, pack_chunked
 from megatfm.data.packing_plan import load_or_build_packing_plan
 from megatfm.data.sequences import Fields, PackingConfig, PackingObjective
-from megatfm.errors import MegatfmError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.rng import permutation
 
 PACKING_VERSION = 2
@@ -43,7 +43,7 @@ class RowDataset(Protocol):
         """True if a row may be split into shorter ones."""
         ...
 
-    def rows(self, positions: Sequence[int | None]) -> Fields:
+    def read_rows(self, positions: Sequence[int | None]) -> Fields:
         """Return the fields of the rows at positions: [n, length of the side, …] or [n, …]; None: a row of padding.
 
         Integers [n, length] are int64. "documents" (0, 1, … in the row; −1: padding) and "positions" [n, length] always
@@ -64,6 +64,26 @@ class SizedRowDataset(RowDataset, Protocol):
     """A `RowDataset` of one corpus; `len` is the number of rows in an epoch."""
 
     def __len__(self) -> int: ...
+
+
+def check_same_fields(name: str, rows: Fields, expected_rows: Fields) -> None:
+    """Raise a UsageError that begins with `name` unless rows have the expected fields, types and shapes."""
+    kinds, expected = (
+        {field: f"{values.dtype}{list(values.shape[1:])}" for field, values in sorted(batch.items())}
+        for batch in (rows, expected_rows)
+    )
+    if kinds != expected:
+        raise UsageError(
+            f"{name}: its rows have fields {kinds}, other sources have {expected}: give all sources the same "
+            "objective and row lengths"
+        )
+
+
+def join_rows(parts: Sequence[Fields]) -> Fields:
+    """Concatenate rows by field. Raises a UsageError if their fields differ, as those of mixture sources may."""
+    for part in parts[1:]:
+        check_same_fields("data.mixture", part, parts[0])
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 @dataclass
@@ -123,8 +143,8 @@ class PackedDataset:
         self.objective = objective
         self.sequence_length = sequence_length
         self.seed = int(seed)
-        read = Interleave(streams) if isinstance(streams, int) else streams
-        self.streams, turn = read if shuffle else Interleave(1)
+        interleave = Interleave(streams) if isinstance(streams, int) else streams
+        self.streams, turn = interleave if shuffle else Interleave(1)
         self.shuffle = shuffle
         self.quarantine = quarantine or Quarantine()
         lengths = (sequence_length, target_length or sequence_length)[: len(objective.field_prefixes)]
@@ -141,8 +161,8 @@ class PackedDataset:
             shuffle=shuffle,
             length=sequence_length if plan.groups is None else 1,
         )
-        self._cache: ByteCache[tuple[int, int], _CachedBlock] = ByteCache(cache_bytes, size_of)
-        self._read: ByteCache[int, Read] = ByteCache(cache_bytes, size_of)
+        self._cache: ByteCache[tuple[int, int], _CachedBlock] = ByteCache(cache_bytes, count_bytes)
+        self._decoded: ByteCache[int, DecodedBlock] = ByteCache(cache_bytes, count_bytes)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -176,11 +196,11 @@ class PackedDataset:
             **quarantine,
         }
 
-    def row_address(self, position: int) -> RowAddress:
+    def find_row(self, position: int) -> RowAddress:
         """Return the address of the row at a global position ≥ 0."""
-        return self.order.row_address(position)
+        return self.order.find_row(position)
 
-    def row(self, position: int) -> Fields:
+    def read_row(self, position: int) -> Fields:
         """Return the fields of the row at a global position, integers [length of the field's side] as int64.
 
         Packing adds "documents" (0, 1, … in the row; −1: padding) and "positions" (from 0 in each document's chunk),
@@ -188,32 +208,35 @@ class PackedDataset:
         the objective: for text "tokens" and "targets" (−100: ignored by the loss). With `attend_across_documents`, a
         row counts as one document.
         """
-        return {name: values[0] for name, values in self.rows([position]).items()}
+        return {name: values[0] for name, values in self.read_rows([position]).items()}
 
-    def padding(self) -> Fields:
+    def make_padding_row(self) -> Fields:
         """Return a row of nothing but padding, with the fields of `row`."""
-        return {name: values[0] for name, values in self.rows([None]).items()}
+        return {name: values[0] for name, values in self.read_rows([None]).items()}
 
-    def rows(self, positions: Sequence[int | None]) -> Fields:
+    def read_rows(self, positions: Sequence[int | None]) -> Fields:
         """Return the rows at global positions (see `RowDataset.rows`)."""
         return collate(self.locate_rows(positions))
 
     def locate_rows(self, positions: Sequence[int | None]) -> list[RowSources]:
         """Return for each position the (packed block, row index) pairs that make up its row."""
         requested = np.array([-1 if at is None else at for at in positions], np.int64)
-        slots = iter(self.order.slots(requested[requested >= 0]))
+        slots = iter(self.order.find_slots(requested[requested >= 0]))
         return [self._padding if at is None else self._locate_row(next(slots)) for at in positions]
 
     def _locate_row(self, slot: RowSlot) -> RowSources:
         epoch, block, _, begin = slot
-        row_index, block_data = self.order.block_order(slot)[slot.row], self._get_block(epoch, block, begin)
+        row_index, block_data = (
+            self.order.get_block_order(slot)[slot.row],
+            self._get_block(epoch, block, begin),
+        )
         if isinstance(block_data, BinPackedRows):
-            return [(block_data.row(row_index), 0)]
+            return [(block_data.build_row(row_index), 0)]
         head, length = self.order.carry_length(begin), self.sequence_length
         sources = [(block_data, row_index + (head > 0))]
         at, end = begin + int(self._plan.sizes[block]), begin + head + (row_index + 1) * length
         while at < min(end, self.order.size):
-            block = self.order.block_at(epoch, at)
+            block = self.order.find_block(epoch, at)
             block_data = self._get_block(epoch, block, at)
             assert isinstance(block_data, PackedBlock)
             sources.append((block_data, 0))
@@ -244,8 +267,8 @@ class PackedDataset:
         packed: PackedBlock | BinPackedRows
         if groups is not None:
             first, end = groups[block : block + 2].tolist()
-            blank = self._mask_quarantined(first, end)
-            documents = BlockDocuments(self.corpus, first, end, blank, self._read, needs_members)
+            is_quarantined = self._mask_quarantined(first, end)
+            documents = BlockDocuments(self.corpus, first, end, is_quarantined, self._decoded, needs_members)
             packed = BinPackedRows(documents, self._packing, epoch)
             size = packed.n_rows
         else:
@@ -267,5 +290,5 @@ class PackedDataset:
     def _mask_quarantined(self, first: int, end: int) -> NDArray[np.bool_] | None:
         if not self.quarantine:
             return None
-        blank = self.quarantine.mask(int(self.corpus.blocks[first]), int(self.corpus.blocks[end]))
-        return blank if blank.any() else None
+        is_quarantined = self.quarantine.mask(int(self.corpus.blocks[first]), int(self.corpus.blocks[end]))
+        return is_quarantined if is_quarantined.any() else None

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ from megatfm.data.sequences import DocumentChunk
 from megatfm.errors import UsageError
 
 
-class Read(NamedTuple):
+@dataclass(frozen=True)
+class DecodedBlock:
     """A decoded block: the tokens of each document, and its files if they are needed."""
 
     tokens: list[NDArray[Any]]
@@ -32,7 +33,7 @@ class Read(NamedTuple):
 class BlockDocuments(Sequence[NDArray[Any]]):
     """A lazy sequence of the tokens [n] of each document in blocks `begin` to `end` − 1.
 
-    blank [D]: True for documents that are never read; they become zeros of the same length. read: cache of decoded
+    is_quarantined [D]: True for documents that are never read; they become zeros of the same length. cache: of decoded
     blocks.
     """
 
@@ -41,20 +42,19 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         corpus: Corpus,
         begin: int,
         end: int,
-        blank: NDArray[np.bool_] | None,
-        read: "ByteCache[int, Read]",
+        is_quarantined: NDArray[np.bool_] | None,
+        cache: "ByteCache[int, DecodedBlock]",
         needs_members: bool,
     ) -> None:
-        self._corpus, self._begin, self._end, self.is_quarantined = corpus, begin, end, blank
-        self._read, self._needs_members = read, needs_members
+        self._corpus, self._begin, self._end, self.is_quarantined = corpus, begin, end, is_quarantined
+        self._cache, self._needs_members = cache, needs_members
         self._starts = corpus.blocks[begin : end + 1] - corpus.blocks[begin]
         self.first = int(corpus.blocks[begin])
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Token count of each document, from the index alone."""
-        blocks = range(self._begin, self._end)
-        return np.concatenate([self._corpus.block_lengths(number) for number in blocks])
+        return self._corpus.lengths(self._begin, self._end)
 
     @cached_property
     def image_sizes(self) -> NDArray[np.int64]:
@@ -82,7 +82,7 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         return block.tokens[at]
 
     def members(self, number: int) -> Mapping[str, bytes]:
-        """The files that belong to a document; none where they are not needed."""
+        """Return the files stored with a document, by extension; none if they are not needed."""
         if not self._needs_members or (self.is_quarantined is not None and self.is_quarantined[number]):
             return {}
         block, at = self._locate_document(number)
@@ -92,12 +92,11 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         """Describe where a document is stored, and how to train without it, for error messages."""
         return self._corpus.describe_sample(self.first + number)
 
-    def _locate_document(self, number: int) -> tuple[Read, int]:
+    def _locate_document(self, number: int) -> tuple[DecodedBlock, int]:
         at = int(self._starts.searchsorted(number, side="right")) - 1
         block = self._begin + at
-        return self._read.get(
-            block, partial(decode_block, self._corpus, block, self._needs_members)
-        ), number - int(self._starts[at])
+        decoded = self._cache.get(block, partial(decode_block, self._corpus, block, self._needs_members))
+        return decoded, number - int(self._starts[at])
 
 
 class InMemoryDocuments(list[NDArray[Any]]):
@@ -108,10 +107,10 @@ class InMemoryDocuments(list[NDArray[Any]]):
         documents: Sequence[NDArray[Any]],
         first: int = 0,
         members: Sequence[Mapping[str, bytes]] | None = None,
-        blank: NDArray[np.bool_] | None = None,
+        is_quarantined: NDArray[np.bool_] | None = None,
     ) -> None:
         super().__init__(documents)
-        self.first, self.is_quarantined = first, blank
+        self.first, self.is_quarantined = first, is_quarantined
         self._members = members
 
     @cached_property
@@ -143,7 +142,7 @@ class InMemoryDocuments(list[NDArray[Any]]):
             self.image_sizes = np.array([chunk_sizes(chunk) for chunk in chunks], np.int64).reshape(-1, 2)
 
     def members(self, number: int) -> Mapping[str, bytes]:
-        """The files that belong to a document; none where they are not needed."""
+        """Return the files stored with a document, by extension; none if they are not needed."""
         return self._members[number] if self._members else {}
 
     def describe(self, number: int) -> tuple[str, str]:
@@ -152,27 +151,28 @@ class InMemoryDocuments(list[NDArray[Any]]):
 
 
 def read_block(
-    corpus: Corpus, block: int, blank: NDArray[np.bool_] | None, needs_members: bool
+    corpus: Corpus, block: int, is_quarantined: NDArray[np.bool_] | None, needs_members: bool
 ) -> InMemoryDocuments:
-    """Read one block. Documents that are `blank` become zeros of the same length; if all are blank, reads nothing."""
+    """Read one block. Quarantined documents become zeros of the same length; if all are, nothing is read."""
     first = int(corpus.blocks[block])
-    if blank is None:
-        read = decode_block(corpus, block, needs_members)
-        return InMemoryDocuments(read.tokens, first, read.members)
-    read = Read([], None) if blank.all() else decode_block(corpus, block, needs_members)
+    if is_quarantined is None:
+        decoded = decode_block(corpus, block, needs_members)
+        return InMemoryDocuments(decoded.tokens, first, decoded.members)
+    decoded = DecodedBlock([], None) if is_quarantined.all() else decode_block(corpus, block, needs_members)
+    lengths = corpus.lengths(block, block + 1).tolist()
     tokens = [
-        np.zeros(n, np.int64) if empty else read.tokens[i]
-        for i, (n, empty) in enumerate(zip(corpus.block_lengths(block).tolist(), blank, strict=True))
+        np.zeros(n, np.int64) if is_bad else decoded.tokens[i]
+        for i, (n, is_bad) in enumerate(zip(lengths, is_quarantined, strict=True))
     ]
-    return InMemoryDocuments(tokens, first, read.members, blank)
+    return InMemoryDocuments(tokens, first, decoded.members, is_quarantined)
 
 
-def decode_block(corpus: Corpus, block: int, needs_members: bool) -> Read:
+def decode_block(corpus: Corpus, block: int, needs_members: bool) -> DecodedBlock:
     """Read and decode a block, with the files of its documents if `needs_members`."""
     if needs_members:
         samples = corpus.read_block_samples(block)
-        return Read([sample.tokens for sample in samples], [sample.members for sample in samples])
-    return Read([tokens for _, tokens in corpus.read_block(block)], None)
+        return DecodedBlock([sample.tokens for sample in samples], [sample.members for sample in samples])
+    return DecodedBlock([tokens for _, tokens in corpus.read_block(block)], None)
 
 
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")

@@ -97,12 +97,12 @@ class MixedImages:
         """Return the settings that determine the order."""
         return self._rows.order_config()
 
-    def rows(self, positions: Sequence[int | None]) -> Fields:
+    def read_rows(self, positions: Sequence[int | None]) -> Fields:
         """The rows at positions, as `RowDataset` says."""
         positions_read = dict.fromkeys(positions)
         positions_read |= dict.fromkeys(self.choose_partner(at) for at in positions if at is not None)
         place = {at: number for number, at in enumerate(positions_read)}
-        stored = self._rows.rows(list(positions_read))
+        stored = self._rows.read_rows(list(positions_read))
         rows = {name: values[[place[at] for at in positions]] for name, values in stored.items()}
         for number, at in enumerate(positions):
             if at is not None:

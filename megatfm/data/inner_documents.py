@@ -16,18 +16,18 @@ BEGINS = "begins"
 def with_inner_documents(
     fields: dict[str, NDArray[Any]],
     starts: NDArray[np.int64],
-    blank: NDArray[np.bool_] | None,
+    is_padding: NDArray[np.bool_] | None,
     prefix: str = "",
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
     """Return document starts [n + 1] and a padding mask [n] for sequences at `starts` [P + 1].
 
-    fields: joined fields of all sequences; `begins`, with the side's prefix, is removed from it. blank [P]: sequences
-    that are padding.
+    fields: joined fields of all sequences; `begins`, with the side's prefix, is removed from it. is_padding [P]: True
+    for sequences that are padding.
     """
     begins = fields.pop(prefix + BEGINS, None)
     if begins is None:
-        return starts, blank
-    within = np.union1d(starts, np.flatnonzero(begins))
-    if blank is not None:
-        blank = blank[starts.searchsorted(within[:-1], side="right") - 1]
-    return within, blank
+        return starts, is_padding
+    document_starts = np.union1d(starts, np.flatnonzero(begins))
+    if is_padding is not None:
+        is_padding = is_padding[starts.searchsorted(document_starts[:-1], side="right") - 1]
+    return document_starts, is_padding

@@ -4,15 +4,13 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
-from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.dataset import RowDataset
+from megatfm.data.dataset import RowDataset, join_rows
 from megatfm.data.order import BatchSchedule
-from megatfm.data.row_batches import join_rows
 from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields
 from megatfm.data.workers import RowWorkers, picklable_error
 from megatfm.errors import UsageError
@@ -24,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReaderGroup(Protocol):
-    """Ranks that train on the same rows. The first ranks each read a share and send it to all others."""
+    """Ranks that train on the same rows. Each of the first ranks reads a share and sends it to all others."""
 
     @property
     def rank(self) -> int:
@@ -34,7 +32,7 @@ class ReaderGroup(Protocol):
     @property
     def count(self) -> int: ...
 
-    def broadcast(self, local_rows: T, n_readers: int) -> list[T]:
+    def all_gather(self, local_rows: T, n_readers: int) -> list[T]:
         """All-gather the values of the first readers, by rank, to every rank of the group. Collective."""
         ...
 
@@ -42,7 +40,7 @@ class ReaderGroup(Protocol):
 class _SingleReader:
     rank, count = 0, 1
 
-    def broadcast(self, local_rows: T, n_readers: int) -> list[T]:
+    def all_gather(self, local_rows: T, n_readers: int) -> list[T]:
         return [local_rows]
 
 
@@ -115,7 +113,7 @@ class DataLoader(Iterator[list[Fields]]):
         self.rows = rows
         self.micro_batch = micro_batch
         self.position = position
-        self.stop = end_position
+        self.end_position = end_position
         self.wait_seconds, self.step_tokens, self.padding = 0.0, 0, 0.0
         self.row_positions: list[NDArray[np.int64]] = []
         self._rank, self._ranks, self._readers = data_rank, data_ranks, readers
@@ -144,7 +142,9 @@ class DataLoader(Iterator[list[Fields]]):
 
     def _prefetch(self) -> None:
         """Start fetching the next steps."""
-        while len(self._ahead) < STEPS_AHEAD and (self.stop is None or self._next_position < self.stop):
+        while len(self._ahead) < STEPS_AHEAD and (
+            self.end_position is None or self._next_position < self.end_position
+        ):
             stage = self.batch_schedule.stage(self._next_step)
             share = stage.global_batch // self._ranks
             row_range = _RowRange(self._next_position + self._rank * share, share, stage.splits_per_row)
@@ -156,13 +156,14 @@ class DataLoader(Iterator[list[Fields]]):
 
     def state_dict(self) -> dict[str, str | int | bool]:
         """Return the position up to which rows were consumed (not prefetched), and the settings of the order."""
-        warmup = (
-            {"warmup": str([tuple(stage) for stage in self.batch_schedule.warmup])}
-            if self.batch_schedule.warmup
-            else {}
-        )
-        epoch = self.rows.epoch(self.position)
-        return {"position": self.position, "epoch": epoch, **self.rows.order_config(), **warmup}
+        state = {
+            "position": self.position,
+            "epoch": self.rows.epoch(self.position),
+            **self.rows.order_config(),
+        }
+        if self.batch_schedule.warmup:
+            state["warmup"] = str([tuple(stage) for stage in self.batch_schedule.warmup])
+        return state
 
     @property
     def worker_pids(self) -> list[int]:
@@ -179,9 +180,7 @@ class DataLoader(Iterator[list[Fields]]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _count_holders(self, row_range: _RowRange) -> int:
@@ -198,8 +197,11 @@ class DataLoader(Iterator[list[Fields]]):
         begin, end = (
             row_range.first + row_range.rows * number // n_readers for number in (reader, reader + 1)
         )
-        return self._workers.rows(
-            [None if self.stop is not None and at >= self.stop else at for at in range(begin, end)]
+        return self._workers.read_rows(
+            [
+                None if self.end_position is not None and at >= self.end_position else at
+                for at in range(begin, end)
+            ]
         )
 
     def _step(self, prefetched: _PrefetchedStep) -> tuple[list[Fields], float]:
@@ -208,7 +210,7 @@ class DataLoader(Iterator[list[Fields]]):
         if self._readers.count == 1:
             gathered = [local_rows]
         else:
-            gathered = self._readers.broadcast(
+            gathered = self._readers.all_gather(
                 picklable_error(local_rows) if isinstance(local_rows, Exception) else local_rows,
                 self._count_holders(prefetched.row_range),
             )

@@ -11,10 +11,9 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from megatfm.corpus.byte_cache import ByteCache, nbytes
-from megatfm.data.dataset import SizedRowDataset
+from megatfm.corpus.byte_cache import ByteCache, count_bytes
+from megatfm.data.dataset import SizedRowDataset, check_same_fields
 from megatfm.data.order import interleave
-from megatfm.data.row_batches import check_same_fields
 from megatfm.data.sequences import Fields
 from megatfm.errors import UsageError
 from megatfm.rng import random_uint64, to_unit_interval
@@ -51,17 +50,17 @@ class _PhaseState(NamedTuple):
 class Mixture:
     """An endless order of rows, each from one of several sources: a pure function of the position.
 
-    Position p belongs to stream p mod `streams`. In each run of `block` rows of a stream, every source has its quota,
-    weight·block rounded by largest remainders. Across the streams they are quasi-random: the rows of a block of all
-    streams are the points of a circle, met in steps of about the golden ratio, and each source has an arc of it. So any
-    stretch has its share of each source but for a row or two, where independent draws of 64 would be off by three, and
-    as a stream's points are spaced evenly, it has its quotas. Each block begins at a random point.
+    Position p belongs to stream p mod `streams`. In each run of `block` rows of a stream, every source has its quota:
+    weight · block, rounded by largest remainders. Across streams, the order is quasi-random: the rows of a block of all
+    streams are points on a circle, visited in steps of about the golden ratio, and each source owns an arc. Any stretch
+    of rows then has its share of each source up to a row or two (64 independent draws would be off by three). Each
+    block begins at a random point.
 
-    A stream of the mixture reads the same stream of each source, so that what is local in the sources is local here,
-    and a source's rows are read in its own order, each once in its epoch. What a stream has read before a position
-    follows from the quotas: nothing is remembered.
+    A stream of the mixture reads the same stream of each source, so reads stay local, and each source's rows are read
+    in its own order, once per epoch. The rows that a stream has read before a position follow from the quotas, so no
+    state is kept.
 
-    Raises a UsageError if the sources don't make rows alike, or a weight is too small for the block.
+    Raises a UsageError if rows of the sources differ in length, or a weight is too small for the block.
     """
 
     def __init__(
@@ -89,20 +88,20 @@ class Mixture:
                 f"at most {MAX_POINTS // streams}"
             )
         self._step = _choose_golden_step(block, streams)
-        self._blocks: ByteCache[tuple[int, int, int], _Block] = ByteCache(2**26, nbytes)
-        self._spans: list[_PhaseState] = []
+        self._blocks: ByteCache[tuple[int, int, int], _Block] = ByteCache(2**26, count_bytes)
+        self._phase_states: list[_PhaseState] = []
         self._start_phases()
 
     @property
     def warnings(self) -> list[str]:
         """Notes for the log: warnings of the sources, and the effective weight of each source."""
         lines = [note for rows in self._rows for note in rows.warnings]
-        for span in self._spans:
+        for state in self._phase_states:
             shares = ", ".join(
                 f"{name} {100 * quota / self.block:.2f} %"
-                for name, quota in zip(self.sources, span.quotas.tolist(), strict=True)
+                for name, quota in zip(self.sources, state.quotas.tolist(), strict=True)
             )
-            lines.append(f"mixture from row {span.first * self.streams:,} on: {shares}")
+            lines.append(f"mixture from row {state.first * self.streams:,} on: {shares}")
         return lines
 
     def order_config(self) -> dict[str, str | int | bool]:
@@ -128,27 +127,27 @@ class Mixture:
         )
 
     def epoch(self, position: int) -> str:
-        consumed = self.rows_consumed(position)
+        consumed = self.count_consumed_rows(position)
         return ", ".join(f"{name} {n / len(self.sources[name]):.3f}" for name, n in consumed.items())
 
-    def source_position(self, position: int) -> tuple[str, int]:
+    def find_source(self, position: int) -> tuple[str, int]:
         """Return the source's name of the row at a global position, and the row's position in that source's order."""
         (interleaved,) = interleave(np.array([position]), self.streams, self.turn).tolist()
         turn, stream = divmod(interleaved, self.streams)
-        phase = int(np.searchsorted([span.first for span in self._spans], turn, side="right")) - 1
-        span = self._spans[phase]
-        block, slot = divmod(turn - span.first, self.block)
+        phase = int(np.searchsorted([state.first for state in self._phase_states], turn, side="right")) - 1
+        state = self._phase_states[phase]
+        block, slot = divmod(turn - state.first, self.block)
         slots = self._get_slots(phase, stream, block)
         source = int(slots.sources[slot])
         n_before = (
-            int(span.consumed[stream, source]) + block * int(span.quotas[source]) + int(slots.before[slot])
+            int(state.consumed[stream, source]) + block * int(state.quotas[source]) + int(slots.before[slot])
         )
         return list(self.sources)[source], n_before * self.streams + stream
 
-    def row_sources(self, positions: Ints) -> Ints:
+    def find_source_indices(self, positions: Ints) -> Ints:
         """Return the index in `sources` of the source of the row at each global position [n]."""
         turns, streams = np.divmod(interleave(positions, self.streams, self.turn), self.streams)
-        firsts = [span.first for span in self._spans]
+        firsts = [state.first for state in self._phase_states]
         phases = np.searchsorted(firsts, turns, side="right") - 1
         blocks, slots = np.divmod(turns - np.array(firsts)[phases], self.block)
         addresses = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
@@ -157,20 +156,18 @@ class Mixture:
         ]
         return np.array(slot_sources, np.int64)
 
-    def row(self, position: int) -> Fields:
+    def read_row(self, position: int) -> Fields:
         """Return the row at a global position."""
-        return {name: values[0] for name, values in self.rows([position]).items()}
+        return {name: values[0] for name, values in self.read_rows([position]).items()}
 
-    def rows(self, positions: Sequence[int | None]) -> Fields:
+    def read_rows(self, positions: Sequence[int | None]) -> Fields:
         """Return the rows at global positions (see `RowDataset.rows`)."""
         padding = next(iter(self.sources)), None
-        addresses = [
-            padding if position is None else self.source_position(position) for position in positions
-        ]
+        addresses = [padding if position is None else self.find_source(position) for position in positions]
         batch: Fields = {}
         for name, source in self.sources.items():
             indices = [index for index, (source_name, _) in enumerate(addresses) if source_name == name]
-            fields = source.rows([addresses[index][1] for index in indices]) if indices else {}
+            fields = source.read_rows([addresses[index][1] for index in indices]) if indices else {}
             if len(indices) == len(addresses):
                 return fields
             if not indices:
@@ -196,10 +193,10 @@ class Mixture:
                     f"{'' if self.can_split_rows else ', whole'}: give all sources the same objective and row lengths"
                 )
 
-    def rows_consumed(self, position: int) -> dict[str, int]:
+    def count_consumed_rows(self, position: int) -> dict[str, int]:
         """Count the rows of each source before a position; the last round of streams may be incomplete."""
         turns, more = divmod(int(position), self.streams)
-        number = int(np.searchsorted([span.first for span in self._spans], turns, side="right")) - 1
+        number = int(np.searchsorted([state.first for state in self._phase_states], turns, side="right")) - 1
         counts = sum(
             (self._count_consumed(number, stream, turns + (stream < more)) for stream in range(self.streams)),
             np.zeros(len(self._rows), np.int64),
@@ -208,12 +205,12 @@ class Mixture:
 
     def _count_consumed(self, number: int, stream: int, turn: int) -> Ints:
         """Count the rows [n_sources] that a stream took before a turn of a phase (or the first turn after it)."""
-        span = self._spans[number]
-        blocks, slots = divmod(turn - span.first, self.block)
+        state = self._phase_states[number]
+        blocks, slots = divmod(turn - state.first, self.block)
         block_sources = self._get_slots(number, stream, blocks).sources[:slots]
         return (
-            span.consumed[stream]
-            + blocks * span.quotas
+            state.consumed[stream]
+            + blocks * state.quotas
             + np.bincount(block_sources, minlength=len(self._rows))
         )
 
@@ -221,7 +218,7 @@ class Mixture:
         return self._blocks.get((phase, stream, block), partial(self._assign_slots, phase, stream, block))
 
     def _assign_slots(self, phase: int, stream: int, block: int) -> _Block:
-        quotas = self._spans[phase].quotas
+        quotas = self._phase_states[phase].quotas
         points = self.block * self.streams
         (begin,) = (to_unit_interval(random_uint64(1, self.seed, "mixture", phase, block)) * points).astype(
             np.int64
@@ -240,7 +237,7 @@ class Mixture:
                 consumed = np.stack(
                     [self._count_consumed(number - 1, stream, first) for stream in range(self.streams)]
                 )
-            self._spans.append(
+            self._phase_states.append(
                 _PhaseState(first, largest_remainder(phase.weights, list(self.sources), self.block), consumed)
             )
 
@@ -283,7 +280,7 @@ def _choose_golden_step(block: int, streams: int) -> int:
 
 
 def _expand_continued_fraction(numerator: int, denominator: int) -> list[int]:
-    """Return the convergents of the continued fraction of a number between 0 and 1, except the last."""
+    """Return the partial quotients of the continued fraction of a number between 0 and 1."""
     terms = []
     while numerator:
         terms.append(denominator // numerator)
@@ -291,7 +288,7 @@ def _expand_continued_fraction(numerator: int, denominator: int) -> list[int]:
     return terms or [0]
 
 
-def source_seed(seed: int, name: str) -> int:
+def make_source_seed(seed: int, name: str) -> int:
     """Return a seed for each source, so that equal sample numbers of two sources don't draw alike."""
     return int.from_bytes(blake3(f"{seed} {name}".encode()).digest()[:7], "little")
 

@@ -4,15 +4,16 @@ Both are pure functions. The batch schedule depends on the step alone, also whil
 up. The row order depends on the seed and the size of each block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.corpus.byte_cache import ByteCache, nbytes
+from megatfm.corpus.byte_cache import ByteCache, count_bytes
+from megatfm.corpus.shard_index import running_sum
 from megatfm.rng import permutation
 
 Ints = NDArray[np.int64]
@@ -89,7 +90,7 @@ class RowAddress(NamedTuple):
 
 
 class RowSlot(NamedTuple):
-    """Start of a row: `row` indexes the `block_order` of its block."""
+    """Start of a row: `row` indexes the `get_block_order` of its block."""
 
     epoch: int
     block: int
@@ -98,10 +99,8 @@ class RowSlot(NamedTuple):
     """Offset of the block in the epoch."""
 
 
-class BlockSizes(Protocol):
-    """Sizes of a range of blocks."""
-
-    def __call__(self, begin: int, end: int) -> Ints: ...
+BlockSizes = Callable[[int, int], Ints]
+"""Returns the sizes of blocks `begin` to `end` − 1."""
 
 
 class _Table(NamedTuple):
@@ -121,7 +120,7 @@ class RowOrder:
        Neighbouring rows come from distant blocks, while each stream still reads sequentially.
     4. The rows that start in one block are permuted.
 
-    All permutations are keyed by (seed, epoch), so `row_address(k)` depends on k alone, and each epoch has each row
+    All permutations are keyed by (seed, epoch), so `find_row(k)` depends on k alone, and each epoch has each row
     once. `shuffle=False` keeps the stored order in every epoch. Bin-packed blocks are measured in rows, with a
     `length` of 1.
 
@@ -141,29 +140,24 @@ class RowOrder:
         length: int = 1,
     ) -> None:
         """unit_sizes [n]: size of each unit of `blocks_per_unit` blocks; the last unit may have fewer blocks."""
-        self.seed, self.streams, self.turn, self.shuffle, self.length = (
-            seed,
-            streams,
-            turn,
-            shuffle,
-            length,
-        )
+        self.seed, self.streams, self.turn = seed, streams, turn
+        self.shuffle, self.length = shuffle, length
         self._unit_sizes, self._blocks_per_unit, self._block_sizes = unit_sizes, blocks_per_unit, block_sizes
         self.size = int(unit_sizes.sum())
         # For two epochs, since the loader may fetch ahead into the next one.
-        self._epochs: ByteCache[int, _Table] = ByteCache(4 * (unit_sizes.nbytes + 8), nbytes)
-        self._units: ByteCache[tuple[int, int], _Table] = ByteCache(2**25, nbytes)
+        self._epochs: ByteCache[int, _Table] = ByteCache(4 * (unit_sizes.nbytes + 8), count_bytes)
+        self._units: ByteCache[tuple[int, int], _Table] = ByteCache(2**25, count_bytes)
         self._rows: ByteCache[tuple[int, int], list[int]] = ByteCache(2**23, _estimate_bytes)
 
     def __len__(self) -> int:
         return -(-self.size // self.length)
 
-    def row_address(self, position: int) -> RowAddress:
+    def find_row(self, position: int) -> RowAddress:
         """Return where the row at a global position ≥ 0 starts; `row` counts the rows that start in the block."""
-        (slot,) = self.slots(np.array([position]))
-        return RowAddress(slot.epoch, slot.block, self.block_order(slot)[slot.row])
+        (slot,) = self.find_slots(np.array([position]))
+        return RowAddress(slot.epoch, slot.block, self.get_block_order(slot)[slot.row])
 
-    def slots(self, positions: Ints) -> list[RowSlot]:
+    def find_slots(self, positions: Ints) -> list[RowSlot]:
         """Return where the rows at global positions [n] start."""
         epochs = positions // len(self)
         slots = np.empty((4, len(positions)), np.int64)
@@ -175,7 +169,7 @@ class RowOrder:
             slots[2, is_in_epoch], slots[3, is_in_epoch] = offsets // self.length, at - offsets
         return [RowSlot(*slot) for slot in slots.T.tolist()]
 
-    def block_at(self, epoch: int, at: int) -> int:
+    def find_block(self, epoch: int, at: int) -> int:
         """Return the block that contains offset `at` of the epoch."""
         blocks, _ = self._find_blocks(epoch, np.array([at]))
         return int(blocks[0])
@@ -201,7 +195,7 @@ class RowOrder:
     def iter_stream_blocks(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
         """Yield (block, first slot, end slot) for each block of a stream in an epoch, after its first `turns` rows.
 
-        Slots index `block_order`. Needs `turn` = `length` = 1; then it agrees with `slots`.
+        Slots index `get_block_order`. Needs `turn` = `length` = 1; then it agrees with `slots`.
         """
         rows, longer = divmod(len(self), self.streams)
         begin, end = ((stream + after) * rows + min(stream + after, longer) for after in (0, 1))
@@ -215,7 +209,7 @@ class RowOrder:
         """Return how many tokens of a block at offset `begin` complete the last row of the block before it."""
         return -begin % self.length
 
-    def block_order(self, slot: RowSlot) -> list[int]:
+    def get_block_order(self, slot: RowSlot) -> list[int]:
         """Return the rows that start in the block of a slot, in epoch order."""
         return self._rows.get(slot[:2], partial(self._permute_block_rows, slot))
 
@@ -245,14 +239,14 @@ class RowOrder:
     def _make_epoch_table(self, epoch: int) -> _Table:
         n = len(self._unit_sizes)
         units = permutation(n, self.seed, "blocks", epoch) if self.shuffle else np.arange(n, dtype=np.int64)
-        return _Table(units, _prefix_sums(self._unit_sizes[units]))
+        return _Table(units, running_sum(self._unit_sizes[units]))
 
     def _make_unit_table(self, epoch: int, unit: int) -> _Table:
         first = unit * self._blocks_per_unit
         sizes = self._block_sizes(first, first + self._blocks_per_unit)
         n = len(sizes)
         blocks = permutation(n, self.seed, "blocks of a unit", epoch, unit) if self.shuffle else np.arange(n)
-        return _Table(first + blocks, _prefix_sums(sizes[blocks]))
+        return _Table(first + blocks, running_sum(sizes[blocks]))
 
     def _permute_block_rows(self, slot: RowSlot) -> list[int]:
         (size,) = self._block_sizes(slot.block, slot.block + 1).tolist()
@@ -289,7 +283,7 @@ def make_row_order(
     return RowOrder(
         unit_sizes,
         blocks_per_unit,
-        _Slices(sizes),
+        partial(_slice_sizes, sizes),  # picklable, for worker processes
         seed=seed,
         streams=streams,
         shuffle=shuffle,
@@ -298,14 +292,8 @@ def make_row_order(
     )
 
 
-class _Slices:
-    """Sizes of blocks from an array."""
-
-    def __init__(self, sizes: NDArray[np.integer]) -> None:
-        self._sizes = sizes
-
-    def __call__(self, begin: int, end: int) -> Ints:
-        return self._sizes[begin:end].astype(np.int64)
+def _slice_sizes(sizes: NDArray[np.integer], begin: int, end: int) -> Ints:
+    return sizes[begin:end].astype(np.int64)
 
 
 def _find(table: _Table, at: Ints) -> tuple[Ints, Ints]:
@@ -326,7 +314,3 @@ def _iter_runs(table: _Table, at: int, end: int) -> Iterator[tuple[int, int, int
 
 def _estimate_bytes(rows: list[int]) -> int:
     return 36 * len(rows)
-
-
-def _prefix_sums(counts: Ints) -> Ints:
-    return np.concatenate([[0], np.cumsum(counts)])

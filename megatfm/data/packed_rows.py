@@ -20,9 +20,9 @@ from megatfm.data.sequences import (
     DocumentSource,
     Fields,
     PackingConfig,
-    batch_build_of,
     build_batch,
     build_sequences,
+    find_batch_build,
     prefix_index,
     split_documents,
 )
@@ -53,7 +53,7 @@ class PackedBlock:
         """A block of no rows, so that every row of it is padding."""
         return PackedBlock(tuple(side.padding for side in self.sides))
 
-    def row(self, index: int) -> Fields:
+    def build_row(self, index: int) -> Fields:
         """Return the fields of a row, integers [length of the side] as int64; padding past the last row."""
         return {name: rows[0] for name, rows in collate([[(self, index)]]).items()}
 
@@ -98,27 +98,27 @@ def pack_chunked(
     of the previous block.
     """
     chunks = split_documents(documents.lengths, packing.objective, documents.first, packing.seed)
-    blank = documents.is_quarantined
+    is_padding = documents.is_quarantined
     if order:
         chunks = chunks.take(order(len(chunks)))
-    join = batch_build_of(packing.objective)
-    if join and blank is None:
+    join = find_batch_build(packing.objective)
+    if join and is_padding is None:
         joined = build_batch(join, chunks, documents)
         return concat_and_chunk(joined, chunks.lengths[:, 0], None, packing, carry_length)
     sequences = build_sequences(packing, chunks, documents, epoch)
-    blank = None if blank is None else blank[chunks.documents]
+    is_padding = None if is_padding is None else is_padding[chunks.documents]
     fields = {name: np.concatenate([sequence[name] for sequence in sequences]) for name in sequences[0]}
-    return concat_and_chunk(fields, chunks.lengths[:, 0], blank, packing, carry_length)
+    return concat_and_chunk(fields, chunks.lengths[:, 0], is_padding, packing, carry_length)
 
 
 def concat_and_chunk(
     fields: Mapping[str, NDArray[Any]],
     lengths: NDArray[np.int64],
-    blank: NDArray[np.bool_] | None,
+    is_padding: NDArray[np.bool_] | None,
     packing: PackingConfig,
     carry_length: int = 0,
 ) -> PackedBlock:
-    """Cut joined `fields` [total, …] of documents of `lengths` [n] into rows. blank [n]: documents that are padding.
+    """Cut joined `fields` [total, …] of documents of `lengths` [n] into rows. is_padding [n]: which are padding.
 
     Documents of length 0 are skipped. carry_length: tokens that complete the last row of the previous block; if
     above 0, they are row 0.
@@ -133,8 +133,8 @@ def concat_and_chunk(
         typed=typed_fields,
         starts=starts,
         bounds=[*heads, *range(carry_length if heads else 0, total, length), total],
-        blank=None if blank is None else blank[is_filled].tolist(),
-        fills=packing.fills(plain),
+        is_padding=None if is_padding is None else is_padding[is_filled].tolist(),
+        pad_values=packing.get_pad_values(plain),
         length=length,
         as_one_document=packing.attend_across_documents,
     )
@@ -163,11 +163,11 @@ class BinPackedRows:
         """Bytes in memory, excluding the documents."""
         return self._chunks.nbytes + self._bounds.nbytes
 
-    def row(self, index: int) -> PackedBlock:
+    def build_row(self, index: int) -> PackedBlock:
         """Build one row, as a block."""
         return self._build_rows(index, index + 1)
 
-    def all_rows(self) -> PackedBlock:
+    def build_all_rows(self) -> PackedBlock:
         """Build all rows."""
         return self._build_rows(0, self.n_rows)
 
@@ -181,19 +181,19 @@ class BinPackedRows:
         chunks = self._chunks.take(np.arange(first, last))
         rows = np.repeat(np.arange(end - begin), np.diff(self._bounds[begin : end + 1]))
         sequences = build_sequences(self._packing, chunks, self._documents, self._epoch)
-        blank = self._documents.is_quarantined
-        chunk_blank = None if blank is None else blank[chunks.documents]
-        return lay_out_rows(sequences, chunks, rows, chunk_blank, self._packing)
+        is_quarantined = self._documents.is_quarantined
+        is_padding = None if is_quarantined is None else is_quarantined[chunks.documents]
+        return lay_out_rows(sequences, chunks, rows, is_padding, self._packing)
 
 
 def lay_out_rows(
     sequences: Sequence[Mapping[str, NDArray[Any]]],
     chunks: ChunkTable,
     rows: NDArray[np.int64],
-    blank: NDArray[np.bool_] | None,
+    is_padding: NDArray[np.bool_] | None,
     packing: PackingConfig,
 ) -> PackedBlock:
-    """Join built sequences [P] into their `rows` [P], in stored order in each row. blank [P]: sequences of padding."""
+    """Join built sequences [P] into their `rows` [P], in stored order in a row. is_padding [P]: which are padding."""
     order = np.argsort(rows, kind="stable")
     firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))  # the sequences that begin a row
     sides, prefixes = [], packing.objective.field_prefixes
@@ -206,18 +206,18 @@ def lay_out_rows(
             for name in names
         }
         starts = np.concatenate([[0], np.cumsum(chunks.lengths[order, side])])
-        blank_sequences = None if blank is None else blank[order]
-        inner, blanks = with_inner_documents(fields, starts, blank_sequences, prefixes[side])
+        ordered_padding = None if is_padding is None else is_padding[order]
+        inner_starts, inner_padding = with_inner_documents(fields, starts, ordered_padding, prefixes[side])
         plain, typed_fields = split_plain_fields(fields, packing)
-        document_starts, of_documents = split_parts(inner, plain.get("parts"))
+        document_starts, sequence_of_document = split_parts(inner_starts, plain.get("parts"))
         sides.append(
             RowStore(
                 fields=plain,
                 typed=typed_fields,
                 starts=document_starts.tolist(),
                 bounds=[*starts[firsts].tolist(), int(starts[-1])],
-                blank=None if blanks is None else blanks[of_documents].tolist(),
-                fills=packing.fills(plain, side),
+                is_padding=None if inner_padding is None else inner_padding[sequence_of_document].tolist(),
+                pad_values=packing.get_pad_values(plain, side),
                 length=length,
                 as_one_document=packing.attend_across_documents,
             )
@@ -242,4 +242,4 @@ def pack_in_memory(
     source.measure(getattr(packing.objective, "chunk_sizes", None))
     if packing.objective.max_tokens is None:
         return pack_chunked(source, packing, order=order)
-    return BinPackedRows(source, packing, 0).all_rows()
+    return BinPackedRows(source, packing, 0).build_all_rows()

@@ -39,9 +39,9 @@ class RowStore:
     """Starts of the documents, none of them empty, and the end of the last."""
     bounds: list[int]
     """Starts of the rows, and the end of the last."""
-    blank: list[bool] | None
+    is_padding: list[bool] | None
     """True for each document that is padding; None: there are none."""
-    fills: Mapping[str, float]
+    pad_values: Mapping[str, float]
     """Padding values of `fields`, followed by those of "documents" and "positions"."""
     length: int
     as_one_document: bool
@@ -49,7 +49,7 @@ class RowStore:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the integer fields that `write_row` writes, in order."""
-        return tuple(self.fills)
+        return tuple(self.pad_values)
 
     @property
     def n_rows(self) -> int:
@@ -86,10 +86,8 @@ class RowStore:
             if field.per == "row":
                 out[target_row] = values[row] if row < self.n_rows else field.pad_value
             else:
-                out[target_row, offset : offset + n], out[target_row, offset + n :] = (
-                    values[begin : begin + n],
-                    field.pad_value,
-                )
+                out[target_row, offset : offset + n] = values[begin : begin + n]
+                out[target_row, offset + n :] = field.pad_value
 
     def _get_extent(self, row: int) -> tuple[int, int]:
         """Return the start and length of a row; the length is 0 past the last row."""
@@ -109,15 +107,17 @@ class RowStore:
         for values, out in zip(self.fields.values(), target, strict=False):
             out[offset:end] = values[begin : begin + n]
         if end < self.length:
-            target[:, end:] = np.array(list(self.fills.values()))[:, None]
+            target[:, end:] = np.array(list(self.pad_values.values()))[:, None]
         if not n:
             return end, documents
         document_ids, positions = target[-2:, offset:end]
         documents_added = self._number_documents(begin, document_ids, positions)
         if offset and self.as_one_document:
-            positions += offset if self.blank is None else offset * (document_ids != PAD_DOCUMENT_ID)
+            positions += offset if self.is_padding is None else offset * (document_ids != PAD_DOCUMENT_ID)
         elif documents:
-            document_ids += documents if self.blank is None else documents * (document_ids != PAD_DOCUMENT_ID)
+            document_ids += (
+                documents if self.is_padding is None else documents * (document_ids != PAD_DOCUMENT_ID)
+            )
         return end, documents + documents_added
 
     def _number_documents(
@@ -127,10 +127,10 @@ class RowStore:
         n, ramp, starts = len(documents), _get_arange(self.length), self.starts
         if self.as_one_document:
             documents[:], positions[:] = 0, ramp[:n]
-            if self.blank is None:
+            if self.is_padding is None:
                 return 1
         first, end = bisect_right(starts, begin) - 1, bisect_left(starts, begin + n)
-        if end - first > LOOP_LIMIT and self.blank is None:
+        if end - first > LOOP_LIMIT and self.is_padding is None:
             bounds = np.clip(np.array(starts[first : end + 1]) - begin, 0, n)
             counts = np.diff(bounds)
             documents[:] = np.repeat(ramp[: end - first], counts)
@@ -138,7 +138,7 @@ class RowStore:
             return end - first
         for document in range(first, end):
             chunk = slice(max(starts[document] - begin, 0), min(starts[document + 1] - begin, n))
-            if self.blank is not None and self.blank[document]:
+            if self.is_padding is not None and self.is_padding[document]:
                 documents[chunk], positions[chunk] = PAD_DOCUMENT_ID, 0
             elif not self.as_one_document:
                 documents[chunk], positions[chunk] = document - first, ramp[: chunk.stop - chunk.start]

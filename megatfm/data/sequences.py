@@ -47,15 +47,16 @@ class OtherDocuments(Protocol):
 
 
 @dataclass(frozen=True)
-class NO_OTHER_DOCUMENTS:
-    """No other documents."""
-
+class _NoOtherDocuments:
     @property
     def lengths(self) -> NDArray[np.int64]:
         return np.zeros(0, np.int64)
 
     def tokens(self, number: int) -> NDArray[np.integer]:
         raise IndexError(number)
+
+
+NO_OTHER_DOCUMENTS: OtherDocuments = _NoOtherDocuments()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +67,7 @@ class DocumentChunk:
     """
 
     tokens: NDArray[np.integer]
-    other_documents: OtherDocuments = NO_OTHER_DOCUMENTS()
+    other_documents: OtherDocuments = NO_OTHER_DOCUMENTS
     files: Mapping[str, bytes] = default(default_factory=dict)
 
 
@@ -150,16 +151,16 @@ class PackingConfig:
     def field(self, name: str) -> Field:
         """Return the declaration of a field: the objective's, or integers [length]."""
         declared = self.objective.fields
-        return Field(pad_value=self._fill(name)) if declared is None else declared[name]
+        return Field(pad_value=self._get_pad_value(name)) if declared is None else declared[name]
 
-    def _fill(self, name: str) -> int:
+    def _get_pad_value(self, name: str) -> int:
         sides = self.objective.field_prefixes
         bare = name.removeprefix(sides[prefix_index(name, sides)])
         return self.objective.padding_values.get(
             name, {"tokens": self.pad_id, "targets": IGNORE_INDEX}.get(bare, 0)
         )
 
-    def fills(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
+    def get_pad_values(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
         """Return the padding value of each plain field of a side, and of the fields that packing adds."""
         prefix = self.objective.field_prefixes[side]
         pad_values: dict[str, float] = {name: self.field(name).pad_value for name in names}  # type: ignore[misc]
@@ -308,12 +309,12 @@ def build_sequences(
     the sample whose sequence differs from plan or declaration.
     """
     sequences, objective, first = [], packing.objective, documents.first
-    blank = (
-        np.zeros(len(documents), np.bool_) if documents.is_quarantined is None else documents.is_quarantined
-    )
-    partners = np.flatnonzero((documents.lengths > 0) & ~blank)
+    is_quarantined = documents.is_quarantined
+    if is_quarantined is None:
+        is_quarantined = np.zeros(len(documents), np.bool_)
+    partners = np.flatnonzero((documents.lengths > 0) & ~is_quarantined)
     for document, start, end, number, planned_lengths in chunks.iter_chunks():
-        if blank[document] and objective.fields is not None:
+        if is_quarantined[document] and objective.fields is not None:
             sequences.append(_make_padding(objective, planned_lengths))
             continue
         key = ChunkKey(packing.seed, epoch, first + document, number)
@@ -328,7 +329,7 @@ def build_sequences(
         if objective.fields is not None:
             fields = _as_declared(fields, objective.fields, first + document)
         _check_lengths(packing, fields, planned_lengths, first + document)
-        if blank[document]:
+        if is_quarantined[document]:
             fields = {name: packing.field(name).filled(len(field)) for name, field in fields.items()}
         sequences.append(fields)
     return sequences
@@ -365,19 +366,14 @@ def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sampl
 
 
 def _make_padding(objective: PackingObjective, planned_lengths: Sequence[int]) -> Fields:
-    return {
-        name: field.filled(
-            *(
-                [planned_lengths[prefix_index(name, objective.field_prefixes)]]
-                if field.per == "tokens"
-                else []
-            )
-        )
-        for name, field in (objective.fields or {}).items()
-    }
+    padding = {}
+    for name, field in (objective.fields or {}).items():
+        length = planned_lengths[prefix_index(name, objective.field_prefixes)]
+        padding[name] = field.filled(length) if field.per == "tokens" else field.filled()
+    return padding
 
 
-def batch_build_of(objective: PackingObjective) -> BatchBuild | None:
+def find_batch_build(objective: PackingObjective) -> BatchBuild | None:
     """Return the objective's `build_many`; None if it has none, or if a subclass overrides `build_example` alone."""
     for kind in type(objective).__mro__:
         if "build_many" in vars(kind):

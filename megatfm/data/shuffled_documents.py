@@ -13,14 +13,14 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.data.order import RowSlot, make_row_order
 from megatfm.errors import MegatfmError
 
-Numbered = tuple[int, NDArray[np.integer]]
+NumberedDocument = tuple[int, NDArray[np.integer]]
 Run = tuple[int, int, int]
 """A run of `RowOrder.iter_stream_blocks`."""
 FRAMES_PER_CALL = 16
 """Frames that a thread decompresses per call. One frame per call takes about 1.5 times as long."""
 
 
-class ShuffledDocuments(Iterator[Numbered]):
+class ShuffledDocuments(Iterator[NumberedDocument]):
     """An endless iterator over (sample number, read-only tokens [n]) in the order of `RowOrder` over samples.
 
     Each epoch has each sample once; `position` counts the documents so far, and an iterator that starts there
@@ -38,7 +38,7 @@ class ShuffledDocuments(Iterator[Numbered]):
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="megatfm-samples")
         self._streams = self._iter_epoch()
 
-    def __next__(self) -> Numbered:
+    def __next__(self) -> NumberedDocument:
         try:
             document = next(self._streams)
         except StopIteration:
@@ -47,12 +47,12 @@ class ShuffledDocuments(Iterator[Numbered]):
         self.position += 1
         return document
 
-    def _iter_epoch(self) -> Iterator[Numbered]:
+    def _iter_epoch(self) -> Iterator[NumberedDocument]:
         """Yield the remaining samples of the epoch that contains `position`."""
         epoch, n_drawn = divmod(self.position, len(self.order))
         turns, first = divmod(n_drawn, self.order.streams)
         prefetched = self._prefetch(epoch, self._read_sequence(epoch, turns, first))
-        streams: list[Iterator[Numbered]] = [iter(()) for _ in range(self.order.streams)]
+        streams: list[Iterator[NumberedDocument]] = [iter(()) for _ in range(self.order.streams)]
         while True:
             for stream in range(first, len(streams)):
                 document = next(streams[stream], None)
@@ -79,7 +79,7 @@ class ShuffledDocuments(Iterator[Numbered]):
             yield run
             heapq.heapreplace(begin, (turn + run[2] - run[1], stream))
 
-    def _prefetch(self, epoch: int, runs: Iterator[Run]) -> Iterator[Iterable[Numbered]]:
+    def _prefetch(self, epoch: int, runs: Iterator[Run]) -> Iterator[Iterable[NumberedDocument]]:
         """Yield the samples of each run, decompressed by background threads."""
         parts = iter(lambda: list(islice(runs, FRAMES_PER_CALL)), [])
         pending = deque(
@@ -91,15 +91,15 @@ class ShuffledDocuments(Iterator[Numbered]):
             pending.extend(self._executor.submit(self._read, epoch, part) for part in islice(parts, 1))
             yield from ready
 
-    def _read(self, epoch: int, runs: list[Run]) -> list[Iterable[Numbered]]:
+    def _read(self, epoch: int, runs: list[Run]) -> list[Iterable[NumberedDocument]]:
         packed = [block for block, _, _ in runs if not self.corpus.is_uncompressed(block)]
         try:
             unpacked = dict(zip(packed, self.corpus.read_blocks(packed), strict=True))
         except MegatfmError:  # raised again by the one that is damaged, when its turn comes
             unpacked = {}
-        runs_of_samples: list[Iterable[Numbered]] = []
+        runs_of_samples: list[Iterable[NumberedDocument]] = []
         for block, at, stop in runs:
-            rows = self.order.block_order(RowSlot(epoch, block, at, 0))[at:stop]
+            rows = self.order.get_block_order(RowSlot(epoch, block, at, 0))[at:stop]
             if samples := unpacked.get(block):
                 runs_of_samples.append([samples[row] for row in rows])
             else:
@@ -110,11 +110,11 @@ class ShuffledDocuments(Iterator[Numbered]):
                 )
         return runs_of_samples
 
-    def _read_block(self, block: int, rows: list[int]) -> Iterator[Numbered]:
+    def _read_block(self, block: int, rows: list[int]) -> Iterator[NumberedDocument]:
         samples = self.corpus.read_block(block)
         yield from (samples[row] for row in rows)
 
-    def _read_raw(self, block: int, rows: list[int]) -> Iterator[Numbered]:
+    def _read_raw(self, block: int, rows: list[int]) -> Iterator[NumberedDocument]:
         if not self.corpus.is_verified(block):
             try:
                 self.corpus.verify(block)

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatfm.data.dataset import RowDataset
-from megatfm.data.row_batches import join_rows
+from megatfm.data.dataset import RowDataset, join_rows
 from megatfm.data.sequences import Fields
 from megatfm.errors import MegatfmError
 
@@ -43,10 +42,10 @@ class RowWorkers:
         """Process ids; empty before the first request and after `close`."""
         return [process.pid for process in self._processes]
 
-    def rows(self, positions: Sequence[int | None]) -> Fields:
+    def read_rows(self, positions: Sequence[int | None]) -> Fields:
         """Return the rows [n] at positions (see `RowDataset.rows`)."""
         if not self._n:
-            return self._own_rows.rows(positions)
+            return self._own_rows.read_rows(positions)
         with self._lock:
             if not self._processes:
                 self._start()
@@ -140,7 +139,7 @@ def worker_loop(pipe: Connection, pickled: bytes) -> None:
         try:
             if isinstance(rows, Exception):
                 raise rows
-            answer: Fields | Exception = rows.rows(positions)
+            answer: Fields | Exception = rows.read_rows(positions)
         except Exception as error:
             answer = picklable_error(error)
         try:

@@ -51,7 +51,7 @@ class Gallery:
 def example_batches(rows: SizedRowDataset, count: int) -> Iterator[Batch]:
     """Yield `count` rows spread evenly over a set, each as a batch of one."""
     for row in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
-        fields = rows.rows([row])
+        fields = rows.read_rows([row])
         yield {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}
 
 

@@ -62,7 +62,7 @@ class RowReaders:
     count: int
     group: ProcessGroup
 
-    def broadcast(self, local_rows: T, n_readers: int) -> list[T]:
+    def all_gather(self, local_rows: T, n_readers: int) -> list[T]:
         """Broadcast the rows of the first `n_readers` ranks to all ranks."""
         return object_collectives.broadcast_each(local_rows, n_readers, self.group)
 

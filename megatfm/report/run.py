@@ -227,7 +227,7 @@ def _iter_numbers(
 def _read_remote_table(store: CachedRemoteStorage, name: str) -> dict[str, Any]:
     """Read a JSON object from a remote corpus; empty if there is none."""
     try:
-        table = _parse_json(store.manifest(name).decode(errors="replace"))
+        table = _parse_json(store.fetch_manifest(name).decode(errors="replace"))
     except MegatfmError:
         return {}
     return table if isinstance(table, dict) else {}
@@ -237,7 +237,7 @@ def _read_corpus(name: str, folder: str) -> CorpusFacts:
     try:
         store = open_storage(folder, ShardCacheConfig())
         if isinstance(store, CachedRemoteStorage):
-            manifest = Manifest.parse(store.manifest(MANIFEST), f"{store.url}/{MANIFEST}")
+            manifest = Manifest.parse(store.fetch_manifest(MANIFEST), f"{store.url}/{MANIFEST}")
         else:
             manifest = Manifest.load(store.folder)
         shards = manifest.shards

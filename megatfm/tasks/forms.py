@@ -61,7 +61,7 @@ def build_frame(tokenizer: Tokenizer, *, is_causal: bool = False, ends_in_cls: b
         return Frame(
             (tokenizer.bos,), (between,), (tokenizer.eos if tokenizer.cls is None else tokenizer.cls,)
         )
-    declared = getattr(tokenizer, "pair_frame", lambda: None)()
+    declared = getattr(tokenizer, "find_pair_template", lambda: None)()
     if declared is not None and not ends_in_cls:
         return Frame(*declared)
     if tokenizer.cls is None or tokenizer.sep is None:

@@ -7,7 +7,7 @@ from megatfm.tokenizers.loading import (
     TOKENIZER_FILENAMES,
     find_tokenizer_file,
     load,
-    tokenizer_files,
+    read_tokenizer_files,
 )
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatfm.tokenizers.training import train_byte_bpe, train_sentencepiece, train_wordpiece
@@ -20,7 +20,7 @@ __all__ = [
     "Tokenizer",
     "find_tokenizer_file",
     "load",
-    "tokenizer_files",
+    "read_tokenizer_files",
     "train_byte_bpe",
     "train_sentencepiece",
     "train_wordpiece",

@@ -61,7 +61,7 @@ class SpecialTokenIds:
         return frozenset([*roles, *self.sentinels, *self.modes.values(), *self.unused])
 
 
-def reserved_names(sentinels: int, modes: bool, without: tuple[str, ...] = ()) -> list[str]:
+def list_reserved_names(sentinels: int, modes: bool, without: tuple[str, ...] = ()) -> list[str]:
     """Return the names that our trained tokenizers reserve besides <unk>, in the order of the ids."""
     roles = [names[0] for role, names in ROLES.items() if role not in ("unk", *without)]
     mode_names = [names[0] for names in MODES.values()] if modes else []
@@ -106,7 +106,7 @@ def find_special_tokens(
     return SpecialTokenIds(**{**vars(special), "unused": unused})
 
 
-def special_token_names(pieces: Iterator[str] | list[str]) -> list[str]:
+def filter_special_token_names(pieces: Iterator[str] | list[str]) -> list[str]:
     """Return the pieces that are names of roles, modes or sentinels."""
     known_names = {name for group in (*ROLES.values(), *MODES.values()) for name in group}
     return [

@@ -124,7 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
         copy.encode_special_tokens = False
         return copy
 
-    def pair_frame(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    def find_pair_template(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
         """Return the special tokens that the post-processor adds before, between and after two texts.
 
         None if it adds none, or adds them elsewhere.
@@ -329,7 +329,7 @@ CONVERT_HINT = (
 )
 
 
-def wordpiece_json(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
+def convert_wordpiece(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
     """Return the tokenizer.json that transformers makes of a vocab.txt. config: the tokenizer_config.json beside it.
 
     Raises UsageError if the file is no WordPiece vocabulary.
@@ -356,7 +356,7 @@ def wordpiece_json(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
-def byte_bpe_json(vocabulary: bytes, merges: bytes, config: bytes | None, name: str) -> bytes:
+def convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, name: str) -> bytes:
     """Return the tokenizer.json that transformers makes of GPT-2's or RoBERTa's vocab.json and merges.txt.
 
     config: the tokenizer_config.json beside them. Raises UsageError for other files.

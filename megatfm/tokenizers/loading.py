@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatfm.errors import UsageError
 from megatfm.tokenizers.base import Tokenizer
-from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer, byte_bpe_json, wordpiece_json
+from megatfm.tokenizers.hugging_face import CONFIG, HuggingFaceTokenizer, convert_byte_bpe, convert_wordpiece
 from megatfm.tokenizers.sentence_piece import SentencePieceTokenizer
 
 SP_MODEL, TOKENIZER_JSON, VOCAB_TXT = "tokenizer.model", "tokenizer.json", "vocab.txt"
@@ -59,7 +59,7 @@ def find_tokenizer_file(folder: str | Path) -> Path | None:
     return models[0] if models and not Path(folder, CONFIG).is_file() else None
 
 
-def tokenizer_files(path: str | Path) -> dict[str, bytes]:
+def read_tokenizer_files(path: str | Path) -> dict[str, bytes]:
     """Return name → content of the files from which `load` gives the same tokenizer elsewhere.
 
     Write them in this order: `find_tokenizer_file` finds nothing until the last one is there.
@@ -73,12 +73,10 @@ def tokenizer_files(path: str | Path) -> dict[str, bytes]:
         return {SP_MODEL: data}
     config = _read_config_for(file)
     template_path = file.with_name(CHAT_TEMPLATE)
-    template_entry = (
-        {CHAT_TEMPLATE: _read(template_path)} if config is not None and template_path.is_file() else {}
-    )
-    return (
-        {TOKENIZER_JSON: data} if config is None else {**template_entry, CONFIG: config, TOKENIZER_JSON: data}
-    )
+    if config is None:
+        return {TOKENIZER_JSON: data}
+    template = {CHAT_TEMPLATE: _read(template_path)} if template_path.is_file() else {}
+    return {**template, CONFIG: config, TOKENIZER_JSON: data}
 
 
 def _skip_blanks(file: Path, data: bytes) -> bytes:
@@ -92,9 +90,9 @@ def _skip_blanks(file: Path, data: bytes) -> bytes:
 def _convert_legacy(file: Path, data: bytes) -> bytes | None:
     """Return the tokenizer.json equivalent to a vocab.txt or vocab.json; None for other files."""
     if file.name == VOCAB_TXT:
-        return wordpiece_json(data, _read_config(file), str(file))
+        return convert_wordpiece(data, _read_config(file), str(file))
     if file.name == VOCAB_JSON:
-        return byte_bpe_json(data, _read(file.with_name(MERGES_TXT)), _read_config(file), str(file))
+        return convert_byte_bpe(data, _read(file.with_name(MERGES_TXT)), _read_config(file), str(file))
     return None
 
 

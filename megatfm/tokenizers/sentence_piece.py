@@ -14,8 +14,8 @@ from megatfm.tokenizers.base import (
     ReservedTokenEscaper,
     Tokenizer,
     check_unicode,
+    filter_special_token_names,
     find_special_tokens,
-    special_token_names,
 )
 
 _BYTE = "<0x{:02X}>"
@@ -129,7 +129,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Return name → id of reserved names among the user-defined symbols, which SentencePiece finds in text."""
         return {
             piece: token
-            for piece in special_token_names(list(symbols))
+            for piece in filter_special_token_names(list(symbols))
             if not self._is_reserved(token := self._sp.piece_to_id(piece))
         }
 

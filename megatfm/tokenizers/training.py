@@ -11,7 +11,7 @@ import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.tokenizers.base import ROLES, reserved_names
+from megatfm.tokenizers.base import ROLES, list_reserved_names
 from megatfm.tokenizers.sentence_piece import encode_varint, read_varint
 
 # No piece crosses these segments: line breaks with the indentation after them, a word or a run of punctuation with the
@@ -73,7 +73,7 @@ def train_sentencepiece(
             eos_id=2,
             pad_id=3,
             unk_surface="\ufffd",
-            control_symbols=reserved_names(sentinels, modes, without=("bos", "eos", "pad")),
+            control_symbols=list_reserved_names(sentinels, modes, without=("bos", "eos", "pad")),
             byte_fallback=True,
             character_coverage=0.9999,  # rarer characters are spelled in bytes and take no piece
             normalization_rule_name="identity",
@@ -190,7 +190,7 @@ def train_byte_bpe(
     bytes and the learnt pieces. The same texts in the same order give the same bytes. Raises UsageError if the texts
     are too few for the vocabulary.
     """
-    reserved = reserved_names(sentinels, modes)
+    reserved = list_reserved_names(sentinels, modes)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE())
     pre_tokenizer: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(
@@ -223,7 +223,10 @@ def train_wordpiece(
     characters and the learnt pieces. All texts are held in memory. The same texts in the same order give the same
     bytes. Raises UsageError if the texts are too few for the vocabulary.
     """
-    reserved = ["[UNK]", *(_WORDPIECE_NAMES.get(name, name) for name in reserved_names(sentinels, modes))]
+    reserved = [
+        "[UNK]",
+        *(_WORDPIECE_NAMES.get(name, name) for name in list_reserved_names(sentinels, modes)),
+    ]
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     with _report_invalid_unicode():

@@ -180,7 +180,7 @@ class RunDirectory:
         environment = {**hardware.describe_environment(device), **(launch_info or {})}
         self.write("environment.json", json.dumps(environment, indent=2) + "\n")
         if config.data.tokenizer is not None:
-            self._write_tokenizer(tokenizers.tokenizer_files(config.data.tokenizer))
+            self._write_tokenizer(tokenizers.read_tokenizer_files(config.data.tokenizer))
 
     def _write_tokenizer(self, files: Mapping[str, bytes]) -> None:
         """Write the files of the run's tokenizer, and remove those of another one that an earlier run has left."""

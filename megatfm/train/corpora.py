@@ -17,7 +17,7 @@ from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset, RowDataset, SizedRowDataset
 from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
-from megatfm.data.mixture import Mixture, Phase, source_seed
+from megatfm.data.mixture import Mixture, Phase, make_source_seed
 from megatfm.data.order import BatchSchedule, BatchStage, Interleave, choose_interleave
 from megatfm.engines.interface import RowSources
 from megatfm.engines.registry import ENGINES
@@ -241,7 +241,7 @@ class _CorpusOpener:
             name: self.open_rows(
                 source.path,
                 shuffle=data.shuffle,
-                seed=source_seed(seed, name),
+                seed=make_source_seed(seed, name),
                 quarantine=source.quarantine,
             )
             for name, source in data.mixture.items()
@@ -291,7 +291,7 @@ class MixtureSources:
         """Return the corpus of each row in the loader's last batch; None if this is off or impossible."""
         if not self._mixture:
             return None
-        sources = [self._mixture.row_sources(positions) for positions in loader.row_positions]
+        sources = [self._mixture.find_source_indices(positions) for positions in loader.row_positions]
         return RowSources(list(self._mixture.sources), sources)
 
 

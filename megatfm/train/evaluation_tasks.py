@@ -129,7 +129,7 @@ class InMemoryRows:
     def __len__(self) -> int:
         return self.packed.n_rows
 
-    def rows(self, positions: Sequence[int | None]) -> Fields:
+    def read_rows(self, positions: Sequence[int | None]) -> Fields:
         """See `RowDataset`."""
         padding = self.packed.padding
         return collate([[(padding, 0) if at is None else (self.packed, at % len(self))] for at in positions])

@@ -369,7 +369,7 @@ def draw_batch(config: Config, documents: Documents = "mixed") -> Arrays:
         kind = DOCUMENT_CYCLE[row_index % len(DOCUMENT_CYCLE)] if documents == "mixed" else documents
         chunks = list(draw_documents(config, objective, random, kind))
         files = [chunk.files for chunk in chunks] if objective.needs_files else None
-        rows.append(pack_in_memory([chunk.tokens for chunk in chunks], packing, members=files).row(0))
+        rows.append(pack_in_memory([chunk.tokens for chunk in chunks], packing, members=files).build_row(0))
     fields: Arrays = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
     return fields | {"keys": rng.row_keys(seed, np.arange(len(rows)))}
 

@@ -103,7 +103,7 @@ def see_sources(lines: list[dict[str, Any]], mixture: Any) -> None:
     first, seen = 0, set()
     for line in lines:
         end = line["tokens"] // 64
-        names = {mixture.source_position(position)[0] for position in range(first, end)}
+        names = {mixture.find_source(position)[0] for position in range(first, end)}
         losses = line["loss_by_source"]
         assert set(losses) == names
         assert min(losses.values()) <= line["loss"] * (1 + 1e-12)

@@ -28,7 +28,7 @@ from blake3 import blake3
 from hypothesis import strategies as st
 
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import check
+from megatfm.corpus.inspect import check_corpus
 from megatfm.corpus.manifest import Manifest
 from megatfm.corpus.webdataset_index import index_folder
 from megatfm.corpus.writer import ShardWriter
@@ -151,9 +151,9 @@ class Fuzz:
         expected.mkdir()
         (expected / f"a.tar{'.zst' * packed}").write_bytes(zstandard.compress(data) if packed else data)
         if not refuses(lambda: index_folder(expected, "t")):
-            check(expected)
+            check_corpus(expected)
         if not refuses(lambda: index_folder(expected, "t", actual)):
-            check(actual)
+            check_corpus(actual)
 
     def a_foreign_zst(self, todo: Changes) -> None:
         """What zstd made of a tar of others."""
@@ -164,7 +164,7 @@ class Fuzz:
             changed(zstandard.compress(self.tars[tarfile.USTAR_FORMAT]), todo)
         )
         if not refuses(lambda: index_folder(expected, "t")):
-            check(expected)
+            check_corpus(expected)
 
     def a_plan(self, todo: Changes) -> None:
         """A stored plan: made again unless it is whole."""
@@ -188,7 +188,7 @@ class Fuzz:
             edit(manifest["shards"][0])
             text = json.dumps(manifest).encode()
         (folder / "manifest.json").write_bytes(text)
-        if refuses(lambda: check(folder)):
+        if refuses(lambda: check_corpus(folder)):
             refuses(lambda: [Corpus.open(folder).read_block(0)])
 
 

@@ -60,9 +60,6 @@ class MemoryCorpus:
         end = len(self.blocks) - 1 if end is None else end
         return np.array([*map(len, self.documents[self.blocks[begin] : self.blocks[end]])], np.int64)
 
-    def block_lengths(self, number: int) -> np.ndarray:
-        return self.lengths(number, number + 1)
-
     def read_block(self, number: int) -> list[tuple[int, np.ndarray]]:
         return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]
 

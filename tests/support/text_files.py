@@ -18,7 +18,7 @@ import zstandard
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.documents import Document
 from megatfm.data_prep.input_files import DocumentReader, InputFiles
-from megatfm.data_prep.readers import format_of
+from megatfm.data_prep.readers import find_format
 from tests.support.prep_files import warc_record
 
 TEXTS = ["The first text.\n", "second: é 東京 \U0001f600\nwith lines\n\nand more", "x" * 3000, "fourth"]
@@ -143,9 +143,9 @@ def warc_records() -> list[bytes]:
 def read_documents(path: Path, limit: int = 2**20, **settings: Any) -> tuple[list[Document], DocumentReader]:
     """All documents of a file, and what read them."""
     read = DocumentReader(InputFiles(ReadConfig(folder=str(path.parent), **settings)), limit)
-    return list(read.documents(lambda _: None)), read
+    return list(read.iter_documents(lambda _: None)), read
 
 
 def formatted(path: Path, config: ReadConfig) -> str:
     """Name of the format that a file is read as."""
-    return format_of(str(path), config, lambda size: path.read_bytes()[:size])
+    return find_format(str(path), config, lambda size: path.read_bytes()[:size])

@@ -21,7 +21,7 @@ SMALL = {
     "checkpoint.py": "FOLDER/disk --gigabytes 0.01 --rounds 1 --ranks 1 --out FOLDER/result.json",
     "context_traffic.py": "--rows 2048 --ranks 2 3 --draws 1",
     "initial.py": "--threads 1 --rounds 1",
-    "looking.py": "--widths 64 --rounds 2 --out FOLDER",
+    "layer_statistics.py": "--widths 64 --rounds 2 --out FOLDER",
     "moe.py": "--rounds 1 --warmup 1 --width 128 --d-ff 64 --layers 1 --rows 1 --length 64 --dtypes fp32",
     "moe_flips.py": "--precisions fp32 --ranks 2 --batches 1 --out FOLDER/result.md",
     "newton_schulz.py": "--rounds 1",

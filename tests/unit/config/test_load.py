@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from megatfm.commands.config import schema_of
+from megatfm.commands.config import make_schema
 from megatfm.config import (
     AdamWConfig,
     Config,
@@ -160,7 +160,7 @@ def test_the_schema_is_one_and_every_key_says_what_it_means(kind: type[Config] |
 
 @pytest.mark.parametrize("kind", [Config, PrepConfig])
 def test_the_schema_takes_the_presets(kind: type[Config] | type[PrepConfig]) -> None:
-    of_files = jsonschema.Draft202012Validator(schema_of(kind))
+    of_files = jsonschema.Draft202012Validator(make_schema(kind))
     of_configs = jsonschema.Draft202012Validator(kind.model_json_schema())
     for preset in [name for name in list_presets() if kind_of(name) is kind]:
         values = tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ def test_the_schema_takes_the_presets(kind: type[Config] | type[PrepConfig]) -> 
 
 @pytest.mark.parametrize("preset", ["quickstart", "quickstart-data"])
 def test_only_a_file_that_extends_another_may_leave_out_what_is_required(preset: str) -> None:
-    schema = schema_of(kind_of(preset))
+    schema = make_schema(kind_of(preset))
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     values = tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import check, show
+from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import UsageError
 from tests.support.corpus_fuzzer import ARGUMENTS, Fuzz, run
@@ -100,7 +100,7 @@ def test_folders_that_are_no_corpus(tmp_path: Path, folder: Path) -> None:
 
 
 def test_check_counts_what_it_has_read(folder: Path) -> None:
-    corpus, checked = Corpus.open(folder), check(folder)
+    corpus, checked = Corpus.open(folder), check_corpus(folder)
     assert (checked.shards, checked.blocks) == (len(corpus.indexes), corpus.n_blocks)
     assert (checked.samples, checked.tokens) == (100, int(corpus.lengths().sum()))
     assert checked.bytes == sum(path.stat().st_size for path in folder.glob("*.tar.zst"))
@@ -108,7 +108,7 @@ def test_check_counts_what_it_has_read(folder: Path) -> None:
 
 
 def test_show_gives_the_overview(folder: Path) -> None:
-    text = show(folder)
+    text = describe_corpus(folder)
     for fact in (
         "100",
         "(3.000 a token)",
@@ -124,10 +124,10 @@ def test_show_gives_a_sample(folder: Path) -> None:
         return f"<text of {len(tokens)} tokens>"
 
     n = Corpus.open(folder).lengths()[7]
-    text = show(folder, 7, decode)
+    text = describe_corpus(folder, 7, decode)
     for fact in ("7 of 100", "000007", "folder/file 7 ä.txt", f"<text of {n} tokens>"):
         assert fact in text
-    assert show(folder, 7).splitlines()[-1].split() == list(
+    assert describe_corpus(folder, 7).splitlines()[-1].split() == list(
         map(str, Corpus.open(folder).read_sample(7).tokens)
     )
 

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import check
+from megatfm.corpus.inspect import check_corpus
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError
@@ -104,7 +104,7 @@ def test_what_many_documents_share_is_held_against_the_index(
     """Their keys, sources, lengths and bytes, and where they lie: changed with the consent of hashes and checksums."""
     corpus = Corpus.open(packed)
     block = corpus.shard_blocks(1)[0]
-    frame, first = zstandard.decompress(corpus.frame_bytes(block)), int(corpus.blocks[block])
+    frame, first = zstandard.decompress(corpus.read_frame(block)), int(corpus.blocks[block])
     for old, new, reason in (
         (b'"keys": ["%06d"' % first, b'"keys": ["%06d"' % 999_999, "other keys or numbers of tokens"),
         (b'"sources": ["', b'"sources":  "', "is not readable"),
@@ -117,7 +117,7 @@ def test_what_many_documents_share_is_held_against_the_index(
         start = frame.index(old)
         changed = frame[:start] + new + frame[start + len(new) :]
         stored = zstandard.ZstdCompressor(write_checksum=True).compress(changed)
-        monkeypatch.setattr(Corpus, "frame_bytes", lambda *_, stored=stored: stored)
+        monkeypatch.setattr(Corpus, "read_frame", lambda *_, stored=stored: stored)
         samples = f"samples {first} to {corpus.blocks[block + 1] - 1}"
         assert_refused(lambda: corpus.read_block_samples(block), SHARD, samples, reason)
 
@@ -139,7 +139,7 @@ def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
     for read in (
         lambda: corpus.read_block(bad),
         lambda: corpus.read_sample(int(corpus.blocks[bad])),
-        lambda: check(path.parent),
+        lambda: check_corpus(path.parent),
     ):
         assert_refused(read, SHARD, f"{samples} in frame 2 at byte {offset}: damaged", "restore it")
     corpus.read_block(bad - 1)
@@ -149,7 +149,7 @@ def test_a_flipped_bit_is_named_with_frame_and_offset(corpus: Corpus) -> None:
 def test_the_check_hashes_what_no_frame_tells(folder: Path) -> None:
     edit_manifest(folder, lambda m: m["shards"][1].update(blake3="0" * 64))
     Corpus.open(folder)
-    assert_refused(lambda: check(folder), SHARD, "BLAKE3")
+    assert_refused(lambda: check_corpus(folder), SHARD, "BLAKE3")
 
 
 @pytest.mark.parametrize("name", [SHARD, INDEX])
@@ -160,16 +160,16 @@ def test_no_flipped_bit_passes_the_check(folder: Path, name: str) -> None:
         flipped = bytearray(data)
         flipped[where // 8] ^= 1 << where % 8
         path.write_bytes(flipped)
-        assert_refused(lambda: check(folder), name)
+        assert_refused(lambda: check_corpus(folder), name)
     path.write_bytes(data)
-    check(folder)
+    check_corpus(folder)
 
 
 def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
     """Whole frames, each with a right checksum, but not the ones that the index describes."""
     corpus = Corpus.open(folder)
     start, end = corpus.indexes[1].offsets[1:3]
-    frame = corpus.frame_bytes(corpus.shard_blocks(0)[1])
+    frame = corpus.read_frame(corpus.shard_blocks(0)[1])
     data = (folder / SHARD).read_bytes()
     swapped = data[:start] + frame + data[end:]
     replace_shard(folder, swapped)
@@ -254,7 +254,7 @@ def test_an_index_that_cannot_be_true_is_named_at_opening(folder: Path, change: 
 @pytest.mark.parametrize("change", [shifted, longer, uneven, regrouped, renamed, other_bytes])
 def test_an_index_that_disagrees_with_its_shard_is_named(folder: Path, change: Change) -> None:
     edit_index(folder, change)
-    assert_refused(lambda: check(folder), SHARD)
+    assert_refused(lambda: check_corpus(folder), SHARD)
 
 
 def test_an_index_that_gives_one_sample_twice_is_named(write: Write) -> None:
@@ -264,7 +264,9 @@ def test_an_index_that_gives_one_sample_twice_is_named(write: Write) -> None:
     folder = write([np.full(100, i, np.uint16) for i in range(300)])
     edit_index(folder, doubled)
     second = len(Corpus.open(folder).indexes[0].samples) + 1
-    assert_refused(lambda: check(folder), SHARD, f"sample {second} in frame 0", "should start at byte 2048")
+    assert_refused(
+        lambda: check_corpus(folder), SHARD, f"sample {second} in frame 0", "should start at byte 2048"
+    )
 
 
 def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
@@ -284,7 +286,7 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
         samples["key"][1], frames["compressed"][0] = samples["key"][0], len(data)
 
     replace_index(tmp_path, edited(index, same_key))
-    assert_refused(lambda: check(tmp_path), SHARD, "sample 'cd' is there twice")
+    assert_refused(lambda: check_corpus(tmp_path), SHARD, "sample 'cd' is there twice")
 
 
 def test_another_index_than_the_manifests_is_named(folder: Path) -> None:
@@ -311,7 +313,7 @@ def test_a_frame_with_more_than_the_index_says_is_named(folder: Path) -> None:
         frames["compressed"][0], frames["uncompressed"][0] = len(frame), len(plain)
 
     replace_index(folder, edited(index, longer_frame))
-    assert_refused(lambda: check(folder), SHARD, "frame 0", "unknown data")
+    assert_refused(lambda: check_corpus(folder), SHARD, "frame 0", "unknown data")
 
 
 @pytest.mark.parametrize("samples", [-1, 3, 10**6])

@@ -12,8 +12,8 @@ import zstandard
 
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.export import Detokenizer, export
-from megatfm.corpus.inspect import check, tabulate_stats
+from megatfm.corpus.export import Detokenizer, export_corpus
+from megatfm.corpus.inspect import check_corpus, tabulate_stats
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.readers.token_ids import read_token_ids
 from megatfm.errors import MegatfmError, UsageError
@@ -37,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_text_comes_back_as_it_was(folder: Path, tmp_path: Path) -> None:
     expected = [{"text": t, "id": f"{i:04d}", "source": f"web/a.jsonl#{i}"} for i, t in enumerate(TEXTS)]
     for name in ("a.jsonl", "a.jsonl.zst", "a.parquet"):
-        output = export(folder, tmp_path / "new" / name, CODEC)
+        output = export_corpus(folder, tmp_path / "new" / name, CODEC)
         assert output == f"{tmp_path / 'new' / name}: the text of {len(TEXTS)} documents"
     data = (tmp_path / "new/a.jsonl").read_bytes()
     assert [json.loads(line) for line in data.decode().splitlines()] == expected
@@ -50,7 +50,7 @@ def test_text_comes_back_as_it_was(folder: Path, tmp_path: Path) -> None:
 
 def test_megatron_s_files_are_those_that_datatrove_writes(folder: Path, tmp_path: Path) -> None:
     datatrove = pytest.importorskip("datatrove.pipeline.tokens.megatron_tokenizer")
-    output = export(folder, tmp_path / "ours.bin", CODEC)
+    output = export_corpus(folder, tmp_path / "ours.bin", CODEC)
     documents = [[*text.encode(), EOS] for text in TEXTS]
     assert f"{sum(map(len, documents)):,} ids of {len(TEXTS)} documents, each ended by {EOS}" in output
     size = np.dtype(Corpus.open(folder).manifest.token_dtype).itemsize
@@ -69,7 +69,7 @@ def test_plain_tars_are_opened_by_webdataset_and_datasets_and_are_a_corpus(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    export(folder, tmp_path / "tars", None)
+    export_corpus(folder, tmp_path / "tars", None)
     paths = sorted(map(str, (tmp_path / "tars").glob("shard-*.tar")))
     expected = [list(text.encode()) for text in TEXTS]
     read = list(webdataset.WebDataset(paths, shardshuffle=False).decode())
@@ -84,7 +84,7 @@ def test_plain_tars_are_opened_by_webdataset_and_datasets_and_are_a_corpus(
     loaded = list(loaded)
     assert [list(sample["tokens.npy"]) for sample in loaded] == expected
     assert [sample["meta.json"]["bytes"] for sample in loaded] == [len(text) for text in expected]
-    check(tmp_path / "tars")
+    check_corpus(tmp_path / "tars")
     for block in range((corpus := Corpus.open(tmp_path / "tars")).n_blocks):
         for number, tokens in corpus.read_block(block):
             assert tokens.tolist() == expected[number]
@@ -92,22 +92,22 @@ def test_plain_tars_are_opened_by_webdataset_and_datasets_and_are_a_corpus(
 
 def test_what_can_t_be_exported_is_said_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no tokenizer beside it"):
-        export(folder, tmp_path / "a.jsonl", None)
+        export_corpus(folder, tmp_path / "a.jsonl", None)
     other = Detokenizer(lambda tokens: "x" * (len(tokens) + 1), EOS)
     for name in ("a.jsonl", "a.jsonl.zst", "a.parquet"):
         with pytest.raises(MegatfmError, match=r"sample 0 \(web/a.jsonl#0\) decodes to 4 bytes, but had 3"):
-            export(folder, tmp_path / name, other)
+            export_corpus(folder, tmp_path / name, other)
     with pytest.raises(UsageError, match="too large for Megatron-LM's index"):
-        export(folder, tmp_path / "a.bin", Detokenizer(CODEC.decode, 2**31))
+        export_corpus(folder, tmp_path / "a.bin", Detokenizer(CODEC.decode, 2**31))
     assert not list(tmp_path.iterdir())
     (tmp_path / "a.jsonl").write_text("mine")
     with pytest.raises(UsageError, match="is there already"):
-        export(folder, tmp_path / "a.jsonl", CODEC)
+        export_corpus(folder, tmp_path / "a.jsonl", CODEC)
     for name in ("a.csv", "a.jsonl.gz", "a.JSONL", "a.idx"):
         with pytest.raises(
             UsageError, match=rf"{name}: \.\w+ is no format .*\.parquet or \.bin, or .*{name}/ for a"
         ):
-            export(folder, tmp_path / name, CODEC)
+            export_corpus(folder, tmp_path / name, CODEC)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -117,7 +117,7 @@ def test_a_url_is_no_folder_of_that_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for write in (
-        lambda: export(folder, out, CODEC),
+        lambda: export_corpus(folder, out, CODEC),
         lambda: ShardWriter(out, tokenizer_hash="t", token_dtype="uint16"),
     ):
         with pytest.raises(UsageError, match=r"files are written to this machine, not to (s3|gs)://"):
@@ -131,7 +131,7 @@ def test_ids_come_with_their_index_or_not_at_all(
     """An index that is there is not written over; a disk that is full at the first, or the last, of two names."""
     (tmp_path / "a.idx").write_text("mine")
     with pytest.raises(UsageError, match=r"a\.idx: is there already"):
-        export(folder, tmp_path / "a.bin", CODEC)
+        export_corpus(folder, tmp_path / "a.bin", CODEC)
     replace = Path.replace
     for full in (".bin", ".idx"):
 
@@ -142,13 +142,13 @@ def test_ids_come_with_their_index_or_not_at_all(
 
         monkeypatch.setattr(Path, "replace", fail)
         with pytest.raises(MegatfmError, match="No space left"):
-            export(folder, tmp_path / "b.bin", CODEC)
+            export_corpus(folder, tmp_path / "b.bin", CODEC)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.idx", "mine")]
 
 
 @pytest.mark.parametrize("name", ["tars", "v1.5", "a.csv/"])
 def test_a_name_that_says_no_format_is_a_folder(folder: Path, tmp_path: Path, name: str) -> None:
-    assert "plain tars" in export(folder, f"{tmp_path}/{name}", None)
+    assert "plain tars" in export_corpus(folder, f"{tmp_path}/{name}", None)
     assert Corpus.open(tmp_path / name).n_samples == len(TEXTS)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from megatfm.corpus.shard_format import BadFrame, decompress_frame, decompress_frames
+from megatfm.corpus.shard_format import BadFrameError, decompress_frame, decompress_frames
 
 CONTENTS = {
     "text": b"".join(b"line %d of a text\n" % i for i in range(20_000)),  # several blocks
@@ -45,18 +45,18 @@ def test_damage_is_refused_alone_and_together(content: str, damage: str) -> None
         "nothing": b"",
         "no frame": b"no frame of zstd",
     }[damage]
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadFrameError):
         decompress_frame(bad, len(data))
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadFrameError):
         decompress_frames([good, bad], [len(data)] * 2)
 
 
 def test_a_size_is_compared_before_memory_is_taken() -> None:
     bomb = frame(bytes(2**20))
     for size in (2**20 - 1, 2**50):
-        with pytest.raises(BadFrame, match=f"holds 1048576 bytes, the index says {size}"):
+        with pytest.raises(BadFrameError, match=f"holds 1048576 bytes, the index says {size}"):
             decompress_frame(bomb, size)
-        with pytest.raises(BadFrame, match=f"holds 1048576 bytes, the index says {size}"):
+        with pytest.raises(BadFrameError, match=f"holds 1048576 bytes, the index says {size}"):
             decompress_frames([bomb], [size])
 
 
@@ -71,5 +71,5 @@ def test_no_flipped_bit_gives_other_bytes(seed: int) -> None:
             lambda bad: decompress_frame(bad, len(data)),
             lambda bad: decompress_frames([bad], [len(data)])[0],
         ):
-            with contextlib.suppress(BadFrame):  # some bits mean nothing
+            with contextlib.suppress(BadFrameError):  # some bits mean nothing
                 assert bytes(way(bytes(bad))) == data

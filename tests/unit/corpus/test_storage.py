@@ -24,7 +24,7 @@ from moto.server import ThreadedMotoServer
 
 from megatfm.corpus import remote
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import check
+from megatfm.corpus.inspect import check_corpus
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
@@ -50,8 +50,8 @@ def test_a_url_gives_what_the_folder_gives(
     assert len(fetched) == 2 * len(local.manifest.shards), "nothing is fetched twice"
     options: Any = {"sequence_length": 64, "seed": 1, "plan_cache_key": "x"}
     np.testing.assert_array_equal(
-        PackedDataset(remote, causal, **options).row(5)["tokens"],
-        PackedDataset(local, causal, **options).row(5)["tokens"],
+        PackedDataset(remote, causal, **options).read_row(5)["tokens"],
+        PackedDataset(local, causal, **options).read_row(5)["tokens"],
     )
 
 
@@ -192,9 +192,7 @@ def test_what_arrives_damaged_is_never_kept(
     fs.pipe(path, bytes(changed))
     corpus = Corpus.open(memory, cache)
     bad = corpus.shard_blocks(1)[0]
-    assert_refused(
-        lambda: corpus.read_block(bad), f"{memory}/{SHARD}: what arrives is not what the manifest says"
-    )
+    assert_refused(lambda: corpus.read_block(bad), f"{memory}/{SHARD}: its BLAKE3 hash is")
     assert not corpus.store.path(corpus.manifest.shards[1]).exists()
     assert not list(corpus.folder.glob("*.partial"))
     fs.pipe(path, bytes(data))
@@ -345,7 +343,7 @@ def test_check_and_workers_read_urls(
     memory: str, cache: ShardCacheConfig, causal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatfm.corpus.corpus.ShardCacheConfig", lambda: cache)
-    assert check(memory).samples == 100
+    assert check_corpus(memory).samples == 100
     rows = PackedDataset(Corpus.open(memory, cache), causal, sequence_length=64, seed=1)
     shutil.rmtree(cache.folder)  # even if all of it goes in between
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:

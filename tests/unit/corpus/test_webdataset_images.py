@@ -15,7 +15,7 @@ from megatfm.config import ImageClassificationObjective, ImagesConfig, ModelConf
 from megatfm.corpus import webdataset_index
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
-from megatfm.corpus.inspect import check, show
+from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.corpus.webdataset_images import LabelRule, index_images
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
@@ -97,8 +97,8 @@ def test_timm_shards_are_read_where_they_lie(tmp_path: Path) -> None:
         assert len(sample.tokens) == 0
     assert corpus.read_sample(4).source == "imagenet1k-train-0000.tar/n001/im_4"
     np.testing.assert_array_equal(ImageColumns(corpus, 0, corpus.n_blocks).image_sizes, SIZES)
-    assert check(folder).samples == 23
-    assert "23" in show(folder)
+    assert check_corpus(folder).samples == 23
+    assert "23" in describe_corpus(folder)
     with pytest.raises(UsageError, match="so it is indexed"):
         index_images(folder, LabelRule())
 

@@ -18,7 +18,7 @@ from megatfm.commands import data as command
 from megatfm.corpus import safe_tar
 from megatfm.corpus import webdataset_index as module
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import check, show
+from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.corpus.shard_index import ShardIndex
 from megatfm.corpus.webdataset_index import index_folder
 from megatfm.data.dataset import PackedDataset
@@ -49,11 +49,11 @@ def test_foreign_shards_are_indexed_where_they_lie(
     read = [tokens for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number)]
     for one, other in zip(read, texts, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert check(folder).samples == 40
+    assert check_corpus(folder).samples == 40
     assert corpus.read_sample(30).source.startswith(
         f"some-1.tar{'.zst' if kind == 'frames' else ''}/sub/005."
     )
-    assert "40" in show(folder)
+    assert "40" in describe_corpus(folder)
     rows = PackedDataset(corpus, causal, sequence_length=64, seed=1)
     with DataLoader(rows, global_batch=4, micro_batch=4) as loader:
         next(loader)
@@ -74,7 +74,7 @@ def test_foreign_shards_are_written_again(tmp_path: Path, kind: str) -> None:
     assert done.rewritten
     assert done.manifest.token_dtype == "uint16"
     corpus = Corpus.open(tmp_path / "ours")
-    assert check(tmp_path / "ours").samples == 40
+    assert check_corpus(tmp_path / "ours").samples == 40
     for number, text in enumerate(texts):
         np.testing.assert_array_equal(corpus.read_sample(number).tokens, text)
     assert corpus.read_sample(27).source.endswith("/sub/002")
@@ -95,7 +95,7 @@ def test_frames_that_cut_samples_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"frame 0 is no tar by itself .*--to FOLDER"):
         index_folder(tmp_path, HASH)
     index_folder(tmp_path, HASH, tmp_path / "ours")
-    assert check(tmp_path / "ours").samples == 40
+    assert check_corpus(tmp_path / "ours").samples == 40
 
 
 def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(
@@ -109,7 +109,7 @@ def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(
     data[int(corpus.indexes[1].offsets[1]) + 1000] ^= 1
     path.write_bytes(data)
     bad = corpus.shard_blocks(1)[1]
-    for read in (lambda: corpus.read_block(bad), lambda: check(folder)):
+    for read in (lambda: corpus.read_block(bad), lambda: check_corpus(folder)):
         assert_refused(read, "some-1.tar", "in frame 1 at byte", "damaged", "its hash is not the index's")
     corpus.read_block(bad - 1)
 
@@ -128,9 +128,9 @@ def test_later_reads_of_a_plain_tar_trust_the_first_and_checking_does_not(
     folder = write_wds(tmp_path / "theirs", documents(), "tar")
     index_folder(folder, HASH)
     corpus, hashed = Corpus.open(folder), list[int]()
-    real = module.frame_hash
+    real = module.hash_frame
     monkeypatch.setattr(
-        "megatfm.corpus.corpus.frame_hash", lambda data: hashed.append(len(data)) or real(data)
+        "megatfm.corpus.corpus.hash_frame", lambda data: hashed.append(len(data)) or real(data)
     )
     for _ in range(3):
         for block in range(corpus.n_blocks):
@@ -310,7 +310,7 @@ def test_the_tokens_are_the_array_of_that_name(tmp_path: Path, packed: bool) -> 
     )
     index_folder(tmp_path, HASH)
     in_place = [tokens.tolist() for _, tokens in Corpus.open(tmp_path).read_block(0)]
-    assert check(tmp_path).samples == 4
+    assert check_corpus(tmp_path).samples == 4
     (tmp_path / "manifest.json").unlink()
     index_folder(tmp_path, HASH, tmp_path / "ours")
     rewritten = [tokens.tolist() for _, tokens in Corpus.open(tmp_path / "ours").read_block(0)]
@@ -344,11 +344,12 @@ def test_a_sample_larger_than_a_frame_is_refused(tmp_path: Path, monkeypatch: py
     large = [member(f"1.{end}", bytes(6000)) for end in ("jpg", "png")]
     (tmp_path / "a.tar").write_bytes(tar(GOOD, member("1.npy", IDS), *large))
     with pytest.raises(
-        UsageError, match=r"a\.tar: sample '1' and its files take more than 10000 bytes.*--to"
+        UsageError,
+        match=r"a\.tar: sample '1', its files and other members after it take over 10000 bytes.*--to",
     ):
         index_folder(tmp_path, HASH)
     index_folder(tmp_path, HASH, tmp_path / "ours")
-    assert check(tmp_path / "ours").samples == 2
+    assert check_corpus(tmp_path / "ours").samples == 2
 
 
 def test_frames_of_another_size_are_another_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from webdataset.gopen import gopen_schemes
 
 from megatfm.corpus import files
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import check
+from megatfm.corpus.inspect import check_corpus
 from megatfm.corpus.shard_format import _make_header
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError, UsageError
@@ -95,7 +95,7 @@ def test_many_documents_of_a_member_are_read_by_webdataset_and_by_us(
             assert (sample.index, sample.key, sample.source) == (number, *actual[number][:2])
             np.testing.assert_array_equal(sample.tokens, expected[number])
             np.testing.assert_array_equal(tokens, expected[number])
-    check(folder)
+    check_corpus(folder)
 
 
 def test_documents_with_files_and_without_lie_in_frames_of_their_own(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_documents_with_files_and_without_lie_in_frames_of_their_own(tmp_path: P
     assert [(one.key, one.source, len(one.tokens), dict(one.members)) for one in actual] == [
         (f"k{i}", f"s{i}", i, {"cls": b"%d" % i} if 4 <= i < 7 else {}) for i in range(12)
     ]
-    check(tmp_path / "c")
+    check_corpus(tmp_path / "c")
 
 
 @given(name=st.text("abcXYZ0189-_.", min_size=1, max_size=100), size=st.integers(0, 2**33 - 1))
@@ -140,7 +140,7 @@ def test_tar_reads_the_same_samples(folder: Path, make_documents: Any, tmp_path:
 
 def test_frames_are_independent_and_cut_between_samples(corpus: Corpus) -> None:
     for number in range(corpus.n_blocks):
-        data = zstandard.ZstdDecompressor().decompress(corpus.frame_bytes(number))
+        data = zstandard.ZstdDecompressor().decompress(corpus.read_frame(number))
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             assert len(tar.getnames()) == 2 * (corpus.blocks[number + 1] - corpus.blocks[number])
         assert len(data) <= 8_000 + 1024

@@ -49,7 +49,7 @@ def test_every_step_has_its_length_and_nothing_is_lost(rows: PackedDataset, rank
         )
         read = np.concatenate([batch["tokens"].reshape(-1) for batch in batches])
         first = WARMUP.position(step)
-        expected = [rows.row(first + i)["tokens"] for i in range(stage.global_batch)]
+        expected = [rows.read_row(first + i)["tokens"] for i in range(stage.global_batch)]
         np.testing.assert_array_equal(read, np.concatenate(expected))
         keys += [key for batch in batches for key in batch["keys"].tolist()]
     assert len(set(keys)) == len(keys)
@@ -80,7 +80,7 @@ def test_cut_rows_are_those_of_packing_at_that_length(
             shuffle=False,
             attend_across_documents=as_one_document,
         )
-        return packed.row(position)
+        return packed.read_row(position)
 
     for position in range(5):
         full = {name: field[None] for name, field in row(16, position).items()}

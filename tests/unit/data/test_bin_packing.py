@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import show
+from megatfm.corpus.inspect import describe_corpus
 from megatfm.data.bin_packing import best_fit_decreasing, describe_padding, group_blocks, measure_padding
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
@@ -60,7 +60,7 @@ class Whole:
 
 
 def rows_of(rows: PackedDataset, epoch: int = 0) -> list[Row]:
-    return [rows.row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
+    return [rows.read_row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
 
 
 def sequences(row: Row, side: str, length: int) -> list[dict[str, tuple[int, ...]]]:
@@ -156,7 +156,7 @@ def test_rows_hold_what_was_planned_in_stored_order(memory_corpus: Any) -> None:
     assert packed.n_rows == planned.max() + 1
     parts = [documents[number][start:end] for number, start, end, _, _ in chunks.iter_chunks()]
     for row in range(packed.n_rows):
-        tokens = packed.row(row)["tokens"]
+        tokens = packed.build_row(row)["tokens"]
         expected = np.concatenate([parts[at] for at in np.flatnonzero(planned == row)])
         assert tokens[tokens > 0].tolist() == expected.tolist()
 
@@ -246,8 +246,8 @@ def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) 
 
 def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
     rows = PackedDataset(corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, pad_id=9)
-    padding = rows.padding()
-    assert padding.keys() == rows.row(0).keys()
+    padding = rows.make_padding_row()
+    assert padding.keys() == rows.read_row(0).keys()
     expected = {
         "encoder_tokens": 9,
         "tokens": 9,
@@ -267,7 +267,7 @@ def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
 def test_a_row_as_one_document(memory_corpus: Any) -> None:
     corpus = memory_corpus([[5, 6, 7]])
     rows = PackedDataset(corpus, Whole(20), sequence_length=40, seed=0, attend_across_documents=True)
-    row = rows.row(0)
+    row = rows.read_row(0)
     n = int((row["documents"] == 0).sum())
     assert row["documents"].tolist() == [0] * n + [PAD_DOCUMENT_ID] * (40 - n)
     assert row["positions"].tolist() == [*range(n), *[0] * (40 - n)]
@@ -315,7 +315,7 @@ def test_the_plan_is_the_same_however_many_documents_are_planned_at_once(
         for at_once in (1, 7, 2**18):
             monkeypatch.setattr("megatfm.data.packing_plan.SAMPLES_AT_ONCE", at_once)
             rows = PackedDataset(corpus, objective, sequence_length=64, seed=3)
-            plans.add(str([rows.row_address(position) for position in range(len(rows))]))
+            plans.add(str([rows.find_row(position) for position in range(len(rows))]))
         assert len(plans) == 1
 
 
@@ -347,5 +347,5 @@ def test_padding_is_that_of_the_rows(corpus: Corpus, causal_type: type) -> None:
     cut, _ = measure_padding(lengths, corpus.blocks, 2048)
     displayed = f"rows of 2,048  {100 * cut:.1f} % padding where documents are cut"
     assert " ".join(displayed.split()) in " ".join(
-        show(corpus.folder, describe_rows=describe_padding).split()
+        describe_corpus(corpus.folder, describe_rows=describe_padding).split()
     )

@@ -96,7 +96,7 @@ def test_every_number_of_ranks_and_workers_reads_the_same(
     """The tokens and keys of each step are those of the order itself, and an epoch has each token once."""
     steps = -(-len(rows) // BATCH)
     actual = list(run(rows, steps, ranks=ranks, workers=workers))
-    expected = [rows.row(position)["tokens"].tobytes() for position in range(steps * BATCH)]
+    expected = [rows.read_row(position)["tokens"].tobytes() for position in range(steps * BATCH)]
     assert b"".join(tokens for tokens, _ in actual) == b"".join(expected)
     keys = np.frombuffer(b"".join(keys for _, keys in actual), np.int64)
     assert len(set(keys.tolist())) == len(keys)
@@ -132,7 +132,7 @@ def test_killed_again_and_again_it_goes_on_exactly(
 
 @pytest.mark.parametrize("already", [False, True], ids=["dying", "dead"])
 def test_processes_give_the_same_rows_and_their_ends_are_told(rows: PackedDataset, already: bool) -> None:
-    expected = [rows.row(position)["tokens"] for position in range(10)]
+    expected = [rows.read_row(position)["tokens"] for position in range(10)]
     with DataLoader(rows, global_batch=10, micro_batch=10, workers=3) as loader:
         np.testing.assert_array_equal(next(loader)[0]["tokens"], np.stack(expected))
         assert len(loader.worker_pids) == 3
@@ -154,7 +154,7 @@ class Stuck:
     def __init__(self, requested: Path) -> None:
         self.asked = requested
 
-    def rows(self, positions: Any) -> Any:
+    def read_rows(self, positions: Any) -> Any:
         self.asked.touch()
         time.sleep(3600)
 
@@ -219,12 +219,12 @@ def test_the_order_of_a_trillion_samples_fits_in_little_memory() -> None:
     order = RowOrder(sizes, unit, block_rows, seed=1, streams=64, shuffle=True)
     assert len(order) > 10**12
     n = len(order)
-    places = [order.row_address(int(share * n)) for share in np.random.default_rng(0).random(300)]
+    places = [order.find_row(int(share * n)) for share in np.random.default_rng(0).random(300)]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100 * 2**20
     assert len({place.block for place in places}) == 300
-    assert order.row_address(n).epoch == 1
+    assert order.find_row(n).epoch == 1
 
 
 def test_units_of_many_blocks_have_every_row_once(memory_corpus: Any) -> None:
@@ -235,7 +235,7 @@ def test_units_of_many_blocks_have_every_row_once(memory_corpus: Any) -> None:
         for turn in (1, 3):
             order = make_row_order(counts, seed=5, streams=6, shuffle=True, turn=turn, max_units=max_units)
             for epoch in (0, 2):
-                row_counts = Counter(order.row_address(epoch * len(order) + k) for k in range(len(order)))
+                row_counts = Counter(order.find_row(epoch * len(order) + k) for k in range(len(order)))
                 assert row_counts == Counter(
                     (epoch, b, r) for b, n in enumerate(counts.tolist()) for r in range(n)
                 )
@@ -248,7 +248,7 @@ def test_units_of_many_blocks_are_uniform(memory_corpus: Any) -> None:
     counts = np.full(24, 2)
     for max_units in (6, 24):
         first = [
-            make_row_order(counts, seed=s, streams=1, shuffle=True, max_units=max_units).row_address(0).block
+            make_row_order(counts, seed=s, streams=1, shuffle=True, max_units=max_units).find_row(0).block
             for s in range(2400)
         ]
         first_counts = np.bincount(first, minlength=24)

@@ -14,13 +14,12 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.image_size import upright_size
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data.contact_sheet import contact_sheet, images_of_rows
-from megatfm.data.dataset import PackedDataset, RowDataset
+from megatfm.data.contact_sheet import draw_contact_sheet, iter_seen_images
+from megatfm.data.dataset import PackedDataset, RowDataset, join_rows
 from megatfm.data.documents import Quarantine
 from megatfm.data.image_mixing import MixedImages
 from megatfm.data.loader import DataLoader
-from megatfm.data.mixture import Mixture, Phase, source_seed
-from megatfm.data.row_batches import join_rows
+from megatfm.data.mixture import Mixture, Phase, make_source_seed
 from megatfm.data.sequences import Fields
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, build_objective
@@ -132,13 +131,13 @@ def test_epochs_differ_and_evaluation_does_not(corpus: Corpus) -> None:
     pixels: dict[int, list[bytes]] = {}
     rows = rows_of(corpus, result)
     for position in range(140):
-        row = rows.rows([position])
+        row = rows.read_rows([position])
         pixels.setdefault(int(row["labels"][0, 0]), []).append(row["patches"].tobytes())
     assert sorted(pixels) == list(range(70))
     assert all(len(pixel) == 2 and pixel[0] != pixel[1] for pixel in pixels.values())
     still = rows_of(corpus, result.for_evaluation(), shuffle=False)
     for position in range(70):
-        first, second = (still.rows([at]) for at in (position, position + 70))
+        first, second = (still.read_rows([at]) for at in (position, position + 70))
         assert first["labels"][0, 0] == position
         assert_same(first, second)
 
@@ -148,7 +147,7 @@ def test_mixtures_of_image_corpora(corpus: Corpus, tmp_path: Path) -> None:
     rare = write(tmp_path / "rare", 7, first=90)
     result = objective(cutmix=1.0)
     sources = {
-        name: PackedDataset(item, result, sequence_length=TOKENS, seed=source_seed(3, name), streams=5)
+        name: PackedDataset(item, result, sequence_length=TOKENS, seed=make_source_seed(3, name), streams=5)
         for name, item in (("many", corpus), ("rare", rare))
     }
     mixture = Mixture(sources, [Phase(0, {"many": 0.5, "rare": 0.5})], seed=3, streams=5, block=10)
@@ -180,7 +179,7 @@ def test_mixed_rows_are_weighted_sums_of_two_rows(corpus: Corpus, turn: int) -> 
             if q != position and q % turn == position % turn and q // turn == (position // turn) ^ 1
         )
         local, other, actual = (
-            rows.rows([at]) for rows, at in ((plain, position), (plain, partner), (mixed, position))
+            rows.read_rows([at]) for rows, at in ((plain, position), (plain, partner), (mixed, position))
         )
         weight = actual["label_weights"][0, 0]
         weights.append(weight)
@@ -201,7 +200,7 @@ def test_cutmix_pastes_one_rectangle_and_weighs_by_its_area(corpus: Corpus) -> N
     shares = []
     for position in range(40):
         local, other, actual = (
-            rows.rows([at]) for rows, at in ((plain, position), (plain, position ^ 1), (mixed, position))
+            rows.read_rows([at]) for rows, at in ((plain, position), (plain, position ^ 1), (mixed, position))
         )
         a, b, c = (unpatched(row["patches"][0, 1:]) for row in (local, other, actual))
         is_own, is_other = (c == a).all(-1), (c == b).all(-1)
@@ -239,9 +238,9 @@ def test_a_damaged_image_is_named_and_quarantined(tmp_path: Path) -> None:
         match=r"shard-000000\.tar\.zst: sample 41 \(key 000041, frame \d+\) has a \.png that "
         r'can\'t be decoded .*put "41" into the corpus\'s quarantine',
     ):
-        prepared.rows(range(len(rows_of(corpus, result, row=2 * TOKENS))))
+        prepared.read_rows(range(len(rows_of(corpus, result, row=2 * TOKENS))))
     rows = rows_of(corpus, result, row=2 * TOKENS, quarantine=Quarantine.parse(["41"], 70))
-    mixed = result.prepare_rows(rows, 1).rows(range(len(rows)))
+    mixed = result.prepare_rows(rows, 1).read_rows(range(len(rows)))
     labels = mixed["labels"][mixed["labels"] >= 0]
     assert sorted(labels) == [n for n in range(70) if n != 41]
     at = mixed["labels"] >= 0
@@ -288,7 +287,7 @@ def test_images_keep_their_shapes_in_packed_rows(tmp_path: Path, compress: bool)
     rows = rows_of(corpus, result, row=row)
     actual: dict[int, tuple[int, int]] = {}
     for position in range(len(rows)):  # type: ignore[arg-type]
-        batch = {name: values[0] for name, values in rows.rows([position]).items()}
+        batch = {name: values[0] for name, values in rows.read_rows([position]).items()}
         for number in range(batch["documents"].max() + 1):
             at = batch["documents"] == number
             label, (_, _, height, width) = int(batch["labels"][at][0]), batch["grid"][at][0].tolist()
@@ -306,7 +305,7 @@ def test_images_keep_their_shapes_in_packed_rows(tmp_path: Path, compress: bool)
             assert (height + 1) * (width + 1) > limit * 0.8
     assert 0 < rows.padding_fraction < 0.2  # type: ignore[attr-defined]
     again = rows_of(corpus, result, row=row, quarantine=Quarantine.parse(["7"], 60))
-    everything = again.rows(range(len(again)))["labels"]  # type: ignore[arg-type]
+    everything = again.read_rows(range(len(again)))["labels"]  # type: ignore[arg-type]
     assert sorted(everything[everything >= 0]) == [n for n in range(60) if n != 7]
 
 
@@ -328,8 +327,8 @@ def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
     rows = result.prepare_rows(
         rows_of(corpus, result, row=4 * TOKENS, quarantine=Quarantine.parse(["3"], 70)), 1
     )
-    batch = rows.rows(range(18))
-    seen = list(images_of_rows(batch, PATCH, [f"kind {n}" for n in range(70)]))
+    batch = rows.read_rows(range(18))
+    seen = list(iter_seen_images(batch, PATCH, [f"kind {n}" for n in range(70)]))
     assert len(seen) == 69
     labels = batch["labels"][batch["labels"] >= 0]
     weights = batch["label_weights"][batch["labels"] >= 0]
@@ -338,6 +337,6 @@ def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
         assert image.caption.startswith(f"kind {label}" if weight == 1 else f"{weight:.2f} kind {label} + ")
     tokens = np.flatnonzero(batch["documents"][0] == 2)
     np.testing.assert_array_equal(seen[2].pixels, unpatched(batch["patches"][0, tokens[1:]]))
-    sheet = contact_sheet(seen[:5], columns=2)
+    sheet = draw_contact_sheet(seen[:5], columns=2)
     assert sheet.size == (2 * 134 + 6, 3 * 152 + 6)
     assert sheet.getpixel((6, 6)) == tuple(seen[0].pixels[0, 0])

@@ -18,11 +18,10 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.image_size import image_extensions, upright_size
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data.contact_sheet import images_of_rows
-from megatfm.data.dataset import PackedDataset, RowDataset
+from megatfm.data.contact_sheet import iter_seen_images
+from megatfm.data.dataset import PackedDataset, RowDataset, join_rows
 from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
-from megatfm.data.row_batches import join_rows
 from megatfm.data.sequences import DocumentChunk, Fields
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective
@@ -122,7 +121,7 @@ def samples_in(row: dict[str, NDArray[Any]]) -> list[int]:
 
 
 def one_row(rows: RowDataset, position: int) -> dict[str, NDArray[Any]]:
-    return {name: values[0] for name, values in rows.rows([position]).items()}
+    return {name: values[0] for name, values in rows.read_rows([position]).items()}
 
 
 def test_each_image_stands_where_its_text_says(corpus: Corpus) -> None:
@@ -155,7 +154,7 @@ def test_pictures_of_rows_have_their_own_texts(corpus: Corpus) -> None:
     rows = rows_of(corpus, objective(), quarantine=Quarantine.parse(("3", "20-22"), N_SAMPLES))
     count = 0
     for position in range(len(rows)):  # type: ignore[arg-type]
-        for picture in images_of_rows(rows.rows([position]), 4, decode=str, image_token=IMG):
+        for picture in iter_seen_images(rows.read_rows([position]), 4, decode=str, image_token=IMG):
             number = int(picture.pixels[0, 0, 0]) // 6
             assert str(8 + number % 40) in picture.caption
             assert picture.caption.count(str(IMG)) == PATCHES * n_images_of(number)
@@ -226,7 +225,7 @@ def test_too_many_images_are_refused_by_sample(tmp_path: Path) -> None:
         short = build_objective(config, ModelConfig.from_dotted(LLAVA), special, lengths, section)
         rows = PackedDataset(few, short, sequence_length=lengths[0], target_length=lengths[1], seed=0)
         with pytest.raises(MegatfmError, match=message):
-            rows.rows([0])
+            rows.read_rows([0])
 
 
 def test_an_objective_of_one_image_refuses_several(corpus: Corpus, tmp_path: Path) -> None:

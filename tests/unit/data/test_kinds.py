@@ -92,7 +92,7 @@ def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
     rows = PackedDataset(Corpus.open(folder), Vectors(), sequence_length=16, seed=3, streams=4)
     seen = []
     for position in range(len(rows)):
-        row = rows.row(position)
+        row = rows.read_row(position)
         assert row["vectors"].dtype == np.float32
         assert row["vectors"].shape == (16, WIDTH)
         assert (row["marks"].dtype, row["order"].dtype) == (np.uint8, np.int64)
@@ -114,7 +114,7 @@ def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
 def test_images_and_labels_have_rows_of_their_own(folder: Path) -> None:
     rows = PackedDataset(Corpus.open(folder), Images(), sequence_length=5, seed=3)
     assert len(rows) == 40
-    batch = rows.rows([*range(40), None])
+    batch = rows.read_rows([*range(40), None])
     assert (batch["pixels"].shape, batch["pixels"].dtype) == ((41, *PIXELS), np.uint8)
     assert (batch["labels"].shape, batch["labels"].dtype) == ((41,), np.int64)
     numbers = batch["pixels"][:40, 0, 0, 0]
@@ -150,10 +150,10 @@ def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, wo
             np.testing.assert_array_equal(values, halves[number % 2][number // 2][name])
             assert values.dtype == halves[0][0][name].dtype
     mixture = Mixture({"a": rows(), "b": rows()}, [Phase(0, {"a": 1, "b": 2})], seed=1, streams=4)
-    mixed = mixture.rows([*range(9), None])
+    mixed = mixture.read_rows([*range(9), None])
     for position in range(9):
-        name, at = mixture.source_position(position)
-        expected = mixture.sources[name].rows([at])
+        name, at = mixture.find_source(position)
+        expected = mixture.sources[name].read_rows([at])
         for field, values in expected.items():
             np.testing.assert_array_equal(mixed[field][position], values[0])
             assert mixed[field].dtype == values.dtype
@@ -168,7 +168,7 @@ def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
         )
         changed = 0
         for position in range(len(rows)):
-            row, blank = rows.row(position), without.row(position)
+            row, blank = rows.read_row(position), without.read_row(position)
             removed = (row["documents"] >= 0) & (blank["documents"] < 0)
             changed += int(removed.any())
             for name, fill in empty.items():
@@ -183,7 +183,7 @@ def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
 def test_a_word_that_is_not_kept_is_named(folder: Path) -> None:
     def made(**change: Any) -> Callable[[], Any]:
         kind = type("Broken", (Vectors,), change)
-        return lambda: PackedDataset(Corpus.open(folder), kind(), sequence_length=16, seed=3).row(0)
+        return lambda: PackedDataset(Corpus.open(folder), kind(), sequence_length=16, seed=3).read_row(0)
 
     def doubled(self: Any, chunk: DocumentChunk, key: ChunkKey) -> dict[str, Any]:
         return {

@@ -39,7 +39,7 @@ def joined(step: list[Batch]) -> np.ndarray:
 
 
 def reference(rows: PackedDataset, start: int, n: int) -> np.ndarray:
-    return np.stack([rows.row(position)["tokens"] for position in range(start, start + n)])
+    return np.stack([rows.read_row(position)["tokens"] for position in range(start, start + n)])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -48,7 +48,9 @@ def test_rows_of_one_document_come_without_its_number(rows: PackedDataset, micro
     actual = [batch for step in steps(rows, 6, micro_batch=micro_batch, end_position=45) for batch in step]
     for number, batch in enumerate(actual):
         places = range(number * micro_batch, (number + 1) * micro_batch)
-        expected = np.stack([(rows.row(at) if at < 45 else rows.padding())["documents"] for at in places])
+        expected = np.stack(
+            [(rows.read_row(at) if at < 45 else rows.make_padding_row())["documents"] for at in places]
+        )
         assert ("documents" in batch) == bool(expected.any())
         np.testing.assert_array_equal(batch.get("documents", np.zeros_like(expected)), expected)
     assert 0 < sum("documents" in batch for batch in actual) < len(actual)
@@ -59,7 +61,8 @@ def test_the_share_of_padding_is_told(rows: PackedDataset) -> None:
         for first in (0, 8):
             next(loader)
             actual = [
-                (rows.row(at) if at < 13 else rows.padding())["documents"] for at in range(first, first + 8)
+                (rows.read_row(at) if at < 13 else rows.make_padding_row())["documents"]
+                for at in range(first, first + 8)
             ]
             assert loader.padding == (np.stack(actual) == -1).mean()
     assert loader.padding == 3 / 8
@@ -110,14 +113,14 @@ def test_a_resume_has_the_batches_of_the_run_never_stopped(
 
 def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedDataset) -> None:
     fetched = threading.Event()
-    read = rows.rows
+    read = rows.read_rows
 
     def watched(positions: Sequence[int | None]) -> Batch:
         if 15 in positions:
             fetched.set()
         return read(positions)
 
-    rows.rows = watched  # type: ignore[method-assign]
+    rows.read_rows = watched  # type: ignore[method-assign]
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         assert fetched.wait(PATIENCE), "the second step is fetched ahead"
@@ -127,14 +130,14 @@ def test_the_state_counts_what_was_consumed_not_what_was_fetched(rows: PackedDat
 
 def test_two_steps_are_ready_before_they_are_asked_for(rows: PackedDataset) -> None:
     """So a consumer whose step takes longer than its data waits for the first step only."""
-    ready, read = threading.Semaphore(0), rows.rows
+    ready, read = threading.Semaphore(0), rows.read_rows
 
     def watched(positions: Sequence[int | None]) -> Batch:
         actual = read(positions)
         ready.release()
         return actual
 
-    rows.rows = watched  # type: ignore[method-assign]
+    rows.read_rows = watched  # type: ignore[method-assign]
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         for _ in range(3):
@@ -152,7 +155,7 @@ def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: 
         assert loader.position == -(-n // 8) * 8
         assert list(loader) == []
     np.testing.assert_array_equal(read[:n], reference(rows, 0, n))
-    np.testing.assert_array_equal(read[n:], np.stack([rows.padding()["tokens"]] * (-n % 8)))
+    np.testing.assert_array_equal(read[n:], np.stack([rows.make_padding_row()["tokens"]] * (-n % 8)))
 
 
 @pytest.mark.parametrize(
@@ -168,14 +171,14 @@ def test_a_batch_that_does_not_divide_names_the_nearest(
 
 
 def test_an_error_of_the_thread_is_raised_here_with_its_traceback(rows: PackedDataset) -> None:
-    read = rows.rows
+    read = rows.read_rows
 
     def failing(positions: Sequence[int | None]) -> Batch:
         if 16 in positions:
             raise ZeroDivisionError("at 16")
         return read(positions)
 
-    rows.rows = failing  # type: ignore[method-assign]
+    rows.read_rows = failing  # type: ignore[method-assign]
     with DataLoader(rows, global_batch=8, micro_batch=8) as loader:
         next(loader)
         next(loader)
@@ -223,7 +226,7 @@ def test_a_block_goes_when_its_last_row_was_taken_by_whichever_thread(rows: Pack
     sys.setswitchinterval(1e-6)  # so that threads meet
     try:
         with ThreadPoolExecutor(8) as pool:
-            for _ in pool.map(rows.row, range(2 * len(rows))):
+            for _ in pool.map(rows.read_row, range(2 * len(rows))):
                 pass
     finally:
         sys.setswitchinterval(interval)
@@ -236,7 +239,7 @@ class Told:
     def __init__(self, rank: int, count: int, meet: threading.Barrier, table: list[Any]) -> None:
         self.rank, self.count, self._meet, self._table = rank, count, meet, table
 
-    def broadcast(self, local_rows: Any, n_readers: int) -> list[Any]:
+    def all_gather(self, local_rows: Any, n_readers: int) -> list[Any]:
         self._table[self.rank] = local_rows
         self._meet.wait(PATIENCE)
         message = self._table[:n_readers]
@@ -265,14 +268,14 @@ WARMING = BatchSchedule(8, (BatchStage(2, 4, 4), BatchStage(2, 2, 2)))
 def test_readers_of_the_same_rows_read_each_once_and_get_all(
     rows: PackedDataset, batch: int | BatchSchedule
 ) -> None:
-    n, requested, read = 7, list[int | None](), rows.rows
+    n, requested, read = 7, list[int | None](), rows.read_rows
     full = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
 
     def counted(positions: Sequence[int | None]) -> Batch:
         requested.extend(positions)
         return read(positions)
 
-    rows.rows = counted  # type: ignore[method-assign]
+    rows.read_rows = counted  # type: ignore[method-assign]
     actual = read_together(rows, 3, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
     for item in actual:
         for one, two in zip(full, item, strict=True):
@@ -284,14 +287,14 @@ def test_readers_of_the_same_rows_read_each_once_and_get_all(
 
 
 def test_what_one_reader_raises_all_do(rows: PackedDataset) -> None:
-    read = rows.rows
+    read = rows.read_rows
 
     def failing(positions: Sequence[int | None]) -> Batch:
         if 12 in positions:
             raise ZeroDivisionError("at 12")
         return read(positions)
 
-    rows.rows = failing  # type: ignore[method-assign]
+    rows.read_rows = failing  # type: ignore[method-assign]
     actual = read_together(rows, 2, 3, global_batch=8, micro_batch=2)
     assert [str(item) for item in actual] == ["at 12"] * 2
     assert any("in failing" in "".join(traceback.format_exception(item)) for item in actual)

@@ -40,14 +40,14 @@ def read_by_all(
 ) -> float:
     """The bytes of frames that loaders with caches of their own read in an epoch, in parts of the corpus's."""
     read: list[int] = []
-    frame_bytes = Corpus.frame_bytes
+    frame_bytes = Corpus.read_frame
 
     def counted(corpus: Corpus, number: int) -> bytes:
         data = frame_bytes(corpus, number)
         read.append(len(data))
         return data
 
-    monkeypatch.setattr(Corpus, "frame_bytes", counted)
+    monkeypatch.setattr(Corpus, "read_frame", counted)
     streams, turn = choose_interleave(batch)
     n = size = 0
     for rank in range(ranks):
@@ -109,7 +109,7 @@ def test_up_to_256_ranks_read_the_corpus_once(causal_type: Any, ranks: int, batc
     rows = PackedDataset(corpus, causal_type(), sequence_length=16, seed=1, streams=choose_interleave(batch))
     share, reads = batch // ranks, 0
     held = 2 * max(1, -(-streams // ranks))
-    blocks = np.array([rows.row_address(position).block for position in range(len(rows))])
+    blocks = np.array([rows.find_row(position).block for position in range(len(rows))])
     for rank in range(ranks):
         cache: OrderedDict[int, None] = OrderedDict()
         mine = np.flatnonzero(np.arange(len(rows)) % batch // share == rank)
@@ -142,7 +142,7 @@ def test_a_resume_late_in_an_epoch_reads_no_more_than_an_early_one(
             Corpus.open(folder), causal_type(), sequence_length=64, seed=1, plan_cache_key="kept"
         )
         first = int(share * len(rows))
-        rows.rows(range(first, first + 8))
+        rows.read_rows(range(first, first + 8))
         frames = [size for file, size in read if file.endswith(".tar.zst")]
         costs.append((len(frames), len(read), sum(size for _, size in read)))
     early, late = costs

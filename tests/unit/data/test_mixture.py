@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatfm.data.dataset import PackedDataset
+from megatfm.data.dataset import PackedDataset, join_rows
 from megatfm.data.loader import DataLoader
-from megatfm.data.mixture import Mixture, Phase, largest_remainder, source_seed
-from megatfm.data.row_batches import join_rows
+from megatfm.data.mixture import Mixture, Phase, largest_remainder, make_source_seed
 from megatfm.errors import UsageError
 
 STREAMS, BLOCK = 4, 20
@@ -27,7 +26,7 @@ def make_mixture(memory_corpus: Any, causal_type: Any) -> Any:
                 memory_corpus([[7, 9, 3]] * n),
                 causal_type(),
                 sequence_length=8,
-                seed=source_seed(seed, name),
+                seed=make_source_seed(seed, name),
                 streams=STREAMS,
             )
             for name, n in (("a", 9), ("b", 5), ("c", 11))
@@ -43,7 +42,7 @@ def test_every_block_of_every_stream_has_its_quotas(make_mixture: Any) -> None:
     for first, weights in ((0, WEIGHTS), (start, LATER), (start + STREAMS * BLOCK, LATER)):
         for stream in range(STREAMS):
             turns = range(first // STREAMS, first // STREAMS + BLOCK)
-            counts = Counter(mixture.source_position(turn * STREAMS + stream)[0] for turn in turns)
+            counts = Counter(mixture.find_source(turn * STREAMS + stream)[0] for turn in turns)
             assert counts == Counter({name: round(BLOCK * share) for name, share in weights.items()})
 
 
@@ -51,14 +50,14 @@ def test_sources_of_many_rows_are_those_of_each(make_mixture: Any) -> None:
     """Over two changes of phase and many blocks, in any order."""
     mixture, names = make_mixture(), ["a", "b", "c"]
     positions = np.random.default_rng(1).permutation(400)
-    expected = [names.index(mixture.source_position(int(position))[0]) for position in positions]
-    assert mixture.row_sources(positions).tolist() == expected
-    assert mixture.row_sources(positions[:0]).tolist() == []
+    expected = [names.index(mixture.find_source(int(position))[0]) for position in positions]
+    assert mixture.find_source_indices(positions).tolist() == expected
+    assert mixture.find_source_indices(positions[:0]).tolist() == []
 
 
 def test_any_stretch_comes_close_to_the_weights(make_mixture: Any) -> None:
     mixture = make_mixture(phases=((0, WEIGHTS),))
-    places = [mixture.source_position(position)[0] for position in range(4000)]
+    places = [mixture.find_source(position)[0] for position in range(4000)]
     for begin in (0, 37, 1001):
         for length in (40, 400, 2000):
             counts = Counter(places[begin : begin + length])
@@ -89,7 +88,7 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
             streams=streams,
             turn=turn,
         )
-        names = np.array([mixture.source_position(position)[0] for position in range(4096)])
+        names = np.array([mixture.find_source(position)[0] for position in range(4096)])
         for name, share in zip(sources, weights, strict=True):
             is_here = names == name
             prefixes = np.cumsum(is_here) - share * np.arange(1, 4097)
@@ -107,27 +106,27 @@ def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) 
     mixture = make_mixture()
     read: dict[str, list[int]] = {name: [] for name in WEIGHTS}
     for position in range(2000):
-        name, at = mixture.source_position(position)
+        name, at = mixture.find_source(position)
         read[name].append(at)
         np.testing.assert_array_equal(
-            mixture.row(position)["tokens"], mixture.sources[name].row(at)["tokens"]
+            mixture.read_row(position)["tokens"], mixture.sources[name].read_row(at)["tokens"]
         )
     for name, positions in read.items():
         assert len(set(positions)) == len(positions)
         for stream in range(STREAMS):
             local = [at for at in positions if at % STREAMS == stream]
             assert local == list(range(stream, stream + STREAMS * len(local), STREAMS)), name
-    assert mixture.rows_consumed(2000) == {name: len(positions) for name, positions in read.items()}
-    assert mixture.rows_consumed(131) == Counter(mixture.source_position(p)[0] for p in range(131))
+    assert mixture.count_consumed_rows(2000) == {name: len(positions) for name, positions in read.items()}
+    assert mixture.count_consumed_rows(131) == Counter(mixture.find_source(p)[0] for p in range(131))
 
 
 def test_the_mixture_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
     one, other = make_mixture(), make_mixture()
     positions = np.random.default_rng(0).integers(0, 3000, 200)
-    backwards = [other.source_position(position) for position in positions[::-1]][::-1]
-    assert [one.source_position(position) for position in positions] == backwards
-    assert [make_mixture(seed=2).source_position(p) for p in range(100)] != [
-        one.source_position(p) for p in range(100)
+    backwards = [other.find_source(position) for position in positions[::-1]][::-1]
+    assert [one.find_source(position) for position in positions] == backwards
+    assert [make_mixture(seed=2).find_source(p) for p in range(100)] != [
+        one.find_source(p) for p in range(100)
     ]
 
 
@@ -207,11 +206,11 @@ def test_sources_of_unlike_rows_are_refused(other: FixedRows, order: int) -> Non
         UsageError,
         match=r"data\.mixture\.[ab]: its rows have fields {.*: give all sources the same objective",
     ):
-        mixture.rows(range(8))
+        mixture.read_rows(range(8))
     with pytest.raises(
         UsageError, match=r"data\.mixture: its rows have fields {"
     ):  # of two workers, or readers
-        join_rows([source.rows(range(2)) for source in sources.values()])
+        join_rows([source.read_rows(range(2)) for source in sources.values()])
 
 
 def test_sources_of_other_lengths_are_refused(memory_corpus: Any, causal_type: Any) -> None:
@@ -230,8 +229,6 @@ def test_blocks_of_a_mixture_stay_within_64_bits() -> None:
     block = 2**13
     mixture = Mixture(sources, streams=2**18, block=block, **options)
     turns = np.arange(block) * mixture.streams
-    assert (
-        sum(mixture.source_position(int(position) + 12_345)[0] == "a" for position in turns) == block * 3 // 4
-    )
+    assert sum(mixture.find_source(int(position) + 12_345)[0] == "a" for position in turns) == block * 3 // 4
     with pytest.raises(UsageError, match=r"data\.mixture_block_rows = 8193: .* choose at most 8192"):
         Mixture(sources, streams=2**18, block=block + 1, **options)

@@ -25,7 +25,7 @@ Row = dict[str, np.ndarray]
 
 
 def epoch_rows(rows: PackedDataset, epoch: int = 0) -> list[Row]:
-    return [rows.row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
+    return [rows.read_row(position) for position in range(epoch * len(rows), (epoch + 1) * len(rows))]
 
 
 def chunks(row: Row) -> list[Row]:
@@ -78,7 +78,7 @@ def test_every_epoch_has_every_row_and_every_token_once(
     assert rows.padding_fraction == pytest.approx(1 - total / (len(rows) * length))
 
     positions = range(epoch * len(rows), (epoch + 1) * len(rows))
-    places = [rows.row_address(position) for position in positions]
+    places = [rows.find_row(position) for position in positions]
     assert {place.epoch for place in places} == {epoch}
     assert len(set(places)) == len(rows)
 
@@ -125,7 +125,7 @@ def test_a_corpus_on_disk_gives_the_rows_that_its_documents_make(
     segments = np.array_split(np.arange(len(expected)), streams)
     turns = [segment[turn] for turn in range(len(expected)) for segment in segments if turn < len(segment)]
     for at, number in enumerate(turns):
-        np.testing.assert_array_equal(rows.row(3 * len(rows) + at)["tokens"], expected[number])
+        np.testing.assert_array_equal(rows.read_row(3 * len(rows) + at)["tokens"], expected[number])
     assert {key[:2] for key in causal.keys} == {(5, 3)}
     assert {key[2:] for key in causal.keys} == {(sample, 0) for sample in range(100)}
 
@@ -150,7 +150,7 @@ def test_epochs_and_seeds_differ_and_repeat(corpus: Corpus, causal: Any) -> None
 
 def test_documents_of_a_block_meet_in_another_order_each_epoch(memory_corpus: Any, causal: Any) -> None:
     rows = PackedDataset(memory_corpus([[3, 3, 3, 3]]), causal, sequence_length=16, seed=0)
-    orders = {rows.row(epoch)["tokens"].tobytes() for epoch in range(300)}
+    orders = {rows.read_row(epoch)["tokens"].tobytes() for epoch in range(300)}
     assert len(orders) == 24
 
 
@@ -161,7 +161,7 @@ def test_rows_do_not_depend_on_what_was_read_before(corpus: Corpus, causal: Any)
     )
     positions = np.random.default_rng(0).permutation(3 * len(rows))[:150].tolist()
     for position in positions:
-        one, two = rows.row(position), forgetful.row(position)
+        one, two = rows.read_row(position), forgetful.read_row(position)
         for name in FIELDS:
             np.testing.assert_array_equal(one[name], two[name])
 
@@ -180,9 +180,9 @@ def test_the_order_is_uniform(memory_corpus: Any, causal: Any) -> None:
     by_seed, by_epoch = np.zeros((8, 4)), np.zeros((8, 4))
     one = PackedDataset(corpus, causal, sequence_length=7, seed=7)
     for i in range(2000):
-        place = PackedDataset(corpus, causal, sequence_length=7, seed=i).row_address(0)
+        place = PackedDataset(corpus, causal, sequence_length=7, seed=i).find_row(0)
         by_seed[place.block, place.row] += 1
-        place = one.row_address(i * len(one))
+        place = one.find_row(i * len(one))
         by_epoch[place.block, place.row] += 1
     assert chi_square(by_seed) < 70
     assert chi_square(by_epoch) < 70
@@ -197,15 +197,15 @@ def test_every_whole_order_is_as_likely_as_any_other() -> None:
         one = make_row_order(rows, seed=7, streams=1, shuffle=True)
         for i in range(1200):
             order = make_row_order(rows, seed=i, streams=1, shuffle=True)
-            by_seed[orders[tuple(order.row_address(k)[which] for k in range(4))]] += 1
-            by_epoch[orders[tuple(one.row_address(4 * i + k)[which] for k in range(4))]] += 1
+            by_seed[orders[tuple(order.find_row(k)[which] for k in range(4))]] += 1
+            by_epoch[orders[tuple(one.find_row(4 * i + k)[which] for k in range(4))]] += 1
         assert chi_square(by_seed) < 58
         assert chi_square(by_epoch) < 58
 
 
 def test_neighbours_come_from_different_streams(memory_corpus: Any, causal: Any) -> None:
     rows = PackedDataset(memory_corpus([[79]] * 40), causal, sequence_length=8, seed=0, streams=10)
-    blocks = [rows.row_address(position).block for position in range(len(rows))]
+    blocks = [rows.find_row(position).block for position in range(len(rows))]
     for start in range(0, len(blocks), 10):
         assert len(set(blocks[start : start + 10])) == 10, "each stream reads its own blocks"
     for stream in range(10):
@@ -228,7 +228,7 @@ def test_the_order_is_the_one_of_the_docstring(memory_corpus: Any, causal: Any) 
             ]
             segments = np.array_split(np.arange(23), streams)
             turns = [segment[turn] for turn in range(23) for segment in segments if turn < len(segment)]
-            actual = [rows.row_address(position) for position in range(epoch * 23, epoch * 23 + 23)]
+            actual = [rows.find_row(position) for position in range(epoch * 23, epoch * 23 + 23)]
             assert actual == [listed[i] for i in turns]
 
 
@@ -242,7 +242,7 @@ def test_runs_are_what_a_stream_reads(max_units: int) -> None:
             for turns in (0, 1, 17, len(local) - 1, len(local)):
                 runs = order.iter_stream_blocks(stream, epoch, turns)
                 actual = [(block, slot) for block, at, stop in runs for slot in range(at, stop)]
-                assert actual == [place[1:3] for place in order.slots(np.array(local[turns:], np.int64))]
+                assert actual == [place[1:3] for place in order.find_slots(np.array(local[turns:], np.int64))]
 
 
 def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) -> None:
@@ -250,25 +250,27 @@ def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) 
     plain = PackedDataset(corpus, causal, sequence_length=32, seed=5)
     numpy = PackedDataset(corpus, causal, sequence_length=32, seed=np.int64(5))  # type: ignore[arg-type]
     for position in range(40):
-        np.testing.assert_array_equal(plain.row(position)["tokens"], numpy.row(np.int64(position))["tokens"])
+        np.testing.assert_array_equal(
+            plain.read_row(position)["tokens"], numpy.read_row(np.int64(position))["tokens"]
+        )
 
 
 def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:
     """No release may change the order of a run that it resumes."""
     corpus = memory_corpus([[7, 12, 30], [100], [3] * 20, [0, 64]])
     rows = PackedDataset(corpus, causal, sequence_length=16, seed=1234, streams=3)
-    first = [f"{place.block}.{place.row}" for place in map(rows.row_address, range(20))]
+    first = [f"{place.block}.{place.row}" for place in map(rows.find_row, range(20))]
     assert " ".join(first[:10]) == "3.1 1.4 2.0 3.3 1.1 2.2 3.0 1.3 2.4 3.4"
     assert " ".join(first[10:]) == "1.2 0.2 3.2 2.1 0.1 1.5 2.3 0.0 1.0 2.2"
-    tokens = np.concatenate([rows.row(position)["tokens"] for position in range(60)])
+    tokens = np.concatenate([rows.read_row(position)["tokens"] for position in range(60)])
     pinned = "7c54eb6def0f633487cc56724c24e68aff8f51ca87ffe3f248b78889aeac0622"
     assert blake3(tokens.astype("<i8").tobytes()).hexdigest() == pinned
 
 
 def test_a_row_of_padding_counts_in_nothing(corpus: Corpus, causal: Any) -> None:
     rows = PackedDataset(corpus, causal, sequence_length=16, seed=0, pad_id=3)
-    padding = rows.padding()
-    assert set(padding) == set(rows.row(0))
+    padding = rows.make_padding_row()
+    assert set(padding) == set(rows.read_row(0))
     for name, value in {
         "tokens": 3,
         "targets": IGNORE_INDEX,
@@ -305,9 +307,9 @@ def test_an_objective_that_breaks_its_word_is_named(memory_corpus: Any, causal_t
 
     corpus = memory_corpus([[5, 5]])
     with pytest.raises(MegatfmError, match=r"built sample \d with lengths .*'tokens': 5.*, not 6"):
-        PackedDataset(corpus, Short(), sequence_length=4, seed=0).row(0)
+        PackedDataset(corpus, Short(), sequence_length=4, seed=0).read_row(0)
     with pytest.raises(MegatfmError, match="'tokens' has values that do not fit"):
-        PackedDataset(corpus, Wide(), sequence_length=4, seed=0).row(0)
+        PackedDataset(corpus, Wide(), sequence_length=4, seed=0).read_row(0)
 
 
 def test_a_corpus_too_short_for_one_sequence_says_how_much_there_is(write: Any, causal: Any) -> None:

@@ -26,7 +26,7 @@ def open_rows(folder: Path, objective: Any, name: str | None = "causal", **optio
 
 
 def places(rows: PackedDataset) -> list[Any]:
-    return [rows.row_address(position) for position in range(len(rows))]
+    return [rows.find_row(position) for position in range(len(rows))]
 
 
 def test_a_plan_is_made_once(folder: Path, causal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_a_plan_that_was_made_by_another_objective_is_named(folder: Path, causal
     open_rows(folder, causal_type())
     rows = open_rows(folder, Longer())
     with pytest.raises(MegatfmError, match=r"its packing plan says .* delete the subfolder \.plans"):
-        rows.row(0)
+        rows.read_row(0)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
@@ -128,10 +128,12 @@ def test_old_plans_are_forgotten(folder: Path, causal: Any, monkeypatch: pytest.
 def blocks_of(rows: PackedDataset, positions: range) -> set[tuple[int, int]]:
     """Epoch and number of each block in which a token of one of the rows lies."""
     actual = set()
-    for slot in rows.order.slots(np.array(positions)):
-        begin = slot.begin + rows.order.carry_length(slot.begin) + 64 * rows.order.block_order(slot)[slot.row]
+    for slot in rows.order.find_slots(np.array(positions)):
+        begin = (
+            slot.begin + rows.order.carry_length(slot.begin) + 64 * rows.order.get_block_order(slot)[slot.row]
+        )
         tokens = range(begin, min(begin + 64, rows.order.size))
-        actual |= {(slot.epoch, rows.order.block_at(slot.epoch, at)) for at in tokens}
+        actual |= {(slot.epoch, rows.order.find_block(slot.epoch, at)) for at in tokens}
     return actual
 
 
@@ -185,9 +187,9 @@ def test_joined_and_built_one_by_one(dtype: str, special: SpecialTokens, as_one_
     assert one_by_one.built == 6
     assert joined.n_rows == single.n_rows == 9
     for row in range(10):
-        np.testing.assert_equal(joined.row(row), single.row(row))
-    assert joined.row(0)["tokens"][0] == special.bos
-    assert (joined.row(9)["tokens"] == special.pad).all()
+        np.testing.assert_equal(joined.build_row(row), single.build_row(row))
+    assert joined.build_row(0)["tokens"][0] == special.bos
+    assert (joined.build_row(9)["tokens"] == special.pad).all()
 
 
 def test_a_join_of_another_length_than_planned_is_named() -> None:
@@ -219,9 +221,9 @@ def test_many_short_documents_are_numbered_as_few_are(
     for row in range(packed.n_rows):
         local = owner[row * length : (row + 1) * length].tolist()
         pad = [PAD_DOCUMENT_ID] * (length - len(local))
-        assert packed.row(row)["documents"].tolist() == [n - local[0] for n in local] + pad
+        assert packed.build_row(row)["documents"].tolist() == [n - local[0] for n in local] + pad
         counted = [local[:at].count(n) for at, n in enumerate(local)]
-        assert packed.row(row)["positions"].tolist() == counted + [0] * len(pad)
+        assert packed.build_row(row)["positions"].tolist() == counted + [0] * len(pad)
 
 
 def test_a_packed_block_takes_what_its_fields_take() -> None:

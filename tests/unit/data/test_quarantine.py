@@ -39,7 +39,7 @@ def padded_except(rows: PackedDataset, healthy: PackedDataset, bad: set[int]) ->
     assert len(rows) == len(healthy)
     blanks = 0
     for position in range(2 * len(rows)):
-        one, other = healthy.row(position), rows.row(position)
+        one, other = healthy.read_row(position), rows.read_row(position)
         starts = np.append(np.flatnonzero(np.diff(one["documents"]) != 0) + 1, len(one["tokens"]))
         begin = 0
         for end in starts.tolist():
@@ -72,7 +72,6 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: boo
 
     blocks = [[5, 9, 3, 14], [2, 2, 8], [12, 1, 6, 4]]
     corpus = memory_corpus(blocks)
-    corpus.block_lengths = lambda number: np.array(blocks[number])
     bad = Quarantine.parse(["1", "4-6"], corpus.n_samples)
     options = {"sequence_length": 16, "seed": 3, "streams": 2}
     read: list[int] = []
@@ -83,7 +82,7 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: boo
     corpus.read_block = lambda number: read.append(number) or block(number)
     again = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
     for position in range(len(again)):
-        again.row(position)
+        again.read_row(position)
     assert sorted(read) == [0, 2], "block 1 is in quarantine as a whole, so it is not read"
     assert rows.order_config() == healthy.order_config() | {"quarantine": "1-1,4-6"}
     assert rows.warnings == ["memory: 4 samples are in quarantine"]
@@ -99,16 +98,14 @@ def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_typ
 
     seen: list[Any] = []
     corpus = memory_corpus([[3, 2, 4]])
-    corpus.block_lengths = lambda number: np.array([3, 2, 4])
     bad = Quarantine.parse(["1"], 3)
-    PackedDataset(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).row(0)
+    PackedDataset(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).read_row(0)
     first, _, last = (tokens.tolist() for tokens in corpus.documents)
     assert seen == [[last], [first, last], [first]]
 
 
 def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any, causal: Any) -> None:
     corpus = memory_corpus([[3, 2, 4]])
-    corpus.block_lengths = lambda number: np.array([3, 2, 4])
     rows = PackedDataset(
         corpus,
         causal,
@@ -118,7 +115,7 @@ def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any
         attend_across_documents=True,
         quarantine=Quarantine.parse(["1"], 3),
     )
-    row = rows.row(0)
+    row = rows.read_row(0)
     assert row["documents"].tolist() == [0, 0, 0, 0, -1, -1, -1, 0, 0, 0, 0, 0]
     assert row["positions"].tolist() == [0, 1, 2, 3, 0, 0, 0, 7, 8, 9, 10, 11]
 

@@ -21,7 +21,7 @@ def test_samples_come_in_order_and_each_once_an_epoch(corpus: Corpus, streams: i
     samples = ShuffledDocuments(corpus, seed=3, streams=streams)
     read = list(islice(samples, 250))
     assert samples.position == 250
-    places = [samples.order.row_address(position) for position in range(250)]
+    places = [samples.order.find_row(position) for position in range(250)]
     assert [number for number, _ in read] == [int(corpus.blocks[place.block]) + place.row for place in places]
     for epoch in (read[:100], read[100:200]):
         assert sorted(number for number, _ in epoch) == list(range(100))
@@ -41,8 +41,8 @@ def test_damage_is_told_when_its_turn_comes(folder: Path) -> None:
     expected = list(islice(ShuffledDocuments(Corpus.open(folder), seed=3, streams=7), 100))
     corpus = Corpus.open(folder)
     samples = ShuffledDocuments(corpus, seed=3, streams=7)
-    damaged = samples.order.row_address(40).block
-    before = next(k for k in range(100) if samples.order.row_address(k).block == damaged)
+    damaged = samples.order.find_row(40).block
+    before = next(k for k in range(100) if samples.order.find_row(k).block == damaged)
     shard, frame = corpus._locate_block(damaged)
     path = folder / corpus.manifest.shards[shard].file
     data = bytearray(path.read_bytes())
@@ -76,12 +76,12 @@ def test_samples_of_verified_plain_tars_are_read_alone(
 ) -> None:
     """Samples are read by themselves once their frames were verified."""
     texts, samples = make_documents(100), ShuffledDocuments(plain, seed=3, streams=streams)
-    frames, frame_bytes = list[int](), Corpus.frame_bytes
-    monkeypatch.setattr(Corpus, "frame_bytes", lambda self, n: frames.append(n) or frame_bytes(self, n))
+    frames, frame_bytes = list[int](), Corpus.read_frame
+    monkeypatch.setattr(Corpus, "read_frame", lambda self, n: frames.append(n) or frame_bytes(self, n))
     open_before = len(list(Path("/proc/self/fd").iterdir()))
     for epoch in range(3):
         read = list(islice(samples, 100))
-        places = [samples.order.row_address(100 * epoch + k) for k in range(100)]
+        places = [samples.order.find_row(100 * epoch + k) for k in range(100)]
         assert [number for number, _ in read] == [
             int(plain.blocks[place.block]) + place.row for place in places
         ]
@@ -112,8 +112,8 @@ def test_damage_of_a_plain_tar_is_told_when_its_turn_comes(plain: Corpus) -> Non
     expected = [number for number, _ in islice(ShuffledDocuments(plain, seed=3, streams=7), 100)]
     corpus = Corpus.open(plain.folder)
     samples, path = ShuffledDocuments(corpus, seed=3, streams=7), plain.folder / "a.tar"
-    damaged = samples.order.row_address(3).block  # unpacked together with those of the first three
-    before = next(k for k in range(100) if samples.order.row_address(k).block == damaged)
+    damaged = samples.order.find_row(3).block  # unpacked together with those of the first three
+    before = next(k for k in range(100) if samples.order.find_row(k).block == damaged)
     data = bytearray(path.read_bytes())
     data[int(corpus.indexes[0].offsets[damaged + 1]) - 1100] ^= 1
     path.write_bytes(data)

@@ -109,7 +109,7 @@ def test_a_worker_leaves_a_folder_whose_client_is_gone(
     member = _DaskPreparation(config(**ALL))
     member._thread.join(60)
     assert member.has_ended
-    monkeypatch.setattr("megatfm.data_prep.execution.dask._DaskPreparation.run_tasks", LockExecutor.run_tasks)
+    monkeypatch.setattr("megatfm.data_prep.execution.dask._DaskPreparation.run_parts", LockExecutor.run_parts)
     member = _DaskPreparation(config(**ALL))
     member._thread.join(60)
     assert member.has_ended

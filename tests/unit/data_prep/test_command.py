@@ -14,7 +14,7 @@ from megatfm import data_prep, tokenizers
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import check
+from megatfm.corpus.inspect import check_corpus
 from tests.support.prep_files import file_hashes, write_file
 
 Make = Callable[..., PrepConfig]
@@ -74,7 +74,7 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     assert "nothing to do" in capfd.readouterr().err
     write_file(tmp_path / "lines" / "b.jsonl", "\n".join(records[:3]).encode())
     assert prep(*words, "out=again") == 0
-    assert "note: 5 of 7 documents are copies of others, letter by letter" in capfd.readouterr().err
+    assert "note: 5 of 7 documents are exact copies of others" in capfd.readouterr().err
 
 
 def test_skipped_files_are_listed(
@@ -85,7 +85,7 @@ def test_skipped_files_are_listed(
     assert prep("read.on_error=skip", "compress=false") == 0
     shards = sorted(path.name for path in (corpus.parent / "out/train").glob("shard-*.tar*"))
     assert shards == ["shard-000000.tar"]
-    check(corpus.parent / "out/train")
+    check_corpus(corpus.parent / "out/train")
     output = capfd.readouterr().err
     assert f"skipped: {corpus}/a.png: is a binary file" in output
     assert f"skipped: {corpus}/loop: is a link that leads back" in output

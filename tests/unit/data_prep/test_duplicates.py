@@ -41,7 +41,7 @@ def thinned(
     files = [folder / str(number) for number in range(len(parts))]
     sizes = [write_keys(file, item.compute_keys(part)) for file, part in zip(files, parts, strict=True)]
     rows, index = KeyTable(files, *item.row, sizes), DedupContext(folder, memory, one_by_one)
-    marks = index.is_duplicate(len(rows), item.find_duplicates(rows, index)["each"])
+    marks = index.open_marks(len(rows), item.find_duplicates(rows, index)["each"])
     counts, left = StepStats(item.title), {}
     for part, first, end in zip(parts, rows.begins.tolist(), rows.begins[1:].tolist(), strict=False):
         of_part = marks.read(first, end)[:, 0]

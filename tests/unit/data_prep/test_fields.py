@@ -15,8 +15,8 @@ from megatfm import data_prep, tokenizers
 from megatfm.config.prep import PrepConfig, ReadConfig
 from megatfm.config.prep_steps import MetadataFilterConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.export import Detokenizer, export
-from megatfm.corpus.inspect import check, show, tabulate_stats
+from megatfm.corpus.export import Detokenizer, export_corpus
+from megatfm.corpus.inspect import check_corpus, describe_corpus, tabulate_stats
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.selection import MetadataFilter
 from megatfm.data_prep.readers import get_reader
@@ -74,16 +74,16 @@ def test_fields_travel_into_the_shards_and_out_again(tmp_path: Path, plain: bool
         for n, record in enumerate(RECORDS, 1)
     }
     assert actual == expected
-    check(out / "train")
-    assert "2026-0" in show(out / "train", sample=0)
-    output = show(out / "train")
+    check_corpus(out / "train")
+    assert "2026-0" in describe_corpus(out / "train", sample=0)
+    output = describe_corpus(out / "train")
     assert "site0.org" in output.partition("licence")[0]
     counted = tabulate_stats(out / "train")
     assert counted.count("site1.org") == 1
     assert "cc-by" in counted
     assert "cc-by" in (out / "report.html").read_text()
     model = tokenizers.load(out)
-    export(out / "train", tmp_path / "x.jsonl.zst", Detokenizer(model.decode, model.eos))
+    export_corpus(out / "train", tmp_path / "x.jsonl.zst", Detokenizer(model.decode, model.eos))
     with zstandard.open(tmp_path / "x.jsonl.zst", "rt") as file:
         again = {record["source"]: record["fields"] for record in map(json.loads, file)}
     assert again == fields_of(out / "train")

@@ -202,12 +202,12 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     listing = InputFiles(ReadConfig(folder=str(tmp_path)))
     (tmp_path / "a.txt").unlink()
     with pytest.raises(MegatfmError, match=r"a\.txt: can't be read \(No such file"):
-        list(DocumentReader(listing, 1024).documents(lambda _: None))
+        list(DocumentReader(listing, 1024).iter_documents(lambda _: None))
 
 
 def read(folder: Path, limit: int = 2**20, **settings) -> tuple[list[Document], DocumentReader]:
     reader = DocumentReader(InputFiles(ReadConfig(folder=str(folder), **settings)), limit)
     done: list[int] = []
-    documents = list(reader.documents(done.append))
+    documents = list(reader.iter_documents(done.append))
     assert sum(done) == sum(path.stat().st_size for path in folder.iterdir())
     return documents, reader

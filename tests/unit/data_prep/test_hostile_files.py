@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.input_files import DocumentReader, InputFiles
 from megatfm.data_prep.readers import get_reader
-from megatfm.data_prep.readers.record import Bad, BadFileError, open_decompressed
+from megatfm.data_prep.readers.record import BadFileError, BadRecord, open_decompressed
 from megatfm.errors import MegatfmError
 from tests.support.prep_files import warc_record
 from tests.support.text_files import FILES, formatted, read_documents, tar, warc
@@ -61,8 +61,8 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
     result = list(get_reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
-    assert [each.text for each in result if not isinstance(each, Bad)] == ["good"]
-    assert {each.key: each.reason for each in result if isinstance(each, Bad)} == {
+    assert [each.text for each in result if not isinstance(each, BadRecord)] == ["good"]
+    assert {each.key: each.reason for each in result if isinstance(each, BadRecord)} == {
         "../out": "has a link or device: ../out.txt",
         "dev": "has a link or device: dev.txt",
         "c": "has a member that is not valid UTF-8 at byte 0: c.txt",
@@ -231,7 +231,7 @@ def test_a_bomb_is_refused_in_little_memory_and_the_rest_is_used(
     read = DocumentReader(InputFiles(ReadConfig(folder=str(tmp_path), on_error="skip")), 2**20)
     tracemalloc.start()
     try:
-        for document in read.documents(lambda _: None):
+        for document in read.iter_documents(lambda _: None):
             last = document
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -23,7 +23,7 @@ from megatfm import data_prep
 from megatfm.cli import main
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import check, show
+from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.killed_preps import KILLED, count_moments, run_killed_at
@@ -79,7 +79,7 @@ def taken(out: Path) -> dict[str, Any]:
     actual = {}
     for name in ("train", "validation"):
         corpus = Corpus.open(out / name)
-        check(out / name)
+        check_corpus(out / name)
         for sample in map(corpus.read_sample, reversed(range(corpus.n_samples))):
             actual[sample.source] = sample
     return actual
@@ -152,7 +152,7 @@ def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert sample.text_bytes == len(caption.encode())
         captioned += bool(caption)
     assert captioned > 15
-    displayed = show(tmp_path / "out" / "train", 0)
+    displayed = describe_corpus(tmp_path / "out" / "train", 0)
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(item in page for item in ("<h1>30 images</h1>", "<dt>Captions</dt>", "<dt>Tokens</dt>"))
     assert ".png" in displayed or ".jp" in displayed

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from megatfm.data_prep.dedup import key_table as index_module
 from megatfm.data_prep.dedup.clusters import mark_near_duplicates, spanning_forest
 from megatfm.data_prep.dedup.first_occurrence import group_equal_keys, mark_repeats
-from megatfm.data_prep.dedup.key_table import DedupContext, Facts, KeyTable, Partitioning, write_keys
+from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, Partitioning, write_keys
+from megatfm.data_prep.execution.executors import StageResult
 from tests.support.prep_files import one_by_one
 
 MANY = 2**30
@@ -23,10 +24,10 @@ Marks = NDArray[np.uint8]
 def marked(
     folder: Path,
     values: NDArray[Any],
-    find: Callable[[KeyTable, DedupContext], Facts],
+    find: Callable[[KeyTable, DedupContext], StageResult],
     memory: int = MANY,
     sizes: Sequence[int] = (),
-) -> tuple[Marks, Facts]:
+) -> tuple[Marks, StageResult]:
     """The marks of rows that lie in parts of these sizes and the rest, and what is told of them."""
     folder.mkdir(exist_ok=True)
     edges = np.cumsum([0, *sizes, len(values) - sum(sizes)]).tolist()
@@ -36,7 +37,7 @@ def marked(
     rows = KeyTable(files, values.dtype.str, values.shape[1], np.diff(edges).tolist())
     index = DedupContext(folder, memory, one_by_one)
     message = find(rows, index)
-    return index.is_duplicate(len(rows), message["each"]).read(0, len(rows))[:, 0], message
+    return index.open_marks(len(rows), message["each"]).read(0, len(rows))[:, 0], message
 
 
 def later_by_definition(values: NDArray[Any]) -> list[bool]:
@@ -199,7 +200,7 @@ def test_rows_are_divided_by_what_there_is() -> None:
 def test_the_memory_of_a_task_is_bounded(tmp_path: Path, memory: int, kind: str) -> None:
     """Python's and NumPy's memory, by tracemalloc; the rows take 3 and 9 MB, and a third of them are one."""
     rng = np.random.default_rng(0)
-    find: Callable[[KeyTable, DedupContext], Facts]
+    find: Callable[[KeyTable, DedupContext], StageResult]
     if kind == "later":
         values, find = rng.integers(0, 2**64, (400_000, 1), np.uint64), mark_repeats
     else:
@@ -212,7 +213,7 @@ def test_the_memory_of_a_task_is_bounded(tmp_path: Path, memory: int, kind: str)
     expected[0] = False
     peaks = []
 
-    def measured(step: str, count: int, total: int, work: Any, join: Any = lambda _: {}) -> Facts:
+    def measured(step: str, count: int, total: int, work: Any, join: Any = lambda _: {}) -> StageResult:
         message = []
         for number in range(count):
             tracemalloc.reset_peak()
@@ -227,5 +228,5 @@ def test_the_memory_of_a_task_is_bounded(tmp_path: Path, memory: int, kind: str)
         message = find(rows, index)
     finally:
         tracemalloc.stop()
-    assert np.array_equal(index.is_duplicate(len(rows), message["each"]).read(0, len(rows))[:, 0], expected)
+    assert np.array_equal(index.open_marks(len(rows), message["each"]).read(0, len(rows))[:, 0], expected)
     assert memory / 2 < max(peaks) < 1.2 * memory

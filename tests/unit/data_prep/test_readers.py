@@ -17,7 +17,7 @@ from warcio.warcwriter import WARCWriter
 
 from megatfm.config.prep import ReadConfig
 from megatfm.data_prep.readers import FORMATS, get_reader
-from megatfm.data_prep.readers.record import Bad
+from megatfm.data_prep.readers.record import BadRecord
 from megatfm.data_prep.readers.web import strip_wikitext
 from megatfm.errors import MegatfmError
 from tests.support.text_files import (
@@ -267,9 +267,9 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             patch.setattr("megatfm.data_prep.readers.web.MAX_RECORD_BYTES", 10_000)
             result = list(get_reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
-        texts = [(each.url, each.text) for each in result if not isinstance(each, Bad)]
+        texts = [(each.url, each.text) for each in result if not isinstance(each, BadRecord)]
         assert texts == [(f"https://example.org/{number}", text) for number in range(len(good))]
-        rubbish, bomb = (each.reason for each in result if isinstance(each, Bad))
+        rubbish, bomb = (each.reason for each in result if isinstance(each, BadRecord))
         assert rubbish.startswith("can't be understood")
         assert bomb == "is longer than 10,000 bytes once unpacked"
 

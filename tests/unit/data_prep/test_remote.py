@@ -296,7 +296,7 @@ def test_what_changes_while_it_is_read_and_what_cannot_be_written_is_said(
     fs = fsspec.filesystem("memory")
     fs.pipe("/box/a.txt", b"one")
     place = RemoteFolder("memory://box")
-    (file,) = place.files()
+    (file,) = place.list_files()
     fs.pipe("/box/a.txt", b"two")
     with pytest.raises(MegatfmError, match=r"memory://box: a\.txt changed while it was read: run the same"):
         place.download(file, tmp_path / "a.txt")
@@ -335,7 +335,7 @@ def test_where_an_upload_shows_early_it_gets_another_name_first(
     (tmp_path / "x").write_bytes(b"data")
     place.upload(tmp_path / "x", "train/x")
     assert names == [".x.partial"]
-    assert [file.name for file in place.files()] == ["train/x"]
+    assert [file.name for file in place.list_files()] == ["train/x"]
 
 
 def test_an_upload_in_parts_is_known_by_its_checksum(

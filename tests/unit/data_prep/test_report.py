@@ -19,7 +19,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution import progress
 from megatfm.data_prep.execution.progress import Reporter
 from megatfm.data_prep.report.page import format_bytes, format_number, make_bars, render
-from megatfm.data_prep.shards import Statistics
+from megatfm.data_prep.shards import SplitStatistics
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from tests.support.prep_files import write_file
 
@@ -48,7 +48,7 @@ def test_the_statistics_are_those_of_the_shards(config: Make) -> None:
 
 def test_lengths_and_sources_by_hand(tmp_path: Path) -> None:
     config = TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, ul2_modes=False)
-    statistics = Statistics(write_tokenizer(tmp_path, make_tokenizer_files(config, ["some text " * 50])))
+    statistics = SplitStatistics(write_tokenizer(tmp_path, make_tokenizer_files(config, ["some text " * 50])))
     lengths = zip("aabbb", (1, 2, 4, 5, 8), strict=True)
     documents = [(f"{name}/{tokens}", tokens, 10 * tokens) for name, tokens in lengths]
     statistics.add(np.zeros(20, np.int32), documents)

@@ -280,7 +280,7 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text('["short", "one two three four five six seven eight nine"]')
     each = rule("decontaminate", files=[str(tmp_path / "some.jsonl")])
     assert each.notes == [
-        "decontamination: 1 of 2 evaluation texts are too short to be looked for, with fewer than 8 words "
+        "decontamination: 1 of 2 evaluation texts are too short to be searched for, with fewer than 8 words "
         "(decontaminate.min_words); the longest is 'short'"
     ]
 

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from megatfm.config.prep import NearDuplicatesConfig
 from megatfm.data_prep.documents import Document, StepStats
-from megatfm.data_prep.split import ValidationNearDuplicates, choose_held_out, plan_parts_of_files, plan_split
+from megatfm.data_prep.split import (
+    ValidationNearDuplicates,
+    choose_held_out,
+    plan_by_documents,
+    plan_by_files,
+)
 
 WORDS = [f"w{number}" for number in range(5000)]
 sizes = st.dictionaries(st.text(min_size=1, max_size=5), st.integers(0, 1000), max_size=50)
@@ -43,25 +48,25 @@ def test_a_level_is_left_only_when_it_can_not_give_the_share() -> None:
     parts = {f"p/one.py#{number}": 100 for number in range(20)}
     few = {"record": {"p/one.py": 2000}, "part of a file": parts}
     plans = (
-        plan_split(packages, 0.1, 0),
-        plan_split(files, 0.1, 0),
-        plan_parts_of_files({**few, "record": parts}, 0.1, 0),
-        plan_parts_of_files(few, 0.1, 0),
+        plan_by_files(packages, 0.1, 0),
+        plan_by_files(files, 0.1, 0),
+        plan_by_documents({**few, "record": parts}, 0.1, 0),
+        plan_by_documents(few, 0.1, 0),
     )
     levels = ("top-level folder", "file", "record", "part of a file")
     for split, selected, level in zip(plans, (packages, files, parts, parts), levels, strict=True):
         assert split is not None
         assert split.level == level
         assert sum(split.holds_out(Document(name, "")) for name in selected) in (2, 4)
-    assert plan_split({"p/one.py": 2000}, 0.1, 0) is None
+    assert plan_by_files({"p/one.py": 2000}, 0.1, 0) is None
     one = {"p/one.py#0": 100}
-    assert plan_parts_of_files({"record": one, "part of a file": one}, 0.1, 0) is None
-    assert plan_split({}, 0.1, 0) is None
+    assert plan_by_documents({"record": one, "part of a file": one}, 0.1, 0) is None
+    assert plan_by_files({}, 0.1, 0) is None
 
 
 def test_packages_stay_together() -> None:
     selected = {f"p{number % 20}/d/{number}.py": 100 for number in range(400)}
-    split = plan_split(selected, 0.1, 0)
+    split = plan_by_files(selected, 0.1, 0)
     assert split is not None
     documents = [Document(name, "") for name in selected]
     sides = {document.top_level: split.holds_out(document) for document in documents}

@@ -290,8 +290,8 @@ def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.Mo
             data_prep.run(config())
     for done in (
         "clean.DocumentReader",
-        "split.plan_split",
-        "split.plan_parts_of_files",
+        "split.plan_by_files",
+        "split.plan_by_documents",
         "tokenize.make_tokenizer_files",
     ):
         monkeypatch.setattr(f"megatfm.data_prep.{done}", fail)

@@ -156,7 +156,7 @@ def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
 
     def member(number: int) -> None:
         team = LockExecutor(number, 4, tmp_path)
-        team.run_tasks("stage", 30, lambda part: part in done, work)
+        team.run_parts("stage", 30, lambda part: part in done, work)
         seen.append(len(set(done) - {99}))
         team.run_once("rest", lambda: {"x": 1} if 99 in done else None, lambda: done.append(99) or {"x": 1})  # type: ignore[func-returns-value]
 

@@ -84,7 +84,7 @@ def built(
 ) -> Example:
     """A sequence, after checking that it has the planned lengths."""
     key = ChunkKey(7, epoch, sample, 0)
-    fields = objective.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS()), key)
+    fields = objective.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS), key)
     planned = objective.sequence_lengths(
         np.array([len(tokens)]), chunk_keys(7, np.array([sample]), np.array([0]))
     ).reshape(-1)

@@ -72,11 +72,11 @@ def test_rows_hold_pairs_side_by_side() -> None:
     how = PackingConfig(objective(), (10, 14), 0)
     rows = pack_in_memory(captions, how, members=[{"png": png(n)} for n in range(3)])
     assert rows.n_rows == 2
-    row = rows.row(0)
+    row = rows.build_row(0)
     assert row["encoder_documents"].tolist() == [0] * 5 + [1] * 5
     assert row["documents"].tolist() == [0] * 4 + [1] * 5 + [-1] * 5
     assert row["tokens"][:9].tolist() == [BOS, 22, 22, EOS, BOS, 23, 23, 23, EOS]
-    assert rows.row(1)["documents"].tolist() == [0] * 3 + [-1] * 11
+    assert rows.build_row(1)["documents"].tolist() == [0] * 3 + [-1] * 11
 
 
 def test_a_batch_is_what_the_model_reads() -> None:
@@ -94,7 +94,8 @@ def test_a_batch_is_what_the_model_reads() -> None:
     ):
         rows = pack_in_memory(captions, PackingConfig(one, (10, 14), 0), members=members)
         batch = {
-            name: torch.from_numpy(np.stack([rows.row(n)[name] for n in range(2)])) for name in rows.row(0)
+            name: torch.from_numpy(np.stack([rows.build_row(n)[name] for n in range(2)]))
+            for name in rows.build_row(0)
         }
         losses = one(model, batch)
         assert losses.keys() == terms == one.loss_weights.keys()

@@ -74,7 +74,7 @@ def test_rows_hold_images_and_padding() -> None:
     files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % n} for n in range(4)]
     rows = pack_in_memory([np.zeros(0, np.uint16)] * 4, how, members=files)
     assert rows.n_rows == 2
-    row = rows.row(1)
+    row = rows.build_row(1)
     assert row["documents"].tolist() == [0] * 12 + [-1] * 28
     assert row["labels"][[0, 1, 12]].tolist() == [3, -100, -100]
     assert row["patches"].dtype == np.uint8
@@ -136,8 +136,8 @@ def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
     files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % (n % 7)} for n in range(9)]
     blocks = pack_in_memory([np.zeros(0, np.uint16)] * 9, how, members=files)
     batch = {
-        name: torch.from_numpy(np.stack([blocks.row(n)[name] for n in range(blocks.n_rows)]))
-        for name in blocks.row(0)
+        name: torch.from_numpy(np.stack([blocks.build_row(n)[name] for n in range(blocks.n_rows)]))
+        for name in blocks.build_row(0)
     }
     assert dict(measured.loss_weights) == {"classifier": 1.0, "top1": 0.0, "top5": 0.0}
     with torch.no_grad():

@@ -102,7 +102,7 @@ def test_rows_hold_samples_side_by_side() -> None:
     packing = PackingConfig(objective(), (10, 30), 0)
     rows = pack_in_memory(texts, packing, members=[{"png": png()}] * 3)
     assert rows.n_rows == 2
-    row, image = rows.row(0), [IMG] * 4
+    row, image = rows.build_row(0), [IMG] * 4
     assert row["encoder_documents"].tolist() == [0] * 5 + [1] * 5
     assert row["documents"].tolist() == [0] * 7 + [1] * 8 + [-1] * 15
     assert row["tokens"][:15].tolist() == [BOS, *image, 22, 22, BOS, *image, 23, 23, 23]

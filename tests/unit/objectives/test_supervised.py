@@ -65,7 +65,7 @@ def test_parts_are_documents_of_their_own_and_examples_stay_apart() -> None:
         PackingConfig(objective, (32,), 0),
         members=[p.files for p in chunks],
     )
-    row = packed.row(0)
+    row = packed.build_row(0)
     assert packed.n_rows == 1
     assert row["documents"].max() == 4
     for number in range(5):
@@ -110,7 +110,7 @@ def test_an_encoder_decoder_reads_and_answers() -> None:
         PackingConfig(objective, (8, 6), 0),
         members=[p.files for p in chunks],
     )
-    rows = [packed.row(number) for number in range(packed.n_rows)]
+    rows = [packed.build_row(number) for number in range(packed.n_rows)]
     assert packed.n_rows == 3, "7 + 2 tokens fill two rows of the decoder's six"
     for row in rows:
         for number in range(row["documents"].max() + 1):
@@ -149,4 +149,4 @@ def test_random_chunks_fit(name: str) -> None:
         PackingConfig(objective, (32,), 0),
         members=[p.files for p in chunks],
     )
-    assert sum((packed.row(number)["examples"] >= 0).sum() for number in range(packed.n_rows)) >= 200
+    assert sum((packed.build_row(number)["examples"] >= 0).sum() for number in range(packed.n_rows)) >= 200

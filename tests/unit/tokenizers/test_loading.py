@@ -14,10 +14,10 @@ from megatfm.tokenizers import (
     Tokenizer,
     find_tokenizer_file,
     load,
-    tokenizer_files,
+    read_tokenizer_files,
     train_byte_bpe,
 )
-from megatfm.tokenizers.base import find_special_tokens, reserved_names, special_token_names
+from megatfm.tokenizers.base import filter_special_token_names, find_special_tokens, list_reserved_names
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_corpus_holds_a_model_and_its_description(corpus: Path, tokenizer: Tok
 def test_models_go_by_several_names(tmp_path: Path, model: bytes, name: str) -> None:
     (tmp_path / name).write_bytes(model)
     assert find_tokenizer_file(tmp_path) == tmp_path / name
-    assert list(tokenizer_files(tmp_path)) == ["tokenizer.model"]
+    assert list(read_tokenizer_files(tmp_path)) == ["tokenizer.model"]
 
 
 def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, model: bytes, texts: list[str]) -> None:
@@ -59,10 +59,10 @@ def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, model: bytes,
 def test_a_json_may_begin_with_blanks_and_a_mark(tmp_path: Path, before: bytes, texts: list[str]) -> None:
     plain = train_byte_bpe(texts, vocab_size=400)
     (tmp_path / "tokenizer.json").write_bytes(plain)
-    hash, copied = load(tmp_path).hash, tokenizer_files(tmp_path)
+    hash, copied = load(tmp_path).hash, read_tokenizer_files(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(before + plain)
     assert load(tmp_path).hash == hash
-    assert tokenizer_files(tmp_path) == copied
+    assert read_tokenizer_files(tmp_path) == copied
     (tmp_path / "tokenizer.json").write_bytes(before)
     with pytest.raises(UsageError, match=r"tokenizer\.json"):
         load(tmp_path)
@@ -87,7 +87,7 @@ def test_a_folder_of_both_is_read_with_its_special_tokens(folders: dict[str, Pat
 def test_a_copy_is_the_same_tokenizer(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
     """Written in the order that is given; while one is missing there is no tokenizer."""
     before = load(folders[family])
-    for name, content in tokenizer_files(folders[family] / "tokenizer.json").items():
+    for name, content in read_tokenizer_files(folders[family] / "tokenizer.json").items():
         assert find_tokenizer_file(tmp_path) is None
         (tmp_path / name).write_bytes(content)
     after = load(tmp_path)
@@ -172,7 +172,7 @@ def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
 
 def load_files(place: Path, copy: Path) -> Tokenizer:
     copy.mkdir()
-    for name, content in tokenizer_files(place).items():
+    for name, content in read_tokenizer_files(place).items():
         (copy / name).write_bytes(content)
     return load(copy)
 
@@ -242,14 +242,18 @@ def test_nothing_to_end_a_text_with_is_an_error(tokens: str) -> None:
 
 def test_names_of_our_own() -> None:
     actual = "<s> </s> <pad> <mask> <cls> <sep> <extra_0> <extra_1> <R> <S> <X>"
-    assert " ".join(reserved_names(2, True)) == actual
-    assert reserved_names(0, False, without=("bos", "eos", "pad")) == ["<mask>", "<cls>", "<sep>"]
-    special_tokens = find_special_tokens({name: n for n, name in enumerate(reserved_names(2, True))}, {}, "x")
+    assert " ".join(list_reserved_names(2, True)) == actual
+    assert list_reserved_names(0, False, without=("bos", "eos", "pad")) == ["<mask>", "<cls>", "<sep>"]
+    special_tokens = find_special_tokens(
+        {name: n for n, name in enumerate(list_reserved_names(2, True))}, {}, "x"
+    )
     assert special_tokens.unused == ()
 
 
 def test_candidates_are_what_could_be_reserved() -> None:
-    assert special_token_names(["a", "<s>", "<extra_id_7>", "▁<extra_3>", "<extra_>", "[NLU]", "<0x00>"]) == [
+    assert filter_special_token_names(
+        ["a", "<s>", "<extra_id_7>", "▁<extra_3>", "<extra_>", "[NLU]", "<0x00>"]
+    ) == [
         "<s>",
         "<extra_id_7>",
         "▁<extra_3>",

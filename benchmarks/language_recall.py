@@ -1,5 +1,5 @@
 """Recall of near duplicates and evaluation texts in languages with and without spaces, where some characters
-of a text are others: `python benchmarks/words.py --out benchmarks/results`.
+of a text are others: `python benchmarks/language_recall.py --out benchmarks/results`.
 
 Texts are drawn from the characters of a language, as words where it has spaces. The exact similarity is that of the
 sets of runs of five words by white space, in Chinese and Japanese of five characters, in Thai of twenty.
@@ -35,14 +35,14 @@ EVALUATION = 120
 
 def main() -> None:
     parser = common.make_parser(__doc__)
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-words.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-language-recall.md")
     args = parser.parse_args()
     lines = [
         f"# Near duplicates and evaluation texts by language, {common.today()}",
         "",
-        f"Python {platform.python_version()}, `python benchmarks/words.py`: {ROUNDS} texts of {CHARACTERS:,} random "
-        f"characters of the language, evaluation texts of {EVALUATION} characters in the middle of others; a share of "
-        "the characters is replaced by others.",
+        f"Python {platform.python_version()}, `python benchmarks/language_recall.py`: {ROUNDS} texts of {CHARACTERS:,} "
+        f"random characters of the language, evaluation texts of {EVALUATION} characters in the middle of others; a "
+        "share of the characters is replaced by others.",
         "",
         "| Language | Characters that differ | Similarity: exact | estimated | taken for near, at 0.75 | evaluation "
         "texts found |",
@@ -56,7 +56,7 @@ def main() -> None:
             )
     report = "\n".join(lines) + "\n"
     print(report)
-    common.write_text(common.make_dated_path(args.out, "words.md"), report)
+    common.write_text(common.make_dated_path(args.out, "language-recall.md"), report)
 
 
 def measure_row(language: str, share: float) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """Cost of layer statistics: optimizer steps with and without the norms of each layer, in turn.
 
-    python benchmarks/looking.py --out benchmarks/results
+    python benchmarks/layer_statistics.py --out benchmarks/results
 
 A decoder of 12 blocks on one process, batches of 2,048 tokens in rows of 512; eager, since outputs of compiled blocks
 can't be observed. Each round takes a step of either kind; medians of the ratios within a round.
@@ -39,11 +39,13 @@ def load_model_config(width: int) -> Config:
     return load_config("gpt2-124m", [*sizes, *other_settings, *batch])
 
 
-def time_step(engine: Engine, batch: dict[str, torch.Tensor], *, looks: bool) -> float:
+def time_step(engine: Engine, batch: dict[str, torch.Tensor], *, records_stats: bool) -> float:
     """Return the seconds of one optimizer step."""
     start = time.perf_counter()
-    engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), record_activations=looks)
-    if looks:
+    engine.forward_backward(
+        [batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), record_activations=records_stats
+    )
+    if records_stats:
         engine.layer_statistics()
     engine.step(1e-4, clip=1.0)
     return time.perf_counter() - start
@@ -56,10 +58,10 @@ def measure(width: int, rounds: int) -> list[float]:
     tokens = torch.randint(0, 8192, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     ratios = []
-    for place in range(1 + rounds):
-        order = common.alternate_order((False, True), place)
-        seconds = {looks: time_step(engine, batch, looks=looks) for looks in order}
-        if place:  # the first allocates
+    for number in range(1 + rounds):
+        order = common.alternate_order((False, True), number)
+        seconds = {kind: time_step(engine, batch, records_stats=kind) for kind in order}
+        if number:  # the first round allocates
             ratios.append(seconds[True] / seconds[False])
     return ratios
 
@@ -68,14 +70,14 @@ def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 768])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-looking.md")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-layer-statistics.md")
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     page = common.Page(
-        common.make_dated_path(args.out, "looking.md"),
+        common.make_dated_path(args.out, "layer-statistics.md"),
         f"# What norms by layer cost, {common.today()}",
         "",
-        f"`python benchmarks/looking.py`, {args.rounds} rounds, torch {torch.__version__}, "
+        f"`python benchmarks/layer_statistics.py`, {args.rounds} rounds, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread(s).",
         "",
         "| d | a step, times one without: median | quartiles | of a run with `log.layer_stats_every = 10` |",
