@@ -167,15 +167,15 @@ class HostValues(TorchDispatchMode):
 
 
 @contextmanager
-def fake_ranks(size: int) -> Iterator[None]:
-    """Be rank 0 of `size` ranks without the others. Raises UsageError in a process that has a process group."""
+def fake_ranks(size: int, rank: int = 0) -> Iterator[None]:
+    """Be one of `size` ranks without the others. Raises UsageError in a process that has a process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     if dist.is_initialized():
         raise UsageError(
             "an estimate needs a process without a process group: run `megatfm estimate` by itself"
         )
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:
