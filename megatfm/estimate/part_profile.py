@@ -20,11 +20,13 @@ class SavedTensor:
 @dataclass(frozen=True)
 class WeightGradient:
     """A weight's gradient when a backward pass has computed it. live: bytes of the pass then, without gradients;
-    n_bytes: of the gradient, of all experts where `is_expert`."""
+    n_bytes: of the gradient, of all experts where `is_expert`; is_saved: the forward pass computed it, and it counts as
+    saved."""
 
     live: int
     n_bytes: int
     is_expert: bool
+    is_saved: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class PartProfile:
 
         copies: of the gradient, as multiples of its bytes; ep: ranks that share the experts.
         """
-        peaks = (g.live + copies * g.n_bytes / (ep if g.is_expert else 1) for g in self.gradients)
+        peaks = (
+            g.live + (copies - g.is_saved) * g.n_bytes / (ep if g.is_expert else 1) for g in self.gradients
+        )
         return max(map(int, peaks), default=0)
 
     def saved_bytes(self, recompute: str, compiled: bool) -> int:

@@ -47,6 +47,8 @@ ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch
 """Dtype of activations by `train.precision`; bfloat16 for the others."""
 DATA_DEPENDENT_FAMILIES = ("electra", "xlnet")
 """Families, beside those of images, whose shapes depend on a batch's values: on the predicted tokens."""
+DATA_DEPENDENT_HEADS = ("boundary",)
+"""Extra heads whose shapes depend on a batch's values: on the masked spans."""
 DATA_DEPENDENT_ATTENTIONS = ("longformer",)
 """Attention layers whose shapes depend on a batch's values: on the global tokens of each row."""
 LAST_BLOCK_DIFFERS = ("xlnet",)
@@ -209,15 +211,15 @@ class LocalModel:
     def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient]]:
         """Return the most bytes that a backward pass has live beside gradients of weights, and those gradients."""
         number = self._recorder.number
-        names = {number(p.grad): name for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients_of = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        names = {number(gradient): name for name, gradient in gradients_of.items()}
         live = backward.live_without(names)
-        gradients = [
-            WeightGradient(
-                live[backward.created[key][0]], backward.created[key][1], name in self._expert_names
-            )
-            for key, name in names.items()
-            if key in backward.created
-        ]
+        gradients = []
+        for key, name in names.items():
+            is_saved = key not in backward.created
+            live_bytes = 0 if is_saved else live[backward.created[key][0]]
+            n_bytes = gradients_of[name].untyped_storage().nbytes() if is_saved else backward.created[key][1]
+            gradients.append(WeightGradient(live_bytes, n_bytes, name in self._expert_names, is_saved))
         return max(live, default=0), gradients
 
     def _carry(
@@ -337,7 +339,7 @@ def depends_on_values(config: Config) -> bool:
     model = config.model
     if model.family in DATA_DEPENDENT_FAMILIES or model.attention.name in DATA_DEPENDENT_ATTENTIONS:
         return True
-    return not reads_text(config.objective.name)
+    return bool(model.extra_heads.keys() & set(DATA_DEPENDENT_HEADS)) or not reads_text(config.objective.name)
 
 
 def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:
