@@ -33,8 +33,8 @@ class WeightGradient:
 class PartProfile:
     """Passes of a split point. input_bytes, output_bytes: of the activations that it reads and writes.
 
-    forward_peak, backward_peak: most bytes that a pass has live beside saved tensors. gradients: of weights, in the
-    order of their names. is_block: it lies in a stack.
+    forward_peak, backward_peak: most bytes that a pass has live beside saved tensors, and beside gradients of weights;
+    whole_backward_peak: with these. gradients: in the order of the weights' names. is_block: it lies in a stack.
     """
 
     name: str
@@ -48,6 +48,14 @@ class PartProfile:
     gradients: Sequence[WeightGradient]
     is_block: bool
     weight_numbers: frozenset[int] = frozenset()
+    whole_backward_peak: int = 0
+
+    def unreduced_peak(self, ep: int) -> int:
+        """Return the most bytes that a backward pass has live if it keeps all gradients. ep: as below."""
+        if ep == 1 or not any(g.is_expert for g in self.gradients):
+            return self.whole_backward_peak
+        kept = sum(g.n_bytes // (ep if g.is_expert else 1) for g in self.gradients if not g.is_saved)
+        return min(self.backward_peak + kept, self.whole_backward_peak)
 
     def accumulation_peak(self, copies: float, ep: int) -> int:
         """Return the most bytes that a backward pass has live while a gradient is added to earlier ones.

@@ -27,6 +27,8 @@ from megatfm.estimate.stand_ins import (
     AttentionStandIn,
     CrossEntropyStandIn,
     HostValues,
+    RMSNormStandIn,
+    computes_by_matmuls,
     default_dtype,
     experts_by_shapes,
     quiet_fake_tensors,
@@ -34,6 +36,7 @@ from megatfm.estimate.stand_ins import (
 from megatfm.estimate.weights import expert_names, experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.norm import RMSNorm
 from megatfm.layers.output_head import CrossEntropy, LMHead
 from megatfm.objectives import reads_text, target_fraction
 from megatfm.parallel.layout import ModelLayout, replace_forward, transformer_blocks
@@ -121,6 +124,8 @@ class LocalModel:
             for module in self.model.modules():
                 if isinstance(module, DotProductAttention):
                     module.attend_head_shard = partial(self._attend, module)  # type: ignore[method-assign]
+                elif isinstance(module, RMSNorm):
+                    replace_forward(module, partial(self._rms_norm, module))
                 elif isinstance(module, CrossEntropy):
                     replace_forward(module, partial(self._cross_entropy, module))
 
@@ -206,6 +211,7 @@ class LocalModel:
             gradients,
             is_block,
             weight_numbers=weights,
+            whole_backward_peak=backward.peak(),
         )
 
     def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient]]:
@@ -293,9 +299,22 @@ class LocalModel:
         with _disable_current_modes():  # patterns may count pairs with tensors
             macs = core.cost(tokens).visible_attention_macs
         macs *= rows * heads / core.n_heads / self._cp
+        if computes_by_matmuls(core, part, q, k, v, *args, **kwargs):
+            return type(core).attend_head_shard(core, part, q, k, v, *args, **kwargs)
         bias = args[1] if len(args) > 1 else kwargs.get("bias")
         bias = bias if isinstance(bias, Tensor) and bias.requires_grad else None
         output: Tensor = AttentionStandIn.apply(partial(self._note_attention, 2 * macs), q, k, v, bias)
+        return output
+
+    def _rms_norm(self, module: RMSNorm, x: Tensor) -> Tensor:
+        """Stand-in for `RMSNorm.forward`."""
+        if not module.zero_centered:
+            return self._apply_rms_norm(x, module.weight)
+        precise = torch.promote_types(x.dtype, torch.float32)
+        return self._apply_rms_norm(x.to(precise), 1 + module.weight.to(precise)).to(x.dtype)
+
+    def _apply_rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        output: Tensor = RMSNormStandIn.apply(self._note, x, weight)
         return output
 
     def _cross_entropy(
