@@ -333,10 +333,18 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def make_optimizers(
-    groups: Sequence[OptimizerGroup], weights: Mapping[str, ShardedTensor], mesh: Mesh
+    groups: Sequence[OptimizerGroup],
+    weights: Mapping[str, ShardedTensor],
+    layout: ModelLayout,
+    mesh: Mesh,
+    zero_dims: Mapping[str, int] | None = None,
 ) -> list[ElementwiseOptimizer | WholeTensorOptimizer]:
-    """Build an optimizer for each group, over this rank's blocks or over the whole tensors that it owns. A
-    collective."""
+    """Build an optimizer for each group, over this rank's blocks or over the whole tensors that it owns. A collective.
+
+    weights: this rank's blocks. zero_dims: weight → the dim that the ranks of its `data_axes.shard` divide in equal
+    rows; others have it whole. Raises MegatfmError for a block that lies elsewhere.
+    """
+    zero_dims, positions = zero_dims or {}, mesh.positions(mesh.shard_axes)
     optimizers: list[ElementwiseOptimizer | WholeTensorOptimizer] = []
     for group in groups:
         blocks = {name: weights[name] for name in group.names if name in weights}
@@ -348,12 +356,20 @@ def make_optimizers(
             )
             optimizers.append(elementwise)
             continue
-        local_chunks = {name: (block.offsets, tuple(block.tensor.shape)) for name, block in blocks.items()}
-        chunks_by_rank = mesh.gather_objects(local_chunks, mesh.shard_axes)
         if not blocks:  # all of them belong to other pipeline stages
             optimizers.append(ElementwiseOptimizer(group, local))
             continue
-        chunks = {name: [rank_chunks[name] for rank_chunks in chunks_by_rank] for name in blocks}
+        chunks = {name: layout[name].chunks(mesh, zero_dims.get(name), positions) for name in blocks}
+        for name, block in blocks.items():
+            expected, own = (
+                chunks[name][positions.index(mesh.position)],
+                (block.offsets, tuple(block.tensor.shape)),
+            )
+            if own != expected:
+                raise MegatfmError(
+                    f"this rank has the block {own} (offsets, sizes) of {name}, but its layout says {expected}: an "
+                    "engine passes the dims that its data ranks shard as zero_dims"
+                )
         shapes = {name: block.global_shape for name, block in blocks.items()}
         optimizers.append(
             WholeTensorOptimizer(group, local, chunks, shapes, mesh.flat_group(mesh.shard_axes))

@@ -34,6 +34,7 @@ class OwnedTensors:
     ) -> None:
         self.local, self.chunks, self.group = local, chunks, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._first_ranks = {name: _find_first_ranks(by_rank) for name, by_rank in chunks.items()}
         self.owners = _assign_owners(
             {name: torch.Size(shape).numel() for name, shape in shapes.items()}, self.ranks
         )
@@ -87,8 +88,7 @@ class OwnedTensors:
                 self.local[name].copy_(piece.view_as(self.local[name]))
 
     def _is_sender(self, name: str, rank: int) -> bool:
-        chunks = self.chunks[name]
-        return chunks.index(chunks[rank]) == rank
+        return self._first_ranks[name][self.chunks[name][rank]] == rank
 
     def _pack(self, blocks: Mapping[str, Tensor], owner: int) -> Tensor:
         names = [
@@ -119,6 +119,11 @@ def _assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
         owners[name] = load.index(min(load))
         load[owners[name]] += sizes[name]
     return owners
+
+
+def _find_first_ranks(chunks: Sequence[Chunk]) -> dict[Chunk, int]:
+    """Return the first rank that has each chunk."""
+    return {chunk: rank for rank, chunk in reversed(list(enumerate(chunks)))}
 
 
 def _count_elements(chunk: Chunk) -> int:

@@ -138,7 +138,7 @@ def _moments(
         )
         saved += saved_bytes[index]
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
-    reduced = 0
+    reduced = reducing = 0  # reducing: bytes of the last block's gradients in a reduce-scatter
     for index in reversed(parts):
         reduced += sum(
             w.local for w in weights if w.is_trained and index == w.parts[0]
@@ -148,11 +148,17 @@ def _moments(
         recomputed = 0
         if profiles[index].is_block and config.train.recompute != "none":
             recomputed = max(0, profiles[index].saved_bytes("none", compiled) - saved_bytes[index])
-        pass_peak = profiles[index].backward_peak
-        if config.parallel.zero < 2:
-            pass_peak = max(pass_peak, profiles[index].accumulation_peak(sum(copies), config.parallel.ep))
         pending = pending_bytes(config, weights, parts, index)
-        workspace = pass_peak + recomputed + state.unreduced + pending
-        moments.append(_Moment("backward", saved, workspace, gradients))
+        if config.parallel.zero < 2:
+            accumulating = profiles[index].accumulation_peak(sum(copies), config.parallel.ep)
+            pass_peak = max(profiles[index].backward_peak, accumulating)
+        else:
+            pass_peak = profiles[index].unreduced_peak(config.parallel.ep) + reducing
+        moments.append(_Moment("backward", saved, pass_peak + recomputed + pending, gradients))
         saved -= saved_bytes[index]
+        if config.parallel.zero >= 2 and profiles[index].is_block:
+            block = sum(w.local for w in weights if w.is_trained and w.in_block and index == w.parts[0])
+            reducing = 0 if state.keeps_whole_gradients else block * size
+            workspace = reducing + block * compute + profiles[index].input_bytes + pending
+            moments.append(_Moment("backward", saved, workspace, gradients))
     return moments

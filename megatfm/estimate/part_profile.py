@@ -20,19 +20,21 @@ class SavedTensor:
 @dataclass(frozen=True)
 class WeightGradient:
     """A weight's gradient when a backward pass has computed it. live: bytes of the pass then, without gradients;
-    n_bytes: of the gradient, of all experts where `is_expert`."""
+    n_bytes: of the gradient, of all experts where `is_expert`; is_saved: the forward pass computed it, and it counts as
+    saved."""
 
     live: int
     n_bytes: int
     is_expert: bool
+    is_saved: bool = False
 
 
 @dataclass(frozen=True)
 class PartProfile:
     """Passes of a split point. input_bytes, output_bytes: of the activations that it reads and writes.
 
-    forward_peak, backward_peak: most bytes that a pass has live beside saved tensors. gradients: of weights, in the
-    order of their names. is_block: it lies in a stack.
+    forward_peak, backward_peak: most bytes that a pass has live beside saved tensors, and beside gradients of weights;
+    whole_backward_peak: with these. gradients: in the order of the weights' names. is_block: it lies in a stack.
     """
 
     name: str
@@ -46,13 +48,23 @@ class PartProfile:
     gradients: Sequence[WeightGradient]
     is_block: bool
     weight_numbers: frozenset[int] = frozenset()
+    whole_backward_peak: int = 0
+
+    def unreduced_peak(self, ep: int) -> int:
+        """Return the most bytes that a backward pass has live if it keeps all gradients. ep: as below."""
+        if ep == 1 or not any(g.is_expert for g in self.gradients):
+            return self.whole_backward_peak
+        kept = sum(g.n_bytes // (ep if g.is_expert else 1) for g in self.gradients if not g.is_saved)
+        return min(self.backward_peak + kept, self.whole_backward_peak)
 
     def accumulation_peak(self, copies: float, ep: int) -> int:
         """Return the most bytes that a backward pass has live while a gradient is added to earlier ones.
 
         copies: of the gradient, as multiples of its bytes; ep: ranks that share the experts.
         """
-        peaks = (g.live + copies * g.n_bytes / (ep if g.is_expert else 1) for g in self.gradients)
+        peaks = (
+            g.live + (copies - g.is_saved) * g.n_bytes / (ep if g.is_expert else 1) for g in self.gradients
+        )
         return max(map(int, peaks), default=0)
 
     def saved_bytes(self, recompute: str, compiled: bool) -> int:

@@ -27,6 +27,8 @@ from megatfm.estimate.stand_ins import (
     AttentionStandIn,
     CrossEntropyStandIn,
     HostValues,
+    RMSNormStandIn,
+    computes_by_matmuls,
     default_dtype,
     experts_by_shapes,
     quiet_fake_tensors,
@@ -34,6 +36,7 @@ from megatfm.estimate.stand_ins import (
 from megatfm.estimate.weights import expert_names, experts_section
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.embedding import InputEmbedding
+from megatfm.layers.norm import RMSNorm
 from megatfm.layers.output_head import CrossEntropy, LMHead
 from megatfm.objectives import reads_text, target_fraction
 from megatfm.parallel.layout import ModelLayout, replace_forward, transformer_blocks
@@ -47,6 +50,8 @@ ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch
 """Dtype of activations by `train.precision`; bfloat16 for the others."""
 DATA_DEPENDENT_FAMILIES = ("electra", "xlnet")
 """Families, beside those of images, whose shapes depend on a batch's values: on the predicted tokens."""
+DATA_DEPENDENT_HEADS = ("boundary",)
+"""Extra heads whose shapes depend on a batch's values: on the masked spans."""
 DATA_DEPENDENT_ATTENTIONS = ("longformer",)
 """Attention layers whose shapes depend on a batch's values: on the global tokens of each row."""
 LAST_BLOCK_DIFFERS = ("xlnet",)
@@ -119,6 +124,8 @@ class LocalModel:
             for module in self.model.modules():
                 if isinstance(module, DotProductAttention):
                     module.attend_head_shard = partial(self._attend, module)  # type: ignore[method-assign]
+                elif isinstance(module, RMSNorm):
+                    replace_forward(module, partial(self._rms_norm, module))
                 elif isinstance(module, CrossEntropy):
                     replace_forward(module, partial(self._cross_entropy, module))
 
@@ -204,20 +211,21 @@ class LocalModel:
             gradients,
             is_block,
             weight_numbers=weights,
+            whole_backward_peak=backward.peak(),
         )
 
     def _backward_peak(self, backward: Recording) -> tuple[int, list[WeightGradient]]:
         """Return the most bytes that a backward pass has live beside gradients of weights, and those gradients."""
         number = self._recorder.number
-        names = {number(p.grad): name for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients_of = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        names = {number(gradient): name for name, gradient in gradients_of.items()}
         live = backward.live_without(names)
-        gradients = [
-            WeightGradient(
-                live[backward.created[key][0]], backward.created[key][1], name in self._expert_names
-            )
-            for key, name in names.items()
-            if key in backward.created
-        ]
+        gradients = []
+        for key, name in names.items():
+            is_saved = key not in backward.created
+            live_bytes = 0 if is_saved else live[backward.created[key][0]]
+            n_bytes = gradients_of[name].untyped_storage().nbytes() if is_saved else backward.created[key][1]
+            gradients.append(WeightGradient(live_bytes, n_bytes, name in self._expert_names, is_saved))
         return max(live, default=0), gradients
 
     def _carry(
@@ -291,9 +299,22 @@ class LocalModel:
         with _disable_current_modes():  # patterns may count pairs with tensors
             macs = core.cost(tokens).visible_attention_macs
         macs *= rows * heads / core.n_heads / self._cp
+        if computes_by_matmuls(core, part, q, k, v, *args, **kwargs):
+            return type(core).attend_head_shard(core, part, q, k, v, *args, **kwargs)
         bias = args[1] if len(args) > 1 else kwargs.get("bias")
         bias = bias if isinstance(bias, Tensor) and bias.requires_grad else None
         output: Tensor = AttentionStandIn.apply(partial(self._note_attention, 2 * macs), q, k, v, bias)
+        return output
+
+    def _rms_norm(self, module: RMSNorm, x: Tensor) -> Tensor:
+        """Stand-in for `RMSNorm.forward`."""
+        if not module.zero_centered:
+            return self._apply_rms_norm(x, module.weight)
+        precise = torch.promote_types(x.dtype, torch.float32)
+        return self._apply_rms_norm(x.to(precise), 1 + module.weight.to(precise)).to(x.dtype)
+
+    def _apply_rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        output: Tensor = RMSNormStandIn.apply(self._note, x, weight)
         return output
 
     def _cross_entropy(
@@ -337,7 +358,7 @@ def depends_on_values(config: Config) -> bool:
     model = config.model
     if model.family in DATA_DEPENDENT_FAMILIES or model.attention.name in DATA_DEPENDENT_ATTENTIONS:
         return True
-    return not reads_text(config.objective.name)
+    return bool(model.extra_heads.keys() & set(DATA_DEPENDENT_HEADS)) or not reads_text(config.objective.name)
 
 
 def _carry_length(spec: CarrySpec, fields: Mapping[str, Tensor]) -> int:

@@ -6,6 +6,7 @@ A stand-in for a kernel saves and allocates as much as the real one, and notes t
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatfm.errors import UsageError
+from megatfm.layers.attention.dot_product import DotProductAttention
+from megatfm.layers.attention.patterns.mask import PatternMask
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose
+from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
 from megatfm.ops.grouped_mm import KERNELS
 
@@ -42,6 +48,55 @@ class AttentionStandIn(torch.autograd.Function):
         ctx.note(True, (*ctx.saved_tensors, gradient), gradients)
         into_bias = torch.empty_like(ctx.bias) if ctx.needs_input_grad[4] else None
         return None, *gradients, into_bias
+
+
+def computes_by_matmuls(
+    core: DotProductAttention,
+    head_shard: int,
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    sequence: SequenceMetadata,
+    bias: Tensor | None = None,
+    mask: AttentionMask | None = None,
+) -> bool:
+    """Return whether a GPU computes attention by matmuls of all scores, as for short rows with dropout."""
+    if q_BNTH.shape[2] >= LONG_ON_GPU:
+        return False
+    heads = q_BNTH.shape[1]
+    request = AttentionRequest.from_inputs(
+        q_BNTH,
+        k_BKSH,
+        mask or PatternMask(core.pattern, sequence, head_shard * heads, heads),
+        core.variant,
+        drops=core.dropout.head_rng_keys(sequence, heads, head_shard) is not None,
+        bias=bias,
+        sinks=core.sinks is not None,
+        v_width=v_BKSH.shape[-1],
+    )
+    return choose(replace(request, device="cuda")).name == "products"
+
+
+class RMSNormStandIn(torch.autograd.Function):
+    """RMSNorm as a GPU runs it: one kernel a pass, which saves its input and a float32 for each token."""
+
+    @staticmethod
+    def forward(ctx, note, x_BTD, weight_D):  # type: ignore[no-untyped-def]
+        output, scales = torch.empty_like(x_BTD), x_BTD.new_empty(*x_BTD.shape[:-1], 1, dtype=torch.float32)
+        ctx.save_for_backward(x_BTD, weight_D, scales)
+        ctx.note = note
+        note("rms_norm", "pointwise", 0, (x_BTD,), (output, scales))
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        x_BTD, weight_D, scales = ctx.saved_tensors
+        into_x = torch.empty_like(x_BTD) if ctx.needs_input_grad[1] else None
+        into_weight = torch.empty_like(weight_D) if ctx.needs_input_grad[2] else None
+        ctx.note(
+            "rms_norm", "pointwise", 0, (gradient, x_BTD, scales), (x_BTD if into_x is None else into_x,)
+        )
+        return None, into_x, into_weight
 
 
 VOCAB_PARALLEL_PASSES = 4
@@ -167,15 +222,15 @@ class HostValues(TorchDispatchMode):
 
 
 @contextmanager
-def fake_ranks(size: int) -> Iterator[None]:
-    """Be rank 0 of `size` ranks without the others. Raises UsageError in a process that has a process group."""
+def fake_ranks(size: int, rank: int = 0) -> Iterator[None]:
+    """Be one of `size` ranks without the others. Raises UsageError in a process that has a process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     if dist.is_initialized():
         raise UsageError(
             "an estimate needs a process without a process group: run `megatfm estimate` by itself"
         )
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:

@@ -49,16 +49,16 @@ class LocalWeight:
 class RankBytes:
     """Bytes on a rank. gradients: accumulated in a step; reduced: those that the optimizer reads; gathered: the most
     that ZeRO 2 and 3 gather at once beside stored shards; regathered: new weights that ZeRO 1 gathers after the
-    optimizer; unreduced: gradients of the largest block before they are reduced."""
+    optimizer; keeps_whole_gradients: each rank accumulates those of all its weights."""
 
     weights: int
     copies: int
     gradients: int
     optimizer: int
     gathered: int
-    unreduced: int
     reduced: int
     regathered: int
+    keeps_whole_gradients: bool
 
     @property
     def at_rest(self) -> int:
@@ -147,14 +147,20 @@ def number_bytes(config: Config) -> tuple[int, int]:
 
 
 def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], index: int) -> int:
-    """Return the bytes of incomplete gradients during the backward pass of split point `index`.
+    """Return the bytes of gradients that wait during the backward pass of split point `index`.
 
-    A weight with several uses, such as a tied table, has one until its first use has run backward.
+    A weight with several uses, such as a tied table, has an incomplete gradient until its first use has run backward.
+    ZeRO 2 and 3 reduce the gradients of weights outside of blocks together, at the end.
     """
-    shared = [(w, [i for i in w.parts if i in parts]) for w in weights if w.is_trained and len(w.parts) > 1]
     size, compute = number_bytes(config)
-    incomplete = sum(w.local for w, uses in shared if uses and uses[0] <= index < uses[-1])
-    return incomplete * (size if config.parallel.zero < 2 else compute)
+    is_fully_sharded = config.parallel.zero >= 2
+    waiting = 0
+    for weight in (w for w in weights if w.is_trained):
+        uses = [i for i in weight.parts if i in parts]
+        is_outside = is_fully_sharded and not weight.in_block
+        if uses and index < uses[-1] and (is_outside or (len(weight.parts) > 1 and uses[0] <= index)):
+            waiting += weight.local
+    return waiting * (compute if is_fully_sharded else size)
 
 
 def rank_bytes(
@@ -179,17 +185,15 @@ def rank_bytes(
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in trained)
     largest = sorted(numel_by_block(stage_weights).values(), reverse=True)
     outside = sum(w.local for w in stage_weights if not w.in_block)
-    gathered = unreduced = 0
+    gathered = 0
     if zero == 3 and not parallel.splits_backward:
         gathered = (outside + sum(largest[: 1 + ahead])) * compute
     elif zero >= 2:
         gathered = sum(stored[w.name] * shards[w.name] for w in stage_weights) * compute
-    if zero >= 2 and not unsharded:
-        unreduced = (largest[0] if largest else outside) * (compute + size)
     copies = unsharded_numel * 2 if zero < 2 and is_mixed else 0
     reduced = sum(stored[w.name] for w in trained) * size
     regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute if zero == 1 else 0
-    return RankBytes(weight_bytes, copies, gradients, optimizer, gathered, unreduced, reduced, regathered)
+    return RankBytes(weight_bytes, copies, gradients, optimizer, gathered, reduced, regathered, unsharded)
 
 
 def _shards(weight: LocalWeight, parallel: ParallelConfig) -> int:

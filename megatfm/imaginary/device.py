@@ -4,7 +4,6 @@ The host decides on packing, contexts and masks as in a real run. The device cou
 lines of code where the host waits for it.
 """
 
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatfm.imaginary.ledger import Ledger, calling_line, is_called_by_autograd
+
 CUDA = torch.device("cuda", 0)
 WITHOUT_KERNEL = {
     "view", "_unsafe_view", "t", "transpose", "expand", "detach", "alias", "slice", "select", "split",
@@ -27,25 +28,27 @@ WITHOUT_KERNEL = {
 MIN_PAIRS_LENGTH = 512
 """Length of rows from which tensors of all pairs of tokens are reported."""
 DATA_DEPENDENT_ERRORS = ("DynamicOutputShapeException", "DataDependentOutputException")
-COUNTING_FILES = ("/verify/traffic", "/imaginary/")
 PINNED: Any = WeakIdKeyDictionary()
 """Host tensors in pinned memory."""
 
 
 class ImaginaryGPU(TorchDispatchMode):
-    """Makes new "cuda" tensors fake while entered. phase: under which kernels are counted; now, peak: live bytes."""
+    """Makes new "cuda" tensors fake while entered.
+
+    memory: live bytes; kernels are counted under its phase. weight_shapes: of the model's weights, whose gradients
+    autograd sums.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self.now = self.peak = 0
-        self.phase = "build"
+        self.memory = Ledger()
+        self.weight_shapes: frozenset[tuple[int, ...]] = frozenset()
         self.kernels: Counter[tuple[str, str]] = Counter()
         self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self.all_pairs: Counter[str] = Counter()
         self.largest: tuple[int, str] = (0, "")
-        self._live: dict[int, tuple[int, Any]] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> "ImaginaryGPU":
@@ -53,8 +56,8 @@ class ImaginaryGPU(TorchDispatchMode):
 
         def resize_(storage: Any, size: int) -> Any:
             result = resize(storage, size)
-            if storage._cdata in self._live:
-                self._set_size(storage._cdata, size, self._live[storage._cdata][1])
+            if storage._cdata in self.memory:
+                self.memory.resize(storage._cdata, size)
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
@@ -65,25 +68,19 @@ class ImaginaryGPU(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
-    def _set_size(self, key: int, size: int, reference: Any) -> None:
-        previous_size = self._live[key][0] if key in self._live else 0
-        self._live[key] = size, reference
-        self.now += size - previous_size
-        self.peak = max(self.peak, self.now)
-
     def _track(self, tensor: Any) -> None:
         """Count a new tensor's storage until it is freed."""
         if not (isinstance(tensor, FakeTensor) and tensor.device.type == "cuda"):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
+        if key in self.memory:
             return
 
         def on_free(_: Any, key: int = key) -> None:
-            self.now -= self._live.pop(key, (0, None))[0]
+            self.memory.remove(key)
 
-        self._set_size(key, storage.nbytes(), weakref.ref(storage, on_free))
+        self.memory.add(key, storage.nbytes(), weakref.ref(storage, on_free))
         if tensor.dim() == 4 and tensor.shape[-1] == tensor.shape[-2] >= MIN_PAIRS_LENGTH:
             self.all_pairs[f"{list(tensor.shape)} at {calling_line()}"] += 1
         if storage.nbytes() > self.largest[0]:
@@ -118,7 +115,7 @@ class ImaginaryGPU(TorchDispatchMode):
         args, options = tree_map_only(
             Tensor, lambda x: self._fake_input(x, name, non_blocking), (args, options)
         )
-        if name == "add" and _is_accumulating_gradients():
+        if name == "add" and self._is_summing_gradients(args[0]):
             func, name = torch.ops.aten.add_.Tensor, "add_"
         out = self._run(func, name, args, options)
         if name == "_to_copy" and out.device.type == "cpu":
@@ -145,6 +142,15 @@ class ImaginaryGPU(TorchDispatchMode):
         with self.fake:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
+    def _is_summing_gradients(self, gradient: Tensor) -> bool:
+        """Return whether autograd adds gradients: to earlier ones, or of several uses of a weight. It does so in place,
+        but not under a dispatch mode."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None or torch.is_grad_enabled():
+            return False
+        is_of_weight = tuple(gradient.shape) in self.weight_shapes and is_called_by_autograd()
+        return is_of_weight or str(node.name()).endswith("AccumulateGrad")
+
     def _run(self, func: Any, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         try:
             with self.fake:
@@ -154,24 +160,5 @@ class ImaginaryGPU(TorchDispatchMode):
                 self.count_wait(f"{name}, whose shape depends on values,")
             raise
         if name not in WITHOUT_KERNEL and func.namespace not in ("prim", "c10d", "_c10d_functional"):
-            self.kernels[self.phase, name] += 1
+            self.kernels[self.memory.phase, name] += 1
         return out
-
-
-def _is_accumulating_gradients() -> bool:
-    """Return whether autograd adds a gradient to earlier ones: in place, but not under a dispatch mode."""
-    node: Any = torch._C._current_autograd_node()
-    return node is not None and str(node.name()).endswith("AccumulateGrad") and not torch.is_grad_enabled()
-
-
-def calling_line() -> str:
-    """Return file and line of the megatfm code that calls an operator."""
-    for frame in reversed(traceback.extract_stack(limit=40)):
-        path = frame.filename
-        if (
-            "/megatfm/" in path
-            and "site-packages" not in path
-            and not any(part in path for part in COUNTING_FILES)
-        ):
-            return f"{path.rpartition('/megatfm/')[2]}:{frame.lineno}"
-    return "torch"

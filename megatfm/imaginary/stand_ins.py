@@ -49,7 +49,7 @@ def attention_by_shapes(gpu: ImaginaryGPU) -> Iterator[None]:
 
 def _run(gpu: ImaginaryGPU, name: str, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
     def note() -> None:
-        gpu.kernels[gpu.phase, f"attention by {name}"] += 1
+        gpu.kernels[gpu.memory.phase, f"attention by {name}"] += 1
 
     out: Tensor = _Fused.apply(q, k, v, note)
     return _with_gradients(out, args)

@@ -1,13 +1,16 @@
 """Batches and steps of a traced rank."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from megatfm.config import Config
 from megatfm.engines.interface import Arrays, Engine
 from megatfm.imaginary.device import ImaginaryGPU
+from megatfm.imaginary.ledger import Ledger
+from megatfm.parallel.layout import transformer_blocks
 from megatfm.train.signals import StopSignals
 from megatfm.verify.shrink import draw_batch, objective_for
 from megatfm.verify.traffic import TrafficCounter
@@ -29,18 +32,41 @@ def take_steps(
     config: Config, engine: Engine, gpu: ImaginaryGPU, batches: list[Arrays], steps: int, record: "Trace"
 ) -> None:
     """Take steps, and record the last one in `record`."""
-    objective, signals = objective_for(config), StopSignals(engine.device)
+    objective, signals, memory = objective_for(config), StopSignals(engine.device), gpu.memory
+    gpu.weight_shapes = _watch_model(engine, memory)
     for _ in range(steps):
         gpu.kernels, gpu.waits, gpu.copies = Counter(), Counter(), Counter()
-        gpu.phase, gpu.peak = "passes", gpu.now
+        memory.begin("passes")
         with TrafficCounter(engine.process_groups()) as traffic:
             engine.forward_backward(batches, objective)
-            record.passes, gpu.phase, gpu.peak = gpu.peak, "optimizer", gpu.now
+            record.passes, record.at_peak = memory.peak, memory.at_peak()
+            memory.begin("optimizer")
             engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
         signals.agree_deferred()
-        record.optimizer, record.at_rest = gpu.peak, gpu.now
+        record.optimizer, record.at_rest = memory.peak, memory.now
+        if record.optimizer > record.passes:
+            record.at_peak = memory.at_peak()
     record.sent = [(flow.axis, flow.collective, flow.calls, flow.sent_bytes) for flow in traffic.flows()]
     record.kernels = {f"{phase}: {name}": count for (phase, name), count in gpu.kernels.most_common()}
     record.waits, record.copies = dict(gpu.waits.most_common()), dict(gpu.copies.most_common())
     record.all_pairs = dict(gpu.all_pairs)
     record.largest = f"{gpu.largest[0]} bytes: {gpu.largest[1]}"
+
+
+def _watch_model(engine: Engine, memory: Ledger) -> frozenset[tuple[int, ...]]:
+    """Tell the ledger which block runs forward; return the shapes of the weights."""
+    model = getattr(engine, "model", None)
+    if not isinstance(model, nn.Module):
+        return frozenset()
+    paths = {module: path for path, module in model.named_modules()}
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        memory.layer = paths[module]
+
+    def leave(*_: Any) -> None:
+        memory.layer = "-"
+
+    for block in transformer_blocks(model):
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+    return frozenset(tuple(parameter.shape) for parameter in model.parameters())

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from megatfm.imaginary.device import CUDA, PINNED
 
+FUSED_ON_GPU = ("silu_backward", "mish_backward", "_fused_rms_norm")
+"""Operators with kernels of their own in torch's GPU builds; a CPU build composes them of others, which hold more."""
+_FUSED_KERNELS = torch.library.Library("aten", "IMPL")
+
 
 class _Stub:
     """Stream, event, or a context of either; does nothing."""
@@ -49,12 +53,19 @@ def install(name: str, capability: tuple[int, int]) -> None:
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count, cuda.current_device = lambda: 8, lambda: 0
     cuda.get_device_capability, cuda.get_device_name = lambda *args: capability, lambda *args: name
+    for operator in FUSED_ON_GPU:
+        _FUSED_KERNELS.impl(operator, _refuse, "CUDA")
     tensor: Any = torch.Tensor
     tensor.record_stream = lambda self, stream: None
     tensor.pin_memory = _pin
     torch._C._set_only_lift_cpu_tensors(True)  # Python lists become host tensors first
     work: Any = torch.distributed.Work
     work.is_completed = lambda self: True
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    """Kernel that never runs: the imaginary device takes each operator before."""
+    raise AssertionError("an imaginary GPU computes nothing")
 
 
 def _pin(tensor: Tensor, *args: Any) -> Tensor:

@@ -15,9 +15,12 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass
 class Trace:
-    """Record of a rank's last step. Bytes on the device: built, with the engine alone; passes, optimizer: the most at
-    once in them; at_rest: after the step. sent: [axis, collective, calls, bytes]. waits, copies: line of code → times;
-    all_pairs: tensors of all pairs of tokens → times."""
+    """Record of a rank's last step.
+
+    Bytes on the device: built, with the engine alone; passes, optimizer: the most at once in them; at_rest: after the
+    step. at_peak: owner (see `Ledger`) → bytes at the fullest moment. sent: [axis, collective, calls, bytes]. waits,
+    copies: line of code → times; all_pairs: tensors of all pairs of tokens → times.
+    """
 
     config: str
     rank: int
@@ -29,6 +32,7 @@ class Trace:
     passes: int = 0
     optimizer: int = 0
     at_rest: int = 0
+    at_peak: dict[str, int] = field(default_factory=dict)
     sent: list[tuple[str, str, int, int]] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     waits: dict[str, int] = field(default_factory=dict)
@@ -67,7 +71,7 @@ def trace(
     with gpu, attention_by_shapes(gpu):
         engine = build_engine(config, mesh, CUDA, precision)
         batches = batches_of(config, mesh.data_ranks, microbatches)
-        record = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.now)
+        record = Trace(config.name, rank, world, mesh.describe(), len(batches), built=gpu.memory.now)
         record.weights = sum(box.tensor.nbytes for box in engine.weights().values())
         take_steps(config, engine, gpu, batches, steps, record)
     record.seconds = time.perf_counter() - start

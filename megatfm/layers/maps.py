@@ -8,7 +8,7 @@ from torch import Tensor
 from megatfm.errors import UsageError
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.keyed_random import fold_in
-from megatfm.ops.transfer import to_host
+from megatfm.ops.transfer import keep_host_copy, move_to_device, to_host
 
 # B batch, T tokens of a row, I images of all rows, H rows and W columns of a map, D channels
 
@@ -41,8 +41,9 @@ class MapSequence(SequenceMetadata):
         token_map = cls(size, sequence.positions, sequence.documents, sequence.rng_keys)
         token_map.grid, token_map.masked = sequence.grid, sequence.masked
         if token_map.documents is None and token_map.images_per_row > 1:
-            document_ids_T = torch.arange(token_map.length, device=token_map.positions.device) // prod(size)
-            token_map.documents = document_ids_T.expand(token_map.positions.shape)
+            document_ids_T = torch.arange(token_map.length) // prod(size)
+            document_ids_BT = document_ids_T.repeat(len(token_map.positions), 1)
+            token_map.documents = move_to_device(document_ids_BT, token_map.positions.device)
         return token_map
 
     @property
@@ -57,7 +58,7 @@ class MapSequence(SequenceMetadata):
         index_S = self.find_downsampled_indices(size)
         rows, area = len(self.positions), prod(size)
         positions_S = torch.arange(area, device=index_S.device).repeat(self.images_per_row)
-        documents = None if self.documents is None else self.documents[:, index_S]
+        documents = None if self.documents is None else take_columns(self.documents, index_S)
         smaller = type(self)(size, positions_S.expand(rows, -1), documents, self.rng_keys)
         smaller.previous_size, smaller.first_size = previous or self.size, self.first_size
         return smaller
@@ -67,11 +68,11 @@ class MapSequence(SequenceMetadata):
         return self.cached(("downsampled indices", size), lambda: self._find_downsampled(size))
 
     def _find_downsampled(self, size: MapSize) -> Tensor:
-        device, (rows, columns) = self.positions.device, self.size
-        r_H, c_W = torch.arange(size[0], device=device), torch.arange(size[1], device=device)
-        r_H, c_W = r_H * -(-rows // size[0]), c_W * -(-columns // size[1])
-        first_I = torch.arange(self.images_per_row, device=device) * (rows * columns)
-        return (first_I[:, None, None] + r_H[:, None] * columns + c_W).flatten()
+        rows, columns = self.size
+        r_H, c_W = torch.arange(size[0]) * -(-rows // size[0]), torch.arange(size[1]) * -(-columns // size[1])
+        first_I = torch.arange(self.images_per_row) * (rows * columns)
+        index_S = (first_I[:, None, None] + r_H[:, None] * columns + c_W).flatten()
+        return move_to_device(index_S, self.positions.device)
 
     def per_image(self, length: int | None = None) -> SequenceMetadata:
         """Return metadata with one row for each image, with separate random keys. length: None: that of the map."""
@@ -81,6 +82,11 @@ class MapSequence(SequenceMetadata):
             keys = fold_in(keys[:, None], torch.arange(self.images_per_row, device=device)).flatten()
         positions = torch.arange(length or prod(self.size), device=device).expand(images, -1)
         return SequenceMetadata(positions, rng_keys=keys)
+
+
+def take_columns(values_BT: Tensor, index_S: Tensor) -> Tensor:
+    """Return the values of some tokens of each row, with a host copy if the host knows them."""
+    return keep_host_copy(lambda values, index: values[:, index], values_BT, index_S)
 
 
 def to_maps(x_BTD: Tensor, size: MapSize) -> Tensor:

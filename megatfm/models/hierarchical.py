@@ -12,7 +12,7 @@ from megatfm.config import ModelConfig, PooledAttentionConfig, require_variant
 from megatfm.config.stages import StagesConfig
 from megatfm.errors import UsageError
 from megatfm.layers.embedding import InputEmbedding
-from megatfm.layers.maps import MapSequence, MapSize, find_map_size
+from megatfm.layers.maps import MapSequence, MapSize, find_map_size, take_columns
 from megatfm.layers.norm import make_norm
 from megatfm.layers.patch_merging import PatchMerging
 from megatfm.layers.stage_blocks import PooledBlock, StageBlock
@@ -218,6 +218,8 @@ class Hierarchical(Model):
         }
         index_S, (rows, length) = maps[0].find_downsampled_indices(maps[-1].size), maps[0].positions.shape
         return {
-            name: values[:, index_S] if name in names and values.shape[:2] == (rows, length) else values
+            name: take_columns(values, index_S)
+            if name in names and values.shape[:2] == (rows, length)
+            else values
             for name, values in batch.items()
         }

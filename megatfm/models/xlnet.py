@@ -35,7 +35,7 @@ from megatfm.models.base import (
 )
 from megatfm.models.stack import make_sequence
 from megatfm.ops.cross_entropy import IGNORE
-from megatfm.ops.transfer import to_host
+from megatfm.ops.transfer import keep_host_copy, to_host
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, Q queries, S keys, R relative positions, D model width
@@ -108,7 +108,7 @@ class XLNet(Model):
             if targets is None:
                 logits = self.head(hidden)
             else:
-                losses["permutation"] = self.head(hidden, targets.gather(1, find_query_indices(targets)))
+                losses["permutation"] = self.head(hidden, keep_host_copy(_targets_of_queries, targets))
         carry = {"content": x_BTD, "query": g_BQD}
         return self.output(batch, hidden, losses, logits, carry=carry, sequence=sequence)
 
@@ -353,6 +353,11 @@ def find_query_indices(targets_BT: Tensor) -> Tensor:
     """Return the token indices of the query stream [B, Q]: those with targets, padded with others to equal numbers."""
     targets_first_BT = (targets_BT == IGNORE).long().argsort(dim=1, stable=True)
     return targets_first_BT[:, : count_queries({"targets": targets_BT})]
+
+
+def _targets_of_queries(targets_BT: Tensor) -> Tensor:
+    """Return the targets of the query stream [B, Q]."""
+    return targets_BT.gather(1, find_query_indices(targets_BT))
 
 
 def count_queries(inputs: Mapping[str, Tensor]) -> int:

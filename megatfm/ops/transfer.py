@@ -93,8 +93,27 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     if torch.compiler.is_compiling():
         return tensor.cpu()
+    host_copy = _find_host_copy(tensor)
+    return tensor.cpu() if host_copy is None else host_copy
+
+
+def keep_host_copy(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return `function` of tensors on a device, with a host copy of the result if the host has copies of all of them.
+
+    The host computes the function too, so `to_host` of the result needs not wait for the device.
+    """
+    result = function(*tensors)
+    if is_on_host(result) or torch.compiler.is_compiling():
+        return result
+    copies = [_find_host_copy(tensor) for tensor in tensors]
+    known = [copy for copy in copies if copy is not None]
+    return remember_host_copy(result, function(*known)) if len(known) == len(copies) else result
+
+
+def _find_host_copy(tensor: Tensor) -> Tensor | None:
+    """Return the host copy of a device tensor, None if there is none or if the tensor was modified since."""
     host_copy, version = _HOST_COPIES.get(tensor, (None, 0))
-    return tensor.cpu() if host_copy is None or tensor._version != version else host_copy
+    return None if host_copy is None or tensor._version != version else host_copy
 
 
 def find_true_indices(condition: Tensor, device: torch.device) -> tuple[Tensor, ...]:

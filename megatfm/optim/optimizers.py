@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from schedulefree import AdamWScheduleFree
 from torch import Tensor
-from torch.optim import Adafactor, AdamW
+from torch.optim import AdamW
 from torch.optim.adamw import adamw as torch_adamw
 
 from megatfm import rng
@@ -164,7 +164,7 @@ def compute_evaluation_weights(
 
 @OPTIMIZERS.register("adafactor")
 def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[OptimizerGroup]:
-    """Adafactor (Shazeer & Stern 2018), from torch: no momentum, factored second moments of matrices.
+    """Adafactor (Shazeer & Stern 2018): no momentum, factored second moments of matrices.
 
     Updates need full tensors: they depend on means over rows, columns and all elements.
     """
@@ -181,6 +181,52 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
     options = weight_decays(parameters, config.weight_decay)
     names, rates, stacked = list(parameters), compute_lr_scales(parameters), stacked_names(parameters)
     return [OptimizerGroup(names, "whole_tensor", make, options, rates, stacked_names=stacked)]
+
+
+class Adafactor(torch.optim.Adafactor):
+    """torch's Adafactor, with norms kept on the device: torch's makes the host wait for two of each tensor.
+
+    w ← w − α·u/max(1, rms(u)/d), with u = g/√v̂ and α = min(lr, s^-½)·max(ε₂, rms(w)) in step s.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self._update(weight, group)
+
+    def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
+        gradient, (eps1_root, eps2) = weight.grad, group["eps"]
+        assert gradient is not None
+        state = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            if weight.dim() > 1:
+                state["row_var"] = weight.new_zeros(*weight.shape[:-1], 1)
+                state["col_var"] = weight.new_zeros(*weight.shape[:-2], 1, weight.shape[-1])
+            else:
+                state["variance"] = torch.zeros_like(weight)
+        state["step"] += 1
+        step = float(state["step"])
+        scale = _root_mean_square(weight).clamp_(min=eps2) * min(group["lr"], step**-0.5)
+        if group["weight_decay"]:
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+        if weight.dim() > 1:
+            row, column = state["row_var"], state["col_var"]
+            for moment, dim in ((row, -1), (column, -2)):
+                mean_square = gradient.norm(dim=dim, keepdim=True).square_().div_(gradient.shape[dim])
+                moment.lerp_(mean_square, step ** group["beta2_decay"])
+            variance = (row @ column).div_(row.mean(-2, keepdim=True).clamp_(min=eps1_root))
+        else:
+            state["variance"].lerp_(gradient.square(), step ** group["beta2_decay"])
+            variance = state["variance"].clone()
+        update = variance.clamp_(min=eps1_root**2).rsqrt_().mul_(gradient)
+        clipping = (_root_mean_square(update) / group["d"]).clamp_(min=1)
+        weight.sub_(update.mul_(scale / clipping))
+
+
+def _root_mean_square(tensor: Tensor) -> Tensor:
+    return tensor.norm() / tensor.numel() ** 0.5
 
 
 @OPTIMIZERS.register("lamb")

@@ -5,15 +5,15 @@ rectangular block of the global tensor. The last functions are for other package
 replace a module's forward.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from megatfm.errors import UsageError
 from megatfm.parallel.context_parallel import ContextParallel
-from megatfm.parallel.mesh import DENSE_DATA_AXES, DataAxes
+from megatfm.parallel.mesh import DENSE_DATA_AXES, DataAxes, Mesh, Position
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a block of a global tensor."""
@@ -79,9 +79,28 @@ class TensorLayout:
         """Offsets and sizes of this rank's block, before data axes shard it."""
         return self._narrow(len(self.shards))
 
-    def subregion(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
-        """Return the global offsets and sizes of a block within `region`, e.g. ZeRO's shard of it."""
-        return tuple(a + b for a, b in zip(self.region[0], offsets, strict=True)), sizes
+    def chunk(self, mesh: Mesh, zero_dim: int | None) -> Chunk:
+        """Offsets and sizes of this rank's block. zero_dim: the dim that ZeRO shards; None: it does not."""
+        return self.chunks(mesh, zero_dim, [mesh.position])[0]
+
+    def chunks(self, mesh: Mesh, zero_dim: int | None, positions: Sequence[Position]) -> list[Chunk]:
+        """Offsets and sizes of the blocks of ranks at other positions on the mesh. zero_dim: as for `chunk`."""
+        zero_axis = self.data_axes.shard
+        axes = [*(cut.axis for cut in self.shards), *([] if zero_dim is None else [zero_axis])]
+        known: dict[tuple[int, ...], Chunk] = {}
+        chunks = []
+        for position in positions:
+            key = tuple(position[axis] for axis in axes)
+            if key not in known:
+                cuts = tuple(replace(cut, index=position[cut.axis]) for cut in self.shards)
+                region = replace(self, shards=cuts).region
+                known[key] = (
+                    region
+                    if zero_dim is None
+                    else shard_rows(region, zero_dim, position[zero_axis], mesh.size(zero_axis))
+                )
+            chunks.append(known[key])
+        return chunks
 
     def _narrow(self, n_shards: int) -> Chunk:
         """Return offsets and sizes after the first `n_shards` shards."""
@@ -92,6 +111,16 @@ class TensorLayout:
             offsets[shard.dim] += first
             sizes[shard.dim] = min(per_rank, sizes[shard.dim] - first)
         return tuple(offsets), tuple(sizes)
+
+
+def shard_rows(chunk: Chunk, dim: int, index: int, count: int) -> Chunk:
+    """Return the shard of a block that ZeRO gives to one of `count` ranks: ⌈rows / count⌉ rows, the last ones fewer."""
+    offsets, sizes = map(list, chunk)
+    per_rank = -(-sizes[dim] // count)
+    first = min(per_rank * index, sizes[dim])
+    offsets[dim] += first
+    sizes[dim] = min(per_rank, sizes[dim] - first)
+    return tuple(offsets), tuple(sizes)
 
 
 class ModelLayout(Mapping[str, TensorLayout]):

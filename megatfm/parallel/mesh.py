@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -29,6 +30,10 @@ tokens; ranks along EXPERT_SHARD hold the same experts, which ZeRO shards over t
 (`parallel.expert_tp`)."""
 ALL_AXES = (PIPELINE, REPLICATE, SHARD, *EXPERT_AXES, CONTEXT, TENSOR)
 """All axes, from the slowest to the fastest."""
+
+
+Position = Mapping[str, int]
+"""A rank's coordinate along each axis, from 0."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,23 @@ class Mesh:
             if len(nontrivial) == 1:  # the same ranks, so the same group
                 return self.group(nontrivial[0])
         return self._find_mesh(axis).get_group(axis)
+
+    @property
+    def position(self) -> Position:
+        """This process's coordinates along all axes."""
+        return {axis: self.rank(axis) for axis in self._axes}
+
+    def positions(self, axes: Sequence[str]) -> list[Position]:
+        """Coordinates along all axes of the ranks of `flat_group(axes)`, in the order of its ranks."""
+        meshes = [mesh for mesh in (self.device_mesh, self.expert_mesh) if mesh is not None]
+        positions = []
+        for rank in dist.get_process_group_ranks(self.flat_group(axes)):
+            coordinates: dict[str, int] = {}
+            for mesh in meshes:  # ranks are numbered along the last dim first
+                numbers = np.unravel_index(rank, tuple(mesh.mesh.shape))
+                coordinates |= zip(mesh.mesh_dim_names or (), map(int, numbers), strict=True)
+            positions.append(coordinates)
+        return positions
 
     @property
     def data_ranks(self) -> int:

@@ -46,7 +46,7 @@ class DdpEngine:
             self.model, self.layout, self.mesh, self.global_norm, compiled=False
         )
         self.modules = ModuleState(self.model, self.layout, self.mesh)
-        optimizers = make_optimizers(setup.optimizers, self.blocks, self.mesh)
+        optimizers = make_optimizers(setup.optimizers, self.blocks, self.layout, self.mesh)
         self.state = TrainState({**self.blocks, **self.modules.buffers}, optimizers)
         self.state_dict, self.load_state_dict = self.state.state_dict, self.state.load_state_dict
         self.empty_state_dict, self.sync_weights = self.state.empty_state_dict, self.state.refresh

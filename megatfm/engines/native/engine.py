@@ -83,14 +83,15 @@ class NativeEngine(BaseEngine):
                 async_tp=async_tp,
             )
         self.data = shard_parameters(model, layout, mesh, self.zero_options, self.precision, device)
-        self.chunks, self.local = self.data.chunks, self.data.local
+        self.local, zero_dims = self.data.local, self.data.zero_dims
+        self.chunks = {name: layout[name].chunk(mesh, zero_dims.get(name)) for name in self.local}
         weights = {
             name: ShardedTensor(block, layout[name].shape, self.chunks[name][0])
             for name, block in self.local.items()
         }
         init_weights(model, layout, weights, seed)
         self.data.sync_weights(frozen=True)
-        self.optimizers = make_optimizers(optimizers, weights, mesh)
+        self.optimizers = make_optimizers(optimizers, weights, layout, mesh, zero_dims)
         self.state_size = state_size_ratio(optimizers, weights)
         ties = TiedParameters(pipeline, mesh)
         self._build_state(

@@ -15,14 +15,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from megatfm.engines.interface import Precision
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.ops.transfer import align_all
-from megatfm.parallel.layout import Chunk, ModelLayout, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import DENSE_DATA_AXES, DataAxes, Mesh
 from megatfm.parallel.pipeline_schedule import reduce_gradients
 
@@ -57,7 +56,9 @@ class FullySharded:
         model.to_empty(device=device)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parameters = dict(model.named_parameters())
-        self.chunks = {name: _compute_chunk(layout, name, p) for name, p in self._parameters.items()}
+        self.zero_dims = {
+            name: layout[name].fsdp_dim for name, p in self._parameters.items() if isinstance(p, DTensor)
+        }
         self.local = {name: _get_local(p) for name, p in self._parameters.items()}
 
     @property
@@ -207,15 +208,6 @@ def _find_expert_modules(model: nn.Module, layout: ModelLayout) -> list[tuple[nn
         if layout[name].data_axes != DENSE_DATA_AXES
     }
     return [(model.get_submodule(path), data_axes) for path, data_axes in axes_by_path.items()]
-
-
-def _compute_chunk(layout: ModelLayout, name: str, parameter: nn.Parameter) -> Chunk:
-    if not isinstance(parameter, DTensor):
-        return layout[name].region
-    sizes, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return layout[name].subregion(tuple(offsets), tuple(sizes))
 
 
 def _get_local(tensor: Tensor) -> Tensor:

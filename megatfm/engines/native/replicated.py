@@ -22,7 +22,7 @@ from megatfm.engines.base import cast_inputs, materialize
 from megatfm.engines.interface import Precision
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.ops.transfer import align, align_all
-from megatfm.parallel.layout import Chunk, ModelLayout, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import DataAxes, Mesh
 
 BUCKET_ELEMENTS = 2**24
@@ -179,17 +179,17 @@ class Replicated:
         if self.sharded:
             self._register_parameter_waits(model)
         self.local: dict[str, Tensor] = {}
-        self.chunks: dict[str, Chunk] = {}
+        self.zero_dims: dict[str, int] = {}
         for bucket, data_axes in (*assigned, *self._frozen):
-            for name, shape in bucket.shapes.items():
+            for name in bucket.shapes:
                 first, count = bucket.shard_rows(name, self._shard_index(bucket, data_axes))
                 rows = self._parameters[name].detach()[first : first + count]
                 # The optimizer updates the model's weights themselves, or a copy if the stored precision differs or if
                 # the rows of a shard are not aligned in memory; weights are then gathered from this copy.
                 stored = rows.to(precision.param_dtype)
                 self.local[name] = align(stored) if bucket.ranks > 1 else stored
-                offsets = (first, *[0] * (len(shape) - 1))
-                self.chunks[name] = layout[name].subregion(offsets, (count, *shape[1:]))
+                if bucket.ranks > 1:
+                    self.zero_dims[name] = 0
 
     def _assign(
         self, parameters: Mapping[str, nn.Parameter], layout: ModelLayout

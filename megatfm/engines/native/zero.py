@@ -24,7 +24,7 @@ from megatfm.config import ParallelConfig
 from megatfm.engines.interface import MOMENTS, MemoryNeeds, OptimizerGroup, Precision
 from megatfm.engines.passes import GradientSync
 from megatfm.engines.pipeline import max_block_inputs
-from megatfm.parallel.layout import Chunk, transformer_blocks
+from megatfm.parallel.layout import transformer_blocks
 from megatfm.parallel.mesh import PIPELINE, SHARD, Mesh
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD
 from megatfm.parallel.pipeline_stages import Pipeline
@@ -69,8 +69,8 @@ class DataParallel(GradientSync, Protocol):
 
     local: dict[str, Tensor]
     """Blocks of the weights that this rank's optimizer updates, in the stored precision."""
-    chunks: dict[str, Chunk]
-    """Offsets and sizes of these blocks in the global tensors."""
+    zero_dims: dict[str, int]
+    """Dims that ranks along dp_shard shard, by weight; those of other weights are copies."""
     sharded: bool
     """Whether ranks along dp_shard hold different blocks of a parameter; otherwise copies."""
 

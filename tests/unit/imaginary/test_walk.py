@@ -10,13 +10,9 @@ from tests.support.recommended_layouts import Recommended, recommended, traced_l
 WAITS_OF_EXPERTS = {"parallel/expert_parallel.py": 1}
 """Waits of the host for each block of experts and micro-batch, by file: how many rows travel. Dense models have none.
 The numbers may only fall."""
-WAITS_OF_FAMILIES = {
-    "hierarchical": {"ops/transfer.py": 2},
-    "two_towers": {"parallel/data_ring.py": 1},
-    "xlnet": {"ops/transfer.py": 1},
-}
-"""Waits for each micro-batch of families that read on the host what was computed on the device: sizes of smaller maps,
-orders of permutation, samples of each rank. The numbers may only fall."""
+WAITS_OF_FAMILIES = {"two_towers": {"parallel/data_ring.py": 1}}
+"""Waits for each micro-batch of families that read on the host what was computed on the device: samples of each rank.
+The numbers may only fall."""
 TABLES_AS_LONG_AS_ROWS = ("deberta-v3-base",)
 """Presets with as many relative positions as a row has tokens: scores of those look like scores of all pairs."""
 QUICK = ("gpt2-124m", "bert-base", "llama3-70b")

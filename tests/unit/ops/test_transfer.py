@@ -70,3 +70,23 @@ def test_kernels_on_other_memory_are_found() -> None:
     with Kernels() as kernels:
         misaligned(ROWS) @ ROWS.T
     assert kernels.wrong == {"aten.mm.default [5, 3]"}
+
+
+def on_device(host: Tensor) -> Tensor:
+    """A device tensor that can't be read, with a copy on the host."""
+    return module.remember_host_copy(torch.empty_like(host, device="meta"), host)
+
+
+def test_the_host_computes_along_what_it_has_copies_of() -> None:
+    def take(values: Tensor, index: Tensor) -> Tensor:
+        return values[:, index]
+
+    values, index = torch.arange(6).view(2, 3), torch.tensor([2, 0])
+    on_devices = [on_device(values), on_device(index)]
+    taken = module.keep_host_copy(take, *on_devices)
+    assert taken.device.type == "meta"
+    assert torch.equal(module.to_host(taken), torch.tensor([[2, 0], [5, 3]]))
+    assert torch.equal(module.keep_host_copy(take, values, index), values[:, index])
+    on_devices[0].add_(1)  # the copy is out of date
+    with pytest.raises(NotImplementedError):
+        module.to_host(module.keep_host_copy(take, *on_devices))

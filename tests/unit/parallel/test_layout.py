@@ -4,13 +4,15 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.errors import UsageError
+from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.models import build
 from megatfm.parallel.layout import Shard, TensorLayout
-from megatfm.parallel.mesh import axis_sizes, build_mesh
+from megatfm.parallel.mesh import EXPERT_DATA_AXES, axis_sizes, build_mesh
 from megatfm.parallel.parallelize import UNPLANNED, match_styles, parallelize
 from megatfm.parallel.styles import COLWISE, REPLICATED, ROWWISE, SEQUENCE_PARALLEL
 from megatfm.verify.module_cuts import module_cuts
@@ -46,6 +48,32 @@ def test_a_whole_parameter_and_a_block_of_a_shard() -> None:
     assert second_column.subregion((4, 0), (2, 6)) == ((4, 6), (2, 6))  # FSDP2's part of it, along dim 0
     last_row = cut((6, 12), 0, 2, 3)
     assert last_row.subregion((1, 0), (1, 12)) == ((5, 0), (1, 12))
+
+
+@pytest.mark.parametrize("zero_dim", [None, 0, 1])
+def test_the_chunks_of_all_ranks_are_those_that_each_rank_computes(zero_dim: int | None) -> None:
+    """Over shards of uneven rows, tensor-parallel columns and experts on ranks of two axes; copies are equal."""
+    config = ParallelConfig(dp_replicate=2, dp_shard=4, tp=2, ep=2)
+    layouts, seen = [], []
+    for rank in range(16):
+        with fake_ranks(16, rank):
+            mesh = build_mesh(config, 16, "cpu")
+            cuts = (Shard("ep", 0, mesh.rank("ep"), 2), Shard("tp", 2, mesh.rank("tp"), 2))
+            layout = TensorLayout("w", (6, 5, 4), cuts, data_axes=EXPERT_DATA_AXES)
+            layouts.append(layout.chunk(mesh, zero_dim))
+            seen.append(
+                (
+                    dist.get_process_group_ranks(mesh.flat_group(mesh.shard_axes)),
+                    layout.chunks(mesh, zero_dim, mesh.positions(mesh.shard_axes)),
+                )
+            )
+    for ranks, chunks in seen:
+        assert chunks == [layouts[rank] for rank in ranks]
+        covered = torch.zeros(6, 5, 4)
+        for offsets, sizes in set(chunks):
+            covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+        assert (covered == 1).all()
+    assert layouts[:8] == layouts[8:]
 
 
 def test_a_dim_that_does_not_divide() -> None:

@@ -1,0 +1,104 @@
+"""Ledger of live device memory: bytes by owner now, and at the fullest moment of a phase of a step."""
+
+import sys
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import torch
+
+HIDDEN_FILES = ("/verify/traffic", "/imaginary/", "/ops/transfer")
+"""Files that act for others: their callers are named."""
+
+
+class Ledger:
+    """Bytes that are live on the device, by owner: who allocated them, and where.
+
+    An owner is "PHASE LAYER LINE": the phase of the step, the block ("-" outside of blocks), and the line of code, or
+    in a backward pass autograd's node. Start a phase by `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.phase, self.layer = "build", "-"
+        self.now = self.peak = 0
+        self._live: dict[int, tuple[int, str, Any]] = {}
+        self._at_start: Counter[str] = Counter()
+        self._changes: list[tuple[str, int]] = []
+
+    def begin(self, phase: str) -> None:
+        """Start a phase, whose peak is counted from what is live now."""
+        self.phase, self.peak, self._changes = phase, self.now, []
+        self._at_start = Counter()
+        for n_bytes, owner, _ in self._live.values():
+            self._at_start[owner] += n_bytes
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._live
+
+    def add(self, key: int, n_bytes: int, reference: Any) -> None:
+        """Add a storage. reference: weak, kept as long as the storage is live."""
+        owner = f"{self.phase} {self.layer} {allocating_line()}"
+        self._live[key] = n_bytes, owner, reference
+        self._change(owner, n_bytes)
+
+    def resize(self, key: int, n_bytes: int) -> None:
+        """Set the size of a live storage."""
+        previous, owner, reference = self._live[key]
+        self._live[key] = n_bytes, owner, reference
+        self._change(owner, n_bytes - previous)
+
+    def remove(self, key: int) -> None:
+        """Remove a storage that is freed."""
+        n_bytes, owner, _ = self._live.pop(key, (0, "", None))
+        if n_bytes:
+            self._change(owner, -n_bytes)
+
+    def _change(self, owner: str, n_bytes: int) -> None:
+        self.now += n_bytes
+        self.peak = max(self.peak, self.now)
+        self._changes.append((owner, n_bytes))
+
+    def at_peak(self) -> dict[str, int]:
+        """Return owner → bytes at the fullest moment since the phase began, the largest first."""
+        live, now = self._at_start.copy(), sum(self._at_start.values())
+        fullest, most = live.copy(), now
+        index_of_peak = -1
+        for index, (_, n_bytes) in enumerate(self._changes):
+            now += n_bytes
+            if now > most:
+                most, index_of_peak = now, index
+        for owner, n_bytes in self._changes[: index_of_peak + 1]:
+            fullest[owner] += n_bytes
+        return {owner: n_bytes for owner, n_bytes in fullest.most_common() if n_bytes > 0}
+
+
+def allocating_line() -> str:
+    """Return the line of code that allocates, or in a backward pass the operator whose gradient is computed."""
+    node = torch._C._current_autograd_node()
+    if node is not None and is_called_by_autograd():
+        return str(node.name()).removeprefix("torch::autograd::")
+    return calling_line()
+
+
+def is_called_by_autograd() -> bool:
+    """Return whether autograd itself calls an operator in a backward pass, rather than a function written in Python."""
+    line = calling_line()
+    return line == "torch" or line.startswith("engines/")
+
+
+def calling_line() -> str:
+    """Return file and line of the megatfm code that calls an operator; "torch" if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if path := _path_in_package(frame.f_code.co_filename):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "torch"
+
+
+@cache
+def _path_in_package(filename: str) -> str:
+    """Return a file's path in the package; "" for files of others and for those that act for others."""
+    if "site-packages" in filename or any(part in filename for part in HIDDEN_FILES):
+        return ""
+    return filename.rpartition("/megatfm/")[2] if "/megatfm/" in filename else ""
