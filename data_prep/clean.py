@@ -91,8 +91,7 @@ class CleanStage:
         listing = self._listing
         limit, notes = self._find_document_limit()
         notes += [note for step in self._steps for note in step.notes]
-        if listing.n_excluded:
-            notes.append(f"left out by name: {listing.n_excluded:,} files or folders")
+        notes += listing.notes
         ranges = chunk_by_bytes([file.size for file in listing.files], self._config.task_bytes)
         bad_in_listing = list(listing.bad)
         total = sum(file.size for file in listing.files)

@@ -85,6 +85,11 @@ class InputFiles:
                 "that has some, or change read.include and read.exclude"
             )
 
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the log on files that were left out."""
+        return [f"left out by name: {self.n_excluded:,} files or folders"] if self.n_excluded else []
+
     def compute_fingerprint(self) -> str:
         """Hash the files' names, sizes and versions: the hash changes with the corpus."""
         listing = [[file.name, file.size, file.version] for file in self.files]

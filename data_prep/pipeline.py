@@ -164,7 +164,7 @@ def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis
     imported = ImportStage(stages, source).run(basis, provenance)
     return {
         **imported["provenance"],
-        "notes": [source.warning],
+        "notes": [source.warning, *listing.notes],
         "skipped_files": skipped + imported["skipped_files"],
         "steps": imported["steps"],
         "held_out": {"level": "document", "names": []},

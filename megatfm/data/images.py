@@ -46,6 +46,8 @@ TURNS = {
 """EXIF orientation → what sets the image upright."""
 ORIENTATION_MARKS = (b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/")
 """Heads of the segments of a JPEG that may hold an orientation."""
+START_OF_SCAN = 0xDA
+"""Marker of a JPEG after which its pixels follow."""
 # Of damaged EXIF, odd palettes and many pixels, for which there is an error where it matters. Once for the process,
 # since threads that ignore warnings for a while leave each other's filters behind.
 for _category in (UserWarning, Image.DecompressionBombWarning):
@@ -207,7 +209,10 @@ def _decode_any(data: bytes, extension: str) -> Image.Image:
 def _decode_plain_jpeg(data: bytes) -> Image.Image | None:
     """An image by simplejpeg, which is faster and gives the same pixels; None where Pillow has to decode it: CMYK, an
     orientation, and whatever is unusual or damaged, which Pillow names."""
-    if simplejpeg is None or any(mark in data for mark in ORIENTATION_MARKS):
+    if simplejpeg is None:
+        return None
+    end = _find_jpeg_scan(data)
+    if any(data.find(mark, 0, end) >= 0 for mark in ORIENTATION_MARKS):
         return None
     try:
         height, width, color, _ = simplejpeg.decode_jpeg_header(data)
@@ -217,6 +222,16 @@ def _decode_plain_jpeg(data: bytes) -> Image.Image | None:
     except ValueError:
         return None
     return Image.fromarray(pixels[..., 0] if color == "Gray" else pixels)
+
+
+def _find_jpeg_scan(data: bytes) -> int:
+    """Where the pixels of a JPEG begin, after its segments of metadata; its end where these are unusual."""
+    at = 2
+    while data[at : at + 1] == b"\xff" and at + 4 <= len(data):
+        if data[at + 1] == START_OF_SCAN:
+            return at
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return len(data)
 
 
 def convert(image: Image.Image, channels: int) -> Image.Image:

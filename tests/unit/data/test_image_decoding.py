@@ -95,6 +95,41 @@ def test_other_modes_become_rgb_or_grey() -> None:
     )
 
 
+def test_a_rotation_is_found_behind_other_segments() -> None:
+    """A colour profile of several segments, and a comment with the marker of a scan in it, come first."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.fromarray(noise())
+    upright = decode(stored(image, "JPEG"), "jpg", 3)
+    profile, comment = bytes(range(256)) * 600, b"\xff\xda in a comment"
+    data = stored(image, "JPEG", exif=exif, icc_profile=profile, comment=comment)
+    comment_first = data[:2] + b"\xff\xfe" + struct.pack(">H", len(comment) + 2) + comment + data[2:]
+    for turned in (data, comment_first):
+        actual = np.asarray(decode(turned, "jpg", 3))
+        np.testing.assert_array_equal(actual, np.rot90(np.asarray(upright), -1))
+
+
+def png_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png_of(color_type: int, depth: int, height: int, width: int, rows: bytes) -> bytes:
+    """A PNG as its standard describes it, for kinds that Pillow can't write."""
+    header = struct.pack(">IIBBBBB", width, height, depth, color_type, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in chunks)
+
+
+@pytest.mark.parametrize(("color_type", "n_colors", "has_alpha"), [(2, 3, False), (6, 3, True), (4, 1, True)])
+def test_of_16_bits_in_colour_the_upper_8_are_taken(color_type: int, n_colors: int, has_alpha: bool) -> None:
+    values = np.arange(65_536).reshape(256, 256)
+    channels = [values] * n_colors + [np.full_like(values, 65_535)] * has_alpha
+    pixels = np.stack(channels, axis=-1).astype(">u2")
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    actual = np.asarray(decode(png_of(color_type, 16, 256, 256, rows), "png", 3))
+    np.testing.assert_array_equal(actual, np.repeat((values // 256)[..., None], 3, axis=2))
+
+
 @pytest.mark.parametrize("kind", ["png", "webp"])
 def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
     frames = [Image.fromarray(noise(seed=n)) for n in range(3)]
@@ -117,11 +152,7 @@ def test_cut_off_files_are_refused(kind: str, has_simplejpeg: bool, monkeypatch:
 
 
 def test_bombs_and_other_formats_are_refused() -> None:
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
-    bomb = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    bomb = png_of(2, 8, 60_000, 60_000, b"")
     with pytest.raises(SampleError, match=r"has a \.png of over 67,108,864 pixels"):
         decode(bomb, "png", 3)
     with pytest.raises(SampleError, match=r"can't be decoded"):

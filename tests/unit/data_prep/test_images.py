@@ -206,6 +206,13 @@ def test_what_is_no_image_is_named(tmp_path: Path, lay: Any, members: dict[str, 
     assert "500" in result["skipped_files"][0]
 
 
+def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    as_folder(tmp_path / "in", samples(12))
+    for name in ("a.gif", "b.tiff"):
+        write_file(tmp_path / "in" / name, image(1))
+    assert "left out by name: 2 files or folders" in data_prep.run(config(tmp_path)).result["notes"]
+
+
 def test_hostile_tars_are_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     path = tmp_path / "in" / "all.tar"
