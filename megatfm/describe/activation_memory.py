@@ -114,11 +114,8 @@ def _shape_only_experts() -> Iterator[None]:
 def _measure(config: Config) -> tuple[int, int]:
     dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
     model = _build(config, dtype)
-    stack_paths = {
-        block: path.rpartition(".")[0]
-        for path, block in model.named_modules()
-        if block in set(transformer_blocks(model))
-    }
+    blocks = set(transformer_blocks(model))
+    stack_paths = {block: path.rpartition(".")[0] for path, block in model.named_modules() if block in blocks}
     block_kinds, sums = dict[Hashable, tuple[int, int, Any]](), {"all": 0, "inputs": 0, "largest": 0}
 
     def measure_block(block: nn.Module, forward: Callable[..., Any], x_BTD: Tensor, *args: Any) -> Any:
