@@ -105,8 +105,8 @@ def load_text_model(
     """Load a run, a checkpoint or a Hugging Face folder. dtype: of the weights, "auto" for the stored one."""
     from megatfm.convert.electra_pair import is_electra_folder
     from megatfm.convert.hf_checkpoint import is_hf_folder
-    from megatfm.convert.load import load_model as load_hf
     from megatfm.convert.load import load_generation_fields
+    from megatfm.convert.load import load_model as load_hf
     from megatfm.inference.text import TextModel, load
 
     if is_hf_folder(path) or is_electra_folder(path):

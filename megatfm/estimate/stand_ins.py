@@ -20,7 +20,7 @@ from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose
+from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
 from megatfm.ops.grouped_mm import KERNELS
@@ -68,13 +68,13 @@ def computes_by_matmuls(
         q_BNTH,
         k_BKSH,
         mask or PatternMask(core.pattern, sequence, head_shard * heads, heads),
-        core.variant,
-        drops=core.dropout.head_rng_keys(sequence, heads, head_shard) is not None,
+        core.options,
+        has_dropout=core.dropout.make_head_rng_keys(sequence, heads, head_shard) is not None,
         bias=bias,
         sinks=core.sinks is not None,
         v_width=v_BKSH.shape[-1],
     )
-    return choose(replace(request, device="cuda")).name == "products"
+    return choose_kernel(replace(request, device="cuda")).name == "products"
 
 
 class RMSNormStandIn(torch.autograd.Function):

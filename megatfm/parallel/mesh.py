@@ -118,7 +118,7 @@ class Mesh:
     def positions(self, axes: Sequence[str]) -> list[Position]:
         """Coordinates along all axes of the ranks of `flat_group(axes)`, in the order of its ranks."""
         meshes = [mesh for mesh in (self.device_mesh, self.expert_mesh) if mesh is not None]
-        positions = []
+        positions: list[Position] = []
         for rank in dist.get_process_group_ranks(self.flat_group(axes)):
             coordinates: dict[str, int] = {}
             for mesh in meshes:  # ranks are numbered along the last dim first
