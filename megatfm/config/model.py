@@ -284,16 +284,11 @@ class ModelConfig(Section):
     @property
     def tp_dims(self) -> dict[str, int]:
         """Key → size that tensor parallelism divides, of all kinds of blocks."""
-        small_stacks = {
-            "generator": self.generator,
-            "pixel_decoder": self.pixel_decoder,
-            "text_tower": self.text_tower,
-            "vision_tower": self.vision_tower,
-        }
-        parts = {"attention": self.attention, "ffn": self.ffn} | {
-            name: section for name, section in small_stacks.items() if section
-        }
-        sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
+        parts = {"attention": self.attention.tp_dims, "ffn": self.ffn.tp_dims}
+        for name in ("generator", "pixel_decoder", "text_tower", "vision_tower"):
+            if stack := getattr(self, name):
+                parts[name] = {"n_heads": stack.n_heads, "d_ff": stack.d_ff}
+        sizes = {f"{part}.{key}": n for part, divided in parts.items() for key, n in divided.items()}
         for kind in self.layer_type:
             kind_config = self.type_config(kind)
             for part, divided in (

@@ -189,7 +189,7 @@ class SequenceMetadata:
 
     @property
     def non_padding_mask(self) -> Tensor:
-        """Boolean [B, T], false for padding."""
+        """Return boolean [B, T], false for padding."""
         return torch.ones_like(self.positions).bool() if self.documents is None else self.documents >= 0
 
     @property
@@ -304,7 +304,7 @@ class SequenceMetadata:
         return torch.zeros_like(self.positions) if self.documents is None else self.documents
 
     def _documents_with_cached(self) -> Tensor:
-        """[B, past + T]."""
+        """Return the documents of cached and new tokens, [B, past + T]."""
         if not self.cached_length:
             return self._documents()
         past = self.cached_documents

@@ -43,7 +43,7 @@ class _Projections(HeadProjections):
         return self.wq, self.wk
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of projecting the tokens and the position table, and of the core."""
+        """Return the cost of projecting the tokens and the position table, and of the core."""
         table = total_cost(self.get_position_projections(), tokens.with_count(self.core.n_rows))
         return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + table + self.core.cost(tokens)
 
@@ -124,7 +124,7 @@ class DisentangledCore(nn.Module):
         self.dropout = Dropout(config.attention.dropout, "attention")
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of content scores and weighted values, and of products with the position table."""
+        """Return the cost of content scores and weighted values, and of products with the position table."""
         position_macs = self.channels * self.n_rows * tokens.n
         return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(
             attention_macs=position_macs, visible_attention_macs=position_macs
@@ -182,7 +182,7 @@ class RelativePositionTable(nn.Module):
         self.table = Embedding(rows, config.d_model, initial("relative", rows, config.d_model))
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """[R, D]."""
+        """Return the table of distances [R, D]."""
         return self.table.weight
 
 
@@ -217,11 +217,11 @@ class BucketedPositionTable(nn.Module):
         self.norm = make_norm(config)
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Zero: the norm runs once over the table, for all tokens and layers."""
+        """Return 0: the norm runs once over the table, for all tokens and layers."""
         return Cost()
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """[R, D]."""
+        """Return the table of distances [R, D]."""
         return self.norm(self.table.weight)
 
 

@@ -48,7 +48,7 @@ class ShawCore(nn.Module):
         self.dropout = Dropout(options.dropout, "attention")
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of dot-product attention, and of products with the distance vectors of keys and of values."""
+        """Return the cost of dot-product attention, and of products with the distance vectors of keys and of values."""
         by_distance = self.channels * len(self.keys) * tokens.n
         return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(
             attention_macs=by_distance, visible_attention_macs=by_distance

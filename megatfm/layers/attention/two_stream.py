@@ -139,7 +139,7 @@ class TwoStreamAttention(nn.Module):
         self.dropout = Dropout(config.attention.dropout, "attention")
 
     def cost(self, tokens: TokenCounts, content: float = 0.0) -> Cost:
-        """Cost for `tokens` queries of both streams. content: number of keys; 0: as many as queries.
+        """Return the cost for `tokens` queries of both streams. content: number of keys; 0: as many as queries.
 
         Scores are computed with `content` keys, 2 · content − 1 relative positions and two segment vectors.
         """

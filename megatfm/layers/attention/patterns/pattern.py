@@ -175,7 +175,8 @@ class AttentionPattern:
         return n_pairs / n_heads
 
     def cost(self, tokens: TokenCounts, channels: float, n_heads: int = 1) -> Cost:
-        """Cost of the scores and of the weighted sums of values. channels: query plus value channels, all heads.
+        """Return the cost of the scores and of the weighted sums of values. channels: query plus value channels, all
+        heads.
 
         Sparse patterns count their visible pairs (`count_pairs`). Built-in masks count all pairs as computed and, if
         causal, half as visible, as is the convention.
