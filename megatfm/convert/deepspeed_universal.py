@@ -123,7 +123,7 @@ class UniversalFolder(HfFolder):
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return name in transformers → shape, from the model's config."""
+        """Name in transformers → shape, from the model's config."""
         tensors = {
             name: torch.empty(shape, device="meta") for name, shape in list_tensor_shapes(self.config).items()
         }
