@@ -1,6 +1,6 @@
-"""Low-rank adapters from PEFT's files, on the Hugging Face model that they are of, as a model of ours with adapters.
+"""Import PEFT's low-rank adapters together with their base model in the Hugging Face format.
 
-An adapter of one of transformers' matrices that holds several of ours becomes one for each: rows of B, the same A.
+Where transformers stores several of megatfm's matrices as one, its adapter becomes one for each: rows of B, the same A.
 """
 
 import re
@@ -52,7 +52,7 @@ MERGE = "merge it by PEFT's merge_and_unload, and convert the merged model"
 
 
 def from_peft(source: str | Path, target: str | Path, base: str | Path | None = None) -> list[str]:
-    """Write a PEFT adapter and the model that it is of, in one new folder, as a model of ours with adapters.
+    """Write a PEFT adapter and its base model to a new folder, as a megatfm model with adapters.
 
     base: the model's Hugging Face folder, where adapter_config.json names none that is on the disk. Raises UsageError
     for what our adapters are not, MegatfmError for damaged files.
@@ -229,7 +229,7 @@ def _scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
 def _split_factors(
     rule: WeightMapping, a: Tensor, b: Tensor, source: Path
 ) -> tuple[dict[str, Factors], bool]:
-    """Return the adapters of our matrices that one of theirs holds, and whether it is stored as [d_in, d_out]."""
+    """Return megatfm's adapters of a matrix of transformers, and whether it is stored as [d_in, d_out]."""
     product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
     for transposed in (False, True):
         try:
