@@ -68,7 +68,8 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     opened = _open_base(source, base)
     factors, saved = _read_factors(source, opened)
     rank = max(a.shape[-2] for a, _, _ in factors.values())
-    scale = _find_most_common([scale for _, _, scale in factors.values()])
+    scales = [scale for _, _, scale in factors.values()]
+    scale = max(set(scales), key=scales.count)
     with torch.device("meta"):
         plain = MODELS.get(opened.config.family)(opened.config)
     options = {
@@ -102,10 +103,6 @@ def _open_base(source: Path, base: str | Path | None) -> HfFolder:
         problem = f"--base {base} is no Hugging Face folder" if base else "its model is in no folder here"
         raise UsageError(f"{source}: {problem}: give --base BASE; {describe_base(named)}")
     return HfFolder(place)
-
-
-def _find_most_common(scales: Sequence[float]) -> float:
-    return max(set(scales), key=scales.count)
 
 
 def _pad_rank(a: Tensor, b: Tensor, rank: int) -> Factors:

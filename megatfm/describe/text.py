@@ -180,7 +180,9 @@ def _describe_counts(description: "Description") -> list[Line]:
     if description.fp8_parameters:
         lines.append(("  fp8", f"{description.fp8_parameters:,} with matmuls in 8-bit floats"))
     steps = f"{description.tokens_per_step:,} a step, {description.tokens:,} in {config.train.steps:,} steps"
-    flops = f"{description.flops_causal * description.tokens:.3g} in total{_describe_causal(description)}"
+    flops = f"{description.flops_causal * description.tokens:.3g} in total"
+    if description.flops_causal < description.flops_full:
+        flops += ", with half of causal attention"
     state = f"{copy}{weight} weight, {weight} gradient, {optimizer}"
     return [
         *lines,
@@ -317,7 +319,3 @@ def _is_full_attention(model: ModelConfig) -> bool:
         section.attention.pattern.name == "full" and section.attention.name in ("gqa", "mla")
         for section in sections
     )
-
-
-def _describe_causal(description: "Description") -> str:
-    return ", with half of causal attention" if description.flops_causal < description.flops_full else ""
