@@ -49,7 +49,7 @@ class LoRA(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x if self.dropout is None else self.dropout(x))) * self.scale
 
-    def matrix(self) -> Tensor:
+    def compute_matrix(self) -> Tensor:
         """Return scale · B A [d_out, d_in], which merging adds to the frozen matrix."""
         return self.b.weight @ self.a.weight * self.scale
 
