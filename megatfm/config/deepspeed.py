@@ -30,7 +30,7 @@ class DeepSpeedConfig(Section):
     quantized_gradients: bool = False
     """With zero = 3, on GPUs: send gradients in 4 bits. Inexact, and never run here (zero_quantized_gradients)."""
     json_file: PathStr | None = None
-    """A DeepSpeed config of yours, whose tuning keys are used; keys that repeat ours must agree with them."""
+    """A DeepSpeed config that you wrote, whose tuning keys are used; keys that repeat ours must agree with them."""
 
     INEXACT: ClassVar[str] = (
         "inexact: what is sent is rounded to 8 bits or 4, so the run is not that of one device"

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON config, derived from ours (`derive`).
+"""DeepSpeed's JSON config, derived from megatfm's (`make_deepspeed_json`).
 
 A user's own JSON is read when an engine is built or a job is launched. A key of it repeats one of ours and must agree
 with it (`list_controlled_keys`), or tunes and is passed through (`PASSED_SECTIONS`, `PASSED_ZERO_KEYS`), or is refused

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class Family:
     """Keys and heads that a model family supports.
 
-    supported_keys: of `FAMILY_KEYS`. heads_refusal: why `model.extra_heads` is refused; "": it is allowed.
-    allows_no_lm_head: whether lm_head.name = "none" is allowed. other_names: prefixes of names for suggestions.
+    supported_keys: of those that `ModelConfig._check_family` checks. heads_refusal: why `model.extra_heads` is refused;
+    "": it is allowed. allows_no_lm_head: whether lm_head.name = "none" is allowed. other_names: prefixes of names for
+    suggestions.
     """
 
     supported_keys: frozenset[str]
@@ -16,13 +17,6 @@ class Family:
     allows_no_lm_head: bool = False
     other_names: tuple[str, ...] = ()
 
-
-FAMILY_KEYS = (
-    "n_encoder_layers", "extra_heads.sentence", "extra_heads.boundary", "n_mtp_heads",
-    "embedding.n_segments", "generator",
-    "ffn.name = 'moe'", "mup", "stages", "pixel_decoder", "text_tower", "contrastive", "vision_tower", "connector",
-)  # fmt: skip
-"""Keys of a model, or values of keys, that only some families support."""
 
 FAMILIES = {
     "decoder": Family(
@@ -76,7 +70,7 @@ FAMILIES = {
 
 
 def find_supporting_families(key: str) -> list[str]:
-    """Return the families that support a key of `FAMILY_KEYS`."""
+    """Return the families that support a key that only some have."""
     return [name for name, family in FAMILIES.items() if key in family.supported_keys]
 
 

@@ -31,11 +31,6 @@ class TextTowerConfig(Section):
     causal: bool = True
     """Causal attention, as in CLIP; false in SigLIP."""
 
-    @property
-    def tp_dims(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by key."""
-        return {"n_heads": self.n_heads, "d_ff": self.d_ff}
-
 
 class ContrastiveConfig(Section):
     """Features of images and captions, and the loss over all pairs of a global batch."""
@@ -80,11 +75,6 @@ class VisionTowerConfig(Section):
     """The embedding of patches. Patches attend to class and register tokens; the decoder does not get these."""
     grid: tuple[PositiveInt, PositiveInt] = Field(default=(24, 24), examples=[(24, 24)])
     """Rows and columns of the table of learned positions, interpolated to each image's grid."""
-
-    @property
-    def tp_dims(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by key."""
-        return {"n_heads": self.n_heads, "d_ff": self.d_ff}
 
 
 class ConnectorConfig(Section):

@@ -310,9 +310,8 @@ def _expand_to_block_kinds(renamed: Renames) -> Iterator[tuple[str, str]]:
 
 def _rename(tables: dict[str, Any], old: list[str], new: list[str]) -> None:
     """Move the value of an old path to the new one, below the deepest table that both paths share."""
-    shared = 0
-    while shared < min(len(old), len(new)) - 1 and _is_same_table(old[shared], new[shared]):
-        shared += 1
+    names = [(a.partition("[")[0], b.partition("[")[0]) for a, b in zip(old[:-1], new[:-1], strict=False)]
+    shared = next((depth for depth, (a, b) in enumerate(names) if a != b), len(names))
     for root in _iter_tables(tables, old[:shared]):
         *parents, last = old[shared:]
         *new_parents, name = (part.partition("[")[0] for part in new[shared:])
@@ -323,10 +322,6 @@ def _rename(tables: dict[str, Any], old: list[str], new: list[str]) -> None:
             for parent in new_parents:
                 target = target.setdefault(parent, {})
             target.setdefault(name, value)
-
-
-def _is_same_table(old: str, new: str) -> bool:
-    return old.partition("[")[0] == new.partition("[")[0]
 
 
 def _iter_tables(values: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:

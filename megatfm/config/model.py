@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
-from megatfm.config.families import FAMILIES, FAMILY_KEYS, find_supporting_families
+from megatfm.config.families import FAMILIES, find_supporting_families
 from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
 from megatfm.config.foreign_keys import reject_renamed_keys
 from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
@@ -151,31 +151,7 @@ class ModelConfig(Section):
     def _check_combinations(self) -> Self:
         if self.family == "electra" and self.generator is None:
             raise ValueError("family = 'electra' needs model.generator: give it")
-        family = FAMILIES.get(self.family)
-        if family:
-            values = (
-                self.n_encoder_layers, "sentence" in self.extra_heads, "boundary" in self.extra_heads, self.n_mtp_heads,
-                self.embedding.n_segments, self.generator, isinstance(self.ffn, MoEConfig), self.mup,
-                self.stages, self.pixel_decoder, self.text_tower, self.contrastive, self.vision_tower, self.connector,
-            )  # fmt: skip
-            for part, value in zip(FAMILY_KEYS, values, strict=True):
-                if value and part not in family.supported_keys:
-                    raise ValueError(
-                        f"{part} has no meaning with family = {self.family!r}: leave it out, or choose family = "
-                        + " or ".join(map(repr, find_supporting_families(part)))
-                    )
-            if family.heads_refusal and (
-                self.extra_heads or (self.lm_head.name == "none" and not family.allows_no_lm_head)
-            ):
-                key = (
-                    f"extra_heads.{next(iter(self.extra_heads))}"
-                    if self.extra_heads
-                    else "lm_head.name = 'none'"
-                )
-                raise ValueError(
-                    f"{key} has no meaning with family = {self.family!r}, {family.heads_refusal}: leave it out, or "
-                    "choose another family"
-                )
+        self._check_family()
         xlnet = {
             self.family == "xlnet",
             self.attention.name == "two_stream",
@@ -205,6 +181,41 @@ class ModelConfig(Section):
                 "norm.placement = 'deepnorm' and init.name = 'deepnorm' belong together: set both, or neither"
             )
         return self
+
+    def _check_family(self) -> None:
+        """Check that the family, unless it is a plugin's, supports the keys and heads that are set."""
+        if (family := FAMILIES.get(self.family)) is None:
+            return
+        values = {
+            "n_encoder_layers": self.n_encoder_layers,
+            "extra_heads.sentence": "sentence" in self.extra_heads,
+            "extra_heads.boundary": "boundary" in self.extra_heads,
+            "n_mtp_heads": self.n_mtp_heads,
+            "embedding.n_segments": self.embedding.n_segments,
+            "generator": self.generator,
+            "ffn.name = 'moe'": isinstance(self.ffn, MoEConfig),
+            "mup": self.mup,
+            "stages": self.stages,
+            "pixel_decoder": self.pixel_decoder,
+            "text_tower": self.text_tower,
+            "contrastive": self.contrastive,
+            "vision_tower": self.vision_tower,
+            "connector": self.connector,
+        }
+        for key, value in values.items():
+            if value and key not in family.supported_keys:
+                raise ValueError(
+                    f"{key} has no meaning with family = {self.family!r}: leave it out, or choose family = "
+                    + " or ".join(map(repr, find_supporting_families(key)))
+                )
+        if family.heads_refusal and (
+            self.extra_heads or (self.lm_head.name == "none" and not family.allows_no_lm_head)
+        ):
+            heads = [f"extra_heads.{name}" for name in self.extra_heads] or ["lm_head.name = 'none'"]
+            raise ValueError(
+                f"{heads[0]} has no meaning with family = {self.family!r}, {family.heads_refusal}: leave it out, or "
+                "choose another family"
+            )
 
     def _check_experts_see_no_future(self) -> None:
         ffn, key = self.ffn, ""
@@ -284,16 +295,11 @@ class ModelConfig(Section):
     @property
     def tp_dims(self) -> dict[str, int]:
         """Key → size that tensor parallelism divides, of all kinds of blocks."""
-        small_stacks = {
-            "generator": self.generator,
-            "pixel_decoder": self.pixel_decoder,
-            "text_tower": self.text_tower,
-            "vision_tower": self.vision_tower,
-        }
-        parts = {"attention": self.attention, "ffn": self.ffn} | {
-            name: section for name, section in small_stacks.items() if section
-        }
-        sizes = {f"{part}.{key}": n for part, section in parts.items() for key, n in section.tp_dims.items()}
+        parts = {"attention": self.attention.tp_dims, "ffn": self.ffn.tp_dims}
+        for name in ("generator", "pixel_decoder", "text_tower", "vision_tower"):
+            if stack := getattr(self, name):
+                parts[name] = {"n_heads": stack.n_heads, "d_ff": stack.d_ff}
+        sizes = {f"{part}.{key}": n for part, divided in parts.items() for key, n in divided.items()}
         for kind in self.layer_type:
             kind_config = self.type_config(kind)
             for part, divided in (

@@ -284,11 +284,6 @@ class GeneratorConfig(Section):
     n_layers: PositiveInt | None = Field(default=None, le=MAX_LAYERS)
     """Number of blocks of the generator; left out, the discriminator's."""
 
-    @property
-    def tp_dims(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by key."""
-        return {"n_heads": self.n_heads, "d_ff": self.d_ff}
-
 
 class PixelDecoderConfig(Section):
     """The decoder of a masked autoencoder; other settings are the encoder's (He et al. 2022, section 3)."""
@@ -303,11 +298,6 @@ class PixelDecoderConfig(Section):
     """Inner width of the decoder's feed-forward network."""
     normalize_targets: bool = True
     """Predict each patch's pixels relative to their mean and deviation."""
-
-    @property
-    def tp_dims(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by key."""
-        return {"n_heads": self.n_heads, "d_ff": self.d_ff}
 
 
 class MuPConfig(Section):

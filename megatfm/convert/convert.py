@@ -184,7 +184,7 @@ def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
             state["begins"] = [*tokenizer_files.find_bos_prefix_ids(source, files, tokenizer)]
             state["stop"] = [*tokenizer_files.find_eos_token_ids(source, hf_model.json, tokenizer)]
     state["tokenizer"] = tokenizer.hash if tokenizer else None
-    tensors = _with_model_prefix(read_converted_tensors(hf_model, shapes))
+    tensors = ((f"model.{name}", tensor) for name, tensor in read_converted_tensors(hf_model, shapes))
     write_model(folder, config, tensors, state, format_config_comment(hf_model.name, family=family))
     untrainable = [UNTRAINABLE[family]] if family in UNTRAINABLE else []
     return [f"{hf_model.name}, {len(shapes)} tensors", *hf_model.notes, *notes, *untrainable]
@@ -248,10 +248,6 @@ def note_non_finite(names: Sequence[str]) -> list[str]:
         return []
     others = f" and {len(names) - 1} more" * (len(names) > 1)
     return [f"NaN or infinity in {names[0]}{others}: the model's outputs may be NaN, too"]
-
-
-def _with_model_prefix(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    return ((f"model.{name}", tensor) for name, tensor in tensors)
 
 
 def _check_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:

@@ -96,7 +96,7 @@ class ElectraFolder:
             rule
             for part in parts
             for rule in part.rules
-            if part.folder == "discriminator" or not _is_shared(rule)
+            if part.folder == "discriminator" or rule.megatfm[0].partition(".")[2] not in SHARED
         ]
         self._check_shared()
 
@@ -142,16 +142,9 @@ def _split_config(config: ModelConfig) -> dict[str, ModelConfig]:
 def _export(half: str, config: ModelConfig, class_name: str) -> ExportedModel:
     name, architecture, hf_config = find_architecture(config, among=[class_name])
     rules = [
-        replace(rule, megatfm=tuple(_name(half, name) for name in rule.megatfm))
+        replace(
+            rule, megatfm=tuple(f"{'discriminator' if key in SHARED else half}.{key}" for key in rule.megatfm)
+        )
         for rule in architecture.weight_mappings(config)
     ]
     return ExportedModel(half, name, architecture, hf_config, rules)
-
-
-def _name(half: str, name: str) -> str:
-    """Return the name of a half's parameter in the pair; shared ones have the discriminator's."""
-    return f"{'discriminator' if name in SHARED else half}.{name}"
-
-
-def _is_shared(rule: WeightMapping) -> bool:
-    return rule.megatfm[0].partition(".")[2] in SHARED

@@ -266,7 +266,8 @@ def write_weights(
     hf_tensors = to_hf(rules, tensors)
     shards = split_by_size(hf_tensors, shard_bytes)
     total = len(shards)
-    names = [WEIGHTS] if total == 1 else [_format_file_name(index, total) for index in range(1, total + 1)]
+    names = [f"model-{index:05d}-of-{total:05d}.safetensors" for index in range(1, total + 1)]
+    names = [WEIGHTS] if total == 1 else names
     converted = _convert_tensors(rules, read)
     for name, shard in zip(names, shards, strict=True):
         file_io.write_file(
@@ -321,7 +322,3 @@ def _iter_safetensors_chunks(layout: Mapping[str, Tensor], tensors: Iterator[Ten
         tensor = next(tensors)
         assert (tensor.shape, tensor.dtype) == (planned.shape, planned.dtype)
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _format_file_name(index: int, total: int) -> str:
-    return f"model-{index:05d}-of-{total:05d}.safetensors"

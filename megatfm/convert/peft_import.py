@@ -1,6 +1,6 @@
-"""Low-rank adapters from PEFT's files, on the Hugging Face model that they are of, as a model of ours with adapters.
+"""Import PEFT's low-rank adapters together with their base model in the Hugging Face format.
 
-An adapter of one of transformers' matrices that holds several of ours becomes one for each: rows of B, the same A.
+Where transformers stores several of megatfm's matrices as one, its adapter becomes one for each: rows of B, the same A.
 """
 
 import re
@@ -52,7 +52,7 @@ MERGE = "merge it by PEFT's merge_and_unload, and convert the merged model"
 
 
 def from_peft(source: str | Path, target: str | Path, base: str | Path | None = None) -> list[str]:
-    """Write a PEFT adapter and the model that it is of, in one new folder, as a model of ours with adapters.
+    """Write a PEFT adapter and its base model to a new folder, as a megatfm model with adapters.
 
     base: the model's Hugging Face folder, where adapter_config.json names none that is on the disk. Raises UsageError
     for what our adapters are not, MegatfmError for damaged files.
@@ -68,7 +68,8 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     opened = _open_base(source, base)
     factors, saved = _read_factors(source, opened)
     rank = max(a.shape[-2] for a, _, _ in factors.values())
-    scale = _find_most_common([scale for _, _, scale in factors.values()])
+    scales = [scale for _, _, scale in factors.values()]
+    scale = max(set(scales), key=scales.count)
     with torch.device("meta"):
         plain = MODELS.get(opened.config.family)(opened.config)
     options = {
@@ -102,10 +103,6 @@ def _open_base(source: Path, base: str | Path | None) -> HfFolder:
         problem = f"--base {base} is no Hugging Face folder" if base else "its model is in no folder here"
         raise UsageError(f"{source}: {problem}: give --base BASE; {describe_base(named)}")
     return HfFolder(place)
-
-
-def _find_most_common(scales: Sequence[float]) -> float:
-    return max(set(scales), key=scales.count)
 
 
 def _pad_rank(a: Tensor, b: Tensor, rank: int) -> Factors:
@@ -229,7 +226,7 @@ def _scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
 def _split_factors(
     rule: WeightMapping, a: Tensor, b: Tensor, source: Path
 ) -> tuple[dict[str, Factors], bool]:
-    """Return the adapters of our matrices that one of theirs holds, and whether it is stored as [d_in, d_out]."""
+    """Return megatfm's adapters of a matrix of transformers, and whether it is stored as [d_in, d_out]."""
     product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
     for transposed in (False, True):
         try:

@@ -55,28 +55,17 @@ def _describe_architecture(model: ModelConfig) -> list[Line]:
         lines.insert(1, ("  stages", _describe_stages(model.stages, model.d_model)))
     if heads := _describe_extra_heads(model):
         lines.append(("heads", ", ".join(heads)))
-    if model.text_tower is not None:
-        text = model.text_tower
-        mask = "causal" if text.causal else "bidirectional"
-        lines.append(
-            (
-                "text tower",
-                f"{text.n_layers} blocks of width {text.d_model:,}, {text.n_heads} heads, d_ff {text.d_ff:,}; {mask}",
-            )
-        )
+    if (text := model.text_tower) is not None:
+        blocks = f"{text.n_layers} blocks of width {text.d_model:,}, {text.n_heads} heads, d_ff {text.d_ff:,}"
+        lines.append(("text tower", f"{blocks}; {'causal' if text.causal else 'bidirectional'}"))
     if (tower := model.vision_tower) is not None:
         inner = f"{tower.n_heads} heads, {tower.d_ff:,} inside; patches of {tower.embedding.patch_size} pixels a side"
         lines.append(("vision tower", f"{tower.n_layers} blocks of width {tower.d_model:,}, {inner}"))
     if model.contrastive is not None:
         lines.append(("features", f"{model.contrastive.width:,} dimensions, {model.contrastive.loss} loss"))
-    if model.generator is not None:
-        layers, generator = model.generator.n_layers or model.n_layers, model.generator
-        lines.append(
-            (
-                "generator",
-                f"{layers} blocks of width {generator.d_model:,}, {generator.n_heads} heads, d_ff {generator.d_ff:,}",
-            )
-        )
+    if (generator := model.generator) is not None:
+        blocks = f"{generator.n_layers or model.n_layers} blocks of width {generator.d_model:,}"
+        lines.append(("generator", f"{blocks}, {generator.n_heads} heads, d_ff {generator.d_ff:,}"))
     rates = (
         ("residual", model.dropout),
         ("attention", model.attention.dropout),
@@ -94,10 +83,8 @@ def _describe_input(model: ModelConfig) -> Line:
     if isinstance(embedding, PatchEmbeddingConfig):
         counts = ((embedding.n_class_tokens, "class token"), (embedding.n_register_tokens, "register"))
         special = "".join(f", {count} {kind}{'s' * (count > 1)}" for count, kind in counts if count)
-        return (
-            "images",
-            f"patches of {embedding.patch_size} × {embedding.patch_size} × {embedding.channels}{special}",
-        )
+        side = embedding.patch_size
+        return "images", f"patches of {side} × {side} × {embedding.channels}{special}"
     vocabulary = "" if model.vocab_size is None else f"{model.vocab_size:,}; "
     return "vocabulary", f"{vocabulary}{_describe_embeddings(model)}"
 
@@ -182,38 +169,29 @@ def _describe_counts(description: "Description") -> list[Line]:
     config, weight = description.config, description.weight_bytes
     optimizer = f"{description.optimizer_bytes:.3g} {config.optimizer.name}"
     copy = f"{description.copy_bytes} {config.train.precision} weight, " if description.copy_bytes else ""
-    return [
-        (
-            "parameters",
-            f"{description.parameters:,}{f', {description.frozen:,} of them frozen' if description.frozen else ''}",
-        ),
-        *(
-            [("  active", f"{description.active:,} for each token")]
-            if description.active < description.parameters
-            else []
-        ),
+    frozen = f", {description.frozen:,} of them frozen" if description.frozen else ""
+    lines = [("parameters", f"{description.parameters:,}{frozen}")]
+    if description.active < description.parameters:
+        lines.append(("  active", f"{description.active:,} for each token"))
+    lines += [
         ("  embedding", f"{description.embedding:,}"),
         ("  non-embedding", f"{description.non_embedding:,}"),
-        *(
-            [("  fp8", f"{description.fp8_parameters:,} with matmuls in 8-bit floats")]
-            if description.fp8_parameters
-            else []
-        ),
+    ]
+    if description.fp8_parameters:
+        lines.append(("  fp8", f"{description.fp8_parameters:,} with matmuls in 8-bit floats"))
+    steps = f"{description.tokens_per_step:,} a step, {description.tokens:,} in {config.train.steps:,} steps"
+    flops = f"{description.flops_causal * description.tokens:.3g} in total"
+    if description.flops_causal < description.flops_full:
+        flops += ", with half of causal attention"
+    state = f"{copy}{weight} weight, {weight} gradient, {optimizer}"
+    return [
+        *lines,
         ("", ""),
         *_describe_flops(description),
         ("", ""),
-        (
-            "tokens",
-            f"{description.tokens_per_step:,} a step, {description.tokens:,} in {config.train.steps:,} steps",
-        ),
-        (
-            "FLOPs",
-            f"{description.flops_causal * description.tokens:.3g} in total{_describe_causal(description)}",
-        ),
-        (
-            "state",
-            f"{description.state_bytes:.3g} bytes a parameter: {copy}{weight} weight, {weight} gradient, {optimizer}",
-        ),
+        ("tokens", steps),
+        ("FLOPs", flops),
+        ("state", f"{description.state_bytes:.3g} bytes a parameter: {state}"),
         ("", f"{description.total_bytes / 2**30:,.2f} GiB, {_describe_sharding(description)}"),
         *_describe_engine(config),
         *_describe_per_rank_state(config),
@@ -227,21 +205,16 @@ def _describe_sharding(description: "Description") -> str:
         return "on each data rank"
     if not description.unsharded_bytes:
         return "sharded over dp_shard"
-    return (
-        f"sharded over dp_shard except {description.unsharded_bytes:.3g} bytes a parameter on each data rank"
-    )
+    unsharded = f"{description.unsharded_bytes:.3g} bytes a parameter"
+    return f"sharded over dp_shard except {unsharded} on each data rank"
 
 
 def _describe_engine(config: Config) -> list[Line]:
     if config.parallel.engine == "native":
         return []
     uncounted = "buckets and offloading" if config.parallel.engine == "deepspeed" else "buffers"
-    return [
-        (
-            "",
-            f"counted as for the native engine; {config.parallel.engine}'s {uncounted} are not counted",
-        )
-    ]
+    engine = config.parallel.engine
+    return [("", f"counted as for the native engine; {engine}'s {uncounted} are not counted")]
 
 
 def _describe_per_rank_state(config: Config) -> list[Line]:
@@ -261,28 +234,20 @@ def _describe_per_rank_state(config: Config) -> list[Line]:
         f"{n_bytes / 2**30:,.2f}"
         for n_bytes in (state.weight_bytes, state.gradient_bytes, state.optimizer_bytes, state.total_bytes)
     )
-    fullest = " on the fullest rank" if parallel.pp > 1 else ""
+    rank = f"{total} GiB{' on the fullest rank' if parallel.pp > 1 else ''} of {state.ranks}"
     return [
-        (
-            "  on a rank",
-            f"{total} GiB{fullest} of {state.ranks}: weights {weights}, gradients {gradients}, optimizer {optimizer}",
-        ),
+        ("  on a rank", f"{rank}: weights {weights}, gradients {gradients}, optimizer {optimizer}"),
         ("", f"{layout}, ZeRO {parallel.zero}; {state.parameters:,} parameters before ZeRO"),
     ]
 
 
 def _suggest_warmup(config: Config) -> list[Line]:
-    if config.lr_schedule.warmup_steps or config.optimizer.name not in (
-        "adamw",
-        "muon",
-        "soap",
-        "lamb",
-        "lion",
-    ):
+    needs_warmup = config.optimizer.name in ("adamw", "muon", "soap", "lamb", "lion")
+    if config.lr_schedule.warmup_steps or not needs_warmup:
         return []
     usual = max(1, min(2000, config.train.steps // 50))
     return [
-        ("schedule", f"no warmup: full learning rate from step 1; usual: lr_schedule.warmup_steps={usual}"),
+        ("schedule", f"no warmup: full learning rate from step 1; usual: lr_schedule.warmup_steps={usual}")
     ]
 
 
@@ -313,11 +278,8 @@ def _describe_activations(description: "Description") -> str:
     kept_text, recomputed_text = (f"{n_bytes / 2**30:,.2f} GiB" for n_bytes in activation_bytes)
     text = f'{kept_text} saved by blocks for a micro-batch of {rows}; {recomputed_text} with train.recompute = "full"'
     parallel = description.config.parallel
-    return (
-        f"{text}; before tp, cp and pp divide them"
-        if max(parallel.tp, parallel.cp, parallel.pp) > 1
-        else text
-    )
+    is_divided = max(parallel.tp, parallel.cp, parallel.pp) > 1
+    return f"{text}; before tp, cp and pp divide them" if is_divided else text
 
 
 def _describe_flops(description: "Description") -> list[Line]:
@@ -333,22 +295,16 @@ def _describe_flops(description: "Description") -> list[Line]:
         "vision_language": "averaged over the tokens of images and text",
     }.get(model.family, "the embedding as output head" if model.embedding.tied else "without the embedding")
     lines = [("FLOPs per token", f"in training; {length}, N = {description.matmul_parameters:,} ({names})")]
-    if (
-        model.family == "decoder"
-        and not model.layer_types
-        and _is_full_attention(model)
-        and model.attention.name == "gqa"
-    ):
+    is_plain = not model.layer_types and model.attention.name == "gqa" and _is_full_attention(model)
+    if model.family == "decoder" and is_plain:
         return [
             *lines,
             ("  6N + 12·L·h·s", f"{description.flops_full:.4g}, attention counted in full"),
             ("  6N + 6·L·h·s", f"{description.flops_causal:.4g}, only the causal half of attention counted"),
         ]
-    method = (
-        "counted in full"
-        if _is_full_attention(model)
-        else "patterns count the pairs they see; full attention counts all"
-    )
+    method = "patterns count the pairs they see; full attention counts all"
+    if _is_full_attention(model):
+        method = "counted in full"
     lines.append(("  with attention", f"{description.flops_full:.4g}, {method}"))
     if description.flops_causal < description.flops_full:
         attention = "the decoder's self-attention" if model.family == "encoder_decoder" else "full attention"
@@ -363,7 +319,3 @@ def _is_full_attention(model: ModelConfig) -> bool:
         section.attention.pattern.name == "full" and section.attention.name in ("gqa", "mla")
         for section in sections
     )
-
-
-def _describe_causal(description: "Description") -> str:
-    return ", with half of causal attention" if description.flops_causal < description.flops_full else ""

@@ -61,7 +61,7 @@ class AttentionPool(nn.Module):
         self.w_down = Linear(d_ff, d, initial("ffn_out", d_ff, d), bias=True)
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of keys and values of all tokens, and of the rest for one token of each row."""
+        """Return the cost of keys and values of all tokens, and of the rest for one token of each row."""
         head_cost = total_cost((self.wq, self.wo, self.norm, self.w_up, self.w_down), tokens.with_count(1))
         return total_cost((self.wk, self.wv), tokens) + head_cost
 
@@ -162,7 +162,7 @@ class ClassifierHead(nn.Module):
         """Set while an evaluation collects predictions."""
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of one token of each row, and of the pool's."""
+        """Return the cost of one token of each row, and of the pool's."""
         layers = [layer for layer in (self.dense, self.classifier) if layer is not None]
         pooled = Cost() if self.pool is None else total_cost([self.pool], tokens)
         return sum((default_cost(layer, tokens.with_count(1)) for layer in layers), pooled)

@@ -35,7 +35,7 @@ class BoundaryVector(nn.Module):
         self.all_reduce = nn.Identity()  # context parallelism replaces it by an all-reduce over ranks
 
     def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
-        """[M, D] of the documents of these indices (`document_index`)."""
+        """Return vectors [M, D] of the documents of these indices (`document_index`)."""
         at_N = boundary_tokens(sequence, last=self.last)
         n_documents = len(hidden_BTD) * sequence.max_documents_per_row
         vectors = hidden_BTD.new_zeros(n_documents, hidden_BTD.shape[-1])
@@ -61,7 +61,8 @@ class FeatureHead(nn.Module):
         self.projection = width and Linear(d, width, make_initialiser(config)("dense", d, width), bias=bias)
 
     def forward(self, hidden_BTD: Tensor, sequence: SequenceMetadata, captions: SequenceMetadata) -> Tensor:
-        """[M, W] in float32 at least, of the pairs whose captions begin here, in the order of rows and of documents."""
+        """Return features [M, W], in float32 at least, of the pairs whose captions begin here, in the order of rows and
+        of documents."""
         at_M = boundary_tokens(captions, last=False)
         x_MD = self.pool(hidden_BTD, document_index(sequence, at_M, captions), sequence)
         y_MW = self.projection(x_MD) if isinstance(self.projection, nn.Module) else x_MD
@@ -119,7 +120,7 @@ class Temperature(nn.Module):
             self.initial["bias"] = Constant(config.bias)
 
     def forward(self) -> dict[str, Tensor]:
-        """`scale` [1], and `bias` [1] if there is one."""
+        """Return `scale` [1], and `bias` [1] if there is one."""
         log_scale = self.log_scale.to(torch.promote_types(self.log_scale.dtype, torch.float32))
         factors = {"scale": log_scale.clamp(max=self.max_log_scale).exp()}
         return factors if self.bias is None else factors | {"bias": self.bias.to(log_scale.dtype)}

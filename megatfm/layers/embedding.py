@@ -49,7 +49,7 @@ class MaskTokens(nn.Module):
 
 
 class VisiblePatches(nn.Module):
-    """Boolean [B, T, 1], false at masked patches."""
+    """Return boolean [B, T, 1], false at masked patches."""
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         return ~require_masked(sequence)[..., None]
@@ -71,7 +71,7 @@ class InsertedVectors(nn.Module):
 
 
 class EmbeddedTokens(nn.Module):
-    """Boolean [B, T, 1], false where a vector replaces the token embedding."""
+    """Return boolean [B, T, 1], false where a vector replaces the token embedding."""
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         assert sequence.inserted is not None

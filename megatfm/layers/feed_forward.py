@@ -43,7 +43,7 @@ RELU = ACTIVATIONS.register("relu")(Activation(F.relu))
 
 
 def relu2(x: Tensor) -> Tensor:
-    """The square of ReLU."""
+    """Return max(x, 0)²."""
     return F.relu(x).square()
 
 
@@ -53,7 +53,7 @@ RELU2 = ACTIVATIONS.register("relu2")(Activation(relu2))
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """½ x (1 + tanh(√(2/π) (x + 0.044715 x³)))."""
+    """Return ½ x (1 + tanh(√(2/π) (x + 0.044715 x³)))."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -80,7 +80,7 @@ ALPHA, LIMIT = 1.702, 7.0
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x σ(1.702 x), GELU's approximation in OpenAI's CLIP."""
+    """Return x σ(1.702 x), GELU's approximation in OpenAI's CLIP."""
     return x * torch.sigmoid(ALPHA * x)
 
 
@@ -88,13 +88,13 @@ QUICK_GELU = ACTIVATIONS.register("quick_gelu")(Activation(quick_gelu))
 
 
 def clamped_swish(x: Tensor) -> Tensor:
-    """x σ(1.702 x), with x clamped to at most 7."""
+    """Return x σ(1.702 x), with x clamped to at most 7."""
     x = x.clamp(max=LIMIT)
     return x * torch.sigmoid(ALPHA * x)
 
 
 def clamped_plus_one(x: Tensor) -> Tensor:
-    """x + 1, with x clamped to [−7, 7]."""
+    """Return x + 1, with x clamped to [−7, 7]."""
     return x.clamp(-LIMIT, LIMIT) + 1
 
 

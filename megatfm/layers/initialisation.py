@@ -38,14 +38,14 @@ class _Scaled:
 
 @dataclass(frozen=True)
 class Normal(_Scaled):
-    """N(0, std²)."""
+    """Draw from N(0, std²)."""
 
     std: float
 
 
 @dataclass(frozen=True)
 class TruncatedNormal(_Scaled):
-    """N(0, std²) truncated to ± 2 std by redrawing, as in BERT."""
+    """Draw from N(0, std²) truncated to ± 2 std by redrawing, as in BERT."""
 
     std: float
 
@@ -259,21 +259,21 @@ def count_blocks(config: ModelConfig, stack: StackKind) -> int:
 
 @INITIALISATIONS.register("normal")
 def normal(config: ModelConfig, stack: StackKind) -> Initialiser:
-    """N(0, std²)."""
+    """Draw from N(0, std²)."""
     std = require_variant(config.init, NormalInitSection, "model.init").std
     return lambda role, d_in, d_out: Normal(std)
 
 
 @INITIALISATIONS.register("bert")
 def bert(config: ModelConfig, stack: StackKind) -> Initialiser:
-    """N(0, std²) truncated to two standard deviations."""
+    """Draw from N(0, std²) truncated to two standard deviations."""
     std = require_variant(config.init, NormalInitSection, "model.init").std
     return lambda role, d_in, d_out: TruncatedNormal(std)
 
 
 @INITIALISATIONS.register("gpt2")
 def gpt2(config: ModelConfig, stack: StackKind) -> Initialiser:
-    """N(0, std²), with std / √(2 · depth) for projections back to the residual stream."""
+    """Draw from N(0, std²), with std / √(2 · depth) for projections back to the residual stream."""
     std = require_variant(config.init, NormalInitSection, "model.init").std
     smaller = (2 * count_blocks(config, stack)) ** -0.5
 
@@ -286,7 +286,8 @@ def gpt2(config: ModelConfig, stack: StackKind) -> Initialiser:
 
 @INITIALISATIONS.register("t5")
 def t5(config: ModelConfig, stack: StackKind) -> Initialiser:
-    """Standard deviations: token embedding 1, queries (d_model · head_dim)^−½, other matrices d_in^−½."""
+    """Draw from normals with standard deviations: token embedding 1, queries (d_model · head_dim)^−½, other matrices
+    d_in^−½."""
 
     def initial(role: Role, d_in: int, d_out: int) -> Normal:
         match role:
@@ -303,13 +304,13 @@ def t5(config: ModelConfig, stack: StackKind) -> Initialiser:
 
 
 def xavier_uniform(d_in: int, d_out: int, gain: float = 1.0) -> Uniform:
-    """Uniform within gain · √(6 / (d_in + d_out))."""
+    """Draw uniformly within ± gain · √(6 / (d_in + d_out))."""
     return Uniform(gain * (6 / (d_in + d_out)) ** 0.5)
 
 
 @INITIALISATIONS.register("xavier")
 def xavier(config: ModelConfig, stack: StackKind) -> Initialiser:
-    """Matrices by fan-in and fan-out; tables and the output head N(0, 1/d_model)."""
+    """Draw matrices by fan-in and fan-out; tables and the output head N(0, 1/d_model)."""
 
     def initial(role: Role, d_in: int, d_out: int) -> InitDistribution:
         if role in ("embedding", "position", "segment", "relative", "head"):
@@ -331,7 +332,7 @@ def compute_deepnorm_constants(config: ModelConfig, stack: StackKind) -> tuple[f
 
 @INITIALISATIONS.register("deepnorm")
 def deepnorm(config: ModelConfig, stack: StackKind) -> Initialiser:
-    """Xavier, with gain β for feed-forward, value and output projections."""
+    """Draw as Xavier, with gain β for feed-forward, value and output projections."""
     plain, beta = xavier(config, stack), compute_deepnorm_constants(config, stack)[1]
 
     def initial(role: Role, d_in: int, d_out: int) -> InitDistribution:

@@ -39,9 +39,9 @@ class Linear(nn.Module):
         y = self.matmul(x, self.weight, self.bias)
         return y if self.lora is None else y + self.lora(x)
 
-    def matrix(self) -> Tensor:
+    def compute_matrix(self) -> Tensor:
         """Return W plus the adapter's update, for layers that use the matrix directly."""
-        return self.weight if self.lora is None else self.weight + self.lora.matrix()
+        return self.weight if self.lora is None else self.weight + self.lora.compute_matrix()
 
 
 class Embedding(nn.Module):

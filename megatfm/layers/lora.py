@@ -49,8 +49,8 @@ class LoRA(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x if self.dropout is None else self.dropout(x))) * self.scale
 
-    def matrix(self) -> Tensor:
-        """scale · B A [d_out, d_in], which merging adds to the frozen matrix."""
+    def compute_matrix(self) -> Tensor:
+        """Return scale · B A [d_out, d_in], which merging adds to the frozen matrix."""
         return self.b.weight @ self.a.weight * self.scale
 
 

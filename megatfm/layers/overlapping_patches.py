@@ -34,7 +34,7 @@ class OverlappingPatches(nn.Module):
         self.initial = {"weight": init_fn, **({"bias": Constant(0.0)} if options.bias else {})}
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the convolution."""
+        """Return the cost of the convolution."""
         return Cost(matmul_macs=self.weight.numel() * tokens.n)
 
     def forward(self, patches_BTK: Tensor, sequence: SequenceMetadata) -> Tensor:

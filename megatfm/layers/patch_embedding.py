@@ -14,7 +14,7 @@ from megatfm.layers.sequence import SequenceMetadata
 
 
 def is_special(grid_BT4: Tensor) -> Tensor:
-    """Boolean [B, T], true for class and register tokens."""
+    """Return boolean [B, T], true for class and register tokens."""
     return grid_BT4[..., 0] < 0
 
 

@@ -40,7 +40,7 @@ class PatchMerging(nn.Module):
         self.norm_out = make_norm(config, 2 * d) if norm == "output" else None
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of a quarter of the input tokens."""
+        """Return the cost of a quarter of the input tokens."""
         merged = tokens.with_count(tokens.n * self.share / 4)
         return total_cost(self.children(), merged)
 

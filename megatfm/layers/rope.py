@@ -79,7 +79,10 @@ def compute_scaled_frequencies(
 
 
 def _interpolate_yarn(plain: Tensor, width: int, theta: float, scaling: YarnScaling) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023, section 3.2): interpolate channels that rotate seldom within the original length."""
+    """Compute YaRN's frequencies (Peng et al.
+
+    2023, section 3.2): interpolate channels that rotate seldom within the original length.
+    """
 
     def channel(n_rotations: float) -> float:
         """Return the channel that rotates this often within the original length."""

@@ -19,11 +19,16 @@ T = TypeVar("T")
 ALL_QUERIES = slice(None)
 
 
+def selects_all(chosen: slice, n: int) -> bool:
+    """Return whether a slice selects all of n elements."""
+    return len(range(*chosen.indices(n))) == n
+
+
 class Pattern(Protocol):
     """The method of `AttentionPattern` that SequenceMetadata calls."""
 
     def mask(
-        self, sequence: "SequenceMetadata", first_head: int, n_heads: int, rows: slice = ...
+        self, sequence: "SequenceMetadata", first_head: int, n_heads: int, queries: slice = ...
     ) -> Tensor | None: ...
 
 
@@ -212,15 +217,15 @@ class SequenceMetadata:
         return self._cache[key]  # type: ignore[return-value]
 
     def mask(
-        self, pattern: Pattern, first_head: int = 0, n_heads: int = 1, rows: slice | None = None
+        self, pattern: Pattern, first_head: int = 0, n_heads: int = 1, queries: slice = ALL_QUERIES
     ) -> Tensor | None:
         """Return the boolean mask [B or 1, n or 1, T, S], true where visible; None if `builtin_mask` is exact.
 
-        Cached for all layers. Padding sees padding. first_head, n_heads: for patterns that differ by head. rows: a
-        slice of the queries, not cached.
+        Cached for all layers. Padding sees padding. first_head, n_heads: for patterns that differ by head. queries: a
+        slice; masks of some are not cached.
         """
-        if rows is not None and len(range(*rows.indices(self.positions.shape[1]))) < self.positions.shape[1]:
-            return pattern.mask(self, first_head, n_heads, rows)
+        if not selects_all(queries, self.positions.shape[1]):
+            return pattern.mask(self, first_head, n_heads, queries)
         key = ("mask", pattern, first_head, n_heads)
         return self.cached(key, lambda: pattern.mask(self, first_head, n_heads))
 
@@ -238,10 +243,10 @@ class SequenceMetadata:
         last = first + count
         return self.cached("distances once", lambda: torch.arange(first, last, device=queries.device))
 
-    def relative_positions(self, rows: slice = ALL_QUERIES) -> Tensor:
-        """Return key − query in tokens, int64 [T, S]. rows: a slice of the queries."""
-        if len(range(*rows.indices(len(self.indices)))) < len(self.indices):
-            return self.key_indices[None, :] - self.indices[rows, None]
+    def relative_positions(self, queries: slice = ALL_QUERIES) -> Tensor:
+        """Return key − query in tokens, int64 [T, S]. queries: a slice, by default all."""
+        if not selects_all(queries, len(self.indices)):
+            return self.key_indices[None, :] - self.indices[queries, None]
         return self.cached("distances", lambda: self.key_indices[None, :] - self.indices[:, None])
 
     def document_ids(self, *, of_memory: bool = False) -> tuple[Tensor, Tensor] | None:
@@ -253,10 +258,10 @@ class SequenceMetadata:
             return None
         return self._documents(), self._select_cached(self._documents_with_cached())
 
-    def same_document(self, *, of_memory: bool = False, rows: slice = ALL_QUERIES) -> Tensor | None:
-        """Return boolean [B, 1, T, S], whether query and key share a document; None if all do. rows: see `mask`."""
+    def same_document(self, *, of_memory: bool = False, queries: slice = ALL_QUERIES) -> Tensor | None:
+        """Return boolean [B, 1, T, S], whether query and key share a document; None if all do. queries: see `mask`."""
         ids = self.document_ids(of_memory=of_memory)
-        return None if ids is None else (ids[0][:, rows, None] == ids[1][:, None, :])[:, None]
+        return None if ids is None else (ids[0][:, queries, None] == ids[1][:, None, :])[:, None]
 
     def positions_in_document(self) -> tuple[Tensor, Tensor]:
         """Return the index in its document of each query [B, T] and each key [B, S]."""
@@ -304,7 +309,7 @@ class SequenceMetadata:
         return torch.zeros_like(self.positions) if self.documents is None else self.documents
 
     def _documents_with_cached(self) -> Tensor:
-        """[B, past + T]."""
+        """Return the documents of cached and new tokens, [B, past + T]."""
         if not self.cached_length:
             return self._documents()
         past = self.cached_documents

@@ -24,7 +24,7 @@ class StageBlock(Block):
         self.share = share
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the stage's tokens."""
+        """Return the cost of the stage's tokens."""
         return default_cost(self, tokens.with_count(tokens.n * self.share))
 
 
@@ -64,7 +64,7 @@ class PooledBlock(nn.Module):
         self.ffn_skip = Linear(d, d_out, initial("dense", d, d_out), bias=True) if d_out != d else None
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the stage's tokens."""
+        """Return the cost of the stage's tokens."""
         stage_tokens = tokens.with_count(tokens.n * self.share)
         return total_cost(self.children(), stage_tokens)
 

@@ -75,7 +75,7 @@ class TaskHead(nn.Module):
         """Set while an evaluation collects predictions."""
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of one token of each row."""
+        """Return the cost of one token of each row."""
         return default_cost(self, tokens.with_count(1))
 
     def pool(self, hidden: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class SpanExtractionHead(TaskHead):
         self.row_scores = RowScores()
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of all tokens."""
+        """Return the cost of all tokens."""
         return default_cost(self, tokens)
 
     def forward(

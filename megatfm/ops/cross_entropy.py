@@ -67,7 +67,7 @@ def cross_entropy(
     losses_M: Tensor | None = None,
     weights_M: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy in chunks of tokens, so that tokens × vocabulary logits never exist at once.
+    """Compute cross-entropy in chunks of tokens, so that tokens × vocabulary logits never exist at once.
 
     The forward pass overwrites the logits with their gradients and computes the needed gradients of the inputs (as in
     Liger, Hsu et al. 2024); the backward pass only scales them. Returns the sum of the losses, in nats.

@@ -48,7 +48,7 @@ def compute_scales(x: Tensor, rowwise: bool, largest: float) -> Tensor:
 
 
 def quantise(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """x divided by its scale, in 8 bits."""
+    """Return x divided by its scale, in 8 bits."""
     return (x * scale.reciprocal().to(x.dtype)).to(kind)
 
 

@@ -78,7 +78,7 @@ def _multiply_golden(values: Tensor) -> Tensor:
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; int64's own shift is arithmetic."""
+    """Shift logically to the right; int64's own shift is arithmetic."""
     return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -61,7 +61,7 @@ class Difference:
 
     @property
     def is_wrong(self) -> bool:
-        """Return whether the error is above `bound`, or NaN."""
+        """Whether the error is above `bound`, or NaN."""
         return not self.error <= self.bound
 
 
@@ -278,7 +278,7 @@ class PresetResult:
 
     @property
     def is_wrong(self) -> bool:
-        """Return whether the layout computes something else than one process, or failed."""
+        """Whether the layout computes something else than one process, or failed."""
         return self.outcome in ("DIFFERENT", "FAILED")
 
 

@@ -130,6 +130,14 @@ def head_rules(transform: str, norm: str, bias: str, copies: Iterable[str] = ())
     ]
 
 
+PREDICTION_HEAD = head_rules(
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.bias",
+    copies=["cls.predictions.decoder.bias"],
+)
+"""The output head of BERT and DeBERTa."""
+
 # BERT: BertForPreTraining has the sentence head, BertForMaskedLM has not
 
 BERT_KEYS = ENCODER_KEYS | POOLER | {"pad_token_id": used(0, int, None)}
@@ -149,12 +157,7 @@ def bert_rules(config: ModelConfig, pooler: str = "bert.pooler.dense") -> list[W
     return [
         *embedding_rules("bert.embeddings.", copies=["cls.predictions.decoder.weight"]),
         *per_layer(config.n_layers, "encoder.layers.", "bert.encoder.layer.", BLOCK),
-        *head_rules(
-            "cls.predictions.transform.dense",
-            "cls.predictions.transform.LayerNorm",
-            "cls.predictions.bias",
-            copies=["cls.predictions.decoder.bias"],
-        ),
+        *PREDICTION_HEAD,
         *(sentence if "sentence" in config.extra_heads else []),
     ]
 

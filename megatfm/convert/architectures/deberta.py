@@ -12,7 +12,7 @@ from megatfm.convert.architectures.bert import (
     AFTER_ATTENTION,
     ENCODER_KEYS,
     POSITION_IDS,
-    head_rules,
+    PREDICTION_HEAD,
     read_encoder,
     write_encoder,
 )
@@ -122,12 +122,7 @@ def _map_model(
         rename("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
         *(rename_linear("encoder.position.norm", "deberta.encoder.LayerNorm", bias=True) * position_norm),
         *per_layer(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
-        *head_rules(
-            "cls.predictions.transform.dense",
-            "cls.predictions.transform.LayerNorm",
-            "cls.predictions.bias",
-            copies=["cls.predictions.decoder.bias"],
-        ),
+        *PREDICTION_HEAD,
     ]
 
 

@@ -96,8 +96,8 @@ def read_towers(
     for key in SHARED:
         if vision[key] != text[key]:
             raise UsageError(
-                f"config.json: text_config.{key} = {text[key]!r} and vision_config.{key} = {vision[key]!r}: they share "
-                "one here"
+                f"config.json: text_config.{key} = {text[key]!r} and vision_config.{key} = {vision[key]!r}: "
+                "megatfm has one for both"
             )
     return read_image(vision), text
 
@@ -121,8 +121,8 @@ def get_sections(config: ModelConfig, causal: bool, loss: str) -> tuple[TextTowe
         raise UsageError(f"model.family = {config.family!r} has no two towers")
     if text.causal != causal or contrastive.loss != loss:
         raise UsageError(
-            f"model.text_tower.causal = {text.causal} and model.contrastive.loss = {contrastive.loss!r}: it has "
-            f"{causal} and {loss!r}"
+            f"model.text_tower.causal = {text.causal} and model.contrastive.loss = {contrastive.loss!r}: the class of "
+            f"transformers has causal = {causal} and loss = {loss!r}"
         )
     return text, contrastive
 

@@ -43,7 +43,7 @@ class _Projections(HeadProjections):
         return self.wq, self.wk
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of projecting the tokens and the position table, and of the core."""
+        """Return the cost of projecting the tokens and the position table, and of the core."""
         table = total_cost(self.get_position_projections(), tokens.with_count(self.core.n_rows))
         return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + table + self.core.cost(tokens)
 
@@ -124,7 +124,7 @@ class DisentangledCore(nn.Module):
         self.dropout = Dropout(config.attention.dropout, "attention")
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of content scores and weighted values, and of products with the position table."""
+        """Return the cost of content scores and weighted values, and of products with the position table."""
         position_macs = self.channels * self.n_rows * tokens.n
         return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(
             attention_macs=position_macs, visible_attention_macs=position_macs
@@ -144,8 +144,9 @@ class DisentangledCore(nn.Module):
         key_position_scores_BNSR = (k_BNSH * self.scale) @ q_NRH.transpose(-1, -2)
         rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNTH.shape[1])
 
-        def attend(rows: slice) -> Tensor:
-            distances_TS, q_chunk_BNTH = -sequence.relative_positions(rows), q_BNTH[:, :, rows]  # query − key
+        def attend(queries: slice) -> Tensor:
+            distances_TS = -sequence.relative_positions(queries)  # query − key
+            q_chunk_BNTH = q_BNTH[:, :, queries]
             key_positions, query_positions = (
                 self.rows(d).expand(*q_BNTH.shape[:2], -1, -1) for d in (distances_TS, distances_TS.T)
             )
@@ -153,8 +154,8 @@ class DisentangledCore(nn.Module):
             position_to_content = key_position_scores_BNSR.gather(-1, query_positions)
             scores_BNTS = q_chunk_BNTH @ k_BNSH.transpose(-1, -2) + content_to_position
             scores_BNTS = scores_BNTS + position_to_content.transpose(-1, -2)
-            chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
-            mask_B1TS = sequence.mask(self.pattern, rows=rows)
+            chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, queries]
+            mask_B1TS = sequence.mask(self.pattern, queries=queries)
             probabilities_BNTS = compute_probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, chunk_keys)
             return zero_blind_queries(probabilities_BNTS @ v_BNSH, mask_B1TS)
 
@@ -182,7 +183,7 @@ class RelativePositionTable(nn.Module):
         self.table = Embedding(rows, config.d_model, initial("relative", rows, config.d_model))
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """[R, D]."""
+        """Return the table of distances [R, D]."""
         return self.table.weight
 
 
@@ -217,11 +218,11 @@ class BucketedPositionTable(nn.Module):
         self.norm = make_norm(config)
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Zero: the norm runs once over the table, for all tokens and layers."""
+        """Return 0: the norm runs once over the table, for all tokens and layers."""
         return Cost()
 
     def forward(self, sequence: SequenceMetadata, causal: bool) -> Tensor:
-        """[R, D]."""
+        """Return the table of distances [R, D]."""
         return self.norm(self.table.weight)
 
 

@@ -42,7 +42,7 @@ class HeadProjections(nn.Module):
         self.wo = Linear(width, d, initial("out", width, d), bias=bias)
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """[…, T, N · H] → […, N, T, H]."""
+        """Reshape […, T, N · H] → […, N, T, H]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
 
@@ -94,7 +94,7 @@ class DotProductAttention(nn.Module):
         return find_global_queries(self.pattern.simplify(row.length), row, indices_by_rank)
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the scores and of the weighted sums of values."""
+        """Return the cost of the scores and of the weighted sums of values."""
         return self.pattern.cost(tokens, self.channels, self.n_heads)
 
     def forward(

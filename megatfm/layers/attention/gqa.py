@@ -53,7 +53,8 @@ class GroupedQueryAttention(HeadProjections):
         self.core, self.pattern = core(config, initial, pattern), pattern
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of all submodules; those of keys and values process the attended tokens, the others the queries'."""
+        """Return the cost of all submodules; those of keys and values process the attended tokens, the others the
+        queries'."""
         attended = tokens.with_count(tokens.encoder_tokens) if self.is_cross_attention else tokens
         key_value_modules = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
         query_modules = (module for module in self.children() if module not in key_value_modules)

@@ -133,7 +133,8 @@ class LinformerAttention(HeadProjections):
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of the projections; each key and value goes into `rank` sums, and each query attends to `rank` keys."""
+        """Return the cost of the projections; each key and value goes into `rank` sums, and each query attends to
+        `rank` keys."""
         pairs = 4 * self.rank * tokens.n * self.channels
         return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + Cost(
             attention_macs=pairs, visible_attention_macs=pairs

@@ -116,7 +116,7 @@ class GlobalAttention(DotProductAttention):
     cp_plan = "global_queries"
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Zero: LocalAttention counts all pairs of the pattern, global ones included."""
+        """Return 0: LocalAttention counts all pairs of the pattern, global ones included."""
         return Cost()
 
     def forward(  # type: ignore[override]  # outputs of local attention, and a subset of queries

@@ -180,7 +180,7 @@ class MemoryCompressedPattern(AttentionPattern):
         return ((k == 0) & (q >= 0)) | ((k // self.factor + 1) * self.factor <= q)
 
     def count_pairs(self, length: int, n_heads: int = 1) -> float:
-        """Pairs of queries and compressed keys."""
+        """Count pairs of queries and compressed keys."""
         n_blocks, remainder = divmod(length, self.factor)
         return self.factor * n_blocks * (n_blocks + 1) / 2 + remainder * (n_blocks + 1)
 
@@ -269,7 +269,7 @@ class Convolution(nn.Module):
         self.initial = {"weight": initial}
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of one matrix for each token."""
+        """Return the cost of one matrix for each token."""
         return Cost(matmul_macs=self.weight.numel() / len(self.weight) * tokens.n)
 
     def forward(self, x_BNTH: Tensor, blocks: CompressedBlocks) -> Tensor:

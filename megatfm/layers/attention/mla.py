@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
         q_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1)
         latent_B1TX = torch.cat((latent_BTC[:, None], k_rope_B1TR), -1)
         if cache is None:
-            heads_BNTV = self.core(q_BNTH, latent_B1TX, self.wk.matrix(), self.wv.matrix(), sequence)
+            heads_BNTV = self.core(q_BNTH, latent_B1TX, self.wk.compute_matrix(), self.wv.compute_matrix(), sequence)
         else:
             heads_BNTV = self._attend_cached(q_BNTH, latent_B1TX, sequence, cache)
         return self.wo(heads_BNTV.transpose(1, 2).flatten(2))
@@ -114,9 +114,9 @@ class LatentAttention(nn.Module):
         )
         if q_BNTH.shape[2] == 1 and not self.core.has_dropout(sequence):
             return self.core.attend_one_query(
-                q_BNTH, latent_B1SX, self.wk.matrix(), self.wv.matrix(), sequence
+                q_BNTH, latent_B1SX, self.wk.compute_matrix(), self.wv.compute_matrix(), sequence
             )
-        k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.matrix(), self.wv.matrix())
+        k_BNSH, v_BNSV = self.core.heads(latent_B1SX, self.wk.compute_matrix(), self.wv.compute_matrix())
         return self.core.attend_head_shard(self.core.dropout.shard_index, q_BNTH, k_BNSH, v_BNSV, sequence)
 
     def _split_heads(self, x: Tensor, width: int) -> Tensor:

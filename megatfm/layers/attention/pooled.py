@@ -62,7 +62,7 @@ class PooledAttention(nn.Module):
         )
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost for `tokens` output tokens; queries, keys and values are projected before pooling."""
+        """Return the cost for `tokens` output tokens; queries, keys and values are projected before pooling."""
         input_tokens, keys = (
             tokens.with_count(tokens.n * self.stride**2),
             tokens.n * (self.stride / self.pool_k.stride) ** 2,

@@ -48,7 +48,7 @@ class ShawCore(nn.Module):
         self.dropout = Dropout(options.dropout, "attention")
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of dot-product attention, and of products with the distance vectors of keys and of values."""
+        """Return the cost of dot-product attention, and of products with the distance vectors of keys and of values."""
         by_distance = self.channels * len(self.keys) * tokens.n
         return self.pattern.cost(tokens, self.channels, self.n_heads) + Cost(
             attention_macs=by_distance, visible_attention_macs=by_distance
@@ -68,28 +68,29 @@ class ShawCore(nn.Module):
         q_BNTH = q_BNTH * self.scale
         rng_keys_BNT = self.dropout.make_head_rng_keys(sequence, q_BNTH.shape[1])
 
-        def attend(rows: slice) -> Tensor:
-            chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, rows]
-            return self._attend(q_BNTH[:, :, rows], k_BKSH, v_BKSH, sequence, rows, chunk_keys)
+        def attend(queries: slice) -> Tensor:
+            chunk_keys = None if rng_keys_BNT is None else rng_keys_BNT[:, :, queries]
+            return self._attend(q_BNTH[:, :, queries], k_BKSH, v_BKSH, sequence, queries, chunk_keys)
 
         return attend_in_chunks(attend, q_BNTH, k_BKSH.shape[2], f"{self.pattern!r} with Shaw's positions")
 
     def _attend(
-        self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sequence: SequenceMetadata, rows: slice,
+        self, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sequence: SequenceMetadata, queries: slice,
         rng_keys_BNT: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Attend with a slice of the queries, which are already scaled."""
         distances_TS = (
-            sequence.relative_positions(rows).clamp(-self.max_distance, self.max_distance) + self.max_distance
+            sequence.relative_positions(queries).clamp(-self.max_distance, self.max_distance)
+            + self.max_distance
         )
         index_BNTS = distances_TS.expand(*q_BNTH.shape[:2], *distances_TS.shape)
         scores_BNTS = q_BNTH @ k_BKSH.transpose(-1, -2) + (q_BNTH @ self.keys.T).gather(-1, index_BNTS)
         if self.softcap:
             scores_BNTS = self.softcap * torch.tanh(scores_BNTS / self.softcap)
         heads = q_BNTH.shape[1] if self.pattern.differs_by_head else 1
-        mask_B1TS = sequence.mask(self.pattern, self.dropout.shard_index * heads, heads, rows)
+        mask_B1TS = sequence.mask(self.pattern, self.dropout.shard_index * heads, heads, queries)
         if mask_B1TS is None and self.pattern.builtin_mask == "causal":
-            mask_B1TS = (sequence.relative_positions(rows) <= 0)[None, None]
+            mask_B1TS = (sequence.relative_positions(queries) <= 0)[None, None]
         probabilities_BNTS = compute_probabilities(scores_BNTS, mask_B1TS, self.dropout.rate, rng_keys_BNT)
         zeros_BNTR = q_BNTH.new_zeros(*q_BNTH.shape[:3], len(self.values))
         by_distance_BNTR = zeros_BNTR.scatter_add(-1, index_BNTS, probabilities_BNTS)

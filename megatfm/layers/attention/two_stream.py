@@ -17,7 +17,7 @@ from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.linear import Linear
-from megatfm.layers.sequence import SequenceMetadata
+from megatfm.layers.sequence import SequenceMetadata, selects_all
 from megatfm.ops.attention.reference import attend_in_chunks, compute_probabilities, zero_blind_queries
 
 # B batch, Q queries, S keys, D model width, N heads, H head width, R relative positions
@@ -60,19 +60,21 @@ class QueryStream:
         """Return a copy with the random keys of one layer."""
         return replace(self, sequence=self.sequence.at_layer(depth, skip_rate))
 
-    def make_pairs(self, rows: slice) -> PairwiseInputs:
+    def make_pairs(self, queries: slice) -> PairwiseInputs:
         """Return inputs for a slice of queries with all tokens; those of all queries are cached for all layers."""
-        if len(range(*rows.indices(self.indices_BQ.shape[1]))) < self.indices_BQ.shape[1]:
-            return self._compute_pairs(rows)
-        return self.sequence.cached("pairs of a stream", lambda: self._compute_pairs(rows))
+        if selects_all(queries, self.indices_BQ.shape[1]):
+            return self.sequence.cached("pairs of a stream", lambda: self._compute_pairs(queries))
+        return self._compute_pairs(queries)
 
-    def _compute_pairs(self, rows: slice) -> PairwiseInputs:
+    def _compute_pairs(self, queries: slice) -> PairwiseInputs:
         full_segments = self.segments.full
         indices_S = torch.arange(full_segments.shape[1], device=full_segments.device)
-        distances_BQS = self.indices_BQ[:, rows, None] - indices_S + full_segments.shape[1] - 1
-        segments_BQS = (self.segments.local[:, rows, None] != full_segments[:, None]).long()
-        masks = [field.full[:, None] <= field.local[:, rows, None] for field in (self.order,) if field]
-        masks += [field.full[:, None] == field.local[:, rows, None] for field in (self.documents,) if field]
+        distances_BQS = self.indices_BQ[:, queries, None] - indices_S + full_segments.shape[1] - 1
+        segments_BQS = (self.segments.local[:, queries, None] != full_segments[:, None]).long()
+        masks = [field.full[:, None] <= field.local[:, queries, None] for field in (self.order,) if field]
+        masks += [
+            field.full[:, None] == field.local[:, queries, None] for field in (self.documents,) if field
+        ]
         mask_B1QS = reduce(torch.logical_and, masks)[:, None] if masks else None
         return PairwiseInputs(mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
 
@@ -139,7 +141,7 @@ class TwoStreamAttention(nn.Module):
         self.dropout = Dropout(config.attention.dropout, "attention")
 
     def cost(self, tokens: TokenCounts, content: float = 0.0) -> Cost:
-        """Cost for `tokens` queries of both streams. content: number of keys; 0: as many as queries.
+        """Return the cost for `tokens` queries of both streams. content: number of keys; 0: as many as queries.
 
         Scores are computed with `content` keys, 2 · content − 1 relative positions and two segment vectors.
         """
@@ -168,11 +170,11 @@ class TwoStreamAttention(nn.Module):
         q_BNQH = self._project_heads(self.wq, x_BQD) * self.scale
         rng_keys_BNQ = self.dropout.make_head_rng_keys(stream.sequence, q_BNQH.shape[1])
 
-        def attend(rows: slice) -> Tensor:
+        def attend(queries: slice) -> Tensor:
             scores_BNQS, mask_B1QS = self._compute_scores(
-                q_BNQH[:, :, rows], content, stream.make_pairs(rows)
+                q_BNQH[:, :, queries], content, stream.make_pairs(queries)
             )
-            chunk_keys = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, rows]
+            chunk_keys = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, queries]
             probabilities_BNQS = compute_probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
             return zero_blind_queries(probabilities_BNQS @ content.values, mask_B1QS)
 

@@ -63,7 +63,8 @@ class WindowedAttention(nn.Module):
         self.position = make_bias(config, initial) if make_bias else None
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of projections and attention; position biases are computed once for all windows and cost little."""
+        """Return the cost of projections and attention; position biases are computed once for all windows and cost
+        little."""
         return total_cost((self.wq, self.wk, self.wv, self.wo, self.core), tokens)
 
     def forward(

@@ -205,7 +205,7 @@ class Experts(nn.Module):
         self.lora_scale = scale
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of `top_k` experts for each token."""
+        """Return the cost of `top_k` experts for each token."""
         n_expert_parameters = sum(parameter[0].numel() for parameter in self.parameters())
         matrices = sum(parameter[0].numel() for parameter in self.parameters() if parameter.dim() > 2)
         return Cost(
@@ -309,7 +309,7 @@ class Experts(nn.Module):
 
 @contextmanager
 def without_capacity(model: nn.Module) -> Iterator[None]:
-    """Context manager that disables the experts' capacity, for generation.
+    """Disable the experts' capacity, for generation.
 
     Capacity depends on the row's length. In generation, rows grow by a token a step, so results would depend on how
     far generation has come.

@@ -20,7 +20,7 @@ from megatfm.layers.sequence import SequenceMetadata
 
 
 def load_balancing_loss(routing: RouterOutput, is_token_BT: Tensor, load_shares_E: Tensor) -> Tensor:
-    """Σₜ E Σₑ shareₑ pₜₑ over tokens (Fedus et al. 2022, equation 4; Qiu et al. 2025): 1 a token when balanced.
+    """Return Σₜ E Σₑ shareₑ pₜₑ over tokens (Fedus et al. 2022, equation 4; Qiu et al. 2025): 1 a token when balanced.
 
     load_shares_E: each expert's share of all choices in the previous step's global batch.
     """
@@ -50,8 +50,8 @@ def count_choices_by_row(
 def sequence_load_balancing_loss(
     routing: RouterOutput, is_token_BT: Tensor, counts_BX: Tensor, sums: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Σ over rows of E Σₑ fₑ Pₑ, with fₑ the share of a row's choices and Pₑ the mean probability of expert e: 1 a row
-    when balanced (DeepSeek-AI 2024, equations 17 to 20). counts_BX: `count_choices_by_row` of full rows.
+    """Return Σ over rows of E Σₑ fₑ Pₑ, with fₑ the share of a row's choices and Pₑ the mean probability of expert e: 1
+    a row when balanced (DeepSeek-AI 2024, equations 17 to 20). counts_BX: `count_choices_by_row` of full rows.
     """
     tokens_B1, chosen_BE = counts_BX[:, :1].clamp(min=1), counts_BX[:, 1:]
     shares_BE = chosen_BE / (tokens_B1 * routing.expert_indices.shape[-1])
@@ -60,12 +60,13 @@ def sequence_load_balancing_loss(
 
 
 def z_loss(routing: RouterOutput, is_token_BT: Tensor) -> Tensor:
-    """Σₜ logsumexp(logits)² (Zoph et al. 2022, equation 5)."""
+    """Return Σₜ logsumexp(logits)² (Zoph et al. 2022, equation 5)."""
     return routing.logits.logsumexp(-1).square().masked_fill(~is_token_BT, 0).sum()
 
 
 def cv_squared_loss(values_BTE: Tensor, is_token_BT: Tensor, means_E: Tensor) -> Tensor:
-    """tokens · CV², the squared coefficient of variation of expert sums (Shazeer et al. 2017, equations 7 and 11).
+    """Return tokens · CV², the squared coefficient of variation of expert sums (Shazeer et al. 2017, equations 7 and
+    11).
 
     Linearised at the means of the previous step, so that it is a sum over tokens; exact if the means are this batch's.
     """

@@ -251,7 +251,7 @@ class TokenHash(nn.Module):
         return keyed.draw_uniform(self.token_rng_keys(sequence), width)
 
     def token_rng_keys(self, sequence: SequenceMetadata) -> Tensor:
-        """int64 [B, T]. Raises UsageError where the model reads no tokens."""
+        """Return ids int64 [B, T]. Raises UsageError where the model reads no tokens."""
         if sequence.tokens is None:
             raise UsageError(
                 "model.ffn.router.name = 'hash' hashes token ids, but the model's input has none: choose another router"

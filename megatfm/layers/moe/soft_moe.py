@@ -52,7 +52,8 @@ class SoftMoE(nn.Module):
         self.gather_slots, self.return_slots = GatherSlots(), ReturnSlots()
 
     def cost(self, tokens: TokenCounts) -> Cost:
-        """Cost of experts on the slots, and of the dispatch and combine products between tokens and slots."""
+        """Return the cost of experts on the slots, and of the dispatch and combine products between tokens and
+        slots."""
         slots, d = self.weight.shape
         mixing = 2.0 * tokens.n * slots * d
         return Cost(

@@ -106,7 +106,7 @@ def plan_blocks(
 
 
 def _group_by_query_block(table_BnQJ: Tensor, grid: BlockGrid) -> Tensor:
-    """[B or 1, n, Q, J] → [B · Q, n, J]."""
+    """Reshape [B or 1, n, Q, J] → [B · Q, n, J]."""
     return table_BnQJ.expand(grid.batch, -1, -1, -1).transpose(1, 2).flatten(0, 1)
 
 
@@ -210,7 +210,7 @@ def make_bands(
 
 
 def view_tiles(x: Tensor, first: int, size: int, count: int, step: int) -> Tensor:
-    """[…, T, H] → […, n, size, H], a view of `count` tiles, each `step` tokens after the previous one."""
+    """Return […, T, H] as […, n, size, H], a view of `count` tiles, each `step` tokens after the previous one."""
     windows = x.narrow(-2, first, (count - 1) * step + size)
     return windows.unfold(-2, size, step).transpose(-1, -2)
 

@@ -273,7 +273,7 @@ def _mask_to_bias(mask: Tensor, keys: int, groups: int, dtype: torch.dtype) -> T
 
 
 def _gather_queries(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
-    """[B, N, T, ·] → [R, K', g·b, ·]; heads that share keys are stacked."""
+    """Gather queries [B, N, T, ·] → [R, K', g·b, ·]; heads that share keys are stacked."""
     for x in tensors:
         blocks = x.shape[2] // chunk.size
         queries = x.unflatten(2, (-1, chunk.size))
@@ -289,7 +289,7 @@ def _scatter_queries(out: Tensor, x: Tensor, chunk: Chunk) -> None:
 
 
 def _gather_keys(chunk: Chunk, *tensors: Tensor) -> Iterator[Tensor]:
-    """[B, K, S, ·] → [R, K', M·b, ·]."""
+    """Gather keys or values [B, K, S, ·] → [R, K', M·b, ·]."""
     for x in tensors:
         keys = x.reshape(-1, chunk.size * x.shape[-1]).index_select(0, chunk.key_blocks)
         yield keys.view(len(chunk.query_blocks), chunk.heads, -1, x.shape[-1])

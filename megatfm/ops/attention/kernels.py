@@ -108,7 +108,7 @@ def _supports_any(request: AttentionRequest) -> bool:
 
 
 def _supports_block_sparse(request: AttentionRequest) -> bool:
-    """Not compiled, since the visited blocks depend on the batch."""
+    """Is not compiled, since the visited blocks depend on the batch."""
     return request.device == "cpu" and not (request.has_dense_bias or request.compiled)
 
 

@@ -70,26 +70,33 @@ class AttentionMask(Protocol):
         """Number of keys before and after a query that it sees of its document, −1: all; None if no window is equal."""
 
     def cu_seqlens(self) -> Tensor:
-        """Cumulative lengths of documents in all rows laid end to end, int32 [C + 1]. Only for masks with a window."""
+        """Return cumulative lengths of documents in all rows laid end to end, int32 [C + 1].
+
+        Only for masks with a window.
+        """
 
     def mask(self) -> Tensor | None:
-        """Boolean [B or 1, N or 1, T, S], true where a query sees a key; None if `builtin_mask` is equal."""
+        """Return boolean [B or 1, N or 1, T, S], true where a query sees a key; None if `builtin_mask` is equal."""
 
     def block_mask(self, size: int) -> Tensor:
-        """Boolean [B or 1, N or 1, ⌈T/size⌉, ⌈S/size⌉], true where a block of queries may see a key of a block."""
+        """Return boolean [B or 1, N or 1, ⌈T/size⌉, ⌈S/size⌉], true where a block of queries may see a key of a
+        block."""
 
     def full_block_mask(self, size: int) -> Tensor:
-        """Boolean, of the shape of `block_mask`, true only if all queries of a block see all keys of a block."""
+        """Return booleans of the shape of `block_mask`, true only if all queries of a block see all keys of a block."""
 
     def mask_mod(self, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Booleans of single pairs. b, n, q, k: int64 indices of rows, heads, queries and keys, which broadcast."""
+        """Return booleans of single pairs.
+
+        b, n, q, k: int64 indices of rows, heads, queries and keys, which broadcast.
+        """
 
     def find_translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
-        """Booleans of query blocks [B or 1, ⌈T/size⌉] and key blocks [B or 1, ⌈S/size⌉] for which the mask of a pair
-        depends only on their distance; None: there are none."""
+        """Return booleans of query blocks [B or 1, ⌈T/size⌉] and key blocks [B or 1, ⌈S/size⌉] for which the mask of a
+        pair depends only on their distance; None: there are none."""
 
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
-        """The whole mask as bands of tiles; None if it is no band. fused: see `block_plan.bands`."""
+        """Return the whole mask as bands of tiles; None if it is no band. fused: see `block_plan.bands`."""
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return a value that all layers with this mask share; `make` is called once for each key."""
@@ -107,7 +114,7 @@ class DenseMask:
     document_starts: Tensor | None = None
 
     def cu_seqlens(self) -> Tensor:
-        """Cumulative lengths as passed."""
+        """Return cumulative lengths as passed."""
         assert self.document_starts is not None
         return self.document_starts
 

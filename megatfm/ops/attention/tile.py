@@ -290,19 +290,20 @@ def merge_partial(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
 
 
 def _group_by_keys(x: Tensor, band: Band, heads: int) -> Tensor:
-    """[B, N or K, T, ·] → [X, g or 1, T, ·], of the band's rows and each key head."""
+    """Select [B, N or K, T, ·] → [X, g or 1, T, ·], of the band's rows and each key head."""
     rows = x if band.row is None else x[band.row : band.row + 1]
     return rows.unflatten(1, (heads, -1)).flatten(0, 1)
 
 
 def _select_queries(x: Tensor, first: int, count: int, band: Band) -> Tensor:
-    """[X, g, T, ·] → [X, n, g·b, ·], or [X, g, b, ·] of a causal tile, where the heads of a key can't be stacked."""
+    """Select [X, g, T, ·] → [X, n, g·b, ·], or [X, g, b, ·] of a causal tile, where the heads of a key can't be
+    stacked."""
     queries = view_tiles(x, first, band.queries, count, band.step)
     return queries[:, :, 0] if band.causal else queries.transpose(1, 2).flatten(2, 3)
 
 
 def _ungroup_heads(x: Tensor, groups: int, band: Band) -> Tensor:
-    """The inverse of `_select_queries`, up to [X, g, n, b, ·]."""
+    """Invert `_select_queries`, up to [X, g, n, b, ·]."""
     return x[:, :, None] if band.causal else x.unflatten(2, (groups, -1)).transpose(1, 2)
 
 

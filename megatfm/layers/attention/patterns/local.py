@@ -66,7 +66,7 @@ def require_full(config: ModelConfig) -> None:
 
 @PATTERNS.register("full")
 def full(config: ModelConfig, causal: bool) -> Full:
-    """Full attention, causal in decoders."""
+    """Make full attention, causal in decoders."""
     return Full(causal)
 
 
@@ -281,7 +281,7 @@ class Strided(_CausalByOption):
 
 @PATTERNS.register("strided")
 def strided(config: ModelConfig, causal: bool) -> Strided:
-    """Both of the paper's heads in one, its "merged" form."""
+    """Make both of the paper's heads in one, its "merged" form."""
     options = require_variant(config.attention.pattern, StridedPatternConfig, "model.attention.pattern")
     return Strided(options.stride, causal)
 
@@ -314,7 +314,7 @@ class Fixed(_CausalByOption):
 
 @PATTERNS.register("fixed")
 def fixed(config: ModelConfig, causal: bool) -> Fixed:
-    """Both of the paper's heads in one, its "merged" form."""
+    """Make both of the paper's heads in one, its "merged" form."""
     options = require_variant(config.attention.pattern, FixedPatternConfig, "model.attention.pattern")
     if options.n_summary_tokens >= options.stride:
         raise UsageError(

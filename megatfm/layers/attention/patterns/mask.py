@@ -74,7 +74,8 @@ class PatternMask:
         return is_visible if documents is None else is_visible & (documents[0][b, q] == documents[1][b, k])
 
     def find_translation_invariant_blocks(self, size: int) -> tuple[Tensor, Tensor] | None:
-        """Blocks inside one document, for patterns that depend on key − query only; None for other patterns."""
+        """Return the blocks inside one document, for patterns that depend on key − query only; None for other
+        patterns."""
         if (
             not (self._pattern.is_relative and self._sequence.is_full_sequence)
             or self._sequence.prefix_mask is not None
@@ -89,7 +90,8 @@ class PatternMask:
         return (bounds_q.first == bounds_q.last)[:, 0, :, 0], (bounds_k.first == bounds_k.last)[:, 0, :, 0]
 
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
-        """Bands of tiles along each document; None for shards, cached keys, a prefix or a pattern that is no band."""
+        """Return bands of tiles along each document; None for shards, cached keys, a prefix or a pattern that is no
+        band."""
         sides, sequence = self._pattern.band, self._sequence
         is_plain = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
         if sides is None or not is_plain or self._pattern.is_cross_attention:

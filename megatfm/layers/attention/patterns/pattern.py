@@ -175,7 +175,8 @@ class AttentionPattern:
         return n_pairs / n_heads
 
     def cost(self, tokens: TokenCounts, channels: float, n_heads: int = 1) -> Cost:
-        """Cost of the scores and of the weighted sums of values. channels: query plus value channels, all heads.
+        """Return the cost of the scores and of the weighted sums of values. channels: query plus value channels, all
+        heads.
 
         Sparse patterns count their visible pairs (`count_pairs`). Built-in masks count all pairs as computed and, if
         causal, half as visible, as is the convention.
@@ -201,21 +202,21 @@ class AttentionPattern:
         )
 
     def mask(
-        self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1, rows: slice = ALL_QUERIES
+        self, sequence: SequenceMetadata, first_head: int = 0, n_heads: int = 1, queries: slice = ALL_QUERIES
     ) -> Tensor | None:
         """Return the boolean mask [B or 1, n or 1, T, S], true where visible; None where `builtin_mask` is exact.
 
-        `sequence.mask(pattern)` caches it for all layers. rows: a slice of the queries.
+        `sequence.mask(pattern)` caches it for all layers. queries: a slice, by default all.
         """
         if self.is_builtin(sequence):
             return None
-        same_B1TS = sequence.same_document(of_memory=self.is_cross_attention, rows=rows)
+        same_B1TS = sequence.same_document(of_memory=self.is_cross_attention, queries=queries)
         if self.builtin_mask == "all":
             return same_B1TS
         q, k = self.positions(sequence)
         heads, lengths = _make_head_index(first_head, n_heads, q.device), self.lengths(sequence)
-        lengths = (lengths[:, rows] if lengths.shape[1] > 1 else lengths)[:, None, :, None]
-        is_visible = self.mask_mod_for_lengths(q[:, None, rows, None], k[:, None, None, :], heads, lengths)
+        lengths = (lengths[:, queries] if lengths.shape[1] > 1 else lengths)[:, None, :, None]
+        is_visible = self.mask_mod_for_lengths(q[:, None, queries, None], k[:, None, None, :], heads, lengths)
         if sequence.prefix_mask is not None:
             is_visible = is_visible | sequence.prefix_mask[:, None, None, :]
         return is_visible if same_B1TS is None else same_B1TS & is_visible
