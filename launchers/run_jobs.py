@@ -167,7 +167,7 @@ def refuse_concurrent_launch(job: Job) -> list[str]:
         if state.is_unknown:
             raise UsageError(
                 f"{run}: it is unknown whether job {job_id} still waits or runs ({state.reason}): try again, or on a "
-                f"machine where SLURM answers; give this run another name; or, if you know that the job is gone, delete "
+                f"machine where SLURM answers; give this run another name; or, if the job is gone, delete "
                 f"{run / LAUNCH}"
             )
         purpose = "evaluates this run" if job.kind == "evaluate" else "is of this run"

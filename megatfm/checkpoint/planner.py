@@ -213,7 +213,7 @@ def _iter_common_groups(
         for kind in kinds:
             if kind != kinds[0]:
                 a, b = (f"{DTYPES[dtype]} {shape}" for dtype, shape in (kinds[0], kind))
-                raise MegatfmError(f"tensor {names[0]}: ranks disagree on its dtype or shape, {a} or {b}")
+                raise MegatfmError(f"tensor {names[0]}: ranks disagree on dtype or shape, {a} or {b}")
         held = [rank_regions for key in group_keys for rank_regions in held_by_group[key]]
         yield kinds[0], tuple(names), sorted(held, key=lambda rank_regions: rank_regions[0])
 

@@ -184,7 +184,7 @@ def test_a_file_that_ends_early_and_a_disk_that_is_full_are_errors(tmp_path: Pat
     buffer = handle.new_cpu_locked_tensor(100, torch.zeros(1)).zero_()
     handle.async_pwrite(buffer[:90], str(path), 0)
     with pytest.raises(
-        MegatfmError, match=r"weights.swp, where DeepSpeed keeps .*: it ends 40 bytes early: make room"
+        MegatfmError, match=r"weights.swp, a file of state .*: it ends 40 bytes early: make room"
     ):
         handle.async_pread(buffer, str(path), 0)
     with pytest.raises(
