@@ -13,7 +13,7 @@ from math import prod
 from torch import nn
 
 from megatfm.config import Config, ParallelConfig
-from megatfm.engines.interface import PRECISIONS, Stateful
+from megatfm.engines.interface import PRECISIONS, CountingModule
 from megatfm.optim.parameters import optimizer_groups
 from megatfm.verify.axes import (
     CONTEXT,
@@ -376,7 +376,7 @@ def _add_module_state(ledger: ExpectedTraffic, parameters: RankParameters) -> No
             if parameters.pipeline
             else (parameters.position.pp,)
         )
-        if isinstance(module, Stateful) and parameters.position.pp in ranks:
+        if isinstance(module, CountingModule) and parameters.position.pp in ranks:
             key = parameters.is_partial_cut(parameters.cuts[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():
