@@ -171,7 +171,7 @@ def resolve_job_config(args: argparse.Namespace) -> tuple[Kind, Config | PrepCon
         return "prep", prep, f"prep-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(prep.out).name)}"[:100]
     if args.evaluate:
         if not (Path(args.config) / "config.toml").is_file():
-            raise UsageError(f"{args.config}: not a run directory: --evaluate takes the one to evaluate")
+            raise UsageError(f"{args.config}: not a run directory: give --evaluate the one to evaluate")
         run = load_config(args.config)
         check_foreign_plugins(run.plugins, args.config, trusted=args.trust_plugins)
         return "evaluate", run.model_copy(update={"run_dir": str(Path(args.config).absolute())}), run.name

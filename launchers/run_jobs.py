@@ -167,7 +167,7 @@ def refuse_concurrent_launch(job: Job) -> list[str]:
         if state.is_unknown:
             raise UsageError(
                 f"{run}: it is unknown whether job {job_id} still waits or runs ({state.reason}): try again, or on a "
-                f"machine where SLURM answers; give this run another name; or, if that job is surely gone, delete "
+                f"machine where SLURM answers; give this run another name; or, if the job is gone, delete "
                 f"{run / LAUNCH}"
             )
         purpose = "evaluates this run" if job.kind == "evaluate" else "is of this run"
@@ -212,7 +212,7 @@ def get_foreground_state(run: Path) -> JobState:
         )
     ended = _read_recorded_end(run)
     if launch_record.get("host") != socket.gethostname() and not ended:
-        return JobState(UNKNOWN, f"started on {launch_record.get('host')}: ask there")
+        return JobState(UNKNOWN, f"started on {launch_record.get('host')}: run this command there")
     return ended or JobState("FAILED", "its launcher process is gone, and recorded no end")
 
 

@@ -179,7 +179,7 @@ def check_json_round_trip(state: Mapping[str, JsonValue]) -> dict[str, JsonValue
             raise MegatfmError(f"state {key!r} can't be stored as JSON: {error}") from error
         if not isinstance(key, str) or not _are_json_equal(value, plain[key]):
             raise MegatfmError(
-                f"state {key!r} would not come back from JSON as it is: use lists, text keys and plain numbers"
+                f"state {key!r} would change in a JSON round trip: use lists, text keys and plain numbers"
             )
     return plain
 
@@ -229,7 +229,7 @@ def parse_metadata(folder: Path, raw: bytes) -> Metadata:
         writer = state.get("megatfm") if isinstance(state, dict) else None
         raise NewerFormatError(
             f"{path} was written by a newer megatfm ({writer!s:.40}, schema version {schema}); this is {__version__}, "
-            f"which reads 1 to {SCHEMA}: go on with that version"
+            f"which reads 1 to {SCHEMA}: use that version"
         )
     if type(schema) is not int or schema < 1:
         raise MegatfmError(f"{path} has schema version {schema!r:.40}, but this megatfm reads 1 to {SCHEMA}")
@@ -282,7 +282,7 @@ def _upgrade_v1(old: _MetadataV1) -> Metadata:
                 raise MegatfmError(f"it places tensors in {piece.file}, which it doesn't list")
             key = piece_key(name, tensor.shape, piece.offsets, piece.sizes)
             if piece.key != key:
-                raise MegatfmError(f"tensor {name}: its piece {key} is said to be called {piece.key!r:.80}")
+                raise MegatfmError(f"tensor {name}: its piece {key} has the key {piece.key!r:.80}")
         pieces = sorted(tensor.pieces, key=lambda piece: (piece.offsets, piece.sizes))
         regions = tuple((piece.offsets, piece.sizes) for piece in pieces)
         groups[tensor.dtype, tensor.shape, regions][name] = [file_index[piece.file] for piece in pieces]

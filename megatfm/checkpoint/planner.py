@@ -23,7 +23,7 @@ from megatfm.checkpoint.sharded_tensor import Region, ShardedTensor, check_cover
 from megatfm.errors import MegatfmError
 from megatfm.object_collectives import Group
 
-Kind = tuple[str, tuple[int, ...]]
+TensorSpec = tuple[str, tuple[int, ...]]
 """Name of a dtype, and a global shape."""
 Regions = tuple[Region, ...]
 """Pieces of each tensor of a group that one rank holds."""
@@ -32,7 +32,7 @@ Regions = tuple[Region, ...]
 class LocalGroup(NamedTuple):
     """One rank's tensors with the same dtype, global shape and pieces. names: sorted."""
 
-    kind: Kind
+    spec: TensorSpec
     names: tuple[str, ...]
 
 
@@ -46,7 +46,7 @@ class PlannedPiece(NamedTuple):
 class PlannedGroup(NamedTuple):
     """Tensors of all ranks with the same dtype, global shape and sharding. names: sorted."""
 
-    kind: Kind
+    spec: TensorSpec
     names: tuple[str, ...]
     pieces: tuple[PlannedPiece, ...]
 
@@ -56,19 +56,19 @@ class WriteItem(NamedTuple):
 
     name: str
     region: Region
-    kind: Kind
+    spec: TensorSpec
     group: int
     piece: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of its values."""
-        return piece_bytes(self.kind, self.region)
+        return piece_bytes(self.spec, self.region)
 
     @property
     def key(self) -> str:
         """Its key in a file."""
-        return piece_key(self.name, self.kind[1], *self.region)
+        return piece_key(self.name, self.spec[1], *self.region)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class WritePlan:
                 for rank, count in piece.writers:
                     if rank == self.rank:
                         for name in group.names[start : start + count]:
-                            yield WriteItem(name, piece.region, group.kind, group_index, piece_index)
+                            yield WriteItem(name, piece.region, group.spec, group_index, piece_index)
                     start += count
 
     def tensors_to_write(self, shards: Mapping[str, ShardedTensor]) -> dict[WriteItem, Tensor]:
@@ -144,7 +144,7 @@ def hash_group(group: LocalGroup) -> bytes:
 def group_shards(shards: Mapping[str, ShardedTensor]) -> tuple[list[LocalGroup], list[Regions]]:
     """Group one rank's tensors by dtype, shape and pieces; returns the groups, and the pieces of each. Skips empty
     shards. Raises MegatfmError for names and dtypes that can't be stored."""
-    names: dict[tuple[Kind, Regions], list[str]] = defaultdict(list)
+    names: dict[tuple[TensorSpec, Regions], list[str]] = defaultdict(list)
     for name, shard in sorted(shards.items()):
         if not name or name == "__metadata__":  # reserved by safetensors
             raise MegatfmError(f"a tensor can't be stored under the name {name!r}")
@@ -154,7 +154,7 @@ def group_shards(shards: Mapping[str, ShardedTensor]) -> tuple[list[LocalGroup],
             )
         if regions := tuple(shard.pieces()):
             names[(DTYPE_NAMES[shard.tensor.dtype], tuple(shard.global_shape)), regions].append(name)
-    groups = [LocalGroup(kind, tuple(members)) for (kind, _), members in names.items()]
+    groups = [LocalGroup(spec, tuple(members)) for (spec, _), members in names.items()]
     return groups, [regions for _, regions in names]
 
 
@@ -165,15 +165,15 @@ def merge_plans(by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]]) -> tupl
     tensor is incomplete.
     """
     groups = [
-        (kind, names, _find_holders(names[0], kind, held))
-        for kind, names, held in _iter_common_groups(by_rank)
+        (spec, names, _find_holders(names[0], spec, held))
+        for spec, names, held in _iter_common_groups(by_rank)
     ]
     loads = [0] * len(by_rank)
     writers: dict[tuple[int, Region], tuple[tuple[int, int], ...]] = {}
     # Pieces with a single holder come first; replicas then balance the loads, the largest first.
     order = sorted(
-        (len(ranks) > 1, -piece_bytes(kind, region), i, region)
-        for i, (kind, _, holders) in enumerate(groups)
+        (len(ranks) > 1, -piece_bytes(spec, region), i, region)
+        for i, (spec, _, holders) in enumerate(groups)
         for region, ranks in holders.items()
     )
     for _, negative_size, i, region in order:
@@ -181,9 +181,9 @@ def merge_plans(by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]]) -> tupl
         writers[i, region] = assign_evenly(loads, holders[region], len(names), -negative_size)
     return tuple(
         PlannedGroup(
-            kind, names, tuple(PlannedPiece(region, writers[i, region]) for region in sorted(holders))
+            spec, names, tuple(PlannedPiece(region, writers[i, region]) for region in sorted(holders))
         )
-        for i, (kind, names, holders) in enumerate(groups)
+        for i, (spec, names, holders) in enumerate(groups)
     )
 
 
@@ -193,7 +193,7 @@ HeldRegions = list[tuple[int, Regions]]
 
 def _iter_common_groups(
     by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]],
-) -> Iterator[tuple[Kind, tuple[str, ...], HeldRegions]]:
+) -> Iterator[tuple[TensorSpec, tuple[str, ...], HeldRegions]]:
     """Yield groups of tensors that are in one group on each rank that has them, in the order of their first names."""
     groups: dict[int, LocalGroup] = {}  # by identity: ranks with the same names mostly share the object
     held_by_group: dict[int, HeldRegions] = defaultdict(list)
@@ -209,16 +209,16 @@ def _iter_common_groups(
     for name, keys in sorted(groups_of_name.items()):
         names_by_groups[tuple(keys)].append(name)
     for group_keys, names in names_by_groups.items():
-        kinds = [groups[key].kind for key in group_keys]
-        for kind in kinds:
-            if kind != kinds[0]:
-                a, b = (f"{DTYPES[dtype]} {shape}" for dtype, shape in (kinds[0], kind))
-                raise MegatfmError(f"tensor {names[0]}: ranks disagree on what it is, {a} or {b}")
+        specs = [groups[key].spec for key in group_keys]
+        for spec in specs:
+            if spec != specs[0]:
+                a, b = (f"{DTYPES[dtype]} {shape}" for dtype, shape in (specs[0], spec))
+                raise MegatfmError(f"tensor {names[0]}: ranks disagree on dtype or shape, {a} or {b}")
         held = [rank_regions for key in group_keys for rank_regions in held_by_group[key]]
-        yield kinds[0], tuple(names), sorted(held, key=lambda rank_regions: rank_regions[0])
+        yield specs[0], tuple(names), sorted(held, key=lambda rank_regions: rank_regions[0])
 
 
-def _find_holders(name: str, kind: Kind, held: HeldRegions) -> dict[Region, list[int]]:
+def _find_holders(name: str, spec: TensorSpec, held: HeldRegions) -> dict[Region, list[int]]:
     """Return the ranks that hold each piece. name: of a tensor, for errors."""
     by_offsets: dict[tuple[int, ...], tuple[Region, int]] = {}
     holders: dict[Region, list[int]] = defaultdict(list)
@@ -230,7 +230,7 @@ def _find_holders(name: str, kind: Kind, held: HeldRegions) -> dict[Region, list
                     f"tensor {name}: ranks {first_rank} and {rank} hold different shards at {region[0]}"
                 )
             holders[region].append(rank)
-    check_cover(name, kind[1], holders)
+    check_cover(name, spec[1], holders)
     return holders
 
 
@@ -262,6 +262,6 @@ def assign_evenly(
     return tuple((rank, count) for rank, count in sorted(counts.items()) if count)
 
 
-def piece_bytes(kind: Kind, region: Region) -> int:
+def piece_bytes(spec: TensorSpec, region: Region) -> int:
     """Return the bytes of one piece of a tensor."""
-    return prod(region[1]) * DTYPES[kind[0]].itemsize
+    return prod(region[1]) * DTYPES[spec[0]].itemsize

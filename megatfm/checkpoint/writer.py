@@ -25,7 +25,7 @@ from megatfm.checkpoint.metadata import (
     encode_metadata,
     run_lengths,
 )
-from megatfm.checkpoint.planner import Kind, PlannedGroup, WriteItem, WritePlan
+from megatfm.checkpoint.planner import PlannedGroup, TensorSpec, WriteItem, WritePlan
 from megatfm.checkpoint.reader import check_sizes, verify
 from megatfm.errors import MegatfmError
 from megatfm.object_collectives import Group
@@ -134,7 +134,7 @@ def build_metadata(
                 for local_index, count in per_rank[rank].runs[group_index, piece_index]
             ]
             pieces.append(Piece(offsets=piece.region[0], sizes=piece.region[1], runs=tuple(runs)))
-        dtype, shape = group.kind
+        dtype, shape = group.spec
         groups.append(TensorGroup(dtype=dtype, shape=shape, names=group.names, pieces=tuple(pieces)))
     return Metadata(step=step, state=state, groups=tuple(groups), files=files)
 
@@ -225,7 +225,7 @@ def write_checkpoint_from_iterator(
 def _write_full_tensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]]
 ) -> tuple[tuple[TensorGroup, ...], dict[str, FileEntry]]:
-    file_indices: dict[Kind, dict[str, int]] = defaultdict(dict)  # kind → name → index of its file
+    file_indices: dict[TensorSpec, dict[str, int]] = defaultdict(dict)  # spec → name → index of its file
     files: dict[str, FileEntry] = {}
     pending: dict[str, Tensor] = {}
 
@@ -242,12 +242,12 @@ def _write_full_tensors(
             flush()
         pending[name] = tensor
     flush()
-    groups = [_make_full_group(kind, dict(sorted(indices.items()))) for kind, indices in file_indices.items()]
+    groups = [_make_full_group(spec, dict(sorted(indices.items()))) for spec, indices in file_indices.items()]
     return tuple(sorted(groups, key=lambda group: group.names[0])), files
 
 
-def _make_full_group(kind: Kind, file_indices: Mapping[str, int]) -> TensorGroup:
+def _make_full_group(spec: TensorSpec, file_indices: Mapping[str, int]) -> TensorGroup:
     """Return a group of full tensors. file_indices: name → index of its file, sorted by name."""
-    dtype, shape = kind
+    dtype, shape = spec
     piece = Piece(offsets=(0,) * len(shape), sizes=shape, runs=run_lengths(file_indices.values()))
     return TensorGroup(dtype=dtype, shape=shape, names=tuple(file_indices), pieces=(piece,))

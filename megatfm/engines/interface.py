@@ -210,7 +210,7 @@ class OptimizerGroup:
 
 
 @runtime_checkable
-class Stateful(Protocol):
+class CountingModule(Protocol):
     """A module with state that is updated without gradients, such as a router's bias that balances its experts' load.
 
     In training, `accumulate_counts` adds the counts of each micro-batch. Once a step, after the optimizer, the engine
@@ -350,12 +350,12 @@ class Engine(Protocol):
         """Return this rank's blocks of all gradients, complete over every axis after `forward_backward`."""
 
     def zero_grad(self) -> None:
-        """Drop the gradients of `forward_backward`, and the observations of stateful modules."""
+        """Drop the gradients of `forward_backward`, and the counts of counting modules."""
 
     def layer_statistics(self) -> dict[str, dict[str, Any]]:
         """Return layer → "weight", "gradient" or "activation" → √mean x², after `forward_backward`.
 
-        Stateful modules with a method `statistics(observed)` add further entries to their layer: numbers or lists.
+        Counting modules with a method `statistics(observed)` add further entries to their layer: numbers or lists.
         """
 
     def weights(self) -> Mapping[str, ShardedTensor]:

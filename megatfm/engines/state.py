@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatfm.checkpoint import ShardedTensor
 from megatfm.engines.gradients import all_reduce_flat
-from megatfm.engines.interface import StateDict, Stateful
+from megatfm.engines.interface import CountingModule, StateDict
 from megatfm.engines.losses import LossScale
 from megatfm.engines.optimizers import State, WholeTensorOptimizer
 from megatfm.parallel.layout import ModelLayout
@@ -190,7 +190,7 @@ def _make_group(holders: tuple[int, ...], mesh: Mesh) -> ProcessGroup:
 
 
 class ModuleState:
-    """Stateful modules of this rank's stages (see `interface.Stateful`), and all buffers that are saved.
+    """Counting modules of this rank's stages (see `interface.CountingModule`), and all buffers that are saved.
 
     Observations of a module are summed over the data axes, the `partial_axes` of its buffers, and the pipeline ranks
     that hold it.
@@ -200,10 +200,10 @@ class ModuleState:
         self, model: nn.Module, layout: ModelLayout, mesh: Mesh, ties: TiedParameters | None = None
     ) -> None:
         self._mesh, self._ties = mesh, ties or TiedParameters(None, mesh)
-        self._modules: dict[str, tuple[Stateful, tuple[str, ...]]] = {}
+        self._modules: dict[str, tuple[CountingModule, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
             axes = _find_reduced_axes(path, module, layout)
-            if isinstance(module, Stateful):
+            if isinstance(module, CountingModule):
                 self._modules[path] = module, axes
         tensors = dict(model.named_buffers())
         self.buffers = {
@@ -238,7 +238,7 @@ class ModuleState:
             for path, values in stage_statistics.items()
         }
 
-    def _sum_observations(self) -> Iterator[tuple[str, Stateful, dict[str, Tensor]]]:
+    def _sum_observations(self) -> Iterator[tuple[str, CountingModule, dict[str, Tensor]]]:
         """Yield each module with the sums of its observations. A collective."""
         for (axes, holders), paths in self._iter_modules_by_ranks():
             observed = {path: dict(sorted(self._modules[path][0].observed.items())) for path in paths}

@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
@@ -98,9 +97,9 @@ def find_stopped_ranks(env: ProcessEnvironment) -> list[int]:
     return ranks
 
 
-def start_sentinel(environment: Mapping[str, str] = os.environ) -> None:
+def start_sentinel() -> None:
     """Fork a sentinel if the environment has several ranks. Call it before any thread starts."""
-    if _sentinels or all(environment.get(size, "1") in ("", "1") for size in WORLD_SIZE_VARS):
+    if _sentinels or all(os.environ.get(size, "1") in ("", "1") for size in WORLD_SIZE_VARS):
         return
     reading, writing = os.pipe()
     watched = os.getpid()
@@ -112,7 +111,7 @@ def start_sentinel(environment: Mapping[str, str] = os.environ) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # it must outlive the rank
         os.close(writing)
         with contextlib.suppress(MegatfmError):  # the rank itself reports it
-            _run_sentinel(watched, reading, read_process_environment(environment))
+            _run_sentinel(watched, reading, read_process_environment(os.environ))
     finally:
         os._exit(0)
 

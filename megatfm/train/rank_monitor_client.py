@@ -68,11 +68,11 @@ class RankMonitor:
     other ranks. If the error only reports a lost peer, a MegatfmError that names the cause replaces it.
     """
 
-    def __init__(self, rank: ProcessInfo, hang_timeout: float) -> None:
-        self._rank, self._hang_timeout = rank, hang_timeout
+    def __init__(self, process: ProcessInfo, hang_timeout: float) -> None:
+        self._process, self._hang_timeout = process, hang_timeout
         self._heartbeat_interval = min(5.0, max(0.1, hang_timeout / 10))
         # Grows with the number of ranks, since rank 0 receives the heartbeats of all.
-        self._min_heartbeat_gap = max(0.1, 0.002 * rank.world_size)
+        self._min_heartbeat_gap = max(0.1, 0.002 * process.world_size)
         self._step, self._phase, self._ticks = 0, "start", 0
         self._last_progress = self._last_heartbeat = time.monotonic()
         self._main = threading.get_ident()
@@ -114,7 +114,11 @@ class RankMonitor:
         faulthandler.cancel_dump_traceback_later()
         if self._log is not None:
             os.close(self._log)
-        if self._diagnosis and self._rank.rank not in self._diagnosis.ranks and (error is None or lost_peer):
+        if (
+            self._diagnosis
+            and self._process.rank not in self._diagnosis.ranks
+            and (error is None or lost_peer)
+        ):
             time.sleep(EXIT_DELAY_OF_OTHERS_SECONDS)
             raise MegatfmError(self._diagnosis.text) from error
 
@@ -137,7 +141,7 @@ class RankMonitor:
 
     def _connect(self) -> None:
         """Start the server on rank 0 and relays on other nodes, and connect to the nearest. A collective."""
-        own_rank, host_names = self._rank.rank, all_gather((socket.gethostname(), get_machine_name()))
+        own_rank, host_names = self._process.rank, all_gather((socket.gethostname(), get_machine_name()))
         self._hosts, machines = [host for host, _ in host_names], [name for _, name in host_names]
         self._relays = find_relays(machines)
         single_host = len(set(machines)) == 1
@@ -157,7 +161,7 @@ class RankMonitor:
             return token, listener.getsockname()[1] if listener else 0
 
         token, port = run_on_rank_0_raising(start_server)
-        server = "127.0.0.1" if single_host else self._rank.address or self._hosts[0], port
+        server = "127.0.0.1" if single_host else self._process.address or self._hosts[0], port
         addresses = {0: server}
         if any(relay not in (0, rank) for rank, relay in enumerate(self._relays)):
             addresses |= self._start_relays(token, server)
@@ -174,7 +178,7 @@ class RankMonitor:
 
     def _start_relays(self, token: str, server: tuple[str, int]) -> dict[int, tuple[str, int]]:
         """Start a relay if this rank is one; return all relays' addresses, rank → (address, port). A collective."""
-        own_rank = self._rank.rank
+        own_rank = self._process.rank
         ranks = [rank for rank, relay in enumerate(self._relays) if relay == own_rank]
 
         def start() -> int:
@@ -196,7 +200,7 @@ class RankMonitor:
             return socket.create_connection((address, port), timeout=max(self._hang_timeout, 10.0))
         except OSError as error:
             raise MegatfmError(
-                f"rank {self._rank.rank} on {socket.gethostname()} can't reach the rank monitor at {address}:{port} "
+                f"rank {self._process.rank} on {socket.gethostname()} can't reach the rank monitor at {address}:{port} "
                 f"({error.strerror or error}): all ports of rank 0's machine must be open to the other nodes"
             ) from error
 
@@ -246,8 +250,8 @@ class RankMonitor:
     @property
     def _nearest(self) -> int:
         """Rank to which this one is connected: its node's relay, or rank 0."""
-        relay = self._relays[self._rank.rank]
-        return 0 if relay == self._rank.rank else relay
+        relay = self._relays[self._process.rank]
+        return 0 if relay == self._process.rank else relay
 
     def _diagnose_loss(self, rank: int, reason: str, hung: bool) -> None:
         """Blame the lost server or relay, rank `rank`. If it is a relay, rank 0 notices, too, and reports it."""
@@ -258,7 +262,7 @@ class RankMonitor:
 
     def _terminate(self, diagnosis: Diagnosis) -> None:
         """Log stacks and report the diagnosis, then end this process if its main thread doesn't."""
-        own_rank = self._rank.rank
+        own_rank = self._process.rank
         if diagnosis.hung:
             self._write(
                 f"\n{diagnosis.text}\nThe stacks of rank {own_rank}, at step {self._step}, {self._phase}:\n"

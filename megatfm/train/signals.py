@@ -46,7 +46,7 @@ class StopSignals:
         self._thread.start()
         if threading.current_thread() is not threading.main_thread():
             log.warning(
-                "training doesn't run in the main thread, which alone can handle signals: no signal makes it save"
+                "training runs outside the main thread, and only that one handles signals: no signal makes it save"
             )
             return self
         self._previous_handlers = {name: signal.signal(name, self._handle) for name in STOP_SIGNALS}

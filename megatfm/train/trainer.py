@@ -72,40 +72,40 @@ def train(
     with (
         distributed.distributed_session(
             max(hang, distributed.RENDEZVOUS_SECONDS), config.train.device, 1.5 * hang + 60
-        ) as rank,
-        RankMonitor(rank, hang) as monitor,
-        StopSignals(rank.device) as signals,
+        ) as process,
+        RankMonitor(process, hang) as monitor,
+        StopSignals(process.device) as signals,
     ):
         monitor.progress = count_progress
-        keep_freed_memory(rank.device)
-        requested, config = config, adapt_layout(config, rank.world_size)
-        mesh = build_mesh(config.parallel, rank.world_size, rank.device.type)
+        keep_freed_memory(process.device)
+        requested, config = config, adapt_layout(config, process.world_size)
+        mesh = build_mesh(config.parallel, process.world_size, process.device.type)
         for batch in make_batch_schedule(config).batches:
             check_global_batch(batch, config.train.micro_batch, mesh.data_ranks)
         corpora = open_corpora(config, tokenizer)
         monitor.tick(0, "start")
-        with RunDirectory(folder, rank.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
+        with RunDirectory(folder, process.rank, new_paths) as run, RunLog(run, config.train.steps) as run_log:
             monitor.attach_run_log(run.log_path, run.log_failure)
             if should_record_allocations(run.folder, config.log.memory_snapshot):
-                record_allocations(rank.device)
+                record_allocations(process.device)
             decisions, nodes = DecisionLog.from_run(run), resume.discover_nodes(config, run)
             latest = resume.find_resume_point(run.checkpoints, nodes, decisions)
             check_progress(run, latest.step if latest else 0, config.resilience.max_failures)
             branch_from = None if latest else config.train.branch_from
             branch = resume.find_branch_point(branch_from) if branch_from else None
             monitor.tick(0, "start")
-            precision = choose_precision(resume.choose_precision(config, latest or branch), rank.device)
-            with explain_out_of_memory(run.folder, rank.rank, rank.device):
-                engine = build_engine(config, mesh, rank.device, precision)
+            precision = choose_precision(resume.choose_precision(config, latest or branch), process.device)
+            with explain_out_of_memory(run.folder, process.rank, process.device):
+                engine = build_engine(config, mesh, process.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
             tasks = open_tasks(engine, config, corpora.tokenizer)
             trainer.evaluator = Evaluator(engine, corpora, config, sampler, tasks)
-            trainer.requested_config, trainer.launcher = requested, rank.launcher
+            trainer.requested_config, trainer.launcher = requested, process.launcher
             if flops_per_token and run.is_main:
-                peak = hardware.get_peak_flops(rank.device, PRECISIONS[precision].compute_dtype)
-                trainer.utilization = Utilization(*flops_per_token(config), peak, rank.world_size)
+                peak = hardware.get_peak_flops(process.device, PRECISIONS[precision].compute_dtype)
+                trainer.utilization = Utilization(*flops_per_token(config), peak, process.world_size)
             monitor.tick(0, "start")
-            with explain_out_of_memory(run.folder, rank.rank, rank.device):
+            with explain_out_of_memory(run.folder, process.rank, process.device):
                 trainer.restore(latest, branch)
                 return trainer.train(signals)
 

@@ -13,7 +13,7 @@ from math import prod
 from torch import nn
 
 from megatfm.config import Config, ParallelConfig
-from megatfm.engines.interface import PRECISIONS, Stateful
+from megatfm.engines.interface import PRECISIONS, CountingModule
 from megatfm.optim.parameters import optimizer_groups
 from megatfm.verify.axes import (
     CONTEXT,
@@ -364,7 +364,7 @@ def _add_module_state(ledger: ExpectedTraffic, parameters: RankParameters) -> No
     for path, module in parameters.model.named_modules():
         pipeline, pp = parameters.pipeline, parameters.position.pp
         ranks = pipeline.module_holders.get(path, ()) if pipeline else (pp,)
-        if isinstance(module, Stateful) and pp in ranks:
+        if isinstance(module, CountingModule) and pp in ranks:
             key = parameters.is_partial_cut(parameters.cuts[path]), ranks
             elements[key] += sum(count.numel() for count in module.observed.values())
     for (is_partial, ranks), count in elements.items():

@@ -183,7 +183,7 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
         assert words in message
         assert re.search(rf"resume\.allow=([a-z]+,)*{group}(,|$)", message, re.MULTILINE), message
     ((_, message),) = workers.run(error_of, 1, make_config("train.steps=4", "model.ffn.d_ff=96"))
-    assert "model.ffn.d_ff: 64 → 96, so its weights don't fit" in message
+    assert "model.ffn.d_ff: 64 → 96. Its weights don't fit" in message
     assert "resume.allow=" not in message
     both = ["train.steps=6", "optimizer.lr=1e-3"]
     kind, message = workers.run(error_of, 1, make_config(*both))[0]

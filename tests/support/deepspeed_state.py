@@ -58,7 +58,7 @@ def on_disk(config: Config, folder: Path) -> Config:
 
 def files_of(engine: Engine, folder: Path) -> list[str]:
     """Mistakes in where an engine keeps things."""
-    optimizer, wrong = engine.engine.optimizer, []
+    optimizer, wrong = engine.ds_engine.optimizer, []
     kept = {
         path.parent.parent.name
         for path in (folder / "nvme").glob(".megatfm-offload-*/*/zero_stage_3/*/rank*/*.swp")

@@ -80,30 +80,30 @@ class DeepSpeedEngine(BaseEngine):
         moe_marker = register_experts(self.parameters, self.layout, mesh, self.zero)
         # DeepSpeed prints memory statistics with bf16.
         with ignore_warnings(), allow_fp16_on_cpu(), redirect_stdout(StringIO()):
-            self.engine, *_ = package.initialize(
+            self.ds_engine, *_ = package.initialize(
                 model=ModelWrapper(self.model, moe_marker),
                 optimizer=group.build(options),
                 config=ds_config.json,
                 mpu=ModelParallelUnit(mesh),
             )
-        self.partitions = build_partitions(self.engine, self.parameters, names, self.zero)
-        weakref.finalize(self, release, self.engine).atexit = False
+        self.partitions = build_partitions(self.ds_engine, self.parameters, names, self.zero)
+        weakref.finalize(self, release, self.ds_engine).atexit = False
         weakref.finalize(self, ds_config.remove)
         self._watch_gradients(trained)
         weights = self._make_weights()
         init_weights(self.model, self.layout, weights, config.train.seed)
-        self.optimizer = FlatOptimizer(self.engine.basic_optimizer, self.partitions, group)
+        self.optimizer = FlatOptimizer(self.ds_engine.basic_optimizer, self.partitions, group)
         self.local = {name: block.tensor for name, block in weights.items()}
         self._build_state(
             self.model, weights, [self.optimizer], ties, sharded=self.zero > 0, shards_replicas=True
         )
         self.pipeline = setup.pipeline
-        self.passes = DeepSpeedForwardBackward(self.engine, self.model)
+        self.passes = DeepSpeedForwardBackward(self.ds_engine, self.model)
         if setup.pipeline:
             self.passes = self._build_pipeline(self.model, setup.pipeline)
         self.offload = config.deepspeed.offload_optimizer
         defers_offload = self.zero == 3 and self.offload != "none"
-        self.boundaries = AccumulationBoundary(self.engine, defers_offload=defers_offload)
+        self.boundaries = AccumulationBoundary(self.ds_engine, defers_offload=defers_offload)
         self.sync_weights()
 
     def _make_weights(self) -> dict[str, ShardedTensor]:
@@ -129,7 +129,7 @@ class DeepSpeedEngine(BaseEngine):
         return () if self.zero else data_axes.all
 
     def _set_training(self, training: bool) -> None:
-        self.engine.train(training)
+        self.ds_engine.train(training)
 
     def forward_backward(
         self,
@@ -183,8 +183,8 @@ class DeepSpeedEngine(BaseEngine):
             self.optimizer.set_lr(lr)
             self.partitions.prepare_step()
             with ignore_warnings():
-                self.engine.step()
-            if not self.engine.was_step_applied():  # DeepSpeed's norm, in float32, overflowed
+                self.ds_engine.step()
+            if not self.ds_engine.was_step_applied():  # DeepSpeed's norm, in float32, overflowed
                 norm, gradients_are_finite = math.inf, False
         if self.loss_scale:
             self.loss_scale.update(gradients_are_finite)

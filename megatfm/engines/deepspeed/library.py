@@ -262,7 +262,7 @@ def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> N
     """
     if device.type != "cuda":
         raise UsageError(
-            f"{feature} on {device.type!r}: its operator is CUDA's alone: leave it out, or run on GPUs"
+            f"{feature} on {device.type!r}: its operator needs CUDA: leave it out, or run on GPUs"
         )
     _load(package, "QuantizerBuilder", feature, "or leave it out")
 
@@ -285,7 +285,7 @@ def _load_compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
     library, lock = folder / f"{builder.name}.so", folder / "lock"
     if lock.exists():
         raise UsageError(
-            f"{requirement}, and {lock} says that it is being compiled: wait for that, or, if nothing compiles here "
+            f"{requirement}, and {lock} exists, so it is being compiled: wait for that, or, if nothing compiles here "
             "(`megatfm doctor` tells), remove that file"
         )
     if library.exists():

@@ -161,7 +161,7 @@ class SyncIOHandle:
                 os.close(file)
         except OSError as error:
             raise MegatfmError(
-                f"{path}, where DeepSpeed keeps what is offloaded to 'nvme': {error.strerror}: make room there, "
+                f"{path}, a file of state that DeepSpeed offloads to 'nvme': {error.strerror}: make room there, "
                 "or name another disk in deepspeed.nvme_path, and resume"
             ) from error
         self._pending += 1

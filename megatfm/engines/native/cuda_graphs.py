@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import Config
-from megatfm.engines.interface import Batch, LossFunction, Stateful
+from megatfm.engines.interface import Batch, CountingModule, LossFunction
 from megatfm.engines.losses import TermWeights
 from megatfm.engines.passes import GradientSync, LossScaler, Terms
 from megatfm.errors import MegatfmError, UsageError
@@ -97,7 +97,7 @@ class GraphedModel:
 
     def __init__(self, model: nn.Module, recorder: GraphCapture) -> None:
         for path, module in model.named_modules():
-            if isinstance(module, Stateful):
+            if isinstance(module, CountingModule):
                 raise UsageError(
                     f"train.cuda_graphs = true: {path or type(module).__name__} updates counts in each pass, but a "
                     "replayed graph runs no Python code: set train.cuda_graphs = false"

@@ -287,7 +287,7 @@ def test_forged_metadata_is_refused(
         (move_file("../step-00000001/" + SHARD), "not '../step-00000001/rank-00000-000.safetensors'"),
         (lambda body: piece_1(body).update(file="../" + SHARD), "tensors.w.pieces.0.file"),
         (lambda body: piece_1(body).update(file="rank-00007-000.safetensors"), "which it doesn't list"),
-        (lambda body: piece_1(body).update(key="b"), "tensor w: its piece w is said to be called 'b'"),
+        (lambda body: piece_1(body).update(key="b"), "tensor w: its piece w has the key 'b'"),
         (
             lambda body: piece_1(body).update(offsets=[1, 0], key="w"),
             "tensor w: a piece of shape (4, 6) at (1, 0) lies outside",

@@ -205,14 +205,14 @@ def save_wrongly(folder: Path, fault: str) -> str:
         ("replica", "rank 0 on HOST: tensor w: ranks 0 and 1 hold different shards at (0, 0)"),
         (
             "dtype",
-            "rank 0 on HOST: tensor w: ranks disagree on what it is, torch.float32 (4, 2) or torch.float64 (4, 2)",
+            "rank 0 on HOST: tensor w: ranks disagree on dtype or shape, torch.float32 (4, 2) or torch.float64 (4, 2)",
         ),
         (
             "shape",
-            "rank 0 on HOST: tensor w: ranks disagree on what it is, torch.float32 (4, 2) or torch.float32 (5, 2)",
+            "rank 0 on HOST: tensor w: ranks disagree on dtype or shape, torch.float32 (4, 2) or torch.float32 (5, 2)",
         ),
         ("dtensor", "rank 1 on HOST: a DTensor can't be stored as it is"),
-        ("state", "rank 1 on HOST: state 'bad' would not come back from JSON as it is"),
+        ("state", "rank 1 on HOST: state 'bad' would change in a JSON round trip"),
     ],
 )
 def test_boxes_that_make_up_no_tensor(workers: Workers, tmp_path: Path, fault: str, reason: str) -> None:

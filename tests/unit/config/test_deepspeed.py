@@ -71,7 +71,7 @@ def test_what_is_derived() -> None:
         ),
         (["deepspeed.quantized_weights=true", "parallel.zero=2"], "set parallel.zero = 3"),
         (["deepspeed.quantized_gradients=true", "parallel.ep=2"], "set parallel.ep = 1"),
-        (["deepspeed.quantized_weights=true", "train.device=cpu"], "CUDA's alone: leave it out"),
+        (["deepspeed.quantized_weights=true", "train.device=cpu"], "its operator needs CUDA: leave it out"),
         (["optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], "set parallel.zero = 2"),
         (["train.compile=true"], "set train.compile = false"),
         (["optimizer.name=muon"], "optimizer.name = 'muon', which looks at whole tensors"),

@@ -60,7 +60,7 @@ def test_an_operator_that_can_t_be_had_is_refused_and_never_compiled(
     (tmp_path / "quantizer/quantizer.so").write_bytes(b"not for this torch")
     assert f"remove {tmp_path / 'quantizer'}" in refusal(Builder())
     (tmp_path / "quantizer/lock").touch()
-    assert f"{tmp_path / 'quantizer/lock'} says that it is being compiled" in refusal(Builder())
+    assert f"{tmp_path / 'quantizer/lock'} exists, so it is being compiled" in refusal(Builder())
     (tmp_path / "quantizer/lock").unlink()
     (tmp_path / "quantizer/quantizer.so").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -184,7 +184,7 @@ def test_a_file_that_ends_early_and_a_disk_that_is_full_are_errors(tmp_path: Pat
     buffer = handle.new_cpu_locked_tensor(100, torch.zeros(1)).zero_()
     handle.async_pwrite(buffer[:90], str(path), 0)
     with pytest.raises(
-        MegatfmError, match=r"weights.swp, where DeepSpeed keeps .*: it ends 40 bytes early: make room"
+        MegatfmError, match=r"weights.swp, a file of state .*: it ends 40 bytes early: make room"
     ):
         handle.async_pread(buffer, str(path), 0)
     with pytest.raises(

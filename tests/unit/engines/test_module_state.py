@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatfm import checkpoint
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.config.objective import CausalObjective
-from megatfm.engines.interface import Stateful
+from megatfm.engines.interface import CountingModule
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.state import ModuleState
 from megatfm.errors import MegatfmError
@@ -88,7 +88,7 @@ def reference_steps(config: ModelConfig) -> tuple[nn.Module, dict[str, Tensor]]:
     optimizer = torch.optim.AdamW([{"params": decayed}, remaining], lr=LR, **options)  # type: ignore[arg-type]
     for step in range(3):
         one_device_gradients(model.train(), global_batch(seed=step))
-        modules = [module for module in model.modules() if isinstance(module, Stateful)]
+        modules = [module for module in model.modules() if isinstance(module, CountingModule)]
         if step != 1:
             optimizer.step()
             with torch.no_grad():
@@ -220,7 +220,7 @@ def names_of() -> list[str]:
 
 
 class Idle(nn.Module):
-    """Stateful, and reached by no pass: it has observed nothing."""
+    """A counting module that no pass reached: it has observed nothing."""
 
     observed: Mapping[str, Tensor] = {}
 

@@ -16,9 +16,9 @@ PLUGIN = """
 from dataclasses import replace
 from torch import nn
 from megatfm.layers.feed_forward import FFN, FFNS
-from megatfm.parallel.styles import ROW, STYLES
+from megatfm.parallel.styles import ROWWISE, STYLES
 
-STYLES.register("NAME")(replace(ROW, name="NAME", communication=SENDS))
+STYLES.register("NAME")(replace(ROWWISE, name="NAME", communication=SENDS))
 
 @FFNS.register("NAME")
 class Other(FFN):

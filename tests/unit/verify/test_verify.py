@@ -28,7 +28,7 @@ import megatfm.parallel.collectives as collectives
 import megatfm.parallel.styles as styles
 
 def norm_row_not_partial():
-    styles.STYLES._parts["sequence_parallel"] = replace(styles.SEQUENCE, gradient="replicated")
+    styles.STYLES._parts["sequence_parallel"] = replace(styles.SEQUENCE_PARALLEL, gradient="replicated")
 
 def adjoint_dropped():
     collectives._CopyToGroup.backward = staticmethod(lambda ctx, gradient: (gradient, None))

@@ -77,9 +77,9 @@ def test_packing_and_unpacking_lose_nothing(
         buffer = bucket.pack(tensors, torch.empty(0))
         for rank in range(ranks):
             for name, block in bucket.unpack_shard(buffer[rank], rank).items():
-                first, rows = bucket.rows(name, rank)
+                first, rows = bucket.shard_rows(name, rank)
                 assert torch.equal(block, tensors[name][first : first + rows])
-            local = {n: tensors[n][slice(*_span(bucket.rows(n, rank)))] for n in bucket.shapes}
+            local = {n: tensors[n][slice(*_span(bucket.shard_rows(n, rank)))] for n in bucket.shapes}
             assert torch.equal(bucket.pack_shard(local, torch.empty(0)), buffer[rank])
         bucket.unpack(buffer, back)
     assert all(torch.equal(tensor, back[name]) for name, tensor in tensors.items())

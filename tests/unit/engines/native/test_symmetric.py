@@ -53,24 +53,24 @@ def test_ranks_of_one_machine_open_it_once(opened: list[object]) -> None:
 
 
 def test_a_cpu_has_none() -> None:
-    with pytest.raises(UsageError, match=r"this run is on cpu: set parallel.async_tp = false"):
+    with pytest.raises(UsageError, match=r"but the device is cpu: set parallel.async_tp = false"):
         enable_symmetric_memory(mesh(), CPU)
     setup: Any = SimpleNamespace(config=CONFIG, mesh=mesh(), device=CPU)
-    with pytest.raises(UsageError, match=r"this run is on cpu"):
+    with pytest.raises(UsageError, match=r"the device is cpu"):
         build_native(setup)
 
 
 def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     with pytest.raises(
-        UsageError, match=r"torch .* without NCCL, .* take torch 2\.11 or newer for CUDA, or set"
+        UsageError, match=r"torch .* without NCCL, .* install torch 2\.11 or newer for CUDA, or set"
     ):
         enable_symmetric_memory(mesh(), GPU)
 
 
 def test_several_machines_are_refused(opened: list[object]) -> None:
     host = socket.gethostname()
-    with pytest.raises(MegatfmError, match=rf"ranks is on .*{host}.*set parallel.async_tp = false"):
+    with pytest.raises(MegatfmError, match=rf"ranks spans .*{host}.*set parallel.async_tp = false"):
         enable_symmetric_memory(mesh(host, "another"), GPU)
     assert not opened
 
