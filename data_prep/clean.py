@@ -12,6 +12,7 @@ from blake3 import blake3
 from megatfm.data_prep.dedup.key_table import write_keys
 from megatfm.data_prep.dedup.methods import ExactDedup
 from megatfm.data_prep.dedup.runner import DedupPass, write_part
+from megatfm.data_prep.document_reader import DocumentReader
 from megatfm.data_prep.documents import (
     ChunkedDocumentWriter,
     Document,
@@ -24,7 +25,7 @@ from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.stages import StageRunner
 from megatfm.data_prep.filters.base import CountingFilter, PipelineStep, make_filter, pass_through
 from megatfm.data_prep.filters.text import FixUnicode
-from megatfm.data_prep.input_files import DocumentReader, InputFiles, chunk_by_bytes
+from megatfm.data_prep.input_files import InputFiles, chunk_by_bytes
 from megatfm.data_prep.split import choose_held_out
 from megatfm.errors import UsageError
 
@@ -35,10 +36,10 @@ MANY_COPIES = 0.5
 class CleanStage:
     """Reads files in tasks of about `task_bytes`, and cleans their documents; then drops identical texts."""
 
-    def __init__(self, stages: StageRunner, listing: InputFiles) -> None:
+    def __init__(self, stages: StageRunner, inputs: InputFiles) -> None:
         self._stages = stages
         self._config = stages.config
-        self._listing = listing
+        self._inputs = inputs
         self._steps = [make_filter(step) for step in self._config.steps]
 
     def run(self, basis: StageResult) -> StageResult:
@@ -88,20 +89,20 @@ class CleanStage:
 
     def _read(self, basis: StageResult) -> StageResult:
         """Write the documents that pass the steps, in chunks of about `task_bytes`, and the hashes of their texts."""
-        listing = self._listing
+        inputs = self._inputs
         limit, notes = self._find_document_limit()
         notes += [note for step in self._steps for note in step.notes]
-        notes += listing.notes
-        ranges = chunk_by_bytes([file.size for file in listing.files], self._config.task_bytes)
-        bad_in_listing = list(listing.bad)
-        total = sum(file.size for file in listing.files)
+        notes += inputs.notes
+        ranges = chunk_by_bytes([file.size for file in inputs.files], self._config.task_bytes)
+        known_bad = list(inputs.bad)
+        total = sum(file.size for file in inputs.files)
         with self._stages.reporter.stage("clean", total) as advance:
 
             def work(part: int) -> StageResult:
                 first, end = ranges[part]
-                n_known_bad = len(listing.bad)
+                n_bad_before = len(inputs.bad)
                 reader = DocumentReader(
-                    listing, limit, listing.files[first:end], bad_in_listing if part == 0 else ()
+                    inputs, limit, inputs.files[first:end], known_bad if part == 0 else ()
                 )
                 repairs = [FixUnicode()] if self._config.read.fix_unicode else []
                 steps: list[PipelineStep] = [*repairs, *self._copy_steps()]
@@ -109,16 +110,16 @@ class CleanStage:
                 counts = [reader.counts, *(step.counts for step in steps)]
                 return {
                     "documents": documents,
-                    "skipped_files": [f"{bad.where}: {bad.reason}" for bad in listing.bad[n_known_bad:]],
+                    "skipped_files": [f"{bad.where}: {bad.reason}" for bad in inputs.bad[n_bad_before:]],
                     "steps": [step_counts.as_json() for step_counts in counts],
                 }
 
             def join(parts: Iterable[StageResult]) -> StageResult:
-                skipped = [f"{bad.where}: {bad.reason}" for bad in bad_in_listing]
+                skipped = [f"{bad.where}: {bad.reason}" for bad in known_bad]
                 skipped += [line for part in parts for line in part["skipped_files"]]
                 counts = [*map(StepStats.merge, zip(*(part["steps"] for part in parts), strict=True))]
                 if not counts[-1].documents_out:
-                    raise UsageError(f"{listing.root}: no document is left: {format_drop_reasons(counts)}")
+                    raise UsageError(f"{inputs.root}: no document is left: {format_drop_reasons(counts)}")
                 return {
                     "bytes": counts[-1].bytes_out,
                     "documents": [part["documents"] for part in parts],
@@ -168,8 +169,8 @@ class CleanStage:
         """
         limit = self._config.read.max_document_bytes
         share, seed = self._config.split.validation, self._config.split.seed
-        sizes = {file.name: file.size for file in self._listing.files}
-        holds_records = any(self._listing.find_format(file) != "text" for file in self._listing.files)
+        sizes = {file.name: file.size for file in self._inputs.files}
+        holds_records = any(self._inputs.find_format(file) != "text" for file in self._inputs.files)
         if (
             holds_records
             or not share

@@ -203,12 +203,12 @@ class IdFiles:
 
     warning = "token ids were imported as they are: duplicates were not searched for"
 
-    def __init__(self, listing: InputFiles, tokenizer: Tokenizer) -> None:
+    def __init__(self, inputs: InputFiles, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.parts = len(listing.files)
-        self.bytes = sum(file.size for file in listing.files)
+        self.parts = len(inputs.files)
+        self.bytes = sum(file.size for file in inputs.files)
         self.skipped: list[str] = []
-        self._listing = listing
+        self._inputs = inputs
         self._lengths = np.array(
             [len(token_bytes) for token_bytes in tokenizer.token_bytes() or []], np.int64
         )
@@ -216,17 +216,17 @@ class IdFiles:
     def iter_documents(
         self, part: int, counts: StepStats, advance: UpdateProgress
     ) -> Iterator[ImportedDocument]:
-        file = self._listing.files[part]
+        file = self._inputs.files[part]
         try:
-            with self._listing.fetch(file, companions=(".idx",)) as path:
-                for index, ids in enumerate(read_token_ids(path, self._listing.config)):
+            with self._inputs.fetch(file, companions=(".idx",)) as path:
+                for index, ids in enumerate(read_token_ids(path, self._inputs.config)):
                     if len(ids):
                         yield self._to_document(file, index, ids)
                     else:
                         counts.count_input(0)
                         counts.count_dropped("empty", 0, f"{file.name}#{index}")
         except BadFileError as error:
-            self._listing.skip_bad(file.path, str(error))
+            self._inputs.skip_or_refuse(file.path, str(error))
             self.skipped.append(f"{file.path}: {error}")
             counts.count_input(0)
             counts.count_dropped("unreadable_file", 0, f"{file.name}: {error}")
@@ -251,7 +251,7 @@ TARS = FORMATS["webdataset"]
 
 
 class ImageFiles:
-    """The images of a listing, in parts of about `task_bytes`; a tar is never divided.
+    """A corpus of images, in parts of about `task_bytes`; a tar is never divided.
 
     Captions become ids if there is a tokenizer. Files are shuffled by `split.seed`, since a folder has one class and a
     block should have many. Samples of a tar keep their order.
@@ -261,18 +261,18 @@ class ImageFiles:
 
     def __init__(
         self,
-        listing: InputFiles,
+        inputs: InputFiles,
         tokenizer: Tokenizer | None,
         task_bytes: int,
         labels: ClassLabels,
         split: SplitConfig,
     ) -> None:
         self.tokenizer, self._labels, self._split = tokenizer, labels, split
-        self.bytes = sum(file.size for file in listing.files)
+        self.bytes = sum(file.size for file in inputs.files)
         self.skipped: list[str] = []
-        self._listing = listing
+        self._inputs = inputs
         self._groups = sorted(
-            _group_files(listing.files), key=lambda group: _hash_file_name(group[0], split.seed)
+            _group_files(inputs.files), key=lambda group: _hash_file_name(group[0], split.seed)
         )
         self._runs = chunk_by_bytes([sum(file.size for file in group) for group in self._groups], task_bytes)
         self.parts = len(self._runs)
@@ -296,9 +296,9 @@ class ImageFiles:
             advance(sum(file.size for file in group))
 
     def _read_records(self, group: list[InputFile]) -> Iterator[tuple[str, ImageRecord | BadRecord]]:
-        config = self._listing.config
+        config = self._inputs.config
         with ExitStack() as stack:
-            group_paths = [stack.enter_context(self._listing.fetch(file)) for file in group]
+            group_paths = [stack.enter_context(self._inputs.fetch(file)) for file in group]
             if _is_tar(group[0]):
                 for record in read_tar(group_paths[0], config):
                     yield f"{group[0].name}#{record.key}", record
@@ -327,14 +327,14 @@ class ImageFiles:
         return to_folder_name(name) if name and (not values or name in values) else OTHER
 
     def _skip(self, path: str, reason: str, drop_reason: str, counts: StepStats) -> None:
-        self._listing.skip_bad(path, reason)
+        self._inputs.skip_or_refuse(path, reason)
         self.skipped.append(f"{path}: {reason}")
         counts.count_input(0)
         counts.count_dropped(drop_reason, 0, reason)
 
 
 def _group_files(files: list[InputFile]) -> list[list[InputFile]]:
-    """Return tars, and groups of files that differ only in their last suffix, in the order of the listing."""
+    """Return tars, and groups of files that differ only in their last suffix, in the order of the files."""
     groups: dict[str, list[InputFile]] = {}
     for file in files:
         key = file.name if _is_tar(file) else file.name.rpartition(".")[0]

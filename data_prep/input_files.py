@@ -1,11 +1,11 @@
-"""Input files of a corpus folder or URL, in an order that depends on their names alone; and their documents."""
+"""Input files of a corpus folder or URL, in an order that depends on their names alone."""
 
 import json
 import os
 import shutil
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,10 +15,8 @@ from blake3 import blake3
 
 from megatfm.config.prep import ReadConfig
 from megatfm.corpus.remote import RemoteFile, RemoteFolder
-from megatfm.data_prep.documents import Document, StepStats, to_drop_reason
-from megatfm.data_prep.readers import check_format, find_format, get_reader
-from megatfm.data_prep.readers.record import BadFileError, BadRecord, replace_surrogates
-from megatfm.data_prep.readers.text import cut_text, read_text
+from megatfm.data_prep.readers import check_format, find_format
+from megatfm.data_prep.readers.record import replace_surrogates
 from megatfm.errors import MegatfmError, UsageError
 
 # The standard library, without tests and without installed packages, which lie in the same folder.
@@ -92,8 +90,8 @@ class InputFiles:
 
     def compute_fingerprint(self) -> str:
         """Hash the files' names, sizes and versions: the hash changes with the corpus."""
-        listing = [[file.name, file.size, file.version] for file in self.files]
-        return blake3(json.dumps(listing).encode()).hexdigest()
+        entries = [[file.name, file.size, file.version] for file in self.files]
+        return blake3(json.dumps(entries).encode()).hexdigest()
 
     def move_to_front(self, patterns: Sequence[str]) -> None:
         """Put files whose paths match before all others, so that they keep duplicated texts. Raises UsageError if a
@@ -109,7 +107,7 @@ class InputFiles:
         if matches_path(self.files[-1].name, patterns):
             raise UsageError("split.validation_files: all files would be held out: leave some for training")
 
-    def skip_bad(self, path: str, reason: str) -> None:
+    def skip_or_refuse(self, path: str, reason: str) -> None:
         """Record an unusable file. Raises MegatfmError unless such files are skipped."""
         reason = replace_surrogates(reason)
         if not self._skip_bad:
@@ -190,26 +188,28 @@ class InputFiles:
             try:
                 status = path.stat()
             except OSError as error:
-                self.skip_bad(str(path), f"can't be read ({error.strerror})")
+                self.skip_or_refuse(str(path), f"can't be read ({error.strerror})")
                 continue
             if stat.S_ISDIR(status.st_mode):
                 identity = (status.st_dev, status.st_ino)
                 if identity in [above for _, above in stack]:
-                    self.skip_bad(str(path), "is a link that leads back to a folder above it")
+                    self.skip_or_refuse(str(path), "is a link that leads back to a folder above it")
                 else:
                     stack.append((self._list_entries(path), identity))
             elif not matches_path(path.name, self._include):
                 self.n_excluded += 1
             elif stat.S_ISREG(status.st_mode):
-                yield InputFile(str(path), _name(path.relative_to(root)), status.st_size, status.st_mtime_ns)
+                yield InputFile(
+                    str(path), _make_name(path.relative_to(root)), status.st_size, status.st_mtime_ns
+                )
             else:
-                self.skip_bad(str(path), "is not a file but a device, pipe or socket")
+                self.skip_or_refuse(str(path), "is not a file but a device, pipe or socket")
 
     def _list_entries(self, folder: Path) -> Iterator[Path]:
         try:
             paths = sorted(folder.iterdir(), key=os.fsencode)
         except OSError as error:
-            self.skip_bad(str(folder), f"can't list this folder ({error.strerror})")
+            self.skip_or_refuse(str(folder), f"can't list this folder ({error.strerror})")
             return
         exclude = self._list_excluded_patterns(path.name for path in paths)
         for path in paths:
@@ -250,98 +250,6 @@ def _identify_file(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _name(relative: Path) -> str:
+def _make_name(relative: Path) -> str:
     """Return the path with `/`; bytes that aren't UTF-8 become escapes, and `#`, which marks parts, becomes %23."""
     return os.fsencode(relative).decode("utf-8", "backslashreplace").replace("#", "%23")
-
-
-class DocumentReader:
-    """Reads files of a listing (`files`, else all) as documents of at most `limit` bytes.
-
-    bad: unusable files to count; by default those of the listing.
-    """
-
-    def __init__(
-        self,
-        listing: InputFiles,
-        limit: int,
-        files: Sequence[InputFile] | None = None,
-        bad: Sequence[BadFile] | None = None,
-    ) -> None:
-        self.counts = StepStats("read")
-        self._listing = listing
-        self._config: ReadConfig = listing.config
-        self._limit = limit
-        self._files = listing.files if files is None else files
-        self._bad = listing.bad if bad is None else bad
-
-    def iter_documents(self, advance: Callable[[int], None]) -> Iterator[Document]:
-        """Yield the documents of all files; `advance` is called with the bytes of every finished file."""
-        for bad in self._bad:
-            self._drop(bad.reason, 0, bad.where)
-        for file in self._files:
-            name = self._listing.find_format(file)
-            with self._listing.fetch(file) as path:
-                for document in (
-                    self._read_text(file, path) if name == "text" else self._read_records(file, path, name)
-                ):
-                    self.counts.count_input(document.text_bytes)
-                    if document.text.strip():
-                        self.counts.count_kept(document.text_bytes)
-                        yield document
-                    else:
-                        self.counts.count_dropped("empty", document.text_bytes, document.id)
-            advance(file.size)
-
-    def _read_text(self, file: InputFile, path: Path) -> Iterator[Document]:
-        """Yield the parts of a text file, or none if it is bad.
-
-        The file is read twice: a partly bad file must not be used, and a large one must not be held in memory.
-        """
-        try:
-            parts = sum(1 for _ in read_text(path, self._limit))
-        except (OSError, BadFileError) as error:
-            reason = f"can't be read ({error.strerror})" if isinstance(error, OSError) else str(error)
-            self._listing.skip_bad(file.path, reason)
-            self._drop(reason.partition(" at byte ")[0], file.size, f"{file.name}: {reason}")
-            return
-        self.counts.changed += parts > 1
-        try:
-            for part, text in enumerate(read_text(path, self._limit)):
-                if parts == 1:
-                    yield Document(file.name, text)
-                else:
-                    yield Document(f"{file.name}#{part}", text, record=file.name)
-        except (OSError, BadFileError) as error:
-            raise MegatfmError(
-                f"{file.path}: changed while it was read ({error}): run the same command again"
-            ) from None
-
-    def _read_records(self, file: InputFile, path: Path, name: str) -> Iterator[Document]:
-        """Yield the records of a file. All unusable records are counted, and the first one is reported."""
-        is_reported = False
-        try:
-            for record in get_reader(name)(path, self._config):
-                source = f"{file.name}#{record.key}"
-                if isinstance(record, BadRecord):
-                    if not is_reported:
-                        self._listing.skip_bad(file.path, f"record {record.key} {record.reason}")
-                    is_reported = True
-                    self._drop(record.reason, 0, source)
-                    continue
-                texts = list(cut_text(record.text, self._limit))
-                self.counts.changed += len(texts) > 1
-                for part, text in enumerate(texts):
-                    if len(texts) == 1:
-                        yield Document(source, text, record.url, fields=record.fields)
-                    else:
-                        yield Document(
-                            f"{source}.{part}", text, record.url, fields=record.fields, record=source
-                        )
-        except BadFileError as error:
-            self._listing.skip_bad(file.path, str(error))
-            self._drop("unreadable file", 0, f"{file.name}: {error}")
-
-    def _drop(self, reason: str, size: int, example: str) -> None:
-        self.counts.count_input(size)
-        self.counts.count_dropped(to_drop_reason(reason), size, example)

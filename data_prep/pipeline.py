@@ -85,11 +85,11 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     """Run the stages in order: read and clean, dedup, split, train the tokenizer, tokenize, commit."""
     config, values = stages.config, config_identity(stages.config)
     read_config = with_builtin_folder(config.read, workspace.folder / "fetched")
-    listing = InputFiles(read_config, workspace.folder / "fetched")
+    inputs = InputFiles(read_config, workspace.folder / "fetched")
     if config.split.validation_files:
-        listing.move_to_front(config.split.validation_files)
+        inputs.move_to_front(config.split.validation_files)
     basis: StageResult = {
-        "files": listing.compute_fingerprint(),
+        "files": inputs.compute_fingerprint(),
         "task_bytes": config.task_bytes,
         **{name: values[name] for name in ("version", "plugins", "read", "split", "steps") if name in values},
     }
@@ -97,13 +97,13 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     if isinstance(stages.executor, LockExecutor) or stages.executor.rank == 1:
         workspace.check_settings(basis, shared=isinstance(stages.executor, LockExecutor))
     if config.read.is_passthrough:
-        return _finish(workspace, stages, _import(stages, listing, values, basis))
+        return _finish(workspace, stages, _import(stages, inputs, values, basis))
     dedup_basis = {**basis, "dedup": values["dedup"]} if "dedup" in values else basis
     split_basis = {**dedup_basis, "split": values["split"]}
     stages.renew_if_swept(dedup_basis, "split-train", split_basis)
     if config.dedup:
         stages.renew_if_swept(basis, pass_names(config)[0], dedup_basis)
-    clean = CleanStage(stages, listing).run(basis)
+    clean = CleanStage(stages, inputs).run(basis)
     deduplicated = DedupStage(stages, stages.folder_for(basis), clean).run(dedup_basis)
     split_stage = SplitStage(stages, stages.folder_for(dedup_basis), deduplicated["name"], clean["parts"])
     split = split_stage.run(split_stage.plan(dedup_basis), deduplicated["bytes"], split_basis)
@@ -133,7 +133,7 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     return _finish(workspace, stages, result)
 
 
-def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis: StageResult) -> StageResult:
+def _import(stages: StageRunner, inputs: InputFiles, values: StageResult, basis: StageResult) -> StageResult:
     """Run the stages that import token ids or images."""
     basis.update(values)
     config = stages.config
@@ -144,12 +144,12 @@ def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis
     source: ImportSource
     classes: list[str] = []
     if config.read.format == "images":
-        labels = ClassLabels(config.read.labels, (file.name for file in listing.files))
+        labels = ClassLabels(config.read.labels, (file.name for file in inputs.files))
         basis["labels"], classes = labels.fingerprint, labels.names
-        source = ImageFiles(listing, tokenizer, config.task_bytes, labels, config.split)
+        source = ImageFiles(inputs, tokenizer, config.task_bytes, labels, config.split)
     else:
         assert tokenizer is not None  # as the config is checked
-        source = IdFiles(listing, tokenizer)
+        source = IdFiles(inputs, tokenizer)
 
     def provenance(digest: str) -> StageResult:
         class_names = {"classes": classes} if classes else {}
@@ -160,7 +160,7 @@ def _import(stages: StageRunner, listing: InputFiles, values: StageResult, basis
             **class_names,
         }
 
-    skipped = [f"{bad.where}: {bad.reason}" for bad in listing.bad]
+    skipped = [f"{bad.where}: {bad.reason}" for bad in inputs.bad]
     imported = ImportStage(stages, source).run(basis, provenance)
     return {
         **imported["provenance"],

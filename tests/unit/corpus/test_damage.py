@@ -48,7 +48,7 @@ def test_too_many_open_files_are_no_damage(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
-        (errno.EIO, "try again when it answers"),
+        (errno.EIO, "try again later"),
         (errno.EACCES, "the right to read"),
         (errno.ENXIO, "restore it"),
     ],

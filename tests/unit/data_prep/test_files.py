@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatfm.config.prep import ReadConfig
+from megatfm.data_prep.document_reader import DocumentReader
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.input_files import DocumentReader, InputFiles
+from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
 
 

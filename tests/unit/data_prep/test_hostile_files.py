@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm.config.prep import ReadConfig
-from megatfm.data_prep.input_files import DocumentReader, InputFiles
+from megatfm.data_prep.document_reader import DocumentReader
+from megatfm.data_prep.input_files import InputFiles
 from megatfm.data_prep.readers import get_reader
 from megatfm.data_prep.readers.record import BadFileError, BadRecord, open_decompressed
 from megatfm.errors import MegatfmError

@@ -69,7 +69,7 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
     assert [each.url for each in by_folder["one"]] == columns["url"]
     assert [each.text for each in by_folder["splits/te"]] == columns["text"][:5]
     assert len(result) == 4 * len(rows) + 5 + 1
-    assert read._listing.n_excluded == 2 + 1 + 1 + 2 * 2
+    assert read._inputs.n_excluded == 2 + 1 + 1 + 2 * 2
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("a.jsonl", "a.xml")])
@@ -87,7 +87,7 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
     path.parent.mkdir()
     path.write_bytes(data)
     some, read = read_documents(path, on_error="skip")
-    if bad := read._listing.bad:
+    if bad := read._inputs.bad:
         assert sum(dropped.documents for dropped in read.counts.dropped.values()) >= 1
         with pytest.raises(MegatfmError, match=r"read\.on_error=skip") as caught:
             read_documents(path)
@@ -206,7 +206,7 @@ def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -
         archive.addfile(link)
     result, read = read_documents(tmp_path / "x", on_error="skip")
     assert [each.text for each in result] == ["one", "two"]
-    output = [*result[0].to_list(), *result[1].to_list(), read.counts.as_json(), read._listing.bad]
+    output = [*result[0].to_list(), *result[1].to_list(), read.counts.as_json(), read._inputs.bad]
     assert "\ufffd" in str(output)
     json.dumps(output, ensure_ascii=False, default=str).encode()
 
