@@ -100,7 +100,7 @@ def _n_documents(sequence: SequenceMetadata) -> Tensor:
     """Return the number of documents [B] of the full rows, on the host."""
     host = sequence.on_host()
     row = host.full_sequence if isinstance(host, SequenceShard) else host
-    return torch.ones(len(row.positions)) if row.documents is None else row.documents.amax(1) + 1
+    return torch.ones_like(row.positions[:, 0]) if row.documents is None else row.documents.amax(1) + 1
 
 
 class Temperature(nn.Module):
