@@ -95,9 +95,10 @@ def rank_memory(
     is_single_pass = config.parallel.pp == 1 and microbatches == 1
     moments = _moments(config, weights, running_stage, profiles, saved_bytes, state, is_single_pass, compiled)
     peak = max(moments, key=lambda moment: moment.bytes)
-    constant = state.at_rest + reserved + state.gather_buffer
+    constant = state.at_rest + reserved
     phase_peaks = {moment.phase: moment.bytes for moment in sorted(moments, key=lambda moment: moment.bytes)}
-    by_phase = {phase: constant + state.gathered + waiting + n for phase, n in phase_peaks.items()}
+    gathered = state.gathered + state.gather_buffer
+    by_phase = {phase: constant + gathered + waiting + n for phase, n in phase_peaks.items()}
     by_phase["optimizer"] = constant + state.reduced + max(state.regathered, state.exchanged)
     return RankMemory(
         pipeline_rank,
