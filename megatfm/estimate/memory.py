@@ -75,17 +75,18 @@ def rank_memory(
     *,
     compiled: bool,
     reserved: int,
+    kept_bytes: int = 0,
 ) -> RankMemory:
     """Estimate the fullest moment of a rank's step: while its first stage runs, and others wait for a backward pass.
 
     parts_by_stage: of this rank; in_flight: by stage; sent_bytes: by stage that sends to another rank. It keeps what it
-    sent, at which its backward pass starts.
+    sent, at which its backward pass starts. kept_bytes: of features that a step keeps.
     """
     parts = [index for indices in parts_by_stage.values() for index in indices]
     state = rank_bytes(config, weights, parts)
     mode = config.train.recompute
     saved_bytes = {index: profiles[index].saved_bytes(mode, compiled) for index in parts}
-    waiting = sum(
+    waiting = kept_bytes + sum(
         max(0, in_flight.get(stage, 1) - (place == 0)) * sum(saved_bytes[i] for i in indices)
         for place, (stage, indices) in enumerate(parts_by_stage.items())
     )
@@ -96,8 +97,9 @@ def rank_memory(
     peak = max(moments, key=lambda moment: moment.bytes)
     constant = state.at_rest + reserved
     phase_peaks = {moment.phase: moment.bytes for moment in sorted(moments, key=lambda moment: moment.bytes)}
-    by_phase = {phase: constant + state.gathered + waiting + n for phase, n in phase_peaks.items()}
-    by_phase["optimizer"] = constant + state.reduced + state.regathered
+    gathered = state.gathered + state.gather_buffer
+    by_phase = {phase: constant + gathered + waiting + n for phase, n in phase_peaks.items()}
+    by_phase["optimizer"] = constant + state.reduced + max(state.regathered, state.exchanged)
     return RankMemory(
         pipeline_rank,
         state.weights,
@@ -106,7 +108,7 @@ def rank_memory(
         state.optimizer,
         state.gathered,
         waiting + peak.activations,
-        peak.workspace,
+        peak.workspace + state.gather_buffer,
         reserved,
         by_phase,
     )
@@ -133,9 +135,10 @@ def _moments(
         copies.pop()  # it becomes the accumulated gradient
     gradients = 0 if is_single_pass else state.gradients
     for index in parts:
-        moments.append(
-            _Moment("forward", saved + saved_bytes[index], profiles[index].forward_peak, gradients)
-        )
+        forward_peak = profiles[index].forward_peak
+        if not profiles[index].is_block:  # no block is gathered ahead beside it
+            forward_peak = max(0, forward_peak - state.prefetched)
+        moments.append(_Moment("forward", saved + saved_bytes[index], forward_peak, gradients))
         saved += saved_bytes[index]
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
     reduced = reducing = 0  # reducing: bytes of the last block's gradients in a reduce-scatter

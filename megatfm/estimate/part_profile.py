@@ -108,6 +108,8 @@ class PartProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Profiles of all split points in order; blocks of a kind share one object."""
+    """Profiles of all split points in order; blocks of a kind share one object. samples: features of a micro-batch that
+    the loss compares."""
 
     parts: Sequence[PartProfile]
+    samples: int = 0

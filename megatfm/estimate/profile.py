@@ -48,19 +48,14 @@ from megatfm.verify.shrink import draw_batch
 
 ACTIVATION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 """Dtype of activations by `train.precision`; bfloat16 for the others."""
-DATA_DEPENDENT_FAMILIES = ("electra", "xlnet")
-"""Families, beside those of images, whose shapes depend on a batch's values: on the predicted tokens."""
+DATA_DEPENDENT_FAMILIES = ("electra", "two_towers", "vision_language", "xlnet")
+"""Families, beside those of images, whose shapes depend on a batch's values: on predicted tokens, on images."""
 DATA_DEPENDENT_HEADS = ("boundary",)
 """Extra heads whose shapes depend on a batch's values: on the masked spans."""
 DATA_DEPENDENT_ATTENTIONS = ("longformer",)
 """Attention layers whose shapes depend on a batch's values: on the global tokens of each row."""
 LAST_BLOCK_DIFFERS = ("xlnet",)
 """Families whose last block computes less: XLNet's content stream ends before it."""
-NOT_ESTIMATED = {
-    "two_towers": "its loss compares the samples of all ranks, which the estimate does not model",
-    "vision_language": "no traced rank has been compared with its estimate",
-}
-"""Family → why it has no estimate."""
 SHAPE_ONLY_FIELDS = ("keys", "patches")
 """Suffixes of fields whose values no shape depends on. They stay fake: they are large, or much is computed of them."""
 
@@ -94,11 +89,6 @@ class LocalModel:
     @staticmethod
     def check(config: Config) -> None:
         """Raise UsageError for a model whose parts can't be profiled with this layout."""
-        if reason := NOT_ESTIMATED.get(config.model.family):
-            raise UsageError(
-                f"{config.name}: model.family = {config.model.family!r} has no estimate: {reason}. Trace a rank "
-                "instead: python -m megatfm.imaginary CONFIG --world GPUS --rank 0"
-            )
         if depends_on_values(config) and config.parallel.cp > 1:
             raise UsageError(
                 f"{config.name}: its passes depend on the values of a batch, so it can't be estimated with "
@@ -135,7 +125,7 @@ class LocalModel:
 
     def profile(self, micro_batch: int, cp: int) -> ModelProfile:
         """Run each kind of part once, forward and backward. cp: ranks that share a row's tokens."""
-        self._rows, self._cp = micro_batch, cp
+        self._rows, self._cp, self._samples = micro_batch, cp, 0
         splittable, model = cast(Splittable, self.model), self.config.model
         blocks = {id(block) for block in transformer_blocks(self.model)}
         parts: dict[Hashable, PartProfile] = {}
@@ -164,7 +154,7 @@ class LocalModel:
                     parts[key] = self._run(splittable, point, fields, carry, is_block)
                 order.append(parts[key])
                 written |= point.writes
-        return ModelProfile(order)
+        return ModelProfile(order, self._samples)
 
     def _run(
         self,
@@ -186,13 +176,16 @@ class LocalModel:
 
         with recorder.record() as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
             output = model.stage({point.name}).forward(**fields, **carry)
-        outputs = [*(output.losses or {}).values(), *output.carried().values()]
+        predictions = (getattr(output, "predictions", None) or {}).values()
+        outputs = [*(output.losses or {}).values(), *output.carried().values(), *predictions]
         output_numbers = {recorder.number(x) for x in outputs if x is not None}
         for number, n_bytes in recorder.live_storages(forward).items():  # saved for a recomputation
             if number not in output_numbers:
                 saved.setdefault(number, SavedTensor(number, n_bytes))
         carried = {n: t for n, t in output.carried().items() if n in point.writes} if point.writes else {}
-        roots = [x for x in (*(output.losses or {}).values(), *carried.values()) if x.requires_grad]
+        self._samples = max([self._samples, *map(len, predictions)])
+        ends = (*(output.losses or {}).values(), *carried.values(), *predictions)
+        roots = [x for x in ends if x.requires_grad]
         with recorder.record() as backward:
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

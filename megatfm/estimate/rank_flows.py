@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from megatfm.config import Config
+from megatfm.estimate.comparing import add_ring_flows
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
 from megatfm.estimate.traffic import Axis, Flows, add_data_flows, axes_of
@@ -28,6 +29,7 @@ def rank_flows(
         add_context_flows(flows, config, part, axes[CONTEXT], microbatches)
         add_expert_flows(flows, config, part, axes[EXPERT], microbatches)
     add_data_flows(flows, config, weights, indices, microbatches)
+    add_ring_flows(flows, config, profile.samples, microbatches)
     last_parts = [profile.parts[stage[-1]] for stage in stages]
     _add_pipeline_flows(flows, axes[PIPELINE], last_parts, rank_of, rank, microbatches)
     rank_of_part = {

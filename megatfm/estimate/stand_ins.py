@@ -24,6 +24,7 @@ from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose_
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
 from megatfm.ops.grouped_mm import KERNELS
+from megatfm.parallel.styles import VOCAB_PARALLEL_CHUNK
 
 Note = Callable[..., None]
 """Called with (name, kind, flops, inputs, outputs, dims=None) for each kernel."""
@@ -111,8 +112,13 @@ class CrossEntropyStandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, note, n_statistics, hidden_MD, weight_WD, bias_W):  # type: ignore[no-untyped-def]
         rows, width = len(weight_WD), pad_row_length(len(weight_WD))
-        chunk = max(
-            LOGITS_BYTES // (width * hidden_MD.element_size()) // ROW_ALIGNMENT * ROW_ALIGNMENT, ROW_ALIGNMENT
+        chunk = (
+            VOCAB_PARALLEL_CHUNK
+            if n_statistics
+            else max(
+                LOGITS_BYTES // (width * hidden_MD.element_size()) // ROW_ALIGNMENT * ROW_ALIGNMENT,
+                ROW_ALIGNMENT,
+            )
         )
         buffer = hidden_MD.new_empty(min(chunk, len(hidden_MD)), width)
         needs_hidden, needs_weight = ctx.needs_input_grad[2:4]

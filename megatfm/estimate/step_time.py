@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatfm.config import Config
+from megatfm.estimate.comparing import takes_two_passes
 from megatfm.estimate.devices import Cluster
 from megatfm.estimate.operators import Operator
 from megatfm.estimate.part_profile import ModelProfile, PartProfile
@@ -135,6 +136,8 @@ def step_time(
     optimizer += axis_seconds(exchanges, axes, cluster.node, (SHARD, CONTEXT, TENSOR))
     sharded = parallel.grad_accumulation == "sharded"
     computed = _sum_causes(times, indices, microbatches, sharded)
+    if takes_two_passes(config, microbatches):
+        computed["recompute"] += microbatches * sum(times[i].total(reduces=False)[0] for i in indices)
     if parallel.pp == 1:
         if parallel.zero >= 2 and not sharded:  # the last micro-batch alone reduces
             reducing, plain = (

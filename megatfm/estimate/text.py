@@ -1,6 +1,7 @@
 """An estimate as text: verdict, memory by rank, time by cause, traffic; beside a traced rank or a recorded run."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatfm.estimate.devices import GIB
@@ -266,7 +267,22 @@ def traced_lines(traced: Traced) -> list[str]:
     lines += [f"attention: {name.partition(': ')[2]}" for name in facts["kernels"] if "attention" in name]
     lines += [f"the host waits {times} ×: {line}" for line, times in facts["waits"].items()]
     lines += [f"a tensor of all pairs of tokens: {line}" for line in facts["all_pairs"]]
-    return [*lines, f"largest tensor: {facts['largest']}"]
+    lines.append(f"largest tensor: {facts['largest']}")
+    lines.append("held at the fullest moment, by phase and line that asked for it:")
+    return [*lines, *_owner_lines(facts["at_peak"])]
+
+
+def _owner_lines(owners: Mapping[str, int]) -> Iterator[str]:
+    """Yield lines on who holds the peak, the largest first. owners: "PHASE LAYER LINE" → bytes (`imaginary.ledger`)."""
+    sums, blocks = Counter[str](), Counter[str]()
+    for owner, n_bytes in owners.items():
+        phase, layer, line = owner.split(" ", 2)
+        sums[f"{phase}: {line}"] += n_bytes
+        blocks[f"{phase}: {line}"] += layer != "-"
+    for place, n_bytes in sums.most_common(OWNERS_SHOWN):
+        yield f"  {n_bytes / 1e9:8.3f} GB  {place}" + (
+            f", of {blocks[place]} blocks" if blocks[place] else ""
+        )
 
 
 def recorded_lines(estimate: Estimate, recorded: Recorded) -> list[str]:

@@ -36,9 +36,16 @@ class Traced:
 
 
 def enough_microbatches(estimate: Estimate) -> int:
-    """Return a number of micro-batches beyond which memory grows no more: as many as a pipeline holds, else two."""
+    """Return a number of micro-batches beyond which memory grows no more.
+
+    As many as a pipeline holds. Without one, two if each reduces its gradients; else three: the first makes whole
+    gradients, and the last frees what it has reduced.
+    """
     parallel = estimate.config.parallel
-    enough = 2 * parallel.pp * parallel.stages_per_rank if parallel.pp > 1 else 2
+    if parallel.pp > 1:
+        enough = 2 * parallel.pp * parallel.stages_per_rank
+    else:
+        enough = 2 if parallel.zero >= 2 and parallel.grad_accumulation == "sharded" else 3
     return min(estimate.microbatches, enough)
 
 

@@ -4,7 +4,6 @@ By a ring of n ranks, for x bytes on each: all-gather of shards x: (n − 1)·x;
 all-reduce of x: 2(n − 1)/n·x. `tests/unit/estimate` holds these flows against executed ranks.
 """
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,9 +13,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.config import Config, ParallelConfig
+from megatfm.config import Config, ContrastiveObjective, ParallelConfig
 from megatfm.estimate.devices import Link, Node
-from megatfm.estimate.weights import LocalWeight, number_bytes
+from megatfm.estimate.weights import LocalWeight, assign_owners, number_bytes
 from megatfm.parallel.mesh import CONTEXT, EXPERT, EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, TENSOR
 
 IntArray = NDArray[np.int64]
@@ -206,31 +205,25 @@ def _add_fully_sharded(
 def _add_whole_tensors(flows: Flows, config: Config, weights: Sequence[LocalWeight]) -> None:
     """Add the exchange of optimizers that need whole tensors: gradients to a tensor's owner, new weights back.
 
-    The ranks of dp_shard and tp own tensors, with experts those of cp too. Each tensor, the largest first, goes to the
-    rank that owns the fewest elements.
+    The ranks of dp_shard and tp own tensors, with experts those of cp too (`assign_owners`).
     """
     parallel, axes = config.parallel, axes_of(config.parallel)
     axis = join_axes((axes[SHARD], axes[TENSOR], *([axes[CONTEXT]] if parallel.ep > 1 else [])))
     size, _ = number_bytes(config)
-    by_group: dict[int, list[LocalWeight]] = defaultdict(list)
-    for weight in weights:
-        if weight.whole_tensor_group is not None and weight.is_trained:
-            by_group[weight.whole_tensor_group].append(weight)
-    if axis.size == 1 or not by_group:
+    owners = assign_owners(weights, axis.size)
+    if axis.size == 1 or not owners:
         return
-    total = np.zeros(axis.size, dtype=np.int64)
-    for group in by_group.values():
-        load = [(0, member) for member in range(axis.size)]
-        for weight in sorted(group, key=lambda w: (-w.numel, w.name)):
-            numel, owner = heapq.heappop(load)
-            heapq.heappush(load, (numel + weight.numel, owner))
-            blocks, is_first = _blocks_by_member(parallel, weight)
-            gradients = blocks * is_first
-            gradients[owner] = blocks.sum() - blocks[owner]  # the owner sends new weights instead
-            total += gradients * size
+    total, groups = np.zeros(axis.size, dtype=np.int64), set[int | None]()
+    for weight in (w for w in weights if w.name in owners):
+        owner = owners[weight.name]
+        blocks, is_first = _blocks_by_member(parallel, weight)
+        gradients = blocks * is_first
+        gradients[owner] = blocks.sum() - blocks[owner]  # the owner sends new weights instead
+        total += gradients * size
+        groups.add(weight.whole_tensor_group)
     key = axis.name, "all_to_all"
     flows.sent[key] += int(total.max())
-    flows.calls[key] += 2 * len(by_group)
+    flows.calls[key] += 2 * len(groups)
     flows.by_member[key] = [int(n_bytes) for n_bytes in total]
 
 
@@ -263,7 +256,8 @@ def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
     if parallel.zero == 2 or (parallel.pp > 1 and parallel.splits_backward):
         return 1
     if in_block:
-        return 2 * microbatches
+        compares_samples = isinstance(config.objective, ContrastiveObjective) and microbatches > 1
+        return (2 + compares_samples) * microbatches  # once more for features without a graph
     return microbatches * (
         parallel.stages_per_rank if parallel.pp > 1 else 1
     )  # each backward pass reshards them

@@ -1,7 +1,9 @@
 """Weights, gradients and optimizer state of a rank: local shapes under tensor and expert parallelism, then ZeRO."""
 
+import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -47,9 +49,13 @@ class LocalWeight:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on a rank. gradients: accumulated in a step; reduced: those that the optimizer reads; gathered: the most
-    that ZeRO 2 and 3 gather at once beside stored shards; regathered: new weights that ZeRO 1 gathers after the
-    optimizer; keeps_whole_gradients: each rank accumulates those of all its weights."""
+    """Bytes on a rank.
+
+    gradients: accumulated in a step; reduced: those that the optimizer reads; keeps_whole_gradients: each rank
+    accumulates those of all its weights; exchanged: of whole tensors, on the way to their owners. gathered: the most
+    that ZeRO 2 and 3 gather at once beside stored shards; prefetched: blocks that ZeRO 3 gathers ahead; gather_buffer:
+    of the last block, which ZeRO 2 keeps; regathered: new weights that ZeRO 1 gathers after the optimizer.
+    """
 
     weights: int
     copies: int
@@ -59,6 +65,9 @@ class RankBytes:
     reduced: int
     regathered: int
     keeps_whole_gradients: bool
+    gather_buffer: int
+    prefetched: int
+    exchanged: int
 
     @property
     def at_rest(self) -> int:
@@ -182,18 +191,64 @@ def rank_bytes(
     unsharded = zero < 2 or parallel.pp > 1 or (accumulates and parallel.grad_accumulation == "unsharded")
     trained = [w for w in stage_weights if w.is_trained]
     gradients = sum(w.local if unsharded else stored[w.name] for w in trained) * size
-    optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in trained)
+    elementwise = [w for w in trained if w.whole_tensor_group is None]
+    whole = [w for w in trained if w.whole_tensor_group is not None]
+    owned_bytes, owned = _fullest_owner(whole, parallel)
+    optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in elementwise) + owned_bytes
+    exchanged = (sum(stored[w.name] for w in whole) + 2 * owned) * size if whole else 0
     largest = sorted(numel_by_block(stage_weights).values(), reverse=True)
     outside = sum(w.local for w in stage_weights if not w.in_block)
-    gathered = 0
+    gathered = gather_buffer = prefetched = 0
     if zero == 3 and not parallel.splits_backward:
         gathered = (outside + sum(largest[: 1 + ahead])) * compute
+        prefetched = sum(largest[1 : 1 + ahead]) * compute
     elif zero >= 2:
         gathered = sum(stored[w.name] * shards[w.name] for w in stage_weights) * compute
+        gather_buffer = (largest[0] if largest else 0) * compute
     copies = unsharded_numel * 2 if zero < 2 and is_mixed else 0
     reduced = sum(stored[w.name] for w in trained) * size
     regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute if zero == 1 else 0
-    return RankBytes(weight_bytes, copies, gradients, optimizer, gathered, reduced, regathered, unsharded)
+    return RankBytes(
+        weight_bytes,
+        copies,
+        gradients,
+        optimizer,
+        gathered,
+        reduced,
+        regathered,
+        unsharded,
+        gather_buffer,
+        prefetched,
+        exchanged,
+    )
+
+
+def assign_owners(weights: Iterable[LocalWeight], ranks: int) -> dict[str, int]:
+    """Return weight → the rank that owns it, for optimizers of whole tensors: of each group the largest first, to the
+    rank that owns the fewest elements."""
+    by_group: dict[int, list[LocalWeight]] = defaultdict(list)
+    for weight in weights:
+        if weight.whole_tensor_group is not None and weight.is_trained:
+            by_group[weight.whole_tensor_group].append(weight)
+    owners = {}
+    for group in by_group.values():
+        load = [(0, member) for member in range(ranks)]
+        for weight in sorted(group, key=lambda w: (-w.numel, w.name)):
+            numel, owner = heapq.heappop(load)
+            heapq.heappush(load, (numel + weight.numel, owner))
+            owners[weight.name] = owner
+    return owners
+
+
+def _fullest_owner(weights: Sequence[LocalWeight], parallel: ParallelConfig) -> tuple[int, int]:
+    """Return the bytes of state, and the elements, of the rank that owns most of the whole tensors."""
+    ranks = parallel.dp_shard * parallel.tp * (parallel.cp if parallel.ep > 1 else 1)
+    n_bytes, numel = Counter[int](), Counter[int]()
+    for name, owner in assign_owners(weights, ranks).items():
+        weight = next(w for w in weights if w.name == name)
+        n_bytes[owner] += weight.optimizer_bytes
+        numel[owner] += weight.numel
+    return max(((n_bytes[owner], numel[owner]) for owner in n_bytes), default=(0, 0))
 
 
 def _shards(weight: LocalWeight, parallel: ParallelConfig) -> int:

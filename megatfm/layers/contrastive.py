@@ -100,7 +100,7 @@ def check_pairs(images: SequenceMetadata, captions: SequenceMetadata) -> None:
 def _n_documents(sequence: SequenceMetadata) -> Tensor:
     """Return the number of documents [B] of the full rows, on the host."""
     row = sequence.on_host().full_sequence
-    return torch.ones(len(row.positions)) if row.documents is None else row.documents.amax(1) + 1
+    return torch.ones_like(row.positions[:, 0]) if row.documents is None else row.documents.amax(1) + 1
 
 
 class Temperature(nn.Module):

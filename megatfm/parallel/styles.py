@@ -239,6 +239,10 @@ def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int
     return rows * is_local[..., None].to(rows.dtype)
 
 
+VOCAB_PARALLEL_CHUNK = 1024
+"""Tokens whose logits a vocabulary-parallel loss holds at once, on any device."""
+
+
 def vocab_parallel_cross_entropy(
     hidden_MD: Tensor,
     weight_WD: Tensor,
@@ -247,7 +251,7 @@ def vocab_parallel_cross_entropy(
     variant: LogitOptions,
     vocab_start: int,
     group: ProcessGroup,
-    chunk: int = 1024,
+    chunk: int = VOCAB_PARALLEL_CHUNK,
     losses_M: Tensor | None = None,
     weights_M: Tensor | None = None,
 ) -> Tensor:

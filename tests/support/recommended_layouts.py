@@ -12,6 +12,7 @@ from megatfm.estimate.estimator import Estimate, estimator
 from megatfm.estimate.profile import LocalModel
 from megatfm.estimate.traced import Traced, differences, enough_microbatches, run_trace
 
+WHOLE_TENSOR_OPTIMIZERS = ("adafactor", "lamb", "muon", "soap")
 SMALL = (8, ("parallel.zero=1",))
 """Up to two billion parameters: one node, the optimizer alone is divided (docs/guide/choosing-a-layout.md)."""
 
@@ -140,7 +141,9 @@ def traced_layout(case: Recommended) -> TracedLayout:
     config = load_config(case.preset, [*overrides, *few])
     with estimator(config, cluster) as opened:
         estimate = opened.estimate(opened.base)
-    rank = estimate.worst.pipeline_rank * (case.gpus // config.parallel.pp) + 1
+    # Of optimizers of whole tensors, rank 0 owns the largest one; else any rank is like it.
+    offset = 0 if config.optimizer.name in WHOLE_TENSOR_OPTIMIZERS else 1
+    rank = estimate.worst.pipeline_rank * (case.gpus // config.parallel.pp) + offset
     return TracedLayout(full, estimate, run_trace(case.preset, [*overrides, *few], case.gpus, rank))
 
 
@@ -149,6 +152,8 @@ def few_layers(config: Config) -> list[str]:
     model, parallel = config.model, config.parallel
     if model.stages is not None:
         return []
+    if model.text_tower is not None:
+        return [f"model.{tower}n_layers=2" for tower in ("", "text_tower.")]
     kinds = [model.layer_types.index(kind) + 1 for kind in set(model.layer_types)]
     n_stages = parallel.pp * parallel.stages_per_rank if parallel.pp > 1 else 1
     layers = min(model.n_layers, max(2 * n_stages, *kinds, 2, 1 + (model.distinct_layers or 0)))

@@ -122,6 +122,22 @@ def test_whole_tensors_travel_to_their_owners_and_back(
             assert modelled.of_rank(key, rank, axes) == executed_flows[key], (rank, key)
 
 
+@pytest.mark.parametrize("preset", ["clip-b32", "siglip-b16"])
+def test_features_travel_around_the_ring_of_ranks(workers: Workers, preset: str) -> None:
+    config = small(preset, ParallelConfig(dp_shard=3, zero=1))
+    modelled = estimated(config).flows.sent["dp_shard", "send"]
+    assert [flows["dp_shard", "send"] for flows in workers.run(executed, 3, config, 3)] == [modelled] * 3
+
+
+def test_a_rank_keeps_the_largest_whole_tensor_that_it_owns() -> None:
+    """Adafactor's owner of a tied table of 999 × 64 has a copy of it, and the sums of its rows and columns."""
+    config = load_config("t5-base", ["model.vocab_size=999", "model.d_model=64", "model.n_layers=1"])
+    config = config.with_changes({"model.n_encoder_layers": 1, "model.ffn.d_ff": 64, "parallel.zero": 1})
+    with estimator(config, load_cluster("h100", 8)) as opened:
+        rank = opened.estimate(opened.base).worst
+    assert rank.optimizer == 4 * (999 * 64 + 999 + 64)
+
+
 def test_what_chunks_of_attention_hold_is_counted() -> None:
     """Disentangled attention of many tokens runs in chunks, which hold the keys' scores of positions until computed
     again: [rows, heads, tokens, positions]."""

@@ -1,0 +1,47 @@
+"""Losses that compare all samples of a global batch: features that a rank keeps, and what the ring of ranks sends.
+
+With several micro-batches, a step computes all features without a graph first (`engines.passes.step_in_two_passes`).
+"""
+
+from megatfm.config import Config, ContrastiveObjective
+from megatfm.estimate.traffic import Flows, axes_of, join_axes
+from megatfm.parallel.mesh import CONTEXT, REPLICATE, SHARD
+
+FEATURE_BYTES = 4
+"""Bytes of a number of a feature; 8 in float64."""
+
+
+def takes_two_passes(config: Config, microbatches: int) -> bool:
+    """Return whether a step runs each micro-batch forward once more, for the features of all samples."""
+    return isinstance(config.objective, ContrastiveObjective) and microbatches > 1
+
+
+def kept_feature_bytes(config: Config, samples: int, microbatches: int) -> int:
+    """Return the bytes of features and their gradients that a step in two passes keeps. samples: of a micro-batch."""
+    if not takes_two_passes(config, microbatches):
+        return 0
+    return 4 * samples * microbatches * _feature_row_bytes(config)
+
+
+def add_ring_flows(flows: Flows, config: Config, samples: int, microbatches: int) -> None:
+    """Add the sends of captions' features, their gradients and softmax's sums around the ring of n data ranks.
+
+    Forward, features are sent n − 1 times and sums n times; backward, gradients n times, features and sums n − 1.
+    """
+    contrastive = config.model.contrastive
+    if not isinstance(config.objective, ContrastiveObjective) or contrastive is None:
+        return
+    axes = axes_of(config.parallel)
+    ring = join_axes((axes[SHARD], axes[REPLICATE], axes[CONTEXT]))
+    features = samples * microbatches * _feature_row_bytes(config)
+    sums = samples * microbatches * _number_bytes(config) * (contrastive.loss == "softmax")
+    flows.add(ring, "send", (3 * ring.size - 2) * features + (2 * ring.size - 1) * sums)
+
+
+def _feature_row_bytes(config: Config) -> int:
+    assert config.model.contrastive is not None
+    return config.model.contrastive.width * _number_bytes(config)
+
+
+def _number_bytes(config: Config) -> int:
+    return 2 * FEATURE_BYTES if config.train.precision == "fp64" else FEATURE_BYTES
