@@ -47,7 +47,8 @@ def bit_generator(*key: KeyPart) -> np.random.Philox:
     """Return the Philox bit generator of a key, e.g. `bit_generator(seed, "order", epoch)`."""
     plain = tuple([part if isinstance(part, str) else operator.index(part) for part in key])
     digest = hashlib.blake2b(repr(plain).encode(), digest_size=16).digest()
-    return np.random.Philox(_FixedState(digest))
+    seed: Any = _FixedState(digest)  # NumPy's annotations know its own class alone
+    return np.random.Philox(seed)
 
 
 def random_uint64(n: int, *key: KeyPart) -> NDArray[np.uint64]:
