@@ -22,7 +22,7 @@ from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
 from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import FORMATS
-from megatfm.data_prep.readers.images import ImageRecord, read_files, read_tar
+from megatfm.data_prep.readers.images import IMAGES, ImageRecord, read_files, read_tar
 from megatfm.data_prep.readers.record import BadFileError, BadRecord
 from megatfm.data_prep.readers.token_ids import Ids, read_token_ids
 from megatfm.data_prep.tokenize import TokenizeStage, members_path, tokens_path
@@ -304,8 +304,9 @@ class ImageFiles:
                     yield f"{group[0].name}#{record.key}", record
                 return
             paths: dict[str, Path] = {}
+            key = min((_stem(file) for file in group), key=len)
             for file, path in zip(group, group_paths, strict=True):
-                extension = path.suffix[1:].lower()
+                extension = file.name[len(key) + 1 :].lower()
                 if extension in paths:
                     yield file.name, BadRecord(file.name, f"has a .{extension} twice")
                     return
@@ -334,12 +335,28 @@ class ImageFiles:
 
 
 def _group_files(files: list[InputFile]) -> list[list[InputFile]]:
-    """Return tars, and groups of files that differ only in their last suffix, in the order of the files."""
+    """Return tars, and groups of files that are a sample, in the order of the files.
+
+    Files of a sample differ only in their last suffix. Numbered images, `a.0.jpg` and `a.1.jpg`, belong to the `a.txt`
+    or `a.json` beside them, unless they have a file of their own beside them.
+    """
+    suffixes: dict[str, set[str]] = {}
+    for file in files:
+        suffixes.setdefault(_stem(file), set()).add(file.name.rpartition(".")[2].lower())
+    texts = {
+        stem for stem, found in suffixes.items() if found & {"txt", "json"} and not found & IMAGES.keys()
+    }
     groups: dict[str, list[InputFile]] = {}
     for file in files:
-        key = file.name if _is_tar(file) else file.name.rpartition(".")[0]
-        groups.setdefault(key, []).append(file)
+        stem = file.name if _is_tar(file) else _stem(file)
+        key, _, number = stem.rpartition(".")
+        is_numbered = key in texts and number.isdecimal() and suffixes[stem] <= IMAGES.keys()
+        groups.setdefault(key if is_numbered else stem, []).append(file)
     return list(groups.values())
+
+
+def _stem(file: InputFile) -> str:
+    return file.name.rpartition(".")[0]
 
 
 def _hash_file_name(file: InputFile, seed: int) -> bytes:

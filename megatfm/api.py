@@ -136,12 +136,12 @@ class Model:
         seed: int = 0,
         begin: Literal["auto", "bos", "none", "chat"] = "auto",
         sentinel: Literal["auto", "always", "never"] = "auto",
-        image: str | Path | None = None,
+        image: str | Path | Sequence[str | Path] = (),
     ) -> str:
         """Generate the continuation of a prompt; return it without the prompt.
 
-        image: a file, which a vision-language model describes. The other options are those of `megatfm generate`.
-        Raises UsageError for a model that does not generate text.
+        image: a file, or several, that a vision-language model describes. The other options are those of `megatfm
+        generate`. Raises UsageError for a model that does not generate text.
         """
         if not isinstance(prompt, str):
             raise UsageError(
@@ -155,13 +155,14 @@ class Model:
             if value not in known:
                 raise UsageError(f"{key} = {value!r}: choose one of {', '.join(known)}")
         loaded = self._with_tokenizer()
+        images = [image] if isinstance(image, str | Path) else image
         if beams:
             return generate_text_beam(
-                loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel, image
+                loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel, images
             )
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
         (text,) = generate_text(
-            loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel, image=image
+            loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel, images=images
         )
         return text
 

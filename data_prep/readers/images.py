@@ -1,8 +1,8 @@
 """Images with class, metadata and caption: neighbouring files, or members of a tar, that differ in their extensions.
 
 An image is a `.jpg`, `.jpeg`, `.png` or `.webp`; a `.cls` has the number of its class, a `.json` any metadata, a
-`.txt` its caption. In a tar a sample may have several images, `KEY.0.jpg`, `KEY.1.jpg` and so on. All are checked, and
-none is changed.
+`.txt` its caption. A sample may have several images, `KEY.0.jpg`, `KEY.1.jpg` and so on. All are checked, and none is
+changed.
 """
 
 import io
@@ -108,6 +108,10 @@ def _find_number_fault(images: Sequence[str]) -> str | None:
     if not images or (len(images) > 1 and "" in numbers):
         return f"has {names or 'no image'}, not one image, or several with numbers as in .0.jpg and .1.jpg"
     given_numbers = [int(number) for number in numbers if number]
+    if unknown := next((image for image in images if image not in EXTENSIONS), None):
+        return (
+            f"has a .{unknown}: images of a sample have the numbers 0 to {MAX_IMAGES}, without leading zeros"
+        )
     if len(set(given_numbers)) < len(given_numbers):
         return f"has two images of one number: {names}"
     return f"has {len(images)} images, over {MAX_IMAGES}" if len(images) > MAX_IMAGES else None

@@ -26,7 +26,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run directory or a checkpoint, e.g. runs/quickstart, or a Hugging Face folder",
     )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue (none)")
-    parser.add_argument("--image", metavar="FILE", help="image of the prompt, for a vision-language model")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image of the prompt, for a vision-language model; once for each of several",
+    )
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (200)"
     )

@@ -9,7 +9,6 @@ from megatfm.config.section import MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, Section, f
 
 if TYPE_CHECKING:
     from megatfm.config.model import ModelConfig
-    from megatfm.config.root import Config
 
 FAMILY = "two_towers"
 VISION_LANGUAGE = "vision_language"
@@ -190,12 +189,3 @@ def check_vision_language(model: "ModelConfig") -> None:
         )
     if model.embedding.dim:
         raise ValueError(f"embedding.dim has no meaning with family = {VISION_LANGUAGE!r}: leave it out")
-
-
-def check_layout(config: "Config") -> None:
-    """Raise ValueError for layouts in which no rank has all features of a global batch."""
-    if config.model.family == FAMILY and config.parallel.pp > 1:
-        raise ValueError(
-            f"parallel.pp = {config.parallel.pp}: model.family = {FAMILY!r} needs all features of the global batch at "
-            "once: set parallel.pp = 1, and use parallel.dp_shard, dp_replicate, cp or tp"
-        )

@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-from megatfm.config import image_text, layout_checks
+from megatfm.config import layout_checks
 from megatfm.config.data import DataConfig
 from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
 from megatfm.config.families import FAMILIES, suggest_family
@@ -104,7 +104,6 @@ class Config(Section):
         layout_checks.check_gpu_only(self)
         layout_checks.check_soft_moe(self)
         layout_checks.check_pipeline(self)
-        image_text.check_layout(self)
         layout_checks.check_sample_prompts(self)
         return self
 

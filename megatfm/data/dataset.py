@@ -231,14 +231,13 @@ class PackedDataset:
             self._get_block(epoch, block, begin),
         )
         if isinstance(block_data, BinPackedRows):
-            return [(block_data.build_row(row_index), 0)]
+            return [(block_data, row_index)]
         head, length = self.order.carry_length(begin), self.sequence_length
-        sources = [(block_data, row_index + (head > 0))]
+        sources: list[tuple[PackedBlock | BinPackedRows, int]] = [(block_data, row_index + (head > 0))]
         at, end = begin + int(self._plan.sizes[block]), begin + head + (row_index + 1) * length
         while at < min(end, self.order.size):
             block = self.order.find_block(epoch, at)
             block_data = self._get_block(epoch, block, at)
-            assert isinstance(block_data, PackedBlock)
             sources.append((block_data, 0))
             at += int(self._plan.sizes[block])
         return sources

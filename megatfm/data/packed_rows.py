@@ -6,7 +6,7 @@ build a `PackedBlock`, and `collate` copies its rows into a batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatfm.data.bin_packing import assign_rows, split_parts
 from megatfm.data.documents import InMemoryDocuments
 from megatfm.data.inner_documents import with_inner_documents
-from megatfm.data.row_store import RowStore, split_plain_fields
+from megatfm.data.row_store import RowStore, TypedField, as_int32, is_plain, split_plain_fields
 from megatfm.data.sequences import (
     ChunkTable,
     DocumentSource,
@@ -58,7 +58,7 @@ class PackedBlock:
         return {name: rows[0] for name, rows in collate([[(self, index)]]).items()}
 
 
-RowSources = Sequence[tuple[PackedBlock, int]]
+RowSources = Sequence[tuple["PackedBlock | BinPackedRows", int]]
 """The (block, row index) pairs that make up one row; several if the row spans blocks."""
 
 
@@ -68,10 +68,11 @@ def collate(rows: Sequence[RowSources]) -> Fields:
     All blocks must have the same packing settings.
     """
     fields: Fields = {}
-    for side_index, side in enumerate(rows[0][0][0].sides):
+    built = _build_rows(rows)
+    for side_index, side in enumerate(built[0][0][0].sides):
         batch = np.empty((len(side.names), len(rows), side.length), np.int64)
         typed_fields = side.allocate(len(rows))
-        for row, row_sources in enumerate(rows):
+        for row, row_sources in enumerate(built):
             offset = documents = 0
             for block, source_row in row_sources:
                 if typed_fields:
@@ -145,13 +146,13 @@ class BinPackedRows:
     """The rows of a group of blocks. Each row is built when it is read, to save memory."""
 
     def __init__(self, documents: DocumentSource, packing: PackingConfig, epoch: int) -> None:
-        self._documents, self._packing, self._epoch = documents, packing, epoch
+        self._documents, self.packing, self._epoch = documents, packing, epoch
         lengths, first = documents.lengths, documents.first
         chunks = split_documents(lengths, packing.objective, first, packing.seed, documents).without_empty()
         rows = assign_rows(packing.objective, chunks.lengths, packing.row_lengths)
         order = np.argsort(rows, kind="stable")
         self._chunks: ChunkTable = chunks.take(order)
-        self._bounds = np.searchsorted(rows[order], np.arange(int(rows.max(initial=-1)) + 2))
+        self._bounds = np.searchsorted(rows[order], np.arange(int(rows.max(initial=-1)) + 2)).tolist()
 
     @property
     def n_rows(self) -> int:
@@ -161,61 +162,77 @@ class BinPackedRows:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, excluding the documents."""
-        return self._chunks.nbytes + self._bounds.nbytes
-
-    def build_row(self, index: int) -> PackedBlock:
-        """Build one row, as a block."""
-        return self._build_rows(index, index + 1)
+        return self._chunks.nbytes + 36 * len(self._bounds)
 
     def build_all_rows(self) -> PackedBlock:
         """Build all rows."""
-        return self._build_rows(0, self.n_rows)
+        return lay_out_rows([self.build_row(index) for index in range(self.n_rows)], self.packing)
 
     @property
     def padding(self) -> PackedBlock:
         """A block of no rows, so that every row of it is padding."""
-        return self._build_rows(0, 1).padding
+        return lay_out_rows([self.build_row(0)], self.packing).padding
 
-    def _build_rows(self, begin: int, end: int) -> PackedBlock:
-        first, last = self._bounds[[begin, end]].tolist()
-        chunks = self._chunks.take(np.arange(first, last))
-        rows = np.repeat(np.arange(end - begin), np.diff(self._bounds[begin : end + 1]))
-        sequences = build_sequences(self._packing, chunks, self._documents, self._epoch)
+    def build_row(self, index: int) -> "RowSequences":
+        """Build the sequences of a row."""
+        chunks = self._chunks.take(slice(*self._bounds[index : index + 2]))
+        sequences = build_sequences(self.packing, chunks, self._documents, self._epoch)
         is_quarantined = self._documents.is_quarantined
-        is_padding = None if is_quarantined is None else is_quarantined[chunks.documents]
-        return lay_out_rows(sequences, chunks, rows, is_padding, self._packing)
+        return RowSequences(sequences, chunks.lengths, None if is_quarantined is None else is_quarantined[chunks.documents])
 
 
-def lay_out_rows(
-    sequences: Sequence[Mapping[str, NDArray[Any]]],
-    chunks: ChunkTable,
-    rows: NDArray[np.int64],
-    is_padding: NDArray[np.bool_] | None,
-    packing: PackingConfig,
-) -> PackedBlock:
-    """Join built sequences [P] into their `rows` [P], in stored order in a row. is_padding [P]: which are padding."""
-    order = np.argsort(rows, kind="stable")
-    firsts = np.flatnonzero(np.diff(rows[order], prepend=-1))  # the sequences that begin a row
+class RowSequences(NamedTuple):
+    """The built sequences of a row, in stored order."""
+
+    sequences: Sequence[Fields]
+    lengths: NDArray[np.int64]
+    """Length of each sequence on each side [P, sides]."""
+    is_padding: NDArray[np.bool_] | None
+    """Which sequences are padding [P]."""
+
+
+def _build_rows(rows: Sequence[RowSources]) -> list[list[tuple[PackedBlock, int]]]:
+    """Replace rows that are not built yet. They are laid out together, since the work of one layout is mostly fixed."""
+    built: list[RowSequences] = []
+    places: list[list[tuple[PackedBlock | None, int]]] = []
+    for row_sources in rows:
+        places.append([])
+        for block, index in row_sources:
+            if isinstance(block, BinPackedRows):
+                places[-1].append((None, len(built)))
+                built.append(block.build_row(index))
+                packing = block.packing
+            else:
+                places[-1].append((block, index))
+    joined = lay_out_rows(built, packing) if built else None
+    return [[(block or joined, index) for block, index in row_places] for row_places in places]
+
+
+def lay_out_rows(rows: Sequence[RowSequences], packing: PackingConfig) -> PackedBlock:
+    """Join the sequences of rows, at least one, into a block."""
     sides, prefixes = [], packing.objective.field_prefixes
+    sequences = [sequence for row in rows for sequence in row.sequences]
+    lengths = np.concatenate([row.lengths for row in rows])
+    firsts = np.cumsum([0, *(len(row.sequences) for row in rows)])
+    is_padding = _join_padding(rows)
     for side, length in enumerate(packing.row_lengths):
         names = [name for name in sequences[0] if prefix_index(name, prefixes) == side]
-        fields = {
-            name: (np.stack if packing.field(name).per == "row" else np.concatenate)(
-                [sequences[number][name] for number in order.tolist()]
-            )
+        integers = {
+            name: np.concatenate([sequence[name] for sequence in sequences])
             for name in names
+            if is_plain(packing.field(name))
         }
-        starts = np.concatenate([[0], np.cumsum(chunks.lengths[order, side])])
-        ordered_padding = None if is_padding is None else is_padding[order]
-        inner_starts, inner_padding = with_inner_documents(fields, starts, ordered_padding, prefixes[side])
-        plain, typed_fields = split_plain_fields(fields, packing)
+        typed_fields = {name: _join_typed(rows, name, packing) for name in names if name not in integers}
+        starts = np.concatenate([[0], np.cumsum(lengths[:, side])])
+        inner_starts, inner_padding = with_inner_documents(integers, starts, is_padding, prefixes[side])
+        plain = {name: as_int32(values, name) for name, values in integers.items()}
         document_starts, sequence_of_document = split_parts(inner_starts, plain.get("parts"))
         sides.append(
             RowStore(
                 fields=plain,
                 typed=typed_fields,
                 starts=document_starts.tolist(),
-                bounds=[*starts[firsts].tolist(), int(starts[-1])],
+                bounds=starts[firsts].tolist(),
                 is_padding=None if inner_padding is None else inner_padding[sequence_of_document].tolist(),
                 pad_values=packing.get_pad_values(plain, side),
                 length=length,
@@ -223,6 +240,24 @@ def lay_out_rows(
             )
         )
     return PackedBlock(tuple(sides))
+
+
+def _join_typed(rows: Sequence[RowSequences], name: str, packing: PackingConfig) -> TypedField:
+    """Join a field of the sequences of each row; images are large, so that one alone in its row isn't copied."""
+    field = packing.field(name)
+    if field.per == "row":
+        return TypedField(field, np.stack([sequence[name] for row in rows for sequence in row.sequences]))
+    values = [[sequence[name] for sequence in row.sequences] for row in rows]
+    return TypedField(field, [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in values])
+
+
+def _join_padding(rows: Sequence[RowSequences]) -> NDArray[np.bool_] | None:
+    """Mask of the sequences of padding of all rows; None: there are none."""
+    if all(row.is_padding is None for row in rows):
+        return None
+    return np.concatenate(
+        [np.zeros(len(row.sequences), np.bool_) if row.is_padding is None else row.is_padding for row in rows]
+    )
 
 
 def pack_in_memory(

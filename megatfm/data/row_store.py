@@ -17,10 +17,11 @@ LOOP_LIMIT = 12
 
 
 class TypedField(NamedTuple):
-    """A field other than integers [length]: values [total, *shape], or [rows, *shape] for one value per row."""
+    """A field other than integers [length]."""
 
     field: Field
-    values: NDArray[Any]
+    values: NDArray[Any] | list[NDArray[Any]]
+    """[total, *shape], or [rows, *shape] for one value per row; as a list the tokens of each row, [n, *shape]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,23 +60,25 @@ class RowStore:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, about."""
-        arrays = [*self.fields.values(), *(field.values for field in self.typed.values())]
+        arrays = list(self.fields.values())
+        for _, values in self.typed.values():
+            arrays += values if isinstance(values, list) else [values]
         return sum(array.nbytes for array in arrays) + 36 * (len(self.starts) + len(self.bounds))
 
     @property
     def padding(self) -> "RowStore":
         """A store without rows, so that every row of it is padding."""
         fields = {name: field[:0].copy() for name, field in self.fields.items()}
-        empty = {name: TypedField(field, values[:0].copy()) for name, (field, values) in self.typed.items()}
+        empty = {name: TypedField(field, values[:0]) for name, (field, values) in self.typed.items()}
         return replace(self, fields=fields, typed=empty, starts=[0], bounds=[0])
 
     def allocate(self, rows: int) -> Fields:
         """Allocate arrays [rows, …] for the `typed` fields."""
         return {
             name: np.empty(
-                (rows, *([self.length] if field.per == "tokens" else []), *field.shape), values.dtype
+                (rows, *([self.length] if field.per == "tokens" else []), *field.shape), field.dtype
             )
-            for name, (field, values) in self.typed.items()
+            for name, (field, _) in self.typed.items()
         }
 
     def write_typed(self, row: int, target: Fields, target_row: int, offset: int = 0) -> None:
@@ -86,7 +89,9 @@ class RowStore:
             if field.per == "row":
                 out[target_row] = values[row] if row < self.n_rows else field.pad_value
             else:
-                out[target_row, offset : offset + n] = values[begin : begin + n]
+                if n:
+                    tokens = values[row] if isinstance(values, list) else values[begin : begin + n]
+                    out[target_row, offset : offset + n] = tokens
                 out[target_row, offset + n :] = field.pad_value
 
     def _get_extent(self, row: int) -> tuple[int, int]:
@@ -150,18 +155,20 @@ def split_plain_fields(
 ) -> tuple[dict[str, NDArray[np.integer]], dict[str, TypedField]]:
     """Split fields into plain integers [total], of at most 32 bits, and others. Raises a MegatfmError on overflow."""
     field_of = {name: packing.field(name) for name in fields}
-    plain = {
-        name
-        for name, field in field_of.items()
-        if (field.per, field.shape, field.dtype) == ("tokens", (), "int64")
-    }
+    plain = {name for name, field in field_of.items() if is_plain(field)}
     return (
-        {name: _as_int32(values, name) for name, values in fields.items() if name in plain},
+        {name: as_int32(values, name) for name, values in fields.items() if name in plain},
         {name: TypedField(field_of[name], values) for name, values in fields.items() if name not in plain},
     )
 
 
-def _as_int32(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:
+def is_plain(field: Field) -> bool:
+    """Return True for integers [length], which a row has in int64."""
+    return (field.per, field.shape, field.dtype) == ("tokens", (), "int64")
+
+
+def as_int32(values: NDArray[np.integer], name: str) -> NDArray[np.integer]:
+    """Return integers in at most 32 bits. Raises a MegatfmError for those that need more."""
     if values.dtype.itemsize < 4 or values.dtype == np.int32:
         return values
     if len(values) and not -(2**31) <= values.min() <= values.max() < 2**31:

@@ -208,7 +208,7 @@ class ChunkTable:
         """Return the chunks that make a sequence, those with a length above 0 on some side."""
         return self.take(np.flatnonzero(self.lengths.any(axis=1)))
 
-    def take(self, chosen: NDArray[np.integer]) -> "ChunkTable":
+    def take(self, chosen: NDArray[np.integer] | slice) -> "ChunkTable":
         """Return the chunks at the given indices, in that order."""
         return ChunkTable(
             self.documents[chosen],
@@ -309,18 +309,16 @@ def build_sequences(
     the sample whose sequence differs from plan or declaration.
     """
     sequences, objective, first = [], packing.objective, documents.first
-    is_quarantined = documents.is_quarantined
-    if is_quarantined is None:
-        is_quarantined = np.zeros(len(documents), np.bool_)
-    partners = np.flatnonzero((documents.lengths > 0) & ~is_quarantined)
+    is_quarantined, partners = documents.is_quarantined, _find_partners(documents, objective)
     for document, start, end, number, planned_lengths in chunks.iter_chunks():
-        if is_quarantined[document] and objective.fields is not None:
+        is_padding = is_quarantined is not None and bool(is_quarantined[document])
+        if is_padding and objective.fields is not None:
             sequences.append(_make_padding(objective, planned_lengths))
             continue
         key = ChunkKey(packing.seed, epoch, first + document, number)
         tokens = documents[document][start:end]
-        partner_documents = PartnerDocuments(documents, partners, document)
-        chunk = DocumentChunk(tokens, partner_documents, documents.members(document))
+        others = NO_OTHER_DOCUMENTS() if partners is None else PartnerDocuments(documents, partners, document)
+        chunk = DocumentChunk(tokens, others, documents.members(document))
         try:
             fields = dict(objective.build_example(chunk, key))
         except SampleError as error:
@@ -329,10 +327,20 @@ def build_sequences(
         if objective.fields is not None:
             fields = _as_declared(fields, objective.fields, first + document)
         _check_lengths(packing, fields, planned_lengths, first + document)
-        if is_quarantined[document]:
+        if is_padding:
             fields = {name: packing.field(name).filled(len(field)) for name, field in fields.items()}
         sequences.append(fields)
     return sequences
+
+
+def _find_partners(documents: DocumentSource, objective: PackingObjective) -> NDArray[np.int64] | None:
+    """Indices [K] of the documents with tokens; None for an objective that reads one document at a time."""
+    if not objective.needs_other_documents:
+        return None
+    has_tokens = documents.lengths > 0
+    return np.flatnonzero(
+        has_tokens if documents.is_quarantined is None else has_tokens & ~documents.is_quarantined
+    )
 
 
 def _check_lengths(
@@ -340,6 +348,8 @@ def _check_lengths(
 ) -> None:
     sides = packing.objective.field_prefixes
     lengths = {name: len(values) for name, values in fields.items() if packing.field(name).per == "tokens"}
+    if len(sides) == 1 and set(lengths.values()) == set(planned_lengths):
+        return
     if any(length != planned_lengths[prefix_index(name, sides)] for name, length in lengths.items()):
         planned = ", ".join(map(str, planned_lengths))
         raise MegatfmError(f"the objective built sample {sample} with lengths {lengths}, not {planned}")

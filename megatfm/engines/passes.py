@@ -93,24 +93,89 @@ def step_in_two_passes(
     same. Returns the terms.
     """
     with torch.no_grad():
-        features = concatenate_features([objective.features(model, batch) for batch in batches])
-    inputs = {name: x.detach().requires_grad_() for name, x in features.items() if x.is_floating_point()}
-    terms = objective.terms_of(model, features | inputs)
-    scale_loss(terms).backward()
-    starts = dict.fromkeys(inputs, 0)
-    for batch in batches:
+        features = [objective.features(model, batch) for batch in batches]
+    gradients = FeatureGradients(model, features, objective, scale_loss)
+    for number, batch in enumerate(batches):
         gradient_sync.start_microbatch(is_last=batch is batches[-1])
-        outputs = {name: x for name, x in objective.features(model, batch).items() if name in inputs}
-        gradients = []
-        for name, x in outputs.items():
-            gradient = cast(Tensor, inputs[name].grad)
+        outputs = objective.features(model, batch)
+        of_batch = gradients.of_microbatch(number)
+        torch.autograd.backward([outputs[name] for name in of_batch], list(of_batch.values()))
+    return gradients.terms
+
+
+class FeatureGradients:
+    """Terms of all samples of a step, and the gradients of its micro-batches' features.
+
+    features: of each micro-batch, without a graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: Sequence[Features],
+        objective: ComparingLoss,
+        scale_loss: LossScaler,
+    ) -> None:
+        joined = concatenate_features(features)
+        inputs = {name: x.detach().requires_grad_() for name, x in joined.items() if x.is_floating_point()}
+        terms = objective.terms_of(model, joined | inputs)
+        scale_loss(terms).backward()
+        self.terms = {name: term.detach() for name, term in terms.items()}
+        self._gradients: list[dict[str, Tensor]] = [{} for _ in features]
+        for name, x in inputs.items():
+            gradient = cast(Tensor, x.grad)
             if name in MODEL_SCALARS:  # shared by all micro-batches: their gradient goes to the first
-                gradients.append(gradient if batch is batches[0] else torch.zeros_like(gradient))
+                parts = [gradient, *(torch.zeros_like(gradient) for _ in features[1:])]
             else:
-                gradients.append(gradient[starts[name] : starts[name] + len(x)])
-                starts[name] += len(x)
-        torch.autograd.backward(list(outputs.values()), gradients)
-    return {name: term.detach() for name, term in terms.items()}
+                parts = list(gradient.split([len(part[name]) for part in features]))
+            for of_batch, part in zip(self._gradients, parts, strict=True):
+                of_batch[name] = part
+
+    def of_microbatch(self, number: int) -> dict[str, Tensor]:
+        """Return the gradients of a micro-batch's features."""
+        return self._gradients[number]
+
+
+class FeatureObjective:
+    """An objective that compares samples, as one of the stages of a single micro-batch, which have no loss.
+
+    In the stage that computes the features it keeps them or, given their gradients, returns a term with these
+    gradients.
+    """
+
+    def __init__(
+        self, objective: ComparingLoss, batches: Sequence[Batch], gradients: FeatureGradients | None = None
+    ) -> None:
+        self._objective, self._batches, self._gradients = objective, batches, gradients
+        self.features: Features | None = None
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Terms:
+        computed: list[str] = []
+
+        def observed(**inputs: Tensor) -> Any:
+            output = model(**inputs)
+            computed.extend(output.predictions)
+            return output
+
+        features = self._objective.features(cast(nn.Module, observed), batch)
+        if not computed:
+            return {}
+        if self._gradients is None:
+            self.features = features
+            return {}
+        number = next(number for number, other in enumerate(self._batches) if other is batch)
+        gradients = self._gradients.of_microbatch(number)
+        products = [(features[name] * gradient).sum() for name, gradient in gradients.items()]
+        return {FEATURES: sum(products[1:], products[0])}
+
+
+FEATURES = "features"
+"""The only term of `FeatureObjective`."""
+
+
+def take_feature_term(terms: Terms) -> Tensor:
+    """Return the term of `FeatureObjective`, whose gradients are scaled already."""
+    return terms[FEATURES]
 
 
 MODEL_SCALARS = ("scale", "bias")

@@ -6,7 +6,7 @@ gradients of weights that the stage's input doesn't lead to when the backward pa
 in the stage that also ends its generator). See docs/internals/design.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
@@ -16,8 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatfm.engines.interface import Batch, LossFunction
-from megatfm.engines.passes import GradientSync, LossScaler, Terms, WeightBackward, backward_input
+from megatfm.engines.interface import Batch, ComparingLoss, Features, LossFunction, compares_samples
+from megatfm.engines.passes import (
+    FeatureGradients,
+    FeatureObjective,
+    GradientSync,
+    LossScaler,
+    Terms,
+    WeightBackward,
+    backward_input,
+    take_feature_term,
+)
 from megatfm.errors import MegatfmError
 from megatfm.parallel.layout import replace_forward
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, add_send_recv, build_schedule
@@ -58,7 +67,7 @@ class StepState:
     """State of one step, by (stage, micro-batch). Entries are dropped as soon as they have been used."""
 
     batches: Sequence[Batch]
-    objective: LossFunction
+    objective: Callable[[nn.Module, Batch], Terms]
     scale_loss: LossScaler
     microbatches: dict[tuple[int, int], MicrobatchState] = field(default_factory=dict)
     inputs: dict[tuple[int, int], PendingReceive] = field(default_factory=dict)
@@ -70,6 +79,11 @@ class StepState:
     terms: list[Terms] = field(default_factory=list)
     pending_sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     """Sends in progress, and their tensors, which must live until then."""
+
+
+def _without_views(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy views: FSDP2 puts its hooks on a model's outputs, and warns if one is a view."""
+    return {name: x if x._base is None else x.clone() for name, x in tensors.items()}
 
 
 class PipelineForwardBackward:
@@ -116,6 +130,23 @@ class PipelineForwardBackward:
         scale_loss: LossScaler,
         gradient_sync: GradientSync,
     ) -> list[Terms]:
+        if not compares_samples(objective):
+            return self._run_schedule(batches, objective, scale_loss, gradient_sync)
+        features = self.features(batches, objective)
+        if not features:  # another rank has the stage that computes them
+            self._run_schedule(batches, FeatureObjective(objective, batches), scale_loss, gradient_sync)
+            return []
+        gradients = FeatureGradients(self._model, features, objective, scale_loss)
+        self._run_schedule(batches, FeatureObjective(objective, batches, gradients), take_feature_term, gradient_sync)
+        return [gradients.terms]
+
+    def _run_schedule(
+        self,
+        batches: Sequence[Batch],
+        objective: Callable[[nn.Module, Batch], Terms],
+        scale_loss: LossScaler,
+        gradient_sync: GradientSync,
+    ) -> list[Terms]:
         gradient_sync.start_pipeline_step(keep_unsharded=self.splits)
         step = StepState(batches, objective, scale_loss)
         run = {
@@ -135,8 +166,18 @@ class PipelineForwardBackward:
             work.wait()
         return step.terms
 
+    def features(self, batches: Iterable[Batch], objective: ComparingLoss) -> list[Features]:
+        """Return the features of each micro-batch, without a graph, on the rank whose stage computes them."""
+        features: list[Features] = []
+        for batch in batches:
+            collector = FeatureObjective(objective, [batch])
+            self.evaluate(batch, collector)
+            if collector.features is not None:
+                features.append(collector.features)
+        return features
+
     @torch.no_grad()
-    def evaluate(self, batch: Batch, objective: LossFunction) -> Terms:
+    def evaluate(self, batch: Batch, objective: Callable[[nn.Module, Batch], Terms]) -> Terms:
         """Run the stages of one micro-batch in turn. Ranks with one stage each overlap different micro-batches."""
         terms: Terms = {}
         carry: Carry = {}
@@ -152,27 +193,31 @@ class PipelineForwardBackward:
 
     def _forward(
         self, stage: PipelineStage, inputs: Mapping[str, Tensor], carry: Carry
-    ) -> tuple[Carry, dict[str, Tensor]]:
-        """Run the view of one stage; returns what it produces for later stages, and the losses of its heads."""
+    ) -> tuple[Carry, dict[str, Tensor], dict[str, Tensor]]:
+        """Run the view of one stage; returns what it produces for later stages, losses of its heads, and features."""
         received = {name: tensor for name, tensor in carry.items() if name in stage.inputs}
         output = self._views[stage.index].forward(**inputs, **received)
         carried = output.carried()
         outputs = {name: carried[name] for name in stage.outputs if name in stage.produced}
-        # FSDP2 puts its hooks on a model's outputs, and warns if one is a view.
-        return {n: t if t._base is None else t.clone() for n, t in outputs.items()}, output.losses or {}
+        features = output.predictions if isinstance(output.predictions, dict) else {}
+        return _without_views(outputs), output.losses or {}, _without_views(features)
 
     def _run_stage(
-        self, stage: PipelineStage, batch: Batch, carry: Carry, objective: LossFunction
+        self,
+        stage: PipelineStage,
+        batch: Batch,
+        carry: Carry,
+        objective: Callable[[nn.Module, Batch], Terms],
     ) -> tuple[Carry, Terms]:
         """Call the objective with a stage as its model; returns the carry to the next stage, and the terms."""
         carried: Carry = {}
 
         def model(**inputs: Tensor) -> Any:
-            outputs, losses = self._model(stage, inputs, carry)
+            outputs, losses, features = self._model(stage, inputs, carry)
             carried.update(
                 {name: outputs[name] if name in outputs else carry[name] for name in stage.outputs}
             )
-            return StageOutput(losses)
+            return StageOutput(losses, features)
 
         return carried, objective(cast(nn.Module, model), batch)
 

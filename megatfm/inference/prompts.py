@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatfm.config.image_text import make_image_tower
@@ -18,6 +19,7 @@ from megatfm.tokenizers import HuggingFaceTokenizer
 from megatfm.tokenizers.base import SENTINEL_PATTERN
 
 if TYPE_CHECKING:
+    from megatfm.data.images import ImageReader
     from megatfm.inference.text import TextModel
 
 log = logging.getLogger("megatfm")
@@ -32,7 +34,7 @@ def build_prompts(
     samples: int = 1,
     begin: str = "auto",
     sentinel: str = "auto",
-    image: str | Path | None = None,
+    images: Sequence[str | Path] = (),
 ) -> Prompts:
     """Return a prompt in the form of the model's training texts, `samples` times.
 
@@ -41,8 +43,8 @@ def build_prompts(
 
     A model of span corruption fills in `<extra_0>`, `<extra_1>`, … in the text. sentinel: whether `<extra_0>` is
     appended to a text without any: "always", "never", or "auto": for models that were trained so here, while converted
-    ones may have learnt tasks. image: file, for a vision-language model; it replaces the image token in the text, or
-    precedes the text. Raises UsageError for models that generate no text.
+    ones may have learnt tasks. images: files, for a vision-language model; they replace the image tokens in the text,
+    or precede the text. Raises UsageError for models that generate no text.
     """
     model, objective, tokenizer = loaded.config.model, loaded.config.objective.name, loaded.tokenizer
     check_makes_text(loaded.model)
@@ -56,7 +58,7 @@ def build_prompts(
             f"begin = {begin!r}: an encoder-decoder's prompt is its encoder's, with nothing before it: leave it out"
         )
     if begin == "chat":
-        if image is not None:
+        if images:
             raise UsageError("a chat prompt with an image is not supported: leave out one of the two")
         return Prompts(_repeat_rows(_encode_chat(loaded, text), samples))
     ids = tokenizer.encode(text).tolist()
@@ -82,12 +84,12 @@ def build_prompts(
         )
         prefix_ids = [] if begin == "none" else prefix_ids
         ids = [*prefix_ids, *ids] or [tokenizer.bos]  # decoding needs at least one token
-    if image is None:
+    if not images:
         return Prompts(_repeat_rows(ids, samples), prefix=prefix)
-    fields = read_prompt_image(loaded, image)
-    ids = insert_image_tokens(loaded, ids, fields, len(prefix_ids))
-    images = {name: field.repeat(samples, *[1] * (field.dim() - 1)) for name, field in fields.items()}
-    return Prompts(_repeat_rows(ids, samples), images=images)
+    image_fields = read_prompt_images(loaded, images)
+    ids = insert_image_tokens(loaded, ids, image_fields, len(prefix_ids))
+    rows = {name: field.repeat(samples, *[1] * (field.dim() - 1)) for name, field in image_fields.items()}
+    return Prompts(_repeat_rows(ids, samples), images=rows)
 
 
 def _encode_chat(loaded: "TextModel", text: str) -> list[int]:
@@ -143,10 +145,10 @@ def prepare_prompts(
     samples: int,
     begin: str,
     sentinel: str,
-    image: str | Path | None = None,
+    images: Sequence[str | Path] = (),
 ) -> tuple[Prompts, int]:
     """Return the prompts on the model's device, and `max_tokens` reduced to the model's positions, with a warning."""
-    prompts = build_prompts(loaded, prompt, samples, begin, sentinel, image).to(
+    prompts = build_prompts(loaded, prompt, samples, begin, sentinel, images).to(
         next(loaded.model.parameters()).device
     )
     length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
@@ -168,47 +170,56 @@ def prepare_prompts(
     return prompts, max_tokens
 
 
-def read_prompt_image(loaded: "TextModel", path: str | Path) -> dict[str, Tensor]:
-    """Return an image's fields [1, S, …] for `forward`, resized and cropped as in evaluation.
+def read_prompt_images(loaded: "TextModel", paths: Sequence[str | Path]) -> dict[str, Tensor]:
+    """Return the fields [1, S, …] of images for `forward`, in one row, resized and cropped as in evaluation.
 
     Raises UsageError for a model that reads no images, or a file without one.
     """
     model, data = loaded.config.model, loaded.config.data
     if model.vision_tower is None:
         raise UsageError(f"model.family = {model.family!r} reads no image beside a prompt: leave it out")
-    file = Path(path)
-    if not file.is_file():
-        raise UsageError(f"{path}: there is no such image")
     reader = make_image_reader(
         data.images, make_image_tower(model), "image_to_text", data.sequence_length, training=False
     )
-    try:
-        fields = reader.build(
-            {file.suffix.lower().removeprefix("."): file.read_bytes()}, ChunkKey(0, 0, 0, 0)
-        )
-    except SampleError as error:
-        raise UsageError(f"{path}: {error}") from None
-    batch = {f"encoder_{name}": torch.tensor(values)[None] for name, values in fields.items()}
-    n_tokens = batch["encoder_patches"].shape[1]
-    batch["encoder_positions"] = torch.arange(n_tokens)[None]
-    batch["encoder_documents"] = torch.zeros(1, n_tokens, dtype=torch.int64)
+    fields = [_read_image(reader, Path(path)) for path in paths]
+    batch = {
+        f"encoder_{name}": torch.cat([torch.tensor(image[name]) for image in fields])[None]
+        for name in fields[0]
+    }
+    lengths = torch.tensor([len(image["grid"]) for image in fields])
+    batch["encoder_positions"] = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
+    batch["encoder_documents"] = torch.arange(len(fields)).repeat_interleave(lengths)[None]
     return batch
 
 
-def insert_image_tokens(
-    loaded: "TextModel", ids: Sequence[int], image: dict[str, Tensor], begin: int
-) -> list[int]:
-    """Return a prompt's ids with an image token for each patch, in place of its image token or else after `begin` ids.
+def _read_image(reader: "ImageReader", file: Path) -> dict[str, NDArray[Any]]:
+    if not file.is_file():
+        raise UsageError(f"{file}: there is no such image")
+    try:
+        return reader.build({file.suffix.lower().removeprefix("."): file.read_bytes()}, ChunkKey(0, 0, 0, 0))
+    except SampleError as error:
+        raise UsageError(f"{file}: {error}") from None
 
-    Raises UsageError for a prompt with several image tokens.
+
+def insert_image_tokens(
+    loaded: "TextModel", ids: Sequence[int], images: dict[str, Tensor], begin: int
+) -> list[int]:
+    """Return a prompt's ids with an image token for each patch, in place of its image tokens or else after `begin` ids.
+
+    Raises UsageError for a prompt with image tokens, but not one for each image.
     """
     connector, tower = loaded.config.model.connector, loaded.config.model.vision_tower
     assert connector is not None  # as there is a vision tower
     assert tower is not None
     token, n_special = connector.image_token_id, tower.embedding.n_special_tokens
+    n_images = int(images["encoder_documents"].max()) + 1
+    patches = [token] * (images["encoder_patches"].shape[1] // n_images - n_special)
     count = list(ids).count(token)
-    if count > 1:
-        raise UsageError(f"the prompt names {count} images (token {token}), and one is given: name it once")
-    patches = [token] * (image["encoder_patches"].shape[1] - n_special)
-    position = list(ids).index(token) if count else begin
-    return [*ids[:position], *patches, *ids[position + count :]]
+    if count not in (0, n_images):
+        raise UsageError(
+            f"the prompt names {count} images (token {token}), and the number of images that are given is {n_images}: "
+            "name each once, or none, for images before the text"
+        )
+    if count:
+        return [part for number in ids for part in (patches if number == token else [number])]
+    return [*ids[:begin], *patches * n_images, *ids[begin:]]

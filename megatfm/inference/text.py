@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,14 +185,14 @@ def generate_text(
     on_text: Callable[[str], None] = lambda _: None,
     begin: str = "auto",
     sentinel: str = "auto",
-    image: str | Path | None = None,
+    images: Sequence[str | Path] = (),
 ) -> list[str]:
     """Return `samples` continuations of a prompt, each up to an id of `loaded.eos_token_id`.
 
     on_text: receives the prompt, then the first continuation as it grows. `build_prompts` documents the other options.
     """
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, samples, begin, sentinel, image)
+    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, samples, begin, sentinel, images)
     decoders = [IncrementalDetokenizer(tokenizer, prompt_ids=row.tolist()) for row in prompts.tokens]
     texts = [""] * samples
     ended = [False] * samples
@@ -219,11 +219,11 @@ def generate_text_beam(
     length_penalty: float,
     begin: str = "auto",
     sentinel: str = "auto",
-    image: str | Path | None = None,
+    images: Sequence[str | Path] = (),
 ) -> str:
     """Return the continuation of a prompt by beam search. `build_prompts` documents the options."""
     tokenizer = loaded.tokenizer
-    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, 1, begin, sentinel, image)
+    prompts, max_tokens = prepare_prompts(loaded, prompt, max_tokens, 1, begin, sentinel, images)
     (result,) = beam_search(
         loaded.model,
         prompts,

@@ -41,6 +41,8 @@ class StageOutput:
     """The fields of a model's output that an objective reads."""
 
     losses: Mapping[str, torch.Tensor]
+    predictions: Mapping[str, torch.Tensor]
+    """Features of an objective that compares samples; empty but in the stage that computes them."""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,8 @@ class _Step:
             )
         rank_params = RankParameters(self.model, self.cuts, self.stages, position, parallel)
         add_weights_and_gradients(ledger, config, rank_params, calls, first_passes)
-        add_contrastive_loss(ledger, config, self.batches, position)
+        if not self.stages or len(self.stages.stages) - 1 in stages:  # that has the features
+            add_contrastive_loss(ledger, config, self.batches, position)
         return ledger.flows()
 
     def _add_pair_sums(self, ledger: ExpectedTraffic, calls: Sequence[Call]) -> None:

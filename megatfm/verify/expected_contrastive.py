@@ -20,8 +20,11 @@ from megatfm.verify.traffic import ExpectedTraffic
 
 
 def list_first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> list[list[Call]]:
-    """Return the calls of the first pass over all micro-batches, without gradients; only contrastive losses have it."""
-    if config.model.contrastive is None or len(calls) == 1:
+    """Return the calls of the first pass over all micro-batches, without gradients.
+
+    Only contrastive losses have it, for several micro-batches, and in pipelines for one, too.
+    """
+    if config.model.contrastive is None or (len(calls) == 1 and config.parallel.pp == 1):
         return []
     return [
         [replace(call, has_gradient=False, in_layer=False) for call in microbatch_calls]

@@ -81,8 +81,10 @@ def add_pipeline(
     """Add the bytes that a pipeline rank sends.
 
     Activations cross each boundary between stages on different ranks; their gradients return if weights before the
-    boundary are trained. Integer tensors, such as ELECTRA's corrupted tokens, go one way only.
+    boundary are trained. Integer tensors, such as ELECTRA's corrupted tokens, go one way only. A contrastive loss has a
+    forward pass of its own before.
     """
+    n_forward = 1 if config.model.contrastive is None else 2
     computed, rows = PRECISIONS[config.train.precision].compute_dtype.itemsize, config.train.micro_batch
     for i in microbatches:
         inputs = {name: torch.from_numpy(values[i * rows :][:rows]) for name, values in batch.items()}
@@ -90,7 +92,7 @@ def add_pipeline(
             previous_rank = stages.stages[stage.index - 1].rank
             for name, spec in stage.takes.items() if previous_rank != stage.rank else ():
                 elements = _elements(spec, inputs, stages.sequence_shards)
-                if previous_rank == pp:
+                for _ in range(n_forward if previous_rank == pp else 0):
                     ledger.send(PIPELINE, elements * (8 if spec.d_model is None else computed))
                 if stage.rank == pp and name in stage.returns:
                     ledger.send(PIPELINE, elements * computed)

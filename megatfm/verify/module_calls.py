@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatfm.config import Config
+from megatfm.engines.interface import compares_samples
 from megatfm.split_points import Splittable
 from megatfm.verify.expected_pipeline import Stages
 from megatfm.verify.module_cuts import is_a, list_block_paths
@@ -124,6 +125,7 @@ class _StageOutput:
     """Model output with the fields that an objective reads."""
 
     losses: Mapping[str, Tensor]
+    predictions: Any
 
 
 def record_module_calls(
@@ -136,20 +138,24 @@ def record_module_calls(
         assert pipeline is not None
         carry: dict[str, Tensor] = {}
         losses: dict[str, Tensor] = {}
+        predictions: Any = None
         for stage in pipeline.stages:
             recorder.stage = stage.index
             view = cast(Splittable, model).stage({point.name for point in stage.split_points})
             output = view.forward(**inputs, **{n: t for n, t in carry.items() if n in stage.takes})
-            carry |= output.carried()
+            carry, predictions = carry | output.carried(), output.predictions
             for term, loss in (output.losses or {}).items():
                 losses[term] = losses[term] + loss if term in losses else loss
-        return _StageOutput(losses)
+        return _StageOutput(losses, predictions)
+
+    # The loss of compared samples is no module's: `add_contrastive_loss` counts it.
+    run: Any = objective.features if pipeline and compares_samples(objective) else objective
 
     def iter_microbatches() -> Iterator[list[Call]]:
         for start in range(0, config.train.global_batch, rows):
             inputs = {name: torch.from_numpy(values[start : start + rows]) for name, values in batch.items()}
             with recorder.recording():
-                objective(cast(nn.Module, run_stages) if pipeline else model, inputs)
+                run(cast(nn.Module, run_stages) if pipeline else model, inputs)
             yield recorder.pop_calls()
 
     return list(iter_microbatches())

@@ -24,6 +24,13 @@ LAYOUTS = {
         "zero 3": ParallelConfig(dp_shard=2),
         "tp 2": ParallelConfig(tp=2),
         "cp 2": ParallelConfig(cp=2),
+        "pp 2": ParallelConfig(pp=2),
+        "pp 2, cut between the towers": ParallelConfig(pp=2, pp_split_points=("text.embedding",)),
+        "pp 2 interleaved": ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=2),
+        "pp 2 zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
+        "pp 2 gpipe": ParallelConfig(pp=2, pp_schedule="gpipe"),
+        "pp 2 interleaved zero bubble": ParallelConfig(pp=2, pp_schedule="interleaved-zero-bubble"),
+        "pp 2 dualpipev": ParallelConfig(pp=2, pp_schedule="dualpipev"),
     },
     3: {
         "zero 1": ParallelConfig(dp_shard=3, zero=1),
@@ -31,12 +38,18 @@ LAYOUTS = {
         "tp 3": ParallelConfig(tp=3),
         "tp 3 without sequence parallelism": ParallelConfig(tp=3, sequence_parallel=False),
         "cp 3": ParallelConfig(cp=3),
+        "pp 3": ParallelConfig(pp=3),
     },
     4: {
         "replicas": ParallelConfig(dp_replicate=2, dp_shard=2),
         "tp 2": ParallelConfig(dp_shard=2, tp=2),
         "cp 2": ParallelConfig(dp_shard=2, cp=2),
         "cp 2 × tp 2": ParallelConfig(cp=2, tp=2),
+        "pp 2 × zero 1": ParallelConfig(pp=2, dp_shard=2, zero=1),
+        "pp 2 × zero 3": ParallelConfig(pp=2, dp_shard=2),
+        "pp 2 × replicas": ParallelConfig(pp=2, dp_replicate=2),
+        "pp 2 × tp 2": ParallelConfig(pp=2, tp=2),
+        "pp 2 × cp 2": ParallelConfig(pp=2, cp=2),
     },
     5: {
         "zero 0": ParallelConfig(dp_shard=5, zero=0),
@@ -54,7 +67,7 @@ def compare(ranks: int) -> dict[str, dict[str, float]]:
         for column, (layout, parallel) in enumerate(LAYOUTS[ranks].items()):
             engine = build_engine(TOWER_MODELS[name], parallel, ADAMW)
             mesh = engine.mesh
-            n = (3, 1)[(row + column) % 2]
+            n = 2 * parallel.pp if parallel.pp > 1 else (3, 1)[(row + column) % 2]
             batches = tower_microbatches(batch, mesh.data_rank, mesh.data_ranks, n)
             totals = engine.forward_backward(batches, TowerObjective())
             assert totals.loss == pytest.approx(loss, rel=1e-12), (name, layout, n)

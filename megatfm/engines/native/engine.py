@@ -32,6 +32,7 @@ from megatfm.engines.passes import (
     SequentialForwardBackward,
     concatenate_features,
 )
+from megatfm.engines.pipeline import PipelineForwardBackward
 from megatfm.engines.state import TiedParameters
 from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import CONTEXT, DataAxes, Mesh
@@ -129,7 +130,10 @@ class NativeEngine(BaseEngine):
         return passes, scale_loss, self.data
 
     def _compare_samples(self, batches: Iterable[Batch], objective: ComparingLoss) -> Mapping[str, Tensor]:
-        features = [objective.features(self.model, batch) for batch in batches]
+        if isinstance(self.passes, PipelineForwardBackward):
+            features = self.passes.features(batches, objective)
+        else:
+            features = [objective.features(self.model, batch) for batch in batches]
         return objective.terms_of(self.model, concatenate_features(features)) if features else {}
 
     def _finish_passes(self) -> None:

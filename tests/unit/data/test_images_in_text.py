@@ -27,6 +27,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import Objective, SpecialTokens, build_objective
 from megatfm.rng import ChunkKey
 from tests.support.llava_models import IMAGE_TOKEN, LLAVA, VOCABULARY
+from tests.support.prep_files import write_file
 from tests.support.tower_models import TOWERS
 
 BOS, EOS, IMG, PATCHES, BATCH = 1, 2, IMAGE_TOKEN, 4, 12
@@ -285,3 +286,53 @@ def test_prep_takes_numbered_images_of_a_tar(tmp_path: Path) -> None:
 def test_prep_refuses_images_by_name(tmp_path: Path, members: dict[str, bytes], reason: str) -> None:
     with pytest.raises(MegatfmError, match=f"a.*{reason}"):
         prepare(tmp_path, members)
+
+
+def prepare_folder(folder: Path, members: dict[str, bytes]) -> Corpus:
+    for name, data in members.items():
+        write_file(folder / "in" / name, data)
+    read = {"folder": str(folder / "in"), "format": "images"}
+    data_prep.run(
+        PrepConfig.model_validate({"out": str(folder / "out"), "read": read, "split": {"validation": 0.0}})
+    )
+    return Corpus.open(folder / "out/train")
+
+
+def test_prep_takes_numbered_images_of_a_folder(tmp_path: Path) -> None:
+    """With a text beside them they are one sample; without it, or each with its own, samples of one image."""
+    files = {f"set/a.{place}.png": png(place) for place in (10, 2, 0)} | {"set/a.txt": b"three"}
+    files |= {"b.0.png": png(3), "b.1.PNG": png(4), "b.json": b'{"text": "two"}'}
+    files |= {"cat.0.png": png(5), "cat.1.png": png(6)}  # as in Kaggle's "Dogs vs. Cats"
+    files |= {"d.0.png": png(7), "d.0.txt": b"own", "e.png": png(8), "e.txt": b"one", "e.0.png": png(9)}
+    prepared = prepare_folder(tmp_path, files)
+    samples = [prepared.read_sample(number) for number in range(prepared.n_samples)]
+    found = {
+        sample.source: {name: dict(sample.members)[name] for name in sample.members} for sample in samples
+    }
+    assert found == {
+        "set/a.0.png": {"0.png": png(0), "2.png": png(2), "10.png": png(10), "txt": b"three"},
+        "b.0.png": {"0.png": png(3), "1.png": png(4), "json": b'{"text": "two"}'},
+        "cat.0.png": {"png": png(5)},
+        "cat.1.png": {"png": png(6)},
+        "d.0.png": {"png": png(7), "txt": b"own"},
+        "e.png": {"png": png(8), "txt": b"one"},
+        "e.0.png": {"png": png(9)},
+    }
+    counts = ImageColumns(prepared, 0, prepared.n_blocks).image_counts.tolist()
+    assert sorted(counts) == [1, 1, 1, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"a.65.png": png(0)}, r"has a \.65\.png: images of a sample have the numbers 0 to 64"),
+        ({"a.01.png": png(0)}, r"has a \.01\.png: .* without leading zeros"),
+        ({"a.1.png": png(0), "a.1.jpg": png(1)}, r"has two images of one number: \.1\.jpg and \.1\.png"),
+        ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
+    ],
+)
+def test_prep_refuses_images_of_a_folder_by_name(
+    tmp_path: Path, files: dict[str, bytes], reason: str
+) -> None:
+    with pytest.raises(MegatfmError, match=f"a.*{reason}"):
+        prepare_folder(tmp_path, {**files, "a.txt": b"text"})

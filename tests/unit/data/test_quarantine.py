@@ -90,6 +90,8 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: boo
 
 def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_type: Any) -> None:
     class Watching(causal_type):  # type: ignore[misc]
+        needs_other_documents = True
+
         def build_example(self, chunk: Any, key: Any) -> Any:
             seen.append(
                 [chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))]

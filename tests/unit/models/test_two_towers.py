@@ -101,12 +101,6 @@ def test_parts_that_do_not_go_together(changes: dict[str, Any], message: str) ->
     ModelConfig.from_dotted(SIGLIP)
 
 
-def test_pipelines_are_refused() -> None:
-    message = r"parallel.pp = 2: .*'two_towers' needs all features .* set parallel.pp = 1"
-    with pytest.raises(UsageError, match=message):
-        load_config("clip-b32", ["parallel.pp=2"])
-
-
 def test_engines_that_see_one_micro_batch_are_refused() -> None:
     config = load_config("clip-b32", ["parallel.engine=deepspeed"])
     with pytest.raises(UsageError, match=r"'deepspeed' does not declare 'compares_samples'.*'native'"):

@@ -13,7 +13,7 @@ CASES = {
     "softmax under tensor parallelism": ("clip-b32", ["parallel.dp_shard=2", "parallel.tp=2", "data.target_length=78"]),
 }  # fmt: skip
 CONTEXT_CASES = {
-    "softmax": ("clip-b32", ["parallel.cp=2"]),
+    "cp": ("clip-b32", ["parallel.cp=2"]),
     "sigmoid, with data ranks, recomputed": (
         "siglip-b16", ["parallel.cp=2", "parallel.dp_shard=2", "train.recompute=full"],
     ),
@@ -21,6 +21,16 @@ CONTEXT_CASES = {
         "clip-b32", ["parallel.cp=2", "parallel.tp=2", "model.contrastive.image_pool=mean", "data.target_length=78"],
     ),
     "class pool, three ranks": ("clip-b32", ["parallel.cp=3"]),
+}  # fmt: skip
+PIPELINE_CASES = {
+    "pp": ("clip-b32", ["parallel.pp=2"]),
+    "sigmoid, with data ranks": ("siglip-b16", ["parallel.pp=2", "parallel.dp_shard=2"]),
+    "zbv, with data ranks": (
+        "clip-b32", ["parallel.pp=2", "parallel.pp_schedule=zbv", "parallel.dp_shard=2", "parallel.zero=1"],
+    ),
+    "interleaved": ("clip-b32", ["parallel.pp=2", "parallel.pp_schedule=interleaved"]),
+    "with tensor parallelism": ("clip-b32", ["parallel.pp=2", "parallel.tp=2", "data.target_length=78"]),
+    "with context parallelism": ("clip-b32", ["parallel.pp=2", "parallel.cp=2"]),
 }  # fmt: skip
 
 
@@ -43,9 +53,9 @@ def test_counted_is_expected(case: str) -> None:
     assert 0.5 * mean < sent < 2 * mean
 
 
-@pytest.mark.parametrize("case", CONTEXT_CASES)
-def test_counted_is_expected_where_rows_are_divided(case: str) -> None:
-    preset, overrides = CONTEXT_CASES[case]
+@pytest.mark.parametrize("case", CONTEXT_CASES | PIPELINE_CASES)
+def test_counted_is_expected_where_rows_or_layers_are_divided(case: str) -> None:
+    preset, overrides = (CONTEXT_CASES | PIPELINE_CASES)[case]
     comparison = verify(load_config(preset, overrides))
     assert not comparison.wrong
     assert not comparison.traffic_mismatches
