@@ -172,7 +172,10 @@ def _log_kernel(
     kind = (kernel, pattern, plain, slow, drops, device, dtype)
     if kind not in _LOGGED:
         _LOGGED.add(kind)
-        method_of = {"products": "by a mask", "fused": "by a mask", "varlen": "by packed documents"}
+        method_of = {
+            "products": "by a mask", "fused": "by a mask", "varlen": "by packed documents",
+            "documents": "document by document",
+        }  # fmt: skip
         strategy = f"plainly {plain}" if plain else method_of.get(kernel, "by blocks")
         costs = ""
         if slow:
