@@ -11,18 +11,19 @@ the median over rounds of (the Trainer's seconds / megatfm's seconds): above 1, 
 """
 
 import argparse
+import contextlib
 import json
 import math
-import subprocess
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 
 LENGTH, EXAMPLES_A_STEP, VOCABULARY = 128, 8, 4096
-MARK = "seconds: "
 TASKS = {
     "synopses (short texts)": ("pairs", ("first",)),
     "synopsis and description (pairs)": ("pairs", ("first", "second")),
@@ -47,9 +48,7 @@ def main() -> None:
     parser.add_argument("--job", help="what a process is to do, in JSON: for the script itself")
     args = parser.parse_args()
     if args.job:
-        job = json.loads(args.job)
-        side = {"trainer": train_by_transformers, "megatfm": train_by_megatfm}[job["side"]]
-        print(MARK + json.dumps(side(job)), flush=True)
+        serve_side(json.loads(args.job))
         return
     import transformers
 
@@ -93,15 +92,27 @@ def main() -> None:
 def compare_sides(job: dict[str, Any], rounds: int) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Return the summary of the Trainer's seconds / megatfm's by clock, and those of each round.
 
-    Each run is a process of its own and its seconds are of the training loop, so none is needed to warm up.
+    Each side is a process that trains once to warm up, and then once a round.
     """
+    sides = {side: common.SideProcess(__file__, {**job, "side": side}) for side in TRAINERS}
     ratios: dict[str, list[float]] = {clock: [] for clock in common.CLOCKS}
     for number in range(rounds):
-        sides = common.alternate_order(("megatfm", "trainer"), number)
-        elapsed = {side: run_job({**job, "side": side}) for side in sides}
+        elapsed = {side: sides[side]() for side in common.alternate_order(TRAINERS, number)}
         for clock, values in ratios.items():
             values.append(elapsed["trainer"][clock] / elapsed["megatfm"][clock])
+        print(f"round {number}: {elapsed}", file=sys.stderr, flush=True)
+    for process in sides.values():
+        process.close()
     return common.summarize(ratios), ratios
+
+
+def serve_side(job: dict[str, Any]) -> None:
+    """Train once for each line of standard input, and answer with the seconds; what a side prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for _ in sys.stdin:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(TRAINERS[job["side"]]({**job, "folder": folder})), file=answers, flush=True)
 
 
 def read_rows(texts: Path, task: str, count: int) -> list[dict[str, str]]:
@@ -131,16 +142,6 @@ def write_model(folder: Path, args: argparse.Namespace) -> Any:
     )  # fmt: skip
     BertForMaskedLM(config).save_pretrained(folder)
     return tokenizer
-
-
-def run_job(job: dict[str, Any]) -> dict[str, float]:
-    """Train by one side in a process of its own; return the seconds of its training loop by clock."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--job", json.dumps({**job, "folder": folder})]
-        finished = subprocess.run(command, capture_output=True, text=True)
-    if finished.returncode:
-        raise SystemExit(f"{job['side']}:\n{finished.stdout[-2000:]}{finished.stderr[-4000:]}")
-    return json.loads(finished.stdout.rpartition(MARK)[2])
 
 
 def train_by_transformers(job: dict[str, Any]) -> dict[str, float]:
@@ -189,7 +190,6 @@ def train_by_megatfm(job: dict[str, Any]) -> dict[str, float]:
         with Timer() as elapsed:
             return loop(trainer, *args)
 
-    Trainer.train = timed_loop  # type: ignore[method-assign]
     text, *pair = job["columns"]
     words = [
         *("finetune", "--from", job["model"], f"run_dir={job['folder']}/run", f"task.train={job['file']}"),
@@ -198,12 +198,15 @@ def train_by_megatfm(job: dict[str, Any]) -> dict[str, float]:
         *(f"data.sequence_length={job['row']}", f"train.global_batch={job['rows']}"),
         *(f"train.micro_batch={job['rows']}", "train.precision=fp32", "optimizer.name=adamw", "optimizer.lr=5e-5"),
     ]  # fmt: skip
-    try:
+    with mock.patch.object(Trainer, "train", timed_loop), contextlib.suppress(SystemExit):
         cli.main(words)
-    except SystemExit as end:
-        if end.code:
-            raise
+    if not elapsed:
+        raise SystemExit("megatfm finetune has not trained")
     return elapsed
+
+
+TRAINERS = {"trainer": train_by_transformers, "megatfm": train_by_megatfm}
+"""Side → its function."""
 
 
 class Timer:

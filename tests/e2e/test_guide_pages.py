@@ -23,6 +23,7 @@ from tests.support.task_folders import (
     write_lines,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
@@ -54,11 +55,11 @@ def save_llama(folder: Path) -> None:
         vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     fast.save_pretrained(folder)
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], base_model_name_or_path=str(folder))
-    peft.get_peft_model(model, lora).save_pretrained(folder.parent / "peft-adapter")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    adapted = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(folder), lora)
+    adapted.save_pretrained(folder.parent / "peft-adapter")
 
 
 @pytest.fixture(scope="module")

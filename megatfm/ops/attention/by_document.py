@@ -72,7 +72,7 @@ class _AttentionByDocument(torch.autograd.Function):
         return heads_BNTV
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_BNTV: Tensor) -> tuple[Tensor | None, ...]:
         q_BNTH, k_BNTH, v_BNTV, heads_BNTV, *saved = ctx.saved_tensors
         grads = [_empty_like(x) for x in (q_BNTH, k_BNTH, v_BNTV)]
