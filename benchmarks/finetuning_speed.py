@@ -5,23 +5,25 @@
 
 A BERT with random weights is fine-tuned on one pass over a file of examples of at most 128 tokens, by each side in a
 process of its own; sides take turns, and alternate who goes first. The Trainer has its defaults: 8 examples a step,
-padded to the longest of them. Ours packs examples into rows, as many rows a step as hold 8 examples on average. The
+padded to the longest of them. Ours packs examples into rows, whose number and length hold 8 examples on average. The
 seconds are of the training loop alone, by the clock and by the CPU; loading and tokenizing come before it. A figure is
 the median over rounds of (the Trainer's seconds / megatfm's seconds): above 1, megatfm is faster.
 """
 
 import argparse
+import contextlib
 import json
-import subprocess
+import math
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 
 LENGTH, EXAMPLES_A_STEP, VOCABULARY = 128, 8, 4096
-MARK = "seconds: "
 TASKS = {
     "synopses (short texts)": ("pairs", ("first",)),
     "synopsis and description (pairs)": ("pairs", ("first", "second")),
@@ -36,16 +38,17 @@ def main() -> None:
     parser.add_argument("texts", type=Path, nargs="?", help="folder that debian_texts.py wrote")
     parser.add_argument("--examples", type=int, default=1200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--row", type=int, default=256, help="data.sequence_length, in tokens")
+    parser.add_argument(
+        "--row", type=int, default=256, help="data.sequence_length that is aimed at, in tokens"
+    )
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), help="rows of the table")
     parser.add_argument("--width", type=int, default=256, help="of the model")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
     parser.add_argument("--job", help="what a process is to do, in JSON: for the script itself")
     args = parser.parse_args()
     if args.job:
-        job = json.loads(args.job)
-        side = {"trainer": train_by_transformers, "megatfm": train_by_megatfm}[job["side"]]
-        print(MARK + json.dumps(side(job)), flush=True)
+        serve_side(json.loads(args.job))
         return
     import transformers
 
@@ -55,15 +58,16 @@ def main() -> None:
         "",
         f"`benchmarks/finetuning_speed.py`: a BERT of {args.layers} layers, width {args.width}, float32, one thread of "
         f"{common.get_cpu_name()}, transformers {transformers.__version__}; {args.examples} examples, at most {LENGTH} "
-        f"tokens each, rows of {args.row} tokens, {args.rounds} rounds.",
+        f"tokens each, 8 a step on both sides, {args.rounds} rounds.",
         "",
-        "| Texts | Tokens an example | Rows a step | Trainer / megatfm, CPU | lowest – highest | clock |",
+        "| Texts | Tokens an example | Rows × tokens a step | Trainer / megatfm, CPU | lowest – highest | clock |",
         "|---|---|---|---|---|---|",
     )
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         tokenizer = write_model(work / "bert", args)
-        for name, (task, columns) in TASKS.items():
+        for name in args.only:
+            task, columns = TASKS[name]
             rows = read_rows(args.texts, task, 4 * args.examples)
             encoded = tokenizer(*([row[column] for row in rows] for column in columns)).input_ids
             fitting = [(row, len(ids)) for row, ids in zip(rows, encoded, strict=True) if len(ids) <= LENGTH]
@@ -71,21 +75,44 @@ def main() -> None:
             file = work / f"{task}.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             mean = sum(lengths) / len(lengths)
+            n_rows = max(1, round(EXAMPLES_A_STEP * mean / args.row))
+            row = max(max(lengths), math.ceil(EXAMPLES_A_STEP * mean / n_rows))
             job = {
                 "model": str(work / "bert"), "file": str(file), "columns": columns,
                 "labels": sorted({row["label"] for row in rows}),
-                "rows": max(1, round(EXAMPLES_A_STEP * mean / args.row)), "row": args.row,
+                "rows": n_rows, "row": row,
             }  # fmt: skip
-            ratios = common.compare(
-                lambda job=job: run_job({**job, "side": "megatfm"}),
-                lambda job=job: run_job({**job, "side": "trainer"}),
-                args.rounds,
-            )
-            figures = common.summarize(ratios)
+            figures, ratios = compare_sides(job, args.rounds)
             page.add(
-                f"| {name} | {mean:.0f} | {job['rows']} | **{figures['cpu']:.2f}** | {min(ratios['cpu']):.2f} – "
+                f"| {name} | {mean:.0f} | {n_rows} × {row} | **{figures['cpu']:.2f}** | {min(ratios['cpu']):.2f} – "
                 f"{max(ratios['cpu']):.2f} | {figures['wall']:.2f} |"
             )
+
+
+def compare_sides(job: dict[str, Any], rounds: int) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the summary of the Trainer's seconds / megatfm's by clock, and those of each round.
+
+    Each side is a process that trains once to warm up, and then once a round.
+    """
+    sides = {side: common.SideProcess(__file__, {**job, "side": side}) for side in TRAINERS}
+    ratios: dict[str, list[float]] = {clock: [] for clock in common.CLOCKS}
+    for number in range(rounds):
+        elapsed = {side: sides[side]() for side in common.alternate_order(TRAINERS, number)}
+        for clock, values in ratios.items():
+            values.append(elapsed["trainer"][clock] / elapsed["megatfm"][clock])
+        print(f"round {number}: {elapsed}", file=sys.stderr, flush=True)
+    for process in sides.values():
+        process.close()
+    return common.summarize(ratios), ratios
+
+
+def serve_side(job: dict[str, Any]) -> None:
+    """Train once for each line of standard input, and answer with the seconds; what a side prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for _ in sys.stdin:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(TRAINERS[job["side"]]({**job, "folder": folder})), file=answers, flush=True)
 
 
 def read_rows(texts: Path, task: str, count: int) -> list[dict[str, str]]:
@@ -115,16 +142,6 @@ def write_model(folder: Path, args: argparse.Namespace) -> Any:
     )  # fmt: skip
     BertForMaskedLM(config).save_pretrained(folder)
     return tokenizer
-
-
-def run_job(job: dict[str, Any]) -> dict[str, float]:
-    """Train by one side in a process of its own; return the seconds of its training loop by clock."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--job", json.dumps({**job, "folder": folder})]
-        finished = subprocess.run(command, capture_output=True, text=True)
-    if finished.returncode:
-        raise SystemExit(f"{job['side']}:\n{finished.stdout[-2000:]}{finished.stderr[-4000:]}")
-    return json.loads(finished.stdout.rpartition(MARK)[2])
 
 
 def train_by_transformers(job: dict[str, Any]) -> dict[str, float]:
@@ -173,7 +190,6 @@ def train_by_megatfm(job: dict[str, Any]) -> dict[str, float]:
         with Timer() as elapsed:
             return loop(trainer, *args)
 
-    Trainer.train = timed_loop  # type: ignore[method-assign]
     text, *pair = job["columns"]
     words = [
         *("finetune", "--from", job["model"], f"run_dir={job['folder']}/run", f"task.train={job['file']}"),
@@ -182,12 +198,15 @@ def train_by_megatfm(job: dict[str, Any]) -> dict[str, float]:
         *(f"data.sequence_length={job['row']}", f"train.global_batch={job['rows']}"),
         *(f"train.micro_batch={job['rows']}", "train.precision=fp32", "optimizer.name=adamw", "optimizer.lr=5e-5"),
     ]  # fmt: skip
-    try:
+    with mock.patch.object(Trainer, "train", timed_loop), contextlib.suppress(SystemExit):
         cli.main(words)
-    except SystemExit as end:
-        if end.code:
-            raise
+    if not elapsed:
+        raise SystemExit("megatfm finetune has not trained")
     return elapsed
+
+
+TRAINERS = {"trainer": train_by_transformers, "megatfm": train_by_megatfm}
+"""Side → its function."""
 
 
 class Timer:

@@ -69,6 +69,11 @@ class TaskConfig(Section):
     """Text before each text in `generation`."""
     separator: str = "\n"
     """Text between text and answer in `generation`."""
+    class_weights: Literal["balanced"] | list[PositiveFloat] = Field(
+        default_factory=list, examples=["balanced", [1.0, 5.0]]
+    )
+    """Factor of the loss of each label's examples, in classification and tagging, in the order of the labels. balanced:
+    inversely proportional to the label's share of the training file, so that all labels weigh the same."""
     too_long: Literal["error", "truncate"] = "error"
     """Treatment of a text that doesn't fit data.sequence_length: refuse the file, naming the row, or cut the longer
     text at its end; the number of cut texts is logged."""
@@ -125,6 +130,11 @@ class TaskConfig(Section):
         if bool(self.choices) != (self.form == "multiple_choice"):
             raise ValueError(
                 "choices: name the columns of the choices for form = 'multiple_choice', and for no other form"
+            )
+        if self.class_weights and self.form not in ("classification", "tagging"):
+            raise ValueError(
+                f"class_weights: are for form = 'classification' and 'tagging', and this one is {self.form!r}: leave "
+                "class_weights out"
             )
         if self.both_orders and (
             not self.text_pair or self.form not in ("classification", "multilabel", "regression")

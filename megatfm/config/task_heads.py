@@ -1,8 +1,8 @@
 """Heads of downstream tasks, as sections of `model.extra_heads`."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.section import MAX_WIDTH, DropProbability, Section
 
@@ -26,6 +26,8 @@ class TextClassifierHeadConfig(Section):
     """A bias of the pooler's dense layer; ModernBERT has none."""
     loss: Literal["cross_entropy", "binary_cross_entropy", "squared_error"] = "cross_entropy"
     """Loss: one of several classes, any number of classes, or numbers."""
+    class_weights: list[PositiveFloat] = Field(default_factory=list, examples=[[0.5, 2.0]])
+    """Factor of the loss of each class's examples, for cross_entropy; left out, 1."""
     token: Literal["first", "last", "all"] = "first"
     """Tokens that are classified in a batch without targets: the first, the last (in decoders), or all of them (in
     `tagging`). With targets, those that have a label."""
@@ -35,6 +37,15 @@ class TextClassifierHeadConfig(Section):
     """Share of the pooled vector's channels that training drops."""
     both_orders: bool = False
     """Add the vectors of both orders of a pair (Radford et al. 2018, section 3.3)."""
+
+    @model_validator(mode="after")
+    def _weights_are_of_classes(self) -> Self:
+        if self.class_weights and (self.loss != "cross_entropy" or len(self.class_weights) != self.classes):
+            raise ValueError(
+                f"class_weights = {self.class_weights} with classes = {self.classes} and loss = {self.loss!r}: give a "
+                "weight for each class of loss = 'cross_entropy', or leave class_weights out"
+            )
+        return self
 
 
 class SpanExtractionHeadConfig(Section):

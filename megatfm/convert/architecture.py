@@ -74,6 +74,7 @@ TRAINING_ONLY = {
     "init.name", "init.std", "dropout", "attention.dropout", "ffn.dropout", "drop_path", "lm_head.label_smoothing",
     "extra_heads.boundary.name", "extra_heads.classifier.label_smoothing", "extra_heads.span.dropout",
     "extra_heads.sentence.dropout", "extra_heads.score.dropout",
+    "extra_heads.sentence.class_weights", "extra_heads.score.class_weights",
     "contrastive.scale", "contrastive.max_scale", "contrastive.bias",
     "ffn.router.aux_loss_coef", "ffn.router.seq_aux_loss_coef", "ffn.router.z_loss_coef",
     "ffn.router.jitter", "ffn.router.bias_update_rate",

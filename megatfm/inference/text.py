@@ -119,7 +119,9 @@ def _stop_ids(
     listed = [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
     answer_ends = answer_end_tokens(config.task, tokenizer_file, tokenizer)
     for token in answer_ends:
-        log.warning("note: answers end at %s, as in the chat template", tokenizer.id_to_piece(token))
+        log.warning(
+            "an answer ends at %s, the chat template's end of a turn, or at EOS", tokenizer.id_to_piece(token)
+        )
     return tuple(dict.fromkeys([tokenizer.eos, *listed, *answer_ends]))
 
 

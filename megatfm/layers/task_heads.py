@@ -123,6 +123,8 @@ class TextClassifier(TaskHead):
     def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None = None) -> None:
         super().__init__(config, section, section.classes)
         self.loss: str = section.loss
+        # No buffer, since it is no part of a checkpoint.
+        self.class_weights_C = torch.tensor(section.class_weights, dtype=torch.float64, device="cpu")
         self.row_scores = RowScores() if section.both_orders else None
 
     def forward(
@@ -161,7 +163,8 @@ class TextClassifier(TaskHead):
         if self.on_logits is not None and examples is not None:
             numbers_M = columns_M * 0 if words is None else words[rows_M, columns_M]
             self.on_logits(examples[rows_M, columns_M], numbers_M, logits_MC, targets_M)
-        return summed_loss(self.loss, logits_MC, targets_M)
+        self.class_weights_C = self.class_weights_C.to(logits_MC.device)
+        return summed_loss(self.loss, logits_MC, targets_M, self.class_weights_C)
 
 
 @HEADS.register("multiple_choice")
@@ -319,14 +322,19 @@ def _check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
             )
 
 
-def summed_loss(loss: str, logits_MC: Tensor, targets: Tensor) -> Tensor:
+def summed_loss(
+    loss: str, logits_MC: Tensor, targets: Tensor, class_weights_C: Tensor | None = None
+) -> Tensor:
     """Return the sum of a loss over labelled tokens, each the mean over its classes, in float32 at least.
 
-    targets: classes [M] for cross-entropy, values [M, C] for the others.
+    targets: classes [M] for cross-entropy, values [M, C] for the others. class_weights_C: of cross-entropy; None or
+    empty: 1.
     """
     precise_MC = logits_MC.to(torch.promote_types(logits_MC.dtype, torch.float32))
     if loss == "cross_entropy":
-        return F.cross_entropy(precise_MC, targets, reduction="sum")
+        is_weighted = class_weights_C is not None and len(class_weights_C)
+        weights_C = class_weights_C.to(precise_MC.dtype) if is_weighted else None
+        return F.cross_entropy(precise_MC, targets, weights_C, reduction="sum")
     values_MC, classes = targets.to(precise_MC.dtype), logits_MC.shape[-1]
     if loss == "binary_cross_entropy":
         return F.binary_cross_entropy_with_logits(precise_MC, values_MC, reduction="sum") / classes

@@ -84,7 +84,7 @@ class AnswerEncoder:
         n_trained = sum(len(example.tokens) - example.annotation["trained"][0][0] + 1 for example in examples)
         notes = [f"{self.path}: {n_trained:,} tokens of answers are trained"]
         if n_cut:
-            notes.append(f"{self.path}: {n_cut} of {len(rows)} examples cut to the rows of their side")
+            notes.append(f"{self.path}: {n_cut} of {len(rows)} examples are cut to the rows of their side")
         return examples, notes
 
     def _check_sides(
@@ -166,7 +166,7 @@ class AnswerEncoder:
         n_trained = sum(end - begin for example in examples for begin, end in example.annotation["trained"])
         notes = [f"{self.path}: {n_trained:,} of {n_tokens:,} tokens are trained"]
         if n_cut:
-            notes.append(f"{self.path}: {n_cut} of {len(examples)} examples cut to {self.length} tokens")
+            notes.append(f"{self.path}: {n_cut} of {len(examples)} examples are cut to {self.length} tokens")
         if n_closed < len(examples):
             notes.append(
                 f"{self.path}: the last answer of {len(examples) - n_closed} of {len(examples)} examples has no "

@@ -167,7 +167,7 @@ def answer_end_tokens(
         template = load_chat_template(tokenizer_file, tokenizer, task.chat_template)
     except UsageError as error:
         if task.form == "chat":  # preferences between plain texts need none
-            log.warning("note: where answers end is not known beside EOS: %s", error)
+            log.warning("an answer ends at EOS alone, for the chat template can't be read: %s", error)
         return ()
     token = template.end_of_turn(tokenizer)
     return () if token is None else (token,)

@@ -84,7 +84,7 @@ class ChoiceEncoder:
             ]
             n_bytes = len("".join([*texts * len(choices), *choices]).encode())
             examples.append(join_sequences(framed, self.cls_index, label, n_bytes))
-        note = f"{self.path}: {n_cut} of {len(rows)} examples cut to {self.length} tokens for all choices"
+        note = f"{self.path}: {n_cut} of {len(rows)} examples are cut to {self.length} tokens for all choices"
         return examples, [note] if n_cut else []
 
     def _tokenize_sides(

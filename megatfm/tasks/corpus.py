@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.files import read_rows, require_columns
-from megatfm.tasks.forms import EncodedExample, RowEncoder, collect_labels
+from megatfm.tasks.forms import MAX_SHOWN, EncodedExample, RowEncoder, collect_labels, list_labels
 from megatfm.tasks.preferences import LogProbabilities, PreferenceEncoder
 from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import Tokenizer
@@ -26,7 +27,7 @@ from megatfm.version import __version__
 NOT_STORED = frozenset(
     {
         "train", "validation", "test", "epochs", "metric", "lm_weight", "n_best", "max_answer_tokens", "text_metrics",
-        "beams", "length_penalty", "max_new_tokens",
+        "beams", "length_penalty", "max_new_tokens", "class_weights",
     }
 )  # fmt: skip
 """Keys of a task that don't change its corpora."""
@@ -57,6 +58,30 @@ def read_labels(task: TaskConfig) -> list[str]:
             "another label, or name all labels in task.labels"
         )
     return labels
+
+
+def compute_class_weights(task: TaskConfig) -> list[float]:
+    """Return the weight of each of a task's `labels`; balanced, n / (C · n_c), whose mean over examples is 1.
+
+    Raises UsageError for labels without examples in the training file, or another number of weights than labels.
+    """
+    if task.class_weights != "balanced":
+        if task.class_weights and len(task.class_weights) != len(task.labels):
+            raise UsageError(
+                f"task.class_weights has {len(task.class_weights)} weights for {len(task.labels)} labels "
+                f"({', '.join(task.labels[:MAX_SHOWN])}): give one for each, in this order, or 'balanced'"
+            )
+        return list(task.class_weights)
+    rows = read_rows(task.train)
+    require_columns(task.train, rows, {"task.label": task.label})
+    counts = Counter(label for row in rows for label in list_labels(task, row))
+    if missing := [label for label in task.labels if not counts[label]]:
+        raise UsageError(
+            f"{task.train}: no example has the label {missing[0]!r}, so that it can't be weighed: give the numbers in "
+            "task.class_weights, or take the label out of task.labels"
+        )
+    total = sum(counts[label] for label in task.labels)
+    return [total / (len(task.labels) * counts[label]) for label in task.labels]
 
 
 def prepare_corpus(

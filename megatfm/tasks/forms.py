@@ -131,7 +131,7 @@ class RowEncoder:
         is_causal = self.cls_index == -1 and not self.ends_in_cls
         frame = build_frame(self.tokenizer, is_causal=is_causal, ends_in_cls=self.ends_in_cls)
         examples, n_cut = encode(rows, frame)
-        cut = f"{self.path}: {n_cut} of {len(rows)} examples cut to {self.length} tokens"
+        cut = f"{self.path}: {n_cut} of {len(rows)} examples are cut to {self.length} tokens"
         return examples, [cut] if n_cut else []
 
     def _encode_texts(self, rows: Sequence[Row], frame: Frame) -> tuple[list[EncodedExample], int]:
@@ -328,18 +328,17 @@ def label_text(value: Any) -> str:
     return str(value).strip()
 
 
+def list_labels(task: TaskConfig, row: Row) -> list[str]:
+    """Return the labels of a row, unchecked: one, or those of a list or of a text that is split."""
+    value = row.get(task.label)
+    if task.form != "classification" and isinstance(value, str):
+        value = value.split(LABEL_SEPARATOR if task.form == "multilabel" else None)
+    return [label_text(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
+
+
 def collect_labels(task: TaskConfig, rows: Sequence[Row]) -> list[str]:
     """Return the labels of the rows: integers first, by value, then the others by text. Raises UsageError for none."""
-    separator = LABEL_SEPARATOR if task.form == "multilabel" else None
-    names: set[str] = set()
-    for row in rows:
-        value = row.get(task.label)
-        if task.form != "classification" and isinstance(value, str):
-            value = value.split(separator)
-        names |= {
-            label_text(item) for item in (value if isinstance(value, list) else [value]) if item is not None
-        }
-    names -= {""}
+    names = {name for row in rows for name in list_labels(task, row)} - {""}
     if not names:
         raise UsageError(
             f"{task.train}: column {task.label!r} is empty: name the column of the labels in task.label"

@@ -193,10 +193,10 @@ class SpanEncoder:
         return listed
 
     def _write_notes(self, n_rows: int, n_windows: int, counts: Mapping[str, int]) -> list[str]:
-        notes = [f"{self.path}: {n_rows:,} questions in {n_windows:,} windows"]
+        notes = [f"{self.path}: {n_rows:,} questions are read in {n_windows:,} windows"]
         if counts.get("cut"):
             notes.append(
-                f"{self.path}: {counts['cut']} questions cut to {self.task.max_question_tokens} tokens"
+                f"{self.path}: {counts['cut']} questions are cut to {self.task.max_question_tokens} tokens"
             )
         if counts.get("moved"):
             notes.append(

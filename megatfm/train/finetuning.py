@@ -12,7 +12,7 @@ from megatfm.config import Config, ModelConfig, PreferenceObjective, TaskConfig,
 from megatfm.config.key_migrations import migrate
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
-from megatfm.tasks.corpus import check_files_exist, prepare_corpus, read_labels
+from megatfm.tasks.corpus import check_files_exist, compute_class_weights, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import run_folder
 from megatfm.train.corpora import open_corpora, open_tokenizer
@@ -35,7 +35,7 @@ LOSSES = {
 }
 TASK_HEADS = {"span_extraction": "span_extraction", "multiple_choice": "multiple_choice"}
 """Task form → its head, and the objective of the same name. Other forms use a text classifier."""
-UNSTORED_OPTIONS = ("dropout", "token")
+UNSTORED_OPTIONS = ("dropout", "token", "class_weights")
 """Options of a head that don't change what its weights mean."""
 
 
@@ -66,10 +66,12 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
         )
     check_files_exist(task)
     task = task.model_copy(update={"labels": read_labels(task)})
+    task = task.model_copy(update={"class_weights": compute_class_weights(task)})
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = config.with_changes(
         {
             "task.labels": task.labels,
+            "task.class_weights": task.class_weights,
             "model.vocab_size": config.model.vocab_size or tokenizer.vocab_size,
             **(_make_head_changes(config, task) if task.has_head else _make_answer_changes(config, task)),
         }
@@ -141,6 +143,7 @@ def _make_head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
             "classes": max(1, len(task.labels)),
             "loss": LOSSES[form],
             "both_orders": task.both_orders,
+            "class_weights": task.class_weights,
         }
     earlier = _get_options_if_kind(_read_earlier_heads(config).get(name), section["name"])
     configured = _get_options_if_kind(config.model.extra_heads.get(name), section["name"])

@@ -93,7 +93,7 @@ def test_answers_end_where_the_template_ends_them(
     assert run_command("generate", "runs/chat", "--chat", "--prompt", "oslo", *options) == 0
     prompt_line, answer = capfd.readouterr().out.splitlines()
     assert (prompt_line, answer.strip()) == ("oslo", "old lamp")
-    assert "answers end at <|im_end|>, as in the chat template" in caplog.text
+    assert "an answer ends at <|im_end|>, the chat template's end of a turn" in caplog.text
     opened = megatfm.load(tmp_path / "exported")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")

@@ -15,8 +15,9 @@ import transformers
 from tokenizers import models, pre_tokenizers, processors
 
 from megatfm.checkpoint.directory import list_checkpoints
+from megatfm.config import load_config
 from tests.support.small_models import run_command
-from tests.support.task_folders import read_lines
+from tests.support.task_folders import read_lines, write_lines
 
 ANIMALS, TOOLS = (
     ["cat", "dog", "horse", "cow", "sheep", "goat"],
@@ -176,6 +177,24 @@ def test_training_goes_on_from_a_head_for_the_same_labels(
     assert other.config.id2label == {0: "animal", 1: "sharp", 2: "zeug"}, (
         "not those of the folder it began from"
     )
+
+
+def test_a_rare_label_is_predicted_more_often_if_labels_are_balanced(folder: Path) -> None:
+    """And the weights are stored with the run, but not with the exported model."""
+    rows = [row | {"kind": "common" if number % 12 else "rare"} for number, row in enumerate(pairs(60, 1))]
+    write_lines(folder / "train.jsonl", rows)
+    files = ["task.train=train.jsonl", "task.validation=train.jsonl", "task.test="]
+    command, shares = ["finetune", "task.toml", "--from", "bert", *files, "evaluate.every=30"], {}
+    balanced = ["task.class_weights=balanced", "--export", "out"]
+    for name, words in (("plain", []), ("balanced", balanced)):
+        assert run_command(*command, f"name={name}", *words) == 0
+        predicted = read_lines(folder / f"runs/{name}/predictions/validation.jsonl")
+        shares[name] = sum(row["probabilities"]["rare"] for row in predicted) / len(predicted)
+    assert shares["plain"] < 0.25 < 0.4 < shares["balanced"]
+    saved = load_config(folder / "runs/balanced/config.toml")
+    assert saved.task is not None
+    assert saved.task.class_weights == pytest.approx([60 / (2 * 55), 60 / (2 * 5)])
+    transformers.AutoModelForSequenceClassification.from_pretrained("out")
 
 
 @pytest.mark.parametrize(

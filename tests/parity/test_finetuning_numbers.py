@@ -33,19 +33,27 @@ LABELS: Mapping[str, Callable[[int], Any]] = {
     "tagging": lambda n: [["B-A", "I-A", "O", "B-B"][(n + place) % 4] for place in range(5 + n % 4)],
     "generation": lambda n: phrase(n, 1 + n % 2),
 }
+NO_ANSWER = "no_answer"
+"""SQuAD 2.0's task, beside the forms: some questions have no answer, and the threshold follows from all scores."""
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }} [SEP] {% endfor %}"
-PADDED_LENGTH = {"span_extraction": 16, "multiple_choice": 21, "generation": 11, "preference": 17}
+PADDED_LENGTH = {
+    "span_extraction": 16, NO_ANSWER: 16, "multiple_choice": 21, "generation": 11, "preference": 17,
+}  # fmt: skip
 """Tokens of rows that hold one example each; 13 in other forms."""
 PACKED_LENGTH = 64
 FAMILIES = {form: ["decoder"] for form in METRICS} | {
     "classification": ["decoder", "encoder"],
     "tagging": ["encoder", "decoder"],
-    "span_extraction": ["encoder"],
+    "span_extraction": ["encoder", "decoder"],
     "multiple_choice": ["encoder", "decoder"],
     "generation": ["decoder", "encoder_decoder"],
 }
+EXPECTED_METRICS = METRICS | {
+    "classification": (*METRICS["classification"], "calibration_error"),
+    NO_ANSWER: ("f1", "exact_match", "has_answer_f1", "no_answer_f1"),
+}
 TEXT_METRICS = get_args(get_args(TaskConfig.model_fields["text_metrics"].annotation)[0])
-CASES = [(form, family) for form in METRICS for family in FAMILIES[form]]
+CASES = [*((form, family) for form in METRICS for family in FAMILIES[form]), (NO_ANSWER, "encoder")]
 EXACT = {"f1", "exact_match", "accuracy", "matthews", "reward_accuracy"}
 """Metrics that are counts of decisions, but for a suffix such as f1_macro: equal to the last bit."""
 
@@ -57,13 +65,11 @@ def phrase(n: int, n_words: int) -> str:
 def example(form: str, n: int) -> dict[str, Any]:
     """Row n of a form's file: texts of 5 to 8 words."""
     text = phrase(n, 5 + n % 4)
-    if form == "span_extraction":
+    if form in ("span_extraction", NO_ANSWER):
         first = text.split()[n % 5]
-        return {
-            "question": phrase(n + 1, 2),
-            "context": text,
-            "answers": [{"text": first, "answer_start": text.index(first)}],
-        }
+        answers = [{"text": first, "answer_start": text.index(first)}]
+        has_answer = form == "span_extraction" or n % 3
+        return {"question": phrase(n + 1, 2), "context": text, "answers": answers if has_answer else []}
     if form == "multiple_choice":
         return {
             "text": phrase(n, 2),
@@ -94,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("forms")
     save_bert(folder / "bert", (*WORDS, "?"))
     (folder / "chat.jinja").write_text(CHAT_TEMPLATE)
-    for form in METRICS:
+    for form in (*METRICS, NO_ANSWER):
         write_lines(folder / f"{form}.jsonl", [example(form, n) for n in range(ROWS)])
     config, _ = open_tokenizer(form_config(folder, "classification", "decoder"))
     tensors = {
@@ -113,6 +119,7 @@ def form_config(folder: Path, form: str, family: str, **changes: Any) -> Config:
     task |= {
         "multiple_choice": {"choices": ["choices"]},
         "chat": {"chat_template": str(folder / "chat.jinja")},
+        NO_ANSWER: {"form": "span_extraction", "no_answer": True},
     }.get(form, {})
     more = {"train.init_from": str(folder / "start")} if form == "preference" else {}
     return small_config(folder).with_changes(
@@ -163,7 +170,7 @@ def check(result: Mapping[str, float], expected: Mapping[str, float]) -> None:
 def test_every_form_has_the_same_metrics(workers: Workers, folder: Path, form: str, family: str) -> None:
     (alone,) = workers.run(evaluate_form, 1, folder, form, family)
     expected = alone[0]
-    assert set(METRICS[form]) <= expected.keys(), "every metric of the form is compared"
+    assert set(EXPECTED_METRICS[form]) <= expected.keys(), "every metric of the form is compared"
     assert len({value for metric, value in expected.items() if metric != "rows"} - {0.0, 1.0}) >= 1
     for ranks in (1, 2, 3):
         for results in workers.run(evaluate_form, ranks, folder, form, family) if ranks > 1 else [alone]:

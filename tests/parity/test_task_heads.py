@@ -17,6 +17,7 @@ from transformers.models.xlnet import modeling_xlnet
 
 from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
+from megatfm.layers.task_heads import summed_loss
 from megatfm.models import build
 from megatfm.object_collectives import all_gather
 from megatfm.tasks.predictions import collect_predictions, engine_model
@@ -319,7 +320,7 @@ LAYOUTS = {
     "cp2": ParallelConfig(cp=2),
 }
 HEADS = {
-    "classes": {"sentence": HEAD | {"classes": 2, "dropout": 0.3}},
+    "classes": {"sentence": HEAD | {"classes": 2, "dropout": 0.3, "class_weights": [0.5, 2.0]}},
     "transform": {"sentence": HEAD | {"classes": 2, "dropout": 0.3, "pooler": "transform"}},
     "both orders": {"sentence": HEAD | {"classes": 2, "dropout": 0.3, "both_orders": True}},
     "choices": {"sentence": {"name": "multiple_choice", "dropout": 0.3}},
@@ -412,6 +413,16 @@ LARGER = {3: {"cp3": ParallelConfig(cp=3)}, 4: {"tp2 cp2": ParallelConfig(tp=2, 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_of_examples_over_ranks(workers: Workers, name: str, ranks: int) -> None:
     assert workers.run(compare, ranks, name, LARGER[ranks], timeout=240.0)[0] == list(LARGER[ranks])
+
+
+def test_classes_weigh_as_those_of_torch() -> None:
+    """torch's mean is over weights, ours over examples."""
+    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    targets = torch.tensor([0, 2, 1, 2, 0])
+    weights = torch.tensor([0.5, 3.0, 1.0], dtype=torch.float64)
+    total = weights[targets].sum()
+    expected = torch.nn.functional.cross_entropy(logits, targets, weights) * total
+    torch.testing.assert_close(summed_loss("cross_entropy", logits, targets, weights), expected)
 
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "squared_error"])

@@ -1,8 +1,6 @@
 """Tables and pictures of the manual are those that their code makes."""
 
-import importlib.util
-from pathlib import Path
-
+from tests.support.documentation import ROOT, load_module
 from tests.support.image_models import IMAGE_MODELS
 from tests.support.layout_table import (
     IMAGE_ROWS,
@@ -45,16 +43,15 @@ def test_cases_follow_the_parametrization() -> None:
     assert {parallel.pp_schedule for _, parallel in pipelines() if parallel.pp == 4} == set(schedules)
 
 
-ROOT = Path(__file__).resolve().parents[2]
+def test_the_figure_of_results_is_up_to_date() -> None:
+    script = load_module(ROOT / "docs" / "draw_results.py")
+    assert script.FIGURE.read_text(encoding="utf-8") == script.draw(), "due: python docs/draw_results.py"
+    page = (ROOT / "docs" / "guide" / "finetuning.md").read_text(encoding="utf-8")
+    assert f"images/{script.FIGURE.name}" in page
 
 
 def test_pictures_of_patterns_are_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("draw_patterns", ROOT / "docs" / "draw_patterns.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    pictures = script.pictures()
+    pictures = load_module(ROOT / "docs" / "draw_patterns.py").pictures()
     for name, text in pictures.items():
         path = ROOT / "docs" / "images" / name
         assert path.read_text(encoding="utf-8") == text, "due: python docs/draw_patterns.py"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatfm.config import Config, ModelConfig, TextClassifierHeadConfig
-from megatfm.convert.architecture import ARCHITECTURES, drop_head_rules, register_architecture
+from megatfm.convert.architecture import ARCHITECTURES, drop_head_rules, Rules, register_architecture
 from megatfm.convert.architectures import bert as bert  # registers the classes that these are based on
 from megatfm.convert.architectures import deberta as deberta
 from megatfm.convert.architectures import electra as electra
@@ -139,11 +139,14 @@ def register_task_class(
             )
         return {**architecture.config_to_hf(config), **head_format.write(config.extra_heads[module])}
 
-    def rules(config: ModelConfig) -> Sequence[WeightMapping]:
-        body = drop_head_rules(architecture.weight_mappings(config))
-        if body_prefix:
-            body = [_with_body_prefix(rule, architecture.base_model_prefix, body_prefix) for rule in body]
-        return [*body, *(tensors.rules(module, config) if config.extra_heads else [])]
+    def with_head(rules: Rules) -> Rules:
+        def adapted_rules(config: ModelConfig) -> Sequence[WeightMapping]:
+            body = drop_head_rules(rules(config))
+            if body_prefix:
+                body = [_with_body_prefix(rule, architecture.base_model_prefix, body_prefix) for rule in body]
+            return [*body, *(tensors.rules(module, config) if config.extra_heads else [])]
+
+        return adapted_rules
 
     ignored_tensors = tuple(p for p in architecture.ignored_tensors if not tensors.matches(p))
     adapted = replace(
@@ -151,7 +154,8 @@ def register_task_class(
         keys={**architecture.keys, **keys},
         config_from_hf=read,
         config_to_hf=write,
-        weight_mappings=rules,
+        weight_mappings=with_head(architecture.weight_mappings),
+        fused_rules=architecture.fused_rules and with_head(architecture.fused_rules),
         ignored_tensors=ignored_tensors,
         base_model_prefix=body_prefix or architecture.base_model_prefix,
         fingerprint={**architecture.fingerprint, "lm_head.name": "none"},
@@ -340,16 +344,29 @@ SCORE = HeadFormat(
 TAGS = HeadFormat("text_classifier", {"pooler": "none", "token": "all"}, module="score")
 DECODER_ANSWERS = HeadFormat("span_extraction", {"pooler": "none", "dropout": 0.0}, "", "span")
 TAGS_DROPOUT: dict[str, Key] = {"classifier_dropout": used(0.1, float, int)}
-for base in ("OpenAIGPTLMHeadModel", "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"):
-    name = re.sub(r"LMHeadModel|ForCausalLM", "For", base)
-    register_task_class(
-        f"{name}SequenceClassification", base, SCORE, HeadTensors("score", has_bias=False), LABELS
-    )
-    if name != "OpenAIGPTFor":
-        tags = HeadTensors("classifier" if name == "GPT2For" else "score")
-        register_task_class(f"{name}TokenClassification", base, TAGS, tags, LABELS | TAGS_DROPOUT)
-        # Llama's class of answers calls its stack as GPT-2's is called.
-        prefix = "transformer." if name == "LlamaFor" else ""
-        register_task_class(
-            f"{name}QuestionAnswering", base, DECODER_ANSWERS, ANSWERS, {}, body_prefix=prefix
-        )
+DECODERS = {
+    "OpenAIGPT": ("OpenAIGPTLMHeadModel", TASKS[:1]),
+    "GPT2": ("GPT2LMHeadModel", TASKS[:3]),
+    "Llama": ("LlamaForCausalLM", TASKS[:3]),
+    "Mistral": ("MistralForCausalLM", TASKS[:3]),
+    "Mixtral": ("MixtralForCausalLM", TASKS[:3]),
+    "Qwen3Moe": ("Qwen3MoeForCausalLM", TASKS[:3]),
+    "Gemma2": ("Gemma2ForCausalLM", TASKS[:2]),
+    "Gemma3Text": ("Gemma3ForCausalLM", TASKS[:1]),
+    "GptOss": ("GptOssForCausalLM", TASKS[:2]),
+    "DeepseekV2": ("DeepseekV2ForCausalLM", TASKS[:1]),
+    "DeepseekV3": ("DeepseekV3ForCausalLM", TASKS[:2]),
+}
+"""Family → the class that its heads are based on, and the ends of the names of the classes that transformers has."""
+PREFIX_OF_ANSWERS = {"Llama": "transformer.", "Qwen3Moe": "transformer."}
+"""Prefix of the stack's tensors in classes of answers, where it differs."""
+for family_name, (base, tasks) in DECODERS.items():
+    tags = HeadTensors("classifier" if family_name == "GPT2" else "score")
+    by_task = {
+        "SequenceClassification": (SCORE, HeadTensors("score", has_bias=False), LABELS),
+        "TokenClassification": (TAGS, tags, LABELS | TAGS_DROPOUT),
+        "QuestionAnswering": (DECODER_ANSWERS, ANSWERS, {}),
+    }
+    for task in tasks:
+        prefix = PREFIX_OF_ANSWERS.get(family_name, "") if task == "QuestionAnswering" else ""
+        register_task_class(f"{family_name}For{task}", base, *by_task[task], body_prefix=prefix)

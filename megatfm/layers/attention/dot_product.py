@@ -168,7 +168,12 @@ def _log_kernel(
     kernel: str, pattern: str, builtin_mask: str | None, is_slow: bool, drops_twice: bool, device: str,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    forms = {"products": "with a dense mask", "fused": "with a dense mask", "varlen": "over packed documents"}
+    forms = {
+        "products": "with a dense mask",
+        "fused": "with a dense mask",
+        "varlen": "over packed documents",
+        "documents": "document by document",
+    }
     form = {"all": "without a mask", "causal": "with its causal mask"}.get(
         builtin_mask or "", forms.get(kernel, "over blocks")
     )

@@ -142,6 +142,9 @@ class CompressedKeyMask:
         """Raises NotImplementedError: this mask has no window."""
         raise NotImplementedError
 
+    def document_spans(self) -> None:
+        return None
+
     def bands(self, *, fused: bool) -> None:
         return None
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatfm.ops.attention.block_sparse import block_sparse_attention
+from megatfm.ops.attention.by_document import attend_by_document
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.mask import AttentionMask, BuiltinMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
@@ -107,6 +108,18 @@ def _supports_any(request: AttentionRequest) -> bool:
     return True
 
 
+def _supports_by_document(request: AttentionRequest) -> bool:
+    """Not compiled, since the documents depend on the batch."""
+    has_score_changes = (
+        request.softcap or request.sinks or request.has_dense_bias or request.has_relative_bias
+    )
+    return request.device == "cpu" and request.has_dropout and not (has_score_changes or request.compiled)
+
+
+def _prefers_documents(request: AttentionRequest) -> bool:
+    return request.plain is None and not request.needs_dense_mask
+
+
 def _supports_block_sparse(request: AttentionRequest) -> bool:
     """Is not compiled, since the visited blocks depend on the batch."""
     return request.device == "cpu" and not (request.has_dense_bias or request.compiled)
@@ -145,6 +158,7 @@ def _supports_sdpa(request: AttentionRequest) -> bool:
 
 KERNELS = (
     # name, function, what it supports, where it is preferred
+    Kernel("documents", attend_by_document, _supports_by_document, _prefers_documents),
     Kernel("products", attention_reference, _supports_any, _prefers_matmuls),
     Kernel("blocks", block_sparse_attention, _supports_block_sparse, _needs_dense_mask),
     Kernel("varlen", varlen, _supports_varlen, _has_no_builtin_mask),

@@ -54,6 +54,14 @@ class Band:
         return self.first_query + offset, self.first_key + offset, min(count, self.count - index)
 
 
+@dataclass(frozen=True)
+class DocumentSpans:
+    """Row, start and end of each document, padding included. causal: a query sees no later keys of its document."""
+
+    spans: Sequence[tuple[int, int, int]]
+    causal: bool
+
+
 class AttentionMask(Protocol):
     """Query-key pairs that attention sees. Each form is computed on use: most kernels need no mask of T × S."""
 
@@ -95,6 +103,10 @@ class AttentionMask(Protocol):
         """Return booleans of query blocks [B or 1, ⌈T/size⌉] and key blocks [B or 1, ⌈S/size⌉] for which the mask of a
         pair depends only on their distance; None: there are none."""
 
+    def document_spans(self) -> DocumentSpans | None:
+        """The documents of packed rows, if queries see all keys of their document, or all that are not later; None for
+        other masks, and if each row is one document or not whole."""
+
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
         """Return the whole mask as bands of tiles; None if it is no band. fused: see `block_plan.bands`."""
 
@@ -132,6 +144,9 @@ class DenseMask:
         return self.dense[b % len(self.dense), n % self.dense.shape[1], q, k]
 
     def find_translation_invariant_blocks(self, size: int) -> None:
+        return None
+
+    def document_spans(self) -> None:
         return None
 
     def bands(self, *, fused: bool) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 import megatfm
 from megatfm import checkpoint
-from megatfm.convert.architecture import find_architecture
+from megatfm.convert.architecture import ARCHITECTURES, find_architecture
 from megatfm.convert.convert import convert
 from megatfm.errors import UsageError
 from megatfm.train.finetuning import get_stored_labels
+from tests.support.hf_decoders import HF_DECODERS
 from tests.support.hf_encoders import ENCODER_TOKENS, HF_ENCODERS, SMALL_ENCODER
 from tests.support.hf_folders import edit_config, edit_tensors, perturbed
 
@@ -40,10 +41,21 @@ CLASSES = [
 GPT_SIZES = {"vocab_size": 60, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
 LLAMA_SIZES = {**SMALL_ENCODER, "num_key_value_heads": 2, "tie_word_embeddings": False}
 DECODER_SIZES = {"GPT2": GPT_SIZES, "Llama": LLAMA_SIZES, "Mistral": {**LLAMA_SIZES, "sliding_window": 5}}
+MORE_DECODERS = {
+    "Mixtral": ("mixtral", TASKS[:3]), "Qwen3Moe": ("qwen3-moe", TASKS[:3]), "Gemma2": ("gemma2", TASKS[:2]),
+    "Gemma3Text": ("gemma3", TASKS[:1]), "GptOss": ("gpt-oss", TASKS[:2]), "DeepseekV2": ("deepseek-v2", TASKS[:1]),
+    "DeepseekV3": ("deepseek-v3", TASKS[:2]),
+}  # fmt: skip
+"""Family → the decoder of `HF_DECODERS` whose sizes its classes get, and their tasks."""
 XLNET_SIZES = {"vocab_size": 60, "d_model": 24, "n_layer": 2, "n_head": 3, "d_inner": 40}
 OTHERS: dict[str, dict[str, Any]] = {
     "OpenAIGPTForSequenceClassification": GPT_SIZES,
     **{f"{family}For{task}": sizes for family, sizes in DECODER_SIZES.items() for task in TASKS[:3]},
+    **{
+        f"{family}For{task}": HF_DECODERS[decoder][1] | {"experts_implementation": "eager"}
+        for family, (decoder, tasks) in MORE_DECODERS.items()
+        for task in tasks
+    },
     **{f"XLNetFor{task}": XLNET_SIZES for task in (*TASKS[:2], "MultipleChoice", "QuestionAnsweringSimple")},
 }
 """Decoders, and XLNet."""
@@ -93,6 +105,15 @@ def test_a_folder_opens_with_its_head(name: str, tmp_path: Path, caplog: pytest.
         assert back.config.id2label == LABELS
         state = checkpoint.read_state(checkpoint.find_checkpoint(tmp_path / "ours"))
         assert get_stored_labels(state) == list(LABELS.values())
+
+
+def test_every_class_of_a_decoder_s_task_that_transformers_has_is_tried() -> None:
+    """Of the families whose language models convert."""
+    families = {name.removesuffix("ForCausalLM") for name in ARCHITECTURES.names() if "ForCausalLM" in name}
+    existing = {f"{family}For{task}" for family in families for task in TASKS}
+    existing = {name for name in existing if hasattr(transformers, name)}
+    # Gemma 3's other class is that of models with images.
+    assert existing - {"Gemma3ForSequenceClassification"} <= set(OTHERS)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_says_when_the_text_outgrows_the_training_length(
     run_command(str(run), "--max-tokens", "23")
     assert not caplog.messages
     run_command(str(run), "--max-tokens", "24")
-    assert caplog.messages == ["note: up to 25 tokens, while this model was trained on 24 at a time"]
+    assert caplog.messages == ["the text may reach 25 tokens, and the model was trained on 24 at a time"]
     assert capsys.readouterr().err == ""
 
 

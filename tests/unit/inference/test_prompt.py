@@ -150,4 +150,6 @@ def test_no_more_than_the_positions_there_are(
     loaded = opened(tmp_path, tokenizer_model, config, "causal")
     length = 1 + len(loaded.tokenizer.encode("import"))
     generate_text_beam(loaded, "import", 40, 2, 0.6)
-    assert f"at most {13 - length} tokens are made: model.position.max_positions = 12" in caplog.text
+    assert (
+        f"the model makes {13 - length} tokens at most, for model.position.max_positions = 12" in caplog.text
+    )

@@ -162,7 +162,7 @@ def test_an_answer_that_is_cut_away_is_refused_and_one_that_is_cut_is_told(
     answer = messages(("user", "a"), ("assistant", "word " * 300))
     ((example,), notes) = encoder(ours, file, too_long="truncate").encode([{"messages": answer}])
     assert len(example.tokens) == 201
-    assert any("1 of 1 examples cut to 200 tokens" in note for note in notes)
+    assert any("1 of 1 examples are cut to 200 tokens" in note for note in notes)
     assert any("won't learn to stop" in note for note in notes)
 
 

@@ -11,12 +11,14 @@ import pyarrow.parquet
 import pytest
 import tokenizers as library
 import transformers
+from pydantic import ValidationError
+from sklearn.utils.class_weight import compute_class_weight
 from tokenizers import models, pre_tokenizers, processors
 
 from megatfm import tokenizers
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
-from megatfm.tasks.corpus import prepare_corpus, read_labels
+from megatfm.tasks.corpus import compute_class_weights, prepare_corpus, read_labels
 from megatfm.tasks.files import read_rows, require_columns
 from megatfm.tasks.forms import RowEncoder, build_frame, collect_labels, label_text, truncate_longest
 from megatfm.tokenizers import Tokenizer
@@ -142,6 +144,29 @@ def test_labels_that_teach_nothing_are_refused(tmp_path: Path, lines: list[str],
         read_labels(TaskConfig(train=str(tmp_path / "a.csv")))
     named = TaskConfig(train=str(tmp_path / "a.csv"), labels=["x", "NaN"])
     assert read_labels(named) == ["x", "NaN"]
+
+
+def test_balanced_labels_weigh_as_those_of_scikit_learn(tmp_path: Path) -> None:
+    """Of all words in tagging."""
+    labels, names = [*"aabaacaaab"], ["c", "a", "b"]
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"x,{label}\n" for label in labels))
+    config = TaskConfig(train=str(tmp_path / "a.csv"), labels=names, class_weights="balanced")
+    expected = compute_class_weight("balanced", classes=np.array(names), y=labels)
+    assert compute_class_weights(config) == pytest.approx(expected, rel=1e-12)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "x " * 10, "label": labels}) + "\n")
+    tags = config.model_copy(update={"train": str(tmp_path / "b.jsonl"), "form": "tagging"})
+    assert compute_class_weights(tags) == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(UsageError, match=r"a.csv: no example has the label 'd', so that it can't be weighed"):
+        compute_class_weights(config.model_copy(update={"labels": [*names, "d"]}))
+
+
+def test_weights_are_as_many_as_labels() -> None:
+    named = TaskConfig(train="a.csv", labels=["x", "y"], class_weights=[1, 5])
+    assert compute_class_weights(named) == [1, 5]
+    with pytest.raises(UsageError, match=r"task.class_weights has 2 weights for 3 labels \(x, y, z\)"):
+        compute_class_weights(named.model_copy(update={"labels": ["x", "y", "z"]}))
+    with pytest.raises(ValidationError, match="class_weights: are for form = 'classification' and 'tagging'"):
+        TaskConfig(train="a.csv", form="regression", class_weights="balanced")
 
 
 def test_labels_hold_spaces_and_a_row_may_lack_one_in_the_file_s_other_lines(tmp_path: Path) -> None:

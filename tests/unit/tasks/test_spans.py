@@ -55,7 +55,7 @@ def test_windows_are_those_of_transformers(bert: Path, length: int, stride: int)
     assert [window.tokens.tolist() for window in windows] == [tokens for tokens, _ in expected]
     for window, (_, segments) in zip(windows, expected, strict=True):
         assert window.annotation["second"] == segments.index(1)
-    assert notes[0] == f"x.json: 6 questions in {len(windows)} windows"
+    assert notes[0] == f"x.json: 6 questions are read in {len(windows)} windows"
 
 
 @pytest.mark.parametrize("length", [14, 24])

@@ -172,10 +172,8 @@ def test_loss_by_position_is_that_of_the_places(
 
 
 CASES = [
-    (1, {}, 1),
-    (1, {}, 3),
+    *((ranks, {"dp_shard": ranks}, micro_batch) for ranks in (1, 2, 3) for micro_batch in (1, 7, 32)),
     (1, {}, 50),  # one batch, mostly rows of padding
-    (2, {"dp_shard": 2}, 1),
     (2, {"dp_shard": 2}, 20),  # the second rank sees nothing but padding
     (2, {"tp": 2}, 2),
 ]

@@ -13,7 +13,7 @@ from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.pattern import AttentionPattern, Ranges, compute_block_bounds
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention.block_plan import make_bands
-from megatfm.ops.attention.mask import Band, BuiltinMask
+from megatfm.ops.attention.mask import Band, BuiltinMask, DocumentSpans
 
 T = TypeVar("T")
 
@@ -88,6 +88,15 @@ class PatternMask:
             return is_visible.expand(1, -(-q // size)), is_visible.expand(1, -(-k // size))
         bounds_q, bounds_k = (compute_block_bounds(of, size, -1) for of in documents)
         return (bounds_q.first == bounds_q.last)[:, 0, :, 0], (bounds_k.first == bounds_k.last)[:, 0, :, 0]
+
+    def document_spans(self) -> DocumentSpans | None:
+        """The documents of whole rows, for full attention without a prefix; None otherwise."""
+        sequence = self._sequence
+        is_plain = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
+        if not is_plain or not isinstance(self._pattern, Full) or sequence.documents is None:
+            return None
+        spans = [(row, start, end) for row, start, end in sequence.document_spans() if row is not None]
+        return DocumentSpans(spans, self._pattern.causal)
 
     def bands(self, *, fused: bool) -> Sequence[Band] | None:
         """Return bands of tiles along each document; None for shards, cached keys, a prefix or a pattern that is no

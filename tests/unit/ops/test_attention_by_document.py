@@ -1,0 +1,105 @@
+"""Attention with dropout, document by document, against that of a mask of all pairs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatfm.layers.attention.patterns.local import Full, Window
+from megatfm.layers.attention.patterns.mask import PatternMask
+from megatfm.layers.attention.patterns.pattern import AttentionPattern
+from megatfm.layers.sequence import SequenceMetadata
+from megatfm.ops.attention import by_document
+from megatfm.ops.attention.by_document import attend_by_document, is_faster
+from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.mask import DocumentSpans
+from megatfm.ops.attention.reference import AttentionOptions, attention_reference
+
+N, T, H = 4, 45, 3
+LENGTHS = ([3, 9, 1, 17, 8, -7], [20, 2, 2, 13, -8], [-45])
+"""Of each row's documents; negative: padding."""
+PATTERNS = {"all": Full(), "causal": Full(causal=True)}
+
+
+@pytest.fixture(autouse=True)
+def always_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_document, "SCORES_OF_OVERHEAD", 0)
+
+
+def packed(*, prefix: bool = False) -> SequenceMetadata:
+    documents = [
+        [number if length > 0 else -1 for number, length in enumerate(row) for _ in range(abs(length))]
+        for row in LENGTHS
+    ]
+    positions = [[place for length in row for place in range(abs(length))] for row in LENGTHS]
+    in_prefix = torch.tensor(positions) < 2 if prefix else None
+    return SequenceMetadata(torch.tensor(positions), torch.tensor(documents), prefix=in_prefix)
+
+
+def random_inputs(kv_heads: int) -> list[Tensor]:
+    """Queries, keys and values; values are wider."""
+    generator = torch.Generator().manual_seed(kv_heads)
+    shapes = [(len(LENGTHS), T, n, h) for n, h in ((N, H), (kv_heads, H), (kv_heads, H + 2))]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).transpose(1, 2).requires_grad_()
+        for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("kv_heads", "scale"), [(4, None), (2, 0.3)])
+def test_output_and_gradients_are_those_of_all_pairs(
+    pattern: str, kv_heads: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, inputs = PatternMask(PATTERNS[pattern], packed()), random_inputs(kv_heads)
+    rng_keys = torch.randint(-(2**62), 2**62, (len(LENGTHS), N, T))
+    variant = AttentionOptions(scale, dropout=0.3)
+    expected = attention_reference(*inputs, mask, None, variant, rng_keys)
+    monkeypatch.setattr(by_document, "attention_reference", None)
+    actual = attend_by_document(*inputs, mask, None, variant, rng_keys)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    upstream = torch.randn(expected.shape, dtype=torch.float64)
+    gradients = [torch.autograd.grad(output, inputs, upstream) for output in (actual, expected)]
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sequence"),
+    [
+        (Window(3, 3), packed()),
+        (Full(), packed(prefix=True)),
+        (Full(), SequenceMetadata(torch.arange(T).expand(3, T))),
+        (Full(), SequenceMetadata(torch.arange(T).expand(3, T), torch.zeros(3, T, dtype=torch.int64))),
+    ],
+)
+def test_other_masks_and_whole_rows_are_left_to_all_pairs(
+    pattern: AttentionPattern, sequence: SequenceMetadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_document, "attention_reference", lambda *inputs: "all pairs")
+    rng_keys = torch.zeros(3, N, T, dtype=torch.int64)
+    mask = PatternMask(pattern, sequence)
+    output = attend_by_document(*random_inputs(2), mask, None, AttentionOptions(dropout=0.1), rng_keys)
+    assert output == "all pairs"
+
+
+def test_many_short_documents_are_left_to_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [(0, start, start + 8) for start in range(0, 256, 8)]
+    assert is_faster(DocumentSpans(spans, causal=False), 1, 4, 256)  # by the scores alone
+    monkeypatch.setattr(by_document, "SCORES_OF_OVERHEAD", 10_000)
+    assert not is_faster(DocumentSpans(spans, causal=False), 1, 4, 256)
+    assert is_faster(DocumentSpans([(0, 0, 128), (0, 128, 256)], causal=False), 1, 4, 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "documents"), ({"drops": False}, "fused"), ({"sinks": True}, "products"),
+        ({"bias": torch.zeros(N, T, T)}, "products"), ({"variant": AttentionOptions(softcap=2.0)}, "products"),
+    ],
+)  # fmt: skip
+def test_dropout_in_packed_rows_chooses_documents(changes: dict[str, Any], name: str) -> None:
+    q, k, _ = random_inputs(2)
+    request = {"variant": AttentionOptions(dropout=0.1), "drops": True, **changes}
+    assert choose(AttentionRequest.from_inputs(q, k, PatternMask(Full(), packed()), **request)).name == name
