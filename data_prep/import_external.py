@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatfm.config.prep import SplitConfig
 from megatfm.corpus.files import AtomicFile
+from megatfm.corpus.image_size import PILLOW_FORMATS
 from megatfm.data_prep.documents import StepStats, format_drop_reasons, to_drop_reason
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
@@ -22,7 +23,7 @@ from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
 from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import FORMATS
-from megatfm.data_prep.readers.images import IMAGES, ImageRecord, read_files, read_tar
+from megatfm.data_prep.readers.images import ImageRecord, read_files, read_tar
 from megatfm.data_prep.readers.record import BadFileError, BadRecord
 from megatfm.data_prep.readers.token_ids import Ids, read_token_ids
 from megatfm.data_prep.tokenize import TokenizeStage, members_path, tokens_path
@@ -344,13 +345,15 @@ def _group_files(files: list[InputFile]) -> list[list[InputFile]]:
     for file in files:
         suffixes.setdefault(_stem(file), set()).add(file.name.rpartition(".")[2].lower())
     texts = {
-        stem for stem, found in suffixes.items() if found & {"txt", "json"} and not found & IMAGES.keys()
+        stem
+        for stem, endings in suffixes.items()
+        if endings & {"txt", "json"} and not endings & PILLOW_FORMATS.keys()
     }
     groups: dict[str, list[InputFile]] = {}
     for file in files:
         stem = file.name if _is_tar(file) else _stem(file)
         key, _, number = stem.rpartition(".")
-        is_numbered = key in texts and number.isdecimal() and suffixes[stem] <= IMAGES.keys()
+        is_numbered = key in texts and number.isdecimal() and suffixes[stem] <= PILLOW_FORMATS.keys()
         groups.setdefault(key if is_numbered else stem, []).append(file)
     return list(groups.values())
 

@@ -4,9 +4,10 @@
 build a `PackedBlock`, and `collate` copies its rows into a batch.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +179,8 @@ class BinPackedRows:
         chunks = self._chunks.take(slice(*self._bounds[index : index + 2]))
         sequences = build_sequences(self.packing, chunks, self._documents, self._epoch)
         is_quarantined = self._documents.is_quarantined
-        return RowSequences(sequences, chunks.lengths, None if is_quarantined is None else is_quarantined[chunks.documents])
+        is_padding = None if is_quarantined is None else is_quarantined[chunks.documents]
+        return RowSequences(sequences, chunks.lengths, is_padding)
 
 
 class RowSequences(NamedTuple):
@@ -193,19 +195,19 @@ class RowSequences(NamedTuple):
 
 def _build_rows(rows: Sequence[RowSources]) -> list[list[tuple[PackedBlock, int]]]:
     """Replace rows that are not built yet. They are laid out together, since the work of one layout is mostly fixed."""
-    built: list[RowSequences] = []
-    places: list[list[tuple[PackedBlock | None, int]]] = []
-    for row_sources in rows:
-        places.append([])
-        for block, index in row_sources:
-            if isinstance(block, BinPackedRows):
-                places[-1].append((None, len(built)))
-                built.append(block.build_row(index))
-                packing = block.packing
-            else:
-                places[-1].append((block, index))
-    joined = lay_out_rows(built, packing) if built else None
-    return [[(block or joined, index) for block, index in row_places] for row_places in places]
+    unbuilt = [source for sources in rows for source in sources if isinstance(source[0], BinPackedRows)]
+    if not unbuilt:
+        return cast(list[list[tuple[PackedBlock, int]]], rows)
+    sequences = [cast(BinPackedRows, block).build_row(index) for block, index in unbuilt]
+    joined = lay_out_rows(sequences, cast(BinPackedRows, unbuilt[0][0]).packing)
+    numbers = itertools.count()
+    return [
+        [
+            (joined, next(numbers)) if isinstance(block, BinPackedRows) else (block, index)
+            for block, index in sources
+        ]
+        for sources in rows
+    ]
 
 
 def lay_out_rows(rows: Sequence[RowSequences], packing: PackingConfig) -> PackedBlock:

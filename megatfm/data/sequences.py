@@ -317,7 +317,7 @@ def build_sequences(
             continue
         key = ChunkKey(packing.seed, epoch, first + document, number)
         tokens = documents[document][start:end]
-        others = NO_OTHER_DOCUMENTS() if partners is None else PartnerDocuments(documents, partners, document)
+        others = NO_OTHER_DOCUMENTS if partners is None else PartnerDocuments(documents, partners, document)
         chunk = DocumentChunk(tokens, others, documents.members(document))
         try:
             fields = dict(objective.build_example(chunk, key))

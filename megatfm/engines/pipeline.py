@@ -137,7 +137,9 @@ class PipelineForwardBackward:
             self._run_schedule(batches, FeatureObjective(objective, batches), scale_loss, gradient_sync)
             return []
         gradients = FeatureGradients(self._model, features, objective, scale_loss)
-        self._run_schedule(batches, FeatureObjective(objective, batches, gradients), take_feature_term, gradient_sync)
+        self._run_schedule(
+            batches, FeatureObjective(objective, batches, gradients), take_feature_term, gradient_sync
+        )
         return [gradients.terms]
 
     def _run_schedule(

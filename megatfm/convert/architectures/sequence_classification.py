@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatfm.config import Config, ModelConfig, TextClassifierHeadConfig
-from megatfm.convert.architecture import ARCHITECTURES, drop_head_rules, Rules, register_architecture
+from megatfm.convert.architecture import ARCHITECTURES, Rules, drop_head_rules, register_architecture
 from megatfm.convert.architectures import bert as bert  # registers the classes that these are based on
 from megatfm.convert.architectures import deberta as deberta
 from megatfm.convert.architectures import electra as electra

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatfm.ops.attention.mask import AttentionMask, DocumentSpans
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from megatfm.ops.keyed_random import RATE_STEPS, keep
+from megatfm.ops.keyed_random import RATE_STEPS, draw_keep_mask
 
 # B batch, N query heads, K key-value heads, T tokens of a row, H head width, V value width, L tokens of a document
 
@@ -65,7 +65,7 @@ class _AttentionByDocument(torch.autograd.Function):
                 is_later_LL = torch.ones_like(scores_NLL[0], dtype=torch.bool).triu(1)
                 scores_NLL.masked_fill_(is_later_LL, -torch.inf)
             probabilities_NLL = scores_NLL.softmax(-1)
-            is_kept_NLL = keep(rng_keys_BNT[part], end - start, threshold, start)
+            is_kept_NLL = draw_keep_mask(rng_keys_BNT[part], end - start, threshold, start)
             heads_BNTV[part] = (probabilities_NLL * is_kept_NLL @ v_BNTV[part]).mul_(ctx.kept_scale)
             saved += [probabilities_NLL, is_kept_NLL]
         ctx.save_for_backward(q_BNTH, k_BNTH, v_BNTV, heads_BNTV, *saved)

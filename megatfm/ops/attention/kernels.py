@@ -117,7 +117,7 @@ def _supports_by_document(request: AttentionRequest) -> bool:
 
 
 def _prefers_documents(request: AttentionRequest) -> bool:
-    return request.plain is None and not request.needs_dense_mask
+    return request.builtin_mask is None and not request.needs_dense_mask
 
 
 def _supports_block_sparse(request: AttentionRequest) -> bool:
