@@ -24,7 +24,7 @@ def attend_by_document(
     v_BKTV: Tensor,
     mask: AttentionMask,
     bias: Tensor | None,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     rng_keys_BNT: Tensor | None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
@@ -32,12 +32,12 @@ def attend_by_document(
     assert rng_keys_BNT is not None
     documents = mask.document_spans()
     if documents is None or not is_faster(documents, *q_BNTH.shape[:3]):
-        return attention_reference(q_BNTH, k_BKTH, v_BKTV, mask, bias, variant, rng_keys_BNT, sinks_N)
+        return attention_reference(q_BNTH, k_BKTH, v_BKTV, mask, bias, options, rng_keys_BNT, sinks_N)
     if (groups := q_BNTH.shape[1] // k_BKTH.shape[1]) > 1:
         k_BKTH, v_BKTV = (x.repeat_interleave(groups, dim=1) for x in (k_BKTH, v_BKTV))
-    scale = q_BNTH.shape[-1] ** -0.5 if variant.scale is None else variant.scale
+    scale = q_BNTH.shape[-1] ** -0.5 if options.scale is None else options.scale
     inputs = (q_BNTH * scale, k_BKTH, v_BKTV, rng_keys_BNT)
-    heads_BNTV: Tensor = _AttentionByDocument.apply(*inputs, documents, variant.dropout)
+    heads_BNTV: Tensor = _AttentionByDocument.apply(*inputs, documents, options.dropout)
     return heads_BNTV
 
 

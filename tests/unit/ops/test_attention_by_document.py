@@ -12,7 +12,7 @@ from megatfm.layers.attention.patterns.pattern import AttentionPattern
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import by_document
 from megatfm.ops.attention.by_document import attend_by_document, is_faster
-from megatfm.ops.attention.kernels import AttentionRequest, choose
+from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
 from megatfm.ops.attention.mask import DocumentSpans
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 
@@ -54,10 +54,10 @@ def test_output_and_gradients_are_those_of_all_pairs(
 ) -> None:
     mask, inputs = PatternMask(PATTERNS[pattern], packed()), random_inputs(kv_heads)
     rng_keys = torch.randint(-(2**62), 2**62, (len(LENGTHS), N, T))
-    variant = AttentionOptions(scale, dropout=0.3)
-    expected = attention_reference(*inputs, mask, None, variant, rng_keys)
+    options = AttentionOptions(scale, dropout=0.3)
+    expected = attention_reference(*inputs, mask, None, options, rng_keys)
     monkeypatch.setattr(by_document, "attention_reference", None)
-    actual = attend_by_document(*inputs, mask, None, variant, rng_keys)
+    actual = attend_by_document(*inputs, mask, None, options, rng_keys)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
     upstream = torch.randn(expected.shape, dtype=torch.float64)
     gradients = [torch.autograd.grad(output, inputs, upstream) for output in (actual, expected)]
@@ -95,11 +95,14 @@ def test_many_short_documents_are_left_to_all_pairs(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({}, "documents"), ({"drops": False}, "fused"), ({"sinks": True}, "products"),
-        ({"bias": torch.zeros(N, T, T)}, "products"), ({"variant": AttentionOptions(softcap=2.0)}, "products"),
+        ({}, "documents"), ({"has_dropout": False}, "fused"), ({"sinks": True}, "products"),
+        ({"bias": torch.zeros(N, T, T)}, "products"), ({"options": AttentionOptions(softcap=2.0)}, "products"),
     ],
 )  # fmt: skip
 def test_dropout_in_packed_rows_chooses_documents(changes: dict[str, Any], name: str) -> None:
     q, k, _ = random_inputs(2)
-    request = {"variant": AttentionOptions(dropout=0.1), "drops": True, **changes}
-    assert choose(AttentionRequest.from_inputs(q, k, PatternMask(Full(), packed()), **request)).name == name
+    request = {"options": AttentionOptions(dropout=0.1), "has_dropout": True, **changes}
+    assert (
+        choose_kernel(AttentionRequest.from_inputs(q, k, PatternMask(Full(), packed()), **request)).name
+        == name
+    )
