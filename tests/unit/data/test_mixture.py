@@ -186,7 +186,7 @@ class FixedRows:
     def order_config(self) -> dict[str, Any]:
         return {}
 
-    def rows(self, positions: Any) -> dict[str, np.ndarray]:
+    def read_rows(self, positions: Any) -> dict[str, np.ndarray]:
         return {name: np.ones((len(positions), *shape), kind) for name, (shape, kind) in self._fields.items()}
 
 
