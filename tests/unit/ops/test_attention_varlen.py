@@ -244,7 +244,7 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         allowed.append(backends)
         yield
 
-    monkeypatch.setattr(sdpa, "sdpa_kernel", only)
+    monkeypatch.setattr(sdpa, "_allow_only", only)
     monkeypatch.setattr(
         sdpa,
         "choose_backends",
@@ -285,7 +285,7 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
         "choose_backends",
         lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS,
     )
-    monkeypatch.setattr(sdpa, "sdpa_kernel", lambda allowed: nullcontext())
+    monkeypatch.setattr(sdpa, "_allow_only", lambda allowed: nullcontext())
 
     def watched(*inputs: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
         taken.append(enable_gqa)
