@@ -94,7 +94,9 @@ class LatentAttention(nn.Module):
         q_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1)
         latent_B1TX = torch.cat((latent_BTC[:, None], k_rope_B1TR), -1)
         if cache is None:
-            heads_BNTV = self.core(q_BNTH, latent_B1TX, self.wk.compute_matrix(), self.wv.compute_matrix(), sequence)
+            heads_BNTV = self.core(
+                q_BNTH, latent_B1TX, self.wk.compute_matrix(), self.wv.compute_matrix(), sequence
+            )
         else:
             heads_BNTV = self._attend_cached(q_BNTH, latent_B1TX, sequence, cache)
         return self.wo(heads_BNTV.transpose(1, 2).flatten(2))
