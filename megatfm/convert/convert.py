@@ -105,10 +105,7 @@ def _check_is_megatfm_model(source: Path) -> None:
 
 
 def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) -> list[str]:
-    path = best_checkpoint(source)
-    state = checkpoint.read_state(path)
-    config = read_config(path, state)
-    import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
+    path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
     tokenizer = digest if isinstance(digest := state.get("tokenizer"), str) else None
     stored_origin = state.get("origin")
     origin = stored_origin if isinstance(stored_origin, dict) else {}
@@ -153,6 +150,17 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     if config.task is not None and path != source:
         notes.insert(0, f"{path}: the best checkpoint of the run")
     return ["; ".join(summary), *notes, *note_non_finite(list(dict.fromkeys(non_finite)))]
+
+
+def open_best_checkpoint(
+    source: str | Path, *, trust_plugins: bool
+) -> tuple[Path, Mapping[str, JsonValue], Config]:
+    """Return the best checkpoint of a run or folder, its state and its config, and import the config's plugins."""
+    path = best_checkpoint(source)
+    state = checkpoint.read_state(path)
+    config = read_config(path, state)
+    import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
+    return path, state, config
 
 
 def read_config(path: Path, state: Mapping[str, JsonValue]) -> Config:

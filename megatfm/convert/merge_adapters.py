@@ -9,10 +9,14 @@ from torch import Tensor
 from megatfm import checkpoint, tokenizers
 from megatfm.config import Config
 from megatfm.convert import tokenizer_files
-from megatfm.convert.convert import check_is_new, list_tensor_shapes, new_folder, read_config, write_model
+from megatfm.convert.convert import (
+    check_is_new,
+    list_tensor_shapes,
+    new_folder,
+    open_best_checkpoint,
+    write_model,
+)
 from megatfm.layers.lora import merge_lora, name_factors
-from megatfm.registry import import_foreign_plugins
-from megatfm.train.best_checkpoint import best_checkpoint
 
 
 def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False) -> list[str]:
@@ -22,10 +26,7 @@ def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
-    path = best_checkpoint(source)
-    state = checkpoint.read_state(path)
-    config = read_config(path, state)
-    import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
+    path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
     options = config.model.lora
     assert options is not None
     plain: Config = config.with_changes(

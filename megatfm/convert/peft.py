@@ -23,15 +23,13 @@ from megatfm.checkpoint.directory import ADAPTER_CONFIG
 from megatfm.config import ModelConfig
 from megatfm.config.lora import LoRAConfig
 from megatfm.convert.architecture import Architecture
-from megatfm.convert.convert import check_is_new, new_folder, read_config
+from megatfm.convert.convert import check_is_new, new_folder, open_best_checkpoint
 from megatfm.convert.electra_pair import choose_exported_models
 from megatfm.convert.hf_checkpoint import write_json
 from megatfm.convert.hf_config import Json
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError
 from megatfm.layers.lora import is_factor, name_factors
-from megatfm.registry import import_foreign_plugins
-from megatfm.train.best_checkpoint import best_checkpoint
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of names in PEFT's files
@@ -55,10 +53,7 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     """
     target = Path(target)
     check_is_new(target)
-    path = best_checkpoint(source)
-    state = checkpoint.read_state(path)
-    config = read_config(path, state)
-    import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
+    path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
     options = config.model.lora
     if options is None:
         raise UsageError(

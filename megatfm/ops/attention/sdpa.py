@@ -1,7 +1,7 @@
 """Attention by torch's fused kernels, through `scaled_dot_product_attention`."""
 
 import logging
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ def sdpa_attention(
         max_width = max(width, v_width)
         q_BNTH, k_BKSH = (F.pad(x, (0, max_width - width)) for x in (q_BNTH, k_BKSH))
         v_BKSV = F.pad(v_BKSV, (0, max_width - v_width))
-    with sdpa_kernel(allowed) if allowed else nullcontext():
+    with _allow_only(allowed):
         out_BNTV = F.scaled_dot_product_attention(
             q_BNTH,
             k_BKSH,
@@ -90,6 +90,10 @@ def _supports_flash(q_BNTH: Tensor, v_width: int, *, masked: bool) -> bool:
     """Return whether FlashAttention supports a call on a GPU."""
     width, is_half = q_BNTH.shape[-1], q_BNTH.dtype in (torch.bfloat16, torch.float16)
     return not masked and is_half and width == v_width <= FLASH_MAX_WIDTH
+
+
+def _allow_only(backends: list[SDPBackend]) -> AbstractContextManager[None]:
+    return sdpa_kernel(backends) if backends else nullcontext()
 
 
 @constant_when_compiled
