@@ -1,18 +1,23 @@
-"""A whole training step of a vision transformer against transformers and timm, on this CPU.
+"""A whole training step of an image model against transformers and timm.
 
     python benchmarks/vision.py --preset vit-s16 --rows 4 --rounds 10 --out benchmarks/results/DATE-vision.md
 
-Forward, backward, clipping and AdamW. Ours is the engine as `megatfm train` builds it from the preset; theirs are
-`ViTForImageClassification` with scaled_dot_product_attention, and timm's model of the same sizes, with autocast for
-bfloat16, clip_grad_norm_ and fused AdamW. Inputs are uint8 pixels that each side normalises. No stochastic depth, no
-label smoothing. Each side is a process of its own that keeps what it frees, as training does; steps are interleaved,
-one process waiting for the other, and sides alternate who goes first. A figure is the median over all rounds of
-(their seconds / our seconds): above 1, megatfm is faster. timm needs torchvision, which is asked for nothing here: the
-operators whose absence stops its import beside a CPU torch are declared.
+Presets: ViT's, swin-t, swinv2-t, mvitv2-t (which transformers lacks). Forward, backward, clipping and AdamW. Ours is
+the engine as `megatfm train` builds it from the preset; theirs are transformers' class, with
+scaled_dot_product_attention where it has that, and timm's model of the same sizes, with autocast for bfloat16,
+clip_grad_norm_ and fused AdamW. Inputs are uint8 pixels that each side normalises. No stochastic depth, no label
+smoothing, no compilation. Each side is a process of its own that keeps what it frees, as training does; steps are
+interleaved, one process waiting for the other, and sides alternate who goes first. A figure is the median over all
+rounds of (their seconds / our seconds): above 1, megatfm is faster. timm needs torchvision, which is asked for nothing
+here: the operators whose absence stops its import beside a CPU torch are declared.
+
+`TARGETS` says what is expected of one H100, in images a second, by `--device cuda --rows 128 --precisions bf16 --set
+train.compile=true`. It was written before a GPU was there, and nothing of it is measured.
 """
 
 import argparse
 import json
+import statistics
 import sys
 from typing import Any
 
@@ -22,7 +27,7 @@ import torch.nn.functional as F
 from common import Step, get_cpu_name, make_side
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, load_config
+from megatfm.config import Config, load_config
 from megatfm.data.images import PatchLayout
 from megatfm.objectives import build_objective
 from megatfm.parallel import distributed
@@ -30,7 +35,9 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
 from megatfm.train.profiling import keep_freed_memory
 
-LR, CLIP, BETAS, DECAY, SIZE = 1e-3, 1.0, (0.9, 0.999), 0.05, 224
+LR, CLIP, BETAS, DECAY = 1e-3, 1.0, (0.9, 0.999), 0.05
+TARGETS = {"vit-s16": 7_500, "swin-t": 4_500}
+"""Preset → images a second of ours that are expected of an H100, in bfloat16 with compiled blocks."""
 MISSING = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -40,49 +47,75 @@ LIBRARY = torch.library.Library("torchvision", "DEF")
 """Kept alive, since it owns the operators."""
 
 
-def build_transformers_model(model: ModelConfig) -> nn.Module:
-    """Build transformers' ViT as a module from pixel values to logits."""
-    from transformers import ViTConfig, ViTForImageClassification
+TIMM_NAMES = {
+    "swin-t": "swin_tiny_patch4_window7_224",
+    "swinv2-t": "swinv2_tiny_window8_256",
+    "mvitv2-t": "mvitv2_tiny",
+}
 
-    config = ViTConfig(
-        hidden_size=model.d_model, num_hidden_layers=model.n_layers, num_attention_heads=model.attention.n_heads,
-        intermediate_size=model.ffn.d_ff, image_size=SIZE, patch_size=model.embedding.patch_size, num_labels=1000,
-        layer_norm_eps=model.norm.eps, attn_implementation="sdpa",
-    )  # fmt: skip
-    vit = ViTForImageClassification(config).train()
+
+def build_transformers_model(config: Config) -> nn.Module:
+    """Build transformers' model as a module from pixel values to logits. Raises SystemExit if it has none."""
+    import transformers
+
+    model, size = config.model, config.data.images.size
+    common = {"image_size": size, "patch_size": model.embedding.patch_size, "num_labels": 1000}
+    if model.stages is None:
+        network = transformers.ViTForImageClassification(transformers.ViTConfig(
+            hidden_size=model.d_model, num_hidden_layers=model.n_layers, num_attention_heads=model.attention.n_heads,
+            intermediate_size=model.ffn.d_ff, layer_norm_eps=model.norm.eps, attn_implementation="sdpa", **common,
+        ))  # fmt: skip
+    elif model.attention.name == "windowed":
+        kind = "Swinv2" if model.position.name == "log_relative_2d" else "Swin"
+        settings = getattr(transformers, f"{kind}Config")(
+            embed_dim=model.d_model, depths=list(model.stages.layers), num_heads=list(model.stages.heads),
+            window_size=model.attention.pattern.window, drop_path_rate=0.0, **common,
+        )  # fmt: skip
+        network = getattr(transformers, f"{kind}ForImageClassification")(settings)
+    else:
+        raise SystemExit(f"transformers has no {config.name}: leave it out of --theirs")
 
     class Logits(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.vit = vit
+            self.network = network.train()
 
         def forward(self, pixels: Tensor) -> Tensor:
-            return self.vit(pixel_values=pixels).logits
+            return self.network(pixel_values=pixels).logits
 
     return Logits()
 
 
-def build_timm_model(model: ModelConfig) -> nn.Module:
-    """Build timm's ViT as a module from pixel values to logits."""
+def build_timm_model(config: Config) -> nn.Module:
+    """Build timm's model as a module from pixel values to logits."""
+    import timm
     from timm.models.vision_transformer import VisionTransformer
 
+    model = config.model
+    if model.stages is not None:
+        return timm.create_model(TIMM_NAMES[config.name], drop_path_rate=0.0).train()
     return VisionTransformer(
-        img_size=SIZE, patch_size=model.embedding.patch_size, embed_dim=model.d_model, depth=model.n_layers,
-        num_heads=model.attention.n_heads, mlp_ratio=model.ffn.d_ff / model.d_model, num_classes=1000,
+        img_size=config.data.images.size, patch_size=model.embedding.patch_size, embed_dim=model.d_model,
+        depth=model.n_layers, num_heads=model.attention.n_heads, mlp_ratio=model.ffn.d_ff / model.d_model,
+        num_classes=1000,
     ).train()  # fmt: skip
 
 
-def make_peer_step(side: str, model: ModelConfig, pixels: Tensor, labels: Tensor, precision: str) -> Step:
+def make_peer_step(side: str, config: Config, pixels: Tensor, labels: Tensor, precision: str) -> Step:
     """Return a step as in a plain training script."""
-    network = {"transformers": build_transformers_model, "timm": build_timm_model}[side](model)
+    build = {"transformers": build_transformers_model, "timm": build_timm_model}[side]
+    network, device = build(config).to(pixels.device), pixels.device
     matrices = [p for p in network.parameters() if p.dim() > 1]
     vectors = [p for p in network.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
-    mean, std = (torch.tensor(v)[:, None, None] for v in (model.embedding.mean, model.embedding.std))
+    mean, std = (
+        torch.tensor(v, device=device)[:, None, None]
+        for v in (config.model.embedding.mean, config.model.embedding.std)
+    )
 
     def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             logits = network((pixels / 255 - mean) / std)
             loss = F.cross_entropy(logits.float(), labels)
         loss.backward()
@@ -100,7 +133,9 @@ def make_megatfm_step(args: argparse.Namespace, pixels: Tensor, labels: Tensor, 
     quiet = ["model.drop_path=0", "model.extra_heads.classifier.label_smoothing=0", "data.images.mixup=0"]
     sizes = [f"train.micro_batch={rows}", f"train.global_batch={rows}", "data.images.cutmix=0"]
     config = load_config(args.preset, [*quiet, *sizes, *args.set])
-    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), precision)
+    engine = build_engine(
+        config, build_mesh(config.parallel, 1, args.device), torch.device(args.device), precision
+    )
     lengths = (config.data.sequence_length,)
     objective = build_objective(config.objective, config.model, None, lengths, config.data.images)
     embedding = config.model.embedding
@@ -128,19 +163,35 @@ def serve_steps(job: argparse.Namespace) -> None:
     torch.set_num_threads(job.threads)
     for schema in MISSING:  # transformers, too, imports torchvision where it is there
         LIBRARY.define(schema)
-    keep_freed_memory(torch.device("cpu"))
+    keep_freed_memory(torch.device(job.device))
     torch.manual_seed(0)
-    pixels = torch.randint(256, (job.rows, 3, SIZE, SIZE)).to(torch.uint8)
+    size = load_config(job.preset).data.images.size
+    pixels = torch.randint(256, (job.rows, 3, size, size)).to(torch.uint8)
     labels = torch.randint(1000, (job.rows,))
-    with distributed.distributed_session(600, "cpu", 600):
+    with distributed.distributed_session(600, job.device, 600):
         if job.side == "megatfm":
             side = make_side(make_megatfm_step(job, pixels, labels, job.precision))
         else:
             side = make_side(
-                make_peer_step(job.side, load_config(job.preset).model, pixels, labels, job.precision)
+                make_peer_step(
+                    job.side,
+                    load_config(job.preset),
+                    pixels.to(job.device),
+                    labels.to(job.device),
+                    job.precision,
+                )
             )
         for _ in sys.stdin:
             print(json.dumps(side()), flush=True)
+
+
+def measure_rate(job: dict[str, Any]) -> str:
+    """Measure our images a second alone, beside what is expected of an H100."""
+    side = common.SideProcess(__file__, {**job, "side": "megatfm"})
+    seconds = statistics.median(side()["wall"] for _ in range(job["rounds"]))
+    side.close()
+    target = f" (expected of an H100: {TARGETS[job['preset']]:,})" if job["preset"] in TARGETS else ""
+    return f"Ours alone, {job['precision']}: {job['rows'] / seconds:,.1f} images/s{target}."
 
 
 def main() -> None:
@@ -149,6 +200,7 @@ def main() -> None:
     parser.add_argument("--preset", default="vit-s16")
     parser.add_argument("--rounds", type=int, default=10, help="of each pair of processes")
     parser.add_argument("--pairs", type=int, default=1, help="of processes, one after the other")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, default=4, help="images of a step")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
@@ -162,12 +214,13 @@ def main() -> None:
     if args.job:
         serve_steps(argparse.Namespace(**json.loads(args.job)))
         return
+    size = load_config(args.preset).data.images.size
     page = common.Page(
         args.out,
         f"# A whole step of {args.preset}, {common.today()}",
         "",
         f"torch {torch.__version__}, {get_cpu_name(instructions=True)}, {args.threads} threads, {args.rows} images of "
-        f"{SIZE} × {SIZE}, {args.pairs} pairs of processes, {args.rounds} rounds each"
+        f"{size} × {size}, {args.pairs} pairs of processes, {args.rounds} rounds each"
         f"{', ' + ' '.join(args.set) if args.set else ''}; `python benchmarks/vision.py`, whose head says how it is "
         "measured.",
         "",
@@ -183,6 +236,7 @@ def main() -> None:
                 f"| {precision} | {side} | **{figures['wall']:.2f}** | {figures['wall_lowest']:.2f} – "
                 f"{figures['wall_highest']:.2f} | {figures['cpu']:.2f} |"
             )
+    page.add("", *(measure_rate({**vars(args), "precision": name, "out": None}) for name in args.precisions))
 
 
 if __name__ == "__main__":

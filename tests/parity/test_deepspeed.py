@@ -58,6 +58,10 @@ SOME: dict[str, tuple[int, list[Config]]] = {
     "heads of tasks": (2, [case("bert, classes", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
     "heads of tasks in decoders": (2, [case("decoder, classes", zero=stage, dp_shard=2) for stage in (0, 3)]),
     "adapters of experts": (2, [case("moe, adapters", zero=2, dp_shard=2, ep=2)]),
+    "vision transformers": (2, [case("vit", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
+    "masked autoencoders": (2, [case("mae", zero=stage, dp_shard=2) for stage in (1, 3)]),
+    "hierarchical models": (2, [case("swin", zero=stage, dp_shard=2) for stage in (1, 3)]),
+    "masked images of hierarchical models": (2, [case("simmim", zero=2, dp_shard=2)]),
     "second copies": (2, [case("decoder", "deepspeed.zero_hpz_partition_size=2", zero=3, dp_shard=4)]),
     "tensors": (2, [case("t5", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }

@@ -36,6 +36,10 @@ FAMILIES = {
     "bert, classes": "bert-base",
     "decoder, classes": "quickstart",
     "moe, adapters": "mixtral-8x7b",
+    "vit": "vit-s16",
+    "mae": "mae-b16",
+    "swin": "swin-t",
+    "simmim": "simmim-swin-b",
 }
 CLASSIFIER = ["objective={name='text_classification'}", "model.lm_head={name='none'}"]
 CHANGES = {
@@ -47,7 +51,8 @@ CHANGES = {
     "moe, adapters": ["model.lora={rank=2,alpha=4.0,targets=['experts.w_*','wq']}"],
 }
 """Family → what it has besides its preset, or in the place of its own head and objective."""
-VARIANTS = {"windows", *CHANGES}
+IMAGES = {"vit", "mae", "swin", "simmim"}
+VARIANTS = {"windows", *CHANGES, *IMAGES}
 OPTIMIZERS: dict[str, list[str]] = {
     # As large as the largest gradients, so that an update is off by as much as its gradient is.
     "adamw": ["optimizer.name=adamw", "optimizer.eps=1e-2"],
@@ -77,7 +82,12 @@ RATE = 2.0**10
 
 def small(family: str, *overrides: str, **parallel: Any) -> Config:
     """A small config of a family, which fits its layout."""
-    base = ["data.tokenizer=t", "data.train=d", "train.precision=fp32", f"deepspeed.json_file={BUCKETS}"]
+    base = [
+        *["data.tokenizer=t"] * (family not in IMAGES),
+        "data.train=d",
+        "train.precision=fp32",
+        f"deepspeed.json_file={BUCKETS}",
+    ]
     base += OPTIMIZERS["adamw"]
     base += [*CHANGES.get(family, []), *overrides]
     keys = {"engine": "deepspeed", **parallel}
@@ -96,7 +106,7 @@ def case(family: str, *overrides: str, **parallel: Any) -> Config:
 
 @cache
 def _model(family: str) -> Any:
-    return small(family, zero=0, tp=2, dp_shard=2).model
+    return small(family, zero=0, tp=1 if family in IMAGES else 2, dp_shard=2).model
 
 
 def in_precision(config: Config, precision: str) -> Config:
