@@ -333,8 +333,9 @@ def summed_loss(
     """
     precise_MC = logits_MC.to(torch.promote_types(logits_MC.dtype, torch.float32))
     if loss == "cross_entropy":
-        is_weighted = class_weights_C is not None and len(class_weights_C)
-        weights_C = class_weights_C.to(precise_MC.dtype) if is_weighted else None
+        weights_C = None
+        if class_weights_C is not None and len(class_weights_C):
+            weights_C = class_weights_C.to(precise_MC.dtype)
         return F.cross_entropy(precise_MC, targets, weights_C, reduction="sum")
     values_MC, classes = targets.to(precise_MC.dtype), logits_MC.shape[-1]
     if loss == "binary_cross_entropy":
