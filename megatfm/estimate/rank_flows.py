@@ -127,7 +127,9 @@ def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis
         return
     section = experts_section(config.model)
     top_k = getattr(section, "top_k", 1)
-    rows = config.train.micro_batch * config.data.sequence_length // config.parallel.cp * top_k
+    is_decoder = part.name.startswith("decoder.")
+    length = (is_decoder and config.data.target_length) or config.data.sequence_length
+    rows = config.train.micro_batch * length // config.parallel.cp * top_k
     if config.parallel.tp > 1:
         rows //= config.parallel.tp  # a tensor-parallel rank has a share of the experts, or of the tokens
     row_bytes = config.model.d_model * matmuls[0].itemsize
