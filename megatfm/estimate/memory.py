@@ -97,7 +97,9 @@ def rank_memory(
     peak = max(moments, key=lambda moment: moment.bytes)
     constant = state.at_rest + reserved
     phase_peaks = {moment.phase: moment.bytes for moment in sorted(moments, key=lambda moment: moment.bytes)}
-    gathered = state.gathered + state.gather_buffer
+    # The first micro-batch gathers, and later ones have gradients.
+    gather_buffer = max(0, state.gather_buffer - (0 if is_single_pass else state.gradients))
+    gathered = state.gathered + gather_buffer
     by_phase = {phase: constant + gathered + waiting + n for phase, n in phase_peaks.items()}
     by_phase["optimizer"] = constant + state.reduced + max(state.regathered, state.exchanged)
     return RankMemory(
@@ -108,7 +110,7 @@ def rank_memory(
         state.optimizer,
         state.gathered,
         waiting + peak.activations,
-        peak.workspace + state.gather_buffer,
+        peak.workspace + gather_buffer,
         reserved,
         by_phase,
     )

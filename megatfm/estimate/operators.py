@@ -41,7 +41,8 @@ COLLECTIVES = {"c10d", "_c10d_functional"}
 @dataclass(frozen=True)
 class Operator:
     """One kernel. reads, writes: storage → bytes. dims: (batch, m, n, k) of a matmul. itemsize: bytes of an element.
-    sent_bytes: bytes that this rank sends in a ring collective."""
+    sent_bytes: bytes that this rank sends in a ring collective. fetched_tokens: of local attention under context
+    parallelism, the most tokens whose keys a rank sends; 0: all go around."""
 
     name: str
     kind: Kind
@@ -53,6 +54,7 @@ class Operator:
     is_backward: bool = False
     collective: str = ""
     sent_bytes: int = 0
+    fetched_tokens: int = 0
 
     @property
     def moved_bytes(self) -> int:

@@ -29,6 +29,7 @@ from megatfm.estimate.stand_ins import (
     HostValues,
     RMSNormStandIn,
     computes_by_matmuls,
+    count_fetched_tokens,
     default_dtype,
     experts_by_shapes,
     quiet_fake_tensors,
@@ -39,6 +40,7 @@ from megatfm.layers.embedding import InputEmbedding
 from megatfm.layers.norm import RMSNorm
 from megatfm.layers.output_head import CrossEntropy, LMHead
 from megatfm.objectives import reads_text, target_fraction
+from megatfm.parallel.context_parallel import make_zigzag_predicate
 from megatfm.parallel.layout import ModelLayout, replace_forward, transformer_blocks
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
@@ -108,6 +110,7 @@ class LocalModel:
                 if isinstance(module, LMHead) and module.sparse and not self._is_data_dependent:
                     replace_forward(module, partial(_forward_predicted_tokens, module, self._fraction))
             self._expert_names = expert_names(self.model)
+            self._is_zigzag = make_zigzag_predicate(self.model)
             self.layout: ModelLayout = parallelize(
                 self.model, mesh, sequence_parallel=parallel.sequence_parallel
             )
@@ -296,7 +299,12 @@ class LocalModel:
             return type(core).attend_head_shard(core, part, q, k, v, *args, **kwargs)
         bias = args[1] if len(args) > 1 else kwargs.get("bias")
         bias = bias if isinstance(bias, Tensor) and bias.requires_grad else None
-        output: Tensor = AttentionStandIn.apply(partial(self._note_attention, 2 * macs), q, k, v, bias)
+        unit = self.tp if self.config.parallel.sequence_parallel else 1
+        fetched = count_fetched_tokens(
+            core, queries * self._cp, self._cp, unit, is_zigzag=self._is_zigzag(queries * self._cp)
+        )
+        note = partial(self._note_attention, 2 * macs, fetched)
+        output: Tensor = AttentionStandIn.apply(note, q, k, v, bias)
         return output
 
     def _rms_norm(self, module: RMSNorm, x: Tensor) -> Tensor:
@@ -319,10 +327,17 @@ class LocalModel:
         return loss
 
     def _note_attention(
-        self, flops: float, is_backward: bool, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self,
+        flops: float,
+        fetched_tokens: int,
+        is_backward: bool,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
     ) -> None:
         """Record a fused kernel: backward has five matmuls for the forward's two (Dao 2023)."""
         self._note("attention", "attention", flops * (2.5 if is_backward else 1), inputs, outputs)
+        operators = self._recorder.recording.operators
+        operators[-1] = replace(operators[-1], fetched_tokens=fetched_tokens)
 
     def _note(
         self,

@@ -80,7 +80,8 @@ def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axi
     """Add the traffic of attention in rows of one document: a ring of keys and values, or Ulysses' all-to-alls.
 
     In a ring of c ranks with x bytes of keys and values on each, a rank sends (c − 1)·x forward, and backward the same
-    and gradients in float32; recomputing a block repeats the forward's. With Ulysses each rank keeps 1/c.
+    and gradients in float32; recomputing a block repeats the forward's. With Ulysses each rank keeps 1/c. Local
+    attention sends the keys of its windows alone.
     """
     if axis.size == 1:
         return
@@ -89,6 +90,10 @@ def add_context_flows(flows: Flows, config: Config, part: PartProfile, axis: Axi
         if op.kind != "attention":
             continue
         q, k, v = list(op.reads.values())[:3]
+        if op.fetched_tokens:  # of a window, keys forward and their gradients backward
+            sent = (k + v) * op.fetched_tokens * c // config.data.sequence_length
+            flows.add(axis, "send", sent, (2 + repeats) * microbatches)
+            continue
         output = next(iter(op.writes.values()))
         head = q // max(1, config.model.attention.n_heads // config.parallel.tp)
         ring = (c - 1) * (k + v)
@@ -122,7 +127,9 @@ def add_expert_flows(flows: Flows, config: Config, part: PartProfile, axis: Axis
         return
     section = experts_section(config.model)
     top_k = getattr(section, "top_k", 1)
-    rows = config.train.micro_batch * config.data.sequence_length // config.parallel.cp * top_k
+    is_decoder = part.name.startswith("decoder.")
+    length = (is_decoder and config.data.target_length) or config.data.sequence_length
+    rows = config.train.micro_batch * length // config.parallel.cp * top_k
     if config.parallel.tp > 1:
         rows //= config.parallel.tp  # a tensor-parallel rank has a share of the experts, or of the tokens
     row_bytes = config.model.d_model * matmuls[0].itemsize

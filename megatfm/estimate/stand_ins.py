@@ -24,6 +24,7 @@ from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose_
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
 from megatfm.ops.grouped_mm import KERNELS
+from megatfm.parallel.context_parallel import token_indices
 from megatfm.parallel.styles import VOCAB_PARALLEL_CHUNK
 
 Note = Callable[..., None]
@@ -76,6 +77,26 @@ def computes_by_matmuls(
         v_width=v_BKSH.shape[-1],
     )
     return choose_kernel(replace(request, device="cuda")).name == "products"
+
+
+def count_fetched_tokens(
+    core: DotProductAttention, length: int, ranks: int, unit: int, *, is_zigzag: bool
+) -> int:
+    """Return the most tokens whose keys a context-parallel rank sends for local attention in a row of one document.
+
+    0 if attention is not local, so that all keys go around. unit: chunks are multiples of it.
+    """
+    if ranks == 1 or not core.is_local(length):
+        return 0
+    with _disable_current_modes():
+        row = SequenceMetadata(torch.arange(length)[None])
+        tokens_by_rank = token_indices(length, ranks, is_zigzag, unit)
+        needed_by_rank = [core.reachable_keys(row, tokens) for tokens in tokens_by_rank]
+        counts = [
+            sum(int(torch.isin(own, needed).sum()) for r, needed in enumerate(needed_by_rank) if r != rank)
+            for rank, own in enumerate(tokens_by_rank)
+        ]
+    return max(counts)
 
 
 class RMSNormStandIn(torch.autograd.Function):

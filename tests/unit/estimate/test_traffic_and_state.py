@@ -129,13 +129,24 @@ def test_features_travel_around_the_ring_of_ranks(workers: Workers, preset: str)
     assert [flows["dp_shard", "send"] for flows in workers.run(executed, 3, config, 3)] == [modelled] * 3
 
 
+def test_local_attention_fetches_the_keys_of_its_window_alone() -> None:
+    """Of ModernBERT's two kinds of layers, one exchanges heads; the other sends 64 keys and values of 1,024 numbers
+    to the neighbour, and gets their gradients, in bfloat16."""
+    words = ["data.sequence_length=8192", "train.micro_batch=1", "train.global_batch=2", "model.n_layers=2"]
+    config = load_config("modernbert-large", [*words, "parallel.cp=2", "parallel.dp_shard=1"])
+    with estimator(config, load_cluster("h100", 2)) as opened:
+        flows = opened.estimate(opened.base).flows
+    microbatches, passes = 2, 2
+    assert flows.sent["cp", "send"] == microbatches * passes * 64 * 2 * 1024 * 2
+    assert flows.sent["cp", "all_to_all"] > 0
+
+
 def test_a_rank_keeps_the_largest_whole_tensor_that_it_owns() -> None:
-    """Adafactor's owner of a tied table of 999 × 64 has a copy of it, and the sums of its rows and columns."""
-    config = load_config("t5-base", ["model.vocab_size=999", "model.d_model=64", "model.n_layers=1"])
-    config = config.with_changes({"model.n_encoder_layers": 1, "model.ffn.d_ff": 64, "parallel.zero": 1})
+    """Adafactor's owner of a tied table has a copy of it, and sums of its rows and columns; the rest lies on others."""
+    config = load_config("t5-base", ["model.n_layers=1", "model.n_encoder_layers=1", "parallel.zero=1"])
     with estimator(config, load_cluster("h100", 8)) as opened:
         rank = opened.estimate(opened.base).worst
-    assert rank.optimizer == 4 * (999 * 64 + 999 + 64)
+    assert rank.optimizer == 4 * (32128 * 768 + 32128 + 768)
 
 
 def test_what_chunks_of_attention_hold_is_counted() -> None:
