@@ -161,15 +161,15 @@ def task_inputs(
         starts, ends = torch.tensor([0, 3, 2]), torch.tensor([0, 3, 6])
         places = torch.arange(tokens.shape[1])
         marks = (places == starts[:, None]).long() + 2 * (places == ends[:, None])
-        ours = {"answer_marks": marks, "examples": torch.arange(3)[:, None].where(first, -1)}
-        return batch, {"start_positions": starts, "end_positions": ends}, ours
+        model_fields = {"answer_marks": marks, "examples": torch.arange(3)[:, None].where(first, -1)}
+        return batch, {"start_positions": starts, "end_positions": ends}, model_fields
     # One question of three choices.
-    ours = {
+    model_fields = {
         "choice_targets": torch.tensor([1, -100, -100])[:, None].where(first, none),
         "examples": torch.full_like(tokens, 7).where(first, -1),
         "parts": torch.tensor([0, 1, 2])[:, None].expand_as(tokens),
     }
-    return {key: value[None] for key, value in batch.items()}, {"labels": torch.tensor([1])}, ours
+    return {key: value[None] for key, value in batch.items()}, {"labels": torch.tensor([1])}, model_fields
 
 
 def in_one_row(fields: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -199,9 +199,9 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
         for key, value in padded_batch(config).items()
         if key not in ("labels", "attention_mask")
     }
-    theirs, labels, ours = task_inputs(task, batch)
+    reference_fields, labels, model_fields = task_inputs(task, batch)
     with doubled(torch.float64, *MODELING):
-        expected = both.theirs(**theirs, **labels)
+        expected = both.theirs(**reference_fields, **labels)
     segments = {"segments": batch["token_type_ids"]} if "token_type_ids" in batch else {}
     plain = both.ours(batch["input_ids"], **segments).predictions[module]
     if task == "QuestionAnswering":
@@ -209,7 +209,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     else:
         reference = expected.logits.reshape(plain.shape)
     figures.see_logits(plain, reference, torch.float64)
-    fields = {"tokens": batch["input_ids"], **segments, **ours}
+    fields = {"tokens": batch["input_ids"], **segments, **model_fields}
     fields = in_one_row(fields) if task == "MultipleChoice" else fields
     (total,) = both.ours(**fields).losses.values()
     counted = (
@@ -244,9 +244,9 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
     both.theirs.config.pad_token_id = PAD  # by which it finds the last tokens; none of these is padding
     tokens = draw_tokens(VOCABULARY, 3, 9, seed=4, low=PAD + 1)
     segments = {"token_type_ids": draw_tokens(3, 3, 9, seed=5)} if is_xlnet else {}
-    theirs, labels, ours = task_inputs(task, {"input_ids": tokens, **segments})
+    reference_fields, labels, model_fields = task_inputs(task, {"input_ids": tokens, **segments})
     with doubled(torch.float64, *MODELING):
-        expected = both.theirs(**theirs, **labels)
+        expected = both.theirs(**reference_fields, **labels)
     fields = {"tokens": tokens} | ({"segments": segments["token_type_ids"]} if segments else {})
     plain = both.ours(**fields).predictions[module]
     reference = (
@@ -254,8 +254,10 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
     )
     figures.see_logits(plain, reference.reshape(plain.shape), torch.float64)
     if task in ("SequenceClassification", "MultipleChoice"):
-        ours = {key: values if key == "parts" else values.flip(1) for key, values in ours.items()}
-    fields |= ours
+        model_fields = {
+            key: values if key == "parts" else values.flip(1) for key, values in model_fields.items()
+        }
+    fields |= model_fields
     (total,) = both.ours(**(in_one_row(fields) if task == "MultipleChoice" else fields)).losses.values()
     undone = UNDONE_LAST.get((is_xlnet, task), ())
     counts = {"MultipleChoice": 1, "TokenClassification": int((labels.get("labels", LABELS) >= 0).sum())}

@@ -16,10 +16,10 @@ def rule(name: str, **settings: Any) -> PipelineStep:
     return make_filter(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
 
 
-def rule_outcome(each: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
+def rule_outcome(step: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
     """Text that a step leaves, or None, and the reason for that."""
-    result = each(Document("x", text, url))
-    return (result.text if result else None), next(iter(each.counts.dropped), "")
+    result = step(Document("x", text, url))
+    return (result.text if result else None), next(iter(step.counts.dropped), "")
 
 
 WORDS = [

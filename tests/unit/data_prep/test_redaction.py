@@ -22,9 +22,9 @@ REDACTED = {
 
 @pytest.mark.parametrize("text", REDACTED)
 def test_pii_is_redacted(text: str) -> None:
-    each = rule("pii")
-    assert rule_outcome(each, text)[0] == REDACTED[text]
-    assert sum(each.counts.found.values()) == len(re.findall(r"<(?:EMAIL|IP|PHONE)>", REDACTED[text]))
+    step = rule("pii")
+    assert rule_outcome(step, text)[0] == REDACTED[text]
+    assert sum(step.counts.found.values()) == len(re.findall(r"<(?:EMAIL|IP|PHONE)>", REDACTED[text]))
     assert rule_outcome(rule("pii", email="", ip="", phone=""), text)[0] == text
 
 

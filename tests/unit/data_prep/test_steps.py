@@ -157,11 +157,11 @@ def test_language_filter_keeps_its_languages() -> None:
         "fr": "Le rapide renard brun saute par-dessus le chien paresseux, et personne ne sait pourquoi.",
         "ru": "Быстрая коричневая лиса прыгает через ленивую собаку, и никто не знает почему.",
     }
-    each = rule("language", languages=["en", "ru"])
-    kept = [each(Document(name, text)) for name, text in texts.items()]
+    pipeline_step = rule("language", languages=["en", "ru"])
+    kept = [pipeline_step(Document(name, text)) for name, text in texts.items()]
     assert [document.language for document in kept if document] == ["en", "ru"]
-    assert each.counts.found == dict.fromkeys(texts, 1)
-    assert set(each.counts.dropped) == {"language_de", "language_fr"}
+    assert pipeline_step.counts.found == dict.fromkeys(texts, 1)
+    assert set(pipeline_step.counts.dropped) == {"language_de", "language_fr"}
     assert rule_outcome(rule("language", language_threshold=1.0), "ok")[1] == "language_threshold"
 
 

@@ -31,7 +31,7 @@ def drawn(high: int, *shape: int, seed: int) -> Tensor:
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def made(**options: object) -> torch.nn.Module:
+def build_encoder(**options: object) -> torch.nn.Module:
     """Float64, no parameter where it starts."""
     model = build(ModelConfig.from_dotted(**(SMALL | options))).double()
     generator = torch.Generator().manual_seed(2)
@@ -63,7 +63,7 @@ def norm(x: Tensor, layer: torch.nn.Module) -> Tensor:
 @pytest.mark.parametrize("embedding_dim", [None, 7])
 def test_masked_tokens_through_the_transform(embedding_dim: int | None) -> None:
     """Only tokens with a target count; D to E, GELU, norm, the tied table and its bias (Devlin et al. 2019)."""
-    model = made(**{"embedding.dim": embedding_dim})
+    model = build_encoder(**{"embedding.dim": embedding_dim})
     tokens, targets = (
         drawn(23, 2, T, seed=0),
         drawn(23, 2, T, seed=1).masked_fill(drawn(3, 2, T, seed=2) > 0, -100),
@@ -82,7 +82,7 @@ def test_masked_tokens_through_the_transform(embedding_dim: int | None) -> None:
 
 
 def test_nothing_masked_costs_nothing() -> None:
-    model = made()
+    model = build_encoder()
     loss = model(drawn(23, 2, T, seed=0), targets=torch.full((2, T), -100)).losses["masked"]
     loss.backward()
     assert loss == 0
@@ -91,7 +91,7 @@ def test_nothing_masked_costs_nothing() -> None:
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_sentences_from_their_first_tokens(classes: int) -> None:
-    model = made(**{"extra_heads.sentence.classes": classes})
+    model = build_encoder(**{"extra_heads.sentence.classes": classes})
     tokens, targets = drawn(23, 2, T, seed=3), torch.full((2, T), -100)
     for row, start, label in ((0, 0, 1), (0, 7, 0), (1, 2, classes - 1)):
         targets[row, start] = label
@@ -111,7 +111,7 @@ SPANS = {0: [(2, 4), (6, 6), (9, 10)], 1: [(1, 1), (3, 7)]}
 
 def test_spans_from_their_boundaries() -> None:
     """Joshi et al. 2020, section 2.2: h = LN(GELU(W₂ LN(GELU(W₁ [x_{s−1}; x_{e+1}; p_{i−s+1}])))), then the table."""
-    model = made(extra_heads={"boundary": {}})
+    model = build_encoder(extra_heads={"boundary": {}})
     tokens, targets = drawn(23, 2, T, seed=4), torch.full((2, T), -100)
     left, right = torch.zeros(2, T, dtype=torch.int64), torch.zeros(2, T, dtype=torch.int64)
     original = drawn(23, 2, T, seed=5)
@@ -138,7 +138,7 @@ def test_spans_from_their_boundaries() -> None:
 
 
 def test_label_smoothing_is_for_training_only() -> None:
-    model = made(**{"lm_head.label_smoothing": 0.1})
+    model = build_encoder(**{"lm_head.label_smoothing": 0.1})
     tokens, targets = drawn(23, 1, T, seed=6), drawn(23, 1, T, seed=7)
     logits = model(tokens).logits[0]
     plain = F.cross_entropy(logits, targets[0], reduction="sum")

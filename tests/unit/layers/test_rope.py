@@ -68,7 +68,7 @@ def test_bfloat16_is_turned_in_float32_also_far_out() -> None:
 LONGEST = 4096
 
 
-def theirs(
+def hf_frequencies(
     kind: str, width: int, theta: float, length: int | None = None, **parameters: float
 ) -> tuple[torch.Tensor, float]:
     config = LlamaConfig(
@@ -90,7 +90,7 @@ class TestFrequencies:
     def test_linear_scaling_equals_transformers(self, width: int, theta: float) -> None:
         self.check(
             scaled_frequencies(width, theta, LinearScaling(factor=8.0)),
-            theirs("linear", width, theta, factor=8.0),
+            hf_frequencies("linear", width, theta, factor=8.0),
         )
 
     @pytest.mark.parametrize("stretch", [1.0, 2.0, 7.0])
@@ -99,7 +99,7 @@ class TestFrequencies:
         at = 3.0 * stretch - 2.0
         self.check(
             scaled_frequencies(width, theta, NtkScaling(factor=at)),
-            theirs("dynamic", width, theta, length=int(stretch * LONGEST), factor=3.0),
+            hf_frequencies("dynamic", width, theta, length=int(stretch * LONGEST), factor=3.0),
         )
 
     @pytest.mark.parametrize("factor", [1.0, 4.0, 32.0])
@@ -117,7 +117,7 @@ class TestFrequencies:
         scaling = YarnScaling(
             factor=factor, original_length=1024, beta_fast=betas[0], beta_slow=betas[1], **more
         )  # fmt: skip
-        expected = theirs(
+        expected = hf_frequencies(
             "yarn", width, theta, factor=factor, original_max_position_embeddings=1024, beta_fast=betas[0],
             beta_slow=betas[1], **more,
         )  # fmt: skip
@@ -128,7 +128,7 @@ class TestFrequencies:
         self, width: int, theta: float, low: float, high: float
     ) -> None:
         scaling = Llama3Scaling(factor=8.0, original_length=8192, low_freq_factor=low, high_freq_factor=high)
-        expected = theirs(
+        expected = hf_frequencies(
             "llama3", width, theta, factor=8.0, original_max_position_embeddings=8192, low_freq_factor=low,
             high_freq_factor=high,
         )  # fmt: skip

@@ -22,21 +22,21 @@ def head(**options: Any) -> dict[str, Any]:
 
 
 def test_layers_are_those_of_transformers(tmp_path: Path) -> None:
-    theirs = hf_encoder("BertForMaskedLM")
-    theirs.save_pretrained(tmp_path / "bert")
+    hf_model = hf_encoder("BertForMaskedLM")
+    hf_model.save_pretrained(tmp_path / "bert")
     plain = load_model(tmp_path / "bert")
     config = plain.config.with_changes(
         {**head(layers=[0, 1, -1]), "lm_head": {"name": "none", "bias": False}}
     )
-    ours = build(config).eval()
-    initialise(ours, 3)
-    ours.load_state_dict(plain.state_dict(), strict=False)
+    built = build(config).eval()
+    initialise(built, 3)
+    built.load_state_dict(plain.state_dict(), strict=False)
     with torch.no_grad():
-        states = theirs(ENCODER_TOKENS, output_hidden_states=True).hidden_states
+        states = hf_model(ENCODER_TOKENS, output_hidden_states=True).hidden_states
         features = torch.cat([states[0], states[1], states[-1]], -1)[:, 0]
-        expected = ours.sentence.classifier(features)
+        expected = built.sentence.classifier(features)
         torch.testing.assert_close(
-            ours(ENCODER_TOKENS).predictions["sentence"], expected, rtol=1e-4, atol=1e-5
+            built(ENCODER_TOKENS).predictions["sentence"], expected, rtol=1e-4, atol=1e-5
         )
 
 

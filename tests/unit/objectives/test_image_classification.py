@@ -146,7 +146,7 @@ def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
         terms = measured(network, batch)
         unlabelled = {name: values for name, values in batch.items() if name != "labels"}
         logits = network(**unlabelled).predictions["classifier"].numpy()
-    labels = np.array([int(each["cls"]) for each in files])
+    labels = np.array([int(file["cls"]) for file in files])
     ranks = np.array([(row > row[label]).sum() for row, label in zip(logits, labels, strict=True)])
     assert {name: int(terms[name]) for name in measured.metrics} == {
         "top1": (ranks < 1).sum(),

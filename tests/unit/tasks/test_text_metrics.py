@@ -77,8 +77,9 @@ def test_bleu_is_that_of_papineni_et_al() -> None:
     for n in range(1, 5):
         hits = total = 0
         for hypothesis, reference in zip(HYPOTHESES, REFERENCES, strict=True):
-            ours, theirs = n_grams(hypothesis.split(), n), n_grams(reference.split(), n)
-            hits, total = hits + sum((ours & theirs).values()), total + sum(ours.values())
+            hypothesis_grams, reference_grams = n_grams(hypothesis.split(), n), n_grams(reference.split(), n)
+            hits += sum((hypothesis_grams & reference_grams).values())
+            total += sum(hypothesis_grams.values())
         logs.append(math.log(hits / total))
     for hypothesis, reference in zip(HYPOTHESES, REFERENCES, strict=True):
         lengths[0] += len(hypothesis.split())
@@ -95,9 +96,11 @@ def test_chrf_is_that_of_popovic() -> None:
     for n in range(1, 7):
         hits = guessed = wanted = 0
         for hypothesis, reference in zip(HYPOTHESES, REFERENCES, strict=True):
-            ours, theirs = (n_grams(text.replace(" ", ""), n) for text in (hypothesis, reference))
-            hits += sum((ours & theirs).values())
-            guessed, wanted = guessed + sum(ours.values()), wanted + sum(theirs.values())
+            hypothesis_grams, reference_grams = (
+                n_grams(text.replace(" ", ""), n) for text in (hypothesis, reference)
+            )
+            hits += sum((hypothesis_grams & reference_grams).values())
+            guessed, wanted = guessed + sum(hypothesis_grams.values()), wanted + sum(reference_grams.values())
         precisions.append(hits / guessed)
         recalls.append(hits / wanted)
     precision, recall = sum(precisions) / 6, sum(recalls) / 6
