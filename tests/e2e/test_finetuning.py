@@ -15,8 +15,7 @@ import transformers
 from tokenizers import models, pre_tokenizers, processors
 
 from megatfm.checkpoint.directory import list_checkpoints
-from tests.support.small_models import run_command
-from tests.support.task_folders import read_lines
+from tests.support.hf_folders import read_lines, run_command
 
 ANIMALS, TOOLS = (
     ["cat", "dog", "horse", "cow", "sheep", "goat"],

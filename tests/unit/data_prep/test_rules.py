@@ -18,7 +18,7 @@ from megatfm.data_prep.documents import Document
 from megatfm.data_prep.filters.base import filter_names
 from megatfm.data_prep.filters.repetition import _RepeatedNgrams
 from megatfm.errors import UsageError
-from tests.support.cleaning_rules import WORDS, random_pages, rule, rule_outcome
+from tests.support.prep_files import WORDS, random_pages, rule, rule_outcome
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from megatfm.layers.loss_terms import BlockOutput
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.moe.routers import stable_topk
 from megatfm.layers.sequence import SequenceMetadata
-from tests.support.moe_layers import (
+from tests.support.models import (
     F_,
     ROUTER_LOSSES,
     B,
