@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support.small_models import run_command, write_model, write_preferences, write_topics
+from tests.support.hf_folders import run_command, write_model, write_preferences, write_topics
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 

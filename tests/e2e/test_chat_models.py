@@ -10,8 +10,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 import megatfm
-from tests.support.small_models import run_command
-from tests.support.task_folders import write_lines
+from tests.support.hf_folders import run_command, write_lines
 
 WORDS = ("user", "assistant", "rome", "oslo", "bern", "red", "old", "lamp")
 ANSWERS = {"rome": "red lamp", "oslo": "old lamp", "bern": "lamp"}

@@ -1,22 +1,24 @@
-"""A node goes away under torchrun's elastic agent: the others go on without it, with a layout that fits them."""
+"""Nodes that go away under torchrun's elastic agent, and processes of several machines: all end soon or go on."""
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.forked_commands import ForkedCommand, megatfm
 from tests.support.rank_processes import free_port
+from tests.support.watched_ranks import STEPS, WatchedRanks
 
-STEPS = 30
+TOTAL = 30
 # Three data ranks share a batch of twelve, and so can two.
 OVERRIDES = (
-    f"train.steps={STEPS}", "train.global_batch=12", "train.micro_batch=4", "checkpoint.every=5", "evaluate.max_rows=4",
+    f"train.steps={TOTAL}", "train.global_batch=12", "train.micro_batch=4", "checkpoint.every=5", "evaluate.max_rows=4",
     "evaluate.every=1000", "optimizer.name=adamw", "log.sinks=[]", "resilience.elastic=true",
 )  # fmt: skip
 # How soon a silent agent counts as lost, and how long the others wait for more of them (by default 15 s and 30 s).
@@ -90,14 +92,78 @@ def test_the_run_goes_on_without_a_node(nodes: list[Node], config_file: Path, tm
         assert time.monotonic() < deadline, [node.agent.output for node in nodes]
         time.sleep(0.02)
     nodes[2].is_lost()
-    assert len(losses(run)) < STEPS, "in the middle"
+    assert len(losses(run)) < TOTAL, "in the middle"
     for node in nodes[:2]:
         assert node.agent.wait(300) == 0, node.agent.output
     words = [str(config_file), f"run_dir={tmp_path / 'whole'}", *OVERRIDES]
     megatfm("train", *words, output=tmp_path / "said")
     of_nodes, of_one = losses(run), losses(tmp_path / "whole")
-    assert [step for step, _ in of_nodes] == [step for step, _ in of_one] == list(range(1, STEPS + 1))
+    assert [step for step, _ in of_nodes] == [step for step, _ in of_one] == list(range(1, TOTAL + 1))
     assert [loss for _, loss in of_nodes] == pytest.approx([loss for _, loss in of_one], rel=1e-5)
     text = (run / "logs" / "rank-0.log").read_text()
     assert "dp_shard 3" in text
     assert "dp_shard 2" in text
+
+
+# ---------------------------------------------------------------------------------------------- watched nodes
+
+
+Start = Callable[..., WatchedRanks]
+HOST = socket.gethostname()
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`ranks = start()`: of machines a, b and c, on which rank 2 relays what rank 3 says; ended when the test is."""
+    started: list[WatchedRanks] = []
+
+    def start(
+        machines: str = "aabbc", hang_timeout: float = 30.0, failing: int | None = None
+    ) -> WatchedRanks:
+        started.append(WatchedRanks(tmp_path, machines, hang_timeout, failing))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.kill()
+
+
+@pytest.mark.parametrize(
+    "machines", ["abcba", pytest.param("aabbc", marks=SLOW), pytest.param("aaa", marks=SLOW)]
+)
+def test_all_end_well(start: Start, machines: str) -> None:
+    for code, output in start(machines).ends(60).values():
+        assert code == 0, output
+        assert f"step {STEPS - 1}\n" in output
+
+
+@pytest.mark.parametrize("blamed", [2, 3, pytest.param(0, marks=SLOW), pytest.param(4, marks=SLOW)])
+def test_a_killed_rank_is_named_on_all_machines(start: Start, blamed: int) -> None:
+    ranks = start()
+    ranks.wait_until_watched()
+    ranks.signal(blamed, signal.SIGKILL)
+    for code, output in ranks.ends(30, without=blamed).values():
+        assert code == 1, output
+        assert f"error: rank {blamed} on {HOST} at step" in output
+        assert "ended without an error message" in output
+
+
+@pytest.mark.parametrize("blamed", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])
+def test_a_stopped_rank_is_named_on_all_machines(start: Start, blamed: int) -> None:
+    ranks = start(hang_timeout=3.0)
+    ranks.wait_until_watched()
+    ranks.signal(blamed, signal.SIGSTOP)
+    for code, output in ranks.ends(40, without=blamed).values():
+        assert code == 1, output
+        assert f"error: rank {blamed} on {HOST} at step" in output
+        assert "no sign of life" in output
+
+
+@pytest.mark.parametrize("failing", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])
+def test_an_error_of_one_is_told_by_all(start: Start, failing: int) -> None:
+    for rank, (code, output) in start(failing=failing).ends(60).items():
+        assert code == 1, output
+        assert "as the test wants it" in output
+        if rank != failing:
+            assert f"rank {failing} on {HOST} at step 5, step: failed: ValueError" in output

@@ -12,14 +12,14 @@ import transformers
 from megatfm import tokenizers
 from megatfm.config import load_config
 from megatfm.tasks.forms import build_frame
-from tests.support.small_models import run_command
-from tests.support.task_folders import (
+from tests.support.hf_folders import (
     FILLERS,
     NAMES,
     TOWNS,
     WORDS_OF_QUESTIONS,
     questions,
     read_lines,
+    run_command,
     save_bert,
     write_lines,
 )

@@ -16,8 +16,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.config import load_config
-from tests.support.small_models import run_command
-from tests.support.task_folders import read_lines, write_lines
+from tests.support.hf_folders import read_lines, run_command, write_lines
 
 ANIMALS, TOOLS = (
     ["cat", "dog", "horse", "cow", "sheep", "goat"],

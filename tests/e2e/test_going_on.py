@@ -1,9 +1,12 @@
-"""Going on from a model: a Hugging Face folder, a run, or a run's checkpoint with all that belongs to it."""
+"""Going on from a model or a run, also with other layouts and with the engine of a plugin."""
 
 import json
 import shutil
+import signal
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -13,11 +16,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import megatfm
 from megatfm import checkpoint, cli
 from megatfm.commands.from_model import continue_from_config
-from megatfm.config import load_config
+from megatfm.config import Config, load_config
 from megatfm.convert.convert import convert
-from megatfm.errors import EXIT_OK, UsageError
+from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
+from megatfm.inference.evaluate import evaluate_run
+from megatfm.parallel import context_attention
 from tests.support import forked_commands
-from tests.support.training_runs import final_state, run_training, training_curve
+from tests.support.training_runs import (
+    assert_bitwise_equal,
+    assert_nearly_equal,
+    final_state,
+    run_training,
+    run_until,
+    train_with_plugins,
+    training_curve,
+)
+from tests.support.workers import Workers
 
 STILL = (
     "optimizer.lr=1e-12",
@@ -219,3 +233,92 @@ def test_a_branch_needs_a_checkpoint_and_leave_to_differ(make_config, tmp_path, 
             workers.run(run_training, 1, config)
     with pytest.raises(UsageError, match="give one of the two"):
         make_config("train.branch_from=a@1", "train.init_from=a")
+
+
+# ------------------------------------------------------------------------------------------ rows that are cut
+
+
+PATIENCE = 300.0  # on a busy machine; it takes a tenth
+
+
+def run_told_nothing(config: Config) -> int:
+    """As in a process that has logged nothing yet: what is told once, it tells."""
+    context_attention._logged.clear()
+    return run_training(config)
+
+
+def evaluate_alone(run: Path) -> float:
+    actual = evaluate_run(run, {}, False)
+    assert actual is not None
+    return float(actual[0]["sets"]["held-out"]["loss"])
+
+
+def test_context_ranks_train_like_one_process(
+    workers: Workers, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Two ranks train like one process, stop and resume bit for bit, and change their number."""
+    assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
+    config = make_config("parallel.cp=2", run="cut")
+    assert workers.run(run_told_nothing, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
+    plan = (tmp_path / "cut" / "plan.txt").read_text(encoding="utf-8")
+    assert "mesh  dp_replicate 1 × dp_shard 1 × cp 2 × tp 1" in plan
+    log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")
+    assert (
+        log.count("attention Full(causal=True), cp 2: Ulysses, each rank computes some heads of all tokens")
+        == 1
+    )
+    stopped = make_config("parallel.cp=2", run="stopped")
+    assert workers.run(run_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [
+        EXIT_REQUEUE,
+        EXIT_REQUEUE,
+    ]
+    assert workers.run(run_training, 2, stopped, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
+    assert_bitwise_equal(tmp_path / "cut", tmp_path / "stopped")
+    assert workers.run(run_until, 1, make_config(run="moved"), 5, timeout=PATIENCE) == [EXIT_REQUEUE]
+    moved = make_config("parallel.cp=2", run="moved")
+    assert workers.run(run_until, 2, moved, 4, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
+    assert workers.run(run_training, 1, make_config(run="moved"), timeout=PATIENCE) == [EXIT_OK]
+    # Whatever a run was laid over, one process evaluates it.
+    losses = [workers.run(evaluate_alone, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    for run in ("cut", "moved"):
+        assert_nearly_equal(tmp_path / "whole", tmp_path / run)
+
+
+# -------------------------------------------------------------------------------------- an engine of a plugin
+
+
+DDP = ["plugins=['plain_ddp']", "parallel.engine=ddp", "parallel.zero=0", "train.steps=8"]
+MakeConfig = Callable[..., Config]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.read_tensors(folder / "checkpoints/step-00000008")
+
+
+def forget_the_end(folder: Path) -> None:
+    (folder / "checkpoints/step-00000008").rename(folder / "later")
+
+
+def test_a_plugin_s_engine_trains_as_native_and_engines_can_change(
+    workers: Workers, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    native: list[Any] = ["parallel.zero=0", "train.steps=8"]
+    for ranks, name, overrides in ((2, "ddp", DDP), (2, "native", native)):
+        assert workers.run(train_with_plugins, ranks, make_config(*overrides, run=name)) == [EXIT_OK] * ranks
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "native"), rel=1e-4)
+    full = weights(tmp_path / "ddp")
+    forget_the_end(tmp_path / "ddp")
+    assert workers.run(train_with_plugins, 2, make_config(*DDP, run="ddp")) == [EXIT_OK] * 2
+    again = weights(tmp_path / "ddp")
+    assert again.keys() == full.keys()
+    assert all(torch.equal(again[name], full[name]) for name in full)
+    (tmp_path / "ddp" / "later").rename(tmp_path / "ddp" / "later still")
+    forget_the_end(tmp_path / "ddp")
+    other = ["parallel.engine=native", "parallel.zero=3", "train.steps=8"]
+    assert workers.run(train_with_plugins, 1, make_config(*other, run="ddp")) == [EXIT_OK]
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "native"), rel=1e-4)

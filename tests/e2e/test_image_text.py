@@ -5,8 +5,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.support.captioned_images import write_captioned_images
 from tests.support.forked_commands import megatfm
+from tests.support.images import write_captioned_images
 from tests.support.training_runs import training_curve
 
 CONFIG = """

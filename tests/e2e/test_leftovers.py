@@ -1,19 +1,27 @@
-"""What a run finds where it goes on: leftovers, stale locks, what it may not read. It starts, or says why."""
+"""Kills, checkpoints on two tiers, leftovers: a run that goes on takes the newest whole one, or says why not."""
 
 import json
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatfm import checkpoint
 from megatfm.checkpoint import metadata
+from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
+from tests.support.kill_series import LAYOUTS, PHASES, shares
 from tests.support.rank_processes import Fault, Start
+from tests.support.training_runs import run_training, training_curve
+from tests.support.workers import Workers
 
 HOST = socket.gethostname()
 UNPRIVILEGED = Fault(-1, "meeting", "gives_up_its_privileges")
@@ -156,3 +164,110 @@ def test_a_signal_while_it_starts_is_heard_as_soon_as_it_can_be(config_file: Pat
     done = subprocess.run([sys.executable, "-c", IMPATIENT, *words], capture_output=True, text=True)
     assert done.returncode == EXIT_REQUEUE, done.stderr
     assert json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])["event"] == "stopped"
+
+
+# ------------------------------------------------------------------------------------------------------ kills
+
+
+def run_series(corpus: Path, folder: Path, kills: dict[str, int]) -> dict[str, Any]:
+    """In a process of its own: it forks, and so must have no thread."""
+    command = [sys.executable, "-m", "tests.support.kill_series", str(corpus), str(folder), json.dumps(kills)]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=850
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(report)
+    assert report["kills"] == sum(kills.values())
+    assert report["compared"] >= len(kills)
+    return report
+
+
+def test_a_run_killed_in_each_phase_ends_as_if_it_never_had_been(corpus: Path, tmp_path: Path) -> None:
+    report = run_series(corpus, tmp_path / "runs", {"zero 3 on 2": len(PHASES)})
+    assert report["hits"] == dict.fromkeys(PHASES, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # on a busy machine; it takes a tenth
+def test_killed_runs_of_all_layouts_and_engines_end_alike(corpus: Path, tmp_path: Path) -> None:
+    report = run_series(corpus, tmp_path / "runs", shares(23))
+    assert {phase: report["hits"].get(phase, 0) >= 3 for phase in PHASES} == dict.fromkeys(PHASES, True)
+    by_layout = report["hits by layout"]
+    assert all(sum(by_layout[layout].values()) >= 3 for layout in LAYOUTS)
+    for world in (1, 2, 4):
+        hit = {
+            phase for layout, (ranks, _) in LAYOUTS.items() if ranks == world for phase in by_layout[layout]
+        }
+        assert hit == set(PHASES), f"on {world} ranks"
+
+
+# ------------------------------------------------------------------------------------------------------ tiers
+
+
+LAST = "step-00000012"
+
+
+def damage(path: Path) -> None:
+    """One bit of one file of tensors."""
+    file = path / "rank-00001-000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def on_nodes(nodes: Path, step: int) -> list[Path]:
+    return sorted(nodes.glob(f"node-*/*/step-{step:08d}"))
+
+
+def lose_a_node(shared: Path, nodes: Path) -> None:
+    shutil.rmtree(shared / LAST)
+    shutil.rmtree(nodes / "node-1")
+
+
+def damage_the_shared(shared: Path, nodes: Path) -> None:
+    damage(shared / LAST)
+
+
+def damage_both_copies(shared: Path, nodes: Path) -> None:
+    shutil.rmtree(shared / LAST)
+    for path in on_nodes(nodes, 9):
+        damage(path)
+
+
+def lose_all_nodes(shared: Path, nodes: Path) -> None:
+    shutil.rmtree(shared / LAST)
+    shutil.rmtree(nodes)
+
+
+# What goes wrong after the last step → the step that the run then goes on from.
+ACCIDENTS = [(lose_a_node, 9), (damage_the_shared, 9), (damage_both_copies, 8), (lose_all_nodes, 8)]
+
+
+def test_the_newest_whole_one_of_either_tier_is_taken(
+    workers: Workers, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Shared at 4, 8 and 12; each rank stands for a node, with a disk of its own, and saves at 3, 6 and 9."""
+
+    def config(name: str) -> Config:
+        local = [f"checkpoint.local_dir={tmp_path / name}-nodes/node-$RANK", "checkpoint.local_every=3"]
+        return make_config("parallel.dp_shard=2", "evaluate.every=0", *local, run=name)
+
+    assert workers.run(run_training, 2, config("whole")) == [EXIT_OK, EXIT_OK]
+    full = tmp_path / "whole"
+    assert len(on_nodes(tmp_path / "whole-nodes", 9)) == 2
+    assert not on_nodes(tmp_path / "whole-nodes", 12), "both rules name it: it goes to the shared disk"
+    expected = checkpoint.read_tensors(full / "checkpoints" / LAST)
+    for number, (happens, step) in enumerate(ACCIDENTS):
+        run, nodes = tmp_path / f"run-{number}", tmp_path / f"run-{number}-nodes"
+        shutil.copytree(full, run)
+        shutil.copytree(tmp_path / "whole-nodes", nodes)
+        happens(run / "checkpoints", nodes)
+        assert workers.run(run_training, 2, config(run.name)) == [EXIT_OK, EXIT_OK], happens
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        (resumed,) = [event["detail"] for event in events if event["event"] == "resumed"]
+        assert resumed == f"from step-{step:08d}", happens
+        assert training_curve(run) == training_curve(full), happens
+        tensors = checkpoint.read_tensors(run / "checkpoints" / LAST)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.items()), happens

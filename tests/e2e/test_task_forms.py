@@ -10,12 +10,12 @@ import transformers
 
 from megatfm.inference import generated_answers
 from megatfm.inference.beam_search import beam_search
-from tests.support.small_models import run_command
-from tests.support.task_folders import (
+from tests.support.hf_folders import (
     TOWNS,
     WORDS_OF_QUESTIONS,
     questions,
     read_lines,
+    run_command,
     save_bert,
     write_lines,
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.golden_curves import (
+    CLASSES,
     MOE_GOLDEN_STEPS,
     MOE_PRESET,
     MOE_ROUTERS,
@@ -26,7 +27,6 @@ from tests.support.golden_curves import (
     run,
     write,
 )
-from tests.support.golden_images import CLASSES
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.timeout(600)

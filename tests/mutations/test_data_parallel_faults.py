@@ -237,7 +237,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[Callable[[str], bool], str]] = {
 """Fault → the comparison that must find it, and the layout."""
 
 
-def found(fault: str | None, check: str, layout: str) -> bool:
+def is_found(fault: str | None, check: str, layout: str) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
@@ -250,7 +250,7 @@ def found(fault: str | None, check: str, layout: str) -> bool:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     check, layout = FAULTS[fault]
-    assert any(workers.run(found, RANKS_OF_LAYOUT[layout], fault.__name__, check.__name__, layout))
+    assert any(workers.run(is_found, RANKS_OF_LAYOUT[layout], fault.__name__, check.__name__, layout))
 
 
 def nothing_found(ranks: int) -> list[str]:

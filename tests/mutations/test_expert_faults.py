@@ -18,14 +18,14 @@ from megatfm.parallel import collectives
 from megatfm.parallel.collectives import TensorParallelGroup
 from megatfm.parallel.mesh import Mesh
 from tests.support.batches import family_batch
-from tests.support.expert_faults import (
+from tests.support.expert_models import EP2, EXPERT_MATRICES, EXPERT_MODELS, EXPERT_TP_LAYOUTS, TP2
+from tests.support.expert_parity import second_step, two_steps_on_one_device
+from tests.support.faults import (
     bring_gradients_back_in_another_order,
     forget_the_weights_other_shares,
     leave_rows_in_the_order_of_experts,
     take_experts_for_everybody_s,
 )
-from tests.support.expert_models import EP2, EXPERT_MATRICES, EXPERT_MODELS, EXPERT_TP_LAYOUTS, TP2
-from tests.support.expert_parity import second_step, two_steps_on_one_device
 from tests.support.parity import model_gradient_errors
 from tests.support.workers import Workers
 

@@ -18,8 +18,7 @@ from megatfm.layers.sequence_shard import SequenceShard
 from megatfm.models.masked_autoencoder import MaskedAutoencoder
 from megatfm.parallel import context_global_attention, context_parallel, parallelize, styles
 from tests.support.faults import EVERYTHING
-from tests.support.image_grid import CASES, LAYOUTS
-from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
+from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, ImageObjective, image_model_batch
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, microbatches, model_gradient_errors, one_device_reference
 from tests.support.workers import Workers

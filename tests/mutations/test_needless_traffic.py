@@ -21,8 +21,8 @@ from megatfm.verify.expected import compute_expected_traffic
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import draw_batch, shrink
 from megatfm.verify.verify import find_traffic_mismatches
+from tests.support.layouts import traffic_config
 from tests.support.models import FAMILY_MODELS
-from tests.support.traffic import traffic_config
 from tests.support.workers import Workers
 
 Patch = pytest.MonkeyPatch

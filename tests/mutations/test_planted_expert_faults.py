@@ -15,16 +15,16 @@ from megatfm.optim.matrix_optimizers import Soap
 from megatfm.parallel import collectives, expert_parallel, parallelize
 from megatfm.parallel.collectives import TensorParallelGroup
 from tests.support.batches import family_batch
-from tests.support.expert_faults import (
+from tests.support.expert_models import EP2, EXPERT_MODELS, EXPERT_TP_LAYOUTS
+from tests.support.expert_parity import objective_for, second_step, two_steps_on_one_device
+from tests.support.faults import (
     bring_gradients_back_in_another_order,
     forget_the_weights_other_shares,
     leave_rows_in_the_order_of_experts,
     take_experts_for_everybody_s,
 )
-from tests.support.expert_models import EP2, EXPERT_MODELS, EXPERT_TP_LAYOUTS
-from tests.support.expert_parity import objective_for, second_step, two_steps_on_one_device
-from tests.support.optimizer_stacks import check_stack_moves_as_matrices
 from tests.support.parity import model_gradient_errors
+from tests.support.sharded_engines import check_stack_moves_as_matrices
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from tests.support.dense_models import ACTIVATIONS, MASKS, NORM_POSITIONS, NORMS, POSITIONS, combination
+from tests.support.models import ACTIVATIONS, MASKS, NORM_POSITIONS, NORMS, POSITIONS, combination
 
 SMALL = {"d_model": 8, "n_layers": 1, "ffn.d_ff": 12, "vocab_size": 17}
 STEP = 1e-3

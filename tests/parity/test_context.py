@@ -31,10 +31,9 @@ from tests.support.context_models import (
     context_layouts_of,
 )
 from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
-from tests.support.grids import SLOW, cells
+from tests.support.layouts import SLOW, cells, traffic_config, traffic_mismatches
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
-from tests.support.traffic import traffic_config, traffic_mismatches
 from tests.support.workers import Workers
 
 LATER = (

@@ -261,7 +261,7 @@ dtype = dtype_fixture(*MODULES)
 def pair_of(model: str, dtype: torch.dtype, seed: int = 0) -> Pair:
     name, values = MODELS[model]
     both = pair(ModelConfig.from_dotted(**values), dtype, seed, among=[name])
-    assert type(both.theirs).__name__ == name
+    assert type(both.reference).__name__ == name
     return both
 
 
@@ -280,14 +280,14 @@ def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> Fi
     figures, both, mask = Figures(), pair_of(model, dtype), mask_of(LENGTHS, left=left)
     tokens, counted = draw(*mask.shape, seed=0), mask == 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    expected = both.theirs(
+    expected = both.reference(
         input_ids=tokens, attention_mask=mask, position_ids=positions, labels=tokens.where(counted, -100)
     )
     where = {"documents": mask - 1, "positions": positions}
-    figures.see_logits(both.ours(tokens, **where).logits[counted], expected.logits[counted], dtype)
+    figures.see_logits(both.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = tokens[:, 1:].where(counted[:, 1:] & counted[:, :-1], -100)
-    loss = both.ours(tokens, targets=targets, **where).losses["causal"] / (targets != -100).sum()
+    loss = both.model(tokens, targets=targets, **where).losses["causal"] / (targets != -100).sum()
     # transformers counts the first token after padding at the left as a target of that padding.
     expected_loss = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     their_loss = expected_loss if left else expected.loss
@@ -332,9 +332,9 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     documents, positions, pieces = packed(PACKED, padding=2)
     tokens, targets = draw(1, 15, seed=4), torch.full((1, 15), -100)
     where = {"documents": documents, "positions": positions}
-    logits = both.ours(tokens, **where).logits
+    logits = both.model(tokens, **where).logits
     assert logits.isfinite().all()
-    alone = [both.theirs(input_ids=tokens[:, piece]).logits for piece in pieces]
+    alone = [both.reference(input_ids=tokens[:, piece]).logits for piece in pieces]
     for piece, expected in zip(pieces, alone, strict=True):
         figures.see_logits(logits[:, piece], expected, dtype)
         targets[:, piece.start : piece.stop - 1] = tokens[:, piece.start + 1 : piece.stop]
@@ -342,7 +342,10 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
         F.cross_entropy(expected[0], targets[0, piece], reduction="sum", ignore_index=-100)
         for piece, expected in zip(pieces, alone, strict=True)
     ]
-    loss, their_loss = both.ours(tokens, targets=targets, **where).losses["causal"], torch.stack(losses).sum()
+    loss, their_loss = (
+        both.model(tokens, targets=targets, **where).losses["causal"],
+        torch.stack(losses).sum(),
+    )
     figures.see_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()
@@ -356,7 +359,7 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
     encoder_tokens, targets = draw(*encoder_mask.shape, seed=0), draw(*mask.shape, seed=1)
     targets = targets.where(mask == 1, -100)
     tokens = torch.cat([torch.zeros(3, 1, dtype=torch.int64), targets[:, :-1].clamp(min=0)], 1)
-    expected = both.theirs(
+    expected = both.reference(
         input_ids=encoder_tokens,
         attention_mask=encoder_mask,
         decoder_input_ids=tokens,
@@ -365,8 +368,8 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
     )
     where = {"encoder_tokens": encoder_tokens, "encoder_documents": encoder_mask - 1, "documents": mask - 1}
     counted = mask == 1
-    figures.see_logits(both.ours(tokens, **where).logits[counted], expected.logits[counted], dtype)
-    loss = both.ours(tokens, targets=targets, **where).losses["span"] / counted.sum()
+    figures.see_logits(both.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
+    loss = both.model(tokens, targets=targets, **where).losses["span"] / counted.sum()
     figures.see_logits(loss, expected.loss, dtype)
     loss.backward()
     expected.loss.backward()
@@ -398,16 +401,16 @@ def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> Non
         "documents": documents,
         "positions": positions,
     }
-    logits = both.ours(tokens, **where).logits
+    logits = both.model(tokens, **where).logits
     assert logits.isfinite().all()
     their_loss = torch.zeros((), dtype=dtype)
     for encoder_piece, piece in zip(encoder_pieces, pieces, strict=True):
-        reference = both.theirs(
+        reference = both.reference(
             input_ids=encoder_tokens[:, encoder_piece], decoder_input_ids=tokens[:, piece]
         ).logits
         figures.see_logits(logits[:, piece], reference, dtype)
         their_loss = their_loss + F.cross_entropy(reference[0], targets[0, piece], reduction="sum")
-    loss = both.ours(tokens, targets=targets, **where).losses["span"]
+    loss = both.model(tokens, targets=targets, **where).losses["span"]
     figures.see_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()

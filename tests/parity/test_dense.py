@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
-from tests.support.dense_models import (
+from tests.support.dense_reference import Dense, slopes
+from tests.support.models import (
     ACTIVATIONS,
     DENSE_VOCABULARY,
     MASKS,
@@ -23,7 +24,6 @@ from tests.support.dense_models import (
     SMALL_DENSE,
     combination,
 )
-from tests.support.dense_reference import Dense, slopes
 from tests.support.reference_gradients import perturb
 
 PARTS = {

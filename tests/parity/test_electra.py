@@ -13,7 +13,7 @@ from megatfm.config import ModelConfig
 from megatfm.convert.electra_pair import SHARED, choose_exported_models
 from megatfm.convert.weight_mapping import to_hf
 from megatfm.models import build
-from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
+from tests.support.hf_encoders import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
 from tests.support.reference_gradients import VANISHING, Figures, dtype_fixture, pair, perturb
 
 WEIGHT, LENGTHS = 50.0, (13, 9, 11)
@@ -179,7 +179,7 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
     both = pair(plain, dtype)
     actual = build(plain.with_changes({"extra_heads": {"boundary": {}}})).to(dtype)
     perturb(actual, seed=5)
-    actual.load_state_dict(both.ours.state_dict(), strict=False)
+    actual.load_state_dict(both.model.state_dict(), strict=False)
     tokens, targets = draw_tokens(VOCABULARY, 1, 13, seed=6, low=PAD + 1), torch.full((1, 13), -100)
     left, right = torch.zeros(1, 13, dtype=torch.int64), torch.zeros(1, 13, dtype=torch.int64)
     spans = [(2, 2), (4, 8), (10, 11)]
@@ -187,7 +187,7 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
         for i in range(first, last + 1):
             targets[0, i], left[0, i], right[0, i] = 5 + i, i - first + 1, last + 1 - i
     losses = actual(tokens, targets=targets, span_left=left, span_right=right).losses
-    expected = both.theirs(input_ids=tokens, labels=targets, output_hidden_states=True)
+    expected = both.reference(input_ids=tokens, labels=targets, output_hidden_states=True)
     hidden, head = expected.hidden_states[-1][0], actual.boundary
     wanted = torch.zeros((), dtype=dtype)
     for first, last in spans:
@@ -195,14 +195,14 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
         x = torch.cat([around, head.positions.weight[: last - first + 1]], -1)
         for dense, norm in ((head.dense1, head.norm1), (head.dense2, head.norm2)):
             x = F.layer_norm(F.gelu(dense(x)), (norm.weight.numel(),), norm.weight, norm.bias, plain.norm.eps)
-        logits = x @ both.theirs.bert.embeddings.word_embeddings.weight.T + head.bias
+        logits = x @ both.reference.bert.embeddings.word_embeddings.weight.T + head.bias
         wanted = wanted + F.cross_entropy(logits, targets[0, first : last + 1], reduction="sum")
     n = (targets != -100).sum()
     figures.see_logits(losses["masked"] / n, expected.loss, dtype)
     figures.see_logits(losses["boundary"] / n, wanted / n, dtype)
     ((losses["masked"] + losses["boundary"]) / n).backward()
     (expected.loss + wanted / n).backward()
-    for name, parameter in both.ours.named_parameters():
+    for name, parameter in both.model.named_parameters():
         parameter.grad = actual.get_parameter(name).grad
     figures.see_gradients(both, dtype)
     assert figures.compared > 20

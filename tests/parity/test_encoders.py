@@ -8,7 +8,7 @@ from transformers.models.deberta_v2 import modeling_deberta_v2
 from transformers.models.modernbert import modeling_modernbert
 
 from megatfm.config import ModelConfig
-from tests.support.encoder_batches import (
+from tests.support.hf_encoders import (
     BERT_ENCODER,
     DEBERTA,
     DEBERTA_V3,
@@ -79,18 +79,18 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
     """Logits, loss and gradients over a padded batch."""
     config, figures = config_of(model), Figures()
     both = pair(config, dtype)
-    assert type(both.theirs).__name__ == MODELS[model][0]
+    assert type(both.reference).__name__ == MODELS[model][0]
     batch, sentences = padded_batch(config), sentence_labels(config)
-    expected = both.theirs(**batch, **sentences)
+    expected = both.reference(**batch, **sentences)
     inputs = our_inputs(batch, sentences, config.family)
     where = {key: inputs[key] for key in ("documents", "segments")}
-    actual = both.ours(batch["input_ids"], **where)
+    actual = both.model(batch["input_ids"], **where)
     their_tokens, their_sentences = their_logits(expected)
     counted = batch["attention_mask"] == 1
     figures.see_logits(actual.logits[counted], their_tokens[counted], dtype)
     if their_sentences is not None:
         figures.see_logits(actual.predictions["sentence"], their_sentences, dtype)
-    loss = our_loss(both.ours(batch["input_ids"], **inputs).losses, batch, config.family)
+    loss = our_loss(both.model(batch["input_ids"], **inputs).losses, batch, config.family)
     figures.see_logits(loss, expected.loss, dtype)
     loss.backward()
     expected.loss.backward()
@@ -124,7 +124,7 @@ def test_padded_rows(model: str, dtype: torch.dtype) -> None:
 def lone(both: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tensor | None]:
     """transformers on one document by itself."""
     return their_logits(
-        both.theirs(**{key: values[:, piece] for key, values in row.items() if key != "labels"})
+        both.reference(**{key: values[:, piece] for key, values in row.items() if key != "labels"})
     )
 
 
@@ -137,7 +137,7 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     row = {"input_ids": draw_tokens(VOCABULARY, 1, 15, seed=4, low=PAD + 1)}
     if config.embedding.n_segments:
         row["token_type_ids"] = draw_tokens(config.embedding.n_segments, 1, 15, seed=5)
-    actual = both.ours(
+    actual = both.model(
         row["input_ids"],
         documents=documents[None],
         positions=positions[None],
@@ -163,7 +163,7 @@ def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
     starts = [0, 6, 10]
     targets[0, starts] = torch.tensor([1, 0, 1])
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    losses = both.ours(
+    losses = both.model(
         row["input_ids"],
         documents=documents,
         positions=torch.cat([torch.arange(n) for n in lengths])[None],

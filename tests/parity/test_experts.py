@@ -26,7 +26,7 @@ from tests.support.expert_models import (
     expert_layouts_of,
 )
 from tests.support.expert_parity import compare_expert_layouts, objective_for
-from tests.support.grids import SLOW, cells
+from tests.support.layouts import SLOW, cells
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers

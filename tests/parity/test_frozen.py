@@ -1,13 +1,22 @@
-"""Frozen weights in every layout: one device's gradients for the rest, and not a bit of theirs moves."""
+"""Frozen weights and low-rank adapters in every layout: one device's gradients, and not a bit of the frozen moves."""
 
 from typing import Any
 
 import pytest
 
-from megatfm.config import Config, ParallelConfig
+from megatfm.config import Config, ModelConfig, ParallelConfig
 from megatfm.verify.verify import verify
-from tests.support.frozen_parity import FREEZE, frozen_errors
-from tests.support.grids import SLOW, cells_by_ranks
+from tests.support.frozen_parity import (
+    DIVISIBLE,
+    EXPERT_TARGETS,
+    EXPERTS,
+    FREEZE,
+    LORA,
+    adapted_config,
+    frozen_errors,
+    lora_errors,
+)
+from tests.support.layouts import SLOW, cells_by_ranks
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -86,3 +95,125 @@ def test_nothing_is_sent_of_them(parallel: dict[str, Any]) -> None:
     still = {one.name for one in actual.gradients if one.norm == 0}
     assert "decoder.layers.0.ffn.w_up.weight" in still
     assert "decoder.layers.1.ffn.w_up.weight" not in still
+
+
+# ------------------------------------------------------------------------------------------ low-rank adapters
+
+
+ADAPTER_LAYOUTS = {
+    1: {"one process": ParallelConfig()},
+    2: {
+        "zero1": ParallelConfig(dp_shard=2, zero=1),
+        "zero2": ParallelConfig(dp_shard=2, zero=2),
+        "zero3": ParallelConfig(dp_shard=2),
+        "tp2": ParallelConfig(tp=2),
+        "tp2 × sp": ParallelConfig(tp=2, sequence_parallel=True),
+        "pp2": ParallelConfig(pp=2),
+        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
+        "cp2": ParallelConfig(cp=2),
+    },
+    4: {
+        "tp4, more ranks than key heads": ParallelConfig(tp=4, sequence_parallel=True),
+        "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2),
+        "zero2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=2),
+    },
+}
+MODELS = {
+    "llama": adapted_config("llama"),
+    "llama, dropout": adapted_config("llama", dropout=0.3),
+    "bert": adapted_config("bert", trained=["head.*"]),
+    "t5": adapted_config("t5", targets=["wq", "w_down", "cross.wv"]),
+}
+
+
+ODD_LAYOUTS = {
+    3: {
+        "zero1": ParallelConfig(dp_shard=3, zero=1),
+        "zero2": ParallelConfig(dp_shard=3, zero=2),
+        "zero3": ParallelConfig(dp_shard=3),
+        "tp3": ParallelConfig(tp=3),
+        "cp3": ParallelConfig(cp=3),
+    },
+    5: {
+        "zero1": ParallelConfig(dp_shard=5, zero=1),
+        "zero3": ParallelConfig(dp_shard=5),
+        "tp5": ParallelConfig(tp=5, sequence_parallel=False),
+    },
+}
+ODD_MODELS = {
+    "divisible": DIVISIBLE.with_changes({"lora": LORA}),
+    "divisible, dropout": DIVISIBLE.with_changes({"lora": {**LORA, "dropout": 0.3}}),
+}
+EXPERT_LAYOUTS = {
+    1: {"one process": ParallelConfig()},
+    2: {
+        **{f"zero{zero}": ParallelConfig(dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)},
+        **{f"ep2, zero{zero}": ParallelConfig(dp_shard=2, ep=2, zero=zero) for zero in (0, 1, 2, 3)},
+        "tp2": ParallelConfig(tp=2),
+        "tp2 by channels": ParallelConfig(tp=2, expert_tp="by_channel"),
+        "ep2 of tp2": ParallelConfig(tp=2, ep=2, expert_tp="folded"),
+        "pp2": ParallelConfig(pp=2),
+        "cp2": ParallelConfig(cp=2),
+    },
+    3: {
+        "zero1": ParallelConfig(dp_shard=3, zero=1),
+        "zero3": ParallelConfig(dp_shard=3, zero=3),
+        "ep3, zero0": ParallelConfig(dp_shard=3, ep=3, zero=0),
+        "ep3, zero3": ParallelConfig(dp_shard=3, ep=3),
+        "tp3": ParallelConfig(tp=3),
+        "tp3 by channels": ParallelConfig(tp=3, expert_tp="by_channel"),
+        "ep3 of tp3": ParallelConfig(tp=3, ep=3, expert_tp="folded"),
+    },
+    4: {
+        "zero3, within experts": ParallelConfig(dp_shard=4),
+        "ep2 of 4, zero1": ParallelConfig(dp_shard=4, ep=2, zero=1),
+        "ep2 of 4, zero3": ParallelConfig(dp_shard=4, ep=2),
+        "ep2 × tp2 without sequence parallel": ParallelConfig(
+            dp_shard=2, ep=2, tp=2, sequence_parallel=False
+        ),
+        "ep2 × tp2 by channels": ParallelConfig(dp_shard=2, ep=2, tp=2, expert_tp="by_channel"),
+        "ep2 of 2 × tp2, zero2": ParallelConfig(dp_shard=2, ep=2, tp=2, zero=2, expert_tp="folded"),
+        "ep2 × pp2": ParallelConfig(dp_shard=2, ep=2, pp=2),
+    },
+    5: {
+        "zero3": ParallelConfig(dp_shard=5),
+        "ep5, zero1": ParallelConfig(dp_shard=5, ep=5, zero=1),
+        "ep5, zero3": ParallelConfig(dp_shard=5, ep=5),
+        "tp5 by channels": ParallelConfig(tp=5, expert_tp="by_channel", sequence_parallel=False),
+    },
+}
+EXPERT_MODELS = {
+    "experts": EXPERTS.with_changes({"lora": {**LORA, "targets": EXPERT_TARGETS}}),
+    "shared and biased experts": EXPERTS.with_changes({
+        "ffn.bias": True, "ffn.activation": "gelu", "ffn.n_shared_experts": 1,
+        "lora": {"rank": 10, "alpha": 5.0, "targets": ["ffn.*", "wq"], "trained": ["*.router.weight"]},
+    }),
+}  # fmt: skip
+
+
+def compare_adapters(config: ModelConfig, layouts: dict[str, ParallelConfig]) -> list[str]:
+    for layout, parallel in layouts.items():
+        assert not (actual := lora_errors(config, parallel)), f"{layout}: {sorted(actual)}"
+    return list(layouts)
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(MODELS, ADAPTER_LAYOUTS))
+def test_adapters_are_trained_as_on_one_device(
+    workers: Workers, name: str, layouts: list[str], ranks: int
+) -> None:
+    tried = {layout: ADAPTER_LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare_adapters, ranks, MODELS[name], tried, timeout=240.0)[0] == layouts
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(ODD_MODELS, ODD_LAYOUTS))
+def test_three_and_five_ranks(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
+    tried = {layout: ODD_LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare_adapters, ranks, ODD_MODELS[name], tried, timeout=240.0)[0] == layouts
+
+
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(EXPERT_MODELS, EXPERT_LAYOUTS))
+def test_experts_are_adapted_as_on_one_device(
+    workers: Workers, name: str, layouts: list[str], ranks: int
+) -> None:
+    tried = {layout: EXPERT_LAYOUTS[ranks][layout] for layout in layouts}
+    assert workers.run(compare_adapters, ranks, EXPERT_MODELS[name], tried, timeout=300.0)[0] == layouts

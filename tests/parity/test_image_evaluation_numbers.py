@@ -18,7 +18,7 @@ from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
 from tests.support.evaluated_tasks import write_tasks
-from tests.support.golden_images import CLASSES, SIDE, image_files
+from tests.support.golden_curves import CLASSES, SIDE, image_files
 from tests.support.image_models import COMMON
 from tests.support.workers import Workers
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.support.image_grid import CASES, LAYOUTS
-from tests.support.image_grid import is_compared as is_compared
-from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
+from tests.support.image_models import CASES, IMAGE_MODELS, LAYOUTS, ImageObjective, image_model_batch
+from tests.support.image_models import is_compared as is_compared
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,

@@ -97,15 +97,15 @@ def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
     labels, n_special = [1, 4, 0], config.embedding.n_special_tokens
     batch = to_batch(images, SIDE, n_special, [[0], [1], [2]], labels=labels if config.extra_heads else None)
     options = {} if name.lower().startswith("dino") else {"interpolate_pos_encoding": True}
-    expected = both.theirs(pixel_values=normalised(images, config, dtype), **options)
+    expected = both.reference(pixel_values=normalised(images, config, dtype), **options)
     if config.extra_heads:
-        loss = both.ours(**batch).losses["classifier"] / 3
+        loss = both.model(**batch).losses["classifier"] / 3
         del batch["labels"]
-        figures.see_logits(both.ours(**batch).predictions["classifier"], expected.logits, dtype)
+        figures.see_logits(both.model(**batch).predictions["classifier"], expected.logits, dtype)
         wanted = torch.nn.functional.cross_entropy(expected.logits, torch.tensor(labels))
         figures.see_logits(loss, wanted, dtype)
     else:
-        hidden = both.ours(**batch).hidden
+        hidden = both.model(**batch).hidden
         last = expected.last_hidden_state
         if name == "CLIPVisionModel":
             hidden, last = hidden[:, 0], expected.pooler_output

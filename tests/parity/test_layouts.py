@@ -13,8 +13,7 @@ import torch.distributed as dist
 from megatfm.config import AdamWConfig, ModelConfig, ParallelConfig
 from megatfm.models import build
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.grids import SLOW, cells, dealt
-from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, FAMILY_LAYOUTS, RANKS_OF_LAYOUT
+from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, FAMILY_LAYOUTS, RANKS_OF_LAYOUT, SLOW, cells, dealt
 from tests.support.models import ADAMW, FAMILY_NAMES, MUON, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     build_engine,

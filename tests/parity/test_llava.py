@@ -100,17 +100,17 @@ def test_logits_and_gradients(rows: list[list[int]], encoder: str, dtype: torch.
     batch, losses = packed(images, rows, n_special=int(encoder == "clip")), []
     flat = batch["documents"].flatten() >= 0
     targets = batch.pop("targets")
-    logits = both.ours(**batch).logits.flatten(0, 1)[flat]
+    logits = both.model(**batch).logits.flatten(0, 1)[flat]
     begin = 0
     for number in (number for row in rows for number in row):
         tokens = texts()[number]
-        expected = both.theirs(input_ids=tokens[None], pixel_values=normalised([images[number]], dtype))
+        expected = both.reference(input_ids=tokens[None], pixel_values=normalised([images[number]], dtype))
         figures.see_logits(logits[begin : begin + len(tokens)], expected.logits[0], dtype)
         losses.append(
             torch.nn.functional.cross_entropy(expected.logits[0], text_targets(tokens), reduction="sum")
         )
         begin += len(tokens)
-    loss = both.ours(**batch, targets=targets).losses["causal"]
+    loss = both.model(**batch, targets=targets).losses["causal"]
     figures.see_logits(loss, torch.stack(losses).sum(), dtype)
     loss.backward()
     torch.stack(losses).sum().backward()
@@ -128,10 +128,10 @@ def test_a_text_of_two_images(dtype: torch.dtype) -> None:
     image = [IMAGE_TOKEN] * N_PATCHES
     tokens = torch.tensor([3, *image, 4, 5, *image, 6])
     side = {f"encoder_{field}": values for field, values in to_batch(images, SIDE, 1, [[0, 1]]).items()}
-    expected = both.theirs(input_ids=tokens[None], pixel_values=normalised(images, dtype)).logits
-    figures.see_logits(both.ours(tokens=tokens[None], **side).logits, expected, dtype)
+    expected = both.reference(input_ids=tokens[None], pixel_values=normalised(images, dtype)).logits
+    figures.see_logits(both.model(tokens=tokens[None], **side).logits, expected, dtype)
     targets = text_targets(tokens)
-    both.ours(tokens=tokens[None], **side, targets=targets[None]).losses["causal"].backward()
+    both.model(tokens=tokens[None], **side, targets=targets[None]).losses["causal"].backward()
     torch.nn.functional.cross_entropy(expected[0], targets, reduction="sum").backward()
     figures.see_gradients(both, dtype)
 
@@ -140,13 +140,13 @@ def test_text_alone_is_a_decoder(dtype: torch.dtype) -> None:
     config = ENCODERS["clip"]
     both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
     tokens = torch.arange(1, 9)[None]
-    expected = both.theirs(input_ids=tokens).logits
-    Figures().see_logits(both.ours(tokens).logits, expected, dtype)
+    expected = both.reference(input_ids=tokens).logits
+    Figures().see_logits(both.model(tokens).logits, expected, dtype)
 
 
 def test_another_number_of_image_tokens_is_refused() -> None:
     config = ENCODERS["clip"]
-    model = pair(config, torch.float64, among=["LlavaForConditionalGeneration"], unused=UNUSED).ours
+    model = pair(config, torch.float64, among=["LlavaForConditionalGeneration"], unused=UNUSED).model
     batch = packed([pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)], [[0], [1, 2]])
     batch["tokens"][1, -3] = IMAGE_TOKEN
     with pytest.raises(TypeError, match="row 1 has 19 image tokens and images of 18 patches"):

@@ -1,18 +1,23 @@
-"""BigBird and Longformer against transformers, from the same perturbed weights: logits, losses and every gradient."""
+"""BigBird, Longformer and gpt-oss's attention against transformers, from the same perturbed weights: every gradient."""
 
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import GptOssConfig
 from transformers.models.big_bird import modeling_big_bird
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.longformer import modeling_longformer
 
 from megatfm.config import ModelConfig
 from megatfm.layers.attention.patterns.bigbird import draw_random_blocks
+from megatfm.layers.block import Block
+from megatfm.layers.rope import compute_frequencies
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import block_sparse, kernels
-from tests.support.encoder_batches import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
-from tests.support.reference_gradients import Figures, doubled, dtype_fixture, hold_to_the_docs, pair
+from tests.support.hf_encoders import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
+from tests.support.reference_gradients import Figures, doubled, dtype_fixture, hold_to_the_docs, pair, perturb
 
 BIGBIRD = {
     **BERT_ENCODER,
@@ -74,18 +79,18 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
             mask[:, [token for token in config.attention.pattern.global_tokens if token < length]] = 1
             extra = {"global_attention_mask": mask}
         else:
-            both.theirs.train()  # in evaluation its random blocks are all the first one
+            both.reference.train()  # in evaluation its random blocks are all the first one
             extra = {"next_sentence_label": torch.tensor([0, 1])}
-        expected = both.theirs(**batch, **extra)
+        expected = both.reference(**batch, **extra)
         segments = {"segments": batch["token_type_ids"]}
-        actual = both.ours(batch["input_ids"], **segments)
+        actual = both.model(batch["input_ids"], **segments)
         figures.see_logits(actual.logits, expected.logits if wide else expected.prediction_logits, dtype)
         inputs = segments | {"targets": batch["labels"]}
         if not wide:
             figures.see_logits(actual.predictions["sentence"], expected.seq_relationship_logits, dtype)
             inputs["sentence_targets"] = torch.full_like(batch["labels"], -100)
             inputs["sentence_targets"][:, 0] = extra["next_sentence_label"]
-        losses = both.ours(batch["input_ids"], **inputs).losses
+        losses = both.model(batch["input_ids"], **inputs).losses
         loss = losses["masked"] / (batch["labels"] != -100).sum()
         loss = loss if wide else loss + losses["sentence"] / 2
         figures.see_logits(loss, expected.loss, dtype)
@@ -119,12 +124,12 @@ def test_padded_rows_of_longformer(dtype: torch.dtype) -> None:
     batch["input_ids"][1, 15:], batch["labels"][1, 15:] = PAD, -100
     wide = torch.zeros_like(batch["input_ids"])
     wide[:, 0] = 1
-    expected = both.theirs(**batch, global_attention_mask=wide)
+    expected = both.reference(**batch, global_attention_mask=wide)
     where = {"documents": batch["attention_mask"] - 1, "segments": batch["token_type_ids"]}
-    actual = both.ours(batch["input_ids"], **where)
+    actual = both.model(batch["input_ids"], **where)
     counted, figures = batch["attention_mask"] == 1, Figures()
     figures.see_logits(actual.logits[counted], expected.logits[counted], dtype)
-    losses = both.ours(batch["input_ids"], **where, targets=batch["labels"]).losses
+    losses = both.model(batch["input_ids"], **where, targets=batch["labels"]).losses
     (losses["masked"] / (batch["labels"] != -100).sum()).backward()
     expected.loss.backward()
     figures.see_gradients(both, dtype)
@@ -147,3 +152,60 @@ def test_random_blocks_are_theirs(rows: int, heads: int, n_random: int, seed: in
     actual = draw_random_blocks(rows, heads, n_random, seed)
     assert torch.equal(actual[:, 1:-1], torch.from_numpy(np.stack(wanted)).long())
     assert torch.equal(draw_random_blocks(rows - 3, heads, n_random, seed), actual[:, :-3])
+
+
+# ---------------------------------------------------------------------------------------- gpt-oss's attention
+
+
+LENGTH, WIDTH, HEADS, KV_HEADS, HEAD = 13, 24, 6, 2, 4
+NAMES = {f"w{part}.{kind}": f"{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")} | {
+    "core.sinks.weight": "sinks"
+}
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_output_and_every_gradient(window: int | None) -> None:
+    pattern = "full" if window is None else {"name": "window", "width": window}
+    config = ModelConfig.from_dotted(
+        {
+            "vocab_size": 7,
+            "d_model": WIDTH,
+            "n_layers": 1,
+            "attention.n_heads": HEADS,
+            "attention.n_kv_heads": KV_HEADS,
+            "attention.bias": True,
+            "attention.sinks": True,
+            "attention.pattern": pattern,
+            "ffn.d_ff": 8,
+        }
+    )
+    actual = Block(config, "decoder").attn.double()
+    perturb(actual, scale=0.5)
+    expected = GptOssAttention(
+        GptOssConfig(
+            hidden_size=WIDTH,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD,
+            attention_bias=True,
+            attn_implementation="eager",
+        ),
+        0,
+    ).double()
+    named, right = dict(actual.named_parameters()), dict(expected.named_parameters())
+    assert {NAMES[name] for name in named} == set(right)
+    expected.load_state_dict({NAMES[name]: parameter.detach() for name, parameter in named.items()})
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    angles = torch.arange(LENGTH)[:, None] * compute_frequencies(HEAD, 10_000.0)
+    turned = (angles.cos()[None].expand(2, -1, -1), angles.sin()[None].expand(2, -1, -1))
+    away = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    hidden = (away < 0) | (away >= (window or LENGTH))
+    mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    wanted, _ = expected(x, turned, mask[None, None].expand(2, 1, -1, -1))
+    result = actual(x, SequenceMetadata(torch.arange(LENGTH).expand(2, -1)))
+    torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12)
+    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    result.backward(g)
+    wanted.backward(g)
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.grad, right[NAMES[name]].grad, rtol=1e-9, atol=1e-11)

@@ -20,7 +20,7 @@ from megatfm.parallel.pipeline_schedule import (
 )
 from megatfm.parallel.pipeline_stages import PipelineStage
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.layouts import PIPELINE_SCHEDULES
+from tests.support.layouts import PIPELINE_SCHEDULES, bubble, simulate
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
@@ -28,7 +28,6 @@ from tests.support.parity import (
     one_device_reference,
     uneven_microbatches,
 )
-from tests.support.pipeline_simulation import bubble, simulate
 from tests.support.workers import Workers
 
 DEEP = ModelConfig(vocab_size=96, d_model=8, n_layers=7, attention={"n_heads": 2}, ffn={"d_ff": 8})

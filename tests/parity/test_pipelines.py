@@ -20,8 +20,7 @@ from megatfm.models import build
 from megatfm.parallel.pipeline_stages import split_into_stages
 from megatfm.verify.traffic import TrafficCounter
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.grids import SLOW, cells
-from tests.support.layouts import PIPELINE_SCHEDULES
+from tests.support.layouts import PIPELINE_SCHEDULES, SLOW, cells
 from tests.support.models import ADAMW, FAMILY_MODELS, LENGTH, MUON, PREFIX_LM, ROWS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     ROW_LENGTHS,

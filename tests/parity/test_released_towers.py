@@ -94,14 +94,14 @@ def test_both_towers(name: str, size: str, dtype: torch.dtype) -> None:
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
     normalised = torch.stack([(image.double() / 255 - mean) / std for image in images]).to(dtype)
     if name == "CLIPModel":
-        both.theirs.text_model.eos_token_id = EOS
-    expected = both.theirs(
+        both.reference.text_model.eos_token_id = EOS
+    expected = both.reference(
         input_ids=table, pixel_values=normalised, interpolate_pos_encoding=True, return_loss=True
     )
-    features = both.ours(**batch).predictions
+    features = both.model(**batch).predictions
     logits = features["scale"] * features["images"] @ features["texts"].T + features.get("bias", 0.0)
     figures.see_logits(logits, expected.logits_per_image, dtype)
-    loss = both.ours.compare(features)["contrastive"] / len(images)
+    loss = both.model.compare(features)["contrastive"] / len(images)
     figures.see_logits(loss, expected.loss, dtype)
     loss.backward()
     expected.loss.backward()

@@ -22,7 +22,7 @@ from megatfm.models import build
 from megatfm.object_collectives import all_gather
 from megatfm.tasks.predictions import collect_predictions, engine_model
 from tests.support.batches import task_batch
-from tests.support.encoder_batches import (
+from tests.support.hf_encoders import (
     BERT_ENCODER,
     DEBERTA,
     DEBERTA_V3,
@@ -33,7 +33,7 @@ from tests.support.encoder_batches import (
     draw_tokens,
     padded_batch,
 )
-from tests.support.grids import cells
+from tests.support.layouts import cells
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import (
     build_engine,
@@ -162,15 +162,15 @@ def task_inputs(
         starts, ends = torch.tensor([0, 3, 2]), torch.tensor([0, 3, 6])
         places = torch.arange(tokens.shape[1])
         marks = (places == starts[:, None]).long() + 2 * (places == ends[:, None])
-        ours = {"answer_marks": marks, "examples": torch.arange(3)[:, None].where(first, -1)}
-        return batch, {"start_positions": starts, "end_positions": ends}, ours
+        model_fields = {"answer_marks": marks, "examples": torch.arange(3)[:, None].where(first, -1)}
+        return batch, {"start_positions": starts, "end_positions": ends}, model_fields
     # One question of three choices.
-    ours = {
+    model_fields = {
         "choice_targets": torch.tensor([1, -100, -100])[:, None].where(first, none),
         "examples": torch.full_like(tokens, 7).where(first, -1),
         "parts": torch.tensor([0, 1, 2])[:, None].expand_as(tokens),
     }
-    return {key: value[None] for key, value in batch.items()}, {"labels": torch.tensor([1])}, ours
+    return {key: value[None] for key, value in batch.items()}, {"labels": torch.tensor([1])}, model_fields
 
 
 def in_one_row(fields: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -194,25 +194,25 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     figures = Figures()
     with doubled(torch.float64, *MODELING):
         both = pair(config, torch.float64, among=[name])
-    assert type(both.theirs).__name__ == name
+    assert type(both.reference).__name__ == name
     batch = {
         key: value[:, :9]
         for key, value in padded_batch(config).items()
         if key not in ("labels", "attention_mask")
     }
-    theirs, labels, ours = task_inputs(task, batch)
+    reference_fields, labels, model_fields = task_inputs(task, batch)
     with doubled(torch.float64, *MODELING):
-        expected = both.theirs(**theirs, **labels)
+        expected = both.reference(**reference_fields, **labels)
     segments = {"segments": batch["token_type_ids"]} if "token_type_ids" in batch else {}
-    plain = both.ours(batch["input_ids"], **segments).predictions[module]
+    plain = both.model(batch["input_ids"], **segments).predictions[module]
     if task == "QuestionAnswering":
         reference = torch.stack([expected.start_logits, expected.end_logits], -1)
     else:
         reference = expected.logits.reshape(plain.shape)
     figures.see_logits(plain, reference, torch.float64)
-    fields = {"tokens": batch["input_ids"], **segments, **ours}
+    fields = {"tokens": batch["input_ids"], **segments, **model_fields}
     fields = in_one_row(fields) if task == "MultipleChoice" else fields
-    (total,) = both.ours(**fields).losses.values()
+    (total,) = both.model(**fields).losses.values()
     counted = (
         {"MultipleChoice": 1, "TokenClassification": int((labels["labels"] >= 0).sum())}
         if "labels" in labels
@@ -240,33 +240,35 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
     with doubled(torch.float64, *MODELING):
         both = pair(config, torch.float64, among=[name])
     if is_xlnet:
-        assert not both.ours.encoder.query.weight.requires_grad
-    assert type(both.theirs).__name__ == name
-    both.theirs.config.pad_token_id = PAD  # by which it finds the last tokens; none of these is padding
+        assert not both.model.encoder.query.weight.requires_grad
+    assert type(both.reference).__name__ == name
+    both.reference.config.pad_token_id = PAD  # by which it finds the last tokens; none of these is padding
     tokens = draw_tokens(VOCABULARY, 3, 9, seed=4, low=PAD + 1)
     segments = {"token_type_ids": draw_tokens(3, 3, 9, seed=5)} if is_xlnet else {}
-    theirs, labels, ours = task_inputs(task, {"input_ids": tokens, **segments})
+    reference_fields, labels, model_fields = task_inputs(task, {"input_ids": tokens, **segments})
     with doubled(torch.float64, *MODELING):
-        expected = both.theirs(**theirs, **labels)
+        expected = both.reference(**reference_fields, **labels)
     fields = {"tokens": tokens} | ({"segments": segments["token_type_ids"]} if segments else {})
-    plain = both.ours(**fields).predictions[module]
+    plain = both.model(**fields).predictions[module]
     reference = (
         torch.stack([expected.start_logits, expected.end_logits], -1) if module == "span" else expected.logits
     )
     figures.see_logits(plain, reference.reshape(plain.shape), torch.float64)
     if task in ("SequenceClassification", "MultipleChoice"):
-        ours = {key: values if key == "parts" else values.flip(1) for key, values in ours.items()}
-    fields |= ours
-    (total,) = both.ours(**(in_one_row(fields) if task == "MultipleChoice" else fields)).losses.values()
+        model_fields = {
+            key: values if key == "parts" else values.flip(1) for key, values in model_fields.items()
+        }
+    fields |= model_fields
+    (total,) = both.model(**(in_one_row(fields) if task == "MultipleChoice" else fields)).losses.values()
     undone = UNDONE_LAST.get((is_xlnet, task), ())
     counts = {"MultipleChoice": 1, "TokenClassification": int((labels.get("labels", LABELS) >= 0).sum())}
     figures.see_logits(total / counts.get(task, len(LABELS)), expected.loss, torch.float64)
     (total / counts.get(task, len(LABELS))).backward()
     expected.loss.backward()
     if is_xlnet:  # the vector of tokens to predict: neither has a gradient of it
-        assert both.theirs.transformer.mask_emb.grad is None
-        both.theirs.transformer.mask_emb.grad = torch.zeros(1, 1, config.d_model, dtype=torch.float64)
-        both.ours.encoder.query.weight.grad = torch.zeros(config.d_model, dtype=torch.float64)
+        assert both.reference.transformer.mask_emb.grad is None
+        both.reference.transformer.mask_emb.grad = torch.zeros(1, 1, config.d_model, dtype=torch.float64)
+        both.model.encoder.query.weight.grad = torch.zeros(config.d_model, dtype=torch.float64)
         undone = (*undone, "transformer.mask_emb")
     figures.see_gradients(both, torch.float64, undone)
 
@@ -274,7 +276,7 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
 def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
     """Logits of three packed examples go to `on_logits` in evaluation, and are those of each alone."""
     config = ModelConfig.from_dotted(BERT_ENCODER | BARE)
-    model = pair(config, torch.float64, among=["BertForSequenceClassification"]).ours.eval()
+    model = pair(config, torch.float64, among=["BertForSequenceClassification"]).model.eval()
     tokens, lengths = draw_tokens(47, 1, 15, seed=4, low=PAD + 1), (6, 4, 5)
     targets, examples = torch.full((1, 15), -100), torch.full((1, 15), -1)
     starts = [0, 6, 10]
@@ -299,7 +301,7 @@ def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
 
 def test_dropout_of_the_head_depends_on_the_example_alone() -> None:
     config = ModelConfig.from_dotted(BERT_ENCODER | BARE).with_changes({"extra_heads.sentence.dropout": 0.5})
-    model = pair(config, torch.float64, among=["BertForSequenceClassification"]).ours.train()
+    model = pair(config, torch.float64, among=["BertForSequenceClassification"]).model.train()
     tokens = draw_tokens(47, 2, 9, seed=4, low=PAD + 1)
     targets = torch.full((2, 9), -100)
     targets[:, 0] = 1
@@ -432,13 +434,13 @@ def test_losses_of_numbers_are_transformers_s(loss: str) -> None:
     plain = ModelConfig.from_dotted(BERT_ENCODER | BARE)
     both = pair(plain, torch.float64, among=["BertForSequenceClassification"])
     actual = build(config).double()
-    actual.load_state_dict(both.ours.state_dict())
+    actual.load_state_dict(both.model.state_dict())
     kinds = {"binary_cross_entropy": "multi_label_classification", "squared_error": "regression"}
-    both.theirs.config.problem_type = kinds[loss]
+    both.reference.config.problem_type = kinds[loss]
     tokens = draw_tokens(47, 2, 9, seed=4, low=PAD + 1)
     labels = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     targets, examples = torch.zeros(2, 9, 3), torch.full((2, 9), -1)
     targets[:, 0], examples[:, 0] = labels.float(), torch.tensor([3, 4])
     observed = actual(tokens, sentence_targets=targets, examples=examples).losses["sentence"] / 2
-    reference = both.theirs(tokens, labels=labels).loss
+    reference = both.reference(tokens, labels=labels).loss
     torch.testing.assert_close(observed, reference, rtol=1e-12, atol=0)

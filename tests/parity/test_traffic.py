@@ -23,10 +23,15 @@ from megatfm.verify import expected_weights
 from megatfm.verify.expected import compute_expected_traffic
 from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import find_traffic_mismatches
-from tests.support.grids import SLOW, cells
-from tests.support.layouts import PIPELINE_SCHEDULES
+from tests.support.layouts import (
+    PIPELINE_SCHEDULES,
+    SLOW,
+    cells,
+    count_steps,
+    traffic_config,
+    traffic_mismatches,
+)
 from tests.support.models import FAMILY_MODELS
-from tests.support.traffic import count_steps, traffic_config, traffic_mismatches
 from tests.support.workers import Workers
 
 WITHOUT_DROPOUT = {"dropout": 0.0, "attention.dropout": 0.0, "ffn.dropout": 0.0, "drop_path": 0.0}

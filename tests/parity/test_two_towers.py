@@ -107,9 +107,9 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(workers: Workers) -> None
             sum(x >= row[at] and numbers[j] != numbers[at] for j, x in enumerate(row))
             for at, row in enumerate(cosines)
         ]
-        found = {f"top{k}": sum(n < k for n in before) / len(before) for k in (1, 5)}
-        assert 0 < found["top5"] < 1
-        expected[name] = {"contrastive": pytest.approx(loss, rel=1e-12), **found}
+        recalls = {f"top{k}": sum(n < k for n in before) / len(before) for k in (1, 5)}
+        assert 0 < recalls["top5"] < 1
+        expected[name] = {"contrastive": pytest.approx(loss, rel=1e-12), **recalls}
     for ranks in (1, 3):
         for terms in workers.run(evaluate, ranks, ranks):
             assert terms == expected

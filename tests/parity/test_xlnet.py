@@ -87,17 +87,17 @@ def predictions(
 ) -> tuple[Tensor, Tensor]:
     """Logits at the targets, row by row, in their order in the text."""
     inputs = {name: values for name, values in batch.items() if name != "targets"}
-    return both.ours(**inputs).logits[batch["targets"] != IGNORE], expected[labels != IGNORE]
+    return both.model(**inputs).logits[batch["targets"] != IGNORE], expected[labels != IGNORE]
 
 
 @pytest.mark.usefixtures("of_scores")
 def test_predictions_in_a_given_order(dtype: torch.dtype) -> None:
     both, figures, batch = pair(CONFIG, dtype), Figures(), batch_of(LENGTHS)
-    assert type(both.theirs).__name__ == "XLNetLMHeadModel"
+    assert type(both.reference).__name__ == "XLNetLMHeadModel"
     inputs = theirs_of(batch, dtype)
-    output = both.theirs(**inputs)
+    output = both.reference(**inputs)
     figures.see_logits(*predictions(both, batch, output.logits, inputs["labels"]), dtype)
-    loss = both.ours(**batch).losses["permutation"] / (batch["targets"] != IGNORE).sum()
+    loss = both.model(**batch).losses["permutation"] / (batch["targets"] != IGNORE).sum()
     figures.see_logits(loss, output.loss, dtype)
     loss.backward()
     output.loss.backward()
@@ -113,8 +113,8 @@ def test_without_an_order_all_tokens_see_one_another(dtype: torch.dtype) -> None
     inputs = {k: v for k, v in theirs_of(batch, dtype).items() if k in ("input_ids", "attention_mask")}
     inside = batch["documents"] == 0
     for segments in (None, batch["segments"]):
-        reference = both.theirs(**inputs, token_type_ids=segments).logits
-        logits = both.ours(batch["tokens"], documents=batch["documents"], segments=segments).logits
+        reference = both.reference(**inputs, token_type_ids=segments).logits
+        logits = both.model(batch["tokens"], documents=batch["documents"], segments=segments).logits
         figures.see_logits(logits[inside], reference[inside], dtype)
     assert figures.logits > 0
 
@@ -126,17 +126,17 @@ def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
         part["documents"] += number
     padding = {"tokens": 3, "documents": -1, "segments": 0, "order": 0, "targets": IGNORE}
     row = {k: torch.cat([*(p[k] for p in parts), torch.full((1, 2), v)], 1) for k, v in padding.items()}
-    logits = both.ours(**{k: v for k, v in row.items() if k != "targets"}).logits
+    logits = both.model(**{k: v for k, v in row.items() if k != "targets"}).logits
     start, loss = 0, torch.zeros((), dtype=dtype)
     for part, length in zip(parts, lengths, strict=True):
         part["documents"] = torch.zeros_like(part["documents"])
         inputs = theirs_of(part, dtype)
-        output = both.theirs(**inputs)
+        output = both.reference(**inputs)
         expected = part["targets"] != IGNORE
         figures.see_logits(logits[:, start : start + length][expected], output.logits[0], dtype)
         loss = loss + output.loss * expected.sum()
         start += length
-    figures.see_logits(both.ours(**row).losses["permutation"], loss, dtype)
+    figures.see_logits(both.model(**row).losses["permutation"], loss, dtype)
     assert logits.isfinite().all()
 
 

@@ -1,12 +1,15 @@
-"""Pages of the manual, and plugins that they show."""
+"""Pages of the manual, plugins that they show, the source as modules, benchmark scripts."""
 
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -43,3 +46,32 @@ def block_on_page(page: str, language: str, title: str) -> str:
     """The one fenced block of this language and title on a page."""
     (text,) = (text for path, name, text in fences(language) if (path.name, name) == (page, title))
     return text
+
+
+FOLDERS = {"data_prep", "launchers", "slurm"}
+"""Rooms beside `megatfm`, imported through links in it."""
+
+
+def module_of(path: Path) -> str:
+    """Name of the module in a file of `megatfm` or of a folder beside it."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(["megatfm"] * (parts[0] in FOLDERS) + [*parts]).removesuffix(".__init__")
+
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def script(name: str) -> ModuleType:
+    """Load a script, which finds those beside it; none stays importable by its bare name, which may be a library's."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        spec.loader.exec_module(module)
+    for path in BENCHMARKS.glob("*.py"):
+        if getattr(sys.modules.get(path.stem), "__file__", None) == str(path):
+            del sys.modules[path.stem]
+    return module

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatfm.config import ModelConfig, ParallelConfig
-from tests.support.grids import SLOW
+from tests.support.layouts import SLOW
 from tests.support.models import SMALL_MODEL
 
 SPARSE = {**SMALL_MODEL, "dropout": 0.2, "layer_types": ["plain", "sparse"], "layer_type.plain": {}}

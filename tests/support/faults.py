@@ -1,10 +1,16 @@
-"""Helpers to plant faults."""
+"""Helpers to plant faults, and faults where ranks share experts."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from megatfm.parallel import collectives, expert_parallel
+from megatfm.parallel.collectives import TensorParallelGroup
+from megatfm.parallel.mesh import DENSE_DATA_AXES
+from tests.support.expert_models import MOE_OPTIONS
 
 Backward = Callable[..., tuple[Any, ...]]
 EVERYTHING = {"*"}
@@ -15,3 +21,42 @@ def patch_backward(
 ) -> None:
     """Replace the backward pass of a function."""
     patch.setattr(function, "backward", staticmethod(backward))
+
+
+Patch = pytest.MonkeyPatch
+
+
+def forget_the_weights_other_shares(patch: Patch) -> None:
+    """The gradient of what experts are weighted by is that of the own experts alone."""
+    genuine = TensorParallelGroup.gather_input
+
+    def enter(self: TensorParallelGroup, x: Tensor) -> Tensor:
+        return self.gather_replicated(x) if x.shape[-1] == MOE_OPTIONS["top_k"] else genuine(self, x)
+
+    patch.setattr(TensorParallelGroup, "gather_input", enter)
+
+
+def take_experts_for_everybody_s(patch: Patch) -> None:
+    """Gradients of experts are summed over ranks that hold others."""
+    patch.setattr(expert_parallel, "EXPERT_DATA_AXES", DENSE_DATA_AXES)
+
+
+def leave_rows_in_the_order_of_experts(patch: Patch) -> None:
+    """Rows that come back from experts are not sorted by token."""
+    genuine = expert_parallel.sort_by_expert
+
+    def unsorted(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        order_R, _ = genuine(counts_PE, rows)
+        return order_R, torch.arange(rows)
+
+    patch.setattr(expert_parallel, "sort_by_expert", unsorted)
+
+
+def bring_gradients_back_in_another_order(patch: Patch) -> None:
+    """Gradients of rows come back in reverse."""
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        gradient = collectives.all_to_all_no_grad(gradient, ctx.received, ctx.sent, ctx.group)
+        return gradient.flip(0), None, None, None
+
+    patch.setattr(collectives._AllToAll, "backward", staticmethod(backward))

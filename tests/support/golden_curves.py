@@ -1,11 +1,11 @@
-"""Training a small model on keyed documents, from a config, through objective, packing, engine and optimizer.
+"""Golden files: losses of a small model on keyed text and images, names and shapes of parameters."""
 
-A curve is golden in float64, and as long as it does not depend on the processor: training is chaotic, and a difference
-of rounding grows, in some of these models a thousandfold in a dozen steps. docs/LOG.md has the measured spread.
-"""
-
+import io
 import json
+import re
+from collections.abc import Mapping
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from megatfm import rng
 from megatfm.config import Config, load_config
@@ -24,7 +25,6 @@ from megatfm.optim.lr_schedules import schedule_factor
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from tests.support.golden_images import image_files
 from tests.support.workers import Workers
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -203,3 +203,49 @@ def preset_config(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
 def moe_curve_config(name: str) -> dict[str, Any]:
     """The preset of experts, made small, with one of MOE_ROUTERS."""
     return preset_config(MOE_PRESET, SMALL_MOE | MOE_ROUTERS[name])
+
+
+BLOCK = re.compile(r"(?P<before>.*\blayers\.)(?P<number>\d+)(?P<after>\..*)")
+
+
+def compressed(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """`encoder.layers.0…11.attn.wq.weight [768, 768]`, in the model's order.
+
+    Neighbouring blocks are joined if they have the same names and shapes in the same order.
+    """
+    lines: list[str] = []
+    for before, entries in groupby(shapes.items(), _stack_of):
+        if before is None:
+            lines += [f"{name} {list(shape)}" for name, shape in entries]
+            continue
+        runs: list[tuple[list[str], list[str]]] = []
+        for number, block in groupby(entries, lambda entry: BLOCK.fullmatch(entry[0])["number"]):
+            content = [f"{BLOCK.fullmatch(name)['after']} {list(shape)}" for name, shape in block]
+            if runs and runs[-1][1] == content:
+                runs[-1][0].append(number)
+            else:
+                runs.append(([number], content))
+        for numbers, content in runs:
+            where = numbers[0] if len(numbers) == 1 else f"{numbers[0]}…{numbers[-1]}"
+            assert [int(n) for n in numbers] == list(range(int(numbers[0]), int(numbers[-1]) + 1))
+            lines += [f"{before}{where}{line}" for line in content]
+    return lines
+
+
+def _stack_of(entry: tuple[str, tuple[int, ...]]) -> str | None:
+    match = BLOCK.fullmatch(entry[0])
+    return match["before"] if match else None
+
+
+CLASSES, SIDE = 10, 8
+
+
+def image_files(number: int) -> dict[str, bytes]:
+    """A grey image of 8 × 8 pixels as PNG, and its class. Half of each pixel is the class's pattern, half noise."""
+    noise = rng.random_uint64(1 + SIDE**2, "golden", "image", number)
+    label = int(noise[0] % np.uint64(CLASSES))
+    pattern = rng.random_uint64(SIDE**2, "golden", "pattern", label) % np.uint64(128)
+    pixels = (pattern + noise[1:] % np.uint64(128)).astype(np.uint8).reshape(SIDE, SIDE)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return {"png": out.getvalue(), "cls": b"%d" % label}

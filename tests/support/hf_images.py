@@ -1,16 +1,20 @@
-"""Small vision transformers of transformers, and their logits for one image beside those of a model of ours."""
+"""Vision models of transformers as oracles: vision transformers, Swin and Swin-V2."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megatfm.config import ModelConfig
+from megatfm.models import build
 from tests.support.hf_folders import perturbed
 from tests.support.images import pixels, to_batch
+from tests.support.models import SWIN_MODEL
 
 SMALL_VIT = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48, "image_size": 16,
@@ -67,3 +71,106 @@ def image_logits(model: Any, size: Any, *, is_megatfm: bool, name: str) -> Tenso
     embedding = model.config.embedding
     output = model(**to_batch([image], embedding.patch_size, embedding.n_special_tokens, [[0]]))
     return output.predictions["classifier"] if "Classification" in name else output.hidden
+
+
+MEAN, STD = (
+    torch.tensor(values, dtype=torch.float64)[:, None, None]
+    for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+)
+
+PARTS = (
+    ("attn.w([qkvo])", r"attention.\1_proj"),
+    ("attn.position.weight", "attention.relative_position_bias.relative_position_bias_table"),
+    ("attn_residual.norm", "layernorm_before"),
+    ("ffn_residual.norm", "layernorm_after"),
+    ("ffn.w_up", "mlp.fc1"),
+    ("ffn.w_down", "mlp.fc2"),
+)
+PARTS_V2 = (
+    ("attn.wq", "attention.self.query"),
+    ("attn.wk", "attention.self.key"),
+    ("attn.wv", "attention.self.value"),
+    ("attn.wo", "attention.output.dense"),
+    ("attn.cosine.weight", "attention.self.logit_scale"),
+    ("attn.position.hidden", "attention.self.continuous_position_bias_mlp.0"),
+    ("attn.position.out", "attention.self.continuous_position_bias_mlp.2"),
+    ("attn_residual.norm", "layernorm_before"),
+    ("ffn_residual.norm", "layernorm_after"),
+    ("ffn.w_up", "intermediate.dense"),
+    ("ffn.w_down", "output.dense"),
+)
+
+
+def make_ours(options: dict[str, Any] | None = None) -> nn.Module:
+    """Our model in float64, its parameters not yet set."""
+    return build(ModelConfig.from_dotted(**(SWIN_MODEL | (options or {})))).double().eval()
+
+
+def make_theirs(
+    config: ModelConfig,
+    size: int | tuple[int, int],
+    seed: int = 0,
+    kind: str = "ForImageClassification",
+    **others: Any,
+) -> Any:
+    """A model of transformers in float64 for images of one size, every parameter perturbed."""
+    assert config.stages is not None
+    is_v2 = config.position.name == "log_relative_2d"
+    name, windows = "Swinv2" if is_v2 else "Swin", getattr(config.position, "pretrained_windows", None)
+    more = others | ({"pretrained_window_sizes": windows} if windows else {})
+    options = getattr(transformers, f"{name}Config")(
+        image_size=size, patch_size=4, embed_dim=config.d_model, depths=list(config.stages.layers),
+        num_heads=list(config.stages.heads), window_size=config.attention.pattern.window, num_labels=5,
+        mlp_ratio=config.ffn.d_ff / config.d_model, attn_implementation="eager" if is_v2 else "sdpa", **more,
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}{kind}")(options).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data = 1 + 0.3 * noise if re.search(r"norm\w*\.weight", name) else 0.3 * noise
+    return model
+
+
+def their_name(actual: str, layers: tuple[int, ...], *, v2: bool) -> str:
+    """The name in transformers' model of a parameter of ours."""
+    if actual.startswith("classifier."):
+        return actual.replace("classifier.classifier", "classifier")
+    if actual.startswith("pixels."):
+        return actual.replace("pixels.prediction", "decoder.0")
+    name = actual.replace("encoder.embedding.mask_tokens.weight", "embeddings.mask_token")
+    name = name.replace("encoder.embedding.patches.projection", "embeddings.patch_embeddings.projection")
+    name = name.replace("encoder.embedding.norm", "embeddings.norm").replace("encoder.norm", "layernorm")
+    name = re.sub(r"encoder\.merges\.(\d+)", r"encoder.layers.\1.downsample", name)
+    if match := re.match(r"encoder\.layers\.(\d+)\.(?!downsample)(.*)", name):
+        stage, block = 0, int(match[1])
+        while block >= layers[stage]:
+            stage, block = stage + 1, block - layers[stage]
+        part = match[2]
+        for pattern, replacement in PARTS_V2 if v2 else PARTS:
+            part = re.sub(f"^{pattern}", replacement, part)
+        name = f"encoder.layers.{stage}.blocks.{block}.{part}"
+    name = name.replace("norm_out", "norm")
+    return f"{'swinv2' if v2 else 'swin'}.{name}"
+
+
+def copy_weights(actual: nn.Module, expected: nn.Module) -> dict[str, str]:
+    """Set ours to theirs; returns names of ours → theirs. Every parameter of both must have its like."""
+    named, v2 = dict(expected.named_parameters()), actual.config.position.name == "log_relative_2d"
+    names = {
+        name: their_name(name, actual.config.stages.layers, v2=v2) for name, _ in actual.named_parameters()
+    }
+    assert sorted(names.values()) == sorted(named)
+    for name, parameter in actual.named_parameters():
+        parameter.data = named[names[name]].data.reshape(parameter.shape).clone()
+    return names
+
+
+def images_of(size: tuple[int, int], count: int) -> tuple[list[Tensor], Tensor]:
+    """Raw images for ours, and the normalised ones [N, C, H, W] in float64 for theirs."""
+    images = [pixels(*size, seed=number) for number in range(count)]
+    return images, torch.stack([(image.double() / 255 - MEAN) / STD for image in images])
+
+
+def batch_of(images: list[Tensor], rows: list[list[int]], labels: list[int]) -> dict[str, Tensor]:
+    """Ours: rows of images' patches of 4 pixels."""
+    return to_batch(images, 4, 0, rows, labels=labels)

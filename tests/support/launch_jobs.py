@@ -1,11 +1,18 @@
-"""`megatfm launch` in this process, and jobs for launchers."""
+"""`megatfm launch` in this process, jobs for launchers, a SLURM that answers from files, runs to look at."""
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
+
+from megatfm import cli
 from megatfm.config import load, load_config
 from megatfm.config.prep import PrepConfig
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job
+from megatfm.launchers.record import Attempt, dump_attempts
 from megatfm.launchers.slurm import Site
 
 
@@ -69,3 +76,55 @@ def prep_job(**changes: object) -> Job:
     return job(
         kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes
     )
+
+
+COMMANDS = ("sbatch", "scontrol", "scancel", "squeue", "sinfo", "sacct", "srun")
+STAND_IN = """#!/bin/bash
+name=${0##*/}
+printf '%s' "$name" >>"$SLURM_FAKE/calls"
+printf ' %q' "$@" >>"$SLURM_FAKE/calls"
+echo >>"$SLURM_FAKE/calls"
+key=$name
+[ "$name" != scontrol ] || { [ "$1" = -o ] && key=$name-$2 || key=$name-$1; }
+[ ! -e "$SLURM_FAKE/$key.fails" ] || { cat "$SLURM_FAKE/$key.fails" >&2; exit 1; }
+[ ! -e "$SLURM_FAKE/$key" ] || cat "$SLURM_FAKE/$key"
+"""
+
+
+@dataclass
+class FakeSlurm:
+    """Stand-ins: what commands print and whether they fail, by name (`scontrol-show` for `scontrol show`)."""
+
+    folder: Path
+
+    def answer(self, command: str, text: str) -> None:
+        (self.folder / command).write_text(text)
+
+    def fail(self, command: str, text: str) -> None:
+        (self.folder / f"{command}.fails").write_text(text)
+
+    @property
+    def calls(self) -> list[str]:
+        """The commands so far, quoted as a shell would."""
+        file = self.folder / "calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+MakeRun = Callable[..., Path]
+
+
+def megatfm(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run a command in this process; returns its exit code and all that it wrote."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    output = capsys.readouterr()
+    return int(left.value.code or 0), output.out + output.err
+
+
+def write_attempts(run: Path, *codes: int | None) -> None:
+    """Write `restarts.json`: an attempt of job 7 for each exit code, None for one that runs."""
+    result = [
+        Attempt(100.0, "7", job="7", code=code, ended=None if code is None else 101.0, reason="of a test")
+        for code in codes
+    ]
+    (run / "restarts.json").write_text(dump_attempts(result))

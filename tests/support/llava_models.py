@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
-from tests.support.grids import cells_by_ranks
 from tests.support.images import pixels, to_batch
+from tests.support.layouts import cells_by_ranks
 from tests.support.models import ROWS
 
 SIDE, IMAGE_TOKEN, VOCABULARY = 4, 55, 60

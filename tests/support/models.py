@@ -1,8 +1,24 @@
-"""Small models of every family, and optimizers for them."""
+"""Small models of every family, of every combination of dense parts, with experts; and optimizers for them."""
 
 from typing import Any
 
-from megatfm.config import AdamWConfig, ModelConfig, MuonConfig
+import torch
+from torch import Tensor
+
+from megatfm.config import (
+    AdafactorConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerSection,
+    ScheduleFreeConfig,
+    SoapConfig,
+)
+from megatfm.layers.initialisation import make_initialiser
+from megatfm.layers.moe.moe import MoE
+from megatfm.layers.sequence import SequenceMetadata
 
 ROWS, LENGTH = 8, 12
 """Rows of a batch and tokens of a row (`tests/support/batches.py`)."""
@@ -177,3 +193,99 @@ PREFIX_LM = "prefix language model"
 FAMILY_NAMES = (*FAMILY_MODELS, PREFIX_LM)
 TINY_MODEL = {"vocab_size": 31, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 16}
 TINY_LATENT = {"name": "mla", "n_heads": 2, "kv_lora_rank": 6, "qk_rope_head_dim": 4}
+
+
+DENSE_VOCABULARY = 23
+SMALL_DENSE = {
+    "vocab_size": DENSE_VOCABULARY,
+    "d_model": 16,
+    "n_layers": 2,
+    "attention.n_heads": 2,
+    "ffn.d_ff": 20,
+    "norm.eps": 1e-3,
+}
+NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
+NORMS = ("layer_norm", "rms_norm")
+ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "swish", "swiglu", "geglu", "geglu_tanh")
+POSITIONS = {
+    "sinusoidal": {},
+    "learned": {"position.max_positions": 16},
+    "rope": {"position.theta": 100.0},
+    "alibi": {},
+    "t5": {"position.buckets": 8, "position.max_distance": 6},
+    "shaw": {"position.max_distance": 3},
+    "none": {},
+}
+MASKS = ("causal", "prefix", "full", "pairs")
+
+
+def combination(norm_position: str, norm: str, activation: str, position: str, mask: str) -> ModelConfig:
+    """A model of these parts."""
+    families = {"full": "encoder", "pairs": "encoder_decoder"}
+    return ModelConfig.from_dotted(
+        **SMALL_DENSE,
+        **POSITIONS[position],
+        family=families.get(mask, "decoder"),
+        **{
+            "norm.placement": norm_position,
+            "norm.name": norm,
+            "ffn.activation": activation,
+            "position.name": position,
+            "init.name": "deepnorm" if norm_position == "deepnorm" else "normal",
+        },
+    )
+
+
+B, T, D, F_, E = 3, 11, 16, 8, 8
+"""Rows, tokens, width, width of an expert, experts."""
+ROUTER_LOSSES = {"aux_loss_coef": 0.1, "seq_aux_loss_coef": 0.1, "z_loss_coef": 0.1}
+
+
+def moe_config(**ffn: Any) -> ModelConfig:
+    """A model of one block; ffn: options beside the usual ones."""
+    ffn = {
+        "name": "moe",
+        "d_ff": F_,
+        "n_experts": E,
+        "top_k": 3,
+        "router": {"name": "top_k", **ROUTER_LOSSES},
+    } | ffn
+    return ModelConfig.from_dotted(
+        {"vocab_size": 8, "d_model": D, "n_layers": 1, "attention.n_heads": 1, "ffn": ffn}
+    )
+
+
+def build_moe(dtype: torch.dtype = torch.float64, seed: int = 0, **ffn: Any) -> MoE:
+    """A mixture with random weights and state."""
+    config = moe_config(**ffn)
+    module = MoE(config, make_initialiser(config)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data.copy_(0.7 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+    module.shares.abs_().div_(module.shares.sum())
+    return module
+
+
+def moe_sequence(documents: Tensor | None = None, rows: int = B) -> SequenceMetadata:
+    """Rows of T tokens."""
+    return SequenceMetadata(torch.arange(T).expand(rows, T), documents, rng_keys=torch.arange(rows))
+
+
+def moe_inputs(dtype: torch.dtype = torch.float64, rows: int = B) -> Tensor:
+    """Random inputs that take a gradient."""
+    x = torch.randn(rows, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x.to(dtype).requires_grad_()
+
+
+OPTIMIZER_OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "layer_decay": 0.8}
+OPTIMIZERS: dict[str, OptimizerSection] = {
+    "adamw": AdamWConfig(**OPTIMIZER_OPTIONS),
+    "adamw, short moments": AdamWConfig(**OPTIMIZER_OPTIONS, moments_dtype="bf16"),
+    "adamw, weights averaged": AdamWConfig(**OPTIMIZER_OPTIONS, ema_decay=0.7),
+    "muon": MuonConfig(**OPTIMIZER_OPTIONS),
+    "soap": SoapConfig(**OPTIMIZER_OPTIONS, precondition_frequency=2, max_precond_dim=32),
+    "adafactor": AdafactorConfig(**OPTIMIZER_OPTIONS),
+    "lamb": LambConfig(**OPTIMIZER_OPTIONS),
+    "lion": LionConfig(**OPTIMIZER_OPTIONS),
+    "schedule_free_adamw": ScheduleFreeConfig(**OPTIMIZER_OPTIONS),
+}

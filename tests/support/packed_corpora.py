@@ -1,16 +1,24 @@
-"""Small corpora, on disk and in memory, and the simplest objective."""
+"""Small corpora: on disk, in memory, behind a URL, damaged; and the simplest objective."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
+from blake3 import blake3
 
+from megatfm.corpus import remote
+from megatfm.corpus import storage as module
 from megatfm.corpus.corpus import Corpus
+from megatfm.corpus.shard_index import ShardIndex
+from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data.sequences import DocumentChunk
+from megatfm.errors import MegatfmError
 from megatfm.rng import ChunkKey
 
 BOS, EOS = 1, 2
@@ -129,3 +137,107 @@ def packed(write: Callable[..., Path]) -> Path:
 def corpus(folder: Path) -> Corpus:
     """The same, opened."""
     return Corpus.open(folder)
+
+
+Json = dict[str, Any]
+Change = Callable[[np.ndarray, np.ndarray], None]  # of an index's frames and samples
+
+SHARD, INDEX = "shard-000001.tar.zst", "shard-000001.index.zst"
+
+
+def edit_manifest(folder: Path, change: Callable[[Json], object]) -> None:
+    """Change the manifest in place."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def replace_index(folder: Path, data: bytes) -> None:
+    """Put another index for shard 1, with the manifest's consent."""
+    (folder / INDEX).write_bytes(data)
+    entry = {"file": INDEX, "bytes": len(data), "blake3": blake3(data).hexdigest()}
+    edit_manifest(folder, lambda manifest: manifest["shards"][1].update(index=entry))
+
+
+def replace_shard(folder: Path, data: bytes) -> None:
+    """Put another shard 1, with the manifest's consent."""
+    (folder / SHARD).write_bytes(data)
+    facts = {"bytes": len(data), "blake3": blake3(data).hexdigest()}
+    edit_manifest(folder, lambda manifest: manifest["shards"][1].update(facts))
+
+
+def edited(index: ShardIndex, change: Change) -> bytes:
+    """Bytes of an index after a change of its frames and samples."""
+    frames, samples = index.frames.copy(), index.samples.copy()
+    change(frames, samples)
+    return ShardIndex(frames, samples).encode()
+
+
+def edit_index(folder: Path, change: Change) -> None:
+    """Change the index of shard 1, with the manifest's consent."""
+    replace_index(folder, edited(Corpus.open(folder).indexes.complete(1), change))
+
+
+def assert_refused(read: Callable[[], object], *words: str, kind: type[MegatfmError] = MegatfmError) -> None:
+    """Assert that reading raises one line that has all these words."""
+    with pytest.raises(MegatfmError) as caught:
+        read()
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.fixture
+def memory(folder: Path) -> Iterator[str]:
+    """The corpus at memory://, and the URL."""
+    fs = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        fs.pipe(f"/bucket/corpus/{path.name}", path.read_bytes())
+    yield "memory://bucket/corpus"
+    fs.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ShardCacheConfig:
+    """A cache of shards in a temporary folder."""
+    return ShardCacheConfig(tmp_path / "cache")
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of downloaded files."""
+    names: list[str] = []
+    download = module.CachedRemoteStorage._download
+
+    def watched(self: Any, path: Path, known: Any) -> None:
+        names.append(known.file)
+        download(self, path, known)
+
+    monkeypatch.setattr(module.CachedRemoteStorage, "_download", watched)
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    return names
+
+
+def same_corpora(one: Corpus, other: Corpus) -> bool:
+    """Whether two corpora have the same documents."""
+    return all(
+        np.array_equal(a, b)
+        for number in range(one.n_blocks)
+        for (_, a), (_, b) in zip(one.read_block(number), other.read_block(number), strict=True)
+    )
+
+
+def use_s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have fsspec find S3 at a stand-in's URL."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    fsspec.config.conf.pop("s3", None)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()

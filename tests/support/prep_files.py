@@ -1,10 +1,14 @@
-"""Files that data_prep reads and writes."""
+"""Files that data_prep reads and writes, its steps, and preparations that are killed at a chosen moment."""
 
 import io
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,12 @@ import numpy as np
 import sentencepiece
 import zstandard
 from blake3 import blake3
+from pydantic import TypeAdapter
+
+from megatfm.config.prep import PrepConfig
+from megatfm.config.prep_steps import StepConfig
+from megatfm.data_prep.documents import Document
+from megatfm.data_prep.filters.base import PipelineStep, make_filter
 
 
 def write_file(path: Path, data: bytes) -> Path:
@@ -73,3 +83,70 @@ def warc_record(kind: str, content: bytes, url: str, type_: str) -> bytes:
         f"Content-Length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content + b"\r\n\r\n"
+
+
+def rule(name: str, **settings: Any) -> PipelineStep:
+    """A step by its name."""
+    return make_filter(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
+
+
+def rule_outcome(step: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
+    """Text that a step leaves, or None, and the reason for that."""
+    result = step(Document("x", text, url))
+    return (result.text if result else None), next(iter(step.counts.dropped), "")
+
+
+WORDS = [
+    "the", "of", "and", "a", "cat", "sat", "on", "mat", "with", "that", "have", "be", "to", "it's", "über",
+    "naïve", "3", "14", "x9", "#tag", "wait…", "so...", "quick", "brown",
+]  # fmt: skip
+SENTENCE_ENDS = (
+    ".", "!", "?", '"', "'", "", "", "...", "…", ",", "。", "؟", "।",
+)  # fmt: skip
+
+
+def random_pages(count: int, seed: int = 0) -> Iterator[str]:
+    """Bad texts: repeated words, lines and paragraphs, bullets, fragments, mixed with good ones."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        words = rng.sample(WORDS, rng.randrange(3, len(WORDS)))
+        lines: list[str] = []
+        for _ in range(rng.randrange(1, 25)):
+            if lines and rng.random() < rng.choice((0, 0.2, 0.5)):
+                lines.append(rng.choice(lines))
+                continue
+            line = " ".join(rng.choices(words, k=rng.choice((1, 3, 8, 20))))
+            bullet = rng.choice(("", "", "", "• ", "- "))
+            lines.append(bullet + line + rng.choice(SENTENCE_ENDS))
+        yield "".join(line + rng.choice(("\n", "\n\n")) for line in lines).strip()
+
+
+KILLED = -signal.SIGKILL
+NEVER = 10**9
+SIGNAL_SCRIPT = Path(__file__).with_name("signal_prep.py")
+"""A preparation that is hit by a signal on the way."""
+
+
+def count_moments(folder: Path, config: PrepConfig) -> int:
+    """Number of moments of a run that nobody kills."""
+    return int(kill(folder, config, [("counted", NEVER)]).stderr.splitlines()[-1])
+
+
+def run_killed_at(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> list[int]:
+    """Exit statuses of runs (out, moment at which it is killed), one after the other."""
+    statuses: list[int] = json.loads(kill(folder, config, runs).stdout)
+    return statuses
+
+
+def kill(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> subprocess.CompletedProcess[str]:
+    """Run `kill_prep.py`: a preparation for each of these (out, moment at which it is killed)."""
+    path = folder / "config.json"
+    path.write_text(config.model_dump_json())
+    script = Path(__file__).with_name("kill_prep.py")
+    return subprocess.run(
+        [sys.executable, str(script), str(path), *(f"{folder / out}:{last}" for out, last in runs)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )

@@ -1,6 +1,6 @@
 """Models of transformers as oracles: from the same perturbed weights, through our own conversion tables.
 
-`pair(config, dtype)` makes ours and theirs; `Figures` holds the largest differences that were seen, which
+`pair(config, dtype)` makes a model and its reference; `Figures` holds the largest differences that were seen, which
 docs/guide/models.md states and tests hold it to.
 """
 
@@ -78,10 +78,10 @@ def perturb(model: nn.Module, seed: int = 0, scale: float = 0.2) -> None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Ours and theirs from the same weights, and the table between them."""
+    """A model and transformers' from the same weights, and the table between them."""
 
-    ours: nn.Module
-    theirs: Any
+    model: nn.Module
+    reference: Any
     rules: list[WeightMapping]
     names: Mapping[str, str]
     """Their names in memory → those of files, which the table has."""
@@ -94,7 +94,7 @@ def pair(
     among: Sequence[str] | None = None,
     unused: Collection[str] = (),
 ) -> Pair:
-    """Ours in training mode, theirs not (its classifiers drop); every parameter of theirs is set, and no other.
+    """Build the model in training mode, the reference (its classifiers drop) in evaluation mode; set all weights.
 
     among: names of the architectures that may be chosen. unused: parameters of theirs that their forward never reads.
     """
@@ -173,14 +173,14 @@ class Figures:
 
         undone: names of theirs that a softmax undoes as it does keys' biases.
         """
-        gradients = {name: p.grad for name, p in both.ours.named_parameters() if p.grad is not None}
-        assert gradients.keys() == dict(both.ours.named_parameters()).keys()
+        gradients = {name: p.grad for name, p in both.model.named_parameters() if p.grad is not None}
+        assert gradients.keys() == dict(both.model.named_parameters()).keys()
         local = [
             rule for rule in both.rules if gradients.keys() >= set(rule.megatfm)
         ]  # all but those of state
         assert {name for rule in local for name in rule.megatfm} == gradients.keys()
         converted = to_hf(local, gradients)
-        reference_gradients = {name: p.grad for name, p in both.theirs.named_parameters()}
+        reference_gradients = {name: p.grad for name, p in both.reference.named_parameters()}
         reference = {in_file: reference_gradients[name] for name, in_file in both.names.items()}
         assert reference.keys() == converted.keys()
         for name in [n for n, g in reference.items() if ".experts." in n and (g is None or not g.any())]:

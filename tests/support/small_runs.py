@@ -1,4 +1,4 @@
-"""A small real corpus and a config on it."""
+"""A small real corpus, and configs of small runs."""
 
 import sys
 from pathlib import Path
@@ -102,3 +102,18 @@ def file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(file: Path) -> Path:
     """A run of two steps."""
     return megatfm.fit(file, f"run_dir={file.parent / 'run'}", "train.steps=2")
+
+
+VERIFIED_CONFIG = {
+    "name": "small",
+    "model": {
+        "vocab_size": 512,
+        "d_model": 64,
+        "n_layers": 6,
+        "attention": {"n_heads": 8, "n_kv_heads": 4},
+        "ffn": {"d_ff": 128},
+    },
+    "data": {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 64},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "train": {"steps": 5, "global_batch": 8, "micro_batch": 4},
+}

@@ -129,7 +129,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "a.tar": tar,
     "json.tar.zst": lambda: zstd_frames(tar(json_=True)),
     "a.warc": warc,
-    "a.warc.gz": lambda: b"".join(gzip.compress(each) for each in warc_records()),
+    "a.warc.gz": lambda: b"".join(gzip.compress(record) for record in warc_records()),
     "a.xml": wiki,
     "a.xml.bz2": lambda: bz2.compress(wiki()),
 }
@@ -138,7 +138,7 @@ WITHOUT_URL = ("a.tar", "a.xml", "a.xml.bz2")
 
 def warc_records() -> list[bytes]:
     """Single records of the WARC file."""
-    return [b"WARC/1.0" + each for each in warc().split(b"WARC/1.0")[1:]]
+    return [b"WARC/1.0" + record for record in warc().split(b"WARC/1.0")[1:]]
 
 
 def read_documents(path: Path, limit: int = 2**20, **settings: Any) -> tuple[list[Document], DocumentReader]:

@@ -350,13 +350,13 @@ def test_blocks_of_several_kinds_count_as_they_are() -> None:
 
 
 def test_patterns_are_counted_by_kind_of_block() -> None:
-    def told(preset: str) -> str | None:
+    def pattern_line(preset: str) -> str | None:
         return dict(to_lines(describe(load_config(preset)))).get("  pattern")
 
-    assert told("gemma3-1b") == "22 × window (width 512), 4 × full"
-    assert told("mistral-7b-v0.1") == "window (width 4096)"
-    assert told("t-dmca") == "3 × chunked (size 256), 2 × compressed"
-    assert told("llama3-8b") is None
+    assert pattern_line("gemma3-1b") == "22 × window (width 512), 4 × full"
+    assert pattern_line("mistral-7b-v0.1") == "window (width 4096)"
+    assert pattern_line("t-dmca") == "3 × chunked (size 256), 2 × compressed"
+    assert pattern_line("llama3-8b") is None
 
 
 def test_pairs_of_a_pattern_that_differs_by_head_are_those_of_all_heads() -> None:

@@ -11,7 +11,7 @@ from functools import cached_property
 import pytest
 
 from megatfm.cli import COMMANDS
-from tests.support.source_tree import ROOT, module_of
+from tests.support.documentation import ROOT, module_of
 
 ROOMS = ("megatfm", "data_prep", "launchers")
 OF_TORCH = {

@@ -1,16 +1,29 @@
-"""Small files are there whole or not at all, and on the disk when the call returns."""
+"""Modules open to all: small files whole or not at all, keyed random numbers, parts by name."""
 
 import errno
 import multiprocessing
 import os
 import secrets
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from megatfm import rng
 from megatfm.checkpoint import file_io
+from megatfm.config import ModelConfig, find_config, load_config
+from megatfm.errors import UsageError
 from megatfm.files import atomic_write, temporary_path
+from megatfm.layers.norm import NORMS
+from megatfm.models import build
+from megatfm.objectives import OBJECTIVES
+from megatfm.optim.lr_schedules import SCHEDULES
+from megatfm.optim.parameters import OPTIMIZERS
+from megatfm.registry import Registry, did_you_mean, import_plugins
 
 
 def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path: Path) -> None:
@@ -98,3 +111,274 @@ def test_several_processes_may_write_the_same_file(tmp_path: Path) -> None:
         assert writer.exitcode == 0
     assert (tmp_path / "a").read_text() in {letter * 1000 for letter in "xyz"}
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+# --------------------------------------------------------------------------------------- keyed random numbers
+
+
+KEYS: list[tuple[int | str, ...]] = [(), (0,), ("0",), (0, 0), ("a", "b"), ("ab",), (1, "a"), ("a", 1), (-1,)]
+
+GOLDEN_RAW = [7090668857677833275, 16952868447171799082, 14557845250218945068]
+GOLDEN_UNIFORM = [0.6082992721846883, 0.9290624199488501]
+GOLDEN_PERMUTATION = [5, 0, 4, 2, 3, 7, 1, 6]
+
+
+def test_generator_keeps_its_golden_values() -> None:
+    """The order of every run so far hangs on these: they are never to change."""
+    assert rng.random_uint64(3, 0, "order", 1).tolist() == GOLDEN_RAW
+    assert rng.uniform(2, 7, "a").tolist() == GOLDEN_UNIFORM
+    assert rng.permutation(8, 1, "p").tolist() == GOLDEN_PERMUTATION
+
+
+def test_draws_are_the_same_in_another_process() -> None:
+    code = "from megatfm import rng; print(rng.random_uint64(3, 0, 'order', 1).tolist())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == str(GOLDEN_RAW)
+
+
+def test_a_number_is_its_value_whatever_its_type() -> None:
+    assert rng.random_uint64(1, np.int64(3), "x") == rng.random_uint64(1, 3, "x")
+    with pytest.raises(TypeError):
+        rng.random_uint64(1, 1.5)  # type: ignore[arg-type]
+
+
+def test_a_longer_draw_goes_on_where_a_shorter_one_ends() -> None:
+    assert rng.random_uint64(100, 5)[:7].tolist() == rng.random_uint64(7, 5).tolist()
+
+
+def test_every_key_has_its_own_numbers() -> None:
+    drawn = np.concatenate([rng.random_uint64(50, *key) for key in KEYS])
+    assert len(set(drawn.tolist())) == len(drawn)
+    x = np.stack([rng.uniform(4000, *key) for key in KEYS])
+    correlations = np.corrcoef(x)[np.triu_indices(len(KEYS), 1)]
+    assert np.abs(correlations).max() < 5 / np.sqrt(4000)  # five standard deviations
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_uniform_draws_pass_a_chi_squared_test(key: tuple[int | str, ...]) -> None:
+    x = rng.uniform(20_000, *key)
+    assert x.min() >= 0
+    assert x.max() < 1
+    counts, _ = np.histogram(x, bins=64, range=(0, 1))
+    chi2 = float(((counts - 20_000 / 64) ** 2 / (20_000 / 64)).sum())
+    assert 25 < chi2 < 120, "63 degrees of freedom: outside this once in a million"
+    assert np.all(x * 2**53 == np.floor(x * 2**53))
+    assert np.any(x * 2**52 != np.floor(x * 2**52)), "the last bit is never set"
+
+
+def test_permutations_are_uniform() -> None:
+    counts = np.zeros((6, 6), int)
+    for seed in range(3000):
+        permutation = rng.permutation(6, seed, "p")
+        assert sorted(permutation.tolist()) == list(range(6))
+        counts[np.arange(6), permutation] += 1
+    assert np.abs(counts - 500).max() < 5 * np.sqrt(500)
+    assert rng.permutation(0, 1).tolist() == []
+    assert rng.permutation(1, 1).tolist() == [0]
+
+
+def test_hashes_keep_their_golden_values() -> None:
+    """Masks, plans of packing and dropout hang on these: they are never to change."""
+    assert rng.hash_rows((1, "a"), np.arange(2), np.array([5, 5])).tolist() == [
+        2514947007226666148,
+        15164154967367666321,
+    ]
+    assert rng.chunk_keys(3, np.array([0, 0, 1]), np.array([0, 1, 0])).tolist() == [
+        6198772376103169062,
+        15343448976193684557,
+        12554490214519274839,
+    ]
+    assert rng.row_keys(3, np.array([0, 1])).tolist() == [163100055346747955, 5506878964348894781]
+    assert (
+        rng.ChunkKey(3, 9, 0, 1).without_epoch.tolist()
+        == rng.chunk_keys(3, np.array([0]), np.array([1])).tolist()
+    )
+
+
+def test_hashes_are_uniform_and_differ() -> None:
+    samples, chunks = np.arange(300).repeat(300), np.tile(np.arange(300), 300)
+    keys = rng.chunk_keys(0, samples, chunks)
+    assert len(set(keys.tolist())) == len(keys)
+    assert not set(keys.tolist()) & set(rng.chunk_keys(1, samples, chunks).tolist())
+    bits = (keys[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
+    assert np.abs(bits.mean(0) - 0.5).max() < 5 * 0.5 / np.sqrt(len(keys))
+    correlations = np.corrcoef(bits.T.astype(float))[np.triu_indices(64, 1)]
+    assert np.abs(correlations).max() < 6 / np.sqrt(len(keys))
+    counts, _ = np.histogram(rng.to_unit_interval(keys), bins=64, range=(0, 1))
+    chi2 = float(((counts - len(keys) / 64) ** 2 / (len(keys) / 64)).sum())
+    assert 25 < chi2 < 120, "63 degrees of freedom: outside this once in a million"
+    rows = rng.row_keys(0, np.arange(1000))
+    assert rows.dtype == np.int64
+    assert (rows >= 0).all()
+
+
+# ---------------------------------------------------------------------------------------------- parts by name
+
+
+def test_a_part_is_found_by_its_name() -> None:
+    colours = Registry[int]("colour")
+    assert colours.register("red")(1) == 1
+    colours.register("blue")(2)
+    assert (colours.get("red"), colours.names()) == (1, ["blue", "red"])
+    colours.register("red")(1)  # the same part again: a plugin that is imported twice
+    with pytest.raises(
+        UsageError, match=r"^colour 'red' is registered twice: give one of them another name$"
+    ):
+        colours.register("red")(3)
+    assert colours.get("red") == 1
+    with pytest.raises(
+        UsageError, match=r"^unknown colour 'rad' \(did you mean 'red'\?\); there are: blue, red$"
+    ):
+        colours.get("rad")
+    with pytest.raises(UsageError, match=r"^unknown colour 'x'; there are: blue, red$"):
+        colours.get("x")
+
+
+def test_the_nearest_word() -> None:
+    assert did_you_mean("stesp", ["steps", "seed"]) == " (did you mean 'steps'?)"
+    assert did_you_mean("Layer-Norm", ["rms_norm", "layer_norm"]) == " (did you mean 'layer_norm'?)"
+    assert did_you_mean("llama", ["llama3-70b", "llama3-8b"]) == " (did you mean 'llama3-8b'?)"
+    assert did_you_mean("gelu_new", ["geglu", "gelu"]) == " (did you mean 'gelu'?)"
+    assert did_you_mean("lr_max", ["lr", "eps"]) == "", "two letters are no beginning"
+    assert did_you_mean("zzz", ["steps", "seed"]) == did_you_mean("", []) == ""
+
+
+def test_the_parts_that_ship() -> None:
+    """Names are what configs and checkpoints hold, so one can be added but none renamed."""
+    assert {"rms_norm"} <= set(NORMS.names())
+    assert {"causal"} <= set(OBJECTIVES.names())
+    assert {"adamw", "muon"} <= set(OPTIMIZERS.names())
+    assert {"constant", "cosine", "linear"} <= set(SCHEDULES.names())
+
+
+PLUGIN = """
+from torch import nn
+from megatfm.layers.norm import NORMS
+from megatfm.layers.initialisation import Constant
+
+@NORMS.register("plain_layer_norm")
+class PlainLayerNorm(nn.LayerNorm):
+    def __init__(self, d_model, eps):
+        super().__init__(d_model, eps, bias=False)
+        self.initial = {"weight": Constant(1.0)}
+"""
+
+
+def test_a_plugin_s_norm_is_used_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_parts_of_a_test").mkdir()
+    (tmp_path / "my_parts_of_a_test" / "__init__.py").write_text(PLUGIN, encoding="utf-8")
+    config = load_config(
+        "quickstart",
+        ['plugins=["my_parts_of_a_test"]', "model.norm.name=plain_layer_norm", "model.vocab_size=11"],
+    )
+    with (
+        torch.device("meta"),
+        pytest.raises(UsageError, match=r"unknown norm 'plain_layer_norm' .*; there are: "),
+    ):
+        build(config.model)
+    import_plugins(config.plugins)
+    model = build(config.model)
+    for norm in (model.decoder.layers["0"].attn_residual.norm, model.decoder.norm):
+        assert type(norm).__name__ == "PlainLayerNorm"
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    assert model(torch.arange(5)[None]).logits.shape == (1, 5, 11)
+    del sys.modules["my_parts_of_a_test"]
+
+
+@pytest.mark.parametrize("place", ["beside the config", "current directory"])
+@pytest.mark.parametrize("kind", ["file", "package"])
+def test_a_plugin_is_found_without_being_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str
+) -> None:
+    name = f"found_{kind}_{place.replace(' ', '_')}"
+    monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    configs, elsewhere = tmp_path / "configs", tmp_path / "elsewhere"
+    for folder in (configs, elsewhere):
+        folder.mkdir()
+    home = configs if place == "beside the config" else elsewhere
+    monkeypatch.chdir(elsewhere)
+    text = PLUGIN.replace("plain_layer_norm", name)
+    if kind == "package":
+        (home / name).mkdir()
+        (home / name / "__init__.py").write_text(text)
+    else:
+        (home / f"{name}.py").write_text(text)
+    (configs / "mine.toml").write_text(find_config("quickstart")[0].read_text())
+    before = list(sys.path)
+    config = load_config(configs / "mine.toml", [f"plugins={name}", f"model.norm.name={name}"])
+    import_plugins(config.plugins)
+    assert name in NORMS.names()
+    assert sys.path == [*before, str(home)], "it comes last, and hides nothing"
+    del sys.modules[name]
+
+
+def test_a_plugin_of_the_current_directory_is_found_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint's config is read from its state: there is no file of it beside which to look."""
+    monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "found_for_a_run.py").write_text(PLUGIN.replace("plain_layer_norm", "found_for_a_run"))
+    import_plugins(["found_for_a_run"])
+    assert "found_for_a_run" in NORMS.names()
+    del sys.modules["found_for_a_run"]
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("x = 1\n1 / 0", r"broken_plugin.py:2 with ZeroDivisionError: division by zero"),
+        ("def f(:", r"broken_plugin.py:1 with SyntaxError"),
+        (
+            "\nimport nothing_of_that_name",
+            r"broken_plugin.py:2 with ModuleNotFoundError: .*nothing_of_that_name",
+        ),
+        ("raise SystemExit(0)", r"broken_plugin.py:1 with SystemExit: 0"),
+        ("from megatfm.errors import UsageError\nraise UsageError('mine')", "^mine$"),
+    ],
+)
+def test_a_plugin_that_fails_is_named_with_its_line(
+    code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_plugin.py").write_text(code)
+    with pytest.raises(UsageError, match=why):
+        import_plugins(["broken_plugin"])
+
+
+def test_a_plugin_that_is_not_there() -> None:
+    with pytest.raises(
+        UsageError, match=r"^plugins: can't import 'no_such_parts' .*beside the config .*PYTHONPATH$"
+    ):
+        import_plugins(["no_such_parts"])
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    [
+        ("norm.name", "norm"),
+        ("ffn.activation", "activation"),
+        ("position.name", "position"),
+        ("norm.placement", "norm position"),
+    ],
+)
+def test_an_unknown_part_is_named(field: str, kind: str) -> None:
+    config = ModelConfig.from_dotted(
+        {
+            "vocab_size": 7,
+            "d_model": 8,
+            "n_layers": 1,
+            "attention.n_heads": 2,
+            "ffn.d_ff": 8,
+            field: "nothing",
+        }
+    )
+    with pytest.raises(UsageError, match=rf"^unknown {kind} 'nothing'; there are: \w+"):
+        build(config)

@@ -1,15 +1,33 @@
-"""Rules of the source: which package imports which (`.importlinter`, and more here), and one class to a name."""
+"""Rules of the source: imports between packages, generated pages, the Dockerfile and `make bare-machine`."""
 
 import ast
+import json
+import os
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.source_tree import FOLDERS, ROOT, module_of
+from tests.support.documentation import FOLDERS, ROOT, load_module, module_of
+from tests.support.image_models import IMAGE_MODELS
+from tests.support.layout_table import (
+    IMAGE_ROWS,
+    PAGE,
+    cases,
+    covered_layouts,
+    image_cases,
+    page,
+    pipelines,
+    table,
+    test_pipelines,
+)
+from tests.support.layouts import PIPELINE_SCHEDULES
 
 NO_RANKS = ("ops", "layers", "tokenizers", "corpus", "data", "models", "objectives", "data_prep")
 """Packages that do not use `torch.distributed`."""
@@ -182,3 +200,176 @@ def test_no_class_name_is_used_twice() -> None:
     assert not {
         name: paths for name, paths in files.items() if len(paths) > 1 and name not in PUBLIC_AND_BASE
     }
+
+
+# -------------------------------------------------------------------------------------------- generated pages
+
+
+def test_the_page_has_the_tables_of_the_parity_cases() -> None:
+    """Else: `python -m tests.support.layout_table`."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert table() in text
+    assert page(text) == text
+
+
+def test_tested_layouts_are_those_that_parity_tests_compare() -> None:
+    actual = covered_layouts()
+    assert {"zero0", "zero1", "zero2", "zero3", "tp2", "tp4", "replicas × zero3", "pp4 zbv"} <= actual.keys()
+    assert "xlnet" in actual["zero1"] & actual["tp2"] & actual["pp2 1f1b"]
+    assert "albert" not in actual["pp4 zbv"], "there is no such case"
+
+
+def test_every_model_with_images_has_a_row() -> None:
+    compared = [*image_cases()]
+    assert IMAGE_ROWS.keys() == IMAGE_MODELS.keys()
+    assert {("two towers, softmax", "zero3"), ("vision-language, mlp", "pp2 1f1b × tp2")} <= {*compared}
+    assert ("swin, simmim", "cp2") not in compared
+
+
+def test_cases_follow_the_parametrization() -> None:
+    schedules = [case["schedule"] for case in cases(test_pipelines.test_two_ranks)]
+    assert set(schedules) == set(PIPELINE_SCHEDULES)
+    assert {parallel.pp_schedule for _, parallel in pipelines() if parallel.pp == 4} == set(schedules)
+
+
+def test_the_figure_of_results_is_up_to_date() -> None:
+    script = load_module(ROOT / "docs" / "draw_results.py")
+    assert script.FIGURE.read_text(encoding="utf-8") == script.draw(), "due: python docs/draw_results.py"
+    page = (ROOT / "docs" / "guide" / "finetuning.md").read_text(encoding="utf-8")
+    assert f"images/{script.FIGURE.name}" in page
+
+
+def test_pictures_of_patterns_are_up_to_date() -> None:
+    pictures = load_module(ROOT / "docs" / "draw_patterns.py").pictures()
+    for name, text in pictures.items():
+        path = ROOT / "docs" / "images" / name
+        assert path.read_text(encoding="utf-8") == text, "due: python docs/draw_patterns.py"
+    page = (ROOT / "docs" / "guide" / "attention.md").read_text(encoding="utf-8")
+    assert all(f"images/{name}" in page for name in pictures)
+
+
+# ------------------------------------------------------------------------------------------------- installing
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+KNOWN = {"FROM", "ARG", "RUN", "ENV", "WORKDIR", "COPY", "CMD"}
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[tuple[str, str]]:
+    """Instructions and what follows them, lines that go on joined."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split()[0], line.partition(" ")[2]) for line in text.splitlines() if line.strip()]
+
+
+def of(lines: list[tuple[str, str]], instruction: str) -> list[str]:
+    return [line for word, line in lines if word == instruction]
+
+
+def test_its_instructions_are_docker_s(lines: list[tuple[str, str]]) -> None:
+    assert {word for word, _ in lines} <= KNOWN
+    assert lines[0][0] == "FROM"
+    assert json.loads(of(lines, "CMD")[0])[0] in PROJECT["project"]["scripts"]
+
+
+def test_what_is_copied_is_there_and_is_all_that_an_install_needs(lines: list[tuple[str, str]]) -> None:
+    copied = {source for remaining in of(lines, "COPY") for source in shlex.split(remaining)[:-1]}
+    for source in copied:
+        assert (ROOT / source).exists(), source
+    include = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {name.partition(".")[0] for name in include}
+    links = [path for name in packages for path in (ROOT / name).iterdir() if path.is_symlink()]
+    packages |= {path.resolve().relative_to(ROOT).parts[0] for path in links}  # a copied link is only a name
+    files = {
+        "pyproject.toml",
+        "constraints.txt",
+        PROJECT["project"]["readme"],
+        *PROJECT["project"]["license-files"],
+    }
+    assert copied == packages | files
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert not copied & set(ignored)
+    assert {".git", "runs", "corpora"} <= set(ignored)
+
+
+def test_python_torch_and_extras_are_the_project_s(lines: list[tuple[str, str]]) -> None:
+    image = re.fullmatch(r"python:(\d+)\.(\d+)-slim-bookworm", of(lines, "FROM")[0])
+    assert image
+    least = re.fullmatch(r">=(\d+)\.(\d+)", PROJECT["project"]["requires-python"])
+    assert least
+    assert tuple(map(int, image.groups())) >= tuple(map(int, least.groups()))
+    assert len(re.findall("^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)) == 1
+    arguments = dict(remaining.split("=") for remaining in of(lines, "ARG"))
+    assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+    for name in arguments:
+        assert any(f"${name}" in remaining or f"${{{name}" in remaining for remaining in of(lines, "RUN")), (
+            name
+        )
+
+
+def test_the_manual_shows_it() -> None:
+    text = (ROOT / "docs" / "guide" / "slurm.md").read_text(encoding="utf-8")
+    for command in ("docker build -t megatfm .", "apptainer build", "enroot import", "TORCH_INDEX"):
+        assert command in text, command
+
+
+DEBOOTSTRAP = 'mkdir -p "$4/proc" "$4/sys" "$4/dev/shm" "$4/dev/pts" "$4/root" "$4/srv" "$4/etc"\n'
+CHROOT = """
+[[ "$*" != *" make "* ]] || {
+  echo "shown: $(cat "$1$BIND/precious")"
+  touch "$1$BIND/written" || echo "shown read-only"
+  echo "passed: $(env -i "${@:3:7}" | tr '\\n' ' ')"
+  exit 3
+}
+"""
+
+
+def run(path: Path, **variables: str) -> tuple[int, str]:
+    """Run it with stand-ins for debootstrap and chroot; returns the exit status and what it printed."""
+    programs = path / "programs"
+    programs.mkdir(exist_ok=True)
+    for name, code in (("debootstrap", DEBOOTSTRAP), ("chroot", CHROOT)):
+        (programs / name).write_text(f"#!/bin/bash\n{code}", encoding="utf-8")
+        (programs / name).chmod(0o755)
+    (path / "tmp").mkdir(exist_ok=True)
+    paths = f"{programs}:{os.environ['PATH']}"
+    command = ["bash", ".ci/bare-machine", "quickstart"]
+    environment = {**os.environ, "CI": "", "PATH": paths, "TMPDIR": str(path / "tmp"), **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def can_mount() -> bool:
+    return os.getuid() == 0 and subprocess.run(["unshare", "--mount", "true"], check=False).returncode == 0
+
+
+def test_the_script_refuses_with_a_reason(tmp_path: Path) -> None:
+    assert run(tmp_path, CI="true")[1].startswith("make bare-machine: not in CI")
+    if os.getuid():
+        assert "needs root" in run(tmp_path)[1]
+        return
+    for folder in ("relative", str(tmp_path / "missing")):
+        status, output = run(tmp_path, BIND=folder)
+        assert (status, output.partition(":")[2][:8]) == (1, " BIND = ")
+        assert folder in output
+
+
+def test_what_it_showed_is_there_afterwards(tmp_path: Path) -> None:
+    """Also where a command fails, which is when a machine is removed with everything still mounted."""
+    if not can_mount():
+        pytest.skip("needs root, and a machine that lets it mount")
+    displayed = tmp_path / "shown"
+    displayed.mkdir()
+    (displayed / "precious").write_text("kept", encoding="utf-8")
+    status, output = run(
+        tmp_path, BIND=str(displayed), PIP_INDEX_URL="https://example.org/simple", SECRET="x"
+    )
+    assert status == 3, output
+    assert "shown: kept" in output
+    assert "shown read-only" in output
+    assert "PIP_INDEX_URL=https://example.org/simple" in output
+    assert "SECRET" not in output
+    assert [path.name for path in displayed.iterdir()] == ["precious"]
+    assert not list((tmp_path / "tmp").iterdir())
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text(encoding="utf-8")

@@ -67,14 +67,14 @@ def test_machines_of_one_name_are_told_apart(workers: Workers, tmp_path: Path) -
     assert nodes == (0, 0, 1)
 
 
-def told() -> list[list[str]]:
+def collect_from_holders() -> list[list[str]]:
     mine = f"of {dist.get_rank()}"
     return [broadcast_each(mine, holders) for holders in (1, 2, 3)]
 
 
 def test_what_the_first_ranks_have_is_told_to_all(workers: Workers) -> None:
     held = ["of 0", "of 1", "of 2"]
-    assert workers.run(told, 3) == [[held[:1], held[:2], held]] * 3
+    assert workers.run(collect_from_holders, 3) == [[held[:1], held[:2], held]] * 3
 
 
 def test_without_a_group_there_is_one_rank() -> None:

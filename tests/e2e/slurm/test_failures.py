@@ -31,15 +31,6 @@ def test_a_config_that_can_not_be_is_not_tried_again(project):
 HOSTILE = "$(touch owned) `touch owned`; touch owned #"
 
 
-@pytest.mark.parametrize("name", [HOSTILE, "a\n#SBATCH --wrap=x", "--x", "it's", 'say "x"'])
-def test_hostile_names_are_refused_before_they_are_submitted(project, name):
-    before = project.cluster.slurm("scontrol", "show", "jobs").count("JobId=")
-    output = project.megatfm("launch", project.config, "--slurm", f"--job-name={name}", code=2)
-    assert len(output.strip().splitlines()) == 1
-    assert project.cluster.slurm("scontrol", "show", "jobs").count("JobId=") == before
-    assert not list(project.folder.rglob("owned"))
-
-
 def test_hostile_paths_and_values_reach_no_shell(new_project, monkeypatch):
     """Nor do variables of the submitting shell reach the job: those for sbatch, and with --export=NONE all others."""
     project = new_project("$(touch owned) & `touch owned`; #")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.benchmark_scripts import script
+from tests.support.documentation import script
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.benchmark_scripts import script
+from tests.support.documentation import script
 from tests.support.forked_commands import ForkedCommand
 
 ROOT = Path(__file__).parents[3]

@@ -1,19 +1,27 @@
-"""Scripts keep up with what they measure: imports and config keys exist, and they run at sizes that mean nothing."""
+"""Benchmark scripts keep up with what they measure: imports and config keys exist, and they run at tiny sizes."""
 
 import ast
 import importlib
 import json
+import mmap
+import statistics
+import subprocess
+import sys
 import tracemalloc
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatfm.config import ModelConfig, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.data.packing_plan import build_packing_plan
-from tests.support.benchmark_scripts import script
+from megatfm.models import build
+from tests.support.documentation import BENCHMARKS, script
 from tests.support.forked_commands import ForkedCommand
+from tests.support.workers import Workers
 
 ROOT = Path(__file__).parents[3]
 OURS = ("megatfm", "tests")
@@ -148,3 +156,180 @@ def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest
     assert planned.sizes.sum() > 200_000 * 300 / 2048
     assert opened < 0.25e6
     assert max(at_opening, *peaks) < 1.5e6
+
+
+# ----------------------------------------------------------------------------------------- what scripts share
+
+
+@pytest.fixture(scope="module")
+def common() -> Any:
+    return script("common")
+
+
+def test_sides_take_turns_and_theirs_is_divided_by_ours(common: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = [0.0], []
+
+    def step(side: str, seconds: float) -> None:
+        order.append(side)
+        now[0] += seconds
+
+    monkeypatch.setattr(common, "CLOCKS", {"wall": lambda: now[0]})
+    sides = [common.make_side(lambda: step("ours", 2.0)), common.make_side(lambda: step("theirs", 3.0))]
+    ratios = common.compare(*sides, 3)
+    assert order == [
+        "ours",
+        "ours",
+        "theirs",
+        "theirs",
+        *("theirs", "ours"),
+        *("ours", "theirs"),
+        *("theirs", "ours"),
+    ]
+    assert ratios == {"wall": [1.5, 1.5, 1.5]}
+
+
+def test_a_summary_holds_the_median_with_both_ends(common: Any) -> None:
+    summary = common.summarize({"wall": [1.0, 4.0, 2.0]})
+    assert summary == {"wall": 2.0, "wall_lowest": 1.0, "wall_highest": 4.0}
+
+
+def test_the_ratio_is_the_median_within_rounds_and_not_that_of_medians(common: Any) -> None:
+    over, under = [1.0, 20.0, 30.0], [1.0, 2.0, 100.0]
+    assert common.compute_median_ratio(over, under) == 1.0
+    assert statistics.median(over) / statistics.median(under) == 10.0
+    with pytest.raises(ValueError, match="shorter"):
+        common.compute_median_ratio(over, under[:2])
+
+
+def test_every_item_has_its_turn_in_every_round(common: Any) -> None:
+    items = "abcde"
+    assert (
+        "".join(common.alternate_order(items, 1)) == items == "".join(common.alternate_order(items, 2)[::-1])
+    )
+    orders = {"".join(common.shuffle_order(items, number)) for number in range(20)}
+    assert len(orders) > 10
+    assert all(sorted(order) == list(items) for order in orders)
+    assert common.shuffle_order(items, 3) == common.shuffle_order(items, 3)
+
+
+def test_a_page_is_written_anew_with_each_row(common: Any, tmp_path: Path) -> None:
+    path = common.make_dated_path(common.make_output_folder(str(tmp_path / "a/b")), "x.md")
+    page = common.Page(path, "# Title", "")
+    assert not path.exists(), "nothing was measured"
+    page.add("| one |")
+    page.add("| two |", "| drei ÷ |")
+    assert path.read_text(encoding="utf-8") == "# Title\n\n| one |\n| two |\n| drei ÷ |\n"
+    assert path.name == f"{common.today()}-x.md"
+    common.write_json(common.make_output_file(str(tmp_path / "c/d.json")), {"a": [1]})
+    assert json.loads((tmp_path / "c/d.json").read_text(encoding="utf-8")) == {"a": [1]}
+    assert common.make_dated_path(None, "x.md") is None
+    common.write_text(None, "is not written")
+
+
+def test_peak_memory_can_be_reset(common: Any) -> None:
+    size = 64 * 2**20
+    with mmap.mmap(-1, size) as block:  # the allocator may have such a block at hand
+        block.write(bytes(size))
+    before = common.read_memory("VmHWM")
+    common.reset_peak_memory()
+    now = common.read_memory("VmRSS")
+    assert common.read_memory("VmHWM") <= before
+    with mmap.mmap(-1, size) as block:
+        for start in range(0, size, 4096):
+            block[start] = 1
+        assert common.read_memory("VmHWM") - now > 0.9 * size
+        assert 0 < common.read_memory("Pss", "smaps_rollup") <= common.read_memory("VmRSS") + 2**20
+
+
+def test_common_needs_python_alone() -> None:
+    """`make gpu` imports it where nothing is installed, and others time what they import."""
+    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import common; print(common.get_cpu_name())"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
+
+
+# ----------------------------------------------------------------------------------------- make gpu, on a CPU
+
+
+def rows(result: Path) -> list[list[str]]:
+    lines = result.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+
+
+def decoders(folder: Path) -> None:
+    assert script("gpu").main(["--tiny", "--case", "124m", "--steps", "1", "--out", str(folder)]) == 0
+
+
+def test_decoders_write_a_dated_result(workers: Workers, tmp_path: Path) -> None:
+    workers.run(decoders, 1, tmp_path)
+    (result,) = tmp_path.glob("*-gpu-124m.md")
+    head, *cases = rows(result)
+    assert [row[4] for row in cases] == ["", "packed"]
+    for row in cases:
+        cells = dict(zip(head, row, strict=True))
+        assert (cells["Model"], cells["Tokens a row"], cells["Rows"]) == ("gpt2-124m", "64", "2")
+        assert float(cells["Tokens a second"].replace(",", "")) > 0
+        assert float(cells["Peak memory, GB"]) > 0
+        assert row[-2:] == ["–", "–"]
+
+
+def test_cases_are_of_the_sizes_that_they_claim() -> None:
+    module = script("gpu")
+    counts = {}
+    for title, cases in module.CASES.items():
+        for case in cases:
+            config = module.load_case(case, tiny=False)
+            with torch.device("meta"):
+                model = build(config.model)
+            counts.setdefault(title, set()).add(sum(p.numel() for p in model.parameters()))
+            assert config.train.compile is not case.eager
+            assert config.model.dropout == config.model.attention.dropout == 0
+    assert counts["124m"] == {124_439_808}
+    assert counts["350m"] == {354_823_168}
+    assert counts["1.3b"] == {1_315_723_264}
+    assert counts["6.7b"] == {6_658_404_352}
+
+
+def test_facts_are_written_and_a_kernel_that_is_not_there_is_said(tmp_path: Path) -> None:
+    assert script("gpu_facts").main(["--tiny", "--out", str(tmp_path)]) == 0
+    (result,) = tmp_path.glob("*-gpu-facts.md")
+    kernels = {tuple(row[:2]): row[2:] for row in rows(result) if len(row) == 6}
+    speed, _, finite, error = kernels["tiny, 1 documents a row", "flash"]
+    assert finite == "yes"
+    assert float(speed) >= 0
+    assert float(error) < 1e-2
+    assert kernels["tiny, 1 documents a row", "varlen"][0].startswith("NotImplementedError")
+
+
+def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = script("gpu_facts")
+    exact = module.KERNELS["flash"]
+    monkeypatch.setitem(module.KERNELS, "flash", lambda *inputs: exact(*inputs) * float("nan"))
+    assert module.main(["--tiny", "--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    """The commands that a user types, one process after the other."""
+    assert script("gpu_run").main(["--tiny", "--steps", "12", "--out", str(tmp_path)]) == 0
+    (result,) = tmp_path.glob("*-gpu-run.md")
+    outcomes = {row[0]: row[2] for row in rows(result)}
+    assert outcomes["losses and norms, to the bit"] == "all 12 alike"
+    assert outcomes["train: stopped"] == "exit 75"
+    assert outcomes["generate"] == "exit 0"
+
+
+def test_what_is_missing_is_found_with_what_that_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("gpu_packages")
+    assert module.find_missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
+    assert module.find_missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]
+    there = metadata.distribution
+
+    def without_pluggy(name: str) -> metadata.Distribution:
+        if name == "pluggy":
+            raise metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(metadata, "distribution", without_pluggy)
+    (needed,) = module.find_missing(["pytest"])
+    assert needed.startswith("pluggy")

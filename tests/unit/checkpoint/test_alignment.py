@@ -12,7 +12,7 @@ from megatfm.checkpoint import file_format, metadata
 from megatfm.checkpoint.planner import WriteItem
 from megatfm.checkpoint.staging import Staging
 from megatfm.ops import transfer
-from tests.support.alignment import OFF, lies_wrong
+from tests.support.uninitialized_memory import OFF, lies_wrong
 
 TENSORS = {
     name: torch.arange(float(size), dtype=dtype).to(dtype)

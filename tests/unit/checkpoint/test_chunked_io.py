@@ -59,7 +59,7 @@ def is_direct(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-def made(path: Path, size: int) -> bytes:
+def write_random(path: Path, size: int) -> bytes:
     content = torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
     path.write_bytes(content.numpy().tobytes())
     return path.read_bytes()
@@ -72,7 +72,7 @@ def readers() -> list[str]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("taken", [1000, 4096, CHUNK + 1, 10**6])
 def test_a_file_is_read_as_it_is(tmp_path: Path, reads: list[bool], size: int, taken: int) -> None:
-    content, read = made(tmp_path / "file", size), bytearray()
+    content, read = write_random(tmp_path / "file", size), bytearray()
     with file_io.HashedFile(tmp_path / "file", direct=True) as file:
         while file.remaining:
             read += file.read(min(taken, file.remaining))
@@ -83,7 +83,7 @@ def test_a_file_is_read_as_it_is(tmp_path: Path, reads: list[bool], size: int, t
 
 
 def test_what_is_skipped_is_hashed(tmp_path: Path, reads: list[bool]) -> None:
-    content = made(tmp_path / "file", SIZES[-1])
+    content = write_random(tmp_path / "file", SIZES[-1])
     with file_io.HashedFile(tmp_path / "file", direct=True) as file:
         file.skip(100)
         assert bytes(file.read(9000)) == content[100:9100]
@@ -95,7 +95,7 @@ def test_what_is_skipped_is_hashed(tmp_path: Path, reads: list[bool]) -> None:
 def test_reads_that_give_less_than_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
-    content, real = made(tmp_path / "file", SIZES[-1]), os.preadv
+    content, real = write_random(tmp_path / "file", SIZES[-1]), os.preadv
 
     def short(fd: int, buffers: Any, offset: int) -> int:
         actual = real(fd, buffers, offset)
@@ -114,7 +114,7 @@ def test_a_read_that_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, code: int, number: int
 ) -> None:
     """EINVAL, too, where it doesn't come from reading past the page cache."""
-    made(tmp_path / "file", SIZES[-1])
+    write_random(tmp_path / "file", SIZES[-1])
     first = (number - 1) * CHUNK
 
     def failing(genuine: Callable[..., int]) -> Callable[..., int]:
@@ -139,7 +139,7 @@ def test_a_read_that_fails_is_named(
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("left", [0, 4000, 4096, CHUNK, 5 * CHUNK + 1])
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, direct: bool, left: int) -> None:
-    made(tmp_path / "file", SIZES[-1])
+    write_random(tmp_path / "file", SIZES[-1])
     fd = os.open(tmp_path / "file", os.O_RDWR)
     source = file_io.chunked_io.open_reader
 
@@ -159,7 +159,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, direct: bool, left
 
 def test_filesystems_that_can_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some say so when they are asked for it, and some when it is done."""
-    content, control, preadv = made(tmp_path / "file", SIZES[-1]), fcntl.fcntl, os.preadv
+    content, control, preadv = write_random(tmp_path / "file", SIZES[-1]), fcntl.fcntl, os.preadv
     refused = []
 
     def refuse(fd: int, *args: Any) -> int:
@@ -190,7 +190,7 @@ def test_what_the_page_cache_has_is_read_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_pages: list[int], direct: bool
 ) -> None:
     monkeypatch.undo()
-    made(tmp_path / "file", 10)
+    write_random(tmp_path / "file", 10)
     answers = iter(cached_pages)
 
     def preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:

@@ -1,19 +1,25 @@
-"""What `megatfm train`, `launch --from` and `estimate` check and say before anything is started."""
+"""What commands check and say before anything is started, and `megatfm doctor`."""
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
+import stat
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+import megatfm
 from megatfm.cli import main
-from megatfm.commands import training
+from megatfm.commands import doctor, training
+from megatfm.commands.doctor import Finding, doctor_command
 from megatfm.commands.training import enable_expandable_segments
 from megatfm.config import load_config
-from megatfm.errors import LockedError
+from megatfm.errors import LockedError, UsageError
+from tests.support.hf_folders import run_command
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -106,3 +112,195 @@ def test_hardware_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_text('[device.mine]\nname = "My GPU"\n', encoding="utf-8")
     assert run(*CONFIG, "--hardware", str(path), "--device", "mine") == 2
     assert "missing" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------ folders with an adapter alone
+
+
+HUB = "meta-llama/Llama-3.2-1B"
+COMMANDS = {
+    "generate": ["generate", "adapter", "--prompt", "a"],
+    "evaluate": ["evaluate", "adapter"],
+    "evaluate on tasks": ["evaluate", "adapter", "--task", "questions.toml"],
+    "predict": ["predict", "adapter", "train.csv"],
+    "export": ["convert", "adapter", "out", "--to", "hf"],
+    "to experts": ["convert", "adapter", "out", "--to", "moe", "--experts", "2"],
+    "finetune": ["finetune", "topics.toml", "--from", "adapter"],
+    "train": ["train", "--from", "adapter", "data.train=corpus/train"],
+    "join without the base": ["convert", "adapter", "out", "--to", "megatfm"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "topics.toml").write_text('name = "topics"\n[task]\ntrain = "train.csv"\n')
+    (tmp_path / "train.csv").write_text("text,label\ngood,yes\nbad,no\n")
+    (tmp_path / "questions.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}\n')
+    (tmp_path / "questions.toml").write_text(
+        'kind = "choice"\ndata = "questions.jsonl"\nprompt = "{{ question }}"\nchoices = "choices"\nanswer = "answer"\n'
+    )
+    write_adapter(tmp_path, HUB)
+    return tmp_path
+
+
+def write_adapter(folder: Path, base: str | None) -> None:
+    (folder / "adapter").mkdir(exist_ok=True)
+    text = json.dumps({"peft_type": "LORA", "base_model_name_or_path": base})
+    (folder / "adapter/adapter_config.json").write_text(text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_name_the_base_and_the_way_out(
+    folder: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(*COMMANDS[command]) == 2
+    error = capfd.readouterr().err
+    assert HUB in error
+    assert "--base BASE" in error
+    assert f"hf download {HUB} --local-dir BASE" in error
+    assert not (folder / "out").exists()
+
+
+def test_the_base_may_be_unnamed_a_run_of_ours_or_another_folder(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for base, way_out in (
+        (None, "adapter_config.json doesn't name"),
+        ("runs/bert/checkpoints/step-00000004", "`megatfm convert runs/bert/checkpoints/step-00000004 BASE --to hf`"),
+        ("../llama", "BASE is the Hugging Face folder of ../llama"),
+    ):  # fmt: skip
+        write_adapter(folder, base)
+        if base and base.startswith("runs"):
+            (folder / base).mkdir(parents=True)
+            (folder / base / "metadata.json").write_text("{}")
+        with pytest.raises(UsageError, match="holds an adapter in PEFT's format") as error:
+            megatfm.load("adapter")
+        assert way_out in str(error.value)
+    (folder / "adapter/adapter_config.json").write_text("[not json")
+    with pytest.raises(UsageError, match="holds an adapter in PEFT's format, and not its model: join them"):
+        megatfm.load("adapter")
+    assert run_command("convert", "adapter", "out", "--to", "hf", "--base", "llama") == 2
+    assert "in two steps, --to megatfm --base llama and then --to hf" in capfd.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------- doctor
+
+
+ARGS = argparse.Namespace()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_measure_bf16_speed", lambda device: 0.5)
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 20.0)
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!{sys.executable}\n{script}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def findings(look: str) -> dict[str, Finding]:
+    return {one.name: one for one in doctor._run_check(doctor.SECTIONS[look], look)}
+
+
+def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor_command(ARGS) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == list(doctor.SECTIONS)
+    assert any("torch" in line and line.split()[0] == "ok" for line in lines)
+    assert any("gloo" in line and line.split()[0] == "ok" for line in lines)
+    assert all(" → " in line for line in lines if line.split()[0] == "missing")
+
+
+def test_the_verdict_is_no_where_torch_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    for name in [name for name in sys.modules if name == "torch" or name.startswith("torch.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert doctor_command(ARGS) == 1
+    printed = capsys.readouterr().out
+    assert "missing torch" in " ".join(printed.split())
+    assert "can't tell: ModuleNotFoundError" in printed
+    assert "Disk" in printed, "what comes after must still be told"
+
+
+def test_a_lock_of_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(doctor, "_get_version", lambda package: "0.19.8")
+    answer = (True, "async_io|no|apt-get install libaio-dev")
+    monkeypatch.setattr(doctor, "_run", lambda command, seconds=0.0: answer)
+    assert "build lock" not in findings("DeepSpeed")
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setattr(doctor, "COMPILERS", set())
+    actual = findings("DeepSpeed")["build lock"]
+    assert not actual.ok
+    assert str(lock) in actual.detail
+    assert actual.advice == f"rm {lock}"
+    assert findings("DeepSpeed")["async_io"].advice == "apt-get install libaio-dev"
+    (lock.parent.parent / "async_io").mkdir()
+    (lock.parent.parent / "async_io/async_io.so").touch()
+    assert findings("DeepSpeed")["async_io"].detail == "compiled (megatfm doesn't need it)"
+
+
+def test_an_old_torch_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, enough in {"2.9.1": False, "2.11.0": True, "3.0": True, "2.13.0+cpu": True}.items():
+        monkeypatch.setattr(doctor, "_get_version", lambda name, version=version: version)
+        assert findings("Python")["torch"].ok is enough
+
+
+def test_a_bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert findings("MPI")["mpirun"] == Finding(
+        "mpirun", False, "not on the PATH", "make system-deps, or apt-get install openmpi-bin"
+    )
+    assert list(findings("SLURM")) == ["sbatch"]
+    assert not findings("Packages")["chromium"].ok
+
+
+def test_slurm_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "sbatch", "print('slurm-wlm 22.05.8')")
+    program(tmp_path, "sinfo", "print('gpu* 4\\ncpu 2')")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    actual = findings("SLURM")
+    assert actual["sbatch"].detail == "slurm-wlm 22.05.8"
+    assert actual["partitions"].ok
+    assert actual["partitions"].detail == "gpu* 4 nodes, cpu 2 nodes"
+
+
+def test_slurm_whose_controller_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "sbatch", "print('slurm-wlm 22.05.8')")
+    program(tmp_path, "sinfo", "import sys; sys.exit('slurm_load_partitions: Unable to contact controller')")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    partitions = findings("SLURM")["partitions"]
+    assert (partitions.ok, partitions.detail) == (
+        False,
+        "slurm_load_partitions: Unable to contact controller",
+    )
+    program(tmp_path, "sinfo", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 0.5)
+    assert findings("SLURM")["partitions"].detail == "no answer within 0.5 s"
+
+
+def test_a_program_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sbatch").write_text("#!/nowhere/interpreter\n", encoding="utf-8")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "can't be run" in findings("SLURM")["sbatch"].detail
+
+
+def test_packages_of_the_test_extra_are_seen() -> None:
+    actual = findings("Packages")
+    assert actual["ftfy"].ok
+    assert actual["ftfy"].detail.endswith("for megatfm prep")
+
+
+def test_little_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ENOUGH_DISK", 2**80)
+    assert not findings("Disk")["disk"].ok

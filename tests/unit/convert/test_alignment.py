@@ -12,10 +12,10 @@ import megatfm
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.models import build
-from tests.support.alignment import lies_wrong, only_torchs_memory
 from tests.support.hf_decoders import hf_decoder
 from tests.support.hf_encoders import HF_ENCODERS, hf_encoder
 from tests.support.hf_folders import DECODER_TOKENS
+from tests.support.uninitialized_memory import lies_wrong, only_torchs_memory
 
 MODELS = ["gpt1", "mistral", "mla", "t5", *HF_ENCODERS]
 

@@ -78,9 +78,9 @@ WITHIN = (
 )
 TWO_TOWERS = ("CLIPModel", "SiglipModel")
 WITH_SECTIONS = (*TWO_TOWERS, "LlavaForConditionalGeneration")
-"""Classes whose config.json has a section for each tower; tests/unit/convert/test_two_towers.py tries both."""
+"""Classes whose config.json has a section for each tower; tests/unit/convert/test_llava.py tries both."""
 MASKED_IMAGES = "ForMaskedImageModeling"
-"""End of classes that read the keys of the image classifier of their type; tests/unit/convert/test_simmim.py tries
+"""End of classes that read the keys of the image classifier of their type; tests/unit/convert/test_images.py tries
 encoder_stride."""
 NOT_COMPARED = {
     "legacy": "which names of the head's tensors are read; we read both, and transformers draws the head anew",

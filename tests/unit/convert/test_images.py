@@ -1,4 +1,4 @@
-"""Folders of vision transformers, both ways: transformers' own files, both spellings, and the pixels' mean."""
+"""Folders of vision models, both ways: transformers' own files, both spellings, older buffers, pixels and gradients."""
 
 import json
 from pathlib import Path
@@ -9,15 +9,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import megatfm
 from megatfm.commands.from_model import continue_from_config
+from megatfm.config.model_parts import IMAGENET_MEAN, IMAGENET_STD
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
 from megatfm.objectives import build_objective
-from tests.support.hf_folders import folder_tensors, hf_config_of, perturbed, with_fresh_memory
+from tests.support.hf_folders import edit_config, folder_tensors, hf_config_of, perturbed, with_fresh_memory
+from tests.support.hf_images import batch_of, images_of
 from tests.support.images import pixels, to_batch
 
 SMALL = {
@@ -155,3 +158,160 @@ def test_training_goes_on_at_another_resolution(tmp_path: Path, monkeypatch: pyt
     assert (config.model.embedding.patch_size, config.data.images.size) == (4, 24)
     objective = build_objective(config.objective, config.model, None, (37,), config.data.images)
     assert objective.sequence_lengths(np.ones(2, np.int64), np.zeros(2, np.uint64)).tolist() == [37, 37]
+
+
+# ------------------------------------------------------------------------------------------- Swin and Swin-V2
+
+
+SMALL_SWIN = {
+    "image_size": 36, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4,
+    "mlp_ratio": 2.5, "drop_path_rate": 0.3, "id2label": {0: "cat", 1: "dog", 2: "ant"},
+    "label2id": {"cat": 0, "dog": 1, "ant": 2},
+}  # fmt: skip
+SWIN_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Swin": ("SwinForImageClassification", {}),
+    "Swin-V2": ("Swinv2ForImageClassification", {"pretrained_window_sizes": [0, 0]}),
+    "Swin-V2, larger windows": ("Swinv2ForImageClassification", {"pretrained_window_sizes": [3, 2]}),
+    "backbone": ("SwinModel", {}),
+}
+
+
+def make_swin(case: str, folder: Path) -> PreTrainedModel:
+    name, options = SWIN_CASES[case]
+    kind = getattr(transformers, name)
+    model = perturbed(kind(kind.config_class(**(SMALL_SWIN | options))))
+    model.save_pretrained(folder)
+    return model
+
+
+def same_answers(expected: Any, actual: Any) -> None:
+    images, inputs = images_of((36, 36), 2)
+    output, batch = with_fresh_memory(expected)(inputs.float()), batch_of(images, [[0], [1]], [0, 0])
+    del batch["labels"]
+    if hasattr(output, "logits"):
+        values, wanted = actual(**batch).predictions["classifier"], output.logits
+    else:
+        values, wanted = actual(**batch).hidden, output.last_hidden_state
+    torch.testing.assert_close(values, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", SWIN_CASES)
+def test_swin_there_and_back(case: str, tmp_path: Path) -> None:
+    expected = make_swin(case, tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    assert hf_config_of(loaded) == hf_config_of(expected)
+    original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
+    prefix = "" if original.keys() == back.keys() else "swin."
+    assert {f"{prefix}{key}" for key in original} == back.keys()
+    assert all(torch.equal(back[f"{prefix}{key}"], tensor) for key, tensor in original.items())
+    same_answers(expected, megatfm.load(tmp_path / "ours"))
+    same_answers(loaded, megatfm.load(tmp_path / "theirs"))
+
+
+def test_names_as_in_memory_and_older_buffers(tmp_path: Path) -> None:
+    expected = make_swin("Swin", tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() != expected.state_dict().keys()
+    index = {
+        f"swin.encoder.layers.0.blocks.{block}.attention.self.relative_position_index": torch.zeros(
+            16, 16
+        ).long()
+        for block in (0, 1)
+    }
+    save_file(dict(expected.state_dict()) | index, tmp_path / "model.safetensors")
+    same_answers(expected, megatfm.load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_norm_eps": 1e-6}, "layer_norm_eps = 1e-06 is not supported"),
+        ({"use_absolute_embeddings": True}, "use_absolute_embeddings = True is not supported"),
+        ({"image_size": [32, 64]}, "megatfm reads square images"),
+        ({"hidden_size": 16}, "hidden_size = 16 is not supported, only 32"),
+    ],
+)
+def test_what_is_not_read_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_swin("Swin", tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UsageError, match=message):
+        megatfm.load(tmp_path)
+
+
+def test_stages_of_which_some_were_pretrained_with_other_windows_are_refused(tmp_path: Path) -> None:
+    make_swin("Swin-V2", tmp_path)
+    edit_config(tmp_path, **{"pretrained_window_sizes": [3, 0]})
+    with pytest.raises(UsageError, match="give all of them, or zeros alone"):
+        megatfm.load(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------- SimMIM
+
+
+SIZE, PATCH = 32, 4
+SWIN: dict[str, Any] = {
+    "image_size": SIZE, "patch_size": PATCH, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4],
+    "window_size": 4, "mlp_ratio": 2.5, "encoder_stride": 8,
+}  # fmt: skip
+CLASSES: dict[str, dict[str, Any]] = {
+    "SwinForMaskedImageModeling": SWIN,
+    "Swinv2ForMaskedImageModeling": SWIN | {"pretrained_window_sizes": [0, 0]},
+    "ViTForMaskedImageModeling": {
+        "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48,
+        "image_size": SIZE, "patch_size": PATCH, "encoder_stride": PATCH,
+    },
+}  # fmt: skip
+
+
+def make_simmim(name: str, folder: Path) -> PreTrainedModel:
+    kind = getattr(transformers, name)
+    model = perturbed(kind(kind.config_class(**CLASSES[name])))
+    model.save_pretrained(folder)
+    pixels = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}  # as images_of has them
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
+    return model
+
+
+def same_simmim_answers(expected: PreTrainedModel, actual: Any, n_special: int) -> None:
+    images, pixel_values = images_of((SIZE, SIZE), 2)
+    masks = torch.zeros(2, SIZE // PATCH, SIZE // PATCH, dtype=torch.bool)
+    masks[0, 2:6, :4], masks[1, ::2] = True, True
+    masks = masks.flatten(1)
+    output = with_fresh_memory(expected)(pixel_values.float(), bool_masked_pos=masks)
+    batch = to_batch(images, PATCH, n_special, [[0], [1]])
+    masked = torch.nn.functional.pad(masks, (n_special, 0))
+    inputs = {**batch, "masked": masked, "patches": batch["patches"].masked_fill(masked[..., None], 0)}
+    predicted = actual(**inputs).predictions["pixels"][:, n_special:]
+    torch.testing.assert_close(to_image(predicted), output.reconstruction, rtol=1e-4, atol=1e-4)
+    loss = actual(**inputs, target_patches=batch["patches"]).losses["pixels"] / masks.sum()
+    torch.testing.assert_close(loss, output.loss, rtol=1e-5, atol=1e-5)
+
+
+def to_image(patches: Tensor) -> Tensor:
+    """[B, 3, H, W] from patches [B, T, K]."""
+    squares = patches.unflatten(1, (SIZE // PATCH, -1)).unflatten(-1, (3, PATCH, PATCH))
+    return squares.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_simmim_there_and_back(name: str, tmp_path: Path) -> None:
+    expected, n_special = make_simmim(name, tmp_path / "theirs"), int(name.startswith("ViT"))
+    convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
+    convert(tmp_path / "ours", tmp_path / "back", "hf")
+    loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    assert hf_config_of(loaded) == hf_config_of(expected)
+    original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
+    assert original.keys() == back.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+    same_simmim_answers(expected, megatfm.load(tmp_path / "ours"), n_special)
+    same_simmim_answers(loaded, megatfm.load(tmp_path / "theirs"), n_special)
+
+
+def test_another_stride_is_refused(tmp_path: Path) -> None:
+    make_simmim("SwinForMaskedImageModeling", tmp_path)
+    edit_config(tmp_path, encoder_stride=16)
+    with pytest.raises((UsageError, ValueError), match=r"pixels.stride = 8"):
+        HfFolder(tmp_path)

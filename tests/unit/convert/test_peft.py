@@ -85,17 +85,17 @@ def logits(model: Any, *, is_megatfm: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_an_adapter_of_peft_is_ours_and_theirs_again(name: str, tmp_path: Path) -> None:
     draw, targets = MODELS[name]
-    theirs = adapter(draw(), tmp_path, targets, target_parameters=TARGET_PARAMETERS.get(name))
+    peft_model = adapter(draw(), tmp_path, targets, target_parameters=TARGET_PARAMETERS.get(name))
     from_peft(tmp_path / "adapter", tmp_path / "ours")
-    expected = logits(theirs).detach()
-    ours = load_model(tmp_path / "ours")
-    torch.testing.assert_close(logits(ours, is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5)
-    assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
-        n for n, _ in ours.named_parameters() if is_factor(n)
+    expected = logits(peft_model).detach()
+    lora_model = load_model(tmp_path / "ours")
+    torch.testing.assert_close(logits(lora_model, is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5)
+    assert {n for n, p in lora_model.named_parameters() if p.requires_grad} == {
+        n for n, _ in lora_model.named_parameters() if is_factor(n)
     }
 
     to_peft(tmp_path / "ours", tmp_path / "back")
-    base = type(theirs.get_base_model()).from_pretrained(tmp_path / "base")
+    base = type(peft_model.get_base_model()).from_pretrained(tmp_path / "base")
     again = peft.PeftModel.from_pretrained(base, tmp_path / "back").eval()
     torch.testing.assert_close(logits(again).detach(), expected, rtol=2e-4, atol=2e-5)
 
@@ -124,23 +124,23 @@ def test_files_come_back_to_the_bit(tmp_path: Path) -> None:
 
 def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
     with doubled(torch.float64, modeling_llama, modeling_rope_utils):
-        theirs = adapter(hf_llama().double(), tmp_path, ["q_proj", "o_proj", "up_proj"]).double()
-        torch.tanh(logits(theirs)).square().sum().backward()
+        peft_model = adapter(hf_llama().double(), tmp_path, ["q_proj", "o_proj", "up_proj"]).double()
+        torch.tanh(logits(peft_model)).square().sum().backward()
     from_peft(tmp_path / "adapter", tmp_path / "ours")
-    ours = load_model(tmp_path / "ours", dtype="float64")
-    torch.tanh(logits(ours, is_megatfm=True)).square().sum().backward()
+    lora_model = load_model(tmp_path / "ours", dtype="float64")
+    torch.tanh(logits(lora_model, is_megatfm=True)).square().sum().backward()
     names = {"attn.wq": "self_attn.q_proj", "attn.wo": "self_attn.o_proj", "ffn.w_up": "mlp.up_proj"}
-    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in peft_model.named_parameters() if p.grad is not None}
     assert len(expected) == 12
     for layer in range(2):
         for our_name, their_name in names.items():
             for one, other in (("a", "A"), ("b", "B")):
-                actual = ours.get_parameter(f"decoder.layers.{layer}.{our_name}.lora.{one}.weight").grad
+                actual = lora_model.get_parameter(f"decoder.layers.{layer}.{our_name}.lora.{one}.weight").grad
                 wanted = expected[
                     f"base_model.model.model.layers.{layer}.{their_name}.lora_{other}.default.weight"
                 ]
                 torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
-    assert all(p.grad is None for n, p in ours.named_parameters() if ".lora." not in n)
+    assert all(p.grad is None for n, p in lora_model.named_parameters() if ".lora." not in n)
 
 
 def test_gradients_of_experts_are_those_of_peft(tmp_path: Path) -> None:
@@ -148,13 +148,13 @@ def test_gradients_of_experts_are_those_of_peft(tmp_path: Path) -> None:
     with doubled(torch.float64, modeling_mixtral, modeling_rope_utils):
         model = hf_decoder("mixtral").double()
         model.config._experts_implementation = "eager"  # others have no float64
-        theirs = adapter(model, tmp_path, [], target_parameters=TARGET_PARAMETERS["mixtral"]).double()
-        torch.tanh(logits(theirs)).square().sum().backward()
+        peft_model = adapter(model, tmp_path, [], target_parameters=TARGET_PARAMETERS["mixtral"]).double()
+        torch.tanh(logits(peft_model)).square().sum().backward()
     from_peft(tmp_path / "adapter", tmp_path / "ours")
-    ours = load_model(tmp_path / "ours", dtype="float64")
-    torch.tanh(logits(ours, is_megatfm=True)).square().sum().backward()
-    named = dict(ours.named_parameters())
-    grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    lora_model = load_model(tmp_path / "ours", dtype="float64")
+    torch.tanh(logits(lora_model, is_megatfm=True)).square().sum().backward()
+    named = dict(lora_model.named_parameters())
+    grads = {name: p.grad for name, p in peft_model.named_parameters() if p.grad is not None}
     assert len(grads) == 8
     for layer in range(2):
         prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
@@ -186,25 +186,25 @@ def test_experts_of_older_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_and_scales_by_matrix(tmp_path: Path) -> None:
-    theirs = adapter(
+    peft_model = adapter(
         hf_llama(), tmp_path, ["q_proj", "v_proj"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 8},
         use_rslora=True,
     )  # fmt: skip
     from_peft(tmp_path / "adapter", tmp_path / "ours")
-    ours = load_model(tmp_path / "ours")
-    torch.testing.assert_close(logits(ours, is_megatfm=True), logits(theirs), rtol=2e-4, atol=2e-5)
+    lora_model = load_model(tmp_path / "ours")
+    torch.testing.assert_close(logits(lora_model, is_megatfm=True), logits(peft_model), rtol=2e-4, atol=2e-5)
 
 
 def test_other_weights_that_are_trained(tmp_path: Path) -> None:
-    theirs = adapter(hf_llama(), tmp_path, ["q_proj"], modules_to_save=["lm_head", "model.norm"])
+    peft_model = adapter(hf_llama(), tmp_path, ["q_proj"], modules_to_save=["lm_head", "model.norm"])
     from_peft(tmp_path / "adapter", tmp_path / "ours")
-    ours = load_model(tmp_path / "ours")
-    torch.testing.assert_close(logits(ours, is_megatfm=True), logits(theirs), rtol=2e-4, atol=2e-5)
-    assert ours.get_parameter("head.weight").requires_grad
+    lora_model = load_model(tmp_path / "ours")
+    torch.testing.assert_close(logits(lora_model, is_megatfm=True), logits(peft_model), rtol=2e-4, atol=2e-5)
+    assert lora_model.get_parameter("head.weight").requires_grad
     to_peft(tmp_path / "ours", tmp_path / "back")
-    base = type(theirs.get_base_model()).from_pretrained(tmp_path / "base")
+    base = type(peft_model.get_base_model()).from_pretrained(tmp_path / "base")
     again = peft.PeftModel.from_pretrained(base, tmp_path / "back").eval()
-    torch.testing.assert_close(logits(again), logits(theirs), rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(logits(again), logits(peft_model), rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(

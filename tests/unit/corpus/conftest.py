@@ -1,7 +1,17 @@
 """Small corpora, on disk and behind a URL."""
 
-from tests.support.packed_corpora import causal, causal_type, corpus, folder, make_documents, packed, write
-from tests.support.remote_corpora import cache, fetched, memory
+from tests.support.packed_corpora import (
+    cache,
+    causal,
+    causal_type,
+    corpus,
+    fetched,
+    folder,
+    make_documents,
+    memory,
+    packed,
+    write,
+)
 
 __all__ = [
     "cache",

@@ -1,5 +1,7 @@
-"""A corpus gives back what was written, says what it is, and is refused in one line when it is damaged at random."""
+"""A corpus gives back what was written, also to other readers, and is refused in one line when it is damaged."""
 
+import contextlib
+import json
 import os
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -7,15 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
+import webdataset
+import zstandard
 from numpy.typing import NDArray
 
+from megatfm.config.prep import ReadConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.corpus.inspect import check_corpus, describe_corpus
+from megatfm.corpus.export import Detokenizer, export_corpus
+from megatfm.corpus.inspect import check_corpus, describe_corpus, tabulate_stats
+from megatfm.corpus.shard_format import decompress_frame, decompress_frames
 from megatfm.corpus.writer import ShardWriter
-from megatfm.errors import UsageError
+from megatfm.data_prep.readers.token_ids import read_token_ids
+from megatfm.errors import MegatfmError, UsageError
 from tests.support.corpus_fuzzer import ARGUMENTS, Fuzz, run
-from tests.support.damaged_corpora import assert_refused
+from tests.support.packed_corpora import assert_refused
 
 Write = Callable[..., Path]
 
@@ -140,3 +149,220 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Fuzz:
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_damage_is_refused_in_one_line(fuzz: Fuzz, name: str) -> None:
     run(name, fuzz, 40)
+
+
+# ----------------------------------------------------------------------------------------------------- frames
+
+
+CONTENTS = {
+    "text": b"".join(b"line %d of a text\n" % i for i in range(20_000)),  # several blocks
+    "one byte repeated": bytes(300_000),
+    "noise": np.random.default_rng(0).bytes(200_000),  # blocks that are not compressed
+    "short": b"a",
+    "empty": b"",
+}
+
+
+def frame(data: bytes, **options: bool) -> bytes:
+    return zstandard.ZstdCompressor(**{"write_checksum": True, **options}).compress(data)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_together_gives_what_each_alone_gives(checksum: bool) -> None:
+    packed = [frame(data, write_checksum=checksum) for data in CONTENTS.values()]
+    sizes = list(map(len, CONTENTS.values()))
+    together = [bytes(data) for data in decompress_frames(packed, sizes)]
+    assert (
+        together
+        == [decompress_frame(*item) for item in zip(packed, sizes, strict=True)]
+        == [*CONTENTS.values()]
+    )
+
+
+@pytest.mark.parametrize("content", [name for name in CONTENTS if name != "empty"])
+@pytest.mark.parametrize("damage", ["cut", "longer", "another frame", "flipped", "nothing", "no frame"])
+def test_damage_is_refused_alone_and_together(content: str, damage: str) -> None:
+    data, good = CONTENTS[content], frame(CONTENTS[content])
+    bad = {
+        "cut": good[:-1],
+        "longer": good + b"\0",
+        "another frame": good + good,
+        "flipped": good[:-1] + bytes([good[-1] ^ 1]),
+        "nothing": b"",
+        "no frame": b"no frame of zstd",
+    }[damage]
+    with pytest.raises(BadFrameError):
+        decompress_frame(bad, len(data))
+    with pytest.raises(BadFrameError):
+        decompress_frames([good, bad], [len(data)] * 2)
+
+
+def test_a_size_is_compared_before_memory_is_taken() -> None:
+    bomb = frame(bytes(2**20))
+    for size in (2**20 - 1, 2**50):
+        with pytest.raises(BadFrameError, match=f"holds 1048576 bytes, the index says {size}"):
+            decompress_frame(bomb, size)
+        with pytest.raises(BadFrameError, match=f"holds 1048576 bytes, the index says {size}"):
+            decompress_frames([bomb], [size])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_flipped_bit_gives_other_bytes(seed: int) -> None:
+    data = CONTENTS["text"][:3000]
+    good, draw = frame(data), np.random.default_rng(seed)
+    for bit in draw.choice(8 * len(good), 200, replace=False).tolist():
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        for way in (
+            lambda bad: decompress_frame(bad, len(data)),
+            lambda bad: decompress_frames([bad], [len(data)])[0],
+        ):
+            with contextlib.suppress(BadFrameError):  # some bits mean nothing
+                assert bytes(way(bytes(bad))) == data
+
+
+# ----------------------------------------------------------------------------------------------------- export
+
+
+EOS = 300
+TEXTS = ["one", "Größe\n東京 \N{GRINNING FACE}", "", *(f"text {i} " * (i % 9) for i in range(60))]
+CODEC = Detokenizer(lambda tokens: bytes(tokens.tolist()).decode(), EOS)
+
+
+@pytest.fixture(scope="module", params=["uint16", "uint32"])
+def exported_from(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("export") / "corpus"
+    with ShardWriter(folder, tokenizer_hash="t", token_dtype=request.param, frame_bytes=1000) as writer:
+        for i, text in enumerate(TEXTS):
+            data = np.frombuffer(text.encode(), np.uint8)
+            writer.add(f"{i:04d}", data.astype(request.param), f"web/a.jsonl#{i}", len(data))
+        writer.finish({"made": "here"})
+    return folder
+
+
+def test_text_comes_back_as_it_was(exported_from: Path, tmp_path: Path) -> None:
+    expected = [{"text": t, "id": f"{i:04d}", "source": f"web/a.jsonl#{i}"} for i, t in enumerate(TEXTS)]
+    for name in ("a.jsonl", "a.jsonl.zst", "a.parquet"):
+        output = export_corpus(exported_from, tmp_path / "new" / name, CODEC)
+        assert output == f"{tmp_path / 'new' / name}: the text of {len(TEXTS)} documents"
+    data = (tmp_path / "new/a.jsonl").read_bytes()
+    assert [json.loads(line) for line in data.decode().splitlines()] == expected
+    packed = (tmp_path / "new/a.jsonl.zst").read_bytes()
+    assert zstandard.ZstdDecompressor().decompressobj().decompress(packed) == data
+    assert pyarrow.parquet.read_table(tmp_path / "new/a.parquet").to_pylist() == [
+        {**record, "fields": None} for record in expected
+    ]
+
+
+def test_megatron_s_files_are_those_that_datatrove_writes(exported_from: Path, tmp_path: Path) -> None:
+    datatrove = pytest.importorskip("datatrove.pipeline.tokens.megatron_tokenizer")
+    output = export_corpus(exported_from, tmp_path / "ours.bin", CODEC)
+    documents = [[*text.encode(), EOS] for text in TEXTS]
+    assert f"{sum(map(len, documents)):,} ids of {len(TEXTS)} documents, each ended by {EOS}" in output
+    size = np.dtype(Corpus.open(exported_from).manifest.token_dtype).itemsize
+    reference = datatrove.MegatronTokenizedFile(str(tmp_path), "theirs", token_size=size)
+    for document in documents:
+        reference.write(document)
+    reference.close()
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"ours.{end}").read_bytes() == (tmp_path / f"theirs.{end}").read_bytes()
+    config = ReadConfig(folder=str(tmp_path), format="megatron")
+    assert [ids.tolist() for ids in read_token_ids(tmp_path / "ours.bin", config)] == documents
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_plain_tars_are_opened_by_webdataset_and_datasets_and_are_a_corpus(
+    exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    export_corpus(exported_from, tmp_path / "tars", None)
+    paths = sorted(map(str, (tmp_path / "tars").glob("shard-*.tar")))
+    expected = [list(text.encode()) for text in TEXTS]
+    read = list(webdataset.WebDataset(paths, shardshuffle=False).decode())
+    assert [sample["tokens.npy"].tolist() for sample in read] == expected
+    assert [sample["meta.json"]["source"] for sample in read] == [
+        f"web/a.jsonl#{i}" for i in range(len(TEXTS))
+    ]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    loaded: Any = datasets.load_dataset(
+        "webdataset", data_files=paths, split="train", cache_dir=str(tmp_path / "cache"), streaming=True
+    )
+    loaded = list(loaded)
+    assert [list(sample["tokens.npy"]) for sample in loaded] == expected
+    assert [sample["meta.json"]["bytes"] for sample in loaded] == [len(text) for text in expected]
+    check_corpus(tmp_path / "tars")
+    for block in range((corpus := Corpus.open(tmp_path / "tars")).n_blocks):
+        for number, tokens in corpus.read_block(block):
+            assert tokens.tolist() == expected[number]
+
+
+def test_what_can_t_be_exported_is_said_and_leaves_nothing(exported_from: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no tokenizer beside it"):
+        export_corpus(exported_from, tmp_path / "a.jsonl", None)
+    other = Detokenizer(lambda tokens: "x" * (len(tokens) + 1), EOS)
+    for name in ("a.jsonl", "a.jsonl.zst", "a.parquet"):
+        with pytest.raises(MegatfmError, match=r"sample 0 \(web/a.jsonl#0\) decodes to 4 bytes, but had 3"):
+            export_corpus(exported_from, tmp_path / name, other)
+    with pytest.raises(UsageError, match="too large for Megatron-LM's index"):
+        export_corpus(exported_from, tmp_path / "a.bin", Detokenizer(CODEC.decode, 2**31))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "a.jsonl").write_text("mine")
+    with pytest.raises(UsageError, match="is there already"):
+        export_corpus(exported_from, tmp_path / "a.jsonl", CODEC)
+    for name in ("a.csv", "a.jsonl.gz", "a.JSONL", "a.idx"):
+        with pytest.raises(
+            UsageError, match=rf"{name}: \.\w+ is no format .*\.parquet or \.bin, or .*{name}/ for a"
+        ):
+            export_corpus(exported_from, tmp_path / name, CODEC)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/a.jsonl", "gs://bucket/tars", Path("s3://bucket/ids.bin")])
+def test_a_url_is_no_folder_of_that_name(
+    exported_from: Path, tmp_path: Path, out: str | Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for write in (
+        lambda: export_corpus(exported_from, out, CODEC),
+        lambda: ShardWriter(out, tokenizer_hash="t", token_dtype="uint16"),
+    ):
+        with pytest.raises(UsageError, match=r"files are written to this machine, not to (s3|gs)://"):
+            write()
+    assert not list(tmp_path.iterdir())
+
+
+def test_ids_come_with_their_index_or_not_at_all(
+    exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index that is there is not written over; a disk that is full at the first, or the last, of two names."""
+    (tmp_path / "a.idx").write_text("mine")
+    with pytest.raises(UsageError, match=r"a\.idx: is there already"):
+        export_corpus(exported_from, tmp_path / "a.bin", CODEC)
+    replace = Path.replace
+    for full in (".bin", ".idx"):
+
+        def fail(self: Path, target: Path, full: str = full) -> Path:
+            if target.suffix == full:
+                raise OSError(28, "No space left on device")
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", fail)
+        with pytest.raises(MegatfmError, match="No space left"):
+            export_corpus(exported_from, tmp_path / "b.bin", CODEC)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.idx", "mine")]
+
+
+@pytest.mark.parametrize("name", ["tars", "v1.5", "a.csv/"])
+def test_a_name_that_says_no_format_is_a_folder(exported_from: Path, tmp_path: Path, name: str) -> None:
+    assert "plain tars" in export_corpus(exported_from, f"{tmp_path}/{name}", None)
+    assert Corpus.open(tmp_path / name).n_samples == len(TEXTS)
+
+
+def test_statistics_are_counted(exported_from: Path) -> None:
+    text = " ".join(tabulate_stats(exported_from, lambda i: chr(i)).split())
+    total = sum(len(t.encode()) for t in TEXTS)
+    assert f"{len(TEXTS)} documents, {total:,} tokens, {total:,} bytes of text" in text
+    assert f"web {len(TEXTS)} {total:,} {total:,}" in text
+    assert f"all {max(len(t.encode()) for t in TEXTS)}" in text
+    spaces = sum(t.count(" ") for t in TEXTS)
+    assert f"32 ' ' {spaces:,}" in text

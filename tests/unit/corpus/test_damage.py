@@ -17,7 +17,7 @@ from megatfm.corpus.inspect import check_corpus
 from megatfm.corpus.shard_index import MAX_FRAME_BYTES
 from megatfm.corpus.writer import ShardWriter
 from megatfm.errors import MegatfmError
-from tests.support.damaged_corpora import (
+from tests.support.packed_corpora import (
     INDEX,
     SHARD,
     Change,

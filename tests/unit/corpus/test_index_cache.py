@@ -20,7 +20,7 @@ from megatfm.corpus.byte_cache import ByteCache
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.index_cache import Indexes, SharedIndexes
 from megatfm.corpus.storage import ShardCacheConfig, make_room
-from tests.support.benchmark_scripts import script
+from tests.support.documentation import script
 
 Write = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")

@@ -29,8 +29,7 @@ from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.damaged_corpora import SHARD, assert_refused
-from tests.support.remote_corpora import same_corpora, use_s3
+from tests.support.packed_corpora import SHARD, assert_refused, same_corpora, use_s3
 from tests.support.workers import PRELOAD
 
 

@@ -14,8 +14,7 @@ from megatfm.corpus import storage as module
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.damaged_corpora import SHARD, assert_refused
-from tests.support.remote_corpora import same_corpora
+from tests.support.packed_corpora import SHARD, assert_refused, same_corpora
 
 
 def failing_first(

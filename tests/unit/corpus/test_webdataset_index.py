@@ -24,7 +24,7 @@ from megatfm.corpus.webdataset_index import index_folder
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.damaged_corpora import assert_refused, edit_manifest
+from tests.support.packed_corpora import assert_refused, edit_manifest
 from tests.support.webdatasets import GOOD, HASH, IDS, documents, member, npy, tar, write_wds
 
 

@@ -1,4 +1,4 @@
-"""Stored pictures of every kind, against Pillow's own conversions; and those that are refused, with the reason."""
+"""Stored pictures of every kind, and transforms of training images, against Pillow's own operations."""
 
 import io
 import struct
@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 
+from megatfm.config import ImagesConfig
 from megatfm.data import images
+from megatfm.data.image_rand_augment import OPERATIONS
+from megatfm.data.image_transforms import TRANSFORMS
 from megatfm.data.images import decode, patchify, resize_and_crop
 from megatfm.errors import SampleError
 
@@ -185,3 +188,175 @@ def test_patches_are_those_of_a_convolution() -> None:
     expected = torch.nn.functional.conv2d(tensor, weight, stride=4)[0].flatten(1).T
     actual = torch.from_numpy(patchify(pixels, 4)).double() @ weight.flatten(1).T
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------- transforms
+
+
+BICUBIC = Image.Resampling.BICUBIC
+
+
+def picture(height: int = 40, width: int = 60, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    small = np.random.default_rng(seed).integers(1, 255, (10, 15, 3), np.uint8)
+    return Image.fromarray(small).resize((width, height), BICUBIC).convert(mode)
+
+
+def transform(name: str, size: int = 24, **options: Any) -> Any:
+    (section,) = ImagesConfig.model_validate({"transforms": [{"name": name, **options}]}).transforms
+    result = TRANSFORMS.get(name)(section, BICUBIC)
+    return lambda image, key: result(image, key, (size, size))
+
+
+def coordinates(height: int, width: int) -> Image.Image:
+    """An image whose pixels are their columns, rows and 7."""
+    rows, columns = np.mgrid[:height, :width]
+    return Image.fromarray(np.dstack([columns, rows, np.full_like(rows, 7)]).astype(np.uint8))
+
+
+def test_random_resized_crops_have_the_areas_and_ratios_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The box is seen where Pillow is asked; then it is cut out and resized by hand."""
+    boxes: list[Any] = []
+    crop = Image.Image.crop
+
+    def watched(self: Image.Image, box: Any) -> Image.Image:
+        boxes.append(box)
+        return crop(self, box)
+
+    image, result = (
+        picture(200, 240),
+        transform("random_resized_crop", 24, scale=[0.2, 0.5], ratio=[0.8, 1.25]),
+    )
+    shares, places = [], set()
+    for number in range(100):
+        with monkeypatch.context() as patch:
+            patch.setattr(Image.Image, "crop", watched)
+            actual = np.asarray(result(image, (0, number)))
+        left, top, right, bottom = boxes[-1]
+        assert 0 <= left < right <= 240
+        assert 0 <= top < bottom <= 200
+        shares.append((right - left) * (bottom - top) / (200 * 240))
+        places.add((left, top))
+        assert 0.19 < shares[-1] < 0.51
+        assert 0.78 < (right - left) / (bottom - top) < 1.28
+        expected = image.crop(boxes[-1]).resize((24, 24), BICUBIC)  # which sees nothing outside
+        np.testing.assert_array_equal(actual, np.asarray(expected))
+    assert 0.32 < np.mean(shares) < 0.38
+    assert len(places) > 95
+
+
+def test_a_crop_that_never_fits_is_the_centre() -> None:
+    image = coordinates(10, 200)
+    actual = np.asarray(transform("random_resized_crop", 10, scale=[1, 1])(image, (1,)))
+    expected = np.asarray(image.crop((93, 0, 106, 10)).resize((10, 10), BICUBIC))
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_random_crops_pad_with_black() -> None:
+    image, starts = coordinates(24, 24), set()
+    for number in range(200):
+        cropped = np.asarray(transform("random_crop", 24, padding=2)(image, (number,))).astype(int)
+        left, top = cropped[12, 12, 0] - 12, cropped[12, 12, 1] - 12
+        starts.add((left, top))
+        expected = np.zeros((28, 28, 3), int)
+        expected[2:26, 2:26] = np.asarray(image)
+        np.testing.assert_array_equal(cropped, expected[2 + top : 26 + top, 2 + left : 26 + left])
+    assert starts == {(x, y) for x in range(-2, 3) for y in range(-2, 3)}
+
+
+def test_flips_are_as_frequent_as_asked() -> None:
+    image = picture()
+    result = [np.asarray(transform("horizontal_flip", p=0.3)(image, (n,))) for n in range(400)]
+    plain, mirrored = np.asarray(image), np.asarray(image)[:, ::-1]
+    n_flipped = sum(np.array_equal(item, mirrored) for item in result)
+    assert n_flipped + sum(np.array_equal(item, plain) for item in result) == 400
+    assert 90 < n_flipped < 150
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("fill", ["noise", "color", "black"])
+def test_one_rectangle_is_erased(mode: str, fill: str) -> None:
+    image = picture(mode=mode)
+    result = transform("random_erasing", p=0.5, scale=[0.1, 0.2], fill=fill)
+    n_erased = 0
+    for number in range(60):
+        before = np.asarray(image).reshape(40, 60, -1)
+        after = np.asarray(result(image, (number,))).reshape(40, 60, -1)
+        ys, xs = np.nonzero((before != after).any(-1))
+        if not len(ys):
+            continue
+        n_erased += 1
+        region = after[ys.min() : ys.max() + 1, xs.min() : xs.max() + 1]
+        share = region.shape[0] * region.shape[1] / (40 * 60)
+        assert 0.08 < share < 0.22
+        if fill == "noise":
+            assert abs(region.mean() - 127.5) < 25
+        else:
+            assert (region == region[0, 0]).all()
+            assert fill == "color" or not region.any()
+    assert 18 < n_erased < 42
+
+
+def test_color_jitter_applies_pillow_s_enhancers() -> None:
+    image = picture()
+    only = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0}
+    for key, kind in (
+        ("brightness", ImageEnhance.Brightness),
+        ("contrast", ImageEnhance.Contrast),
+        ("saturation", ImageEnhance.Color),
+    ):
+        result = np.asarray(transform("color_jitter", **{**only, key: 0.5})(image, (3,)))
+        errors = [
+            np.abs(np.asarray(kind(image).enhance(factor)).astype(int) - result).mean()
+            for factor in np.linspace(0.5, 1.5, 401)
+        ]
+        assert min(errors) < 0.3 < np.abs(np.asarray(image).astype(int) - result).mean()
+    turned = np.asarray(transform("color_jitter", **only, hue=0.5)(image, (5,)).convert("HSV")).astype(int)
+    plain = np.asarray(image.convert("HSV")).astype(int)
+    assert np.abs(turned[..., 2] - plain[..., 2]).max() <= 2  # brightness stays
+    assert np.array_equal(
+        np.asarray(transform("color_jitter", **only, hue=0.5)(picture(mode="L"), (5,))), picture(mode="L")
+    )
+
+
+def test_operations_of_rand_augment() -> None:
+    image = picture(41, 41)
+    pixels = np.asarray(image).astype(int)
+
+    def run(name: str, strength: float, inputs: Image.Image = image) -> np.ndarray:
+        return np.asarray(OPERATIONS[name](inputs, strength, BICUBIC)).astype(int)
+
+    for name in (
+        "rotate",
+        "shear_x",
+        "shear_y",
+        "translate_x",
+        "translate_y",
+        "color",
+        "contrast",
+        "brightness",
+    ):
+        np.testing.assert_array_equal(run(name, 0.0), pixels, name)
+        assert (run(name, 0.7) != run(name, -0.7)).any()
+    np.testing.assert_array_equal(run("identity", 1.0), pixels)
+    turned = np.asarray(image.rotate(-30, BICUBIC, fillcolor=(124, 116, 104))).astype(int)
+    other = np.asarray(image.rotate(30, BICUBIC, fillcolor=(124, 116, 104))).astype(int)
+    assert min(np.abs(run("rotate", 1.0) - item).mean() for item in (turned, other)) < 0.5
+    shifted = np.asarray(OPERATIONS["translate_x"](picture(40, 40), 0.5, BICUBIC)).astype(int)  # by 9 pixels
+    np.testing.assert_array_equal(shifted[:, :31], np.asarray(picture(40, 40))[:, 9:])
+    assert (shifted[:, 31:] == (124, 116, 104)).all()
+    np.testing.assert_array_equal(run("solarize", 0.5), np.where(pixels < 128, pixels, 255 - pixels))
+    np.testing.assert_array_equal(run("posterize", -1.0), pixels // 16 * 16)
+    np.testing.assert_array_equal(run("equalize", 0.0), np.asarray(ImageOps.equalize(image)))
+    np.testing.assert_array_equal(
+        run("brightness", -1.0), np.asarray(ImageEnhance.Brightness(image).enhance(0.1))
+    )
+    for name in OPERATIONS:
+        assert run(name, 0.8, picture(mode="L")).shape == (40, 60)
+
+
+def test_rand_augment_is_a_function_of_its_key() -> None:
+    result = transform("rand_augment", n_ops=3, magnitude_std=0.5)
+    first, again = ([result(picture(), (seed, "a")).tobytes() for seed in range(30)] for _ in range(2))
+    assert first == again
+    assert len(set(first)) > 25
+    assert transform("rand_augment", magnitude=0.0)(picture(), (0,)).size == (60, 40)

@@ -181,7 +181,7 @@ def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
 
 
 def test_a_word_that_is_not_kept_is_named(folder: Path) -> None:
-    def made(**change: Any) -> Callable[[], Any]:
+    def dataset_with(**change: Any) -> Callable[[], Any]:
         kind = type("Broken", (Vectors,), change)
         return lambda: PackedDataset(Corpus.open(folder), kind(), sequence_length=16, seed=3).read_row(0)
 
@@ -195,13 +195,13 @@ def test_a_word_that_is_not_kept_is_named(folder: Path) -> None:
         return {"vectors": Vectors.build_example(self, chunk, key)["vectors"]}
 
     for broken, message in (
-        (made(build_example=doubled), r"sample \d+ with 'vectors' = float64 .* say float32 \[n, 3\]"),
+        (dataset_with(build_example=doubled), r"sample \d+ with 'vectors' = float64 .* say float32 \[n, 3\]"),
         (
-            made(build_example=short),
+            dataset_with(build_example=short),
             r"with fields \['vectors'\], but its `fields` are \['marks', 'order', 'vectors'\]",
         ),
         (
-            made(fields={"labels": Field(per="row")}, max_tokens=None),
+            dataset_with(fields={"labels": Field(per="row")}, max_tokens=None),
             "can't be cut at row ends: give it max_tokens",
         ),
     ):

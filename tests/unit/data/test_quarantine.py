@@ -11,7 +11,7 @@ from megatfm.data.documents import Quarantine
 from megatfm.data.loader import DataLoader
 from megatfm.data.sequences import IGNORE_INDEX, PAD_DOCUMENT_ID
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.damaged_corpora import SHARD
+from tests.support.packed_corpora import SHARD
 
 
 def test_ranges_are_sorted_and_joined() -> None:

@@ -62,8 +62,8 @@ def test_tars_with_what_is_no_file(tmp_path: Path) -> None:
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
     result = list(get_reader("webdataset")(path, ReadConfig(folder=str(path.parent))))
-    assert [each.text for each in result if not isinstance(each, BadRecord)] == ["good"]
-    assert {each.key: each.reason for each in result if isinstance(each, BadRecord)} == {
+    assert [one.text for one in result if not isinstance(one, BadRecord)] == ["good"]
+    assert {one.key: one.reason for one in result if isinstance(one, BadRecord)} == {
         "../out": "has a link or device: ../out.txt",
         "dev": "has a link or device: dev.txt",
         "c": "has a member that is not valid UTF-8 at byte 0: c.txt",

@@ -26,8 +26,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.inspect import check_corpus, describe_corpus
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.killed_preps import KILLED, count_moments, run_killed_at
-from tests.support.prep_files import file_hashes, write_file
+from tests.support.prep_files import KILLED, count_moments, file_hashes, run_killed_at, write_file
 
 
 def image(number: int, format_: str = "JPEG") -> bytes:

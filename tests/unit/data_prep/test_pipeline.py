@@ -15,8 +15,14 @@ from megatfm.config import load
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.killed_preps import KILLED, count_moments, run_killed_at
-from tests.support.prep_files import file_hashes, shard_texts, write_file
+from tests.support.prep_files import (
+    KILLED,
+    count_moments,
+    file_hashes,
+    run_killed_at,
+    shard_texts,
+    write_file,
+)
 
 Make = Callable[..., PrepConfig]
 

@@ -64,10 +64,10 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
     rows.to_json(tmp_path / "others" / "b.jsonl")
     (tmp_path / "others" / "state.json").write_text("the state of some text")
     result, read = read_documents(tmp_path / "one")
-    by_folder = {name: [each for each in result if each.id.startswith(name)] for name in ("one", "splits/te")}
-    assert [each.text for each in by_folder["one"]] == columns["text"]
-    assert [each.url for each in by_folder["one"]] == columns["url"]
-    assert [each.text for each in by_folder["splits/te"]] == columns["text"][:5]
+    by_folder = {name: [one for one in result if one.id.startswith(name)] for name in ("one", "splits/te")}
+    assert [one.text for one in by_folder["one"]] == columns["text"]
+    assert [one.url for one in by_folder["one"]] == columns["url"]
+    assert [one.text for one in by_folder["splits/te"]] == columns["text"][:5]
     assert len(result) == 4 * len(rows) + 5 + 1
     assert read._inputs.n_excluded == 2 + 1 + 1 + 2 * 2
 
@@ -145,7 +145,7 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, path.with_name("a.parquet"))
     with pytest.raises(MegatfmError, match=there.replace("body;", "body, n;")):
         read_documents(path)
-    assert [each.id for each in read_documents(path, text_key="body")[0]] == ["a.parquet#1"]
+    assert [one.id for one in read_documents(path, text_key="body")[0]] == ["a.parquet#1"]
 
 
 def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
@@ -153,11 +153,11 @@ def test_fields_can_lie_inside_others(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text('{"page": {"body": "inside", "at": "u"}}')
     result, _ = read_documents(path, text_key="page.body", url_key="page.at")
-    assert [(each.text, each.url) for each in result] == [("inside", "u")]
+    assert [(one.text, one.url) for one in result] == [("inside", "u")]
     nested = pyarrow.table({"page": [{"body": "inside", "at": "u"}]})
     pyarrow.parquet.write_table(nested, path.with_name("b.parquet"))
     path.unlink()
-    assert [each.text for each in read_documents(path, text_key="page.body")[0]] == ["inside"]
+    assert [one.text for one in read_documents(path, text_key="page.body")[0]] == ["inside"]
 
 
 def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
@@ -166,14 +166,14 @@ def test_text_under_compression_and_json_that_is_text(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text('{"name": "a package"}')
     (tmp_path / "d.json").write_text("[1, 2]")
     result, _ = read_documents(tmp_path / "x")
-    assert [(each.id, each.text) for each in result] == [
+    assert [(one.id, one.text) for one in result] == [
         ("a.txt.gz", "one\n\n" * 300),
         ("b.md.zst", "two"),
         ("c.json", '{"name": "a package"}'),
         ("d.json", "[1, 2]"),
     ]
     parts, _ = read_documents(tmp_path / "x", limit=1024, include=["*.gz"])
-    assert [each.record for each in parts] == ["a.txt.gz"] * 2
+    assert [one.record for one in parts] == ["a.txt.gz"] * 2
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\n" * 300)[:-9])
     with pytest.raises(MegatfmError, match=r"a\.txt\.gz: is damaged or cut off"):
         read_documents(tmp_path / "x")
@@ -205,7 +205,7 @@ def test_halves_of_surrogate_pairs_go_from_names_and_addresses(tmp_path: Path) -
         link.type = tarfile.SYMTYPE
         archive.addfile(link)
     result, read = read_documents(tmp_path / "x", on_error="skip")
-    assert [each.text for each in result] == ["one", "two"]
+    assert [one.text for one in result] == ["one", "two"]
     output = [*result[0].to_list(), *result[1].to_list(), read.counts.as_json(), read._inputs.bad]
     assert "\ufffd" in str(output)
     json.dumps(output, ensure_ascii=False, default=str).encode()
@@ -267,9 +267,9 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             patch.setattr("megatfm.data_prep.readers.web.MAX_RECORD_BYTES", 10_000)
             result = list(get_reader("warc")(tmp_path / name, ReadConfig(folder=str(tmp_path))))
-        texts = [(each.url, each.text) for each in result if not isinstance(each, BadRecord)]
+        texts = [(one.url, one.text) for one in result if not isinstance(one, BadRecord)]
         assert texts == [(f"https://example.org/{number}", text) for number in range(len(good))]
-        rubbish, bomb = (each.reason for each in result if isinstance(each, BadRecord))
+        rubbish, bomb = (one.reason for one in result if isinstance(one, BadRecord))
         assert rubbish.startswith("can't be understood")
         assert bomb == "is longer than 10,000 bytes once unpacked"
 

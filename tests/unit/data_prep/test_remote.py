@@ -22,8 +22,8 @@ from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.upload import RemoteOutput
 from megatfm.data_prep.input_files import InputFiles
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.packed_corpora import use_s3
 from tests.support.prep_files import write_file
-from tests.support.remote_corpora import use_s3
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from megatfm.data_prep.documents import Document
 from megatfm.data_prep.filters.base import filter_names
 from megatfm.data_prep.filters.repetition import _RepeatedNgrams
 from megatfm.errors import UsageError
-from tests.support.cleaning_rules import WORDS, random_pages, rule, rule_outcome
+from tests.support.prep_files import WORDS, random_pages, rule, rule_outcome
 
 
 @pytest.fixture(autouse=True)
@@ -150,9 +150,9 @@ DROPPED = {
     ("name", "why", "text"), [(name, *case) for name, cases in DROPPED.items() for case in cases]
 )
 def test_rules_drop_for_each_reason(name: str, why: str, text: str) -> None:
-    each = rule(name)
-    assert rule_outcome(each, text) == (None, why)
-    (example,) = each.counts.dropped[why].examples
+    step = rule(name)
+    assert rule_outcome(step, text) == (None, why)
+    (example,) = step.counts.dropped[why].examples
     assert example.startswith("x: ")
     assert example[3:8] in text
 
@@ -174,9 +174,9 @@ def test_ngrams_by_definition() -> None:
             repeated = their_repetition.find_all_duplicate(words, n)
             assert runs.repeated_characters() == repeated
             near = rng.choice((-3, -1, 0, 0.5, 1, 40))
-            for each in (limited, _RepeatedNgrams(words)):
-                assert each.top_is_over(n, len(top) * times + near) == (near < 0)
-                assert each.repeated_are_over(n, repeated + near) == (near < 0)
+            for step in (limited, _RepeatedNgrams(words)):
+                assert step.top_is_over(n, len(top) * times + near) == (near < 0)
+                assert step.repeated_are_over(n, repeated + near) == (near < 0)
             over += limited.n < n
         # One limit among loose ones, unless the words of a run overlap and come to more than the text.
         text = " ".join(words)
@@ -189,7 +189,7 @@ def test_ngrams_by_definition() -> None:
                 "dup_line_char_frac": 1,
                 "top_n_grams": [1, 1, 1],
             }
-            most = [0.5 * share if each == n else 1.0 for each in range(5, 11)]
+            most = [0.5 * share if step == n else 1.0 for step in range(5, 11)]
             assert (rule_outcome(rule("gopher_repetition", **loose, dup_n_grams=most), text)[0] is None) == (
                 share > 0 or top_over
             )
@@ -214,7 +214,7 @@ def test_url_filter_drops_listed_addresses(tmp_path: Path) -> None:
 def test_badwords_filter_drops_listed_words(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("darn\nFoo bar\nc++\n")
-    each = lambda **settings: rule("c4_badwords", file=str(path), **settings)  # noqa: E731
+    step = lambda **settings: rule("c4_badwords", file=str(path), **settings)  # noqa: E731
     for text, result in {
         "Darn!": True,
         "darned": False,
@@ -222,13 +222,13 @@ def test_badwords_filter_drops_listed_words(tmp_path: Path) -> None:
         "foobar": False,
         "in C++.": True,
     }.items():
-        assert (rule_outcome(each(), text)[0] is None) == result, text
-    assert rule_outcome(each(whole_words=False), "darned")[1] == "document_removed_with_badwords"
+        assert (rule_outcome(step(), text)[0] is None) == result, text
+    assert rule_outcome(step(whole_words=False), "darned")[1] == "document_removed_with_badwords"
     with pytest.raises(UsageError, match=r"none\.txt: can't be read"):
         rule("c4_badwords", file=str(tmp_path / "none.txt"))
     path.write_text("\n\n")
     with pytest.raises(UsageError, match="this list is empty"):
-        each()
+        step()
 
 
 def test_decontamination_by_definition(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_decontamination_by_definition(tmp_path: Path) -> None:
     rng = random.Random(0)
     sentences = [" ".join(rng.choices(WORDS, k=rng.randrange(4, 30))) for _ in range(40)]
     (tmp_path / "set.jsonl").write_text("".join(f'{{"q": {{"a": ["{text}"]}}}}\n' for text in sentences))
-    each = rule("decontaminate", files=[str(tmp_path / "set.jsonl")], n_grams=9, min_words=5)
+    step = rule("decontaminate", files=[str(tmp_path / "set.jsonl")], n_grams=9, min_words=5)
 
     def grams(text: str) -> list[str]:
         return re.findall(r"\w+", text.lower())
@@ -264,7 +264,7 @@ def test_decontamination_by_definition(tmp_path: Path) -> None:
                 else set()
             )
             hit |= any(tuple(mine[at : at + length]) in runs for at in range(len(mine) - length + 1))
-        assert (each(Document("x", text)) is None) == hit
+        assert (step(Document("x", text)) is None) == hit
         dropped += hit
     assert 20 < dropped < 270
 
@@ -278,8 +278,8 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"bad\.jsonl: line 2 is not JSON"):
         rule("decontaminate", files=[str(tmp_path / "bad.jsonl")])
     (tmp_path / "some.jsonl").write_text('["short", "one two three four five six seven eight nine"]')
-    each = rule("decontaminate", files=[str(tmp_path / "some.jsonl")])
-    assert each.notes == [
+    step = rule("decontaminate", files=[str(tmp_path / "some.jsonl")])
+    assert step.notes == [
         "decontamination: 1 of 2 evaluation texts are too short to be searched for, with fewer than 8 words "
         "(decontaminate.min_words); the longest is 'short'"
     ]
@@ -287,9 +287,9 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
 
 def test_samples_are_fixed_and_grow() -> None:
     def kept(**settings: Any) -> set[str]:
-        each = rule("sample", **settings)
+        step = rule("sample", **settings)
         names = [f"{folder}/{number}" for folder in ("web", "books") for number in range(500)]
-        return {name for name in names if each(Document(name, "x"))}
+        return {name for name in names if step(Document(name, "x"))}
 
     some, more = kept(rate=0.3), kept(rate=0.5)
     assert 230 < len(some) < 370
@@ -312,9 +312,9 @@ def test_every_step_counts_what_went_in_and_out(tmp_path: Path) -> None:
     }:
         listed = {"file": str(tmp_path / "list")} if name in ("url_filter", "c4_badwords") else {}
         against = {"files": [str(tmp_path / "list")], "min_words": 5} if name == "decontaminate" else {}
-        each = rule(name, **listed, **against)
-        left = [document for text in random_pages(40) if (document := each(Document("x", text)))]
-        counts = each.counts
+        step = rule(name, **listed, **against)
+        left = [document for text in random_pages(40) if (document := step(Document("x", text)))]
+        counts = step.counts
         assert counts.documents_in == 40
         assert counts.documents_out == len(left) == 40 - sum(d.documents for d in counts.dropped.values())
         assert counts.bytes_out == sum(document.text_bytes for document in left)

@@ -19,8 +19,15 @@ from megatfm.data_prep.execution.executors import LockExecutor
 from megatfm.data_prep.execution.workspace import Workspace
 from megatfm.data_prep.fast_encode import FastEncoder
 from megatfm.errors import UsageError
-from tests.support.killed_preps import KILLED, NEVER, SIGNAL_SCRIPT, count_moments, run_killed_at
-from tests.support.prep_files import file_hashes, write_file
+from tests.support.prep_files import (
+    KILLED,
+    NEVER,
+    SIGNAL_SCRIPT,
+    count_moments,
+    file_hashes,
+    run_killed_at,
+    write_file,
+)
 
 STEP = {"name": "c4", "min_num_sentences": 1, "min_words_per_line": 2}
 OTHERS: dict[str, dict[str, Any]] = {

@@ -1,18 +1,28 @@
-"""Each kind of tokenizer that prep can train, and those it can take: files, hashes, corpora made with them."""
+"""Tokenizers that prep trains or takes, and the fast encoder, which gives the tokenizer's own ids."""
 
+import io
 import json
-from collections.abc import Callable
+import random
+import sysconfig
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatfm import data_prep, tokenizers
 from megatfm.config import load
-from megatfm.config.prep import PrepConfig
+from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution.config_identity import config_identity
-from megatfm.errors import UsageError
+from megatfm.data_prep.fast_encode import CachedWordEncoder, FastEncoder, _Gigatoken
+from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
 from tests.support.prep_files import file_hashes
 
 Make = Callable[..., PrepConfig]
@@ -154,3 +164,198 @@ def test_settings_that_do_nothing_are_refused(overrides: list[str], message: str
     with pytest.raises(UsageError) as caught:
         load(PrepConfig, "quickstart-data", overrides)
     assert message in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------- the fast encoder
+
+
+KINDS = [
+    {"kind": "byte-bpe"},
+    {"kind": "byte-bpe", "pretokenizer": "llama3"},
+    {"kind": "sentencepiece-bpe"},
+    {"kind": "sentencepiece-unigram"},
+    {"kind": "wordpiece"},
+]
+ALPHABET = [
+    *"aebTz09 .,'_-()=#\n\t",
+    *(
+        "  ",
+        "    ",
+        "\n\n",
+        "\n    ",
+        "\r\n",
+        " \n",
+        "the ",
+        " of",
+        "ing",
+        "self.",
+        "'s",
+        "don't",
+        "1234",
+        "</s>",
+        "<pad>",
+    ),
+    *(
+        "<extra_0>",
+        "é",
+        "e\u0301",
+        "ß",
+        "İ",
+        "東京",
+        "한국",
+        "😀",
+        "👩\u200d👧",
+        "\u2581",
+        "\u2581x",
+        "\xa0",
+        "\u3000",
+        "\u2028",
+        "\x00",
+        "\ufffd",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Sources of the standard library, and random strings of what is known to be hard."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    real = [
+        path.read_text()
+        for name in ("json", "email", "http")
+        for path in sorted((folder / name).glob("*.py"))[:8]
+    ]
+    rng = random.Random(0)
+    return [*real, "", " ", *("".join(rng.choices(ALPHABET, k=rng.randrange(1, 60))) for _ in range(1500))]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda item: "-".join(item.values()))
+def tokenizer_files(
+    request: pytest.FixtureRequest, texts: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Path, str]:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    config = TokenizerConfig(vocab_size=600, **request.param)
+    files = make_tokenizer_files(config, (text for text in texts[:12]))
+    return write_tokenizer(folder, files), folder, config.kind
+
+
+@pytest.fixture(scope="module")
+def words(
+    texts: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, CachedWordEncoder]:
+    files = make_tokenizer_files(
+        TokenizerConfig(vocab_size=600), (text + "\r\n\r\n\f\n" for text in texts[:12])
+    )
+    reference = write_tokenizer(tmp_path_factory.mktemp("words"), files)
+    assert isinstance(reference, SentencePieceTokenizer)
+    return reference, CachedWordEncoder(reference)
+
+
+def test_the_ids_are_the_same(tokenizer_files: tuple[Tokenizer, Path, str], texts: list[str]) -> None:
+    reference, folder, kind = tokenizer_files
+    fast = FastEncoder(reference, folder)
+    assert (fast._fast is not None) == (kind in ("byte-bpe", "sentencepiece-bpe"))
+    expected = reference.encode_batch(texts, 1)
+    for _ in range(2):  # with nothing in memory, and with all
+        for text, actual, wanted_result in zip(texts, fast.encode_batch(texts, 1), expected, strict=True):
+            assert np.array_equal(actual, wanted_result), repr(text)
+            assert actual.dtype == np.int32
+    assert fast.encode_batch([], 1) == []
+
+
+def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
+    """A model whose pieces reach over spaces, as ours never do."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["out of the box of the cat of the house"] * 50),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=300,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_by_whitespace=False,
+        pad_id=3,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    reference = tokenizers.load(tmp_path / "tokenizer.model")
+    assert reference.lossless
+    assert "of\u2581the" in "".join(map(reference.id_to_piece, range(reference.vocab_size)))
+    fast = FastEncoder(reference, tmp_path)
+    assert isinstance(fast._fast, CachedWordEncoder)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices([*"outfhebx  ", "of the ", "é", "\n"], k=40)) for _ in range(300)]
+    for actual, expected in zip(fast.encode_batch(texts, 1), reference.encode_batch(texts, 1), strict=True):
+        assert np.array_equal(actual, expected)
+
+
+@given(
+    texts=st.lists(
+        st.lists(
+            st.one_of(
+                st.sampled_from(ALPHABET), st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+            ),
+            max_size=30,
+        ).map("".join),
+        max_size=4,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_the_words_of_hostile_texts(words: tuple[Tokenizer, CachedWordEncoder], texts: list[str]) -> None:
+    reference, memory = words
+    for actual, expected in zip(memory(texts, 1), reference.encode_batch(texts, 1), strict=True):
+        assert np.array_equal(actual, expected)
+
+
+def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
+    """They are found in text before all else, which gigatoken is not asked to do."""
+    files = make_tokenizer_files(
+        TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, ul2_modes=False), ["some text " * 50]
+    )
+    values = json.loads(files["tokenizer.json"])
+    added = dict(values["added_tokens"][-1], id=270, content="tool", special=False)
+    files["tokenizer.json"] = json.dumps(
+        {**values, "added_tokens": [*values["added_tokens"], added]}
+    ).encode()
+    reference = write_tokenizer(tmp_path, files)
+    fast = FastEncoder(reference, tmp_path)
+    texts = ["a tool here", "a text here", "toolbox"]
+    expected = reference.encode_batch(texts, 1)
+    assert 270 in expected[0]
+    for actual, wanted_result in zip(fast.encode_batch(texts, 1), expected, strict=True):
+        assert np.array_equal(actual, wanted_result)
+
+
+@pytest.mark.parametrize(
+    "tokenizer_files", [KINDS[0], KINDS[2]], indirect=True, ids=("byte-bpe", "sentencepiece-bpe")
+)
+def test_a_difference_is_found(
+    tokenizer_files: tuple[Tokenizer, Path, str], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, folder, _ = tokenizer_files
+    fast = FastEncoder(reference, folder)
+    assert fast._fast is not None
+    right = type(fast._fast).__call__
+    monkeypatch.setattr(
+        type(fast._fast),
+        "__call__",
+        lambda self, texts, threads: [ids[:-1] for ids in right(self, texts, threads)],
+    )
+    name = "gigatoken" if isinstance(fast._fast, _Gigatoken) else "the cache of words"
+    with pytest.raises(MegatfmError, match=f"^{name} gave other ids than the tokenizer"):
+        fast.encode_batch(texts[:5], 1)
+
+
+def test_the_memory_of_words_is_bounded(
+    words: tuple[Tokenizer, CachedWordEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatfm.data_prep.fast_encode.MAX_CACHED_WORDS", 50)
+    reference, memory = words
+    for number in range(20):
+        text = " ".join(f"w{number}x{index}" for index in range(20)) + "y" * 100
+        (ids,) = memory([text], 1)
+        assert np.array_equal(ids, reference.encode_batch([text], 1)[0])
+        assert len(memory._cache) <= 50 + 20
+        assert max(map(len, memory._cache)) <= 64

@@ -15,12 +15,11 @@ from megatfm.config import OptimizerSection, ParallelConfig, SoapConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.layers.initialisation import draw
 from megatfm.models import build
-from tests.support.alignment import lies_wrong, misaligned, only_torchs_memory
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.engine_state import load_and_train, tensor_of, train_and_save
-from tests.support.models import UNTIED_MODEL
-from tests.support.optimizers import OPTIMIZERS
+from tests.support.models import OPTIMIZERS, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
+from tests.support.sharded_engines import load_and_train, tensor_of, train_and_save
+from tests.support.uninitialized_memory import lies_wrong, misaligned, only_torchs_memory
 from tests.support.workers import Workers
 
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""State that no gradient moves: counted over micro-batches and all ranks, updated once a step, stored and compared."""
+"""State that no gradient moves, and root mean squares by layer, under every kind of layout."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,17 +19,25 @@ from megatfm.engines.state import ModuleState
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import Constant
 from megatfm.layers.norm import NORMS
-from megatfm.parallel.layout import ModelLayout
+from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.resilience import compare_replicas
 from megatfm.verify.expected import compute_expected_traffic
 from megatfm.verify.rank_processes import RankResult
 from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import find_traffic_mismatches
-from tests.support.batches import CAUSAL, global_batch
-from tests.support.models import ADAMW, UNTIED_MODEL
-from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
-from tests.support.traffic import count_steps, traffic_config
+from tests.support.batches import CAUSAL, family_case, global_batch
+from tests.support.layouts import count_steps, traffic_config
+from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
+from tests.support.parity import (
+    build_engine,
+    local_block,
+    microbatches,
+    one_device,
+    one_device_gradients,
+    one_device_reference,
+    uneven_microbatches,
+)
 from tests.support.workers import Workers
 
 
@@ -258,3 +266,98 @@ def test_modules_that_no_pass_reached_are_left_out(workers: Workers) -> None:
         "idle": {},
         "both": {"1": {"load": [2.0, 2.0]}},
     }
+
+
+# ---------------------------------------------------------------------------------------- statistics by layer
+
+
+STATISTICS_LAYOUTS = [
+    ParallelConfig(dp_shard=2, zero=0),
+    ParallelConfig(dp_shard=2),
+    ParallelConfig(tp=2),
+    ParallelConfig(tp=2, sequence_parallel=False),
+]
+STATISTICS_STAGES = {
+    2: [ParallelConfig(pp=2), ParallelConfig(pp=2, pp_schedule="zbv")],
+    4: [ParallelConfig(pp=2, tp=2), ParallelConfig(pp=2, dp_shard=2)],
+}
+
+
+def expected(config: ModelConfig = UNTIED_MODEL) -> dict[str, dict[str, float]]:
+    """By plain tensors: every parameter and gradient of a layer in one vector."""
+    model, batch = one_device(config), global_batch(seed=3)
+    outputs = {}
+    for path, module in model.named_modules():
+        if module in set(transformer_blocks(model)):
+            module.register_forward_hook(lambda _, __, y, path=path: outputs.update({path: y.detach()}))
+    _, gradients = one_device_gradients(model, batch)
+    actual: dict[str, dict[str, float]] = {}
+    layers = ["decoder.embedding", "decoder.layers.0", "decoder.layers.1", "decoder.norm", "head"]
+    for layer in layers:
+        names = [name for name, _ in model.named_parameters() if name.startswith(f"{layer}.")]
+        if not names:  # a tied head
+            continue
+        weights = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
+        gradient = torch.cat([gradients[name].flatten() for name in names])
+        actual[layer] = {"weight": float(weights.square().mean() ** 0.5)}
+        actual[layer]["gradient"] = float(gradient.square().mean() ** 0.5)
+        if layer in outputs:
+            actual[layer]["activation"] = float(outputs[layer].square().mean() ** 0.5)
+    return actual
+
+
+def compare_statistics(
+    config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig]
+) -> None:
+    wanted = expected(config)
+    for parallel in layouts:
+        engine = make(config, parallel, ADAMW)
+        for watches in (True, False):
+            engine.forward_backward(
+                microbatches(engine, global_batch(seed=3)), CAUSAL, record_activations=watches
+            )
+            statistics = engine.layer_statistics()
+            engine.zero_grad()
+            assert statistics.keys() == wanted.keys()
+            for layer, kinds in statistics.items():
+                assert set(kinds) == set(wanted[layer]) - (set() if watches else {"activation"})
+                for kind, value in kinds.items():
+                    assert value == pytest.approx(wanted[layer][kind], rel=1e-9), (parallel, layer, kind)
+
+
+def test_norms_are_those_of_one_device(workers: Workers) -> None:
+    workers.run(compare_statistics, 2, UNTIED_MODEL, build_engine, STATISTICS_LAYOUTS)
+
+
+@pytest.mark.parametrize("ranks", STATISTICS_STAGES)
+def test_norms_over_pipeline_stages_are_those_of_one_device(workers: Workers, ranks: int) -> None:
+    """Every rank knows all layers by their global names; a tied table, which two stages hold, counts once."""
+    workers.run(compare_statistics, ranks, TIED_MODEL, build_engine, STATISTICS_STAGES[ranks])
+
+
+def compare_content() -> None:
+    """XLNet's blocks give two streams; what the second one is padded with depends on the micro-batch."""
+    config, batch = family_case("xlnet", False)
+    model, objective, _ = one_device_reference(config, batch)
+    outputs: dict[str, Tensor] = {}
+    inside = set(transformer_blocks(model))
+    for path, module in model.named_modules():
+        if module in inside:
+            module.register_forward_hook(lambda _, __, streams, path=path: outputs.update({path: streams[0]}))
+    with torch.no_grad():
+        objective(model, batch)
+    engine = build_engine(config, ParallelConfig(dp_shard=2), ADAMW)
+    engine.forward_backward(uneven_microbatches(engine, batch), objective, record_activations=True)
+    statistics = engine.layer_statistics()
+    *earlier, last = outputs
+    assert earlier
+    for path in earlier:
+        assert statistics[path]["activation"] == pytest.approx(
+            float(outputs[path].square().mean() ** 0.5), rel=1e-9
+        )
+    assert outputs[last] is None
+    assert "activation" not in statistics[last]
+
+
+def test_the_content_stream_counts(workers: Workers) -> None:
+    workers.run(compare_content, 2)

@@ -14,11 +14,10 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.engine_state import load_and_train, tensor_of, train_and_save, train_steps
-from tests.support.grids import SLOW, cells
-from tests.support.models import UNTIED_MODEL
-from tests.support.optimizers import OPTIMIZERS
+from tests.support.layouts import SLOW, cells
+from tests.support.models import OPTIMIZERS, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
+from tests.support.sharded_engines import load_and_train, tensor_of, train_and_save, train_steps
 from tests.support.workers import Workers
 
 # SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,

@@ -15,7 +15,7 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import OwnedTensors, _assign_owners
 from megatfm.parallel.layout import Chunk
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.optimizers import OPTIMIZERS
+from tests.support.models import OPTIMIZERS
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 

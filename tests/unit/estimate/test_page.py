@@ -1,14 +1,21 @@
-"""The page of an estimate, by hand and as a parser of HTML sees it, and the written config of a chosen layout."""
+"""The page of an estimate, by hand and as a parser of HTML sees it, the written config, and measured tables."""
 
+import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from megatfm.cli import main
 from megatfm.config import load_config
 from megatfm.errors import UsageError
+from megatfm.estimate import calibrate
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import estimator
+from megatfm.estimate.operators import Operator
 from megatfm.estimate.page import (
     MEMORY_PARTS,
     WIDTH,
@@ -19,6 +26,7 @@ from megatfm.estimate.page import (
     timeline_drawing,
     write_page,
 )
+from megatfm.estimate.roofline import attention_seconds, elementwise_seconds, matmul_seconds, measured_rate
 from megatfm.estimate.write import layout_config, write_layout
 
 
@@ -88,3 +96,102 @@ def test_the_written_config_is_the_chosen_one(tmp_path_factory: pytest.TempPathF
     assert load_config(str(folder / "best.toml"), []).parallel == estimate.config.parallel
     with pytest.raises(UsageError, match="the file exists"):
         write_layout("gpt2-124m", estimate, folder / "best.toml")
+
+
+# ------------------------------------------------------------------------------------------------ calibration
+
+
+def seconds_of(m: int, n: int, k: int) -> float:
+    """A machine whose rate grows as powers of the sizes."""
+    return 2 * m * n * k / (1e9 * m**0.3 * n**0.1 * k**0.2)
+
+
+TABLE = [[m, n, k, seconds_of(m, n, k)] for m in (8, 64, 512) for n in (8, 64, 512) for k in (8, 64, 512)]
+
+
+@pytest.mark.parametrize("shape", [(64, 8, 512), (100, 33, 200), (9, 500, 21)])
+def test_rates_of_other_shapes_lie_on_the_machines_law(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    assert 2 * m * n * k / measured_rate(TABLE, m, n, k) == pytest.approx(seconds_of(m, n, k), rel=1e-6)
+
+
+def test_beyond_the_table_rates_stay() -> None:
+    fastest = max(2 * m * n * k / seconds for m, n, k, seconds in TABLE)
+    assert measured_rate(TABLE, 2**20, 2**20, 2**20) <= fastest * (1 + 1e-12)
+
+
+def test_measured_times_come_before_the_roofline() -> None:
+    device = replace(
+        load_cluster("h100", 1).device,
+        products={"bf16": TABLE},
+        moves=[(2**10, 1e-6), (2**20, 1e-3)],
+        operators={"gelu": 5.0},
+        attention_backward=0.5,
+    )
+    product = Operator("bmm", "matmul", 0.0, {}, {}, (3, 64, 8, 512))
+    assert matmul_seconds(device, product) == pytest.approx(3 * seconds_of(64, 8, 512))
+
+    def moved(name: str, n_bytes: int) -> float:
+        return elementwise_seconds(device, Operator(name, "pointwise", 0.0, {1: n_bytes}, {}))
+
+    assert moved("add", 2**20) == pytest.approx(1e-3)
+    assert moved("add", 2**15) == pytest.approx(math.sqrt(1e-6 * 1e-3))
+    assert moved("add", 2**23) == pytest.approx(8e-3)
+    assert moved("add", 1) == pytest.approx(1e-6)
+    assert moved("gelu_backward", 2**20) == pytest.approx(5e-3)
+    attention = Operator("attention", "attention", 1e15, {}, {})
+    assert attention_seconds(device, replace(attention, is_backward=True)) == pytest.approx(
+        2 * attention_seconds(device, attention)
+    )
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of a moment, and no processes."""
+    monkeypatch.setattr(calibrate, "MATMUL_SIZES", {"cpu": (16, 32)})
+    monkeypatch.setattr(calibrate, "MOVED_BYTES", {"cpu": (2**12, 2**21)})
+    monkeypatch.setattr(calibrate, "MIN_SECONDS", 1e-5)
+    link = {"name": "none", "bandwidth": 1e9, "efficiency": 1.0, "latency": 1e-5}
+    monkeypatch.setattr(calibrate, "measure_link", lambda kind: link)
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["estimate", *words])
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.usefixtures("few")
+def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, words = tmp_path / "here.toml", ("gpt2-124m", "train.micro_batch=1", "train.global_batch=1")
+    assert run(*words, "--calibrate", str(path), "train.precision=fp32") == 0
+    assert "on 1 × " in capsys.readouterr().out
+    cluster = load_cluster("here", 1, hardware=path)
+    assert len(cluster.device.products["fp32"]) == 8
+    assert not cluster.device.compiles
+    assert cluster.device.moves[1][0] == 2**21
+    assert run(*words, "--calibrate", str(path)) == 2
+    assert "the file exists" in capsys.readouterr().err
+    assert run(*words, "--calibrate", str(tmp_path / "other"), "train.precision=fp64") == 2
+    assert "measures in bf16 or fp32" in capsys.readouterr().err
+
+
+def test_products_that_take_too_long_are_left_out() -> None:
+    shapes = calibrate.matmul_shapes("cpu")
+    assert (2048, 2048, 768) in shapes
+    assert (2048, 2048, 2048) not in shapes
+
+
+def test_turns_are_taken() -> None:
+    order: list[int] = []
+    functions: list[Any] = [lambda: order.append(0) or torch.ones(10**6).sum(), lambda: order.append(1)]
+    calibrate.Clock(torch.device("cpu")).fastest(functions, rounds=3)
+    rounds = [number for i, number in enumerate(order[4:]) if i == 0 or number != order[3 + i]]
+    assert rounds == [0, 1] * 3
+
+
+@pytest.mark.slow
+def test_the_link_between_two_processes_is_measured() -> None:
+    link = calibrate.measure_link("cpu")
+    assert 1e7 < link["bandwidth"] < 1e12
+    assert 0 < link["latency"] < 1

@@ -44,8 +44,8 @@ def pair_of(model: str, seed: int = 0) -> Pair:
     name, values = MODELS[model]
     # In float32: transformers' masks of padded rows are not made for float64.
     both = pair(ModelConfig.from_dotted(**values), torch.float32, seed, among=[name])
-    both.ours.eval()
-    for head in (both.ours.head, both.theirs.lm_head):
+    both.model.eval()
+    for head in (both.model.head, both.reference.lm_head):
         head.weight.data *= 4  # far from uniform, so that no two texts are nearly alike
     return both
 
@@ -69,7 +69,7 @@ def theirs_of(both: Pair, model: str, seed: int = 0, **options: object) -> Tenso
         padded.append(torch.cat([row, empty] if model == "t5" else [empty, row]))
     inputs = torch.stack(padded)
     start = {"decoder_start_token_id": 0} if model == "t5" else {}
-    out = both.theirs.generate(
+    out = both.reference.generate(
         inputs, attention_mask=(inputs != 0).long(), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
         eos_token_id=STOP, bos_token_id=None, **start, **options,
     )  # fmt: skip
@@ -88,7 +88,7 @@ def test_greedy(model: str, seed: int) -> None:
     expected = [until_stop(row) for row in theirs_of(both, model, seed).tolist()]
     for cache in (True, False):
         result = generate(
-            both.ours, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache
+            both.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache
         ).tolist()
         start = 1 if model == "t5" else max(LENGTHS)
         assert [until_stop(row[start:]) for row in result] == expected
@@ -105,12 +105,12 @@ def test_beams(model: str, beams: int, alpha: float) -> None:
     ).tolist()
     for cache in (True, False):
         actual = beam_search(
-            both.ours, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
+            both.model, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
             penalty=power(alpha), cache=cache,
         )  # fmt: skip
         assert [item.tokens.tolist() for item in actual] == [until_stop(row) for row in expected]
     if beams > 1:
-        greedy = generate(both.ours, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP).tolist()
+        greedy = generate(both.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP).tolist()
         assert any(
             until_stop(row[-NEW:]) != item.tokens.tolist() for row, item in zip(greedy, actual, strict=True)
         )
@@ -120,7 +120,7 @@ def test_beams(model: str, beams: int, alpha: float) -> None:
 def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
     """Among all texts of up to four tokens out of four, each scored by itself."""
     config = ModelConfig.from_dotted(**{**MODELS["llama"][1], "vocab_size": 5})
-    actual = pair(config, torch.float64, 3).ours.eval()
+    actual = pair(config, torch.float64, 3).model.eval()
     actual.head.weight.data *= 3
     prompt = torch.tensor([4, 1, 4])
     (observed,) = beam_search(
@@ -144,7 +144,7 @@ def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
 
 def test_beams_go_past_ids_that_a_head_masks() -> None:
     """As if the vocabulary had the other ids alone, which are numbered without a gap."""
-    actual = pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).ours.eval()
+    actual = pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).model.eval()
     few = beam_search(actual, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
     hook = actual.register_forward_hook(
         lambda _, __, output: output._replace(
@@ -162,7 +162,7 @@ def test_the_penalties() -> None:
 
 
 def test_what_cannot_be_continued() -> None:
-    t5, gpt2 = pair_of("t5").ours, pair_of("gpt2").ours
+    t5, gpt2 = pair_of("t5").model, pair_of("gpt2").model
     token = torch.tensor([5])
     with pytest.raises(UsageError, match="'encoder_decoder' needs tokens for its encoder"):
         generate(t5, Prompts([token]), max_tokens=1)

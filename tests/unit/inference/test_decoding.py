@@ -94,7 +94,7 @@ LENGTHS = (6, 1, 4)
 NEW = 7
 
 
-def made(parts: str, side: str) -> tuple[torch.nn.Module, Prompts]:
+def build_case(parts: str, side: str) -> tuple[torch.nn.Module, Prompts]:
     family = "encoder_decoder" if side == "encoder_decoder" else "decoder"
     model = (
         build(ModelConfig.from_dotted(**(SMALL | (MODELS | PATTERNS)[parts]), family=family)).double().eval()
@@ -134,7 +134,7 @@ def alone(prompts: Prompts, row: int) -> Prompts:
     ],
 )
 def test_a_row_is_what_it_is_alone_and_without_cache(parts: str, side: str) -> None:
-    model, prompts = made(parts, side)
+    model, prompts = build_case(parts, side)
     together = steps(model, prompts, cache=True)
     torch.testing.assert_close(together, steps(model, prompts, cache=False), rtol=1e-10, atol=1e-10)
     for row in range(len(LENGTHS)):
@@ -156,7 +156,7 @@ def test_every_pattern_of_decoders_is_tried() -> None:
 
 def test_a_prefix_is_seen_by_all_of_it_and_nothing_made_is() -> None:
     """The model run over the whole text at once, with the prompt as its prefix."""
-    model, prompts = made("rope", "prefix")
+    model, prompts = build_case("rope", "prefix")
     together = steps(model, prompts, cache=True)
     for row, prompt in enumerate(prompts.tokens):
         text = torch.cat([prompt, torch.arange(3, 3 + NEW - 1)])[None]
@@ -173,7 +173,7 @@ def test_a_prefix_is_seen_by_all_of_it_and_nothing_made_is() -> None:
 )
 def test_beams_select_all_that_belongs_to_a_row(parts: str, side: str) -> None:
     """Rows in another order, some twice, go on as themselves."""
-    model, prompts = made(parts, side)
+    model, prompts = build_case(parts, side)
     order = torch.tensor([2, 0, 0, 1])
     decoding = DecodingState(model, prompts, NEW)
     decoding.logits()
@@ -188,7 +188,7 @@ def test_beams_select_all_that_belongs_to_a_row(parts: str, side: str) -> None:
 
 
 def test_one_beam_is_greedy() -> None:
-    model, prompts = made("rope", "decoder")
+    model, prompts = build_case("rope", "decoder")
     greedy = generate(model, prompts, max_tokens=NEW)[:, -NEW:]
     actual = beam_search(model, prompts, beams=1, max_tokens=NEW, stop_token=None)
     assert torch.equal(torch.stack([item.tokens for item in actual]), greedy)
@@ -196,7 +196,7 @@ def test_one_beam_is_greedy() -> None:
 
 def test_sampling_counts_positions_without_padding() -> None:
     """So a prompt that stands first gives the same text whatever stands beside it."""
-    model, prompts = made("rope", "decoder")
+    model, prompts = build_case("rope", "decoder")
     short_first = Prompts([prompts.tokens[1], prompts.tokens[0]])
     options = {"max_tokens": NEW, "temperature": 1.0, "seed": 4}
     together = generate(model, short_first, **options)
@@ -205,7 +205,7 @@ def test_sampling_counts_positions_without_padding() -> None:
 
 
 def test_a_window_s_cache_keeps_a_window() -> None:
-    model, prompts = made("windows of two kinds", "decoder")
+    model, prompts = build_case("windows of two kinds", "decoder")
     decoding = DecodingState(model, prompts, NEW)
     for _ in range(NEW):
         decoding.logits()
@@ -240,7 +240,7 @@ HELD = {
 
 @pytest.mark.parametrize("parts", PATTERNS)
 def test_a_cache_holds_what_may_be_seen_again(parts: str) -> None:
-    model, prompts = made(parts, "decoder")
+    model, prompts = build_case(parts, "decoder")
     decoding = DecodingState(model, Prompts(prompts.tokens[:1]), NEW)
     for _ in range(NEW):
         decoding.logits()
@@ -256,7 +256,7 @@ def test_a_cache_holds_what_may_be_seen_again(parts: str) -> None:
 
 def test_a_cache_of_latents_holds_what_heads_are_made_of() -> None:
     """A latent and the channels of the position: 6 + 2 numbers a token, where heads take 4 · (4 + 2 + 7)."""
-    model, prompts = made("latent, queries and values of other widths", "decoder")
+    model, prompts = build_case("latent, queries and values of other widths", "decoder")
     decoding = DecodingState(model, prompts, NEW)
     decoding.logits()
     assert decoding.cache is not None
@@ -268,7 +268,7 @@ def test_a_cache_of_latents_holds_what_heads_are_made_of() -> None:
 
 
 def test_a_prefix_and_a_window_need_all_of_it() -> None:
-    model, prompts = made("window", "prefix")
+    model, prompts = build_case("window", "prefix")
     with pytest.raises(
         UsageError, match=r"pattern = 'window' and a prompt as a prefix.*generate without cache"
     ):

@@ -304,11 +304,13 @@ def test_chat_tasks_of_the_harness_give_what_its_own_model_gives(
             bootstrap_iters=0, apply_chat_template=True, fewshot_as_multiturn=True, log_samples=True,
         )  # fmt: skip
 
-    ours = evaluate(harness_model(open_chat_model(folder), batch_size=3))
-    theirs = evaluate(harness.HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32"))
-    assert ours["config"] is not None
+    actual_results = evaluate(harness_model(open_chat_model(folder), batch_size=3))
+    hf_results = evaluate(harness.HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32"))
+    assert actual_results["config"] is not None
     for task in ("own_choice", "own_text"):
-        for sample, expected in zip(ours["samples"][task], theirs["samples"][task], strict=True):
+        for sample, expected in zip(
+            actual_results["samples"][task], hf_results["samples"][task], strict=True
+        ):
             assert sample["arguments"] == expected["arguments"]
             assert "<|im_start|>" in str(sample["arguments"])
             if task == "own_text":
@@ -326,4 +328,4 @@ def test_chat_tasks_of_the_harness_give_what_its_own_model_gives(
         shots=shots,
         chat_template=True,
     )
-    assert results["own_choice"]["acc"] == pytest.approx(theirs["results"]["own_choice"]["acc,none"])
+    assert results["own_choice"]["acc"] == pytest.approx(hf_results["results"]["own_choice"]["acc,none"])

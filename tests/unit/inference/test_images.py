@@ -276,9 +276,9 @@ def test_transformers_attention() -> None:
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
     values = torch.stack([(image.double() / 255 - mean) / std for image in images])
     with torch.no_grad(), doubled(torch.float64, modeling_vit):
-        expected = both.theirs(pixel_values=values, output_attentions=True)
+        expected = both.reference(pixel_values=values, output_attentions=True)
     expected_rollout = product(expected.attentions)
-    reached, logits = recorded(both.ours, to_batch(images, SIDE, 1, [[0, 1], [2]]))
+    reached, logits = recorded(both.model, to_batch(images, SIDE, 1, [[0, 1], [2]]))
     for number, (row, begin) in enumerate([(0, 0), (0, 17), (1, 0)]):
         block = reached[row, begin : begin + 17]
         torch.testing.assert_close(
@@ -287,7 +287,7 @@ def test_transformers_attention() -> None:
         assert block.sum(-1) == pytest.approx(torch.ones(17).tolist())
     assert (reached[0, :17, 17:] == 0).all()
     torch.testing.assert_close(logits, expected.logits, rtol=1e-9, atol=1e-10)
-    assert all(not module._forward_pre_hooks for module in both.ours.modules())
+    assert all(not module._forward_pre_hooks for module in both.model.modules())
 
 
 def test_one_layer_without_attention_reaches_itself() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from megatfm.config import load_config, to_toml
-from tests.support.fake_slurm import COMMANDS, STAND_IN, FakeSlurm
+from tests.support.launch_jobs import COMMANDS, STAND_IN, FakeSlurm, MakeRun
 from tests.support.slurm_attempts import RUNNING
-from tests.support.watched_runs import MakeRun
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from megatfm.launchers.logs import ERROR_PATTERN, ErrorScanner, follow_logs, print_tails, select_logs
-from tests.support.fake_slurm import FakeSlurm
-from tests.support.watched_runs import MakeRun, megatfm
+from tests.support.launch_jobs import FakeSlurm, MakeRun, megatfm
 
 
 def test_the_logs_that_matter(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:

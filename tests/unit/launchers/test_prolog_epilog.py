@@ -7,7 +7,7 @@ import pytest
 
 from megatfm.launchers.prolog_epilog import main
 from megatfm.launchers.record import UNFINISHED, AttemptLog
-from tests.support.fake_slurm import FakeSlurm
+from tests.support.launch_jobs import FakeSlurm
 from tests.support.slurm_attempts import (
     RUNNING,
     chain,

@@ -11,7 +11,7 @@ import pytest
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from megatfm.launchers.prolog_epilog import find_failure_cause
 from megatfm.launchers.record import MAX_STOPS_WITHOUT_PROGRESS, RESTARTS, Attempt, AttemptLog
-from tests.support.fake_slurm import FakeSlurm
+from tests.support.launch_jobs import FakeSlurm
 from tests.support.slurm_attempts import chain, epilog, finish_run, prolog, write_event, write_log
 
 Commit = Callable[[int], None]

@@ -12,9 +12,8 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import RunHandle, snapshot, submit
 from megatfm.launchers.run_jobs import cancel
 from megatfm.launchers.status import get_run_status
-from tests.support.fake_slurm import FakeSlurm
-from tests.support.launch_jobs import CLUSTER_FLAGS, launch
-from tests.support.source_tree import ROOT
+from tests.support.documentation import ROOT
+from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, launch
 
 pytestmark = pytest.mark.usefixtures("folder")
 FITS = ["train.global_batch=64", "train.micro_batch=1"]

@@ -14,8 +14,7 @@ from megatfm.launchers.validation import explain_layout_error, max_fitting_nodes
 from megatfm.parallel.mesh import axis_sizes
 from megatfm.train.corpora import make_batch_schedule
 from megatfm.train.startup_checks import fit_layout
-from tests.support.fake_slurm import FakeSlurm
-from tests.support.launch_jobs import CLUSTER_FLAGS, job, launch
+from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, job, launch
 
 pytestmark = pytest.mark.usefixtures("folder")
 

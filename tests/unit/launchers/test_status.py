@@ -13,8 +13,7 @@ import pytest
 
 from megatfm.launchers.record import Attempt, dump_attempts
 from megatfm.launchers.status import get_run_status
-from tests.support.fake_slurm import FakeSlurm
-from tests.support.watched_runs import MakeRun, megatfm, write_attempts
+from tests.support.launch_jobs import FakeSlurm, MakeRun, megatfm, write_attempts
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,9 +16,8 @@ from megatfm.layers.lora import is_factor, merge_lora, name_factors
 from megatfm.layers.moe.experts import Experts
 from megatfm.models import build
 from tests.support.batches import PassThroughObjective, family_batch
-from tests.support.lora_parity import LORA, build_adapted
-from tests.support.models import FAMILY_MODELS, UNTIED_MODEL
-from tests.support.moe_layers import build_moe, moe_inputs, moe_sequence
+from tests.support.frozen_parity import LORA, build_adapted
+from tests.support.models import FAMILY_MODELS, UNTIED_MODEL, build_moe, moe_inputs, moe_sequence
 
 EXPERTS = ["experts.w_*"]
 MOE = UNTIED_MODEL.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 16}})

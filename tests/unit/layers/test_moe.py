@@ -22,7 +22,7 @@ from megatfm.layers.loss_terms import BlockOutput
 from megatfm.layers.moe.moe import MoE
 from megatfm.layers.moe.routers import stable_topk
 from megatfm.layers.sequence import SequenceMetadata
-from tests.support.moe_layers import (
+from tests.support.models import (
     F_,
     ROUTER_LOSSES,
     B,
@@ -110,14 +110,14 @@ def to_theirs(actual: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dtype: torch.dtype) -> None:
-    theirs, options = LAYERS[layer]()
-    theirs, actual = theirs.to(dtype), build_moe(dtype, **options)
-    if isinstance(theirs, modeling_deepseek_v3.DeepseekV3MoE):
-        theirs.gate.e_score_correction_bias.copy_(actual.router.bias)
+    hf_layer, options = LAYERS[layer]()
+    hf_layer, actual = hf_layer.to(dtype), build_moe(dtype, **options)
+    if isinstance(hf_layer, modeling_deepseek_v3.DeepseekV3MoE):
+        hf_layer.gate.e_score_correction_bias.copy_(actual.router.bias)
     for name, tensor in to_theirs(actual, dict(actual.named_parameters())).items():
-        theirs.get_parameter(name).data.copy_(tensor.data)
+        hf_layer.get_parameter(name).data.copy_(tensor.data)
     x, other = moe_inputs(dtype), moe_inputs(dtype)
-    y, expected = actual(x, moe_sequence()).y, theirs(other)
+    y, expected = actual(x, moe_sequence()).y, hf_layer(other)
     assert (y - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(
         dtype
@@ -126,7 +126,7 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
     expected.backward(direction)
     gradients = to_theirs(actual, {name: p.grad for name, p in actual.named_parameters()})
     gradients["x"] = x.grad
-    reference = {name: p.grad for name, p in theirs.named_parameters()} | {"x": other.grad}
+    reference = {name: p.grad for name, p in hf_layer.named_parameters()} | {"x": other.grad}
     assert gradients.keys() == reference.keys()
     for name, gradient in reference.items():
         assert gradient.norm() > 0
@@ -169,8 +169,8 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
         ):
             there = layer.weight.grad
             pairs.append((grad[e], torch.zeros_like(grad[e]) if there is None else there))
-    for ours_, theirs_ in pairs:
-        assert (ours_ - theirs_).norm() <= TOLERANCE[dtype] * max(float(theirs_.norm()), 1e-3)
+    for ours_, hf_gradients in pairs:
+        assert (ours_ - hf_gradients).norm() <= TOLERANCE[dtype] * max(float(hf_gradients.norm()), 1e-3)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -202,9 +202,9 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
     assert losses.keys() == expected.keys()
     for name, term in expected.items():
         torch.testing.assert_close(losses[name], term, rtol=1e-6, atol=0)  # their counts are float32
-        found = torch.autograd.grad(losses[name], [x, actual.router.weight], retain_graph=True)
-        theirs_ = torch.autograd.grad(term, [x, actual.router.weight], retain_graph=True)
-        for one, other in zip(found, theirs_, strict=True):
+        aux_gradients = torch.autograd.grad(losses[name], [x, actual.router.weight], retain_graph=True)
+        hf_gradients = torch.autograd.grad(term, [x, actual.router.weight], retain_graph=True)
+        for one, other in zip(aux_gradients, hf_gradients, strict=True):
             assert other.norm() > 0
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -249,8 +249,8 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     torch.testing.assert_close(result.counts["entropy"], -(p * p.log()).sum())
     alone = module(x[1:2], moe_sequence(rows=1))
     for name in ("sequence_balance", "router_z", "balance"):  # of the rows, one is whole and one cut short
-        rest = module(x[:1, :4], SequenceMetadata(torch.arange(4)[None], None))
-        torch.testing.assert_close(result.losses[name], alone.losses[name] + rest.losses[name])
+        remainder = module(x[:1, :4], SequenceMetadata(torch.arange(4)[None], None))
+        torch.testing.assert_close(result.losses[name], alone.losses[name] + remainder.losses[name])
     gradient = torch.autograd.grad(result.y.sum() + sum(result.losses.values()), x)[0]
     assert gradient.isfinite().all()
     assert not gradient[~real].any()

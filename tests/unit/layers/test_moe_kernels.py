@@ -15,7 +15,7 @@ from megatfm.layers.moe import experts as dispatch
 from megatfm.layers.moe.experts import expert_capacity, find_within_capacity, sort_by_expert
 from megatfm.ops import grouped_mm, log_once, transfer
 from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear, looped_linear
-from tests.support.moe_layers import B, D, E, T, build_moe, moe_inputs, moe_sequence
+from tests.support.models import B, D, E, T, build_moe, moe_inputs, moe_sequence
 
 
 def test_what_a_kernel_leaves_beyond_the_last_expert_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

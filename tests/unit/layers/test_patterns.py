@@ -26,7 +26,7 @@ from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _count_
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops import log_once
-from tests.support.plain_patterns import Chunks, Near
+from tests.support.pattern_models import Chunks, Near
 
 T = 13
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [-1], [0] * 3 + [1] * 2 + [2] * 8])
@@ -58,7 +58,9 @@ ALL = [
 ]
 
 
-def said(pattern: AttentionPattern, documents: Tensor | None, prefix: Tensor | None, head: int) -> Tensor:
+def expected_mask(
+    pattern: AttentionPattern, documents: Tensor | None, prefix: Tensor | None, head: int
+) -> Tensor:
     """[B, T, T], asking the pattern about one pair at a time, with places counted by hand."""
     seen = torch.zeros(2, T, T, dtype=torch.bool)
     for b, q, k in torch.cartesian_prod(torch.arange(2), torch.arange(T), torch.arange(T)).tolist():
@@ -95,7 +97,7 @@ def layouts() -> Iterator[tuple[SequenceMetadata, Tensor | None, Tensor | None]]
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
 def test_masks_say_what_the_pattern_says(pattern: AttentionPattern) -> None:
     for sequence, documents, prefix in layouts():
-        expected = torch.stack([said(pattern, documents, prefix, head) for head in range(N)], 1)
+        expected = torch.stack([expected_mask(pattern, documents, prefix, head) for head in range(N)], 1)
         assert torch.equal(dense(pattern, sequence), expected)
 
 
@@ -267,7 +269,9 @@ def test_cached_tokens_are_seen_as_before(pattern: AttentionPattern) -> None:
 def test_pairs_are_counted(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DEFAULT_BLOCK": 2, "BLOCKS_AT_ONCE": 3}.items():
         monkeypatch.setattr(f"megatfm.layers.attention.patterns.pattern.{name}", value)
-    expected = torch.stack([said(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
+    expected = (
+        torch.stack([expected_mask(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
+    )
     assert pattern.count_pairs(T, N) == expected
 
 

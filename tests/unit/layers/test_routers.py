@@ -186,10 +186,10 @@ def test_hash_router_sends_equal_tokens_to_equal_experts() -> None:
     assert all(len(set(chosen)) == 2 for chosen in by_token.values())
 
     def written_out(x: Tensor, _: SequenceMetadata) -> Tensor:
-        def made(b: int, t: int) -> Any:
+        def expected_output(b: int, t: int) -> Any:
             return sum(expert(module, e, x[b, t]) for e in by_token[int(TOKENS[b, t])]) / 2
 
-        return torch.stack([torch.stack([made(b, t) for t in range(T)]) for b in range(B)])
+        return torch.stack([torch.stack([expected_output(b, t) for t in range(T)]) for b in range(B)])
 
     compare(module, written_out)
 

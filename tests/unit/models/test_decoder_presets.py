@@ -14,7 +14,7 @@ from torch import nn
 from megatfm.config import Config, load_config
 from megatfm.config.sources import ALIASES
 from megatfm.models import build
-from tests.support.parameter_shapes import compressed
+from tests.support.golden_curves import compressed
 from tests.support.reference_gradients import row_of
 
 ROOT = Path(__file__).resolve().parents[3]

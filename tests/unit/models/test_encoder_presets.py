@@ -15,8 +15,7 @@ from megatfm.config import Config, load_config
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives import build_objective
-from tests.support.golden_curves import SPECIAL, VOCABULARY, batch
-from tests.support.parameter_shapes import compressed
+from tests.support.golden_curves import SPECIAL, VOCABULARY, batch, compressed
 from tests.support.reference_gradients import row_of
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ from megatfm.layers.attention.patterns import PATTERNS
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import block_sparse, kernels
-from tests.support.packed_rows import loss_gradients, packed_batch
+from tests.support.pattern_models import loss_gradients, packed_batch
 
 PATTERN: dict[str, dict[str, Any]] = {
     "window": {"name": "window", "width": 5},

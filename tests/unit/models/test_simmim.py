@@ -11,9 +11,9 @@ from transformers import ViTConfig, ViTForMaskedImageModeling
 from megatfm.config import ModelConfig, find_config, load_config
 from megatfm.errors import UsageError
 from megatfm.models import build
+from tests.support.hf_images import copy_weights, images_of, make_theirs
 from tests.support.images import to_batch
 from tests.support.models import SWIN_MODEL, SWIN_V2_OPTIONS
-from tests.support.swin import copy_weights, images_of, make_theirs
 
 TOLERANCE = 1e-10
 SIZE, PATCH = 64, 4

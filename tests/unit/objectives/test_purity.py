@@ -56,7 +56,9 @@ def digest(fields: dict[str, np.ndarray]) -> bytes:
     return hashed.digest()
 
 
-def made(make_objective: Any, name: str, family: str, rows: tuple[int, int] = (96, 64)) -> Objective:
+def build_objective(
+    make_objective: Any, name: str, family: str, rows: tuple[int, int] = (96, 64)
+) -> Objective:
     return make_objective(name, family=family, rows=rows if family == "encoder_decoder" else rows[:1])
 
 
@@ -68,7 +70,10 @@ def test_every_objective_is_here() -> None:
 
 @ALL
 def test_what_is_drawn_is_pinned(make_objective: Any, make_text: Any, name: str, family: str) -> None:
-    objective, remaining = made(make_objective, name, family), Others([make_text(70, 1), make_text(20, 2)])
+    objective, remaining = (
+        build_objective(make_objective, name, family),
+        Others([make_text(70, 1), make_text(20, 2)]),
+    )
     hashed = blake3()
     for n in (2, 3, 17, 40, min(objective.max_tokens or 60, 60)):
         for sample in range(8):
@@ -89,7 +94,7 @@ def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, f
         ChunkKey(5, epoch, sample, chunk) for epoch in range(2) for sample in range(6) for chunk in range(2)
     ]
     remaining = Others([make_text(50, 1), make_text(9, 2)])
-    one, two = (made(make_objective, name, family) for _ in range(2))
+    one, two = (build_objective(make_objective, name, family) for _ in range(2))
     tokens = make_text(40).astype(
         np.int64
     )  # of the type that sequences have, so that nothing copies it by chance
@@ -124,7 +129,7 @@ def test_lengths_are_kept_and_fit(
     sample: int,
     partner: int,
 ) -> None:
-    objective = made(make_objective, name, family)
+    objective = build_objective(make_objective, name, family)
     n = round(share * (objective.max_tokens or 200))
     planned = objective.sequence_lengths(
         np.array([n]), chunk_keys(seed, np.array([sample]), np.array([1]))
@@ -155,7 +160,7 @@ def test_no_rank_or_resume_changes_a_batch(
     def loader(**options: Any) -> DataLoader:
         packed = PackedDataset(
             memory([[30, 200, 7], [90, 2, 55], [400]]),
-            made(make_objective, name, family),
+            build_objective(make_objective, name, family),
             sequence_length=rows[0],
             target_length=rows[1],
             seed=4,

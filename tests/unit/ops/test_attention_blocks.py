@@ -16,7 +16,7 @@ from megatfm.ops import keyed_random
 from megatfm.ops.attention import block_plan, block_sparse, flex, relative_bias, tile
 from megatfm.ops.attention.mask import AttentionMask, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from tests.support.plain_patterns import Chunks
+from tests.support.pattern_models import Chunks
 
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
 DOCUMENTS = torch.tensor([[0] * 19 + [1] * 1 + [2] * 40 + [-1] * 17, [0] * 16 + [1] * 8 + [2] * 53])

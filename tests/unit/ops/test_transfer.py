@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatfm.ops import transfer as module
 from megatfm.ops.transfer import align, align_all, allocate_aligned, is_aligned
-from tests.support.alignment import Kernels, lies_wrong, misaligned, only_torchs_memory
+from tests.support.uninitialized_memory import Kernels, lies_wrong, misaligned, only_torchs_memory
 
 ROWS = torch.arange(15.0).view(5, 3)
 WRONG = {

@@ -14,7 +14,7 @@ from megatfm.engines.optimizers import ElementwiseOptimizer, TorchOptimizer
 from megatfm.optim import matrix_optimizers
 from megatfm.optim.matrix_optimizers import BatchedMuon, split_batches
 from megatfm.optim.parameters import OPTIMIZERS, ParameterInfo, Role
-from tests.support.optimizer_stacks import OPTIMIZER_SECTION, RATE, check_stack_moves_as_matrices
+from tests.support.sharded_engines import OPTIMIZER_SECTION, RATE, check_stack_moves_as_matrices
 
 STEPS = 15
 SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {
@@ -57,7 +57,7 @@ def parameters() -> dict[str, ParameterInfo]:
     }
 
 
-def ours(name: str, **options: Any) -> tuple[Weights, list[TorchOptimizer]]:
+def run_optimizer(name: str, **options: Any) -> tuple[Weights, list[TorchOptimizer]]:
     """The weights after all steps of the registered optimizer, as an engine takes them."""
     config = OPTIMIZER_SECTION.validate_python({"name": name, "lr": RATE, **options})
     weights = start()
@@ -70,7 +70,7 @@ def ours(name: str, **options: Any) -> tuple[Weights, list[TorchOptimizer]]:
     return weights, result
 
 
-def theirs(update: Callable[[str, Tensor, Tensor, int, float], None]) -> Weights:
+def run_updates(update: Callable[[str, Tensor, Tensor, int, float], None]) -> Weights:
     """The weights after as many in-place updates (name, weight, gradient, step, rate) of each."""
     weights = start()
     for step in range(1, STEPS + 1):
@@ -89,7 +89,7 @@ def with_library(make: Callable[[str, Tensor], torch.optim.Optimizer]) -> Weight
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
 
-    return theirs(update)
+    return run_updates(update)
 
 
 def decay_of(name: str, weight_decay: float) -> float:
@@ -129,8 +129,8 @@ def adamw(betas: tuple[float, float], eps: float, weight_decay: float) -> Callab
 
 
 def test_adamw_equals_torch() -> None:
-    expected = theirs(adamw((0.8, 0.9), 1e-6, 0.3))
-    assert_same(ours("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)[0], expected)
+    expected = run_updates(adamw((0.8, 0.9), 1e-6, 0.3))
+    assert_same(run_optimizer("adamw", betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)[0], expected)
 
 
 def test_muon_equals_the_paper_written_out() -> None:
@@ -157,7 +157,7 @@ def test_muon_equals_the_paper_written_out() -> None:
         return None
 
     # A rounding of bfloat16 here or there, of updates that sum up to a tenth of the weights.
-    assert_same(ours("muon", weight_decay=0.2)[0], theirs(update), tolerance=2e-3)
+    assert_same(run_optimizer("muon", weight_decay=0.2)[0], run_updates(update), tolerance=2e-3)
 
 
 def test_adafactor_equals_its_reference() -> None:
@@ -174,7 +174,7 @@ def test_adafactor_equals_its_reference() -> None:
         )
 
     options = {"beta2_decay": 0.7, "eps2": 0.02, "clip_threshold": 1.2}
-    assert_same(ours("adafactor", **options)[0], with_library(make))
+    assert_same(run_optimizer("adafactor", **options)[0], with_library(make))
 
 
 def test_adafactor_s_decay_is_that_of_the_rate() -> None:
@@ -215,7 +215,7 @@ def test_lamb_equals_its_reference() -> None:
         ratio = weight.norm() / direction.norm() if SHAPES[name][1] != "vector" else 1.0
         weight -= lr * ratio * direction
 
-    assert_same(ours("lamb", betas=(0.9, 0.99), weight_decay=0.2)[0], theirs(update))
+    assert_same(run_optimizer("lamb", betas=(0.9, 0.99), weight_decay=0.2)[0], run_updates(update))
 
 
 @pytest.mark.parametrize("zero", ["weight", "gradient"])
@@ -235,7 +235,7 @@ def test_lion_equals_its_reference(library: ModuleType) -> None:
         decay = decay_of(name, 0.4)
         return library.lion.Lion([weight], lr=RATE, betas=(0.8, 0.95), weight_decay=decay, foreach=False)
 
-    assert_same(ours("lion", betas=(0.8, 0.95), weight_decay=0.4)[0], with_library(make))
+    assert_same(run_optimizer("lion", betas=(0.8, 0.95), weight_decay=0.4)[0], with_library(make))
 
 
 @pytest.mark.parametrize("max_dim", [100, 5, 2], ids=["both sides", "one side", "no side"])
@@ -259,7 +259,7 @@ def test_soap_equals_its_reference(library: ModuleType, every: int, max_dim: int
         "max_precond_dim": max_dim,
         "weight_decay": 0.2,
     }
-    assert_same(ours("soap", **options)[0], theirs(update), tolerance=1e-9)
+    assert_same(run_optimizer("soap", **options)[0], run_updates(update), tolerance=1e-9)
 
 
 def test_schedule_free_equals_its_reference() -> None:
@@ -282,7 +282,7 @@ def test_schedule_free_equals_its_reference() -> None:
             z[name] = z[name] - lr * (direction + decay_of(name, 0.2) * y[name])
             x[name] = x[name] + weight / sum_of[0] * (z[name] - x[name])
             y[name] = (1 - beta) * z[name] + beta * x[name]
-    actual, (result,) = ours("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
+    actual, (result,) = run_optimizer("schedule_free_adamw", betas=(0.9, 0.99), weight_decay=0.2)
     assert_same(actual, y)
     config = OPTIMIZER_SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
     (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, parameters())

@@ -29,10 +29,10 @@ from megatfm.verify.shrink import draw_batch
 from tests.support.context_models import CONTEXT_MODELS, attention_kinds
 from tests.support.expert_models import EXPERT_MODELS
 from tests.support.image_models import IMAGE_MODELS, image_model_batch
+from tests.support.layouts import traffic_config
 from tests.support.models import FAMILY_MODELS
 from tests.support.pattern_models import PATTERN_MODELS
 from tests.support.tower_models import TOWER_MODELS
-from tests.support.traffic import traffic_config
 
 
 def shipped(value: object) -> bool:

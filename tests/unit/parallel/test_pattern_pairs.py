@@ -32,8 +32,8 @@ from tests.support.context_models import (
     context_layouts_of,
     one_block_each,
 )
+from tests.support.layouts import traffic_config
 from tests.support.pattern_models import PATTERN_MODELS
-from tests.support.traffic import traffic_config
 
 SHARED = ("linformer_headwise", "linformer_both", "linformer_all")
 """Which sketches are shared is nothing to a layout."""

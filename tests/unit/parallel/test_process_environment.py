@@ -1,16 +1,29 @@
-"""The environment that each launcher makes, and what is read from it."""
+"""The environment that each launcher makes, and ranks that meet."""
 
+import contextlib
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatfm.errors import MegatfmError, UsageError
+from megatfm.parallel.distributed import restart_store
 from megatfm.parallel.process_environment import (
     ProcessEnvironment,
     count_local_ranks,
     read_process_environment,
 )
+from megatfm.parallel.startup_watch import StartupWatch
+from tests.support.rank_processes import free_port
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -141,3 +154,136 @@ def test_the_head_node_is_the_first_of_the_list(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     assert read_process_environment(STEP | {"SLURM_STEP_NODELIST": "gpu[07-09,12],login1"}).address == "gpu07"
+
+
+# -------------------------------------------------------------------------------------------- ranks that meet
+
+
+# The rank that is to be stopped stops itself before it has come; the others are not kept waiting for long.
+PROGRAM = """
+import os, signal, sys
+from megatfm.parallel import startup_watch
+startup_watch.SENTINEL_POLLS = 3
+if len(sys.argv) > 3:
+    startup_watch.start_sentinel()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+if os.environ["RANK"] == sys.argv[1]:
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.kill(os.getpid(), int(sys.argv[2]))
+from megatfm.parallel import distributed
+startup_watch.STOPPED_POLLS = startup_watch.SIGNALLED_POLLS = 3
+distributed.init_distributed(timeout=240, device="cpu")
+"""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start(rank, stops=0)`: a rank of two. alone: as on a node of its own, where no other rank is to be seen."""
+    port, started = str(free_port()), []
+
+    def start(
+        rank: int, stops: int = -1, requested: int = 0, *, alone: bool = False
+    ) -> "subprocess.Popen[str]":
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0" if alone else str(rank)}
+        command = [sys.executable, "-c", PROGRAM, str(stops), str(requested)]
+        if alone:  # below a process of its own, as below a node's launcher
+            command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command, "alone"]
+        started.append(
+            subprocess.Popen(
+                command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize(("stopped", "alone"), [(0, False), (0, True), (1, True)])
+def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: int, alone: bool) -> None:
+    """If it is rank 0, the other waits inside torch to reach it."""
+    lost = start(stopped, stops=stopped, alone=alone)
+    waits = start(1 - stopped, alone=alone)
+    _, output = waits.communicate(timeout=200)
+    assert waits.returncode == 1, output
+    (line,) = [line for line in output.splitlines() if "is stopped (SIGSTOP)" in line]
+    assert f"rank {stopped} of 2 on " in line
+    assert line.endswith("is stopped (SIGSTOP), and was not continued while the others waited to meet it")
+    if alone:  # for its launcher to see
+        assert lost.wait(timeout=60) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_is_asked_to_stop_while_others_are_missing_leaves(start: Start, rank: int) -> None:
+    waits = start(rank, requested=signal.SIGUSR1)
+    _, output = waits.communicate(timeout=120)
+    assert waits.returncode == 75, output
+    assert output == "a signal stopped the run before all ranks had met: there is nothing to save\n"
+
+
+def test_ranks_that_meet_while_the_process_is_ended_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = StartupWatch(ProcessEnvironment("torchrun", 0, 2))
+    meets = threading.Thread(target=watch.__exit__, args=(None, None, None))
+
+    def write(_: int, data: bytes) -> int:
+        meets.start()
+        meets.join(0.1)
+        assert meets.is_alive(), "it waits for the end"
+        return len(data)
+
+    ended: list[int] = []
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    watch._end(1, "error")
+    meets.join(10)
+    watch._end(1, "they have met")
+    assert ended == [1]
+
+
+SOON = timedelta(seconds=20)
+
+
+def start_ranks(store: dist.Store, world_size: int, ranks: range | None = None) -> list[dist.Store]:
+    """The parts that the ranks find, each in a thread, the later ones first."""
+    came = threading.Barrier(len(ranks or range(world_size)))
+
+    def rank(number: int) -> dist.Store:
+        came.wait()
+        return restart_store(store, number, world_size, SOON)
+
+    numbers = list(ranks or range(world_size))
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(rank, reversed(numbers)))[::-1]
+
+
+@pytest.mark.parametrize("later", [2, 3, 4])
+def test_a_restart_has_a_part_of_the_store_of_its_own(later: int) -> None:
+    store = dist.HashStore()
+    first = start_ranks(store, 3)
+    first[1].set("where", "an old port")
+    assert [part.get("where") for part in first] == [b"an old port"] * 3
+    second = start_ranks(store, later)
+    assert not any(part.check(["where"]) for part in second)
+    second[-1].set("where", "a new port")
+    assert [part.get("where") for part in second] == [b"a new port"] * later
+    assert first[0].get("where") == b"an old port"
+
+
+def test_what_a_start_left_that_died_while_meeting_is_no_answer() -> None:
+    store = dist.HashStore()
+    store.set("megatfm/hello/1", "nobody")
+    part, other = start_ranks(store, 2)
+    part.set("where", "here")
+    assert other.get("where") == b"here"
+
+
+def test_ranks_that_do_not_come() -> None:
+    store, at_once = dist.HashStore(), timedelta(seconds=0.2)
+    restart_store(store, 0, 2, at_once)
+    with pytest.raises(MegatfmError, match=r"rank 0 of 2 did not start within 0\.2 s"):
+        restart_store(store, 1, 2, at_once)

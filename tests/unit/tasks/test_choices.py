@@ -13,7 +13,7 @@ from megatfm.errors import UsageError
 from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.forms import RowEncoder
 from megatfm.tasks.predictions import Predictions, join_choices
-from tests.support.task_folders import WORDS_OF_QUESTIONS, save_bert
+from tests.support.hf_folders import WORDS_OF_QUESTIONS, save_bert
 
 ROW = {"text": "the old lamp", "ask": "where was", "choices": ["Bern", "the red Rome"], "label": 1}
 

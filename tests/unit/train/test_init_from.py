@@ -1,14 +1,20 @@
-"""Which weights are taken over from another run, by name, and what is said of the others."""
+"""What a run takes over: weights of another run, a task's config, states of generators."""
 
+import json
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatfm import checkpoint
-from megatfm.config import ParallelConfig
+from megatfm.config import ParallelConfig, load_config
 from megatfm.errors import UsageError
+from megatfm.models import build
+from megatfm.train import rng_state
+from megatfm.train.finetuning import resolve_task
 from megatfm.train.init_from import load_weights, match_weights
 from tests.support.models import ADAMW, UNTIED_MODEL
 from tests.support.parity import build_engine
@@ -88,3 +94,123 @@ def takes_what_rank_0_found(folder: Path) -> float:
 
 def test_all_ranks_take_the_checkpoint_that_rank_0_found(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(takes_what_rank_0_found, 2, tmp_path) == [2.0, 2.0]
+
+
+# -------------------------------------------------------------------------------------------- a task's config
+
+
+TASKS = {
+    "span_extraction": {"question": "a b", "context": "c d", "answers": [{"text": "d", "answer_start": 2}]},
+    "classification": {"text": "a b", "label": "yes"},
+    "multiple_choice": {"text": "a b", "choices": ["c", "d"], "label": 1},
+}
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcd"]
+
+
+SMALL = (
+    "model.d_model=16", "model.attention.n_heads=2", "model.ffn.d_ff=16", "model.n_layers=1", "data.sequence_length=16",
+)  # fmt: skip
+POOLERS = {
+    ("bert-base", "classification"): ("tanh", True),
+    ("bert-base", "multiple_choice"): ("tanh", True),
+    ("bert-base", "span_extraction"): ("none", True),
+    ("albert-base", "classification"): ("tanh", True),
+    ("deberta-base", "classification"): ("gelu", True),
+    ("deberta-base", "span_extraction"): ("none", True),
+    ("modernbert-base", "classification"): ("transform", True),
+    ("modernbert-base", "span_extraction"): ("transform", True),
+    ("gpt2-124m", "classification"): ("none", False),
+    ("gpt2-124m", "multiple_choice"): ("none", True),
+    ("gpt2-124m", "span_extraction"): ("none", True),
+    ("xlnet-base", "classification"): ("tanh", True),
+    ("xlnet-base", "span_extraction"): ("none", True),
+}
+"""Preset and form → pooler, and whether the last layer has a bias, as in transformers' classes."""
+
+
+def task_words(folder: Path, form: str) -> list[str]:
+    """Write a task's file and a tokenizer; the options that name them."""
+    (folder / "rows.jsonl").write_text(json.dumps(TASKS[form]) + "\n")
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
+    choices = ["task.choices=['choices']"] * (form == "multiple_choice")
+    choices += ["task.labels=['no', 'yes']"] * (form == "classification")
+    return [
+        f"run_dir={folder}/run", f"task={{form='{form}',train='{folder}/rows.jsonl'}}", *choices,
+        f"data.tokenizer={folder}/vocab.txt",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "form"), POOLERS)
+def test_a_head_has_the_layers_of_transformers_s_class(preset: str, form: str, tmp_path: Path) -> None:
+    words = [*task_words(tmp_path, form), "data.sequence_length=16", "model.extra_heads="]
+    config, _ = resolve_task(load_config(preset, words))
+    (head,) = config.model.extra_heads.values()
+    assert (head.pooler, head.bias) == POOLERS[preset, form]
+
+
+def test_answers_have_no_auxiliary_loss(tmp_path: Path) -> None:
+    words = [*task_words(tmp_path, "span_extraction"), "data.sequence_length=16", "task.lm_weight=0.5"]
+    with pytest.raises(UsageError, match=r"task.lm_weight = 0.5: form = 'span_extraction' has no auxiliary"):
+        resolve_task(load_config("gpt2-124m", words))
+
+
+@pytest.mark.parametrize("form", TASKS)
+def test_the_head_is_trained_beside_adapters(form: str, tmp_path: Path) -> None:
+    words = [*task_words(tmp_path, form), *SMALL, "model.lora={rank=2}"]
+    config, _ = resolve_task(load_config("bert-base", words))
+    trained = {name for name, p in build(config.model).named_parameters() if p.requires_grad}
+    (head,) = config.model.extra_heads
+    assert any(name.startswith(f"{head}.") for name in trained)
+    assert any(name.endswith(".lora.b.weight") for name in trained)
+
+
+# ------------------------------------------------------------------------------------------------- generators
+
+
+CPU = torch.device("cpu")
+
+
+def draw() -> list[float]:
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.standard_normal()),
+        float(np.random.rand()),
+        float(torch.randn(())),
+        float(torch.rand(())),
+    ]
+
+
+@pytest.mark.parametrize("draws", [0, 1, 4])
+def test_what_is_drawn_after_a_resume_is_what_would_have_been(tmp_path: Path, draws: int) -> None:
+    rng_state.seed_all(3, 0)
+    for _ in range(draws):
+        draw()
+    path = checkpoint.save(tmp_path, 1, rng_state.rng_state_dict(0, CPU), {})
+    expected = [draw() for _ in range(3)]
+    rng_state.seed_all(4, 0)
+    assert draw() not in expected
+    room = rng_state.empty_rng_state_dict(checkpoint.read_names(path), 0, 1, CPU)
+    checkpoint.load(path, room)
+    rng_state.load_rng_state_dict(room, 0, CPU)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_ranks_and_seeds_differ_and_repeat() -> None:
+    seen = []
+    for seed, rank in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        rng_state.seed_all(seed, rank)
+        seen.append(draw())
+    assert seen[3] == seen[0]
+    assert len({tuple(item) for item in seen[:3]}) == 3
+
+
+def test_generators_of_other_ranks_are_not_taken() -> None:
+    names = [name for rank in range(2) for name in rng_state.rng_state_dict(rank, CPU)]
+    assert rng_state.empty_rng_state_dict(names, 1, 2, CPU).keys() == rng_state.rng_state_dict(1, CPU).keys()
+    assert rng_state.empty_rng_state_dict(names, 0, 1, CPU) == {}
+    assert rng_state.empty_rng_state_dict(names, 0, 4, CPU) == {}
+    assert rng_state.empty_rng_state_dict(["model.w"], 0, 1, CPU) == {}
+    before = torch.get_rng_state()
+    rng_state.load_rng_state_dict({}, 0, CPU)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,16 +1,38 @@
-"""Signals that ask to stop: remembered, agreed on by all ranks, and given back."""
+"""Signals that ask to stop, layouts for the processes that are left, and flipped bits in copies."""
 
 import os
+import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from megatfm.config import Config, ParallelConfig, load_config
+from megatfm.engines.interface import Batch
+from megatfm.errors import NO_PROGRESS, MegatfmError, NoProgressError, UsageError
+from megatfm.parallel.mesh import axis_sizes
+from megatfm.tracking.run_directory import RunDirectory
+from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
+from megatfm.train.startup_checks import (
+    ATTEMPTS,
+    adapt_layout,
+    check_progress,
+    fit_layout,
+    list_layout_changes,
+)
+from tests.support.batches import CAUSAL, global_batch
+from tests.support.models import ADAMW, UNTIED_MODEL
+from tests.support.parity import build_engine
 from tests.support.workers import Workers
 
 CPU = torch.device("cpu")
@@ -131,3 +153,221 @@ def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(
     assert not failed
     assert "doesn't run in the main thread" in caplog.text
     assert [signal.getsignal(name) for name in STOP_SIGNALS] == before
+
+
+# -------------------------------------------------------------------------------------------- fewer processes
+
+
+def config(**settings: object) -> Config:
+    words = ["data.tokenizer=t", "data.train=d", "train.global_batch=24", "train.micro_batch=4"]
+    return load_config("quickstart", words + [f"{key}={value}" for key, value in settings.items()])
+
+
+def layout(config: Config, world_size: int) -> tuple[dict[str, int], int]:
+    return axis_sizes(config.parallel, world_size), config.train.micro_batch
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_what_fits_stays(world_size: int) -> None:
+    result = config()
+    assert fit_layout(result, world_size) == (result, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "axes", "micro_batch"),
+    [
+        ({}, 4, (1, 4, 1), 3),  # a share of 6 rows
+        ({}, 8, (1, 8, 1), 3),
+        ({}, 24, (1, 24, 1), 1),
+        ({"parallel.dp_shard": 8}, 6, (1, 6, 1), 4),
+        ({"parallel.dp_shard": 4, "parallel.dp_replicate": 2}, 6, (2, 3, 1), 4),
+        ({"parallel.dp_replicate": 4}, 6, (2, 3, 1), 4),
+        ({"parallel.dp_replicate": 2}, 3, (1, 3, 1), 4),
+        ({"parallel.tp": 2, "parallel.dp_shard": 4}, 6, (1, 3, 2), 4),
+    ],
+)
+def test_the_data_axes_and_the_micro_batch_give_way(
+    settings: dict[str, object], world_size: int, axes: tuple[int, int, int], micro_batch: int
+) -> None:
+    before = config(**settings)
+    after, output = fit_layout(before, world_size)
+    sizes, micro = layout(after, world_size)
+    assert (sizes["dp_replicate"], sizes["dp_shard"], sizes["tp"]) == axes
+    assert micro == micro_batch
+    assert after.train.global_batch == before.train.global_batch
+    assert output is not None
+    assert all(" → " in change for change in output.split(", "))
+
+
+def test_fewer_ranks_divide_experts() -> None:
+    """The experts of a rank are more, and what is computed the same."""
+    experts = {"model.ffn.name": "moe", "model.ffn.n_experts": 8, "model.ffn.top_k": 2}
+    after, output = fit_layout(config(**experts, **{"parallel.ep": 4, "parallel.dp_shard": 4}), 6)
+    assert layout(after, 6)[0]["dp_shard"] == 6
+    assert after.parallel.ep == 2
+    assert output == "parallel.dp_shard 4 → -1, parallel.ep 4 → 2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "words"),
+    [
+        (
+            {},
+            5,
+            "no layout fits 5 processes: train.global_batch = 24 and 1 ranks per model allow 1, 2, 3, 4, 6, 8",
+        ),
+        ({"parallel.tp": 2}, 3, "allow 2, 4, 6, 8"),
+        ({"parallel.tp": 2}, 1, "no layout fits 1 process:"),
+    ],
+)
+def test_what_can_not_fit_is_said(settings: dict[str, object], world_size: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        fit_layout(config(**settings), world_size)
+
+
+def test_a_run_is_elastic_only_where_it_is_asked_to() -> None:
+    assert adapt_layout(config(), 4) == config()
+    assert adapt_layout(config(**{"resilience.elastic": "true"}), 4).train.micro_batch == 3
+
+
+def test_what_was_changed_is_what_differs() -> None:
+    inputs = config(**{"parallel.dp_replicate": 2, "train.micro_batch": 2})
+    fitted, output = fit_layout(inputs, 3)
+    assert output == ", ".join(list_layout_changes(inputs, fitted))
+    assert list_layout_changes(inputs, inputs) == []
+
+
+def start(folder: Path, restarts: int, step: int, agent: str = "none") -> None:
+    environment = {"TORCHELASTIC_RUN_ID": agent, "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    check_progress(RunDirectory(folder, 0), step, 2, environment)
+
+
+def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path: Path) -> None:
+    start(tmp_path, 0, 0)
+    start(tmp_path, 1, 0)
+    with pytest.raises(
+        NoProgressError, match=r"2 restarts in a row saved no checkpoint after step 0"
+    ) as caught:
+        start(tmp_path, 2, 0)
+    assert caught.value.exit_code == NO_PROGRESS == 76
+
+
+def test_a_new_checkpoint_starts_the_count_again(tmp_path: Path) -> None:
+    for restarts, step in ((0, 0), (1, 0), (2, 4), (3, 4), (4, 8)):
+        start(tmp_path, restarts, step)
+    start(tmp_path, 5, 8)
+    with pytest.raises(NoProgressError):
+        start(tmp_path, 6, 8)
+
+
+def test_another_agent_and_a_new_start_of_the_same_one_count_afresh(tmp_path: Path) -> None:
+    start(tmp_path, 3, 4)
+    start(tmp_path, 4, 4)
+    start(tmp_path, 4, 4, agent="b")
+    start(tmp_path, 5, 4, agent="b")
+    start(tmp_path, 0, 4, agent="b")
+    start(tmp_path, 1, 4, agent="b")
+
+
+def test_without_an_agent_nothing_is_counted(tmp_path: Path) -> None:
+    for _ in range(9):
+        check_progress(RunDirectory(tmp_path, 0), 0, 1, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\x80\x04}.", b"{", b"[1]", b'{"agent": "none"}', b'{"agent": "none", "step": 0, "restarts": "x"}'],
+)
+def test_a_count_that_is_none_starts_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ATTEMPTS).write_bytes(content)
+    for restarts in (7, 8):
+        start(tmp_path, restarts, 0)
+    with pytest.raises(NoProgressError):
+        start(tmp_path, 9, 0)
+
+
+# ----------------------------------------------------------------------------------------------- flipped bits
+
+
+HOST = re.escape(socket.gethostname())
+COPIES = {
+    "zero 0": ParallelConfig(dp_shard=3, zero=0),
+    **{f"replicas, zero {zero}": ParallelConfig(dp_replicate=3, dp_shard=1, zero=zero) for zero in range(4)},
+}
+NAME = "decoder.layers.1.attn.wo.weight"
+
+
+def flipped(parallel: ParallelConfig, kind: str, precision: str) -> str:
+    """What is said after a bit has flipped on rank 1; nothing must be said before."""
+    engine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision=precision)
+    rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
+    engine.forward_backward([rows], CAUSAL)
+    engine.step(1e-2, clip=1.0)
+    compare_replicas(engine, step=4, every=2)
+    if dist.get_rank() == 1:
+        held = engine.local[NAME] if kind == "model" else engine.optimizers[0].state()[NAME]["exp_avg"]
+        held.view(-1)[:1].view(torch.uint8)[0] ^= 1
+    compare_replicas(engine, step=5, every=2)  # not due
+    try:
+        compare_replicas(engine, step=6, every=2)
+    except MegatfmError as error:
+        return str(error)
+    return "nothing was found"
+
+
+def everywhere() -> dict[tuple[str, str], str]:
+    return {
+        (layout, kind): flipped(parallel, kind, "bf16" if parallel.zero % 2 else "fp32")
+        for layout, parallel in COPIES.items()
+        for kind in ("model", "optimizer")
+    }
+
+
+def test_a_flipped_bit_is_named_under_every_stage(workers: Workers) -> None:
+    by_rank = workers.run(everywhere, 3)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    assert len(by_rank[0]) == 2 * len(COPIES)
+    for (layout, kind), message in by_rank[0].items():
+        name = re.escape(f"model.{NAME}" if kind == "model" else f"optimizer.{NAME}.exp_avg")
+        actual = rf"after step 6, replicas of one parameter differ: rank 1 on {HOST}: {name}\. A processor"
+        assert re.match(actual, message), (layout, kind, message)
+
+
+class Drawing:
+    """An objective that a plugin might bring: it draws from the global generators."""
+
+    loss_weights, target_counts = CAUSAL.loss_weights, CAUSAL.target_counts
+
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        factor = 1.0 + torch.rand(()) + random.random() + float(np.random.rand())
+        return {name: factor * term for name, term in CAUSAL(model, batch).items()}
+
+
+def replayed_with_draws() -> list[float]:
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), ADAMW)
+    rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
+    losses = []
+    for step in (1, 2, 3):
+        losses.append(
+            forward_backward_with_replay(engine, [rows], Drawing(), step, replay_every=step % 2).loss
+        )
+        engine.zero_grad()
+    return losses
+
+
+def test_a_plugin_that_draws_from_global_generators_can_be_replayed(workers: Workers) -> None:
+    losses = workers.run(replayed_with_draws, 2)[0]
+    assert len(set(losses)) == 3, "the draws of a step are those of one pass, and go on"
+
+
+def shards_differ() -> None:
+    for zero in (1, 2, 3):
+        engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=3, zero=zero), ADAMW)
+        compare_replicas(engine, step=2, every=2)
+
+
+def test_shards_are_no_copies(workers: Workers) -> None:
+    """Other blocks on every rank: not compared, and not taken for broken."""
+    workers.run(shards_differ, 3)

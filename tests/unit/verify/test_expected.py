@@ -1,16 +1,19 @@
-"""A style of a plugin says what it sends, and is held to it."""
+"""`verify` and its expected traffic: plugins' styles, cut rows, images, two towers, vision-language models."""
 
 from pathlib import Path
 
 import pytest
 
-from megatfm.config import Config
+from megatfm.config import Config, load_config
+from megatfm.errors import UsageError
 from megatfm.layers.feed_forward import FFNS
 from megatfm.parallel.styles import STYLES
 from megatfm.registry import import_plugins
+from megatfm.verify import expected
 from megatfm.verify.expected import explain_unpredicted_axes
+from megatfm.verify.shrink import Documents, draw_batch
 from megatfm.verify.verify import verify
-from tests.support.verified_config import VERIFIED_CONFIG
+from tests.support.small_runs import VERIFIED_CONFIG
 
 PLUGIN = """
 from dataclasses import replace
@@ -58,3 +61,206 @@ def test_a_style_of_a_plugin(
     actual = verify(config)
     assert not actual.wrong
     assert bool(actual.traffic_mismatches) == misses
+
+
+# --------------------------------------------------------------------------------------------------- cut rows
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("bigbird-base", ["train.recompute=selective"]),
+        ("longformer-base", ["train.recompute=selective"]),
+        ("t-dmca", ["train.recompute=selective"]),
+        ("spanbert-base", []),
+        ("bert-base", ["parallel.cp_method=ring"]),
+        ("llama3-8b", ["parallel.cp_method=ring"]),
+    ],
+)
+def test_rows_in_parts_are_the_same(name: str, overrides: list[str]) -> None:
+    """Documents lie within a part, between and across parts; four, or five unequal ones where rows go round."""
+    parts = 5 if "parallel.cp_method=ring" in overrides else 4
+    config = load_config(name, [f"parallel.cp={parts}", "parallel.dp_shard=1", *overrides])
+    comparison = verify(config, "short")
+    assert not comparison.wrong
+    assert not comparison.traffic_mismatches
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "documents"),
+    [
+        (
+            "quickstart-moe",
+            ["parallel.dp_shard=2", "parallel.cp=2", "parallel.ep=4", "parallel.zero=0"],
+            "mixed",
+        ),
+        ("xlnet-base", ["parallel.cp=2", "parallel.dp_shard=1"], "sparse"),
+        (
+            "quickstart",
+            ["parallel.tp=2", "optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"],
+            "mixed",
+        ),
+    ],
+    ids=["experts on all ranks of two axes", "a batch that predicts nothing", "averaged weights"],
+)
+def test_rare_cases_are_the_same(name: str, overrides: list[str], documents: Documents) -> None:
+    comparison = verify(load_config(name, overrides), documents)
+    assert not comparison.wrong
+    assert not comparison.traffic_mismatches
+
+
+def test_a_generator_s_heads_are_dealt_too() -> None:
+    with pytest.raises(
+        UsageError, match=r"1 query and 1 key heads .* can't be divided over parallel\.cp = 2"
+    ):
+        load_config("electra-small", ["parallel.cp=2", "parallel.cp_method=ulysses"])
+
+
+# ----------------------------------------------------------------------------------------------------- images
+
+
+ATTENTION_POOL = [
+    "model.extra_heads.classifier.pool=attention",
+    "model.embedding.n_class_tokens=0",
+    "data.sequence_length=196",
+]
+
+SIMMIM = [
+    "objective={name='simmim', mask_size=16}",
+    "model.embedding.mask_token=true",
+    "model.extra_heads={pixels={name='pixels', stride=16}}",
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [("vit-s16", ATTENTION_POOL), ("mae-b16", []), ("vit-s16", SIMMIM)],
+    ids=["attention pool", "masked autoencoder", "simmim"],
+)
+def test_images_in_parts_are_the_same(preset: str, overrides: list[str], ranks: int) -> None:
+    comparison = verify(load_config(preset, [*overrides, f"parallel.cp={ranks}", "parallel.dp_shard=1"]))
+    assert not comparison.wrong
+    assert comparison.expected
+    assert not comparison.traffic_mismatches
+
+
+# ------------------------------------------------------------------------------------------------- two towers
+
+
+CASES = {
+    "softmax, three ranks": ("clip-b32", ["parallel.dp_shard=3", "parallel.zero=1"]),
+    "sigmoid, stage 3, recomputed": ("siglip-b16", ["parallel.dp_shard=2", "train.recompute=full"]),
+    "softmax under tensor parallelism": ("clip-b32", ["parallel.dp_shard=2", "parallel.tp=2", "data.target_length=78"]),
+}  # fmt: skip
+CONTEXT_CASES = {
+    "cp": ("clip-b32", ["parallel.cp=2"]),
+    "sigmoid, with data ranks, recomputed": (
+        "siglip-b16", ["parallel.cp=2", "parallel.dp_shard=2", "train.recompute=full"],
+    ),
+    "mean pool, with tensor parallelism": (
+        "clip-b32", ["parallel.cp=2", "parallel.tp=2", "model.contrastive.image_pool=mean", "data.target_length=78"],
+    ),
+    "class pool, three ranks": ("clip-b32", ["parallel.cp=3"]),
+}  # fmt: skip
+PIPELINE_CASES = {
+    "pp": ("clip-b32", ["parallel.pp=2"]),
+    "sigmoid, with data ranks": ("siglip-b16", ["parallel.pp=2", "parallel.dp_shard=2"]),
+    "zbv, with data ranks": (
+        "clip-b32", ["parallel.pp=2", "parallel.pp_schedule=zbv", "parallel.dp_shard=2", "parallel.zero=1"],
+    ),
+    "interleaved": ("clip-b32", ["parallel.pp=2", "parallel.pp_schedule=interleaved"]),
+    "with tensor parallelism": ("clip-b32", ["parallel.pp=2", "parallel.tp=2", "data.target_length=78"]),
+    "with context parallelism": ("clip-b32", ["parallel.pp=2", "parallel.cp=2"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counted_is_expected(case: str) -> None:
+    preset, overrides = CASES[case]
+    comparison = verify(load_config(preset, overrides))
+    assert not comparison.wrong
+    assert not comparison.traffic_mismatches
+    assert not comparison.axes_without_closed_form
+    small = comparison.config
+    (sent,) = (flow.sent_bytes for flow in comparison.flows if flow.collective == "send")
+    batch = draw_batch(small)
+    pairs = int(((batch["positions"] == 0) & (batch["documents"] >= 0)).sum())
+    assert small.model.contrastive is not None
+    ranks, d = small.parallel.dp_shard, small.model.contrastive.width
+    columns = (2 * ranks - 1) * (small.model.contrastive.loss == "softmax")
+    # A rank sends as much as it has pairs, and the blocks that it hands on: about a share of all.
+    mean = pairs / ranks * ((3 * ranks - 2) * d + columns) * 8
+    assert 0.5 * mean < sent < 2 * mean
+
+
+@pytest.mark.parametrize("case", CONTEXT_CASES | PIPELINE_CASES)
+def test_counted_is_expected_where_rows_or_layers_are_divided(case: str) -> None:
+    preset, overrides = (CONTEXT_CASES | PIPELINE_CASES)[case]
+    comparison = verify(load_config(preset, overrides))
+    assert not comparison.wrong
+    assert not comparison.traffic_mismatches
+    assert not comparison.axes_without_closed_form
+
+
+@pytest.mark.parametrize(
+    ("part", "collective"),
+    [("add_contrastive_loss", "dp_shard send"), ("list_first_pass_calls", "dp_shard all_gather")],
+)
+def test_what_is_not_expected_is_named(part: str, collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the ring, or the first pass, in the closed forms, the step sends more than these say."""
+    monkeypatch.setattr(expected, part, lambda *_: [])
+    comparison = verify(load_config("clip-b32", ["parallel.dp_shard=2"]))
+    assert not comparison.wrong
+    axis, name = collective.split()
+    assert any(axis in mismatch and name in mismatch for mismatch in comparison.traffic_mismatches)
+
+
+# ------------------------------------------------------------------------------------- vision-language models
+
+
+FROZEN = 'train.freeze=["encoder.*"]'
+VISION_LANGUAGE_CASES = {
+    "tensor parallel": ["parallel.tp=2", "data.sequence_length=578"],
+    "pipeline": ["parallel.pp=2"],
+    "context parallel": ["parallel.cp=2"],
+    "context and tensor parallel": ["parallel.cp=2", "parallel.tp=2", "data.sequence_length=578"],
+    "context parallel on three ranks, recomputed": ["parallel.cp=3", "train.recompute=full"],
+    "context parallel, a window of text": ["parallel.cp=2", 'model.attention.pattern={name="window", width=5}'],
+    "context parallel in a pipeline": ["parallel.cp=2", "parallel.pp=2", "objective.image_placement=in_text"],
+    "frozen encoder in context parallelism": ["parallel.cp=2", FROZEN],
+    "frozen encoder in tensor parallelism, recomputed": [
+        "parallel.tp=2", "data.sequence_length=578", "train.recompute=full", FROZEN,
+    ],
+    "frozen encoder": ["parallel.dp_shard=2", FROZEN],
+    "frozen encoder in a pipeline": ["parallel.pp=2", "parallel.dp_shard=2", "parallel.zero=1", FROZEN],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VISION_LANGUAGE_CASES)
+def test_the_layout_is_the_same_computation_with_the_expected_traffic(case: str) -> None:
+    comparison = verify(load_config("llava-1.5-7b", VISION_LANGUAGE_CASES[case]))
+    assert not comparison.wrong
+    assert comparison.expected
+    assert not comparison.axes_without_closed_form
+    assert not comparison.traffic_mismatches
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_a_frozen_block_before_a_trained_part_of_its_stage_is_not_predicted(schedule: str) -> None:
+    """Gradients are compared all the same."""
+    layout = ["parallel.pp=2", f"parallel.pp_schedule={schedule}", "parallel.dp_shard=2"]
+    comparison = verify(load_config("llava-1.5-7b", [*layout, FROZEN]))
+    assert not comparison.wrong
+    assert "FSDP2 prefetches it in vain" in comparison.axes_without_closed_form["dp_shard"]
+    assert not comparison.traffic_mismatches
+
+
+def test_frozen_blocks_in_stages_of_their_own_are_predicted() -> None:
+    config = load_config(
+        "quickstart",
+        ["parallel.pp=2", "parallel.dp_shard=2", "parallel.zero=3", 'train.freeze=["decoder.layers.*"]'],
+    )
+    comparison = verify(config)
+    assert not comparison.axes_without_closed_form
+    assert not comparison.traffic_mismatches

@@ -13,7 +13,7 @@ from megatfm.errors import MegatfmError, UsageError
 from megatfm.verify import rank_processes
 from megatfm.verify.traffic import CollectiveTraffic
 from megatfm.verify.verify import GradientComparison, verify
-from tests.support.verified_config import VERIFIED_CONFIG
+from tests.support.small_runs import VERIFIED_CONFIG
 
 PLUGIN = """
 import multiprocessing, os, time

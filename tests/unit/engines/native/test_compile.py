@@ -13,7 +13,7 @@ from megatfm.engines.native.compile import RECOMPILE_LIMIT, compile_all, keeps_a
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.ops.attention import kernels, reference
-from tests.support.packed_rows import (
+from tests.support.pattern_models import (
     ROW_LENGTH,
     SCORE_MODELS,
     SCORE_SIZES,

@@ -21,9 +21,9 @@ from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.host_reads import HostWaits
 from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
+from tests.support.uninitialized_memory import HostWaits
 from tests.support.workers import Workers
 
 

@@ -1,4 +1,4 @@
-"""The engine's step, its norm, and its state through the real checkpoint store."""
+"""The engine's step, its norm, its state through the checkpoint store, and steps that the device skips by itself."""
 
 import gc
 import weakref
@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.config import AdamWConfig, MuonConfig, ParallelConfig
+from megatfm.config import AdamWConfig, MuonConfig, OptimizerSection, ParallelConfig
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
+from megatfm.ops.transfer import DeferredReads
 from megatfm.parallel.mesh import Mesh
 from tests.support.batches import CAUSAL, PassThroughObjective, family_case, global_batch
-from tests.support.engine_state import load_and_train, tensor_of, train_and_save, train_steps
 from tests.support.models import ADAMW, MUON, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     build_engine,
@@ -24,6 +26,7 @@ from tests.support.parity import (
     one_device_gradients,
     uneven_microbatches,
 )
+from tests.support.sharded_engines import load_and_train, tensor_of, train_and_save, train_steps
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -228,3 +231,100 @@ def misused(parallel: ParallelConfig) -> None:
 def test_a_pass_is_followed_by_its_step_and_an_evaluation_has_batches(workers: Workers) -> None:
     workers.run(misused, 1, ParallelConfig(zero=0))
     workers.run(misused, 2, ParallelConfig(dp_shard=2, zero=0))
+
+
+# ---------------------------------------------------------------------------------------------- skipped steps
+
+
+SHORT = AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3, moments_dtype="bf16")
+SPOILED = {"gradient", "loss", "asked"}
+STEPS = ("gradient", "", "clipped", "loss", "", "asked", "clipped", "")
+
+
+def early(engine: NativeEngine) -> NativeEngine:
+    """As an engine on a GPU decides."""
+    engine.skipping_optimizers = [optimizer for optimizer in engine.optimizers if optimizer.can_skip]
+    return engine
+
+
+def take(engine: NativeEngine, steps: tuple[str, ...], first: int = 0) -> list[float]:
+    """Steps of which some are spoiled; their norms."""
+    norms = []
+    for number, kind in enumerate(steps, first):
+        engine.forward_backward(microbatches(engine, global_batch(seed=number)), CAUSAL)
+        if kind == "gradient":
+            next(iter(engine.gradients().values())).view(-1)[:1] = torch.inf
+        if kind == "loss":
+            engine.pending_losses[1][0] = torch.nan
+        norms.append(engine.step(1e-2, 1e-3 if kind == "clipped" else 1e3, skip=kind == "asked"))
+    return norms
+
+
+def bits(engine: NativeEngine) -> dict[str, Tensor]:
+    """All that a checkpoint would hold."""
+    return {
+        name: (value if isinstance(value, Tensor) else value.tensor).clone()
+        for name, value in engine.state_dict().items()
+    }
+
+
+def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: str, folder: Path) -> int:
+    """The number of optimizers that decide on the device."""
+    host = build_engine(TIED_MODEL, parallel, optimizer, precision=precision)
+    device = early(build_engine(TIED_MODEL, parallel, optimizer, precision=precision))
+    norms = take(host, STEPS)
+    assert torch.equal(torch.tensor(take(device, STEPS)).nan_to_num(), torch.tensor(norms).nan_to_num())
+    assert [torch.tensor(n).isfinite().item() for n in norms] == [kind not in SPOILED for kind in STEPS]
+    if host.loss_scale:
+        assert host.loss_scale.value == device.loss_scale.value  # type: ignore[union-attr]
+    path = checkpoint.save(folder / f"{optimizer.name}-{precision}", 1, device.state_dict(), {})
+    resumed = early(build_engine(TIED_MODEL, parallel, optimizer, precision=precision))
+    state = resumed.empty_state_dict(checkpoint.read_names(path))
+    checkpoint.load(path, state)
+    resumed.load_state_dict(state)
+    for engine in (host, device, resumed):
+        take(engine, ("gradient", "", "clipped"), len(STEPS))
+    expected = bits(host)
+    for engine in (device, resumed):
+        actual = bits(engine)
+        assert actual.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
+    return len(device.skipping_optimizers)
+
+
+def compare_all(cases: list[tuple[ParallelConfig, OptimizerSection, str]], folder: Path) -> list[int]:
+    return [compare(*case, folder / f"{cases[0][0].dp_shard}-{number}") for number, case in enumerate(cases)]
+
+
+def test_steps_skipped_on_the_device_leave_the_same_bits(workers: Workers, tmp_path: Path) -> None:
+    alone, sharded, cut = ParallelConfig(), ParallelConfig(dp_shard=2), ParallelConfig(dp_shard=2, zero=1)
+    one = [(alone, ADAMW, "fp32"), (alone, SHORT, "bf16"), (alone, ADAMW, "fp16"), (alone, MUON, "fp32")]
+    two = [(sharded, ADAMW, "fp32"), (cut, SHORT, "bf16"), (cut, MUON, "bf16")]
+    for early_ones in (
+        *workers.run(compare_all, 1, one, tmp_path),
+        *workers.run(compare_all, 2, two, tmp_path),
+    ):
+        assert set(early_ones) == {1}
+
+
+def order_of_a_step() -> list[str]:
+    """Who did what, of a step whose gradients are clipped."""
+    engine = early(build_engine(TIED_MODEL, ParallelConfig(), MUON))
+    output: list[str] = []
+    take(engine, ("",))
+    engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
+    send, read = DeferredReads.start_copy, DeferredReads.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeferredReads, "start_copy", lambda self: (output.append("sent"), send(self)))
+        patch.setattr(DeferredReads, "read", lambda self: (output.append("read"), read(self)))
+        for optimizer in engine.optimizers:
+            kind = "AdamW" if isinstance(optimizer, ElementwiseOptimizer) else "Muon"
+            step = optimizer.step
+            patch.setattr(optimizer, "step", lambda *args, s=step, k=kind: (output.append(k), s(*args)))
+        engine.step(1e-2, clip=1e-3)
+    return output
+
+
+def test_what_decides_on_the_device_runs_before_the_host_reads(workers: Workers) -> None:
+    (result,) = workers.run(order_of_a_step, 1)
+    assert result == ["sent", "AdamW", "read", "Muon"]

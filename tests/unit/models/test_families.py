@@ -1,17 +1,33 @@
-"""Losses where a batch has the targets of a head, else logits; and no field that nothing reads."""
+"""What holds for every family: what forward reads and gives, other inputs than tokens, stages, copies."""
 
+import copy
+import pickle
+import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig
+import megatfm
+from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.errors import MegatfmError
+from megatfm.layers import linear
 from megatfm.layers.attention.kv_cache import KVCache
+from megatfm.layers.embedding import EMBEDDINGS
 from megatfm.layers.initialisation import initialise
+from megatfm.layers.linear import Linear
 from megatfm.layers.output_head import HEADS, SentenceHead
 from megatfm.models import build
+from megatfm.parallel.pipeline_stages import activation_shape
+from megatfm.split_points import live_fields
+from megatfm.train.resilience import forward_backward_with_replay
+from tests.support.batches import CAUSAL, family_batch, global_batch
+from tests.support.models import ADAMW, FAMILY_MODELS, UNTIED_MODEL
+from tests.support.parity import build_engine, microbatches
+from tests.support.workers import Workers
 
 SIZES = {"vocab_size": 23, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -174,3 +190,139 @@ def test_documents_that_come_late_belong_to_the_later_tokens() -> None:
         model(TOKENS[:, i : i + 1], documents=documents[:, i : i + 1], cache=cache).logits for i in (3, 4, 5)
     ]
     torch.testing.assert_close(torch.cat(parts, 1), logits[:, 3:])
+
+
+# ----------------------------------------------------------------------------------- other inputs than tokens
+
+
+V, B, T = 11, 2, 8
+VECTOR_SIZES = {"vocab_size": V, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 24}
+VECTOR_FAMILIES: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "encoder": {},
+    "discriminator": {},
+    "encoder_decoder": {"n_encoder_layers": 1, "position.name": "t5"},
+    "xlnet": {"attention.name": "two_stream", "position.name": "transformer_xl"},
+}
+
+
+class Chances(nn.Module):
+    """The expected vector of tokens that are known by their probabilities [B, T, V] alone."""
+
+    def __init__(self, config: ModelConfig, initial: Any) -> None:
+        super().__init__()
+        self.matrix = Linear(V, config.d_model, initial("embedding", V, config.d_model), bias=False)
+
+    def forward(self, chances_BTV: Tensor) -> Tensor:
+        return self.matrix(chances_BTV)
+
+
+@pytest.mark.parametrize("family", VECTOR_FAMILIES)
+def test_a_field_in_place_of_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EMBEDDINGS._parts, "chances", Chances)
+    torch.manual_seed(1)
+    values = VECTOR_SIZES | VECTOR_FAMILIES[family] | {"family": family, "embedding.tied": False}
+    of_tokens = build(ModelConfig.from_dotted(values)).double()
+    of_chances = build(ModelConfig.from_dotted({**values, "embedding.name": "chances"})).double()
+    for parameter in of_tokens.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    weights = {
+        name.replace("embedding.tokens.weight", "embedding.chances.matrix.weight"): tensor
+        for name, tensor in of_tokens.state_dict().items()
+    }
+    for name, tensor in weights.items():
+        if name.endswith("chances.matrix.weight"):
+            weights[name] = tensor.T
+    of_chances.load_state_dict(weights)
+    tokens = torch.randint(V, (B, T))
+    chances = F.one_hot(tokens, V).double()
+    sides = ("", "encoder_") if family == "encoder_decoder" else ("",)
+    other = {"order": torch.stack([torch.randperm(T) for _ in range(B)])} if family == "xlnet" else {}
+    expected = of_tokens(**{f"{side}tokens": tokens for side in sides}, **other).hidden
+    hidden = of_chances(**{f"{side}chances": chances for side in sides}, **other).hidden
+    assert torch.allclose(hidden, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(TypeError, match="chances"):
+        of_chances(**{f"{side}tokens": tokens for side in sides}, **other)
+
+
+# --------------------------------------------------------------------------------- calls to the first product
+
+
+HOPS = 9
+"""Loop, engine, its pass, objective, model, stack, block, sublayer, matrix."""
+HERE = Path(megatfm.__file__).parent
+
+
+def way() -> list[str]:
+    """The functions of the package between the loop and the first product, the outermost first."""
+    actual, real = list[str](), linear.F.linear
+
+    def noted(*args: Any) -> Tensor:
+        if not actual:
+            frames = [frame for frame in traceback.extract_stack() if HERE in Path(frame.filename).parents]
+            actual.extend(f"{Path(frame.filename).relative_to(HERE)} {frame.name}" for frame in frames)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear.F, "linear", noted)
+        engine = build_engine(UNTIED_MODEL, ParallelConfig(), ADAMW)
+        forward_backward_with_replay(engine, microbatches(engine, global_batch(3)), CAUSAL, 1, replay_every=0)
+    return actual
+
+
+def test_the_way_is_short(workers: Workers) -> None:
+    (result,) = workers.run(way, 1)
+    assert result[0] == "train/resilience.py forward_backward_with_replay"
+    assert result[-1] == "layers/linear.py forward"
+    assert len(result) <= HOPS, result
+
+
+# ----------------------------------------------------------------------------------------------------- stages
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_stages_of_one_split_point_in_turn_are_forward(name: str) -> None:
+    config = FAMILY_MODELS[name]
+    model = build(config).double().train()
+    initialise(model, 7)
+    batch = {key: value for key, value in family_batch(config).items() if key != "ahead"}
+    points, carry, losses = model.split_points, {}, {}
+    assert len({point.name for point in points}) == len(points)
+    for i, point in enumerate(points):
+        assert carry.keys() == live_fields(points, i).keys()
+        output = model.stage({point.name}).forward(**batch, **carry)
+        carry = {name: output.carried()[name] for name in live_fields(points, i + 1)}
+        for name, spec in live_fields(points, i + 1).items():
+            assert carry[name].shape == activation_shape(spec, batch, 1)
+            assert carry[name].dtype == (torch.int64 if spec.d_model is None else torch.float64)
+        losses |= output.losses or {}
+    expected = model(**batch).losses
+    assert losses.keys() == expected.keys()
+    for term, value in expected.items():
+        assert torch.equal(losses[term], value)
+
+
+def test_a_stage_names_a_missing_input() -> None:
+    model = build(FAMILY_MODELS["t5"])
+    with pytest.raises(TypeError, match="encoder_tokens"):
+        model(torch.zeros(1, 3, dtype=torch.int64))
+
+
+# ----------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_a_copy_has_the_same_losses_and_weights_of_its_own(name: str) -> None:
+    config = FAMILY_MODELS[name]
+    model = build(config).train()
+    initialise(model, 3)
+    batch = {key: value for key, value in family_batch(config).items() if key != "ahead"}
+    fresh = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    losses = model(**batch).losses
+    for other in (*fresh, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied = other(**batch).losses
+        assert copied.keys() == losses.keys()
+        assert all(torch.equal(copied[term], losses[term]) for term in losses)
+        owned = {parameter.data_ptr() for parameter in other.parameters()}
+        assert owned.isdisjoint(parameter.data_ptr() for parameter in model.parameters())
+        assert len(owned) == len({parameter.data_ptr() for parameter in model.parameters()}), "ties are kept"

@@ -1,0 +1,369 @@
+"""Images to the fields of a batch: patches cut out one by one, masked squares, captions by hand, refusals."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megatfm.config import ContrastiveObjective, ImagesConfig, ModelConfig, SimMIMObjective
+from megatfm.config.objective import ImageClassificationObjective
+from megatfm.data.packed_rows import pack_in_memory
+from megatfm.data.sequences import DocumentChunk, PackingConfig
+from megatfm.errors import MegatfmError, UsageError
+from megatfm.models import build
+from megatfm.objectives import Objective, SpecialTokens, build_objective
+from megatfm.rng import ChunkKey
+from tests.support.tower_models import TOWERS
+
+KEY = ChunkKey(0, 0, 0, 0)
+
+
+def model(**options: Any) -> ModelConfig:
+    keys = {
+        "family": "encoder", "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8,
+        "embedding.name": "patches", "embedding.patch_size": 4, "embedding.channels": 3,
+        "embedding.n_class_tokens": 1, "embedding.n_register_tokens": 2, "lm_head.name": "none",
+        "extra_heads.classifier": {"n_classes": 5},
+    }  # fmt: skip
+    return ModelConfig.from_dotted(keys | options)
+
+
+def objective(rows: int = 40, size: int = 12, channels: int = 3, **images: Any) -> Objective:
+    section = ImagesConfig.model_validate({"size": size, "crop_pct": 1.0, **images})
+    chosen = model(
+        **{
+            "embedding.channels": channels,
+            "embedding.mean": [0.5] * channels,
+            "embedding.std": [0.5] * channels,
+        }
+    )
+    return build_objective(ImageClassificationObjective(), chosen, None, (rows,), section)
+
+
+def picture(pixels: np.ndarray, format_: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, format_, **options)
+    return out.getvalue()
+
+
+def noise(height: int, width: int, seed: int = 0, *channels: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, *(channels or (3,))), np.uint8)
+
+
+def test_fields_are_patches_row_by_row_behind_special_tokens() -> None:
+    pixels = noise(12, 12)
+    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"3\n"})
+    fields = objective().build_example(chunk, KEY)
+    assert fields["patches"].shape == (12, 48)
+    assert not fields["patches"][:3].any()
+    for row in range(3):
+        for column in range(3):
+            patch = pixels[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+            expected = [patch[p, q, c] for c in range(3) for p in range(4) for q in range(4)]
+            assert fields["patches"][3 + 3 * row + column].tolist() == expected
+            assert fields["grid"][3 + 3 * row + column].tolist() == [row, column, 3, 3]
+    assert fields["grid"][:3].tolist() == [[-1, 0, 3, 3], [-1, 1, 3, 3], [-1, 2, 3, 3]]
+    assert fields["labels"].tolist() == [3] + [-100] * 11
+
+
+def test_rows_hold_images_and_padding() -> None:
+    result = objective()
+    how = PackingConfig(result, (40,), 0)
+    files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % n} for n in range(4)]
+    rows = pack_in_memory([np.zeros(0, np.uint16)] * 4, how, members=files)
+    assert rows.n_rows == 2
+    row = rows.build_row(1)
+    assert row["documents"].tolist() == [0] * 12 + [-1] * 28
+    assert row["labels"][[0, 1, 12]].tolist() == [3, -100, -100]
+    assert row["patches"].dtype == np.uint8
+    assert row["grid"].dtype == np.int32
+    assert (row["grid"][12:] == [0, 0, 1, 1]).all()
+    assert not row["patches"][12:].any()
+
+
+def test_grey_images_have_one_channel() -> None:
+    result = objective(channels=1)
+    pixels = noise(12, 12, 0, 3)[..., 0]
+    chunk = DocumentChunk(np.zeros(0, np.uint16), files={"png": picture(pixels), "cls": b"0"})
+    fields = result.build_example(chunk, KEY)
+    assert fields["patches"].shape == (12, 16)
+    assert fields["patches"][3].tolist() == pixels[:4, :4].flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"cls": b"1"}, r"sample 7 has 0 images \(\.cls\), not one"),
+        ({"png": b"no image", "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
+        ({"png": picture(noise(4, 4))[:90], "cls": b"1"}, r"sample 7 has a \.png that can't be decoded"),
+        ({"png": picture(noise(4, 4)), "cls": b"5"}, r"class '5'.* are 0 to 4"),
+        ({"png": picture(noise(4, 4)), "cls": b"-1"}, r"class '-1'"),
+        ({"png": picture(noise(4, 4))}, r"has no \.cls"),
+    ],
+)
+def test_samples_that_cannot_be_used_are_named(files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(MegatfmError, match=message):
+        pack_in_memory(
+            [np.zeros(0, np.uint16)], PackingConfig(objective(), (40,), 0), first=7, members=[files]
+        )
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UsageError, match="choose 12 or 16"):
+        objective(size=14)
+    with pytest.raises(UsageError, match=r"choose data\.sequence_length=12"):
+        objective(rows=11)
+
+
+def test_random_chunks_are_pictures() -> None:
+    result = objective()
+    chunk = result.random_chunk(np.random.default_rng(1))
+    assert result.build_example(chunk, KEY)["patches"][3:].any()
+
+
+def test_evaluation_counts_images_whose_label_is_among_the_likeliest() -> None:
+    """Against a sort in NumPy; in training there is the loss alone."""
+    torch.manual_seed(0)
+    network = build(model(**{"extra_heads.classifier": {"n_classes": 7}}))
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter)
+    section = ImagesConfig(size=12, crop_pct=1.0)
+    result = build_objective(ImageClassificationObjective(), network.config, None, (40,), section)
+    measured = result.for_evaluation()
+    how = PackingConfig(measured, (40,), 0)
+    files = [{"png": picture(noise(12, 12, n)), "cls": b"%d" % (n % 7)} for n in range(9)]
+    blocks = pack_in_memory([np.zeros(0, np.uint16)] * 9, how, members=files)
+    batch = {
+        name: torch.from_numpy(np.stack([blocks.build_row(n)[name] for n in range(blocks.n_rows)]))
+        for name in blocks.build_row(0)
+    }
+    assert dict(measured.loss_weights) == {"classifier": 1.0, "top1": 0.0, "top5": 0.0}
+    with torch.no_grad():
+        assert result(network.train(), batch).keys() == {"classifier"}
+        assert result(network.eval(), batch).keys() == {"classifier"}
+        terms = measured(network, batch)
+        unlabelled = {name: values for name, values in batch.items() if name != "labels"}
+        logits = network(**unlabelled).predictions["classifier"].numpy()
+    labels = np.array([int(file["cls"]) for file in files])
+    ranks = np.array([(row > row[label]).sum() for row, label in zip(logits, labels, strict=True)])
+    assert {name: int(terms[name]) for name in measured.metrics} == {
+        "top1": (ranks < 1).sum(),
+        "top5": (ranks < 5).sum(),
+    }
+    assert {int(count) for count in measured.target_counts(batch).values()} == {9}
+    assert 0 < (ranks < 5).sum() < 9
+
+
+# ----------------------------------------------------------------------------------------------------- SimMIM
+
+
+SIDE, SIZE = 4, 40
+
+
+def simmim_model(**options: Any) -> ModelConfig:
+    keys = {
+        "family": "encoder", "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8,
+        "embedding.name": "patches", "embedding.patch_size": SIDE, "embedding.mask_token": True,
+        "lm_head.name": "none", "extra_heads.pixels": {"stride": SIDE},
+    }  # fmt: skip
+    return ModelConfig.from_dotted(keys | options)
+
+
+def simmim_objective(config: ModelConfig | None = None, **options: Any) -> Objective:
+    images = ImagesConfig.model_validate({"size": SIZE, "crop_pct": 1.0})
+    section = SimMIMObjective.model_validate({"mask_size": 8, **options})
+    return build_objective(section, config or simmim_model(), None, (101,), images)
+
+
+def chunk() -> DocumentChunk:
+    out = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(1, 256, (SIZE, SIZE, 3), np.uint8)
+    Image.fromarray(pixels).save(out, "PNG")
+    return DocumentChunk(np.zeros(0, np.uint16), files={"png": out.getvalue()})
+
+
+@pytest.mark.parametrize(("ratio", "n_masked"), [(0.6, 15), (0.5, 13), (0.01, 1), (0.96, 24)])
+def test_whole_squares_are_masked(ratio: float, n_masked: int) -> None:
+    """Of 25 squares the share, rounded up; a class token is none."""
+    fields = simmim_objective(mask_ratio=ratio).build_example(chunk(), ChunkKey(0, 0, 0, 0))
+    masked = fields["masked"]
+    assert masked[0] == 0
+    squares = masked[1:].reshape(5, 2, 5, 2)
+    assert (squares == squares[:, :1, :, :1]).all()
+    assert squares[:, 0, :, 0].sum() == n_masked
+    assert (fields["target_patches"][1:] > 0).all()
+    np.testing.assert_array_equal(
+        fields["patches"] == 0, np.where(masked[:, None], True, fields["target_patches"] == 0)
+    )
+    visible = masked == 0
+    np.testing.assert_array_equal(fields["patches"][visible], fields["target_patches"][visible])
+
+
+def test_masks_follow_from_the_key() -> None:
+    """Another epoch or sample masks other squares; the same one the same."""
+    chosen = simmim_objective()
+    keys = [ChunkKey(0, 0, 0, 0), ChunkKey(0, 1, 0, 0), ChunkKey(0, 0, 7, 0), ChunkKey(3, 0, 0, 0)]
+    masks = [chosen.build_example(chunk(), key)["masked"] for key in keys]
+    assert len({mask.tobytes() for mask in masks}) == len(keys)
+    np.testing.assert_array_equal(simmim_objective().build_example(chunk(), keys[1])["masked"], masks[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_size": 6}, "mask_size = 6: masked squares are whole patches of 4"),
+        ({"mask_size": 16}, "mask_size = 16: masked squares"),
+        ({"mask_ratio": 0.99}, "masks all 25 squares"),
+    ],
+)
+def test_bad_masks(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        simmim_objective(**options)
+
+
+def test_models_that_lack_a_part() -> None:
+    headless = simmim_model().with_changes({"extra_heads": {}})
+    for lacking in (simmim_model(**{"embedding.mask_token": False}), headless):
+        with pytest.raises(UsageError, match="a mask token and a head for pixels"):
+            simmim_objective(lacking)
+    with pytest.raises(UsageError, match=r"choose model\.extra_heads\.pixels\.stride = 4"):
+        simmim_objective(simmim_model(**{"extra_heads.pixels": {"stride": 8}}))
+
+
+# ---------------------------------------------------------------------------------------- images and captions
+
+
+BOS, EOS, PAD = 1, 2, 0
+SPECIAL = SpecialTokens(bos=BOS, eos=EOS, pad=PAD, vocab_size=50)
+
+
+def contrastive_objective(
+    lengths: tuple[int, ...] = (10, 14), images: Mapping[str, Any] | None = None, **options: Any
+) -> Objective:
+    section = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0, **(images or {})})
+    return build_objective(
+        ContrastiveObjective(**options), ModelConfig.from_dotted(TOWERS), SPECIAL, lengths, section
+    )
+
+
+def png(seed: int = 0) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def build_tokens(caption: list[int], **options: Any) -> list[int]:
+    chunk = DocumentChunk(np.array(caption, np.uint16), files={"png": png()})
+    fields = contrastive_objective(**options).build_example(chunk, KEY)
+    assert fields["encoder_patches"].shape == (5, 48)
+    assert fields["encoder_grid"][1:].tolist() == [[0, 0, 2, 2], [0, 1, 2, 2], [1, 0, 2, 2], [1, 1, 2, 2]]
+    return list(fields["tokens"].tolist())
+
+
+def test_captions_stand_between_begin_and_end() -> None:
+    """The table has seven positions: longer captions are cut off, and still end with the end token."""
+    assert build_tokens([7, 8]) == [BOS, 7, 8, EOS]
+    assert build_tokens([7, 8], begin_token=False) == [7, 8, EOS]
+    assert build_tokens([*range(10, 30)]) == [BOS, 10, 11, 12, 13, 14, EOS]
+    assert build_tokens([*range(10, 30)], begin_token=False) == [10, 11, 12, 13, 14, 15, EOS]
+    assert build_tokens([7, 8], begin_token=False, pad_captions=True) == [7, 8, EOS, PAD, PAD, PAD, PAD]
+    assert build_tokens([*range(10, 30)], lengths=(10, 4)) == [BOS, 10, 11, EOS]
+
+
+@pytest.mark.parametrize("options", [{}, {"begin_token": False}, {"pad_captions": True}])
+def test_lengths_are_told_before_anything_is_read(options: dict[str, Any]) -> None:
+    contrastive = contrastive_objective(**options)
+    lengths = contrastive.sequence_lengths(np.arange(1, 12), np.zeros(11, np.uint64))
+    for n, (of_image, of_text) in enumerate(lengths.tolist(), 1):
+        chunk = DocumentChunk(np.full(n, 9, np.uint16), files={"png": png()})
+        fields = contrastive.build_example(chunk, KEY)
+        assert (len(fields["encoder_patches"]), len(fields["tokens"])) == (of_image, of_text)
+
+
+def test_rows_hold_pairs_side_by_side() -> None:
+    """Two images fit the one side; the third caption would fit the other, but follows its image."""
+    captions = [np.full(n, 20 + n, np.uint16) for n in (2, 3, 1)]
+    how = PackingConfig(contrastive_objective(), (10, 14), 0)
+    rows = pack_in_memory(captions, how, members=[{"png": png(n)} for n in range(3)])
+    assert rows.n_rows == 2
+    row = rows.build_row(0)
+    assert row["encoder_documents"].tolist() == [0] * 5 + [1] * 5
+    assert row["documents"].tolist() == [0] * 4 + [1] * 5 + [-1] * 5
+    assert row["tokens"][:9].tolist() == [BOS, 22, 22, EOS, BOS, 23, 23, 23, EOS]
+    assert rows.build_row(1)["documents"].tolist() == [0] * 3 + [-1] * 11
+
+
+def test_a_batch_is_what_the_model_reads() -> None:
+    """Losses and, in evaluation, found captions, of which two are the same."""
+    trained = contrastive_objective()
+    captions = [np.array(ids, np.uint16) for ids in ([7, 8], [9], [7, 8])]
+    members = [{"png": png(n)} for n in range(3)]
+    model = build(ModelConfig.from_dotted(TOWERS)).double()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4
+    for one, terms in (
+        (trained, {"contrastive"}),
+        (trained.for_evaluation(), {"contrastive", "top1", "top5"}),
+    ):
+        rows = pack_in_memory(captions, PackingConfig(one, (10, 14), 0), members=members)
+        batch = {
+            name: torch.from_numpy(np.stack([rows.build_row(n)[name] for n in range(2)]))
+            for name in rows.build_row(0)
+        }
+        losses = one(model, batch)
+        assert losses.keys() == terms == one.loss_weights.keys()
+        assert {int(count) for count in one.target_counts(batch).values()} == {3}
+    features = one.features(model, batch)  # type: ignore[attr-defined]
+    numbers = features["captions"]
+    assert numbers[0] == numbers[2] != numbers[1]
+    cosines = features["images"] @ features["texts"].T
+    is_found = [
+        all(cosines[i, j] < cosines[i, i] for j in range(3) if numbers[j] != numbers[i]) for i in range(3)
+    ]
+    assert losses["top1"] == sum(is_found)
+    assert losses["top5"] == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "caption", "message"),
+    [
+        ({"png": png()}, [], "sample 7 has no caption: give prep the tokenizer"),
+        ({}, [5], "sample 7 has 0 images"),
+        ({"png": png()[:60]}, [5], "sample 7 has a .png that can't be decoded"),
+    ],
+)
+def test_pairs_that_cannot_be_used_are_named(
+    files: dict[str, bytes], caption: list[int], message: str
+) -> None:
+    how = PackingConfig(contrastive_objective(), (10, 14), 0)
+    with pytest.raises(MegatfmError, match=message):
+        pack_in_memory([np.array(caption, np.uint16)], how, first=7, members=[files])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"images": {"mixup": 0.5}}, "a mixed image has no caption"),
+        ({"images": {"size": 10}}, "data.images.size = 10 is not a multiple"),
+        ({"images": {"max_patches": 4}}, "takes images of one size"),
+        ({"lengths": (4, 14)}, "data.sequence_length = 4 is too short"),
+        ({"lengths": (10,)}, "set data.target_length"),
+        ({"lengths": (10, 2)}, "no room for a caption's begin token"),
+        ({"lengths": (10, 6), "pad_captions": True}, "choose data.target_length=7"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        contrastive_objective(**options)
+
+
+def test_text_alone_is_no_input() -> None:
+    with pytest.raises(UsageError, match=r"reads text: set data\.tokenizer"):
+        build_objective(
+            ContrastiveObjective(), ModelConfig.from_dotted(TOWERS), None, (10, 14), ImagesConfig()
+        )
