@@ -19,7 +19,7 @@ from megatfm.config.prep import ReadConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.export import Detokenizer, export_corpus
 from megatfm.corpus.inspect import check_corpus, describe_corpus, tabulate_stats
-from megatfm.corpus.shard_format import decompress_frame, decompress_frames
+from megatfm.corpus.shard_format import BadFrameError, decompress_frame, decompress_frames
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.readers.token_ids import read_token_ids
 from megatfm.errors import MegatfmError, UsageError
