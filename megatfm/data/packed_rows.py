@@ -204,8 +204,11 @@ def _build_rows(rows: Sequence[RowSources]) -> list[list[tuple[PackedBlock, int]
                 packing = block.packing
             else:
                 places[-1].append((block, index))
-    joined = lay_out_rows(built, packing) if built else None
-    return [[(block or joined, index) for block, index in row_places] for row_places in places]
+    if built:
+        joined = lay_out_rows(built, packing)
+    return [
+        [(joined if block is None else block, index) for block, index in row_places] for row_places in places
+    ]
 
 
 def lay_out_rows(rows: Sequence[RowSequences], packing: PackingConfig) -> PackedBlock:
