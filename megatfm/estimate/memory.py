@@ -101,14 +101,17 @@ def rank_memory(
     gather_buffer = max(0, state.gather_buffer - (0 if is_single_pass else state.gradients))
     gathered = state.gathered + gather_buffer
     by_phase = {phase: constant + gathered + waiting + n for phase, n in phase_peaks.items()}
-    by_phase["optimizer"] = constant + state.reduced + max(state.regathered, state.exchanged)
+    exchanged = max(state.regathered, state.exchanged)
+    by_phase["optimizer"] = constant + state.reduced + exchanged
+    if by_phase["optimizer"] > max(by_phase.get(phase, 0) for phase in ("forward", "backward")):
+        peak, gather_buffer, waiting = _Moment("optimizer", 0, exchanged, state.reduced), 0, 0
     return RankMemory(
         pipeline_rank,
         state.weights,
         state.copies,
         peak.gradients,
         state.optimizer,
-        state.gathered,
+        state.gathered if peak.phase != "optimizer" else 0,
         waiting + peak.activations,
         peak.workspace + gather_buffer,
         reserved,

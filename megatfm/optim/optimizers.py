@@ -191,6 +191,7 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step without a wait of the host."""
         for group in self.param_groups:
             for weight in group["params"]:
                 self._update(weight, group)
