@@ -91,7 +91,7 @@ def count_fetched_tokens(
     with _disable_current_modes():
         row = SequenceMetadata(torch.arange(length)[None])
         tokens_by_rank = token_indices(length, ranks, is_zigzag, unit)
-        needed_by_rank = [core.reachable_keys(row, tokens) for tokens in tokens_by_rank]
+        needed_by_rank = [core.find_reachable_keys(row, tokens) for tokens in tokens_by_rank]
         counts = [
             sum(int(torch.isin(own, needed).sum()) for r, needed in enumerate(needed_by_rank) if r != rank)
             for rank, own in enumerate(tokens_by_rank)
