@@ -119,17 +119,17 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     _check_names(path, tensors, config.model)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
-    written_names, summary, non_finite = set[str](), list[str](), list[str]()
+    written_names, summary, notes, non_finite = set[str](), list[str](), list[str](), list[str]()
     for part in parts:
         model_folder = folder / part.folder
         file_io.make_durable_dirs(model_folder)
         order = [key for rule in part.rules for key in rule.megatfm]
-        notes, ids = tokenizer_files.to_hf(path, config, model_folder, tokenizer)
+        tokenizer_notes, ids = tokenizer_files.to_hf(path, config, model_folder, tokenizer)
         _check_padding(part.hf_config, ids)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
         size = write_weights(model_folder, part.rules, tensors, reader.read, shard_bytes)
         non_finite += reader.non_finite
-        notes += part.architecture.notes(model)
+        notes += [*tokenizer_notes, *part.architecture.notes(model)]
         part_origin = origin if part.name == origin.get("name") else {}
         labels = make_task_labels(config) if "problem_type" in part.hf_config else {}
         restored = tokenizer_files.restore_origin(part_origin, part.hf_config | labels)
@@ -149,7 +149,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         notes.append(f"not converted, since transformers has no such weights: {', '.join(unwritten)}")
     if config.task is not None and path != source:
         notes.insert(0, f"{path}: the best checkpoint of the run")
-    return ["; ".join(summary), *notes, *note_non_finite(list(dict.fromkeys(non_finite)))]
+    return ["; ".join(summary), *dict.fromkeys(notes), *note_non_finite(list(dict.fromkeys(non_finite)))]
 
 
 def open_best_checkpoint(
