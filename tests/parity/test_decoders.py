@@ -14,6 +14,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmoe import modeling_olmoe
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 from transformers.models.t5 import modeling_t5
@@ -32,6 +33,7 @@ MODULES = (
     modeling_mistral,
     modeling_mixtral,
     modeling_olmoe,
+    modeling_qwen3,
     modeling_qwen3_moe,
     modeling_rope_utils,
     modeling_switch_transformers,
@@ -153,6 +155,7 @@ MODELS = {
         {**MLA, "attention.kv_lora_rank": 7, "attention.qk_rope_head_dim": 2},
     ),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "ffn": EXPERTS}),
+    "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "attention.qk_norm": True, "attention.head_dim": 6}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**LLAMA, "ffn": EXPERTS, "attention.qk_norm": True}),
     "qwen3-moe-not-normalised": (
         "Qwen3MoeForCausalLM",

@@ -1,14 +1,19 @@
-"""Llama 1 to 3 and Mistral: LlamaForCausalLM, MistralForCausalLM. Rotary channels are halves on both sides."""
+"""Llama 1 to 3, Mistral and Qwen3: LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM.
+
+Rotary channels are halves on both sides.
+"""
 
 from collections.abc import Sequence
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, WindowPatternConfig, require_variant
 from megatfm.convert.architecture import Architecture, register_architecture
-from megatfm.convert.hf_config import Json, Key, ignored, supported_values, used
+from megatfm.convert.hf_config import COMMON, Json, Key, ignored, supported_values, used
 from megatfm.convert.hf_values import (
+    LOCAL,
     ROPE,
     activation_from_hf,
     activation_to_hf,
+    read_layer_types,
     read_mapped,
     rope_from_hf,
     rope_to_hf,
@@ -101,6 +106,11 @@ def attention_rules(*, bias: bool = False) -> list[WeightMapping]:
         for part in "qkvo"
         for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
     ]
+
+
+def qk_norm_rules() -> list[WeightMapping]:
+    """Map the norms of queries and keys, head by head."""
+    return [rule for part in "qk" for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")]
 
 
 def llama_style_rules(
@@ -212,4 +222,54 @@ register_architecture(
         fingerprint=LLAMA_FINGERPRINT,
     ),
     base="MistralModel",
+)
+
+# Qwen3: a Llama whose queries and keys are normalised head by head (Qwen Team 2025)
+
+QWEN3_KEYS = LLAMA_KEYS | {
+    "vocab_size": used(151_936),
+    "intermediate_size": used(22_016),
+    "num_key_value_heads": used(32, int, None),
+    "head_dim": used(128),
+    "max_position_embeddings": used(32_768),
+    "attention_dropout": used(0.0),
+    "mlp_bias": supported_values(False),
+    "use_sliding_window": supported_values(False),
+    "layer_types": used(None, list, None),
+    "bos_token_id": COMMON["bos_token_id"],
+    "eos_token_id": COMMON["eos_token_id"],
+    **ignored("sliding_window", "max_window_layers", kinds=[int, None]),
+}
+
+
+def _read_qwen3(hf_config: Json) -> ModelConfig:
+    if LOCAL in read_layer_types(hf_config, global_every=1):
+        raise UsageError(
+            f"config.json: layer_types has {LOCAL}, but use_sliding_window is false: remove one of them"
+        )
+    return read_llama(hf_config).with_changes({"attention.qk_norm": True})
+
+
+def _write_qwen3(config: ModelConfig) -> Json:
+    return {key: value for key, value in write_llama(config).items() if key != "mlp_bias"}
+
+
+def _make_qwen3_rules(config: ModelConfig) -> list[WeightMapping]:
+    bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
+    return llama_style_rules(config, [*attention_rules(bias=bias), *qk_norm_rules()])
+
+
+register_architecture(
+    "Qwen3ForCausalLM",
+    Architecture(
+        "qwen3",
+        QWEN3_KEYS,
+        _read_qwen3,
+        _write_qwen3,
+        _make_qwen3_rules,
+        base_model_prefix="model.",
+        max_length_key="max_position_embeddings",
+        fingerprint={**LLAMA_FINGERPRINT, "attention.qk_norm": True},
+    ),
+    base="Qwen3Model",
 )

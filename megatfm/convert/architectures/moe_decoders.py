@@ -14,6 +14,7 @@ from megatfm.convert.architectures.llama import (
     ROTARY_BUFFERS,
     attention_rules,
     llama_style_rules,
+    qk_norm_rules,
     read_llama,
     read_mistral,
     write_llama,
@@ -245,10 +246,7 @@ def _write_qwen3_moe(config: ModelConfig) -> Json:
 
 
 def _make_qwen3_moe_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
-    attention = [
-        *attention_rules(),
-        *(rule for part in "qk" for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")),
-    ]
+    attention = [*attention_rules(), *qk_norm_rules()]
     return llama_style_rules(config, attention, expert_rules(config, ExpertNames(), fused=fused))
 
 

@@ -350,6 +350,7 @@ DECODERS = {
     "Llama": ("LlamaForCausalLM", TASKS[:3]),
     "Mistral": ("MistralForCausalLM", TASKS[:3]),
     "Mixtral": ("MixtralForCausalLM", TASKS[:3]),
+    "Qwen3": ("Qwen3ForCausalLM", TASKS[:3]),
     "Qwen3Moe": ("Qwen3MoeForCausalLM", TASKS[:3]),
     "Gemma2": ("Gemma2ForCausalLM", TASKS[:2]),
     "Gemma3Text": ("Gemma3ForCausalLM", TASKS[:1]),
@@ -358,7 +359,7 @@ DECODERS = {
     "DeepseekV3": ("DeepseekV3ForCausalLM", TASKS[:2]),
 }
 """Family → the class that its heads are based on, and the ends of the names of the classes that transformers has."""
-PREFIX_OF_ANSWERS = {"Llama": "transformer.", "Qwen3Moe": "transformer."}
+PREFIX_OF_ANSWERS = {"Llama": "transformer.", "Qwen3": "transformer.", "Qwen3Moe": "transformer."}
 """Prefix of the stack's tensors in classes of answers, where it differs."""
 for family_name, (base, tasks) in DECODERS.items():
     tags = HeadTensors("classifier" if family_name == "GPT2" else "score")

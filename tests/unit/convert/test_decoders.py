@@ -108,6 +108,12 @@ def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types has sliding_attention, but",
+        ),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
         ("deepseek-v3", {"n_group": 8}, "n_group = 8 of n_routed_experts = 8: transformers ranks groups"),
         ("mla", {"rope_interleave": False}, "rope_interleave = False is not supported, only True"),

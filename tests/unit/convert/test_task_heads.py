@@ -42,7 +42,8 @@ GPT_SIZES = {"vocab_size": 60, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_posit
 LLAMA_SIZES = {**SMALL_ENCODER, "num_key_value_heads": 2, "tie_word_embeddings": False}
 DECODER_SIZES = {"GPT2": GPT_SIZES, "Llama": LLAMA_SIZES, "Mistral": {**LLAMA_SIZES, "sliding_window": 5}}
 MORE_DECODERS = {
-    "Mixtral": ("mixtral", TASKS[:3]), "Qwen3Moe": ("qwen3-moe", TASKS[:3]), "Gemma2": ("gemma2", TASKS[:2]),
+    "Mixtral": ("mixtral", TASKS[:3]), "Qwen3": ("qwen3", TASKS[:3]), "Qwen3Moe": ("qwen3-moe", TASKS[:3]),
+    "Gemma2": ("gemma2", TASKS[:2]),
     "Gemma3Text": ("gemma3", TASKS[:1]), "GptOss": ("gpt-oss", TASKS[:2]), "DeepseekV2": ("deepseek-v2", TASKS[:1]),
     "DeepseekV3": ("deepseek-v3", TASKS[:2]),
 }  # fmt: skip
