@@ -173,8 +173,8 @@ def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, sc
         ({"position.name": "alibi"}, r"model\.position\.name = 'alibi'"),
         ({"attention.softcap": 50.0}, r"model\.attention\.softcap = 50\.0"),
         (
-            {"attention.qk_norm": True, "n_mtp_heads": 1},
-            r"model\.n_mtp_heads = 1, model\.attention\.qk_norm = True",
+            {"attention.bias": True, "ffn.bias": True, "attention.qk_norm": True, "n_mtp_heads": 1},
+            r"lacks model\.n_mtp_heads = 1, model\.attention\.qk_norm = True",
         ),
         ({"position.scaling": {"name": "ntk", "factor": 2.0}}, "model.position.scaling"),
     ],
