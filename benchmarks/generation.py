@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers import __version__ as transformers_version
 
-from megatfm.convert.load import load_model
+from megatfm.convert.load import load_hf_model
 from megatfm.inference.decoding import Prompts, generate
 
 
@@ -47,7 +47,7 @@ CASES = (Case(8, 16, 64, 32), Case(32, 16, 64, 24), Case(8, 200, 256, 16), Case(
 def make_sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
     """Return a function for each side, which returns the new tokens [rows, new_tokens]."""
     reference = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa").eval()
-    model, prompts = load_model(folder), case.draw_prompts(reference.config.vocab_size)
+    model, prompts = load_hf_model(folder), case.draw_prompts(reference.config.vocab_size)
     longest = max(map(len, prompts))
     ids, mask = (torch.zeros(case.rows, longest, dtype=torch.int64) for _ in range(2))
     for row, prompt in enumerate(prompts):

@@ -25,7 +25,7 @@ import common
 import torch
 
 from megatfm import data_prep
-from megatfm.config import load
+from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
 from tests.support import kill_series, killed_ranks
 from tests.support.rank_processes import free_port
@@ -87,7 +87,7 @@ def prepare(folder: Path) -> Path:
             (texts / file.name).write_bytes(file.read_bytes())
         config = folder / "prep.toml"
         config.write_text(PREP.format(out=corpus, texts=texts))
-        data_prep.run(load(PrepConfig, config))
+        data_prep.run(load_section(PrepConfig, config))
         os._exit(0)
 
     pid = killed_ranks.fork(make)

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from megatfm import data_prep
-from megatfm.config import load
+from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.execution.dask import dask_workers
 from megatfm.data_prep.execution.executors import (
@@ -49,7 +49,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
     world: Any = None
     is_first = True
     try:
-        config = load(PrepConfig, arguments.config, arguments.overrides)
+        config = load_section(PrepConfig, arguments.config, arguments.overrides)
         task = rank_and_size = parse_task(arguments.task) if arguments.task else None
         if arguments.dask:
             if rank_and_size:

@@ -23,7 +23,7 @@ from megatfm.data_prep.execution.workspace import OTHER, to_folder_name
 from megatfm.data_prep.input_files import InputFile, InputFiles, chunk_by_bytes, matches_path
 from megatfm.data_prep.labels import ClassLabels
 from megatfm.data_prep.readers import FORMATS
-from megatfm.data_prep.readers.images import ImageRecord, read_files, read_tar
+from megatfm.data_prep.readers.images import ImageRecord, read_image_record, read_tar
 from megatfm.data_prep.readers.record import BadFileError, BadRecord
 from megatfm.data_prep.readers.token_ids import Ids, read_token_ids
 from megatfm.data_prep.tokenize import TokenizeStage, members_path, tokens_path
@@ -312,7 +312,7 @@ class ImageFiles:
                     yield file.name, BadRecord(file.name, f"has a .{extension} twice")
                     return
                 paths[extension] = path
-            yield group[0].name, read_files(group[0].name, paths, config)
+            yield group[0].name, read_image_record(group[0].name, paths, config)
 
     def _to_document(self, source: str, record: ImageRecord) -> ImportedDocument:
         corpus = self._choose_corpus(record.members)

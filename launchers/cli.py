@@ -7,14 +7,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatfm.config import Config, load, load_config
+from megatfm.config import Config, load_config, load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import UsageError
 from megatfm.files import NewPaths
 from megatfm.launchers import scheduler
 from megatfm.launchers.job import Job, JobState, Kind, Launcher
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
-from megatfm.launchers.run_jobs import cancel
+from megatfm.launchers.run_jobs import cancel_run
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from megatfm.launchers.status import RunStatus, get_run_status
 from megatfm.launchers.validation import find_launch_errors, find_launch_warnings
@@ -167,7 +167,7 @@ def check_flags(args: argparse.Namespace) -> None:
 def resolve_job_config(args: argparse.Namespace) -> tuple[Kind, Config | PrepConfig, str]:
     """Load the config; return the kind of job, the config, and a default job name."""
     if args.prep:
-        prep = load(PrepConfig, args.config, args.overrides)
+        prep = load_section(PrepConfig, args.config, args.overrides)
         return "prep", prep, f"prep-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(prep.out).name)}"[:100]
     if args.evaluate:
         if not (Path(args.config) / "config.toml").is_file():
@@ -231,7 +231,7 @@ class RunHandle:
 
     def cancel(self) -> str:
         """Cancel all jobs of the run; return a sentence that lists them. Raises UsageError if none is left."""
-        return cancel(self.run_dir)
+        return cancel_run(self.run_dir)
 
 
 def submit(config: str | Path, *overrides: str, **flags: object) -> RunHandle:

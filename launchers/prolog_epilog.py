@@ -35,7 +35,7 @@ from megatfm.launchers.record import (
     get_number,
     get_texts,
     is_finished,
-    read_json,
+    read_json_if_valid,
     tail_jsonl,
 )
 from megatfm.launchers.run_jobs import get_job_state, read_job_ids
@@ -186,7 +186,7 @@ def requeue_prep_task(args: argparse.Namespace) -> int:
     """Requeue a stopped task of a preparation, unless repeated stops passed without any task finishing a part."""
     job, task = os.environ["SLURM_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
     stops_file, array_job = args.run / "slurm" / f"stops.{task}.json", os.environ["SLURM_ARRAY_JOB_ID"]
-    previous, progress = read_json(stops_file, {}), describe_prep_progress(args.run)
+    previous, progress = read_json_if_valid(stops_file, {}), describe_prep_progress(args.run)
     stops = 1
     if isinstance(previous, dict) and (previous.get("job"), previous.get("work")) == (array_job, progress):
         stops += previous["stops"] if isinstance(previous.get("stops"), int) else 0
@@ -274,7 +274,7 @@ def list_later_chain_jobs(run: Path, job: str) -> list[str]:
 def _cancel_later_chain_jobs(run: Path, job: str) -> None:
     if later_jobs := list_later_chain_jobs(run, job):
         with contextlib.suppress(MegatfmError):  # they have already ended
-            scheduler.cancel(later_jobs)
+            scheduler.cancel_jobs(later_jobs)
         log(f"cancelled the later jobs of the chain: {', '.join(later_jobs)}")
 
 

@@ -30,7 +30,7 @@ LAST_EVENT_STATES = {"finished": "DONE", "stopped": "STOPPED"}
 _STEP_DIR = re.compile(r"step-(\d+)")
 
 
-def read_json(path: Path, default: Any) -> Any:
+def read_json_if_valid(path: Path, default: Any) -> Any:
     """Read a JSON file; return `default` if it is missing, unreadable, not a regular file, or damaged."""
     try:
         return json.loads(path.read_bytes()) if path.is_file() else default
@@ -60,7 +60,7 @@ def read_launch_record(run: Path) -> dict[str, Any]:
 
     Its `evaluations` are SLURM jobs that evaluate the run, and may still run.
     """
-    record = read_json(run / LAUNCH, {})
+    record = read_json_if_valid(run / LAUNCH, {})
     return record if isinstance(record, dict) else {}
 
 

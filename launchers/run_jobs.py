@@ -227,7 +227,7 @@ def _read_recorded_end(run: Path) -> JobState | None:
     return None
 
 
-def cancel(run: Path) -> str:
+def cancel_run(run: Path) -> str:
     """Cancel all jobs of a run; tell its launcher process on this machine to save and stop. Return a summary.
 
     Raises UsageError if neither a job nor a process is left.
@@ -265,14 +265,14 @@ def cancel_job_id(job_id: str) -> str:
             f"directory or a job's number{f', or end it with `scancel {job_id}`' if record else ''}"
         )
     if job_id in read_job_ids(run):
-        return cancel(run)
+        return cancel_run(run)
     if not (jobs := list(find_active_jobs([job_id]))):
         raise UsageError(f"job {job_id} of {run} is over")
     return _cancel_jobs(jobs)
 
 
 def _cancel_jobs(jobs: Sequence[str]) -> str:
-    scheduler.cancel(jobs)
+    scheduler.cancel_jobs(jobs)
     return f"cancelled job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
 
 

@@ -112,7 +112,7 @@ def list_usable_nodes(partition: str) -> set[str]:
     return usable
 
 
-def submit(script: str, dependency: str = "") -> str:
+def submit_script(script: str, dependency: str = "") -> str:
     """Submit a script and return sbatch's output. `dependency` replaces the script's own.
 
     Removes sbatch's input variables (SBATCH_TIMELIMIT, …) from the environment, since they would override the script.
@@ -137,7 +137,7 @@ def set_excluded_nodes(job: str, hosts: Sequence[str]) -> None:
     run_slurm_command("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(hosts)}")
 
 
-def cancel(jobs: Sequence[str]) -> None:
+def cancel_jobs(jobs: Sequence[str]) -> None:
     """Cancel running and pending jobs."""
     if jobs:
         run_slurm_command("scancel", *jobs)

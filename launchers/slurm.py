@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megatfm.config import Config, load, to_toml
+from megatfm.config import Config, load_section, to_toml
 from megatfm.config.section import Section
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import NewPaths, atomic_write
@@ -135,7 +135,7 @@ def load_site(path: Path | None, overrides: dict[str, str | int | None], options
 
 
 def _load(path: Path, fields: dict[str, str | int]) -> Site:
-    return load(Site, path, [f"{key}={json.dumps(value)}" for key, value in fields.items()])
+    return load_section(Site, path, [f"{key}={json.dumps(value)}" for key, value in fields.items()])
 
 
 def _check_option(option: str) -> None:
@@ -329,7 +329,7 @@ def _read_template(name: str) -> str:
 def _queue_script(script: Path, dependency: str) -> str:
     """Queue a script; return the job's id."""
     try:
-        output = scheduler.submit(str(script), dependency)
+        output = scheduler.submit_script(str(script), dependency)
     except UsageError as error:
         raise UsageError(f"{error}, or look at the script with --dry-run") from None
     except MegatfmError as error:

@@ -24,7 +24,7 @@ from megatfm.launchers.record import (
     AttemptLog,
     find_latest_checkpoint_step,
     get_number,
-    read_json,
+    read_json_if_valid,
     read_launch_record,
     tail_jsonl,
 )
@@ -150,7 +150,7 @@ def _count_restarts(run: Path) -> int:
 
 def _infer_state(run: Path, events: list[dict[str, Any]]) -> JobState:
     """Return the state of a run without launch record: RUNNING if its lock is held, else from its last event."""
-    holder = read_json(run / "lock", {})
+    holder = read_json_if_valid(run / "lock", {})
     if isinstance(holder, dict) and "pid" in holder and _lock_is_held(run, holder):
         return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", get_number(holder, "time"))
     event = str(events[0].get("event")) if events else ""

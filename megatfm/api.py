@@ -13,11 +13,11 @@ from megatfm.convert.electra_pair import is_electra_folder
 from megatfm.convert.hf_checkpoint import is_hf_folder
 from megatfm.convert.load import (
     load_generation_fields,
+    load_hf_model,
     read_bos_prefix_ids,
     read_pad_token_id,
     read_sentence_transformer_options,
 )
-from megatfm.convert.load import load_model as load_hf
 from megatfm.convert.tokenizer_files import find_tokenizer_path
 from megatfm.describe.description import flops_per_token
 from megatfm.errors import EXIT_OK, MegatfmError, UsageError
@@ -82,7 +82,7 @@ def load(
     UsageError if the path can't be opened, MegatfmError if files are damaged or don't fit together.
     """
     if is_hf_folder(path) or is_electra_folder(path):
-        module = load_hf(path, device, dtype=dtype)
+        module = load_hf_model(path, device, dtype=dtype)
         if (pad := read_pad_token_id(path)) is not None:
             warn_unmarked_padding(module, pad)
         return Model(module, Path(path))

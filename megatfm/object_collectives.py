@@ -83,7 +83,7 @@ def gather_from(action: str, mine: T, senders: Sequence[int], group: Group = Non
     return received
 
 
-def all_gather(value: T, group: Group = None) -> list[T]:
+def all_gather_object(value: T, group: Group = None) -> list[T]:
     """All-gather an object; return a list by rank."""
     if not is_distributed():
         return [value]
@@ -116,7 +116,7 @@ def broadcast_from(action: str, mine: T, source: int, group: Group = None) -> T:
 
 def gather_errors(value: Sequence[str]) -> dict[str, list[str]]:
     """All-gather lists of problems; return "rank 3 on HOST" → problems, for ranks that have any."""
-    per_rank = all_gather((socket.gethostname(), list(value)))
+    per_rank = all_gather_object((socket.gethostname(), list(value)))
     return {f"rank {rank} on {host}": problems for rank, (host, problems) in enumerate(per_rank) if problems}
 
 
@@ -133,7 +133,7 @@ def unique_on_host(value: Collection[str], group: Group = None) -> set[str]:
     """Return those items that no other rank on this rank's machine has."""
     host, own_rank = get_machine_name(), rank(group)
     on_other_ranks: set[str] = set()
-    for rank_value, (other_host, items) in enumerate(all_gather((host, list(value)), group)):
+    for rank_value, (other_host, items) in enumerate(all_gather_object((host, list(value)), group)):
         if other_host == host and rank_value != own_rank:
             on_other_ranks.update(items)
     return set(value) - on_other_ranks

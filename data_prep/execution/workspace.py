@@ -26,7 +26,7 @@ from megatfm.data_prep.execution.config_identity import (
 )
 from megatfm.data_prep.execution.executors import SharedSettings
 from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput, local_folder
-from megatfm.data_prep.report.page import render
+from megatfm.data_prep.report.page import render_report
 from megatfm.errors import MegatfmError, UsageError
 
 _CORPUS_FILE = re.compile(rf"\.?({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})(\.partial)?")
@@ -198,7 +198,7 @@ class Workspace:
 
     def finish(self, result: Mapping[str, Any], clean: bool = True) -> None:
         """Commit the corpus, and remove intermediate files. clean: False if other tasks may still read those."""
-        write_whole(self.out / REPORT, render(result).encode())
+        write_whole(self.out / REPORT, render_report(result).encode())
         if self._remote:
             self._send_last_files(self._remote, result)
         else:

@@ -15,7 +15,7 @@ from megatfm.config.prep_scores import ClassifierConfig, PerplexityConfig
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS, count_score, filter_by_score
 from megatfm.errors import UsageError
-from megatfm.inference.text import load
+from megatfm.inference.text import open_text_model
 
 
 @STEPS.register("classifier")
@@ -103,7 +103,7 @@ class Perplexity:
 
     def __init__(self, config: PerplexityConfig) -> None:
         self._config = config
-        model = load(config.run, config.device)
+        model = open_text_model(config.run, config.device)
         if model.config.objective.name != "causal":
             raise UsageError(
                 f"{config.run}: was trained with objective.name = {model.config.objective.name!r}, and perplexity is "

@@ -62,7 +62,7 @@ def read_tar(path: Path, config: ReadConfig) -> Iterator[ImageRecord | BadRecord
         )
 
 
-def read_files(key: str, paths: Mapping[str, Path], config: ReadConfig) -> ImageRecord | BadRecord:
+def read_image_record(key: str, paths: Mapping[str, Path], config: ReadConfig) -> ImageRecord | BadRecord:
     """Read an image and the files beside it. paths: by extension."""
     members = {}
     for extension, path in paths.items():

@@ -20,13 +20,13 @@ class Bar:
     percent: float
 
 
-def render(result: Mapping[str, Any]) -> str:
+def render_report(result: Mapping[str, Any]) -> str:
     """Return the HTML page of a `prep.json`."""
     # Autoescape: names and examples are foreign text, and no script may run.
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": format_number, "size": format_bytes}
+    environment.filters |= {"number": format_count, "size": format_file_size}
     package = resources.files("megatfm.data_prep.report")
     styles = resources.files("megatfm") / "report" / "report.css"
     steps, images = result["steps"], has_images(result)
@@ -36,7 +36,7 @@ def render(result: Mapping[str, Any]) -> str:
         unit="Images" if images else "Documents",
         tiles=make_tiles(result),
         steps=steps,
-        flow=make_bars([(step["step"], step["bytes_out"]) for step in steps], format_bytes),
+        flow=make_bars([(step["step"], step["bytes_out"]) for step in steps], format_file_size),
         reasons=list(iter_drop_reasons(steps)),
         titles=[
             ("domains", "Largest domains, by text"),
@@ -72,7 +72,7 @@ def has_images(result: Mapping[str, Any]) -> bool:
 def write_headline(result: Mapping[str, Any]) -> str:
     """Return a headline, such as `3.2 M tokens of text`."""
     unit = "documents" if has_images(result) else "tokens"
-    count = format_number(sum(result[name][unit] for name in SPLITS))
+    count = format_count(sum(result[name][unit] for name in SPLITS))
     return f"{count} images" if has_images(result) else f"{count} tokens of text"
 
 
@@ -86,13 +86,13 @@ def make_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     text_bars = [
         (
             "Captions" if images else "Text",
-            format_bytes(text),
+            format_file_size(text),
             "" if images else f"{100 * text / max(1, read['bytes_in']):.1f} % of what was read",
         ),
         (
             "Tokens",
-            format_number(train["tokens"] + validation["tokens"]),
-            f"{format_number(train['tokens'])} for training",
+            format_count(train["tokens"] + validation["tokens"]),
+            f"{format_count(train['tokens'])} for training",
         ),
         (
             "Bytes per token",
@@ -103,13 +103,13 @@ def make_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [
         (
             "Images" if images else "Documents",
-            format_number(documents),
-            f"of {format_number(read['documents_in'])} read",
+            format_count(documents),
+            f"of {format_count(read['documents_in'])} read",
         ),
         *(text_bars if text or not images else []),
         (
             "On disk",
-            format_bytes(train["bytes"] + validation["bytes"]),
+            format_file_size(train["bytes"] + validation["bytes"]),
             f"{train['shards'] + validation['shards']} shards",
         ),
         ("Held out", f"{100 * held_out:.1f} %", f"by {result['held_out']['level']}"),
@@ -131,14 +131,12 @@ def make_charts(split: Mapping[str, Any], images: bool) -> dict[str, list[Bar]]:
         rows = fields[category] if category in fields else split.get(category, ())
         totals = [(name, documents if images else text) for name, documents, text, _ in rows]
         n_more = split.get(f"more_{category}", 0)
-        return make_bars(totals, format_number if images else format_bytes) + (
-            [Bar(f"and {format_number(n_more)} more", "", 0.0)] if n_more else []
+        return make_bars(totals, format_count if images else format_file_size) + (
+            [Bar(f"and {format_count(n_more)} more", "", 0.0)] if n_more else []
         )
 
     return {
-        "lengths": make_bars(
-            [(f"up to {format_number(max_tokens)}", count) for max_tokens, count in lengths]
-        ),
+        "lengths": make_bars([(f"up to {format_count(max_tokens)}", count) for max_tokens, count in lengths]),
         **{category: largest(category) for category in ("sources", "domains", "languages", *fields)},
         "pieces": make_bars(
             [(show_whitespace(piece), uses) for piece, uses in split.get("vocabulary", {}).get("common", ())]
@@ -155,7 +153,7 @@ def make_bars(values: Sequence[tuple[str, float]], format_value: Any = None) -> 
     """Return a bar for each (name, value). format_value: value → text; None: `format_number`."""
     largest = max([value for _, value in values], default=0) or 1
     return [
-        Bar(name, (format_value or format_number)(value), round(100 * value / largest, 2))
+        Bar(name, (format_value or format_count)(value), round(100 * value / largest, 2))
         for name, value in values
     ]
 
@@ -172,7 +170,7 @@ def flatten_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tup
             yield prefix + key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def format_number(value: float) -> str:
+def format_count(value: float) -> str:
     """Format a number: 12,500 or 3.21 M."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if value >= limit:
@@ -180,7 +178,7 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def format_bytes(count: float) -> str:
+def format_file_size(count: float) -> str:
     """Format a number of bytes: 3.21 MB."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if count >= limit:

@@ -9,11 +9,11 @@ complete. `Saver` does so in the background while training goes on.
 """
 
 from megatfm.checkpoint.directory import (
+    check_all_bytes,
     find_checkpoint,
     find_latest,
     find_latest_intact,
     remove_leftovers,
-    verify,
 )
 from megatfm.checkpoint.reader import load, read_names, read_state, read_tensors
 from megatfm.checkpoint.saver import Saver, save
@@ -24,6 +24,7 @@ __all__ = [
     "FlatShardedTensor",
     "Saver",
     "ShardedTensor",
+    "check_all_bytes",
     "find_checkpoint",
     "find_latest",
     "find_latest_intact",
@@ -33,6 +34,5 @@ __all__ = [
     "read_tensors",
     "remove_leftovers",
     "save",
-    "verify",
     "write_checkpoint_from_iterator",
 ]

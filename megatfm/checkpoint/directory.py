@@ -131,7 +131,9 @@ def check_checkpoint_on_all_ranks(path: Path) -> str | None:
         return (b"", reason) if reason else (file_io.read_file(path / METADATA_FILENAME), None)
 
     raw, reason = object_collectives.run_on_rank_0(f"{path} not read", check_and_read)
-    return reason or next(filter(None, object_collectives.all_gather(_check_share_of_files(path, raw))), None)
+    return reason or next(
+        filter(None, object_collectives.all_gather_object(_check_share_of_files(path, raw))), None
+    )
 
 
 def _list_without_links(folder: Path) -> list[Path]:
@@ -185,7 +187,7 @@ def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
         if path.name != f"step-{content.step:08d}":
             raise MegatfmError(f"it holds step {content.step}, so its folder was renamed")
         if hashes:
-            reader.verify(path)
+            reader.verify_checkpoint(path)
         else:
             reader.check_sizes(path, content)
     except NewerFormatError:
@@ -204,7 +206,7 @@ def check_file(path: Path, entry: FileEntry) -> str | None:
     return None
 
 
-def verify(path: Path) -> None:
+def check_all_bytes(path: Path) -> None:
     """Read every byte of a checkpoint; raises MegatfmError with the file and its fault."""
     if (reason := check_checkpoint(path, hashes=True)) is not None:
         raise MegatfmError(f"checkpoint {path} is damaged: {reason}")

@@ -64,7 +64,7 @@ class NodeTopology:
     @classmethod
     def discover(cls, folder: Path, group: Group) -> "NodeTopology":
         """Gather the topology: ranks with the same machine and folder form a node. A collective."""
-        names: list[tuple[str, str]] = object_collectives.all_gather(
+        names: list[tuple[str, str]] = object_collectives.all_gather_object(
             (object_collectives.get_machine_name(), str(folder)), group
         )
         node_index = {name: i for i, name in enumerate(dict.fromkeys(names))}
@@ -184,7 +184,7 @@ def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
     intact = {(step, blake3(raw).digest()): files for (step, raw), files in local.items()}
     first_holder: dict[tuple[int, bytes], int] = {}
     nodes_by_file: dict[tuple[int, bytes], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, rank_checkpoints in enumerate(object_collectives.all_gather(intact, nodes.group)):
+    for rank, rank_checkpoints in enumerate(object_collectives.all_gather_object(intact, nodes.group)):
         for key, files in rank_checkpoints.items():
             first_holder.setdefault(key, rank)
             for file in files:
@@ -215,7 +215,7 @@ def fetch_missing_files(
     needed = object_collectives.run_on_all_ranks(
         action, lambda: Reader(final, content, shards).files, nodes.group
     )
-    missing = _find_missing_files(nodes, local, object_collectives.all_gather(needed, nodes.group))
+    missing = _find_missing_files(nodes, local, object_collectives.all_gather_object(needed, nodes.group))
     sends = [
         (
             file,

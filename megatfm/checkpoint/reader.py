@@ -200,7 +200,7 @@ def check_sizes(folder: Path, content: Metadata) -> None:
             raise MegatfmError(f"{folder / name} is damaged: it has {size} bytes instead of {entry.bytes}")
 
 
-def verify(folder: Path) -> Metadata:
+def verify_checkpoint(folder: Path) -> Metadata:
     """Verify a checkpoint by reading every byte: metadata, sizes, hashes, and the piece keys of each file."""
     content = read_metadata(folder)
     check_sizes(folder, content)

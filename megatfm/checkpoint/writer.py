@@ -26,7 +26,7 @@ from megatfm.checkpoint.metadata import (
     run_lengths,
 )
 from megatfm.checkpoint.planner import PlannedGroup, TensorSpec, WriteItem, WritePlan
-from megatfm.checkpoint.reader import check_sizes, verify
+from megatfm.checkpoint.reader import check_sizes, verify_checkpoint
 from megatfm.errors import MegatfmError
 from megatfm.object_collectives import Group
 
@@ -151,7 +151,7 @@ def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
     file_io.sync_folder(staging_dir)
     if os.path.lexists(final):
         try:
-            existing = verify(final)
+            existing = verify_checkpoint(final)
         except NewerFormatError:
             raise
         except MegatfmError as error:

@@ -86,9 +86,9 @@ def estimate_command(args: argparse.Namespace) -> int:
         else:
             _print(opened_estimator, estimate)
         if args.html:
-            from megatfm.estimate.page import write_page
+            from megatfm.estimate.page import write_estimate_page
 
-            write_page(opened_estimator, estimate, args.html)
+            write_estimate_page(opened_estimator, estimate, args.html)
             print(f"written: {args.html}", file=sys.stderr if args.json else sys.stdout)
         if args.traced:
             _trace(args, opened_estimator, estimate)

@@ -111,13 +111,12 @@ def load_text_model(
     """Load a run, a checkpoint or a Hugging Face folder. dtype: of the weights, "auto" for the stored one."""
     from megatfm.convert.electra_pair import is_electra_folder
     from megatfm.convert.hf_checkpoint import is_hf_folder
-    from megatfm.convert.load import load_generation_fields
-    from megatfm.convert.load import load_model as load_hf
-    from megatfm.inference.text import TextModel, load
+    from megatfm.convert.load import load_generation_fields, load_hf_model
+    from megatfm.inference.text import TextModel, open_text_model
 
     if is_hf_folder(path) or is_electra_folder(path):
-        return TextModel(load_hf(path, device, dtype=dtype), **load_generation_fields(path))
-    return load(path, device, dtype=dtype, trust_plugins=trust_plugins)
+        return TextModel(load_hf_model(path, device, dtype=dtype), **load_generation_fields(path))
+    return open_text_model(path, device, dtype=dtype, trust_plugins=trust_plugins)
 
 
 def generate_command(args: argparse.Namespace) -> int:
@@ -305,7 +304,7 @@ def _convert_adapters(args: argparse.Namespace) -> list[str]:
     from megatfm.checkpoint.directory import is_peft_folder
     from megatfm.convert.convert import read_config
     from megatfm.convert.hf_checkpoint import is_hf_folder
-    from megatfm.convert.merge_adapters import merge
+    from megatfm.convert.merge_adapters import merge_adapters
     from megatfm.convert.peft import to_peft
     from megatfm.convert.peft_import import from_peft
 
@@ -322,7 +321,7 @@ def _convert_adapters(args: argparse.Namespace) -> list[str]:
         is_adapted = read_config(path, checkpoint.read_state(path)).model.lora is not None
     except MegatfmError:
         return []  # `convert` raises the error that explains it
-    return merge(args.source, args.target, trust_plugins=args.trust_plugins) if is_adapted else []
+    return merge_adapters(args.source, args.target, trust_plugins=args.trust_plugins) if is_adapted else []
 
 
 def _print_result(target: str, first: str, notes: list[str]) -> int:

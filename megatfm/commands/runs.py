@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatfm.config.section import check_path
 from megatfm.errors import UsageError
 from megatfm.launchers.logs import follow_logs, print_tails
-from megatfm.launchers.run_jobs import cancel, cancel_job_id
+from megatfm.launchers.run_jobs import cancel_job_id, cancel_run
 from megatfm.launchers.status import (
     RunStatus,
     get_launched_state,
@@ -179,13 +179,13 @@ def cancel_command(args: argparse.Namespace) -> int:
             print(
                 cancel_job_id(name)
                 if name.isdecimal() and not is_run_dir(Path(name))
-                else cancel(resolve_run_dir(Path(name)))
+                else cancel_run(resolve_run_dir(Path(name)))
             )
         return 0
     ended = 0
     for run in list_run_dirs():
         try:
-            print(f"{run.name}: {cancel(run)}")
+            print(f"{run.name}: {cancel_run(run)}")
             ended += 1
         except UsageError as error:
             print(f"note: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ from megatfm.config.attention import (
 from megatfm.config.data import DataConfig
 from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
 from megatfm.config.images import ImagesConfig
-from megatfm.config.load import load, load_config, to_toml
+from megatfm.config.load import load_config, load_section, to_toml
 from megatfm.config.model import ModelConfig
 from megatfm.config.model_parts import (
     ClassifierHeadConfig,
@@ -188,8 +188,8 @@ __all__ = [
     "find_config",
     "list_model_presets",
     "list_presets",
-    "load",
     "load_config",
+    "load_section",
     "make_usage_error",
     "require_variant",
     "to_toml",

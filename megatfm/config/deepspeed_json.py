@@ -36,7 +36,7 @@ def make_deepspeed_json(config: Config, precision: str, folder: Path | None = No
         raise UsageError(f"deepspeed.json_file = {str(path)!r} can't be read: {error}") from None
     if not isinstance(tuned, dict):
         raise UsageError(f"deepspeed.json_file = {str(path)!r} is no JSON object: give one, key → value")
-    return merge(derived, tuned, list_controlled_keys(config, precision))
+    return merge_tuning_keys(derived, tuned, list_controlled_keys(config, precision))
 
 
 def _make_base_json(config: Config, precision: str, folder: str) -> Json:
@@ -249,7 +249,7 @@ DISABLED_VALUES = (False, None, "auto", -1)
 """Values that turn a refused key off; a section with "enabled": false is off as well."""
 
 
-def merge(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
+def merge_tuning_keys(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str, Any]]) -> Json:
     """Merge a user's tuning keys into our JSON. Raises UsageError that names every refused key, and why.
 
     fixed: `list_controlled_keys`.

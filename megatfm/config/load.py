@@ -46,10 +46,10 @@ def load_config(
     replaced_sections: Mapping[str, Any] | None = None,
 ) -> Config:
     """Load the training config of a file or preset, with `key=value` overrides. Raises UsageError."""
-    return load(Config, path_or_preset, overrides, replaced_sections)
+    return load_section(Config, path_or_preset, overrides, replaced_sections)
 
 
-def load(
+def load_section(
     config_class: type[AnySection],
     path_or_preset: str | Path,
     overrides: Sequence[str] = (),

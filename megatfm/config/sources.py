@@ -78,7 +78,7 @@ def merge_files(config_class: type[Section], files: list[ConfigFile]) -> dict[st
         for key in file.without:
             _remove_key(values, key, file.path)
         changes = file.values if file.folder == folder else _from_file(file.values, file.folder)
-        values = merge(config_class, values, changes)
+        values = merge_section(config_class, values, changes)
     tokenizers = [file for file in files if "tokenizer" in _get_table(file, "data") and not file.is_preset]
     if tokenizers and is_vocab_size_of_preset(files) and isinstance(values["model"], dict):
         values["model"].pop("vocab_size", None)  # the user's tokenizer decides it
@@ -212,7 +212,7 @@ def list_model_presets() -> list[str]:
 # Merging tables by the types of their sections
 
 
-def merge(annotation: Any, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge_section(annotation: Any, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the base's table of a section with changes. annotation: the section's type.
 
     Sections merge at every depth. Values, lists and tables with the user's own names, such as `data.validation`,
@@ -229,7 +229,7 @@ def merge(annotation: Any, base: Mapping[str, Any], changes: Mapping[str, Any]) 
         is_section = field is None or list_variants(field.annotation)  # no field: a plugin's key
         if isinstance(value, Mapping):
             base_table = base_value if is_section and isinstance(base_value, Mapping) else {}
-            value = merge(field.annotation if field else None, base_table, value)
+            value = merge_section(field.annotation if field else None, base_table, value)
         merged[key] = value
     return merged
 

@@ -124,7 +124,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         model_folder = folder / part.folder
         file_io.make_durable_dirs(model_folder)
         order = [key for rule in part.rules for key in rule.megatfm]
-        tokenizer_notes, ids = tokenizer_files.to_hf(path, config, model_folder, tokenizer)
+        tokenizer_notes, ids = tokenizer_files.export_tokenizer(path, config, model_folder, tokenizer)
         _check_padding(part.hf_config, ids)
         reader = _CheckpointReader(path, order, tensors, lora.alpha / lora.rank if lora else 0.0)
         size = write_weights(model_folder, part.rules, tensors, reader.read, shard_bytes)
@@ -177,7 +177,7 @@ def read_config(path: Path, state: Mapping[str, JsonValue]) -> Config:
 def _to_megatfm(source: Path, folder: Path, target: Path) -> list[str]:
     hf_model = open_folder(source)
     family, shapes = hf_model.config.family, list_tensor_shapes(hf_model.config)
-    tokenizer_file, notes = tokenizer_files.to_megatfm(
+    tokenizer_file, notes = tokenizer_files.import_tokenizer(
         source / "discriminator" if is_electra_folder(source) else source, folder
     )
     length = hf_model.json.get(hf_model.architecture.max_length_key) or hf_model.config.position.limit

@@ -28,7 +28,7 @@ from megatfm.convert.convert import (
     write_model,
 )
 from megatfm.convert.hf_checkpoint import HfFolder
-from megatfm.convert.restricted_pickle import Stored, read
+from megatfm.convert.restricted_pickle import Stored, read_torch_file
 from megatfm.convert.starting_config import make_branching_config, make_starting_config
 from megatfm.convert.weight_mapping import WeightMapping, to_hf
 from megatfm.errors import MegatfmError, UsageError
@@ -60,7 +60,7 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
     folder = UniversalFolder(source, like)
     step = folder.step()
     with new_folder(target) as partial:
-        tokenizer_file, notes = tokenizer_files.to_megatfm(Path(like), partial)
+        tokenizer_file, notes = tokenizer_files.import_tokenizer(Path(like), partial)
         length = folder.json.get(folder.architecture.max_length_key) or folder.config.position.limit
         config = make_branching_config(
             make_starting_config(target, folder.config, tokenizer_file, length), target, step
@@ -106,7 +106,7 @@ class UniversalFolder(HfFolder):
                 f"{file.parent}: no {key}.pt: DeepSpeed trained that weight with another optimizer than Adam, or not "
                 "at all: convert its Hugging Face folder, which has weights alone, with --to megatfm"
             )
-        content = read(file)
+        content = read_torch_file(file)
         stored = content.get("param") if isinstance(content, Mapping) else content
         if not isinstance(stored, Stored):
             raise MegatfmError(f"{file}: holds no tensor")
@@ -132,10 +132,10 @@ class UniversalFolder(HfFolder):
 
     def step(self) -> int:
         """Return Adam's step count. Raises MegatfmError if parameters differ in it, or none has one."""
-        counts = {_as_int(read(path)) for path in (self.source / ZERO).glob("*/step.pt")}
+        counts = {_as_int(read_torch_file(path)) for path in (self.source / ZERO).glob("*/step.pt")}
         state_file = self.source / ZERO / "optimizer_state.pt"
         if not counts and state_file.is_file():
-            state = read(state_file)
+            state = read_torch_file(state_file)
             for key in ("optimizer_state_dict", "state"):
                 state = state.get(key, {}) if isinstance(state, Mapping) else {}
             states = state.values() if isinstance(state, Mapping) else ()

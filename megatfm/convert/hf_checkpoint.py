@@ -41,7 +41,7 @@ class HfFolder:
     def __init__(self, path: str | Path) -> None:
         """Open a folder. Raises UsageError if megatfm has no such model, MegatfmError if the folder is damaged."""
         self.path = Path(path)
-        self.json = read_json(self.path / CONFIG)
+        self.json = read_json_object(self.path / CONFIG)
         self._open: dict[str, Any] = {}
         model_type_note = self._infer_model_type()
         try:
@@ -160,7 +160,7 @@ def _abbreviate_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises MegatfmError if there is none."""
     _check_regular(path)
     try:
@@ -181,7 +181,7 @@ def read_pixel_normalization(folder: Path) -> dict[str, Any]:
     """
     if not (folder / PREPROCESSOR).is_file():
         return {}
-    values = read_json(folder / PREPROCESSOR)
+    values = read_json_object(folder / PREPROCESSOR)
     factor = values.get("rescale_factor") or 1 / 255
     if values.get("do_rescale") is False or not math.isclose(float(factor), 1 / 255, rel_tol=1e-6):
         raise UsageError(
@@ -214,7 +214,7 @@ def write_preprocessor(folder: Path, hf_config: dict[str, Any]) -> None:
 def _read_weight_map(path: Path, name: str) -> Mapping[str, str]:
     """Return tensor name → file. name: of the architecture, for errors."""
     if (path / INDEX).is_file():
-        weight_map = read_json(path / INDEX).get("weight_map")
+        weight_map = read_json_object(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or any(
             Path(str(file)).name != file for file in weight_map.values()
         ):

@@ -13,7 +13,7 @@ from megatfm.config import ModelConfig
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import list_tensor_shapes, read_converted_tensors
 from megatfm.convert.electra_pair import open_folder
-from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, read_json
+from megatfm.convert.hf_checkpoint import CONFIG, HfFolder, is_hf_folder, read_json_object
 from megatfm.convert.starting_config import make_starting_config
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import initialise_buffers, list_checkpoint_tensors
@@ -25,10 +25,10 @@ from megatfm.tokenizers import Tokenizer
 log = logging.getLogger("megatfm")
 
 
-def load_model(
+def load_hf_model(
     path: str | Path, device: str | torch.device = "cpu", *, dtype: str | torch.dtype = "float32"
 ) -> nn.Module:
-    """Load a model in evaluation mode. dtype: as in `inference.load.load`. Raises UsageError, MegatfmError."""
+    """Load a model in evaluation mode. dtype: as in `inference.text.open_text_model`. Raises UsageError, MegatfmError."""
     folder = open_folder(path)
     first_tensors = folder.megatfm_tensors(folder.rules[0]).values() if dtype == "auto" else []
     dtype = choose_dtype(dtype, next((tensor.dtype for tensor in first_tensors), torch.float32))
@@ -87,7 +87,7 @@ def read_pad_token_id(path: str | Path) -> int | None:
     """Return the padding id in a folder's config.json; of an ELECTRA pair, the discriminator's."""
     folder_path = Path(path)
     folder = folder_path if is_hf_folder(folder_path) else folder_path / "discriminator"
-    return read_json(folder / CONFIG).get("pad_token_id")
+    return read_json_object(folder / CONFIG).get("pad_token_id")
 
 
 def read_sentence_transformer_options(path: str | Path, model: nn.Module) -> dict[str, Any]:
@@ -96,11 +96,13 @@ def read_sentence_transformer_options(path: str | Path, model: nn.Module) -> dic
     assert isinstance(config, ModelConfig)
     options: dict[str, Any] = {"max_tokens": config.position.limit}
     file = folder_path / "sentence_bert_config.json"
-    if file.is_file() and isinstance(max_tokens := read_json(file).get("max_seq_length"), int):
+    if file.is_file() and isinstance(max_tokens := read_json_object(file).get("max_seq_length"), int):
         options["max_tokens"] = min(max_tokens, options["max_tokens"] or max_tokens)
     if (file := folder_path / "1_Pooling" / CONFIG).is_file():
         pooling_modes = [
-            key for key, value in read_json(file).items() if key.startswith("pooling_mode_") and value is True
+            key
+            for key, value in read_json_object(file).items()
+            if key.startswith("pooling_mode_") and value is True
         ]
         pooling_by_mode = {
             "pooling_mode_mean_tokens": "mean",

@@ -19,7 +19,7 @@ from megatfm.convert.convert import (
 from megatfm.layers.lora import merge_lora, name_factors
 
 
-def merge(source: str | Path, target: str | Path, *, trust_plugins: bool = False) -> list[str]:
+def merge_adapters(source: str | Path, target: str | Path, *, trust_plugins: bool = False) -> list[str]:
     """Write a megatfm model with its adapters merged to a new folder; returns notes for the user.
 
     trust_plugins: import the packages that its config names. Raises UsageError, MegatfmError; then there is no target.

@@ -25,7 +25,7 @@ from megatfm.convert.convert import (
     new_folder,
     read_converted_tensors,
 )
-from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder, read_json
+from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder, read_json_object
 from megatfm.convert.peft import (
     ADAPTER_WEIGHTS,
     FIRST_VERSION_OF_LAYOUT,
@@ -59,7 +59,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     """
     source, target = Path(source), Path(target)
     check_is_new(target)
-    adapter_config = read_json(source / ADAPTER_CONFIG)
+    adapter_config = read_json_object(source / ADAPTER_CONFIG)
     for key, neutral in {"peft_type": "LORA", **UNSUPPORTED}.items():
         if (value := adapter_config.get(key, neutral)) not in (neutral, None, False, {}, []):
             raise UsageError(
@@ -115,7 +115,10 @@ def _read_factors(
     source: Path, opened: HfFolder
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor]]:
     """Return A, B and scale by name of our weights, and other weights by name."""
-    adapter_config, tensors = read_json(source / ADAPTER_CONFIG), _read_tensors(source / ADAPTER_WEIGHTS)
+    adapter_config, tensors = (
+        read_json_object(source / ADAPTER_CONFIG),
+        _read_tensors(source / ADAPTER_WEIGHTS),
+    )
     rules = {name: rule for rule in opened.rules for name in rule.hf}
     rules |= {name: rule for rule in _get_module_rules(opened) for name in rule.hf}
     parameters = _map_adapted_parameters(adapter_config, opened)
@@ -255,7 +258,7 @@ def _write(
     source: Path,
 ) -> None:
     """Write base and adapters as a checkpoint, with config and tokenizer."""
-    tokenizer_file, notes = tokenizer_files.to_megatfm(opened.path, folder)
+    tokenizer_file, notes = tokenizer_files.import_tokenizer(opened.path, folder)
     opened.notes += notes
     shapes = list_tensor_shapes(model)
     length = opened.json.get(opened.architecture.max_length_key) or model.position.limit

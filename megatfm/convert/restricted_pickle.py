@@ -217,7 +217,7 @@ def _open_regular(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def read(path: Path) -> Any:
+def read_torch_file(path: Path) -> Any:
     """Read a file of torch.save, with its tensors as `Stored`. Raises MegatfmError."""
     try:
         with _open_regular(path) as file:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 from megatfm import tokenizers
 from megatfm.checkpoint import file_io
 from megatfm.config import Config
-from megatfm.convert.hf_checkpoint import read_json, write_json
+from megatfm.convert.hf_checkpoint import read_json_object, write_json
 from megatfm.convert.hf_config import Json
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tasks.chat import TEMPLATE_FILE, answer_end_tokens
@@ -31,7 +31,7 @@ COMPANION_FILES = (
 """Files of transformers about a tokenizer that are copied with it."""
 
 
-def to_hf(
+def export_tokenizer(
     checkpoint: Path, config: Config, folder: Path, tokenizer_hash: str | None
 ) -> tuple[list[str], dict[str, Any]]:
     """Copy the tokenizer of a run, or of its config, to an exported folder; returns notes, and keys of config.json.
@@ -77,7 +77,7 @@ def _copy_chat_template(path: Path, folder: Path) -> list[str]:
     return []
 
 
-def to_megatfm(source: Path, folder: Path) -> tuple[str | None, list[str]]:
+def import_tokenizer(source: Path, folder: Path) -> tuple[str | None, list[str]]:
     """Copy the tokenizer of a folder in the Hugging Face format; returns its file's name (None: no tokenizer), and
     notes."""
     path = find_tokenizer_path(source)
@@ -98,7 +98,7 @@ def _find_plain_sentencepiece(source: Path) -> Path | None:
     path, config_file = source / "tokenizer.model", source / TOKENIZER_CONFIG
     if not path.is_file() or (source / "added_tokens.json").is_file():
         return None
-    added_tokens = config_file.is_file() and read_json(config_file).get("added_tokens_decoder")
+    added_tokens = config_file.is_file() and read_json_object(config_file).get("added_tokens_decoder")
     return None if added_tokens else path
 
 
@@ -141,7 +141,7 @@ def _enable_segment_ids(config_file: Path) -> None:
     if not config_file.is_file():
         return
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    tokenizer_config = {"model_input_names": names} | read_json(config_file)
+    tokenizer_config = {"model_input_names": names} | read_json_object(config_file)
     config_file.unlink()
     write_json(config_file, tokenizer_config)
 
@@ -177,7 +177,7 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
         if key in IDS and written_text_config.get(key) != value
     }
     file = source / GENERATION
-    generation = {"generation": read_json(file)} if file.is_file() else {}
+    generation = {"generation": read_json_object(file)} if file.is_file() else {}
     return {"name": name, "config": differing, **generation}
 
 
@@ -223,7 +223,9 @@ def move_text_ids(hf_config: Mapping[str, Any]) -> Json:
 def find_eos_token_ids(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a text by the model's files; the tokenizer's EOS comes first if it is among them."""
     file = source / GENERATION
-    ids = (read_json(file) if file.is_file() else {}).get("eos_token_id", hf_config.get("eos_token_id"))
+    ids = (read_json_object(file) if file.is_file() else {}).get(
+        "eos_token_id", hf_config.get("eos_token_id")
+    )
     stops = [id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
     return sorted(dict.fromkeys(stops), key=lambda id: id != tokenizer.eos)
 
@@ -234,7 +236,7 @@ def find_bos_prefix_ids(source: Path, files: Mapping[str, bytes], tokenizer: Tok
     files: of the tokenizer, by name.
     """
     file = source / TOKENIZER_CONFIG
-    tokenizer_config = read_json(file) if file.is_file() else {}
+    tokenizer_config = read_json_object(file) if file.is_file() else {}
     if (content := files.get("tokenizer.json")) is not None:
         library = Library.from_str(content.decode())
         with_special, plain = (

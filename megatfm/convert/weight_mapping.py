@@ -34,14 +34,14 @@ class WeightMapping:
     tied_names: tuple[str, ...] = ()
 
 
-def rename(megatfm_name: str, hf_name: str, *, copies: Iterable[str] = ()) -> WeightMapping:
+def map_name(megatfm_name: str, hf_name: str, *, copies: Iterable[str] = ()) -> WeightMapping:
     """Map a tensor to another name."""
     return WeightMapping((megatfm_name,), (hf_name,), tied_names=tuple(copies))
 
 
 def rename_linear(megatfm_name: str, hf_name: str, *, bias: bool = False) -> list[WeightMapping]:
     """Map `weight` and, if there is one, `bias` of a linear layer, norm or table."""
-    return [rename(f"{megatfm_name}.{key}", f"{hf_name}.{key}") for key in ("weight", *["bias"] * bias)]
+    return [map_name(f"{megatfm_name}.{key}", f"{hf_name}.{key}") for key in ("weight", *["bias"] * bias)]
 
 
 def map_tensor(
@@ -142,18 +142,18 @@ def expert_rules(config: ModelConfig, names: ExpertNames, *, fused: bool) -> lis
     experts = require_variant(config.ffn, MoEConfig, "model.ffn")
     if fused:
         return [
-            rename("ffn.router.weight", "mlp.gate.weight"),
+            map_name("ffn.router.weight", "mlp.gate.weight"),
             WeightMapping(
                 ("ffn.experts.w_gate", "ffn.experts.w_up"),
                 ("mlp.experts.gate_up_proj",),
                 concat_gate_up,
                 _chunk_gate_up,
             ),
-            rename("ffn.experts.w_down", "mlp.experts.down_proj"),
+            map_name("ffn.experts.w_down", "mlp.experts.down_proj"),
         ]
     projections = [("gate", names.gate), ("up", names.up), ("down", names.down)]
     return [
-        rename("ffn.router.weight", f"{names.block}.gate.weight"),
+        map_name("ffn.router.weight", f"{names.block}.gate.weight"),
         *(
             WeightMapping(
                 (f"ffn.experts.w_{megatfm_name}",),

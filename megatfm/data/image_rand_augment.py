@@ -19,7 +19,7 @@ Operation = Callable[[Image.Image, float, Image.Resampling], Image.Image]
 """From an image and a strength from −1 to 1; those that know no direction take its size."""
 
 
-def rotate(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
+def rotate_image(image: Image.Image, strength: float, filter_: Image.Resampling) -> Image.Image:
     """Turn around the centre."""
     angle = radians(30 * strength)
     a, b = cos(angle), sin(angle)
@@ -67,7 +67,7 @@ OPERATIONS: dict[str, Operation] = {
     "identity": lambda image, strength, filter_: image,
     "auto_contrast": lambda image, strength, filter_: ImageOps.autocontrast(image),
     "equalize": lambda image, strength, filter_: ImageOps.equalize(image),
-    "rotate": rotate,
+    "rotate": rotate_image,
     "solarize": lambda image, strength, filter_: ImageOps.solarize(image, round(256 * (1 - abs(strength)))),
     "posterize": lambda image, strength, filter_: ImageOps.posterize(image, 8 - round(4 * abs(strength))),
     "color": _make_enhancement(ImageEnhance.Color),

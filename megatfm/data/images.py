@@ -184,7 +184,7 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
     """The image in RGB, or grey for one channel. Raises SampleError for what is damaged, or too large."""
     try:
         image = _decode_plain_jpeg(data) if image_format(extension) == "JPEG" else None
-        return convert(image or _decode_any(data, extension), channels)
+        return convert_mode(image or _decode_any(data, extension), channels)
     except SampleError:
         raise
     except Image.DecompressionBombError:  # Pillow's own bound is larger
@@ -234,7 +234,7 @@ def _find_jpeg_scan(data: bytes) -> int:
     return len(data)
 
 
-def convert(image: Image.Image, channels: int) -> Image.Image:
+def convert_mode(image: Image.Image, channels: int) -> Image.Image:
     """An image of any mode in RGB, or grey for one channel. Raises SampleError for floating-point pixels."""
     if image.mode == MODES[channels]:
         return image

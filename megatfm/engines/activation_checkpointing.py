@@ -54,7 +54,7 @@ def recompute(stage: nn.Module, blocks: Iterable[nn.Module], mode: str, *, compi
 
         # Blocks cache values for later layers, such as masks. Recomputation needn't repeat this side effect.
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    budget = MemoryBudget(stage, parse_size(mode)) if mode not in ("none", "full", "selective") else None
+    budget = MemoryBudget(stage, parse_bytes(mode)) if mode not in ("none", "full", "selective") else None
     for block in blocks:
         if budget:
             replace_forward(block, partial(budget.forward, block, block.forward))
@@ -67,7 +67,7 @@ def parse_share(text: str) -> float:
     return int(text[:-1]) / 100 if text.endswith("%") else 1.0
 
 
-def parse_size(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """Parse "2 GB" or "500MB" to bytes."""
     unit = text[-2:]
     return int(float(text[:-2]) * UNITS[unit])

@@ -63,17 +63,17 @@ class ScalePoint:
     refusal: str = ""
 
 
-def write_page(opened: Estimator, estimate: Estimate, path: Path) -> None:
+def write_estimate_page(opened: Estimator, estimate: Estimate, path: Path) -> None:
     """Write the page. Raises UsageError for a file that exists, MegatfmError if it can't be written."""
     if path.exists():
         raise UsageError(f"--html {path}: the file exists: give another name")
     try:
-        atomic_write(path, render(estimate, estimate_scaling(opened, estimate)))
+        atomic_write(path, render_estimate(estimate, estimate_scaling(opened, estimate)))
     except OSError as error:
         raise MegatfmError(f"--html {path}: can't be written: {error.strerror}") from error
 
 
-def render(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
+def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
     """Return the page as HTML."""
     folder = files("megatfm.estimate")
     environment = Environment(

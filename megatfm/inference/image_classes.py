@@ -61,7 +61,7 @@ class ClassCollector:
 
     def gather(self) -> tuple[list[list[int]], list[Mistake]]:
         """Return [label, predicted, count] of pairs that occur, and the most confident mistakes. Collective."""
-        gathered = object_collectives.all_gather((self.pairs, [entry[2] for entry in self._mistakes]))
+        gathered = object_collectives.all_gather_object((self.pairs, [entry[2] for entry in self._mistakes]))
         pairs = [batch for batches, _ in gathered for batch in batches]
         mistakes = [mistake for _, entries in gathered for mistake in entries]
         mistakes.sort(key=lambda mistake: (-mistake.probability, mistake.label, mistake.predicted))

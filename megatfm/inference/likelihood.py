@@ -112,7 +112,7 @@ def map_blocks(
             results |= zip(block, compute([items[index] for index in block]), strict=True)
         return results
 
-    shares = object_collectives.all_gather(_catch_errors(compute_share))
+    shares = object_collectives.all_gather_object(_catch_errors(compute_share))
     for share in shares:
         if isinstance(share, Exception):
             raise share

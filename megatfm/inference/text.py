@@ -49,7 +49,7 @@ class TextModel:
     tokenizer_file: Path | None = None
 
 
-def load(
+def open_text_model(
     path: str | Path,
     device: str | torch.device = "cpu",
     *,

@@ -15,7 +15,7 @@ from megatfm.models import masked_autoencoder as masked_autoencoder
 from megatfm.models import two_towers as two_towers
 from megatfm.models import vision_language as vision_language
 from megatfm.models import xlnet as xlnet
-from megatfm.models.base import MODELS, Model, compute_lr_scales
+from megatfm.models.base import MODELS, Model, compute_mup_lr_scales
 from megatfm.models.transformer import Decoder
 
 
@@ -30,4 +30,4 @@ def build(config: ModelConfig) -> nn.Module:
     return model
 
 
-__all__ = ["MODELS", "Decoder", "Model", "build", "compute_lr_scales"]
+__all__ = ["MODELS", "Decoder", "Model", "build", "compute_mup_lr_scales"]

@@ -251,7 +251,7 @@ def convert_loaded(target: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype if isinstance(target, nn.Parameter) else target.dtype)
 
 
-def compute_lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
+def compute_mup_lr_scales(model: nn.Module, config: ModelConfig) -> dict[str, float]:
     """Return muP's factors on the learning rate by parameter name; missing names have factor 1.
 
     Under muP with Adam, matrices whose inputs grow with the width have factor base_width / d_model (Yang et al. 2022,

@@ -29,7 +29,7 @@ from megatfm.objectives.base import (
     randint_below,
     require_head,
 )
-from megatfm.objectives.masking import Masking, make_single_segment_example, replace_masked, stochastic_round
+from megatfm.objectives.masking import Masking, make_single_segment_example, replace_masked, round_at_random
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
 
@@ -229,7 +229,7 @@ class SpanBoundary(Objective):
     def _choose_spans(self, bounds: Ints, random: Floats) -> tuple[Ints, Ints]:
         """Return first tokens and ends [spans] of random spans. bounds [words + 1]: first tokens of words, text end."""
         n_words = len(bounds) - 1
-        n_spans = stochastic_round(self.config.mask_rate * n_words / self.mean_span_words, float(random[-1]))
+        n_spans = round_at_random(self.config.mask_rate * n_words / self.mean_span_words, float(random[-1]))
         span_words = 1 + np.searchsorted(self.cumulative_probs, random[:n_spans], side="right")
         # Drop the last spans if a short text has no room for them.
         span_words = span_words[np.cumsum(span_words + 1) <= n_words + 1].astype(np.int64)

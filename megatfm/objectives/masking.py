@@ -10,7 +10,7 @@ from megatfm.objectives.base import Example, Floats, Ints, SpecialTokens, TokenA
 from megatfm.ops.cross_entropy import IGNORE
 
 
-def stochastic_round(expected: float, u: float) -> int:
+def round_at_random(expected: float, u: float) -> int:
     """Return `expected` rounded down or up at random, so that the mean is exact. u: uniform in [0, 1)."""
     return int(np.floor(expected + u))
 
@@ -59,7 +59,7 @@ class Masking:
 
     def _choose(self, tokens: TokenArray, random: Floats) -> Ints:
         """Return the indices of the tokens to predict: mask_rate · n of them, by `stochastic_round`."""
-        budget = stochastic_round(self.mask_rate * len(tokens), float(random[-1]))
+        budget = round_at_random(self.mask_rate * len(tokens), float(random[-1]))
         if not self.whole_words:
             return np.argsort(random[:-1], kind="stable")[:budget]
         starts = self.special.find_word_boundaries(tokens)

@@ -13,7 +13,7 @@ from megatfm.config import ModelConfig, OptimizerSection
 from megatfm.engines.interface import OptimizerGroup
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.norm import NORMS
-from megatfm.models import compute_lr_scales as mup_lr_scales
+from megatfm.models import compute_mup_lr_scales
 from megatfm.registry import Registry
 
 Role = Literal["matrix", "matrices", "embedding", "vector"]
@@ -150,7 +150,7 @@ def optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[Optimiz
     Raises UsageError for an unknown optimizer or one that does not work with muP, MegatfmError if a parameter is in no
     group or in several.
     """
-    scales = mup_lr_scales(model, model.config) if isinstance(model.config, ModelConfig) else {}
+    scales = compute_mup_lr_scales(model, model.config) if isinstance(model.config, ModelConfig) else {}
     parameters = parameter_table(model, config, scales)
     groups = [group for group in OPTIMIZERS.get(config.name)(config, parameters) if group.names]
     if config.ema_decay is not None:

@@ -63,7 +63,7 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
             received_RD = all_to_all_overlapped(meanwhile, sent_MD, input_splits, output_splits, group)
         else:
             received_RD = all_to_all(sent_MD, input_splits, output_splits, group)
-        order_R, inverse_R = sort_by_expert(recv_counts_PE, sum(output_splits))
+        order_R, inverse_R = sort_rows_by_expert(recv_counts_PE, sum(output_splits))
         expert_ends = recv_counts_PE.sum(0).cumsum(0, dtype=torch.int32)
         output_RD = expert_function(received_RD[order_R], expert_ends)[inverse_R]
         output_MD = all_to_all(output_RD, output_splits, input_splits, group)
@@ -87,7 +87,7 @@ def _read_splits(send_counts_PE: Tensor, recv_counts_PE: Tensor, rows: int) -> t
     return input_splits, output_splits
 
 
-def sort_by_expert(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def sort_rows_by_expert(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return the permutation [R] that sorts rows from (source, expert) to (expert, source) order, and its inverse."""
     ranks, experts = counts_PE.shape
     expert_ids = torch.arange(experts, device=counts_PE.device).repeat(ranks)

@@ -226,7 +226,7 @@ class Mesh:
 
     def gather_objects(self, item: Any, axes: Sequence[str]) -> list[Any]:
         """All-gather objects over `flat_group(axes)`, in the order of its ranks."""
-        return object_collectives.all_gather(item, self.flat_group(axes))
+        return object_collectives.all_gather_object(item, self.flat_group(axes))
 
     def describe(self) -> str:
         """Format the axis sizes as text, such as "dp_shard 4 × tp 2"; pp, cp and ep only if larger than 1."""

@@ -61,7 +61,7 @@ def partial_attention(
     queries = q.shape[2]
     dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -queries % plan.size))
     q, k, v = (pad_to_blocks(x, plan.size) for x in (q, k, v))
-    out, lse = block_sparse.forward(q, k, v, dropout_keys, plan, bias)
+    out, lse = block_sparse.compute_forward(q, k, v, dropout_keys, plan, bias)
     return out[:, :, :queries], lse[:, :, :queries]
 
 
@@ -76,7 +76,7 @@ def partial_attention_backward(
     sizes = q.shape[2], k.shape[2], v.shape[2]
     dropout_keys = None if dropout_keys is None else F.pad(dropout_keys, (0, -sizes[0] % plan.size))
     g, q, k, v, out, lse = (pad_to_blocks(x, plan.size) for x in (g, q, k, v, out, lse))
-    gradients = block_sparse.backward(g, q, k, v, out, lse, dropout_keys, plan, bias, bias_grad)
+    gradients = block_sparse.compute_backward(g, q, k, v, out, lse, dropout_keys, plan, bias, bias_grad)
     return [x[:, :, :size] for x, size in zip(gradients, sizes, strict=True)]
 
 

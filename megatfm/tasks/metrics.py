@@ -55,7 +55,7 @@ def matthews(targets: Values, predicted: Values) -> float:
     return float(_import_sklearn_metrics().matthews_corrcoef(targets, predicted))
 
 
-def exact_match(targets: Values, predicted: Values) -> float:
+def subset_accuracy(targets: Values, predicted: Values) -> float:
     """Share of examples [N, C] all of whose flags are predicted."""
     return float(np.mean((targets == predicted).all(-1)))
 
@@ -86,7 +86,7 @@ def _rank_values(values: Values) -> NDArray[np.float64]:
 
 FORM_METRICS: Mapping[str, Mapping[str, Metric]] = {
     "classification": {"accuracy": accuracy, "f1": f1, "f1_macro": f1_macro, "matthews": matthews},
-    "multilabel": {"f1_micro": f1_micro, "f1_macro": f1_macro, "exact_match": exact_match},
+    "multilabel": {"f1_micro": f1_micro, "f1_macro": f1_macro, "exact_match": subset_accuracy},
     "regression": {"pearson": pearson, "spearman": spearman, "r2": r2},
     "tagging": {"accuracy": accuracy, "f1_macro": f1_macro},
     "multiple_choice": {"accuracy": accuracy},

@@ -120,7 +120,7 @@ class PredictionCollector:
 
         corpus: folder of the examples. Raises MegatfmError if no rank has any.
         """
-        batches = [batch for batches in object_collectives.all_gather(self.parts) for batch in batches]
+        batches = [batch for batches in object_collectives.all_gather_object(self.parts) for batch in batches]
         if not batches:
             raise MegatfmError("no rank's head has predicted anything: evaluate a set with examples")
         examples, words, logits, targets = (np.concatenate(columns) for columns in zip(*batches, strict=True))

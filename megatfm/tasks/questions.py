@@ -12,7 +12,7 @@ from blake3 import blake3
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatfm import rng
-from megatfm.config import EvaluationTaskConfig, load
+from megatfm.config import EvaluationTaskConfig, load_section
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 from megatfm.tasks.files import Row, read_rows, require_columns
@@ -62,7 +62,7 @@ def open_evaluation_task(path: str | Path, *, name: str | None = None, limit: in
     name = name or Path(path).stem
     if not NAME.fullmatch(name):
         raise UsageError(f"task {name!r}: choose a name of letters, digits, '.', '_' and '-'")
-    config = load(EvaluationTaskConfig, path)
+    config = load_section(EvaluationTaskConfig, path)
     rows = read_rows(config.data)
     reader = QuestionReader(config.data, config)
     questions = reader.read(rows)

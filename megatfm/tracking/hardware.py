@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.config import Config
-from megatfm.object_collectives import all_gather, get_machine_name
+from megatfm.object_collectives import all_gather_object, get_machine_name
 from megatfm.version import __version__
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -125,7 +125,7 @@ def describe_gpu() -> dict[str, str]:
 
 def describe_launch(launcher: str) -> dict[str, str]:
     """Return the numbers of processes and machines of a run, and the launcher. A collective."""
-    machines = all_gather(get_machine_name())
+    machines = all_gather_object(get_machine_name())
     return {"processes": str(len(machines)), "machines": str(len(set(machines))), "launcher": launcher}
 
 
@@ -144,7 +144,7 @@ def list_libraries() -> dict[str, str]:
 def gather_hardware(device: torch.device) -> dict[str, list[Any]]:
     """Gather the hardware of every rank. A collective."""
     facts = {**list_libraries(), **(describe_gpu() if device.type == "cuda" else describe_processor())}
-    ranks = all_gather(facts)
+    ranks = all_gather_object(facts)
     kinds = [facts for rank, facts in enumerate(ranks) if facts not in ranks[:rank]]
     return {"kinds": kinds, "of_rank": [kinds.index(facts) for facts in ranks]}
 

@@ -104,7 +104,7 @@ class TokenLossRecorder:
 
     def gather(self) -> dict[int, list[float]]:
         """Return example → losses of its tokens. Tokens that several ranks have computed count once. A collective."""
-        parts_by_rank = object_collectives.all_gather(self.parts)
+        parts_by_rank = object_collectives.all_gather_object(self.parts)
         examples, words, losses = (
             np.concatenate(columns)
             for columns in zip(*(part for parts in parts_by_rank for part in parts), strict=True)
@@ -223,7 +223,7 @@ class TaskEvaluator:
         }
 
 
-def open_tasks(engine: Engine, config: Config, tokenizer: Tokenizer | None) -> TaskEvaluator | None:
+def open_task_evaluator(engine: Engine, config: Config, tokenizer: Tokenizer | None) -> TaskEvaluator | None:
     """Return the evaluator of a config's tasks; None if it names none. A collective. Raises UsageError."""
     return TaskEvaluator(engine, config, tokenizer) if config.evaluate.tasks else None
 
@@ -242,5 +242,5 @@ def check_supported(engine: Engine, config: Config, tokenizer: Tokenizer | None)
             "features, which this needs: use parallel.engine = 'native', or leave it out"
         )
     n_heads = sum(isinstance(module, LMHead) for module in engine_model(engine).modules())
-    if not sum(object_collectives.all_gather(n_heads)):
+    if not sum(object_collectives.all_gather_object(n_heads)):
         raise UsageError("evaluate.tasks: the model has no head over the vocabulary: leave it out")

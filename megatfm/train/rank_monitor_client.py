@@ -26,7 +26,12 @@ import torch.distributed as dist
 
 from megatfm.errors import EXIT_FAILED, MegatfmError
 from megatfm.files import open_nofollow
-from megatfm.object_collectives import all_gather, get_machine_name, run_on_all_ranks, run_on_rank_0_raising
+from megatfm.object_collectives import (
+    all_gather_object,
+    get_machine_name,
+    run_on_all_ranks,
+    run_on_rank_0_raising,
+)
 from megatfm.parallel.distributed import ProcessInfo
 from megatfm.train.hang_detector import CAUSE_WINDOW_SECONDS, ENDED_SILENTLY, Diagnosis, Heartbeat
 from megatfm.train.json_connection import JsonConnection
@@ -141,7 +146,10 @@ class RankMonitor:
 
     def _connect(self) -> None:
         """Start the server on rank 0 and relays on other nodes, and connect to the nearest. A collective."""
-        own_rank, host_names = self._process.rank, all_gather((socket.gethostname(), get_machine_name()))
+        own_rank, host_names = (
+            self._process.rank,
+            all_gather_object((socket.gethostname(), get_machine_name())),
+        )
         self._hosts, machines = [host for host, _ in host_names], [name for _, name in host_names]
         self._relays = find_relays(machines)
         single_host = len(set(machines)) == 1
@@ -192,7 +200,7 @@ class RankMonitor:
             )
             return int(listener.getsockname()[1])
 
-        ports = all_gather(run_on_all_ranks("the rank monitor can't start", start))
+        ports = all_gather_object(run_on_all_ranks("the rank monitor can't start", start))
         return {rank: ("127.0.0.1", port) for rank, port in enumerate(ports) if port}
 
     def _open_socket(self, address: str, port: int) -> socket.socket:

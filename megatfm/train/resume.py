@@ -24,7 +24,7 @@ from megatfm.config.model import compute_factor
 from megatfm.config.model_parts import WIDTH_POWERS
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.object_collectives import all_gather, run_on_rank_0_raising
+from megatfm.object_collectives import all_gather_object, run_on_rank_0_raising
 from megatfm.parallel.layout import ModelLayout
 from megatfm.tracking.hardware import HardwareByRank, diff_hardware
 from megatfm.tracking.run_directory import RunDirectory
@@ -135,7 +135,7 @@ def find_resume_point(
     return ResumePoint(nodes.folder / f"step-{local.step:08d}", local.metadata(nodes.folder).state, local)
 
 
-def choose_precision(config: Config, start: ResumePoint | None) -> str:
+def choose_stored_precision(config: Config, start: ResumePoint | None) -> str:
     """Return the precision to train in. With "auto", a run that starts from a checkpoint keeps its precision."""
     name = config.train.precision
     return str(start.state["precision"]) if start and name == "auto" else name
@@ -313,7 +313,9 @@ def describe_shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
         for name, (_, shape) in read_stored_tensors(point).items()
         if name.startswith("model.")
     }
-    all_shapes = {name: shape for rank_shapes in all_gather(shapes) for name, shape in rank_shapes.items()}
+    all_shapes = {
+        name: shape for rank_shapes in all_gather_object(shapes) for name, shape in rank_shapes.items()
+    }
     return find_shape_mismatch(stored, all_shapes)
 
 

@@ -29,7 +29,7 @@ from megatfm.config.section import list_divisors
 from megatfm.engines.interface import MOMENTS, Engine
 from megatfm.errors import MegatfmError, NoProgressError, UsageError
 from megatfm.files import atomic_write
-from megatfm.object_collectives import all_gather, gather_errors, run_on_rank_0_raising
+from megatfm.object_collectives import all_gather_object, gather_errors, run_on_rank_0_raising
 from megatfm.parallel.mesh import AXES, Mesh, axis_sizes
 from megatfm.parallel.process_environment import count_local_ranks
 from megatfm.tracking.hardware import time_matmul
@@ -86,7 +86,7 @@ def _run_preflight(
     raise_together(problems)
     raise_together(_find_missing_probes(run))
     seconds |= time_axes(engine.mesh, engine.device)
-    return find_slow(all_gather((socket.gethostname(), seconds)))
+    return find_slow(all_gather_object((socket.gethostname(), seconds)))
 
 
 def estimate_checkpoint_bytes(run: RunDirectory, engine: Engine) -> int:

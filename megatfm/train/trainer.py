@@ -31,7 +31,7 @@ from megatfm.train.best_checkpoint import FINISHED_EARLY, BestCheckpoint
 from megatfm.train.build import build_engine, build_saver, choose_precision, describe_size
 from megatfm.train.corpora import Corpora, MixtureSources, make_batch_schedule, open_corpora, open_tokenizer
 from megatfm.train.evaluation import Evaluator, Sampler
-from megatfm.train.evaluation_tasks import open_tasks
+from megatfm.train.evaluation_tasks import open_task_evaluator
 from megatfm.train.init_from import identify_checkpoint, load_weights, read_origin
 from megatfm.train.profiling import (
     StepProfile,
@@ -94,11 +94,13 @@ def train(
             branch_from = None if latest else config.train.branch_from
             branch = resume.find_branch_point(branch_from) if branch_from else None
             monitor.tick(0, "start")
-            precision = choose_precision(resume.choose_precision(config, latest or branch), process.device)
+            precision = choose_precision(
+                resume.choose_stored_precision(config, latest or branch), process.device
+            )
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 engine = build_engine(config, mesh, process.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
-            tasks = open_tasks(engine, config, corpora.tokenizer)
+            tasks = open_task_evaluator(engine, config, corpora.tokenizer)
             trainer.evaluator = Evaluator(engine, corpora, config, sampler, tasks)
             trainer.requested_config, trainer.launcher = requested, process.launcher
             if flops_per_token and run.is_main:

@@ -36,7 +36,7 @@ def list_group_sizes(parallel: ParallelConfig) -> dict[str, int]:
     return single | {" × ".join(axes): prod(single[axis] for axis in axes) for axes in axis_groups}
 
 
-def join_axes(axis_sizes: Mapping[str, int], *axes: str) -> str:
+def name_group(axis_sizes: Mapping[str, int], *axes: str) -> str:
     """Return the name of the group over several axes: those with more than one rank."""
     return " × ".join(axis for axis in axes if axis_sizes[axis] > 1) or axes[0]
 

@@ -34,8 +34,8 @@ from megatfm.verify.expected_keys import (
     find_visible_tokens,
     get_block_config,
     get_pattern_config,
+    has_causal_mask,
     image_vectors,
-    is_causal,
     is_cross_attention,
     is_imbalanced,
     is_ulysses,
@@ -84,7 +84,7 @@ class ContextShards:
         """Return whether rows of a length are assigned in zigzag order, as later tokens see more keys."""
         return any(
             is_imbalanced(
-                get_pattern_config(self._config, path), length, causal=is_causal(self._config, path)
+                get_pattern_config(self._config, path), length, causal=has_causal_mask(self._config, path)
             )
             for path, module in self._model.named_modules()
             if hasattr(module, "pattern") and not is_cross_attention(path)
@@ -136,7 +136,10 @@ class ContextShards:
         sent_shapes = require_shapes(call.inputs[1:2]) if is_latent else qkv[1:]
         side, numel_per_token = self._side(call), count_elements_per_token(self._config, sent_shapes)
         by_rank = self._positions_by_rank[side]
-        pattern, causal = get_pattern_config(self._config, call.path), is_causal(self._config, call.path)
+        pattern, causal = (
+            get_pattern_config(self._config, call.path),
+            has_causal_mask(self._config, call.path),
+        )
         has_pair_bias = any(len(bias or ()) > 2 for bias in call.inputs[4:5])
         if is_cross_attention(call.path) or has_pair_bias or any(is_a(module, name) for name in ALL_KEYS):
             self._add_all_keys(rank, call, by_rank, numel_per_token)
@@ -197,7 +200,10 @@ class ContextShards:
 
     def _needed_keys(self, microbatch: int, call: Call, module: nn.Module) -> list[Positions]:
         """Return the keys that each rank's queries need; cached for layers with the same pattern and mask."""
-        pattern, causal = get_pattern_config(self._config, call.path), is_causal(self._config, call.path)
+        pattern, causal = (
+            get_pattern_config(self._config, call.path),
+            has_causal_mask(self._config, call.path),
+        )
         side = self._side(call)
         rows, key = self._rows(microbatch, side), (pattern, side, microbatch, causal)
         if getattr(module.pattern, "differs_by_head", False) or key not in self._needed_cache:
@@ -234,7 +240,10 @@ class ContextShards:
         rank_of = np.zeros(sum(map(len, by_rank)), np.int64)
         for owner, positions in enumerate(by_rank):
             rank_of[positions] = owner
-        pattern, causal = get_pattern_config(self._config, call.path), is_causal(self._config, call.path)
+        pattern, causal = (
+            get_pattern_config(self._config, call.path),
+            has_causal_mask(self._config, call.path),
+        )
         count = count_global_queries(pattern, self._rows(rank.microbatch, side), rank_of, causal=causal)
         if not count:
             return

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatfm.config import Config
 from megatfm.engines.interface import PRECISIONS
-from megatfm.verify.axes import CONTEXT, REPLICATE, SHARD, MeshPosition, join_axes
+from megatfm.verify.axes import CONTEXT, REPLICATE, SHARD, MeshPosition, name_group
 from megatfm.verify.module_calls import Call
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic
@@ -41,7 +41,7 @@ def add_contrastive_loss(
     ranks, rank = data_ranks * parallel.cp, position.data_rank * parallel.cp + position.cp
     if contrastive is None or ranks == 1:
         return
-    axis = join_axes(ledger.sizes, REPLICATE, SHARD, CONTEXT)
+    axis = name_group(ledger.sizes, REPLICATE, SHARD, CONTEXT)
     ledger.all_gather(axis, 8)
     size = max(4, PRECISIONS[config.train.precision].compute_dtype.itemsize)
     is_first = [(batch["positions"] == 0) & (batch["documents"] >= 0) for batch in batches]

@@ -85,7 +85,7 @@ def get_pattern_config(config: Config, path: str) -> Section:
     return section
 
 
-def is_causal(config: Config, path: str) -> bool:
+def has_causal_mask(config: Config, path: str) -> bool:
     """Return whether queries see only earlier tokens of their row."""
     model = config.model
     if model.text_tower is not None:

@@ -24,7 +24,7 @@ from megatfm.verify.axes import (
     SHARD,
     TENSOR,
     MeshPosition,
-    join_axes,
+    name_group,
 )
 from megatfm.verify.expected_pipeline import ExpectedStage, Stages
 from megatfm.verify.module_calls import Call
@@ -179,7 +179,7 @@ def add_weights_and_gradients(
 def _add_replicated(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
     for shard, names in _by_shard_axis(parameters, parameters.trained).items():
-        axis = join_axes(ledger.sizes, REPLICATE, shard, *_replica_axes(shard)[1:])
+        axis = name_group(ledger.sizes, REPLICATE, shard, *_replica_axes(shard)[1:])
         for bucket in _buckets(parameters, names):
             ledger.all_reduce(axis, sum(prod(parameters.shapes[name]) for name in bucket) * size)
 
@@ -252,7 +252,7 @@ def _add_fully_sharded(
         reductions *= trained > 0
         ledger.reduce_scatter(axis, trained * precision.param_dtype.itemsize, times=reductions)
         shard = trained // ledger.sizes[axis] * precision.param_dtype.itemsize
-        ledger.all_reduce(join_axes(ledger.sizes, *_replica_axes(axis)), shard, times=reductions)
+        ledger.all_reduce(name_group(ledger.sizes, *_replica_axes(axis)), shard, times=reductions)
 
 
 def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
@@ -315,7 +315,7 @@ def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parame
         for cp in (range(parallel.cp) if parallel.ep > 1 else (parameters.position.cp,))
         for tp in range(parallel.tp)
     ]
-    axis = join_axes(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
+    axis = name_group(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
     own_index = ranks.index(parameters.position)
     for group in optimizer_groups(config.optimizer, parameters.model):
         names = [name for name in group.names if name in parameters.shapes]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.config import Config, load
+from megatfm.config import Config, load_section
 from tests.support.rank_processes import Fault, Ranks, Start
 from tests.support.small_runs import SMALL_CONFIG, corpus, texts
 
@@ -26,7 +26,7 @@ def make_config(config_file: Path, tmp_path: Path) -> Callable[..., Config]:
     """`make_config("train.steps=3", run="a")`: the small config with its run directory under tmp_path."""
 
     def make(*overrides: str, run: str = "run") -> Config:
-        return load(Config, config_file, [f"run_dir={tmp_path / run}", *overrides])
+        return load_section(Config, config_file, [f"run_dir={tmp_path / run}", *overrides])
 
     return make
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatfm.config import Config, load
+from megatfm.config import Config, load_section
 from megatfm.data.mixture import Mixture
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.train.corpora import open_corpora, open_tokenizer
@@ -44,7 +44,7 @@ def mixed(config_file: Path, corpus: Path, tmp_path: Path) -> Callable[..., Conf
 
     def make(*overrides: str, run: str) -> Config:
         more = [f"run_dir={tmp_path / run}", "train.steps=8", "checkpoint.every=1", "checkpoint.keep=9"]
-        return load(Config, config_file, [*more, *overrides])
+        return load_section(Config, config_file, [*more, *overrides])
 
     return make
 

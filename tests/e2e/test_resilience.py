@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Star
         output = run.said(rank)
         assert re.search(rf"^error: checkpoint of step 6 not saved: {refused}$", output, re.MULTILINE), output
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000003"]
-    checkpoint.verify(run.folder / "checkpoints" / "step-00000003")
+    checkpoint.check_all_bytes(run.folder / "checkpoints" / "step-00000003")
     again = start("train.steps=7", 'resume.allow=["schedule"]')
     assert again.wait(60) == [EXIT_OK, EXIT_OK], again.said(0)
 
@@ -194,7 +194,7 @@ def test_one_interrupt_saves_and_a_second_ends_a_rank_that_is_stuck(start: Start
     quiet.signal(0, signal.SIGINT)
     assert quiet.wait(60) == [EXIT_REQUEUE, EXIT_REQUEUE], quiet.said(0)
     steps = (quiet.folder / "metrics.jsonl").read_bytes().count(b"\n")
-    checkpoint.verify(quiet.folder / f"checkpoints/step-{steps:08d}")
+    checkpoint.check_all_bytes(quiet.folder / f"checkpoints/step-{steps:08d}")
     assert twice.wait(60) == [EXIT_FAILED, 128 + signal.SIGINT], twice.said(0)
     assert f"error: rank 1 on {HOST} at step 2, step: failed: KeyboardInterrupt" in twice.said(0)
     assert not (twice.folder / "checkpoints").exists(), "stopped at once, without saving"

@@ -13,7 +13,7 @@ from megatfm.errors import EXIT_OK, UsageError
 from megatfm.inference.decoding import Sampling
 from megatfm.inference.evaluation_tasks import evaluate_questions
 from megatfm.inference.samples import PromptSampler
-from megatfm.inference.text import generate_text, load
+from megatfm.inference.text import generate_text, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from megatfm.train.trainer import train
 from tests.support.evaluated_tasks import write_tasks
@@ -53,7 +53,7 @@ def test_samples_are_what_generate_makes_of_the_checkpoint(
     actual = samples(tmp_path / "run")
     assert list(actual) == [1, 2]
     for step, texts in actual.items():
-        loaded = load(tmp_path / f"run/checkpoints/step-{step:08d}", dtype="float64")
+        loaded = open_text_model(tmp_path / f"run/checkpoints/step-{step:08d}", dtype="float64")
         sampling = Sampling(0.8, top_p=0.95, vocab_size=loaded.tokenizer.vocab_size)
         expected = [generate_text(loaded, prompt, sampling, 9, 1)[0] for prompt in PROMPTS]
         assert texts == [
@@ -167,7 +167,7 @@ def test_curves_are_what_evaluate_says_of_the_checkpoints(
     actual = evaluations(tmp_path / "run")
     assert list(actual) == [1, 2]
     for step, by_task in actual.items():
-        loaded = load(tmp_path / f"run/checkpoints/step-{step:08d}", dtype="float64")
+        loaded = open_text_model(tmp_path / f"run/checkpoints/step-{step:08d}", dtype="float64")
         for name, metrics in by_task.items():
             summary = evaluate_questions(loaded, open_evaluation_task(tasks[name])).summary
             expected = {key: value for key, value in summary["metrics"].items() if key in metrics}

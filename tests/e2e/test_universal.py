@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatfm import checkpoint
 from megatfm.cli import main
-from megatfm.config import Config, load
+from megatfm.config import Config, load_section
 from megatfm.convert.convert import convert
 from megatfm.convert.deepspeed_universal import UniversalFolder, from_universal
 from megatfm.convert.weight_mapping import to_hf
@@ -110,7 +110,7 @@ def test_weights_and_adam_s_state_go_over_to_the_bit(
     again = LlamaForCausalLM.from_pretrained(tmp_path / "again").state_dict()
     assert [n for n, t in expected["fp32"].items() if not torch.equal(again[n], t)] == []
 
-    config = load(
+    config = load_section(
         Config,
         actual / "config.toml",
         [

@@ -19,7 +19,7 @@ from megatfm.tasks.question_scores import mean_metrics, score_questions
 from megatfm.tasks.questions import open_evaluation_task, scored_pairs, split_pair
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_tokenizer
-from megatfm.train.evaluation_tasks import open_tasks
+from megatfm.train.evaluation_tasks import open_task_evaluator
 from tests.support.evaluated_tasks import drawn_model, small_config, write_tasks
 from tests.support.workers import Workers
 
@@ -48,7 +48,7 @@ def by_engine(folder: Path, cases: list[dict[str, Any]]) -> list[Results]:
         _, tokenizer = open_tokenizer(config)
         mesh = build_mesh(config.parallel, dist.get_world_size(), "cpu")
         engine = build_engine(config, mesh, torch.device("cpu"), "fp64")
-        tasks = open_tasks(engine, config, tokenizer)
+        tasks = open_task_evaluator(engine, config, tokenizer)
         assert tasks is not None
         results.append(tasks.evaluate())
     return results

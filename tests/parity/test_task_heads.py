@@ -19,7 +19,7 @@ from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
 from megatfm.layers.task_heads import summed_loss
 from megatfm.models import build
-from megatfm.object_collectives import all_gather
+from megatfm.object_collectives import all_gather_object
 from megatfm.tasks.predictions import collect_predictions, engine_model
 from tests.support.batches import task_batch
 from tests.support.hf_encoders import (
@@ -388,7 +388,7 @@ def collect(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
         engine = build_engine(config, parallel)
         with collect_predictions(engine_model(engine)) as collector:
             engine.evaluate(layout_microbatches(engine, batch), objective)
-        parts = [part for parts in all_gather(collector.parts) for part in parts]
+        parts = [part for parts in all_gather_object(collector.parts) for part in parts]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         seen = {
             pair: place for place, pair in enumerate(zip(*(c.tolist() for c in columns[:2]), strict=True))

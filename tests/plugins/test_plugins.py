@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatfm import checkpoint, data_prep, tokenizers
-from megatfm.config import Config, load, load_config
+from megatfm.config import Config, load_config, load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.writer import ShardWriter
@@ -269,7 +269,7 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "tokenizer.sentinels=0",
         "tokenizer.ul2_modes=false",
     ]
-    summary = data_prep.run(load(PrepConfig, tmp_path / "prep.toml", small))
+    summary = data_prep.run(load_section(PrepConfig, tmp_path / "prep.toml", small))
     steps = {item["step"]: item for item in summary.result["steps"]}
     assert {name: step["documents"] for name, step in steps["loudness"]["dropped"].items()} == {"too_loud": 1}
     assert steps["loudness"]["found"] == {"all small": 1, "with capitals": 88}

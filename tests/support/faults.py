@@ -43,13 +43,13 @@ def take_experts_for_everybody_s(patch: Patch) -> None:
 
 def leave_rows_in_the_order_of_experts(patch: Patch) -> None:
     """Rows that come back from experts are not sorted by token."""
-    genuine = expert_parallel.sort_by_expert
+    genuine = expert_parallel.sort_rows_by_expert
 
     def unsorted(counts_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         order_R, _ = genuine(counts_PE, rows)
         return order_R, torch.arange(rows)
 
-    patch.setattr(expert_parallel, "sort_by_expert", unsorted)
+    patch.setattr(expert_parallel, "sort_rows_by_expert", unsorted)
 
 
 def bring_gradients_back_in_another_order(patch: Patch) -> None:

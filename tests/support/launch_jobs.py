@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatfm import cli
-from megatfm.config import load, load_config
+from megatfm.config import load_config, load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.job import Job
@@ -72,7 +72,7 @@ SMALL_SITE = Site(
 
 def prep_job(**changes: object) -> Job:
     """A job of eight tasks that prepares the quickstart's data."""
-    resolved = load(PrepConfig, "quickstart-data")
+    resolved = load_section(PrepConfig, "quickstart-data")
     return job(
         kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes
     )

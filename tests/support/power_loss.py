@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatfm.checkpoint import find_latest, read_state, read_tensors, verify
+from megatfm.checkpoint import check_all_bytes, find_latest, read_state, read_tensors
 from megatfm.checkpoint.directory import list_checkpoints
 
 OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
@@ -219,7 +219,7 @@ def newest_whole_step(folder: Path) -> int:
     Whatever else bears a checkpoint's name is whole, too.
     """
     for path in list_checkpoints(folder):
-        verify(path)
+        check_all_bytes(path)
     newest = find_latest(folder, hashes=True)
     assert newest is not None
     step = read_state(newest)["step"]

@@ -7,7 +7,7 @@ import pytest
 
 import megatfm
 from megatfm import data_prep
-from megatfm.config import load
+from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
 
 PACKAGES = ("json", "email", "html", "wsgiref", "xmlrpc")
@@ -86,7 +86,7 @@ def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("corpora") / "small"
     config = out.with_name("prep.toml")
     config.write_text(SMALL_PREP.format(out=out, texts=texts))
-    data_prep.run(load(PrepConfig, config))
+    data_prep.run(load_section(PrepConfig, config))
     return out
 
 

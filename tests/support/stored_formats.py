@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatfm import data_prep
-from megatfm.config import Config, load, load_config
+from megatfm.config import Config, load_config, load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.train.trainer import train
 
@@ -139,9 +139,9 @@ def record(target: Path) -> None:
     texts(folder / "texts")
     for name, text in (("prep.toml", PREP.format(folder=folder)), ("run.toml", RUN)):
         (folder / name).write_text(text)
-    data_prep.run(load(PrepConfig, folder / "prep.toml"))
+    data_prep.run(load_section(PrepConfig, folder / "prep.toml"))
     corpus = f"data.corpus={folder / 'corpus'}"
-    train(load(Config, folder / "run.toml", [f"run_dir={folder / 'run'}", corpus]))
+    train(load_section(Config, folder / "run.toml", [f"run_dir={folder / 'run'}", corpus]))
     for name in (
         "texts",
         "run/checkpoints/step-00000004",

@@ -18,7 +18,7 @@ import pytest
 import tomli_w
 import torch
 
-from megatfm.config import Config, EvaluationTaskConfig, find_config, list_presets, load
+from megatfm.config import Config, EvaluationTaskConfig, find_config, list_presets, load_section
 from megatfm.config.foreign_keys import FOREIGN_KEYS
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
@@ -70,7 +70,7 @@ def test_commands_parse(line: str) -> None:
     if overrides := getattr(arguments, "overrides", ()):
         kind, preset = (PrepConfig, "quickstart-data") if " prep " in line else (Config, "quickstart")
         named = getattr(arguments, "config", "")
-        load(kind, named if named in list_presets() else preset, overrides)
+        load_section(kind, named if named in list_presets() else preset, overrides)
 
 
 @pytest.mark.parametrize("line", commands("make"))
@@ -105,7 +105,7 @@ def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
         values = overlay(tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8")), values)
     path = tmp_path / "config.toml"
     path.write_text(tomli_w.dumps(values))
-    load(kind, path)
+    load_section(kind, path)
 
 
 def test_the_site_file_loads(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_file_of_a_task_loads(tmp_path: Path) -> None:
     (text,) = (text for _, title, text in fences("toml") if title == "questions.toml")
     path = tmp_path / "questions.toml"
     path.write_text(text)
-    assert load(EvaluationTaskConfig, path).shots == 3
+    assert load_section(EvaluationTaskConfig, path).shots == 3
 
 
 @cache
@@ -355,7 +355,7 @@ def test_adding_a_part_works_as_its_page_says(
         "model.vocab_size=32",
         "model.n_layers=1",
     ]
-    config = load(Config, "quickstart", options)
+    config = load_section(Config, "quickstart", options)
     try:
         import_plugins(config.plugins)
         getattr(load_module(tmp_path / f"test_my_{part}.py"), test)()
@@ -381,7 +381,7 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(OBJECTIVES, "_parts", dict(OBJECTIVES._parts))
     options = ["model.vocab_size=96", "model.n_layers=1", "data.sequence_length=32"]
-    config = load(
+    config = load_section(
         Config,
         "quickstart",
         [*options, 'plugins=["fill_in"]', "objective.name=fill_in", "objective.rate=0.9"],

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatfm.checkpoint.local import NodeTopology
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.object_collectives import (
-    all_gather,
+    all_gather_object,
     broadcast_each,
     gather_errors,
     run_and_gather,
@@ -38,7 +38,7 @@ def agreed() -> tuple[int, str, list[int], dict[str, list[str]]]:
         output = "nothing"
     except UsageError as error:
         output = str(error)
-    return result, output, all_gather(rank), gather_errors(["bad"] if rank == 2 else [])
+    return result, output, all_gather_object(rank), gather_errors(["bad"] if rank == 2 else [])
 
 
 def test_all_ranks_know_the_same(workers: Workers) -> None:
@@ -79,7 +79,7 @@ def test_what_the_first_ranks_have_is_told_to_all(workers: Workers) -> None:
 
 def test_without_a_group_there_is_one_rank() -> None:
     assert run_on_rank_0_raising(lambda: 3) == 3
-    assert all_gather("x") == ["x"]
+    assert all_gather_object("x") == ["x"]
     assert gather_errors([]) == {}
 
 

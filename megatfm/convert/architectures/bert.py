@@ -12,7 +12,7 @@ from megatfm.convert.hf_values import (
     read_mapped,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, map_name, per_layer, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
@@ -98,9 +98,9 @@ def embedding_rules(hf_prefix: str, *, copies: Iterable[str] = ()) -> list[Weigh
     """Map the embeddings and their norm. hf_prefix: such as "bert.embeddings.". copies: names of the tied output
     matrix."""
     return [
-        rename("encoder.embedding.tokens.weight", f"{hf_prefix}word_embeddings.weight", copies=copies),
-        rename("encoder.embedding.positions.weight", f"{hf_prefix}position_embeddings.weight"),
-        rename("encoder.embedding.segments.weight", f"{hf_prefix}token_type_embeddings.weight"),
+        map_name("encoder.embedding.tokens.weight", f"{hf_prefix}word_embeddings.weight", copies=copies),
+        map_name("encoder.embedding.positions.weight", f"{hf_prefix}position_embeddings.weight"),
+        map_name("encoder.embedding.segments.weight", f"{hf_prefix}token_type_embeddings.weight"),
         *rename_linear("encoder.embedding.norm", f"{hf_prefix}LayerNorm", bias=True),
     ]
 
@@ -126,7 +126,7 @@ def head_rules(transform: str, norm: str, bias: str, copies: Iterable[str] = ())
     return [
         *rename_linear("head.transform.dense", transform, bias=True),
         *rename_linear("head.transform.norm", norm, bias=True),
-        rename("head.bias", bias, copies=copies),
+        map_name("head.bias", bias, copies=copies),
     ]
 
 

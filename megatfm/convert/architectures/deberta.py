@@ -18,7 +18,7 @@ from megatfm.convert.architectures.bert import (
 )
 from megatfm.convert.hf_config import Json, ignored, supported_values, used
 from megatfm.convert.hf_values import check_implied_values
-from megatfm.convert.weight_mapping import WeightMapping, per_layer, rename, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_name, per_layer, rename_linear
 from megatfm.errors import UsageError
 
 DEBERTA_KEYS = ENCODER_KEYS | {
@@ -100,8 +100,8 @@ def deberta_rules(config: ModelConfig) -> list[WeightMapping]:
     """Map the first version, which has projections of positions in each block."""
     block = [
         map_qkv_by_head(config.attention.n_heads),
-        rename("attn.wq.bias", "attention.self.q_bias"),
-        rename("attn.wv.bias", "attention.self.v_bias"),
+        map_name("attn.wq.bias", "attention.self.q_bias"),
+        map_name("attn.wv.bias", "attention.self.v_bias"),
         *rename_linear("attn.wk_position", "attention.self.pos_proj"),
         *rename_linear("attn.wq_position", "attention.self.pos_q_proj", bias=True),
         *AFTER_ATTENTION,
@@ -113,13 +113,17 @@ def _map_model(
     config: ModelConfig, block: Sequence[WeightMapping], *, position_norm: bool
 ) -> list[WeightMapping]:
     """Map embeddings, blocks and head. block: mappings of one block. position_norm: of the table of distances."""
-    segments = rename("encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight")
+    segments = map_name(
+        "encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight"
+    )
     copies = ["cls.predictions.decoder.weight"]
     return [
-        rename("encoder.embedding.tokens.weight", "deberta.embeddings.word_embeddings.weight", copies=copies),
+        map_name(
+            "encoder.embedding.tokens.weight", "deberta.embeddings.word_embeddings.weight", copies=copies
+        ),
         *([segments] if config.embedding.n_segments else []),
         *rename_linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
-        rename("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
+        map_name("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
         *(rename_linear("encoder.position.norm", "deberta.encoder.LayerNorm", bias=True) * position_norm),
         *per_layer(config.n_layers, "encoder.layers.", "deberta.encoder.layer.", block),
         *PREDICTION_HEAD,

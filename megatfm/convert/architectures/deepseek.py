@@ -29,7 +29,7 @@ from megatfm.convert.weight_mapping import (
     ExpertNames,
     WeightMapping,
     expert_rules,
-    rename,
+    map_name,
     rename_linear,
     require_dropless,
 )
@@ -82,7 +82,7 @@ MAX_MTP_MODULES = 64
 """More multi-token-prediction modules than any model has."""
 
 
-def read(hf_config: Json) -> ModelConfig:
+def read_deepseek_v3(hf_config: Json) -> ModelConfig:
     router = {
         "name": "deepseek_v3",
         "n_group": hf_config["n_group"],
@@ -203,7 +203,7 @@ def _make_layer_types(hf_config: Json, n_layers: int, router: Json) -> Json:
     }
 
 
-def write(config: ModelConfig) -> Json:
+def write_deepseek_v3(config: ModelConfig) -> Json:
     hf_config = write_without_router(config)
     for block in list_sparse_blocks(config)[:1]:
         router = require_variant(require_dropless(block).router, DeepSeekV3RouterConfig, "model.ffn.router")
@@ -263,7 +263,7 @@ def _convert_experts_to_hf(config: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
+def deepseek_v3_rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
     latent = _get_attention(config)
     n_heads, nope_dim, rope_dim = config.attention.n_heads, config.head_width, latent.qk_rope_head_dim
     v_dim = latent.v_head_dim or config.head_width
@@ -303,11 +303,11 @@ def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
                 tensors[0][-rope_dim:][_order_pairs_to_halves(rope_dim)],
             ],
         ),
-        rename("attn.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
+        map_name("attn.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
         WeightMapping(
             ("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join_kv, split_kv
         ),
-        rename("attn.wo.weight", "self_attn.o_proj.weight"),
+        map_name("attn.wo.weight", "self_attn.o_proj.weight"),
     ]
     ffns = [_make_ffn_rules(config.layer_config(depth), fused=fused) for depth in range(config.n_layers)]
     return llama_style_rules(config, attention, *ffns)
@@ -316,7 +316,7 @@ def rules(config: ModelConfig, *, fused: bool = False) -> list[WeightMapping]:
 def _make_ffn_rules(config: ModelConfig, *, fused: bool) -> list[WeightMapping]:
     if not isinstance(config.ffn, MoEConfig):
         return dense_rules("ffn", "mlp")
-    corrected = [rename("ffn.router.bias", "mlp.gate.e_score_correction_bias")]
+    corrected = [map_name("ffn.router.bias", "mlp.gate.e_score_correction_bias")]
     return [
         *corrected * isinstance(config.ffn.router, DeepSeekV3RouterConfig),
         *dense_rules("ffn.shared", "mlp.shared_experts"),
@@ -343,10 +343,10 @@ register_architecture(
     Architecture(
         "deepseek_v3",
         KEYS,
-        read,
-        write,
-        rules,
-        fused_rules=lambda config: rules(config, fused=True),
+        read_deepseek_v3,
+        write_deepseek_v3,
+        deepseek_v3_rules,
+        fused_rules=lambda config: deepseek_v3_rules(config, fused=True),
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         unused_tensors=unused_tensors,

@@ -44,7 +44,7 @@ KEYS = {key: value for key, value in deepseek.KEYS.items() if key not in V3_ONLY
 }
 
 
-def read(hf_config: Json) -> ModelConfig:
+def read_deepseek_v2(hf_config: Json) -> ModelConfig:
     has_experts = hf_config["first_k_dense_replace"] < hf_config["num_hidden_layers"]
     required = ["num_experts_per_tok"] + ["n_group", "topk_group"] * (hf_config["topk_method"] == LIMITED)
     for key in required if has_experts else ():
@@ -59,7 +59,7 @@ def read(hf_config: Json) -> ModelConfig:
     return deepseek.read_with_router(hf_config, router)
 
 
-def write(config: ModelConfig) -> Json:
+def write_deepseek_v2(config: ModelConfig) -> Json:
     hf_config = deepseek.write_without_router(config)
     for block in deepseek.list_sparse_blocks(config)[:1]:
         router = require_variant(require_dropless(block).router, DeepSeekV2RouterConfig, "model.ffn.router")
@@ -79,10 +79,10 @@ register_architecture(
     Architecture(
         "deepseek_v2",
         KEYS,
-        read,
-        write,
-        deepseek.rules,
-        fused_rules=lambda config: deepseek.rules(config, fused=True),
+        read_deepseek_v2,
+        write_deepseek_v2,
+        deepseek.deepseek_v3_rules,
+        fused_rules=lambda config: deepseek.deepseek_v3_rules(config, fused=True),
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint={"family": "decoder", "attention.name": "mla"},

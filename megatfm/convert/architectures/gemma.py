@@ -72,7 +72,7 @@ GLOBAL_EVERY, THETA, LOCAL_THETA = 6, 1e6, 1e4
 """Defaults of Gemma 3 in transformers: one in so many blocks has full attention; bases of rotary positions."""
 
 
-def read(hf_config: Json) -> ModelConfig:
+def read_gemma(hf_config: Json) -> ModelConfig:
     window = make_window_section(hf_config["sliding_window"])
     blocks = make_layer_type_blocks(read_layer_types(hf_config, 2), window, {})
     return _read(hf_config, {**rope_from_hf(hf_config), **blocks})
@@ -138,7 +138,7 @@ def _read(hf_config: Json, extra: Json) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> Json:
+def write_gemma(config: ModelConfig) -> Json:
     return {**_write(config), **rope_to_hf(config)}
 
 
@@ -164,7 +164,7 @@ def _write(config: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[WeightMapping]:
+def gemma_rules(config: ModelConfig) -> list[WeightMapping]:
     bias, qk_norm = (bool(getattr(config.attention, key, False)) for key in ("bias", "qk_norm"))
     block = [
         *rename_linear("attn_residual.norm", "input_layernorm"),
@@ -188,9 +188,9 @@ register_architecture(
     Architecture(
         "gemma2",
         GEMMA2,
-        read,
-        write,
-        rules,
+        read_gemma,
+        write_gemma,
+        gemma_rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint=FINGERPRINT,
@@ -204,7 +204,7 @@ register_architecture(
         GEMMA3,
         read_3,
         write_3,
-        rules,
+        gemma_rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint=FINGERPRINT | {"attention.qk_norm": True},

@@ -11,7 +11,14 @@ from megatfm.convert.hf_values import (
     read_mapped,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, concat, per_layer, rename, rename_linear, transpose
+from megatfm.convert.weight_mapping import (
+    WeightMapping,
+    concat,
+    map_name,
+    per_layer,
+    rename_linear,
+    transpose,
+)
 from megatfm.errors import UsageError
 
 GPT_KEYS = SUMMARY_KEYS | {
@@ -95,12 +102,12 @@ def gpt_block_rules(config: ModelConfig) -> list[WeightMapping]:
         concat([f"{name}.weight" for name in qkv], "attn.c_attn.weight", [width] * 3, transpose=True),
         concat([f"{name}.bias" for name in qkv], "attn.c_attn.bias", [width] * 3),
         transpose("attn.wo.weight", "attn.c_proj.weight"),
-        rename("attn.wo.bias", "attn.c_proj.bias"),
+        map_name("attn.wo.bias", "attn.c_proj.bias"),
         *rename_linear("ffn_residual.norm", "ln_2", bias=True),
         transpose("ffn.w_up.weight", "mlp.c_fc.weight"),
-        rename("ffn.w_up.bias", "mlp.c_fc.bias"),
+        map_name("ffn.w_up.bias", "mlp.c_fc.bias"),
         transpose("ffn.w_down.weight", "mlp.c_proj.weight"),
-        rename("ffn.w_down.bias", "mlp.c_proj.bias"),
+        map_name("ffn.w_down.bias", "mlp.c_proj.bias"),
     ]
 
 
@@ -111,11 +118,11 @@ def gpt_rules(
     any."""
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
-        rename("decoder.embedding.tokens.weight", f"transformer.{tokens}.weight", copies=copies),
-        rename("decoder.embedding.positions.weight", f"transformer.{positions}.weight"),
+        map_name("decoder.embedding.tokens.weight", f"transformer.{tokens}.weight", copies=copies),
+        map_name("decoder.embedding.positions.weight", f"transformer.{positions}.weight"),
         *per_layer(config.n_layers, "decoder.layers.", "transformer.h.", gpt_block_rules(config)),
         *norm,
-        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
+        *([] if config.embedding.tied else [map_name("head.weight", "lm_head.weight")]),
     ]
 
 

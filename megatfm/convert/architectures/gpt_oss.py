@@ -26,8 +26,8 @@ from megatfm.convert.hf_values import (
 )
 from megatfm.convert.weight_mapping import (
     WeightMapping,
+    map_name,
     map_tensor,
-    rename,
     rename_linear,
     require_dropless,
     require_top_k_router,
@@ -70,7 +70,7 @@ KEYS = LLAMA_KEYS | {
 }
 
 
-def read(hf_config: Json) -> ModelConfig:
+def read_gpt_oss(hf_config: Json) -> ModelConfig:
     if hf_config["rope_parameters"] is None and not hf_config["rope_scaling"]:
         hf_config = hf_config | {"rope_parameters": YARN}
     hf_config = set_default_theta(hf_config, THETA)
@@ -110,7 +110,7 @@ def read(hf_config: Json) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> Json:
+def write_gpt_oss(config: ModelConfig) -> Json:
     experts = require_dropless(config)
     require_top_k_router(config)
     hf_config = write_llama(config.with_changes({"ffn.activation": "swiglu"}))
@@ -125,9 +125,9 @@ def write(config: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[WeightMapping]:
+def gpt_oss_rules(config: ModelConfig) -> list[WeightMapping]:
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
-    attention = [*attention_rules(bias=bias), rename("attn.core.sinks.weight", "self_attn.sinks")]
+    attention = [*attention_rules(bias=bias), map_name("attn.core.sinks.weight", "self_attn.sinks")]
     experts = [
         *rename_linear("ffn.router", "mlp.router", bias=True),
         *(
@@ -140,7 +140,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
             for kind, suffix in (("w", ""), ("b", "_bias"))
         ),
         map_tensor("ffn.experts.w_down", "mlp.experts.down_proj", swap_dims, swap_dims),
-        rename("ffn.experts.b_down", "mlp.experts.down_proj_bias"),
+        map_name("ffn.experts.b_down", "mlp.experts.down_proj_bias"),
     ]
     return llama_style_rules(config, attention, experts)
 
@@ -167,9 +167,9 @@ register_architecture(
     Architecture(
         "gpt_oss",
         KEYS,
-        read,
-        write,
-        rules,
+        read_gpt_oss,
+        write_gpt_oss,
+        gpt_oss_rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint=LLAMA_FINGERPRINT | {"ffn.name": "moe", "attention.sinks": True},

@@ -19,7 +19,7 @@ from megatfm.convert.hf_values import (
     rope_to_hf,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, map_name, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 LLAMA_KEYS: dict[str, Key] = ROPE | {
@@ -138,14 +138,14 @@ def decoder_rules(config: ModelConfig, *blocks: Sequence[WeightMapping]) -> list
     """Map a decoder. blocks: mappings of its blocks, repeated in turn."""
     copies = ["lm_head.weight"] if config.embedding.tied else []
     return [
-        rename("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
+        map_name("decoder.embedding.tokens.weight", "model.embed_tokens.weight", copies=copies),
         *(
             rule
             for i in range(config.n_layers)
             for rule in with_prefix(f"decoder.layers.{i}.", f"model.layers.{i}.", blocks[i % len(blocks)])
         ),
         *rename_linear("decoder.norm", "model.norm"),
-        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
+        *([] if config.embedding.tied else [map_name("head.weight", "lm_head.weight")]),
     ]
 
 

@@ -113,7 +113,7 @@ def find_encoder(hf_config: Mapping[str, Any]) -> tuple[str, ImageEncoder]:
     return model_type, ENCODERS[model_type]
 
 
-def read_tower(hf_config: Json) -> Json:
+def read_vision_tower(hf_config: Json) -> Json:
     """Return our section of the image encoder. Raises UsageError where the decoder would not get its patches."""
     model_type, encoder = find_encoder(hf_config)
     if (strategy := hf_config["vision_feature_select_strategy"]) != encoder.selected:
@@ -143,7 +143,7 @@ def read_llava(hf_config: Json) -> ModelConfig:
     return read_llama(text).with_changes(
         {
             "family": "vision_language",
-            "vision_tower": read_tower(hf_config),
+            "vision_tower": read_vision_tower(hf_config),
             "connector": {
                 "bias": hf_config["multimodal_projector_bias"],
                 "image_token_id": hf_config["image_token_index"],
@@ -152,7 +152,7 @@ def read_llava(hf_config: Json) -> ModelConfig:
     )
 
 
-def get_sections(config: ModelConfig) -> tuple[VisionTowerConfig, ConnectorConfig]:
+def get_llava_sections(config: ModelConfig) -> tuple[VisionTowerConfig, ConnectorConfig]:
     """Return the sections of image encoder and connector. Raises UsageError for features that LLaVA lacks."""
     tower, connector = config.vision_tower, config.connector
     if config.family != "vision_language" or tower is None or connector is None:
@@ -172,7 +172,7 @@ def choose_encoder(tower: VisionTowerConfig) -> tuple[str, ImageEncoder]:
 
 
 def write_llava(config: ModelConfig) -> Json:
-    tower, connector = get_sections(config)
+    tower, connector = get_llava_sections(config)
     model_type, encoder = choose_encoder(tower)
     vision = encoder.write(make_image_tower(config))
     pixels = {key: vision.pop(key) for key in PIXELS}
@@ -197,7 +197,7 @@ def extract_decoder(config: ModelConfig) -> ModelConfig:
 
 
 def llava_rules(config: ModelConfig) -> list[WeightMapping]:
-    vision, connector = get_sections(config)
+    vision, connector = get_llava_sections(config)
     _, encoder = choose_encoder(vision)
     tower = [
         replace(rule, hf=tuple("vision_tower." + name.removeprefix("vision_model.") for name in rule.hf))

@@ -25,7 +25,7 @@ from megatfm.convert.hf_values import (
     write_layer_types,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, concat, rename, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, concat, map_name, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 KEYS = {
@@ -97,7 +97,7 @@ CONFIG_MAPPING = {
 }
 
 
-def read(hf_config: Json) -> ModelConfig:
+def read_modernbert(hf_config: Json) -> ModelConfig:
     check_implied_values(hf_config, classifier_activation=hf_config["hidden_activation"])
     global_every = hf_config["global_attn_every_n_layers"]
     global_every = GLOBAL_EVERY if global_every is None else global_every
@@ -135,7 +135,7 @@ def read(hf_config: Json) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> Json:
+def write_modernbert(config: ModelConfig) -> Json:
     activation = activation_to_hf(config.ffn.activation, gated=True)
     return {
         **write_mapped(config, CONFIG_MAPPING),
@@ -150,7 +150,7 @@ def write(config: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[WeightMapping]:
+def modernbert_rules(config: ModelConfig) -> list[WeightMapping]:
     d_model, d_ff = config.d_model, config.ffn.d_ff
     norm_bias = require_variant(config.norm, LayerNormConfig, "model.norm").bias
     bias = require_variant(config.attention, GQAAttentionConfig, "model.attention").bias
@@ -173,7 +173,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     ]
     attn_norm_rules = norm("attn_residual.norm", "attn_norm")
     return [
-        rename(
+        map_name(
             "encoder.embedding.tokens.weight",
             "model.embeddings.tok_embeddings.weight",
             copies=["decoder.weight"],
@@ -189,7 +189,7 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
         *norm("encoder.norm", "model.final_norm"),
         *rename_linear("head.transform.dense", "head.dense", bias=config.lm_head.transform_bias),
         *norm("head.transform.norm", "head.norm"),
-        *([rename("head.bias", "decoder.bias")] if config.lm_head.bias else []),
+        *([map_name("head.bias", "decoder.bias")] if config.lm_head.bias else []),
     ]
 
 
@@ -198,9 +198,9 @@ register_architecture(
     Architecture(
         "modernbert",
         KEYS,
-        read,
-        write,
-        rules,
+        read_modernbert,
+        write_modernbert,
+        modernbert_rules,
         base_model_prefix="model.",
         max_length_key="max_position_embeddings",
         fingerprint={"family": "encoder", "position.name": "rope", "norm.first_attention_norm": False},

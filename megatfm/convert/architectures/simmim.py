@@ -8,7 +8,7 @@ from megatfm.convert.architecture import ARCHITECTURES, register_architecture
 from megatfm.convert.architectures import swin as swin  # registers the classifiers
 from megatfm.convert.architectures import vit as vit
 from megatfm.convert.hf_config import Json, used
-from megatfm.convert.weight_mapping import WeightMapping, add_leading_dims, map_tensor, rename
+from megatfm.convert.weight_mapping import WeightMapping, add_leading_dims, map_name, map_tensor
 from megatfm.errors import UsageError
 
 HEAD = "pixels"
@@ -27,7 +27,7 @@ def extract_backbone(config: ModelConfig) -> ModelConfig:
     return config.with_changes({"extra_heads": {}, "embedding.mask_token": False})
 
 
-def head_rules(prefix: str) -> list[WeightMapping]:
+def pixel_head_rules(prefix: str) -> list[WeightMapping]:
     """Map the mask token [1, D] to [1, 1, D], and the linear layer to a convolution of 1 × 1."""
     return [
         add_leading_dims("encoder.embedding.mask_tokens.weight", f"{prefix}embeddings.mask_token"),
@@ -37,7 +37,7 @@ def head_rules(prefix: str) -> list[WeightMapping]:
             lambda weight: weight[..., None, None],
             lambda weight: weight[..., 0, 0],
         ),
-        rename(f"{HEAD}.prediction.bias", "decoder.0.bias"),
+        map_name(f"{HEAD}.prediction.bias", "decoder.0.bias"),
     ]
 
 
@@ -55,7 +55,10 @@ def register_simmim(name: str, classifier: str, stride: int) -> None:
         return {**backbone.config_to_hf(extract_backbone(config)), "encoder_stride": encoder_stride}
 
     def rules(config: ModelConfig) -> list[WeightMapping]:
-        return [*backbone.weight_mappings(extract_backbone(config)), *head_rules(backbone.base_model_prefix)]
+        return [
+            *backbone.weight_mappings(extract_backbone(config)),
+            *pixel_head_rules(backbone.base_model_prefix),
+        ]
 
     architecture = replace(
         backbone,

@@ -22,7 +22,7 @@ from megatfm.convert.architecture import Architecture, register_architecture
 from megatfm.convert.architectures.vision import (
     TRAINED,
     map_convolution,
-    read_labels,
+    read_image_labels,
     read_side,
     write_labels,
 )
@@ -35,7 +35,7 @@ from megatfm.convert.hf_values import (
     read_mapped,
     write_mapped,
 )
-from megatfm.convert.weight_mapping import WeightMapping, map_tensor, rename, rename_linear, with_prefix
+from megatfm.convert.weight_mapping import WeightMapping, map_name, map_tensor, rename_linear, with_prefix
 from megatfm.errors import UsageError
 
 EPS = 1e-5
@@ -102,7 +102,7 @@ def read_swin(hf_config: Json, **options: Any) -> ModelConfig:
         "embedding.std": tuple(hf_config["image_std"] or IMAGENET_STD),
         "lm_head.name": "none",
         "init.name": "bert",
-        **read_labels(hf_config, "mean"),
+        **read_image_labels(hf_config, "mean"),
     }
     return ModelConfig.from_dotted(common | options)
 
@@ -199,7 +199,7 @@ BLOCK = [
 BLOCK_V1 = [
     *BLOCK,
     *rename_linear("attn.wk", "attention.self.key", bias=True),
-    rename("attn.position.weight", "attention.self.relative_position_bias_table"),
+    map_name("attn.position.weight", "attention.self.relative_position_bias_table"),
 ]
 
 

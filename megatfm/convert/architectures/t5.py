@@ -18,7 +18,7 @@ from megatfm.convert.hf_values import (
 )
 from megatfm.convert.weight_mapping import (
     WeightMapping,
-    rename,
+    map_name,
     rename_linear,
     stack_experts,
     unbind_experts,
@@ -168,7 +168,7 @@ def t5_style_rules(
     ]
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     return [
-        rename(
+        map_name(
             "encoder.embedding.tokens.weight",
             "shared.weight",
             copies=[*copies, *["lm_head.weight"] * config.embedding.tied],
@@ -179,14 +179,14 @@ def t5_style_rules(
             rule
             for side in ("encoder", "decoder")
             for rule in (
-                rename(
+                map_name(
                     f"{side}.position.weight",
                     f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
                 ),
                 *rename_linear(f"{side}.norm", f"{side}.final_layer_norm"),
             )
         ),
-        *([] if config.embedding.tied else [rename("head.weight", "lm_head.weight")]),
+        *([] if config.embedding.tied else [map_name("head.weight", "lm_head.weight")]),
     ]
 
 
@@ -336,7 +336,7 @@ def switch_rules(config: ModelConfig) -> list[WeightMapping]:
     def experts(n_experts: int, sublayer: int) -> list[WeightMapping]:
         hf_prefix = f"layer.{sublayer}.mlp"
         return [
-            rename("ffn.router.weight", f"{hf_prefix}.router.classifier.weight"),
+            map_name("ffn.router.weight", f"{hf_prefix}.router.classifier.weight"),
             *(
                 WeightMapping(
                     (f"ffn.experts.w_{megatfm_name}",),
@@ -350,13 +350,13 @@ def switch_rules(config: ModelConfig) -> list[WeightMapping]:
 
     def ffn(depth: int, sublayer: int) -> list[WeightMapping]:
         section = config.layer_config(depth).ffn
-        norm = rename("ffn_residual.norm.weight", f"layer.{sublayer}.layer_norm.weight")
+        norm = map_name("ffn_residual.norm.weight", f"layer.{sublayer}.layer_norm.weight")
         if isinstance(section, MoEConfig):
             return [norm, *experts(section.n_experts, sublayer)]
         return [
             norm,
             *(
-                rename(f"ffn.w_{megatfm_name}.weight", f"layer.{sublayer}.mlp.{hf_name}.weight")
+                map_name(f"ffn.w_{megatfm_name}.weight", f"layer.{sublayer}.mlp.{hf_name}.weight")
                 for megatfm_name, hf_name in projections
             ),
         ]

@@ -25,9 +25,9 @@ from megatfm.convert.weight_mapping import (
     WeightMapping,
     add_leading_dims,
     concat,
+    map_name,
     map_tensor,
     per_layer,
-    rename,
     rename_linear,
 )
 from megatfm.errors import UsageError
@@ -114,7 +114,9 @@ def add_text_tower(image: ModelConfig, text: Json, contrastive: Json, *, causal:
     )
 
 
-def get_sections(config: ModelConfig, causal: bool, loss: str) -> tuple[TextTowerConfig, ContrastiveConfig]:
+def get_tower_sections(
+    config: ModelConfig, causal: bool, loss: str
+) -> tuple[TextTowerConfig, ContrastiveConfig]:
     """Return the sections of text tower and contrastive loss. Raises UsageError for another family or kind."""
     text, contrastive = config.text_tower, config.contrastive
     if config.family != "two_towers" or text is None or contrastive is None:
@@ -158,7 +160,7 @@ def read_clip_model(hf_config: Json) -> ModelConfig:
 
 
 def write_clip_model(config: ModelConfig) -> Json:
-    text, contrastive = get_sections(config, causal=True, loss="softmax")
+    text, contrastive = get_tower_sections(config, causal=True, loss="softmax")
     scale = torch.tensor(contrastive.scale, dtype=torch.float64)
     return {
         **write_towers(config, text, write_clip, "clip"),
@@ -171,8 +173,8 @@ def text_rules(config: ModelConfig) -> list[WeightMapping]:
     """Map the text tower."""
     hf_prefix = "text_model.embeddings."
     return [
-        rename("text.embedding.tokens.weight", f"{hf_prefix}token_embedding.weight"),
-        rename("text.embedding.positions.weight", f"{hf_prefix}position_embedding.weight"),
+        map_name("text.embedding.tokens.weight", f"{hf_prefix}token_embedding.weight"),
+        map_name("text.embedding.positions.weight", f"{hf_prefix}position_embedding.weight"),
         *per_layer(
             make_text_tower(config).n_layers, "text.layers.", "text_model.encoder.layers.", TOWER_BLOCK
         ),
@@ -184,8 +186,8 @@ def clip_model_rules(config: ModelConfig) -> list[WeightMapping]:
     return [
         *clip_rules(make_image_tower(config)),
         *text_rules(config),
-        rename("image_features.projection.weight", "visual_projection.weight"),
-        rename("text_features.projection.weight", "text_projection.weight"),
+        map_name("image_features.projection.weight", "visual_projection.weight"),
+        map_name("text_features.projection.weight", "text_projection.weight"),
         map_tensor("temperature.log_scale", "logit_scale", lambda scale: scale[0], lambda scale: scale[None]),
     ]
 
@@ -207,7 +209,7 @@ def read_siglip_model(hf_config: Json) -> ModelConfig:
 
 
 def write_siglip_model(config: ModelConfig) -> Json:
-    text, contrastive = get_sections(config, causal=False, loss="sigmoid")
+    text, contrastive = get_tower_sections(config, causal=False, loss="sigmoid")
     written = write_towers(config, text, write_siglip, "siglip")
     del written["vision_config"]["vision_use_head"]
     written["text_config"]["projection_size"] = contrastive.width
@@ -230,8 +232,8 @@ def siglip_model_rules(config: ModelConfig) -> list[WeightMapping]:
         *rename_linear(f"{pool}.w_down", f"{hf_pool}.mlp.fc2", bias=True),
         *text_rules(config),
         *rename_linear("text_features.projection", "text_model.head", bias=True),
-        rename("temperature.log_scale", "logit_scale"),
-        rename("temperature.bias", "logit_bias"),
+        map_name("temperature.log_scale", "logit_scale"),
+        map_name("temperature.bias", "logit_bias"),
     ]
 
 

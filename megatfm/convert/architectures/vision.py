@@ -20,7 +20,7 @@ from megatfm.config import (
 )
 from megatfm.convert.hf_config import Json, Key, ignored, used
 from megatfm.convert.hf_values import activation_from_hf, activation_to_hf, read_mapped, write_mapped
-from megatfm.convert.weight_mapping import WeightMapping, map_tensor, per_layer, rename, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_name, map_tensor, per_layer, rename_linear
 from megatfm.errors import UsageError
 
 HALF = (0.5, 0.5, 0.5)
@@ -124,7 +124,7 @@ def write_vision(config: ModelConfig, mapping: dict[str, str]) -> Json:
     }
 
 
-def read_labels(hf_config: Json, pool: str) -> Json:
+def read_image_labels(hf_config: Json, pool: str) -> Json:
     """Return megatfm's keys of the classifier; transformers' default is two classes. Raises UsageError for
     contradictory counts."""
     names, count = hf_config["id2label"], hf_config["num_labels"]
@@ -209,7 +209,7 @@ def map_convolution(hf_name: str, embedding: PatchEmbeddingConfig) -> list[Weigh
         lambda weight: weight.unflatten(1, (embedding.channels, side, side)),
         lambda weight: weight.flatten(1),
     )
-    return [weight, *([rename(f"{megatfm_name}.bias", f"{hf_name}.bias")] if embedding.bias else [])]
+    return [weight, *([map_name(f"{megatfm_name}.bias", f"{hf_name}.bias")] if embedding.bias else [])]
 
 
 def vision_rules(names: VisionNames, config: ModelConfig) -> list[WeightMapping]:

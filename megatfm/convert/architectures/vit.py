@@ -17,7 +17,7 @@ from megatfm.convert.architectures.vision import (
     TRAINED,
     TRAINED_MAPPING,
     VisionNames,
-    read_labels,
+    read_image_labels,
     read_vision,
     vision_rules,
     write_labels,
@@ -25,7 +25,7 @@ from megatfm.convert.architectures.vision import (
 )
 from megatfm.convert.hf_config import Json, ignored, supported_values, used
 from megatfm.convert.hf_values import GATED, activation_from_hf, activation_to_hf, read_mapped
-from megatfm.convert.weight_mapping import WeightMapping, rename, rename_linear
+from megatfm.convert.weight_mapping import WeightMapping, map_name, rename_linear
 from megatfm.errors import UsageError
 
 HUB_ATTENTION = [
@@ -80,7 +80,7 @@ def register_vit(
 
     def read(hf_config: Json) -> ModelConfig:
         sizes = {"ffn.d_ff": hf_config["intermediate_size"], "embedding.n_class_tokens": len(special)}
-        return read_vision(hf_config, mean, std, **sizes, **read_labels(hf_config, "class"))
+        return read_vision(hf_config, mean, std, **sizes, **read_image_labels(hf_config, "class"))
 
     def write(config: ModelConfig) -> Json:
         labels = write_labels(config) if config.extra_heads else {}
@@ -118,10 +118,10 @@ register_vit(
 DINOV2_BLOCK = [
     *HUB_ATTENTION,
     *rename_linear("attn_residual.norm", "norm1", bias=True),
-    rename("attn_residual.branch.layer_scale.weight", "layer_scale1.lambda1"),
+    map_name("attn_residual.branch.layer_scale.weight", "layer_scale1.lambda1"),
     *rename_linear("ffn_residual.norm", "norm2", bias=True),
     *MLP,
-    rename("ffn_residual.branch.layer_scale.weight", "layer_scale2.lambda1"),
+    map_name("ffn_residual.branch.layer_scale.weight", "layer_scale2.lambda1"),
 ]
 DINOV2_KEYS = (
     KEYS
@@ -156,7 +156,7 @@ def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None
             "embedding.n_register_tokens": hf_config.get("num_register_tokens", 0),
         }
         return read_vision(
-            hf_config, IMAGENET_MEAN, IMAGENET_STD, **options, **read_labels(hf_config, "class_mean")
+            hf_config, IMAGENET_MEAN, IMAGENET_STD, **options, **read_image_labels(hf_config, "class_mean")
         )
 
     def write(config: ModelConfig) -> Json:
@@ -281,12 +281,12 @@ def dinov3_rules(config: ModelConfig) -> list[WeightMapping]:
         *rename_linear("attn.wv", "attention.v_proj", bias=True),
         *rename_linear("attn.wo", "attention.o_proj", bias=True),
         *rename_linear("attn_residual.norm", "norm1", bias=True),
-        rename("attn_residual.branch.layer_scale.weight", "layer_scale1.lambda1"),
+        map_name("attn_residual.branch.layer_scale.weight", "layer_scale1.lambda1"),
         *rename_linear("ffn_residual.norm", "norm2", bias=True),
         *(rename_linear("ffn.w_gate", "mlp.gate_proj", bias=True) if is_gated else []),
         *rename_linear("ffn.w_up", "mlp.up_proj", bias=True),
         *rename_linear("ffn.w_down", "mlp.down_proj", bias=True),
-        rename("ffn_residual.branch.layer_scale.weight", "layer_scale2.lambda1"),
+        map_name("ffn_residual.branch.layer_scale.weight", "layer_scale2.lambda1"),
     ]
     names = VisionNames(
         "",

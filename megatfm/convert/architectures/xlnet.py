@@ -16,9 +16,9 @@ from megatfm.convert.hf_values import (
 from megatfm.convert.weight_mapping import (
     WeightMapping,
     add_leading_dims,
+    map_name,
     map_tensor,
     per_layer,
-    rename,
     rename_linear,
 )
 from megatfm.errors import UsageError
@@ -65,7 +65,7 @@ CONFIG_MAPPING = {
 }
 
 
-def read(hf_config: Json) -> ModelConfig:
+def read_xlnet(hf_config: Json) -> ModelConfig:
     if hf_config["d_model"] % 2 or hf_config["n_head"] < 1:
         raise UsageError(
             f"config.json: d_model = {hf_config['d_model']}, n_head = {hf_config['n_head']}: only even "
@@ -89,7 +89,7 @@ def read(hf_config: Json) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> Json:
+def write_xlnet(config: ModelConfig) -> Json:
     return {
         **write_mapped(config, CONFIG_MAPPING),
         "d_head": config.head_width,
@@ -104,7 +104,7 @@ def write(config: ModelConfig) -> Json:
     }
 
 
-def rules(config: ModelConfig) -> list[WeightMapping]:
+def xlnet_rules(config: ModelConfig) -> list[WeightMapping]:
     n_heads = config.attention.n_heads
 
     def map_input_projection(megatfm_name: str, hf_name: str) -> WeightMapping:
@@ -125,10 +125,10 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
             lambda weight: weight.unflatten(1, (n_heads, -1)),
             lambda weight: weight.flatten(1),
         ),
-        rename("attn.content_bias", "rel_attn.r_w_bias"),
-        rename("attn.position_bias", "rel_attn.r_r_bias"),
-        rename("attn.segment_bias", "rel_attn.r_s_bias"),
-        rename("attn.segments", "rel_attn.seg_embed"),
+        map_name("attn.content_bias", "rel_attn.r_w_bias"),
+        map_name("attn.position_bias", "rel_attn.r_r_bias"),
+        map_name("attn.segment_bias", "rel_attn.r_s_bias"),
+        map_name("attn.segments", "rel_attn.seg_embed"),
         *rename_linear("attn_residual.norm", "rel_attn.layer_norm", bias=True),
         *rename_linear("ffn.w_up", "ff.layer_1", bias=True),
         *rename_linear("ffn.w_down", "ff.layer_2", bias=True),
@@ -136,18 +136,24 @@ def rules(config: ModelConfig) -> list[WeightMapping]:
     ]
     return [
         add_leading_dims("encoder.query.weight", "transformer.mask_emb", 2),
-        rename(
+        map_name(
             "encoder.embedding.tokens.weight", "transformer.word_embedding.weight", copies=["lm_loss.weight"]
         ),
         *per_layer(config.n_layers, "encoder.layers.", "transformer.layer.", block),
-        rename("head.bias", "lm_loss.bias"),
+        map_name("head.bias", "lm_loss.bias"),
     ]
 
 
 register_architecture(
     "XLNetLMHeadModel",
     Architecture(
-        "xlnet", KEYS, read, write, rules, base_model_prefix="transformer.", fingerprint={"family": "xlnet"}
+        "xlnet",
+        KEYS,
+        read_xlnet,
+        write_xlnet,
+        xlnet_rules,
+        base_model_prefix="transformer.",
+        fingerprint={"family": "xlnet"},
     ),
     base="XLNetModel",
 )

@@ -123,13 +123,13 @@ def assign_buckets(shapes: Mapping[str, Sequence[int]], ranks: int, max_elements
         yield Bucket(bucket, ranks)
 
 
-def reduce_scatter(buffer: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+def start_reduce_scatter(buffer: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """[ranks, width] → this rank's row [width] of the sum over ranks, and the work to wait for."""
     row = buffer.new_empty(buffer.shape[1])
     return row, group._reduce_scatter_base(row, buffer.view(-1), dist.ReduceScatterOptions())
 
 
-def all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> tuple[Tensor, Work]:
+def start_all_gather(row: Tensor, ranks: int, group: ProcessGroup) -> tuple[Tensor, Work]:
     """[width] on each rank → [ranks, width], and the work to wait for."""
     buffer = row.new_empty(ranks, row.numel())
     return buffer, group._allgather_base(buffer.view(-1), row)
@@ -320,7 +320,7 @@ class Replicated:
             parameter.grad = None
         data_axes = self._bucket_axes[index]
         if bucket.ranks > 1:
-            self._pending_gradients[index] = reduce_scatter(buffer, self._mesh.group(data_axes.shard))
+            self._pending_gradients[index] = start_reduce_scatter(buffer, self._mesh.group(data_axes.shard))
         else:
             row = buffer[0]
             group = self._mesh.flat_group(data_axes.all)
@@ -343,7 +343,7 @@ class Replicated:
         for index, (bucket, data_axes) in enumerate(changed):
             if bucket.ranks > 1:
                 row = bucket.pack_shard(self.local, next(iter(self._parameters.values())))
-                gathered = all_gather(row, bucket.ranks, self._mesh.group(data_axes.shard))
+                gathered = start_all_gather(row, bucket.ranks, self._mesh.group(data_axes.shard))
                 if not frozen:
                     self._pending_parameters[index] = gathered
                     continue

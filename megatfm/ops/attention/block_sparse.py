@@ -123,7 +123,7 @@ class _BlockSparse(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, rng_keys: Tensor | None,
         sinks: Tensor | None, plan: BlockAttentionPlan,
     ) -> Tensor:  # fmt: skip
-        out, lse = add_sinks(*forward(q, k, v, rng_keys, plan, bias), sinks)
+        out, lse = add_sinks(*compute_forward(q, k, v, rng_keys, plan, bias), sinks)
         ctx.save_for_backward(q, k, v, bias, rng_keys, sinks, out, lse)
         ctx.plan = plan
         return out
@@ -132,7 +132,7 @@ class _BlockSparse(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         q, k, v, bias, rng_keys, sinks, out, lse = ctx.saved_tensors
         bias_grad = bias.new_zeros(bias.shape, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
-        dq, dk, dv = backward(g, q, k, v, out, lse, rng_keys, ctx.plan, bias, bias_grad)
+        dq, dk, dv = compute_backward(g, q, k, v, out, lse, rng_keys, ctx.plan, bias, bias_grad)
         sinks_grad = compute_sinks_gradient(g, out, lse, sinks)
         return (
             dq, dk.to(k.dtype), dv.to(v.dtype), None if bias_grad is None else bias_grad.to(bias.dtype), None,
@@ -140,7 +140,7 @@ class _BlockSparse(torch.autograd.Function):
         )  # fmt: skip
 
 
-def forward(
+def compute_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -157,7 +157,7 @@ def forward(
     lse = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for band in plan.visits:
         if isinstance(band, Band):
-            tile.forward(band, q, k, v, out, lse, bias, plan)
+            tile.compute_tile(band, q, k, v, out, lse, bias, plan)
     for chunk in _iter_chunks(plan, q, k, bias):
         (qc,), (kc, vc) = _gather_queries(chunk, q), _gather_keys(chunk, k, v)
         keep = _keep_mask(chunk, rng_keys, plan)
@@ -167,7 +167,7 @@ def forward(
     return out, lse
 
 
-def backward(
+def compute_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rng_keys: Tensor | None,
     plan: BlockAttentionPlan, bias: Tensor | None = None, bias_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -184,7 +184,7 @@ def backward(
     lse = lse.masked_fill(lse == -torch.inf, 0)
     for band in plan.visits:
         if isinstance(band, Band):
-            tile.backward(band, g, q, k, v, out, lse, dq, dk, dv, bias, bias_grad, plan)
+            tile.compute_tile_gradients(band, g, q, k, v, out, lse, dq, dk, dv, bias, bias_grad, plan)
     for chunk in _iter_chunks(plan, q, k, bias):
         (qc, gc, oc, lc), (kc, vc) = _gather_queries(chunk, q, g, out, lse), _gather_keys(chunk, k, v)
         if is_bf16:

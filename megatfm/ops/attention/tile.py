@@ -213,7 +213,7 @@ MAX_TILE_SCORES = 2**21
 """Number of scores of tiles computed at once; the gradients of their keys, which overlap, are held."""
 
 
-def forward(
+def compute_tile(
     band: Band,
     q: Tensor,
     k: Tensor,
@@ -245,7 +245,7 @@ def forward(
             target.copy_(x)
 
 
-def backward(
+def compute_tile_gradients(
     band: Band, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
     dv: Tensor, bias: Tensor | None, bias_grad: Tensor | None, plan: BlockAttentionPlan,
 ) -> None:  # fmt: skip

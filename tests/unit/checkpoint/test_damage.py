@@ -17,6 +17,7 @@ import torch
 from blake3 import blake3
 
 from megatfm.checkpoint import (
+    check_all_bytes,
     chunked_io,
     file_format,
     find_latest,
@@ -25,7 +26,6 @@ from megatfm.checkpoint import (
     read_state,
     read_tensors,
     save,
-    verify,
 )
 from megatfm.checkpoint.directory import find_latest_intact
 from megatfm.errors import MegatfmError
@@ -104,7 +104,7 @@ def test_harm_is_named_and_the_one_before_is_used(
     path: Path, harm: Callable[[Path], None], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     harm(path / name)
-    for use in (read_tensors, verify, lambda path: load(path, {"w": torch.zeros(4, 6)})):
+    for use in (read_tensors, check_all_bytes, lambda path: load(path, {"w": torch.zeros(4, 6)})):
         with pytest.raises(MegatfmError, match=re.escape(str(path / name))) as error:
             use(path)
         assert "\n" not in str(error.value)
@@ -223,7 +223,7 @@ def nest(body: dict[str, Any]) -> None:
 
 
 def check_refusal(path: Path, reason: str) -> None:
-    for use in (read_tensors, verify):
+    for use in (read_tensors, check_all_bytes):
         with pytest.raises(MegatfmError, match=re.escape(reason)) as error:
             use(path)
         assert str(path) in str(error.value)
@@ -338,7 +338,7 @@ W = {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}
 )
 def test_forged_files_are_refused(path: Path, content: bytes) -> None:
     forge_shard(path, content)
-    for use in (read_tensors, verify):
+    for use in (read_tensors, check_all_bytes):
         with pytest.raises(MegatfmError, match=re.escape(str(path / SHARD))) as error:
             use(path)
         assert "\n" not in str(error.value)

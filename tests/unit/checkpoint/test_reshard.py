@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megatfm.checkpoint import (
     ShardedTensor,
+    check_all_bytes,
     find_latest_intact,
     load,
     metadata,
     read_tensors,
     save,
     sharded_tensor,
-    verify,
 )
 from megatfm.errors import MegatfmError
 from tests.support.checkpoint_schemas import write_schema_1
@@ -103,7 +103,7 @@ def load_as(path: Path, layouts: tuple[str, ...]) -> None:
 def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, saved: str, world: int) -> None:
     paths = workers.run(save_as, world, tmp_path, saved)
     assert set(paths) == {tmp_path / "step-00000001"}
-    verify(paths[0])
+    check_all_bytes(paths[0])
     tensors = read_tensors(paths[0])
     assert tensors.keys() == SHAPES.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in reference().items())
@@ -115,7 +115,7 @@ def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, saved: str, w
 def test_ranks_that_share_no_name_or_few(workers: Workers, tmp_path: Path, world: int) -> None:
     """Each rank's names are sent to rank 0, as no two of them have the same."""
     path = workers.run(save_as, world, tmp_path, "stages")[0]
-    verify(path)
+    check_all_bytes(path)
     workers.run(load_as, world, path, ("stages", "rows", "columns"))
 
 
@@ -125,7 +125,7 @@ def test_what_earlier_versions_saved_loads_under_any_layout(
 ) -> None:
     path = workers.run(save_as, 4, tmp_path, saved)[0]
     write_schema_1(path)
-    verify(path)
+    check_all_bytes(path)
     assert find_latest_intact(tmp_path) == path
     workers.run(load_as, 4, path, LAYOUTS)
     actual = read_tensors(path)

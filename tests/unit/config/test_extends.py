@@ -10,7 +10,7 @@ import pytest
 
 from megatfm import cli
 from megatfm.config import load_config, to_toml
-from megatfm.config.load import load as load_kind
+from megatfm.config.load import load_section
 from megatfm.config.marked_strings import FromFile
 from megatfm.config.prep import PrepConfig
 from megatfm.config.sources import find_config, list_presets
@@ -222,7 +222,7 @@ def test_preparation_extends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         tmp_path / "a" / "mine.toml",
         'extends = "quickstart-data"\nout = "made"\n[tokenizer]\nvocab_size = 300\n',
     )
-    config = load_kind(PrepConfig, mine)
+    config = load_section(PrepConfig, mine)
     assert (config.out, config.read.builtin) == (str(mine.parent / "made"), "python-stdlib")
     assert config.tokenizer.vocab_size == 300
 

@@ -25,7 +25,7 @@ from megatfm.config import (
     to_toml,
 )
 from megatfm.config.key_migrations import find_renamed_keys, migrate, migrate_prep
-from megatfm.config.load import load as load_kind
+from megatfm.config.load import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.config.sources import merge_files, read_files
 from megatfm.errors import UsageError
@@ -94,7 +94,7 @@ def test_a_preset_s_paths_are_relative_to_the_current_directory(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_kind(kind_of(preset), preset)
+    config = load_section(kind_of(preset), preset)
     path = config.out if isinstance(config, PrepConfig) else config.data.train
     assert Path(path).is_relative_to(tmp_path)
 

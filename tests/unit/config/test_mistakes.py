@@ -14,7 +14,7 @@ import tomli_w
 
 from megatfm.config import Config, ModelConfig, load_config
 from megatfm.config.foreign_keys import FOREIGN_KEYS
-from megatfm.config.load import load as load_kind
+from megatfm.config.load import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import list_sections
 from megatfm.errors import UsageError
@@ -212,11 +212,11 @@ def test_a_prep_config_is_held_to_its_own_keys(tmp_path: Path) -> None:
     path = tmp_path / "prep.toml"
     path.write_text('out = "x"\n[read]\n', encoding="utf-8")
     with pytest.raises(UsageError, match=r"read: nothing to read: set read\.folder to a folder"):
-        load_kind(PrepConfig, path)
+        load_section(PrepConfig, path)
     with pytest.raises(
         UsageError, match=r"split\.validation = 0\.9: input should be less than or equal to 0\.5"
     ):
-        load_kind(PrepConfig, path, ["read.folder=y", "split.validation=0.9"])
+        load_section(PrepConfig, path, ["read.folder=y", "split.validation=0.9"])
 
 
 @pytest.mark.parametrize("override", ["train", "=3", ".steps=3", "train..steps=3", "train.=3", " = 3"])
@@ -314,7 +314,7 @@ def test_every_key_by_another_name_is_a_key() -> None:
 
 def test_a_config_of_another_command_is_sent_there(file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"is a config of `megatfm train`.*: use `megatfm train {file}`$"):
-        load_kind(PrepConfig, file)
+        load_section(PrepConfig, file)
     with pytest.raises(UsageError, match=r"with out, read, .*: use `megatfm prep quickstart-data`$"):
         load_config("quickstart-data")
 

@@ -26,7 +26,7 @@ from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.prompts import build_prompts
-from megatfm.inference.text import generate_text_beam, load
+from megatfm.inference.text import generate_text_beam, open_text_model
 from megatfm.models import build
 from megatfm.parallel.mesh import build_mesh
 from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
@@ -239,7 +239,7 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
     run = run_of(tmp_path / "run", family, TOKENIZERS[kind]())
     convert(run, tmp_path / "theirs", "hf")
     written = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    actual = load(run)
+    actual = open_text_model(run)
     reference = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     for text in ("import textwrap\n    def x(self):  pass", " Größe, naïve 東京", "a  b\t\n"):
         assert (
@@ -255,7 +255,7 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
         assert written["decoder_start_token_id"] == actual.tokenizer.pad
 
     convert(tmp_path / "theirs", tmp_path / "back", "megatfm")
-    back = load(tmp_path / "back")
+    back = open_text_model(tmp_path / "back")
     assert back.tokenizer.hash == actual.tokenizer.hash
     assert back.config.data.sequence_length == 48
     assert back.config.objective == actual.config.objective
@@ -301,7 +301,7 @@ def test_training_starts_from_a_converted_folder(tmp_path: Path, workers: Worker
     (logits,) = workers.run(trained_on_from, 1, str(tmp_path / "ours"))
     torch.testing.assert_close(logits, reference(DECODER_TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
     with pytest.raises(UsageError, match="in the Hugging Face format: convert it with"):
-        load(tmp_path / "theirs")
+        open_text_model(tmp_path / "theirs")
 
 
 def find(folder: Path) -> Path:
@@ -391,7 +391,7 @@ def test_ids_rates_and_how_to_generate_travel(
     assert tokenizer_files.restore_origin(origin, {"embd_pdrop": 0.5})["bos_token_id"] == 7
     assert "embd_pdrop" not in tokenizer_files.restore_origin(origin, {"embd_pdrop": 0.5}), "it was set since"
 
-    loaded = load(tmp_path / "ours")
+    loaded = open_text_model(tmp_path / "ours")
     wanted = AutoTokenizer.from_pretrained(expected)("import os")["input_ids"]
     assert build_prompts(loaded, "import os").tokens[0].tolist() == wanted
     assert (wanted[0] == begin) == before

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatfm import checkpoint
 from megatfm.convert.convert import convert
 from megatfm.convert.deepspeed_universal import from_universal
-from megatfm.convert.load import load_model
-from megatfm.convert.restricted_pickle import Stored, _Placeholder, read
+from megatfm.convert.load import load_hf_model
+from megatfm.convert.restricted_pickle import Stored, _Placeholder, read_torch_file
 from megatfm.errors import MegatfmError
 
 TINY = LlamaConfig(
@@ -139,13 +139,13 @@ def test_a_pickle_that_calls_something_is_read_without_calling_it(tmp_path: Path
     shared = torch.arange(6.0).view(2, 3)
     table = {"param": torch.nn.Parameter(shared.T), "again": shared[1:], "evil": Calls(Path.touch, victim)}
     torch.save(table, tmp_path / "x.pt")
-    content = read(tmp_path / "x.pt")
+    content = read_torch_file(tmp_path / "x.pt")
     assert torch.equal(content["param"].tensor, shared.T)
     assert torch.equal(content["again"].tensor, shared[1:])
     assert isinstance(content["evil"], _Placeholder)
     assert not victim.exists()
     torch.save(torch.zeros(0, 3), tmp_path / "empty.pt")
-    assert read(tmp_path / "empty.pt").tensor.shape == (0, 3)
+    assert read_torch_file(tmp_path / "empty.pt").tensor.shape == (0, 3)
 
 
 ONES = torch.ones(8)
@@ -220,7 +220,7 @@ def test_a_damaged_file_is_one_line(case: str, copied: tuple[Path, Path], tmp_pa
 def test_only_a_plain_archive_of_one_pickle_is_opened(tmp_path: Path) -> None:
     good = opcodes(b"(I8\nt(I1\nt")
     archive(tmp_path / "x.pt", good)
-    assert isinstance(read(tmp_path / "x.pt"), Stored)
+    assert isinstance(read_torch_file(tmp_path / "x.pt"), Stored)
     for more in (
         {"code/m.py": b""},
         {"constants.pkl": b""},
@@ -229,11 +229,11 @@ def test_only_a_plain_archive_of_one_pickle_is_opened(tmp_path: Path) -> None:
     ):
         archive(tmp_path / "x.pt", good, **more)
         with pytest.raises(MegatfmError, match="only tables of tensors are opened"):
-            read(tmp_path / "x.pt")
+            read_torch_file(tmp_path / "x.pt")
     with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as bomb:
         bomb.writestr("a/data.pkl", bytes(10**6))
     with pytest.raises(MegatfmError, match="its entries are compressed"):
-        read(tmp_path / "x.pt")
+        read_torch_file(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("name", ["step.pt", "fp32.pt"])
@@ -259,7 +259,7 @@ def test_weights_that_are_no_numbers_are_said(
         convert(tmp_path / "ours", tmp_path / "hf", "hf")
     )
     caplog.clear()
-    load_model(tmp_path / "hf")
+    load_hf_model(tmp_path / "hf")
     assert "NaN or infinity in decoder.norm.weight:" in caplog.text
 
 
@@ -276,4 +276,4 @@ def test_a_fifo_among_safetensors_is_not_waited_for(tmp_path: Path) -> None:
     index = {"weight_map": dict.fromkeys(LlamaForCausalLM(TINY).state_dict(), "a.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(MegatfmError, match=r"a.safetensors: not a regular file"):
-        load_model(tmp_path)
+        load_hf_model(tmp_path)

@@ -14,8 +14,8 @@ from transformers.models.mixtral import modeling_mixtral
 
 from megatfm.checkpoint.directory import ADAPTER_CONFIG
 from megatfm.convert.convert import convert
-from megatfm.convert.load import load_model as load_hf
-from megatfm.convert.merge_adapters import merge
+from megatfm.convert.load import load_hf_model
+from megatfm.convert.merge_adapters import merge_adapters
 from megatfm.convert.peft import ADAPTER_WEIGHTS, flatten_experts, to_peft
 from megatfm.convert.peft_import import from_peft
 from megatfm.errors import MegatfmError, UsageError
@@ -101,9 +101,9 @@ def test_an_adapter_of_peft_is_ours_and_theirs_again(name: str, tmp_path: Path) 
 
     convert(tmp_path / "ours", tmp_path / "merged", "hf")
     torch.testing.assert_close(
-        logits(load_hf(tmp_path / "merged"), is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5
+        logits(load_hf_model(tmp_path / "merged"), is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5
     )
-    merge(tmp_path / "ours", tmp_path / "plain")
+    merge_adapters(tmp_path / "ours", tmp_path / "plain")
     plain = load_model(tmp_path / "plain")
     assert not any(is_factor(n) for n, _ in plain.named_parameters())
     torch.testing.assert_close(logits(plain, is_megatfm=True).detach(), expected, rtol=2e-4, atol=2e-5)

@@ -161,7 +161,7 @@ def test_bombs_and_other_formats_are_refused() -> None:
     with pytest.raises(SampleError, match=r"can't be decoded"):
         decode(stored(Image.fromarray(noise()), "PNG"), "jpg", 3)
     with pytest.raises(SampleError, match="floating-point"):
-        images.convert(Image.fromarray(np.zeros((2, 2), np.float32)), 3)
+        images.convert_mode(Image.fromarray(np.zeros((2, 2), np.float32)), 3)
 
 
 @pytest.mark.parametrize(

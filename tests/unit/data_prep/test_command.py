@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatfm import data_prep, tokenizers
-from megatfm.config import load, to_toml
+from megatfm.config import load_section, to_toml
 from megatfm.config.key_migrations import (
     RENAMED_PREP_KEYS,
     RENAMED_PREP_VALUES,
@@ -367,7 +367,7 @@ def test_a_file_with_old_words_is_refused_with_the_new_ones(text: str, words: st
     path = tmp_path / "prep.toml"
     path.write_text(f"out = 'x'\n{text}\n[read]\nfolder = 'y'\n")
     with pytest.raises(UsageError, match=f"words of an earlier version: .*{words}"):
-        load(PrepConfig, path, () if text else ("read.on_bad=skip",))
+        load_section(PrepConfig, path, () if text else ("read.on_bad=skip",))
 
 
 @pytest.mark.parametrize("stored", sorted(STORED.iterdir()), ids=lambda path: path.name)

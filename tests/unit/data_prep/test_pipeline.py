@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatfm import data_prep
-from megatfm.config import load
+from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import MegatfmError, UsageError
@@ -226,10 +226,12 @@ def test_a_file_system_without_locks_is_told_of(
 
 
 def test_the_preset_reads_the_standard_library() -> None:
-    config = load(PrepConfig, "quickstart-data")
+    config = load_section(PrepConfig, "quickstart-data")
     assert config.read.builtin == "python-stdlib"
     assert config.out == str(Path.cwd() / "corpora" / "quickstart")
-    assert load(PrepConfig, "quickstart-data", ["read.folder=texts"]).read.folder == str(Path.cwd() / "texts")
+    assert load_section(PrepConfig, "quickstart-data", ["read.folder=texts"]).read.folder == str(
+        Path.cwd() / "texts"
+    )
 
 
 @pytest.mark.parametrize("many", [10**6, 10])

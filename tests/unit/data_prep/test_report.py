@@ -18,7 +18,7 @@ from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution import progress
 from megatfm.data_prep.execution.progress import Reporter
-from megatfm.data_prep.report.page import format_bytes, format_number, make_bars, render
+from megatfm.data_prep.report.page import format_count, format_file_size, make_bars, render_report
 from megatfm.data_prep.shards import SplitStatistics
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from tests.support.prep_files import write_file
@@ -63,7 +63,7 @@ def test_the_page_is_whole_and_harmless(config: Make, corpus: Path) -> None:
     write_file(corpus / "again.txt", b"<script>alert(2)</script> is empty? \n")
     summary = data_prep.run(config())
     page = (summary.out / "report.html").read_text()
-    assert page == render(summary.result)
+    assert page == render_report(summary.result)
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert not re.search(r"(?:src|href)=\"(?!data:)", page)
@@ -82,12 +82,12 @@ def test_a_result_of_an_older_version_has_a_page(config: Make) -> None:
     for name in ("train", "validation"):
         for key in ("lengths", "sources", "more_sources", "vocabulary"):
             del result[name][key]
-    assert "Training split" in render(result)
+    assert "Training split" in render_report(result)
 
 
 def test_report_formats_numbers_and_bars() -> None:
-    assert [format_number(value) for value in (0, 12_345, 3_214_000, 2e9)] == ["0", "12,345", "3.21 M", "2 B"]
-    assert [format_bytes(value) for value in (12, 12_345, 3_214_000)] == ["12 B", "12.3 KB", "3.21 MB"]
+    assert [format_count(value) for value in (0, 12_345, 3_214_000, 2e9)] == ["0", "12,345", "3.21 M", "2 B"]
+    assert [format_file_size(value) for value in (12, 12_345, 3_214_000)] == ["12 B", "12.3 KB", "3.21 MB"]
     assert [bar.percent for bar in make_bars([("a", 5), ("b", 20)])] == [25.0, 100.0]
     assert make_bars([("a", 0)])[0].percent == 0
 

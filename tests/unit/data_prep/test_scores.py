@@ -19,7 +19,7 @@ from megatfm.data_prep.execution.config_identity import config_identity
 from megatfm.data_prep.filters.base import make_filter
 from megatfm.data_prep.filters.classifiers import LinearClassifier, hash_ngrams
 from megatfm.errors import UsageError
-from megatfm.inference.text import load
+from megatfm.inference.text import open_text_model
 from tests.support.trained_runs import padded_decoder, random_model, tokenizer_model, write_trained_run
 
 __all__ = ["tokenizer_model"]  # a fixture
@@ -134,7 +134,7 @@ def test_perplexity_under_a_run(tmp_path: Path, request: pytest.FixtureRequest) 
     how = {"name": "perplexity", "run": str(run), "save_as": "perplexity", "max_tokens": 30}
     actual = apply(text, **how)
     assert isinstance(actual, Document)
-    model = load(run)
+    model = open_text_model(run)
     ids = [model.tokenizer.bos, *model.tokenizer.encode_batch([text], 1)[0][:30]]
     row, total = model.config.data.sequence_length, 0.0
     with torch.no_grad():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatfm import data_prep, tokenizers
-from megatfm.config import load
+from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.data_prep.execution.config_identity import config_identity
@@ -133,10 +133,10 @@ def brought(config: Make, out: str, place: Path) -> PrepConfig:
 
 def test_settings_that_came_later_leave_old_corpora_as_they_are() -> None:
     """What was prepared before there were kinds is still taken for finished."""
-    values = config_identity(load(PrepConfig, "quickstart-data"))["tokenizer"]
+    values = config_identity(load_section(PrepConfig, "quickstart-data"))["tokenizer"]
     assert values == {"vocab_size": 4096, "sentinels": 32, "train_bytes": 2**27}
     values = config_identity(
-        load(PrepConfig, "quickstart-data", ["tokenizer.kind=wordpiece", "tokenizer.lowercase=false"])
+        load_section(PrepConfig, "quickstart-data", ["tokenizer.kind=wordpiece", "tokenizer.lowercase=false"])
     )
     assert values["tokenizer"]["kind"] == "wordpiece"
     assert values["tokenizer"]["lowercase"] is False
@@ -162,7 +162,7 @@ def test_settings_that_came_later_leave_old_corpora_as_they_are() -> None:
 )
 def test_settings_that_do_nothing_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        load(PrepConfig, "quickstart-data", overrides)
+        load_section(PrepConfig, "quickstart-data", overrides)
     assert message in str(caught.value)
 
 

@@ -302,7 +302,7 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("2 GB", 2_000_000_000), ("1.5MB", 1_500_000), ("60 kB", 60_000)])
 def test_recompute_sizes_are_parsed(text: str, size: int) -> None:
-    assert activation_checkpointing.parse_size(text) == size
+    assert activation_checkpointing.parse_bytes(text) == size
 
 
 def test_without_gradients_nothing_is_kept_for_later() -> None:

@@ -24,7 +24,7 @@ from megatfm.estimate.page import (
     memory_parts,
     scaling_lines,
     timeline_drawing,
-    write_page,
+    write_estimate_page,
 )
 from megatfm.estimate.roofline import attention_seconds, elementwise_seconds, matmul_seconds, measured_rate
 from megatfm.estimate.write import layout_config, write_layout
@@ -52,9 +52,9 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
     config = load_config("gpt2-124m", overrides)
     with estimator(config, load_cluster("h100", 8)) as opened:
         estimate = opened.estimate(opened.base)
-        write_page(opened, estimate, tmp_path / "page.html")
+        write_estimate_page(opened, estimate, tmp_path / "page.html")
         with pytest.raises(UsageError, match="the file exists"):
-            write_page(opened, estimate, tmp_path / "page.html")
+            write_estimate_page(opened, estimate, tmp_path / "page.html")
     memory, timeline = memory_drawing(estimate), timeline_drawing(estimate)
     assert timeline is not None
     assert len(memory.boxes) == 4 * len(MEMORY_PARTS)

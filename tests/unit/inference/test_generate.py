@@ -12,7 +12,7 @@ from megatfm.commands.models import add_generate_arguments, generate_command
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Prompts, Sampling, generate, stream
 from megatfm.inference.detokenizer import IncrementalDetokenizer
-from megatfm.inference.text import load
+from megatfm.inference.text import open_text_model
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.models import Decoder
 from megatfm.tokenizers import SentencePieceTokenizer, Tokenizer
@@ -258,7 +258,7 @@ def run_command(*words: str) -> int:
 
 def test_prints_the_prompt_and_what_follows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(str(run), "--prompt", "Größe ", "--max-tokens", "9", "--temperature", "0") == 0
-    loaded = load(run)
+    loaded = open_text_model(run)
     ids = [loaded.tokenizer.bos, *loaded.tokenizer.encode("Größe ")]
     logits_end = loaded.tokenizer.vocab_size  # the model has rows that no text stands for
     loaded.model.head.weight.data[logits_end:] = 0
@@ -283,7 +283,7 @@ def test_several_samples_are_kept_beside_the_first_ones(
 
 def test_a_sample_ends_where_any_stop_token_does_however_long_the_others_are(run: Path) -> None:
     """Ids that are ordinary text, so that a repeated one would show."""
-    loaded = load(run)
+    loaded = open_text_model(run)
     tokens, vocabulary = torch.tensor([[loaded.tokenizer.bos]] * 3), loaded.tokenizer.vocab_size
     sampling = Sampling(1.0, top_p=0.9, vocab_size=vocabulary)
     free = torch.stack(list(stream(loaded.model, tokens, sampling, max_tokens=12)), 1).tolist()

@@ -13,14 +13,13 @@ import pytest
 import torch
 import transformers
 
-from megatfm.convert.load import load_generation_fields
-from megatfm.convert.load import load_model as load_hf
+from megatfm.convert.load import load_generation_fields, load_hf_model
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.evaluation_tasks import evaluate_questions
 from megatfm.inference.harness import HarnessRequests, harness_model, run_harness
 from megatfm.inference.likelihood import Continuation, encode_continuation, score
-from megatfm.inference.text import TextModel, load
+from megatfm.inference.text import TextModel, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
 from tests.support.hf_folders import perturbed, write_gpt2
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
@@ -60,12 +59,14 @@ answer = "key"
 def loaded(tmp_path: Path, tokenizer_model: bytes) -> TextModel:
     """A model of 24 positions at most."""
     config = SMALL_DECODER.with_changes({"position": {"name": "learned", "max_positions": 24}})
-    return load(write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32)))
+    return open_text_model(
+        write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    )
 
 
 @pytest.fixture
 def unlimited(tmp_path: Path, tokenizer_model: bytes) -> TextModel:
-    return load(
+    return open_text_model(
         write_trained_run(tmp_path / "other", tokenizer_model, random_model(SMALL_DECODER, torch.float32))
     )
 
@@ -180,7 +181,7 @@ def test_likelihoods_and_texts_are_those_of_the_harness_s_model(tmp_path: Path) 
     harness = pytest.importorskip("lm_eval.models.huggingface")
     folder = write_gpt2(tmp_path / "gpt2")
     reference = harness.HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32")
-    model = harness_model(TextModel(load_hf(folder), **load_generation_fields(folder)), batch_size=3)
+    model = harness_model(TextModel(load_hf_model(folder), **load_generation_fields(folder)), batch_size=3)
     texts = [row["ask"] for row in ROWS]
     pairs = [(text, answer) for text in texts[:4] for answer in (" größer", "if 東京", " the end")]
     kinds = {
@@ -228,7 +229,7 @@ def write_chat_model(folder: Path) -> Path:
 
 
 def open_chat_model(folder: Path) -> TextModel:
-    return TextModel(load_hf(folder), **load_generation_fields(folder))
+    return TextModel(load_hf_model(folder), **load_generation_fields(folder))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 
 import megatfm
 from megatfm.config import EvaluationTaskConfig
-from megatfm.convert.load import load_model as load_hf
+from megatfm.convert.load import load_hf_model
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.decoding import Sampling
@@ -25,7 +25,7 @@ from megatfm.inference.likelihood import (
     padded_length,
     score,
 )
-from megatfm.inference.text import generate_text, load
+from megatfm.inference.text import generate_text, open_text_model
 from megatfm.models import build
 from megatfm.tasks.question_scores import Likelihood
 from megatfm.tasks.questions import open_evaluation_task
@@ -119,7 +119,7 @@ def test_a_greedy_continuation_is_told() -> None:
 def test_likelihoods_are_transformers_s(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     reference = make().double()
     reference.save_pretrained(tmp_path / "hf")
-    model = load_hf(tmp_path / "hf", dtype=torch.float64)
+    model = load_hf_model(tmp_path / "hf", dtype=torch.float64)
     continuations = draw_continuations(8, vocabulary=60, longest=20)
     expected = []
     for row in continuations:
@@ -184,7 +184,7 @@ def test_text_is_cut_where_the_context_ends(tmp_path: Path, tokenizer_model: byt
     run = write_trained_run(
         tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32), objective
     )
-    loaded = load(run)
+    loaded = open_text_model(run)
     tokenizer = loaded.tokenizer
     continuation = encode_continuation(loaded, "import textwrap", " as größer")
     assert continuation.context == [tokenizer.bos, *tokenizer.encode("import textwrap")]
@@ -201,7 +201,7 @@ def test_text_is_cut_where_the_context_ends(tmp_path: Path, tokenizer_model: byt
 
 def test_an_encoder_reads_the_context(tmp_path: Path, tokenizer_model: bytes) -> None:
     model = random_model(MODELS["encoder-decoder"], torch.float32)
-    loaded = load(write_trained_run(tmp_path / "run", tokenizer_model, model, "prefix"))
+    loaded = open_text_model(write_trained_run(tmp_path / "run", tokenizer_model, model, "prefix"))
     tokenizer = loaded.tokenizer
     continuation = encode_continuation(loaded, "import textwrap", "as größer")
     assert continuation.encoder == [*tokenizer.encode("import textwrap"), tokenizer.eos]
@@ -234,7 +234,7 @@ def write_run(folder: Path, tokenizer_model: bytes, name: str = "decoder") -> Pa
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_texts_of_many_prompts_are_those_of_each(tmp_path: Path, tokenizer_model: bytes, name: str) -> None:
-    loaded = load(write_run(tmp_path, tokenizer_model, name), dtype="float64")
+    loaded = open_text_model(write_run(tmp_path, tokenizer_model, name), dtype="float64")
     vocabulary = loaded.tokenizer.vocab_size
     alone = [
         generate_text(loaded, prompt, Sampling(vocab_size=vocabulary), 8, 1, sentinel="never")[0]
@@ -266,13 +266,13 @@ def write_task(folder: Path, kind: str, answers: list[str], more: str = "") -> P
 
 def evaluated(run: Path, task: Path) -> list[Any]:
     torch.set_num_threads(1)
-    loaded, opened = load(run, dtype="float64"), open_evaluation_task(task)
+    loaded, opened = open_text_model(run, dtype="float64"), open_evaluation_task(task)
     return [evaluate_questions(loaded, opened, batch_size=batch_size) for batch_size in (1, 7, 32)]
 
 
 def test_a_text_is_drawn_the_same_in_any_batch(tmp_path: Path, tokenizer_model: bytes) -> None:
     """A draw is numbered by the request, not by its place in a block."""
-    loaded = load(write_run(tmp_path, tokenizer_model), dtype="float64")
+    loaded = open_text_model(write_run(tmp_path, tokenizer_model), dtype="float64")
     sampling = Sampling(temperature=1.0, seed=3, vocab_size=loaded.tokenizer.vocab_size)
     requests = [TextRequest(prompt, 8, sampling=sampling) for prompt in (*PROMPTS, *PROMPTS[:3])]
     alone = generate_texts(loaded, requests, batch_size=1)
@@ -303,7 +303,7 @@ def test_ranks_and_batches_change_no_decision(
     workers: Workers, tmp_path: Path, tokenizer_model: bytes, kind: str, shots: int
 ) -> None:
     run = write_run(tmp_path, tokenizer_model)
-    loaded = load(run, dtype="float64")
+    loaded = open_text_model(run, dtype="float64")
     texts = generate_texts(loaded, [TextRequest(prompt or "z", 6) for prompt in PROMPTS])
     answers = [text.strip() or "none" for text in texts[:3]] + ["größer", "東京", "x y", "import"]
     task = write_task(tmp_path, kind, answers, f"{OPTIONS.get(kind, '')}shots = {shots}\n")
@@ -329,7 +329,7 @@ def test_the_nearest_answer_is_found(tmp_path: Path, tokenizer_model: bytes) -> 
     """Answers that are the prompts are their own nearest; of shuffled ones the ranks are counted by hand."""
     run = write_run(tmp_path, tokenizer_model)
     same = write_task(tmp_path, "retrieval", [prompt or "z" for prompt in PROMPTS])
-    loaded = load(run)
+    loaded = open_text_model(run)
     assert evaluate_questions(loaded, open_evaluation_task(same)).summary["metrics"]["recall_at_1"] == 1
     others = [*PROMPTS[3:], "a", "b", "z"]
     task = open_evaluation_task(write_task(tmp_path, "retrieval", others))

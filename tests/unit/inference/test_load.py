@@ -18,7 +18,7 @@ from megatfm.convert.convert import convert
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.decoding import Prompts, Sampling, generate
 from megatfm.inference.prompts import build_prompts
-from megatfm.inference.text import TextModel, generate_text, generate_text_beam, load
+from megatfm.inference.text import TextModel, generate_text, generate_text_beam, open_text_model
 from megatfm.models import Decoder
 from megatfm.objectives import SpecialTokens
 from megatfm.objectives.base import make_prefix_lm_example, make_seq2seq_example
@@ -36,7 +36,7 @@ from tests.support.uninitialized_memory import lies_wrong, misaligned, only_torc
 def test_a_run_and_its_checkpoint_open_alike(run: Path) -> None:
     original = random_model(padded_decoder(), torch.float32)
     for path in (run, run / "checkpoints" / "step-00000030"):
-        loaded = load(path)
+        loaded = open_text_model(path)
         assert (loaded.step, loaded.run_dir, loaded.config.name) == (30, run, "small")
         assert not loaded.model.training
         assert loaded.model.head.weight is loaded.model.decoder.embedding.tokens.weight
@@ -55,7 +55,7 @@ def test_megatfm_load_gives_the_model(run: Path) -> None:
 def test_weights_of_any_precision_become_float32(
     tmp_path: Path, tokenizer_model: bytes, model: Decoder
 ) -> None:
-    loaded = load(write_trained_run(tmp_path / "fp64", tokenizer_model, model))
+    loaded = open_text_model(write_trained_run(tmp_path / "fp64", tokenizer_model, model))
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
 
 
@@ -91,17 +91,17 @@ def test_importing_megatfm_needs_no_torch() -> None:
 
 def test_nothing_to_open(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a checkpoint nor a run directory"):
-        load(tmp_path)
+        open_text_model(tmp_path)
     with pytest.raises(
         UsageError, match=r"there is no such folder: .*`hf download meta-llama/Tiny --local-dir Tiny`"
     ):
-        load("meta-llama/Tiny")
+        open_text_model("meta-llama/Tiny")
     (tmp_path / "runs").mkdir()
     for gone in (tmp_path / "runs/gone", "gone"):
         with pytest.raises(
             UsageError, match=r"gone: there is no such folder: give one with a run or checkpoint$"
         ):
-            load(gone)
+            open_text_model(gone)
 
 
 def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
@@ -109,7 +109,7 @@ def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None
     assert other != tokenizer_model
     (run / "tokenizer.model").write_bytes(other)
     with pytest.raises(UsageError, match="not the tokenizer that step-00000030 was trained with"):
-        load(run)
+        open_text_model(run)
 
 
 def test_a_config_of_another_version_is_named(run: Path) -> None:
@@ -117,19 +117,19 @@ def test_a_config_of_another_version_is_named(run: Path) -> None:
     config["model"]["horns"] = 2
     write_next_checkpoint(run, {"config": config, "megatfm": "9.9"})
     with pytest.raises(MegatfmError, match=r"model\.horns.*9\.9"):
-        load(run)
+        open_text_model(run)
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_named(run: Path) -> None:
     write_next_checkpoint(run, {}, {"model.extra": torch.zeros(2)})
     with pytest.raises(MegatfmError, match=r"model\.extra is in the checkpoint, but not in the model"):
-        load(run)
+        open_text_model(run)
 
 
 def test_a_weight_of_another_shape_is_named(run: Path) -> None:
     write_next_checkpoint(run, {}, {"model.decoder.norm.weight": torch.zeros(2)})
     with pytest.raises(MegatfmError, match=r"model\.decoder\.norm\.weight is \[2\], but \[32\]"):
-        load(run)
+        open_text_model(run)
 
 
 def test_weights_lie_as_fresh_ones_wherever_they_were_read(
@@ -139,7 +139,7 @@ def test_weights_lie_as_fresh_ones_wherever_they_were_read(
     tokens, read = torch.tensor([[1, 5, 9]]), checkpoint.read_tensors
     planted = lambda *args: {name: misaligned(tensor) for name, tensor in read(*args).items()}  # noqa: E731
     monkeypatch.setattr(checkpoint, "read_tensors", planted)
-    model = load(run).model
+    model = open_text_model(run).model
     assert [name for name, parameter in model.named_parameters() if lies_wrong(parameter)] == []
     with only_torchs_memory():
         logits = model(tokens).logits
@@ -147,7 +147,7 @@ def test_weights_lie_as_fresh_ones_wherever_they_were_read(
 
 
 def test_generating_and_sampling_reckon_in_torchs_memory(run: Path) -> None:
-    loaded = load(run)
+    loaded = open_text_model(run)
     with only_torchs_memory():
         for temperature in (0.0, 1.0):
             generate(
@@ -218,7 +218,7 @@ def test_a_checkpoint_without_a_step_is_one_line(run: Path) -> None:
     with pytest.raises(
         MegatfmError, match=r"step-00000031: not a checkpoint of a run: its state has no step"
     ):
-        load(run)
+        open_text_model(run)
 
 
 def test_what_is_asked_of_a_model_wrongly_is_one_line(run: Path) -> None:
@@ -246,7 +246,7 @@ PAIRS = SMALL_DECODER.model_copy(update={"family": "encoder_decoder"})
 
 
 def opened(folder: Path, tokenizer_model: bytes, config: ModelConfig, objective: str) -> TextModel:
-    return load(
+    return open_text_model(
         write_trained_run(folder / "run", tokenizer_model, random_model(config, torch.float32), objective)
     )
 

@@ -15,7 +15,7 @@ import pytest
 from megatfm.errors import LockedError, UsageError
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
-from megatfm.launchers.record import read_json, tail_jsonl
+from megatfm.launchers.record import read_json_if_valid, tail_jsonl
 from megatfm.launchers.status import get_run_status
 from tests.support.launch_jobs import job, launch
 
@@ -296,7 +296,7 @@ def test_a_run_directory_that_is_no_text_is_refused(folder: Path, monkeypatch: p
 
 def test_what_is_nested_too_deep_is_taken_for_damage(tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text("[" * 100_000)
-    assert read_json(tmp_path / "launch.json", "nothing") == "nothing"
+    assert read_json_if_valid(tmp_path / "launch.json", "nothing") == "nothing"
     assert tail_jsonl(tmp_path / "launch.json", 1) == []
 
 

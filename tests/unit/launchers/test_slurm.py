@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatfm.config import load, load_config, to_toml
+from megatfm.config import load_config, load_section, to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.launchers import RunHandle, snapshot, submit
-from megatfm.launchers.run_jobs import cancel
+from megatfm.launchers.run_jobs import cancel_run
 from megatfm.launchers.status import get_run_status
 from tests.support.documentation import ROOT
 from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, launch
@@ -159,7 +159,7 @@ def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
     assert (run / "launch.json").read_text() == note
     assert (get_run_status(run).state.name, get_run_status(run).state.is_over) == ("UNKNOWN", False)
     if fails != "no SLURM here":
-        assert cancel(run) == "cancelled job 12", "whatever squeue says"
+        assert cancel_run(run) == "cancelled job 12", "whatever squeue says"
 
 
 def test_an_evaluation_leaves_the_config_of_a_waiting_job_alone(folder: Path, fake_slurm: FakeSlurm) -> None:
@@ -187,7 +187,7 @@ def test_an_evaluation_joins_the_record_of_its_run(
     assert get_run_status(run).state.reason == "job 12, n1; evaluation in job 13: RUNNING"
     with pytest.raises(UsageError, match=r"job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
         launch(*evaluate, config="runs/mine")
-    assert cancel(run) == "cancelled jobs 12, 13"
+    assert cancel_run(run) == "cancelled jobs 12, 13"
     assert fake_slurm.calls[-1] == "scancel 12 13"
 
 
@@ -224,7 +224,7 @@ def test_a_preparation_and_an_evaluation_are_submitted(
     (folder / "texts").mkdir()
     launch("--slurm", "--prep", "--array", "4", "read.folder=texts", "out=made", config="quickstart-data")
     assert capsys.readouterr().out.startswith("job 5 is queued: 4 tasks\n")
-    queued = load(PrepConfig, folder / "made.jobs" / "slurm" / "config.toml")
+    queued = load_section(PrepConfig, folder / "made.jobs" / "slurm" / "config.toml")
     assert (queued.out, queued.read.folder) == (str(folder / "made"), str(folder / "texts"))
     assert not (folder / "made").exists(), "prep refuses a folder with what it didn't make"
     launch("--slurm", name_of(folder))

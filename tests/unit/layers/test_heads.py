@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatfm.config import Config, ModelConfig
-from megatfm.convert.load import load_model
+from megatfm.convert.load import load_hf_model
 from megatfm.errors import UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.preference import PREFERENCE_TERMS, Preference
@@ -169,7 +169,7 @@ def head(**options: Any) -> dict[str, Any]:
 def test_layers_are_those_of_transformers(tmp_path: Path) -> None:
     hf_model = hf_encoder("BertForMaskedLM")
     hf_model.save_pretrained(tmp_path / "bert")
-    plain = load_model(tmp_path / "bert")
+    plain = load_hf_model(tmp_path / "bert")
     config = plain.config.with_changes(
         {**head(layers=[0, 1, -1]), "lm_head": {"name": "none", "bias": False}}
     )

@@ -12,7 +12,7 @@ from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.layers.attention.kv_cache import KVCache
 from megatfm.layers.initialisation import Constant, Normal, initialise
-from megatfm.models import Decoder, build, compute_lr_scales
+from megatfm.models import Decoder, build, compute_mup_lr_scales
 
 LENGTHS = (5, 1, 6)
 T = sum(LENGTHS) + 2
@@ -206,7 +206,7 @@ def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:
     )
     model = build(config).double()
     initialise(model, 1)
-    scales = compute_lr_scales(model, config)
+    scales = compute_mup_lr_scales(model, config)
     groups = [{"params": [p], "lr": 0.01 * scales.get(name, 1.0)} for name, p in model.named_parameters()]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     tokens = torch.randint(0, 50, (4, 17), generator=torch.Generator().manual_seed(2))

@@ -12,7 +12,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.attention.patterns.pattern import BlockBounds
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import block_sparse
-from megatfm.ops.attention.block_sparse import backward, block_sparse_attention, forward
+from megatfm.ops.attention.block_sparse import block_sparse_attention, compute_backward, compute_forward
 from megatfm.ops.attention.flex import flex
 from megatfm.ops.attention.mask import DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
@@ -94,10 +94,10 @@ def test_queries_that_see_no_key_get_zeros_and_give_no_gradient() -> None:
     q, g = (torch.randn(2, 4, 8, 16, generator=random) for _ in range(2))
     k, v = (torch.randn(2, 2, 8, 16, generator=random) for _ in range(2))
     how = BlockAttentionPlan.build([], 8, 16, AttentionOptions(), zero_distance=7)
-    out, lse = forward(q, k, v, None, how)
+    out, lse = compute_forward(q, k, v, None, how)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
-    assert all((x == 0).all() for x in backward(g, q, k, v, out, lse, None, how))
+    assert all((x == 0).all() for x in compute_backward(g, q, k, v, out, lse, None, how))
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def test_f1_of_spans_is_seqeval_s_on_random_tags() -> None:
 
 def test_many_labels_by_hand() -> None:
     targets, predicted = np.array([[1, 0, 1], [0, 0, 1]]), np.array([[1, 0, 1], [1, 0, 0]])
-    assert metrics.exact_match(targets, predicted) == 0.5
+    assert metrics.subset_accuracy(targets, predicted) == 0.5
     assert metrics.f1_micro(targets, predicted) == pytest.approx(2 * 2 / (3 + 3))
     assert metrics.f1_macro(targets, predicted) == pytest.approx((2 / 3 + 0 + 2 / 3) / 3)
 
