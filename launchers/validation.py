@@ -1,7 +1,7 @@
 """Checks of a job before it is queued: layout and batch against processes, paths, time limits. Imports no torch."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatfm.config import Config
@@ -185,11 +185,18 @@ def _iter_config_paths(job: Job) -> Iterator[tuple[str, str, str]]:
     """Yield (key, path, file that must exist under the path or "") for all input paths of a config."""
     config = job.config
     if isinstance(config, PrepConfig):
-        paths = {"read.folder": config.read.folder, "tokenizer.file": config.tokenizer.file}
+        paths: dict[str, str | None] = {
+            "read.folder": config.read.folder,
+            "read.labels.table": config.read.labels.table,
+            "read.labels.classes": config.read.labels.classes,
+            "tokenizer.file": config.tokenizer.file,
+        }
         yield from ((key, path, "") for key, path in paths.items() if path)
         for index, step in enumerate(config.steps):
-            files = [*([step.file] if hasattr(step, "file") else []), *getattr(step, "against", ())]
-            yield from ((f"steps[{index}]", path, "") for path in files)
+            for key in ("file", "files", "folder", "run"):
+                value: str | Sequence[str] = getattr(step, key, ())
+                step_paths = [value] if isinstance(value, str) else value
+                yield from ((f"steps[{index}].{key}", path, "") for path in step_paths)
         return
     data = config.data
     for name, path in data.validation.items():

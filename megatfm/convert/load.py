@@ -28,7 +28,7 @@ log = logging.getLogger("megatfm")
 def load_hf_model(
     path: str | Path, device: str | torch.device = "cpu", *, dtype: str | torch.dtype = "float32"
 ) -> nn.Module:
-    """Load a model in evaluation mode. dtype: as in `inference.text.open_text_model`. Raises UsageError, MegatfmError."""
+    """Load a model in evaluation mode. dtype: as in `open_text_model`. Raises UsageError, MegatfmError."""
     folder = open_folder(path)
     first_tensors = folder.megatfm_tensors(folder.rules[0]).values() if dtype == "auto" else []
     dtype = choose_dtype(dtype, next((tensor.dtype for tensor in first_tensors), torch.float32))

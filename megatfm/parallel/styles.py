@@ -155,8 +155,12 @@ def _sum_real_tokens(module: nn.Module, tp: TensorParallelGroup, layouts: Layout
 def _sum_matmul(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     has_bias = "bias" in layouts
 
+    multiply: Callable[..., Tensor] = getattr(
+        module, "multiply", F.linear
+    )  # `Linear` has one, a plugin's layer may not
+
     def forward(x: Tensor) -> Tensor:
-        y = tp.reduce_output(getattr(module, "product", F.linear)(x, module.weight, None))  # type: ignore[arg-type]
+        y = tp.reduce_output(multiply(x, module.weight, None))
         # The bias is added once, after the sum over ranks.
         return y + module.bias if has_bias else y  # type: ignore[operator]
 
@@ -169,7 +173,7 @@ def _slice_heads(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -
 
     def forward(x: Tensor) -> Tensor:
         parts = [module.get_parameter(key).unflatten(0, (heads, -1))[head] for key in layouts]
-        return getattr(module, "product", F.linear)(x, parts[0], parts[1] if parts[1:] else None)
+        return getattr(module, "multiply", F.linear)(x, parts[0], parts[1] if parts[1:] else None)
 
     replace_forward(module, forward)
 

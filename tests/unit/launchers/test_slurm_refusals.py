@@ -154,11 +154,21 @@ def test_what_would_fail_after_the_wait_is_refused_before(
     assert re.search(f"^note: this would be refused: {reason}", capsys.readouterr().err, re.MULTILINE)
 
 
-def test_a_preparation_looks_for_its_files(fake_slurm: FakeSlurm, folder: Path) -> None:
-    for word in ("read.folder=nowhere", "tokenizer.file=nowhere"):
-        key, _, value = word.partition("=")
-        with pytest.raises(UsageError, match=f"{key} = '.*/{value}': there is no such file"):
-            launch("--slurm", "--prep", f"read.folder={folder}", word, config="quickstart-data")
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("read.folder", ["read.folder=nowhere"]),
+        ("tokenizer.file", ["tokenizer.file=nowhere"]),
+        ("steps[0].files", ['steps=[{name="decontaminate", files=["nowhere"]}]']),
+        ("steps[0].file", ['steps=[{name="url_filter", file="nowhere"}]']),
+        ("read.labels.table", ["read.format=images", "read.labels={by='table', table='nowhere'}"]),
+    ],
+)
+def test_a_preparation_looks_for_its_files(
+    fake_slurm: FakeSlurm, folder: Path, key: str, words: list[str]
+) -> None:
+    with pytest.raises(UsageError, match=rf"{re.escape(key)} = '.*/nowhere': there is no such file"):
+        launch("--slurm", "--prep", f"read.folder={folder}", *words, config="quickstart-data")
 
 
 def test_what_is_merely_worth_knowing_is_a_note(
