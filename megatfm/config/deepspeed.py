@@ -169,7 +169,7 @@ def _iter_offload_problems(
         yield f"deepspeed.zero_hpz_partition_size = {offload.zero_hpz_partition_size} and {problem}"
     for key in offload.quantized_keys:
         if train.device == "cpu":
-            yield f"deepspeed.{key} and train.device = 'cpu': its operator is CUDA's alone: leave it out"
+            yield f"deepspeed.{key} and train.device = 'cpu': its operator needs CUDA: leave it out"
         if problem := _find_zero_plus_plus_problem(parallel):
             yield f"deepspeed.{key} and {problem}"
 

@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -124,7 +125,7 @@ class TextClassifier(TaskHead):
         super().__init__(config, section, section.classes)
         self.loss: str = section.loss
         # No buffer, since it is no part of a checkpoint.
-        self.class_weights_C = torch.tensor(section.class_weights, dtype=torch.float64, device="cpu")
+        self.class_weights_C = torch.from_numpy(np.array(section.class_weights))
         self.row_scores = RowScores() if section.both_orders else None
 
     def forward(

@@ -125,7 +125,9 @@ def a_caption_ends_at_its_rank_s_last_token(patch: Patch) -> None:
             return real(sequence, last=last)
         return real(
             SimpleNamespace(
-                on_host=lambda: SimpleNamespace(positions=sequence.positions, documents=sequence.documents),
+                on_host=lambda: SimpleNamespace(
+                    full_sequence=SimpleNamespace(positions=sequence.positions, documents=sequence.documents)
+                ),
                 positions=sequence.positions,
             ),
             last=True,

@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.longformer import modeling_longformer
 from transformers.models.mistral import modeling_mistral
 from transformers.models.modernbert import modeling_modernbert
+from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.xlnet import modeling_xlnet
 
 from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
@@ -112,6 +113,7 @@ DECODERS = {
     "GPT2": GPT,
     "Llama": LLAMA,
     "Mistral": {**LLAMA, "attention.pattern": {"name": "window", "width": 4}},
+    "Qwen3": {**LLAMA, "attention.qk_norm": True},
 }
 XLNET = {
     "family": "xlnet", "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 3, "attention.name": "two_stream",
@@ -122,22 +124,33 @@ LAST_TOKEN_CLASSES = [
     ("OpenAIGPT", "SequenceClassification"),
     *(
         (relative, task)
-        for relative in ("GPT2", "Llama", "Mistral")
+        for relative in ("GPT2", "Llama", "Mistral", "Qwen3")
         for task in HEADS_OF_CLASS
         if task != "MultipleChoice"
     ),
     *(("XLNet", task) for task in HEADS_OF_CLASS),
 ]
 """Models whose last token tells the class."""
+SAME_HEADS = {
+    "DeepseekV2": ["SequenceClassification"],
+    "DeepseekV3": ["SequenceClassification", "TokenClassification"],
+    "Gemma2": ["SequenceClassification", "TokenClassification"],
+    "Gemma3Text": ["SequenceClassification"],
+    "GptOss": ["SequenceClassification", "TokenClassification"],
+    "Mixtral": ["SequenceClassification", "TokenClassification", "QuestionAnswering"],
+    "Qwen3Moe": ["SequenceClassification", "TokenClassification", "QuestionAnswering"],
+}
+"""Decoders whose logits alone are compared (tests/unit/convert/test_task_heads.py): their heads are Llama's."""
 LABELS = torch.tensor([2, 0, 1])
 MODELING = (
     modeling_longformer, modeling_deberta, modeling_deberta_v2, modeling_modernbert, modeling_llama, modeling_mistral,
-    modeling_rope_utils, modeling_xlnet,
+    modeling_qwen3, modeling_rope_utils, modeling_xlnet,
 )  # fmt: skip
 
 
 def test_every_head_here_is_tried() -> None:
     expected = {class_name(relative, task) for relative, task in [*CLASSES, *LAST_TOKEN_CLASSES]}
+    expected |= {f"{relative}For{task}" for relative, tasks in SAME_HEADS.items() for task in tasks}
     assert {name for name in ARCHITECTURES.names() if TASK_CLASSES.fullmatch(name)} == expected
 
 

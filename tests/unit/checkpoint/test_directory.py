@@ -225,7 +225,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     for step in (3, 5):
         save_step(tmp_path, step)
     newer(tmp_path / "step-00000005")
-    reason = r"written by a newer megatfm \(9\.1\.0, schema version 3\); this is .*, which reads 1 to 2: go on with"
+    reason = r"written by a newer megatfm \(9\.1\.0, schema version 3\); this is .*, which reads 1 to 2: use"
     for use in (find_latest, find_latest_intact, lambda folder: save_step(folder, 5)):
         with pytest.raises(MegatfmError, match=reason):
             use(tmp_path)

@@ -59,7 +59,7 @@ def test_several_images_stand_as_in_training(placement: str, tmp_path: Path, tok
     objective = build_objective(config.objective, config.model, special, LENGTHS, config.data.images)
     files = {f"{number}.png": path.read_bytes() for number, path in enumerate(images)}
     text = np.array(tokenizer.encode(TEXTS[placement]), np.uint16)
-    row = pack_in_memory([text], PackingConfig(objective, LENGTHS, 0), members=[files]).row(0)
+    row = pack_in_memory([text], PackingConfig(objective, LENGTHS, 0), members=[files]).build_row(0)
     n_tokens, n_image_tokens = int((row["documents"] == 0).sum()), int((row["encoder_documents"] >= 0).sum())
     assert [tokens.tolist() for tokens in prompts.tokens] == [row["tokens"][:n_tokens].tolist()] * 2
     assert prompts.images is not None

@@ -153,7 +153,7 @@ def test_bad_rows_are_named(bert: Path, change: dict[str, Any], config: dict[str
 def test_what_was_cut_or_moved_is_told(bert: Path) -> None:
     asked = ROW | {"question": "where " * 9}
     _, notes = encode(bert, [asked], max_question_tokens=8, too_long="truncate")
-    assert "x.json: 1 questions cut to 8 tokens" in notes
+    assert "x.json: 1 questions are cut to 8 tokens" in notes
     _, notes = encode(bert, [ROW | {"answers": [{"text": "Bern", "answer_start": 2}]}])
     assert any("1 answers stand elsewhere than answer_start" in note for note in notes)
 

@@ -151,7 +151,7 @@ def test_outside_the_main_thread_a_run_goes_without_signals_and_says_so(
     thread.join(20)
     assert not thread.is_alive()
     assert not failed
-    assert "doesn't run in the main thread" in caplog.text
+    assert "training runs outside the main thread" in caplog.text
     assert [signal.getsignal(name) for name in STOP_SIGNALS] == before
 
 
