@@ -316,9 +316,8 @@ def build_sequences(
             sequences.append(_make_padding(objective, planned_lengths))
             continue
         key = ChunkKey(packing.seed, epoch, first + document, number)
-        tokens = documents[document][start:end]
         others = NO_OTHER_DOCUMENTS if partners is None else PartnerDocuments(documents, partners, document)
-        chunk = DocumentChunk(tokens, others, documents.members(document))
+        chunk = DocumentChunk(documents[document][start:end], others, documents.members(document))
         try:
             fields = dict(objective.build_example(chunk, key))
         except SampleError as error:
@@ -337,10 +336,8 @@ def _find_partners(documents: DocumentSource, objective: PackingObjective) -> ND
     """Indices [K] of the documents with tokens; None for an objective that reads one document at a time."""
     if not objective.needs_other_documents:
         return None
-    has_tokens = documents.lengths > 0
-    return np.flatnonzero(
-        has_tokens if documents.is_quarantined is None else has_tokens & ~documents.is_quarantined
-    )
+    quarantined = documents.is_quarantined
+    return np.flatnonzero((documents.lengths > 0) & (True if quarantined is None else ~quarantined))
 
 
 def _check_lengths(

@@ -235,12 +235,10 @@ def _localize_channels(module: nn.Module, tp: TensorParallelGroup, layouts: Layo
 
 
 def vocab_parallel_embedding(tokens: Tensor, weight_WD: Tensor, vocab_start: int) -> Tensor:
-    """Look up tokens in this rank's rows, from `vocab_start` on; returns a partial [..., D] with zeros for other tokens
-    (Shoeybi et al. 2019, Megatron-LM, section 3)."""
+    """Look up tokens in this rank's rows, from `vocab_start` on; zeros for others (Shoeybi et al. 2019, section 3)."""
     local = tokens - vocab_start
     is_local = (local >= 0) & (local < weight_WD.shape[0])
-    rows = F.embedding(local.where(is_local, 0), weight_WD)
-    return rows * is_local[..., None].to(rows.dtype)
+    return F.embedding(local.where(is_local, 0), weight_WD) * is_local[..., None].to(weight_WD.dtype)
 
 
 VOCAB_PARALLEL_CHUNK = 1024
@@ -259,10 +257,7 @@ def vocab_parallel_cross_entropy(
     losses_M: Tensor | None = None,
     weights_M: Tensor | None = None,
 ) -> Tensor:
-    """Return the summed cross-entropy, the same on all ranks; the gradient of `hidden` is partial.
-
-    vocab_start: first vocabulary row of this rank.
-    """
+    """Return the summed cross-entropy, equal on all ranks; `hidden` gets a partial gradient. vocab_start: first row."""
     return cross_entropy(
         hidden_MD,
         weight_WD,

@@ -2,9 +2,8 @@
 
 Ring attention over c ranks with x bytes of keys and values each sends (c − 1)·x forward and twice that backward (Liu et
 al. 2023). Where queries see only runs of keys, or need less than half of the other ranks' keys, ranks fetch the keys
-that they need, once forward, and send their gradients back once. Experts with a capacity send their choices to all
-other ranks; a router that balances each row sums its counts. Soft mixtures reduce-scatter their slots and all-gather
-the experts' outputs.
+that they need, once forward, and send their gradients back once. Experts with a capacity send their choices to all; a
+router that balances each row sums its counts. Soft mixtures reduce-scatter slots and all-gather the experts' outputs.
 """
 
 from collections.abc import Callable, Sequence
