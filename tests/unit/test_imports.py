@@ -202,6 +202,31 @@ def test_no_public_name_is_used_twice() -> None:
     assert {name for name, paths in files.items() if len(paths) > 1} == USED_TWICE
 
 
+NAMES_OF_LIBRARIES = {
+    "EAI_NODATA", "__origin__", "_dump_nccl_trace_json", "_schema", "body", "isoformat", "posix_fadvise",
+    "sched_getaffinity", "set_gradient_accumulation_boundary", "status", "variable",
+}  # fmt: skip
+"""Names that `getattr` and `hasattr` look for in objects of libraries."""
+
+
+def test_names_in_getattr_are_defined() -> None:
+    """Else a renamed method is silently replaced by the default."""
+    defined, looked_up = set(NAMES_OF_LIBRARIES), dict[str, str]()
+    for path in [path for folder in ("megatfm", *FOLDERS) for path in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.FunctionDef(name=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    defined.add(name)
+                case ast.ClassDef(body=body) | ast.Module(body=body):  # not a function's locals
+                    for statement in body:
+                        if isinstance(statement, ast.Assign | ast.AnnAssign):
+                            defined |= {name.id for name in ast.walk(statement) if isinstance(name, ast.Name)}
+                case ast.Call(ast.Name("getattr" | "hasattr"), [_, ast.Constant(str(name)), *_]):
+                    looked_up[name] = f"{path.relative_to(ROOT)}:{node.lineno}"
+    assert len(looked_up) > 80
+    assert not {place: name for name, place in looked_up.items() if name not in defined}
+
+
 # -------------------------------------------------------------------------------------------- generated pages
 
 
