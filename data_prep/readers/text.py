@@ -108,7 +108,7 @@ def _number_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def read_json_array(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
+def read_json(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
     """Read a JSON array into memory: a record an element, numbered from 1."""
     with open_decompressed(path) as file:
         data = file.read(MAX_RECORD_BYTES + 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -327,10 +328,8 @@ class Small(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(normed)).tanh())
 
 
-def test_under_compile_a_share_says_how_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._functorch.config as functorch
-
-    monkeypatch.setattr(functorch, "activation_memory_budget", 1.0)
+@torch._functorch.config.patch(activation_memory_budget=1.0)
+def test_under_compile_a_share_says_how_much_is_kept() -> None:
     x, kept, actual = torch.randn(64, 32), {}, {}
     for how in ("none", "50 %", "0 %"):
         torch._dynamo.reset()
