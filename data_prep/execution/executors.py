@@ -26,7 +26,7 @@ FINISH = "finish"
 """The last stage, which commits the corpus."""
 
 StageResult = dict[str, Any]
-"""What a stage or a part of it returns, as JSON."""
+"""Result of a stage, or of a task of it, as JSON."""
 
 
 class Executor(Protocol):

@@ -54,8 +54,8 @@ class PartProfile:
         """Return the most bytes that a backward pass has live if it keeps all gradients. ep: as below."""
         if ep == 1 or not any(g.is_expert for g in self.gradients):
             return self.whole_backward_peak
-        kept = sum(g.n_bytes // (ep if g.is_expert else 1) for g in self.gradients if not g.is_saved)
-        return min(self.backward_peak + kept, self.whole_backward_peak)
+        kept_bytes = sum(g.n_bytes // (ep if g.is_expert else 1) for g in self.gradients if not g.is_saved)
+        return min(self.backward_peak + kept_bytes, self.whole_backward_peak)
 
     def accumulation_peak(self, copies: float, ep: int) -> int:
         """Return the most bytes that a backward pass has live while a gradient is added to earlier ones.

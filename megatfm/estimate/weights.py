@@ -192,10 +192,10 @@ def rank_bytes(
     trained = [w for w in stage_weights if w.is_trained]
     gradients = sum(w.local if unsharded else stored[w.name] for w in trained) * size
     elementwise = [w for w in trained if w.whole_tensor_group is None]
-    whole = [w for w in trained if w.whole_tensor_group is not None]
-    owned_bytes, owned = _fullest_owner(whole, parallel)
+    whole_tensors = [w for w in trained if w.whole_tensor_group is not None]
+    owned_bytes, owned = _fullest_owner(whole_tensors, parallel)
     optimizer = sum(w.optimizer_bytes * stored[w.name] // w.numel for w in elementwise) + owned_bytes
-    exchanged = (sum(stored[w.name] for w in whole) + 2 * owned) * size if whole else 0
+    exchanged = (sum(stored[w.name] for w in whole_tensors) + 2 * owned) * size if whole_tensors else 0
     largest = sorted(numel_by_block(stage_weights).values(), reverse=True)
     outside = sum(w.local for w in stage_weights if not w.in_block)
     gathered = gather_buffer = prefetched = 0

@@ -170,7 +170,7 @@ def compare_blocks(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
 
 
 def compare_state(engine: NativeEngine, model: nn.Module) -> None:
-    """What is updated once a step from counts over all ranks: the same bits as on one device."""
+    """State that is updated once a step from counts over all ranks has the same bits as on one device."""
     engine.step(0.0, clip=0.0)
     held = dict(engine.model.named_modules())
     for path, module in model.named_modules():

@@ -25,7 +25,7 @@ TOKENS, HEADS, WIDTH = 12, 2, 8
 
 
 def inputs(*shapes: Sequence[int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Of this rank."""
+    """Return the tensors of this rank."""
     random = torch.Generator().manual_seed(dist.get_rank())
     return [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
 
@@ -43,7 +43,7 @@ def on_a_ring(latent: bool = False) -> tuple[Any, SequenceShard]:
 
 
 def part_group() -> Any:
-    """Of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 

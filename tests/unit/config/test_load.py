@@ -1,4 +1,4 @@
-"""What a config becomes: overrides, paths, defaults, TOML again, and keys of earlier versions."""
+"""Loading of configs: overrides, paths, defaults, TOML again, and keys of earlier versions."""
 
 import subprocess
 import sys

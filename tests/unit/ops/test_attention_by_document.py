@@ -18,7 +18,7 @@ from megatfm.ops.attention.reference import AttentionOptions, attention_referenc
 
 N, T, H = 4, 45, 3
 LENGTHS = ([3, 9, 1, 17, 8, -7], [20, 2, 2, 13, -8], [-45])
-"""Of each row's documents; negative: padding."""
+"""Lengths of each row's documents; negative: padding."""
 PATTERNS = {"all": Full(), "causal": Full(causal=True)}
 
 
