@@ -4,21 +4,23 @@ Dropout is keyed, so the recomputation drops the same elements, and gradients ar
 
 "none" saves all activations. "full" saves only a block's input. "selective" also saves the outputs of matmuls with
 weights, of fused attention and of tensor-parallel reductions, so that only cheap operations are repeated (and
-unfused attention scores; Korthikanti et al. 2022, section 5). A size such as "2 GB" saves all activations of as many
-blocks as fit. With a share such as "50 %", torch.compile solves a knapsack problem for each block.
+unfused attention scores; Korthikanti et al. 2022, section 5). Where matmuls are summed over ranks, it saves the sum
+alone. A size such as "2 GB" saves all activations of as many blocks as fit. With a share such as "50 %", torch.compile
+solves a knapsack problem for each block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from megatfm.parallel.collectives import use_functional_collectives
+from megatfm.parallel.collectives import is_partial_product, use_functional_collectives
 from megatfm.parallel.layout import replace_forward
 
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -90,18 +92,33 @@ def _make_functional_contexts(
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of forward pass and recomputation with functional collectives, whose results can be saved."""
     forward, recomputation = contexts()
-    return _with_functional_collectives(forward), _with_functional_collectives(recomputation)
+    return _with_functional_collectives(forward), _with_functional_collectives(
+        _SkipPartialProducts(), recomputation
+    )
 
 
 @contextmanager
-def _with_functional_collectives(context: AbstractContextManager[None]) -> Iterator[None]:
-    with use_functional_collectives(), context:
+def _with_functional_collectives(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with use_functional_collectives(), ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
+
+
+class _SkipPartialProducts(TorchDispatchMode):
+    """In a recomputation, gives uninitialised memory for a product whose sum over ranks was saved: none reads it."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is _aten.mm.default and is_partial_product():
+            return args[0].new_empty(args[0].shape[0], args[1].shape[1])
+        return operator(*args, **(kwargs or {}))
 
 
 def _save_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_saved = operator in SAVED_OPS or _get_operator_name(operator) in SAVED_OP_NAMES
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+    if not is_saved or (operator is _aten.mm.default and is_partial_product()):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
 
 
 def _get_operator_name(operator: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatfm.estimate.operators import Operator
 
 SAVED_BY_SELECTIVE = ("mm", "addmm", "_scaled_mm", "attention")
-"""Operators whose outputs selective recomputation saves, beside sums over tensor-parallel ranks."""
+"""Operators whose outputs selective recomputation saves. Where they are summed over ranks, it saves the sum alone."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,13 @@ class PartProfile:
         if recompute == "full":
             return self.input_bytes
         if recompute == "selective":
-            written = {
-                number: n_bytes
-                for operator in self.forward
-                if operator.name in SAVED_BY_SELECTIVE
-                or operator.collective in ("all_reduce", "reduce_scatter")
-                for number, n_bytes in operator.writes.items()
-            }
-            return self.input_bytes + sum(written.values())
+            sums = [op for op in self.forward if op.collective in ("all_reduce", "reduce_scatter")]
+            saved = [op for op in self.forward if op.name in SAVED_BY_SELECTIVE] + sums
+            written = {number: n_bytes for op in saved for number, n_bytes in op.writes.items()}
+            terms = {number for op in sums for number in op.reads.keys() - op.writes.keys()}
+            return self.input_bytes + sum(
+                n_bytes for number, n_bytes in written.items() if number not in terms
+            )
         if recompute.endswith("%"):
             return int(self.compiled_bytes() * int(recompute[:-1].strip()) / 100)
         return self.compiled_bytes() if compiled else without_recompute

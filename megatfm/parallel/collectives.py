@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,6 +25,7 @@ _ops = torch.ops._c10d_functional
 _REDUCE_SCATTER_OPTIONS = dist.ReduceScatterOptions()
 _ALL_REDUCE_OPTIONS = dist.AllreduceOptions()  # torch's default is sum
 _use_functional: ContextVar[bool] = ContextVar("use_functional", default=False)
+_is_partial_product: ContextVar[bool] = ContextVar("is_partial_product", default=False)
 
 
 @contextmanager
@@ -34,6 +36,22 @@ def use_functional_collectives() -> Iterator[None]:
         yield
     finally:
         _use_functional.reset(token)
+
+
+def multiply_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ + b, a rank's term of a sum over ranks. Selective recomputation saves the sum, and not the term."""
+    if torch.compiler.is_compiling() or not _use_functional.get():
+        return F.linear(x, weight, bias)
+    token = _is_partial_product.set(True)
+    try:
+        return F.linear(x, weight, bias)
+    finally:
+        _is_partial_product.reset(token)
+
+
+def is_partial_product() -> bool:
+    """Whether the running matmul is one of `multiply_partial` in a pass of selective recomputation."""
+    return _is_partial_product.get()
 
 
 def _is_functional() -> bool:

@@ -22,6 +22,7 @@ from megatfm.parallel.collectives import (
     all_gather_no_grad,
     all_gather_replicated,
     copy_to_group,
+    multiply_partial,
     reduce_from_group,
 )
 from megatfm.parallel.layout import TensorLayout, replace_forward
@@ -155,9 +156,10 @@ def _sum_real_tokens(module: nn.Module, tp: TensorParallelGroup, layouts: Layout
 def _sum_matmul(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     has_bias = "bias" in layouts
 
-    multiply: Callable[..., Tensor] = getattr(
-        module, "multiply", F.linear
-    )  # `Linear` has one, a plugin's layer may not
+    if getattr(module, "matmul", None) is F.linear:  # FP8 has a matmul of its own
+        module.matmul = multiply_partial  # type: ignore[assignment]
+    # `Linear` has `multiply`, which adds LoRA's output; a plugin's layer may have none.
+    multiply: Callable[..., Tensor] = getattr(module, "multiply", multiply_partial)
 
     def forward(x: Tensor) -> Tensor:
         y = tp.reduce_output(multiply(x, module.weight, None))

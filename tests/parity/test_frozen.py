@@ -205,6 +205,16 @@ def test_adapters_are_trained_as_on_one_device(
     assert workers.run(compare_adapters, ranks, MODELS[name], tried, timeout=240.0)[0] == layouts
 
 
+def recompute_adapters(parallel: ParallelConfig) -> set[str]:
+    return lora_errors(ODD_MODELS["divisible, dropout"], parallel, "selective")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_adapters_of_recomputed_blocks_are_trained_as_on_one_device(workers: Workers, ranks: int) -> None:
+    """The products of adapters, beside those whose sums over ranks are saved."""
+    assert workers.run(recompute_adapters, ranks, ParallelConfig(tp=ranks)) == [set()] * ranks
+
+
 @pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(ODD_MODELS, ODD_LAYOUTS))
 def test_three_and_five_ranks(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: ODD_LAYOUTS[ranks][layout] for layout in layouts}

@@ -55,11 +55,12 @@ def errors_of_two_steps(
     build_model: Callable[[ModelConfig], nn.Module],
     parallel: ParallelConfig,
     undecayed: Sequence[str] = (),
+    recomputed: str = "none",
 ) -> set[str]:
     """Differences from one device, whose weights plain torch moves, in two steps. undecayed: matrices without decay."""
     batch, reference = family_batch(config), build_model(config).double().train()
     initialise(reference, 7)
-    engine = build_engine(config, parallel, build_model=build_model)
+    engine = build_engine(config, parallel, build_model=build_model, recomputed=recomputed)
     named = dict(reference.named_parameters())
     trained = {n: p for n, p in named.items() if p.requires_grad}
     plain = torch.optim.AdamW(
@@ -146,6 +147,6 @@ def build_adapted(config: ModelConfig) -> nn.Module:
     return model
 
 
-def lora_errors(config: ModelConfig, parallel: ParallelConfig) -> set[str]:
+def lora_errors(config: ModelConfig, parallel: ParallelConfig, recomputed: str = "none") -> set[str]:
     """Differences from one device, whose weights plain torch moves, in two steps."""
-    return errors_of_two_steps(config, build_adapted, parallel)
+    return errors_of_two_steps(config, build_adapted, parallel, recomputed=recomputed)

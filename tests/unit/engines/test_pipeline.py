@@ -1,5 +1,6 @@
 """Pipeline stages and recomputed activations: types, communicators, gradients to the bit."""
 
+import gc
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatfm.config import ModelConfig, ParallelConfig
@@ -23,7 +25,14 @@ from megatfm.parallel.layout import transformer_blocks
 from megatfm.parallel.mesh import PIPELINE
 from tests.support.batches import CAUSAL, PassThroughObjective, family_batch, global_batch
 from tests.support.models import ADAMW, FAMILY_MODELS, UNTIED_MODEL
-from tests.support.parity import build_engine, microbatches, uneven_microbatches
+from tests.support.parity import (
+    build_engine,
+    gradient_errors,
+    microbatches,
+    one_device,
+    one_device_gradients,
+    uneven_microbatches,
+)
 from tests.support.workers import Workers
 
 
@@ -259,6 +268,55 @@ def test_less_is_kept_and_only_as_much_repeated_as_is_said() -> None:
     assert least < selected < most
     assert all_again == none + 4 * 6, "each block's but for w_down's, whose output no gradient needs"
     assert full < plain / 3
+
+
+class SavedProducts(TorchDispatchMode):
+    """Storages of the weights' products of a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.storages.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+
+def count_products(sequence_parallel: bool, how: str) -> tuple[set[int], int, dict[str, float]]:
+    """Return how many products of the first block live after its forward pass, and how many a step computes."""
+    parallel = ParallelConfig(tp=2, dp_shard=1, sequence_parallel=sequence_parallel)
+    engine = build_engine(LLAMA, parallel, ADAMW, recomputed=how)
+    batch = global_batch(seed=3)
+    _, expected = one_device_gradients(one_device(LLAMA), batch)
+    block, counts = next(iter(transformer_blocks(engine.model))), set()
+    original = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with SavedProducts() as saved:
+            output = original(*args, **kwargs)
+        gc.collect()
+        counts.add(sum(not storage.expired() for storage in saved.storages))
+        return output
+
+    block.forward = forward
+    micro_batches = microbatches(engine, batch)
+    with Products() as products:
+        engine.forward_backward(micro_batches, CAUSAL)
+    return counts, products.counted, gradient_errors(engine, expected)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_of_products_summed_over_ranks_the_sum_alone_is_saved(
+    workers: Workers, sequence_parallel: bool
+) -> None:
+    """Llama's block has seven products; the outputs of attention and of the feed-forward network are terms of sums."""
+    computed = [count for _, count, _ in workers.run(count_products, 2, sequence_parallel, "none")]
+    for counts, count, errors in workers.run(count_products, 2, sequence_parallel, "selective"):
+        assert counts == {5}
+        assert count == computed[0], "no product is repeated"
+        assert errors == {}
 
 
 def test_a_budget_recomputes_no_more_blocks_than_it_must() -> None:
