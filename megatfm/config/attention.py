@@ -171,6 +171,8 @@ class GQAAttentionConfig(ScaledAttention, HeadAttention):
     """Biases in the projections."""
     key_bias: bool | None = None
     """A bias in the projection of keys; left out, the value of `bias`."""
+    output_bias: bool | None = None
+    """A bias in the projection of the heads' outputs; left out, the value of `bias` (Qwen2: false)."""
     sinks: bool = False
     """A learned score for each head that takes part in the softmax without a key (gpt-oss)."""
 

@@ -6,9 +6,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatfm.config.section import MAX_WIDTH, DropProbability, Section
 
-PoolerName = Literal["tanh", "gelu", "transform", "none"]
-"""tanh, gelu: a dense layer and this function (BERT; DeBERTa, ELECTRA). transform: a dense layer, the blocks'
-activation and a norm, as before the vocabulary (ModernBERT). none: the hidden vector as it is."""
+PoolerName = Literal["tanh", "gelu", "activation", "transform", "none"]
+"""tanh, gelu: a dense layer and this function (BERT; DeBERTa, ELECTRA). activation: a dense layer and the blocks'
+activation (BigBird). transform: those and a norm, as before the vocabulary (ModernBERT). none: the hidden vector as it
+is."""
 
 
 class TextClassifierHeadConfig(Section):

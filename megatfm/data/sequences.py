@@ -27,8 +27,6 @@ BatchBuild = Callable[[Sequence[NDArray[Any]]], Mapping[str, NDArray[np.integer]
 """Builds the concatenated fields [total] of many documents, equal to `PackingObjective.build_example` of each."""
 ImageLengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """Computes sequence lengths [D] from the heights and widths of images [D, 2]."""
-
-
 CountedLengths = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
 """Computes sequence lengths [D, sides] from the numbers of tokens and of images [D]."""
 
@@ -64,11 +62,13 @@ class DocumentChunk:
     """A chunk of a document, from which an objective builds a sequence: tokens [n], other documents and files.
 
     files: the files stored with the document, by extension (`jpg`, `cls`), where the objective `needs_files`.
+    ends_document: whether its last token is the document's.
     """
 
     tokens: NDArray[np.integer]
     other_documents: OtherDocuments = NO_OTHER_DOCUMENTS
     files: Mapping[str, bytes] = default(default_factory=dict)
+    ends_document: bool = True
 
 
 @dataclass(frozen=True)
@@ -194,15 +194,18 @@ class ChunkTable:
         return len(self.documents)
 
     @property
+    def columns(self) -> tuple[NDArray[np.int64], ...]:
+        """All arrays, in their order."""
+        return self.documents, self.starts, self.ends, self.numbers, self.lengths
+
+    @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        columns = (self.documents, self.starts, self.ends, self.numbers, self.lengths)
-        return sum(column.nbytes for column in columns)
+        return sum(column.nbytes for column in self.columns)
 
     def iter_chunks(self) -> Iterator[tuple[int, int, int, int, list[int]]]:
         """Yield document, start, end, chunk index and lengths of each chunk as Python integers."""
-        columns = (self.documents, self.starts, self.ends, self.numbers, self.lengths)
-        return zip(*(column.tolist() for column in columns), strict=True)
+        return zip(*(column.tolist() for column in self.columns), strict=True)
 
     def without_empty(self) -> "ChunkTable":
         """Return the chunks that make a sequence, those with a length above 0 on some side."""
@@ -210,13 +213,7 @@ class ChunkTable:
 
     def take(self, chosen: NDArray[np.integer] | slice) -> "ChunkTable":
         """Return the chunks at the given indices, in that order."""
-        return ChunkTable(
-            self.documents[chosen],
-            self.starts[chosen],
-            self.ends[chosen],
-            self.numbers[chosen],
-            self.lengths[chosen],
-        )
+        return ChunkTable(*(column[chosen] for column in self.columns))
 
 
 def split_documents(
@@ -317,7 +314,8 @@ def build_sequences(
             continue
         key = ChunkKey(packing.seed, epoch, first + document, number)
         others = NO_OTHER_DOCUMENTS if partners is None else PartnerDocuments(documents, partners, document)
-        chunk = DocumentChunk(documents[document][start:end], others, documents.members(document))
+        tokens = documents[document]
+        chunk = DocumentChunk(tokens[start:end], others, documents.members(document), end == len(tokens))
         try:
             fields = dict(objective.build_example(chunk, key))
         except SampleError as error:
@@ -340,16 +338,14 @@ def _find_partners(documents: DocumentSource, objective: PackingObjective) -> ND
     return np.flatnonzero((documents.lengths > 0) & (True if quarantined is None else ~quarantined))
 
 
-def _check_lengths(
-    packing: PackingConfig, fields: Fields, planned_lengths: Sequence[int], sample: int
-) -> None:
+def _check_lengths(packing: PackingConfig, fields: Fields, planned: Sequence[int], sample: int) -> None:
     sides = packing.objective.field_prefixes
     lengths = {name: len(values) for name, values in fields.items() if packing.field(name).per == "tokens"}
-    if len(sides) == 1 and set(lengths.values()) == set(planned_lengths):
+    if len(sides) == 1 and set(lengths.values()) == set(planned):
         return
-    if any(length != planned_lengths[prefix_index(name, sides)] for name, length in lengths.items()):
-        planned = ", ".join(map(str, planned_lengths))
-        raise MegatfmError(f"the objective built sample {sample} with lengths {lengths}, not {planned}")
+    if any(length != planned[prefix_index(name, sides)] for name, length in lengths.items()):
+        expected = ", ".join(map(str, planned))
+        raise MegatfmError(f"the objective built sample {sample} with lengths {lengths}, not {expected}")
 
 
 def _as_declared(fields: Mapping[str, Any], declared: Mapping[str, Field], sample: int) -> Fields:

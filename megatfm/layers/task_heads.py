@@ -60,13 +60,12 @@ class TaskHead(nn.Module):
         self.layers = tuple(getattr(section, "layers", ()))
         _check_layers(config, self.layers)
         width, kind = d * max(1, len(self.layers)), getattr(section, "pooler", "none")
-        has_norm = kind == "transform"
         self.pooler: Linear | None = None
-        self.pooler_norm: nn.Module | None = make_norm(config, d) if has_norm else None
+        self.pooler_norm: nn.Module | None = make_norm(config, d) if kind == "transform" else None
         if kind != "none":
             self.pooler = Linear(width, d, initial("dense", width, d), bias=section.pooler_bias)
             width = d
-        name = config.ffn.activation if has_norm else kind
+        name = config.ffn.activation if kind in ("activation", "transform") else kind
         self.activation = torch.tanh if kind in ("tanh", "none") else ACTIVATIONS.get(name).function
         self.classifier = Linear(width, classes, initial("dense", width, classes), bias=section.bias)
         self.dropout: float = section.dropout

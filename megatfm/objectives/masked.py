@@ -117,7 +117,8 @@ class NextSentence(SentencePair):
     """Predict whether B follows A or is from another document (Devlin et al. 2019, section 3.1, task 2).
 
     A is the start of a chunk. B is its rest or, half of the time, as many tokens of another document of the block. Cut
-    and other document are drawn before the label, so that lengths don't reveal it. A block without another document
+    and other document are drawn before the label, so that lengths don't reveal it; nor do ends: a random B never has
+    the other document's first token, and its last if the chunk has its document's. A block without another document
     always has label 0. Where B is random, the rest of the chunk is not read in this epoch; BERT's code reads it later,
     which would make lengths depend on labels.
     """
@@ -133,14 +134,18 @@ class NextSentence(SentencePair):
         if not len(lengths):
             cut = 1 + int(randint_below(n - 1, cut_uniform))
             return self.make_two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
-        # Documents that could replace half of the chunk; if there are none, the longest.
-        candidates = np.flatnonzero(lengths >= min(int(lengths.max()), n // 2))
+        # Tokens of each document that B may have, and documents with enough of them for half of the chunk.
+        usable = np.maximum(lengths - (1 if chunk.ends_document else 2), 1)
+        candidates = np.flatnonzero(usable >= min(int(usable.max()), n // 2))
         other_document = int(candidates[randint_below(len(candidates), choice_uniform)])
-        min_cut = max(1, n - int(lengths[other_document]))
+        n_usable, n_other = int(usable[other_document]), int(lengths[other_document])
+        min_cut = max(1, n - n_usable)
         cut = min_cut + int(randint_below(n - min_cut, cut_uniform))
         if label_uniform < 0.5:
             return self.make_two_segment_example(tokens[:cut], tokens[cut:], IS_NEXT, key)
-        first = int(randint_below(int(lengths[other_document]) - (n - cut) + 1, start_uniform))
+        first = n_other - (n - cut)
+        if not chunk.ends_document:
+            first = min(first, 1 + int(randint_below(n_usable - (n - cut) + 1, start_uniform)))
         return self.make_two_segment_example(
             tokens[:cut], others.tokens(other_document)[first : first + n - cut], IS_RANDOM, key
         )

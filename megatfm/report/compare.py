@@ -7,12 +7,17 @@ from pathlib import Path
 
 from megatfm.errors import UsageError
 from megatfm.report.charts import Chart, Line, format_number, make_chart, smooth
+from megatfm.report.evaluation_charts import describe_metric, get_loss_unit
 from megatfm.report.page import format_duration, render_page, write_page
 from megatfm.report.run import Curve, Run, format_setting, iter_leaves, make_unique_names
 
 IGNORED_SETTINGS = ("name", "run_dir", "log.", "resume.", "checkpoint.")
 """Settings that don't affect what a run computes."""
 MISSING = "–"
+COLUMNS = {"bits_per_byte": "bits/byte"}
+"""Key of an evaluation → its column, where that has another name."""
+Evaluation = tuple[str, tuple[str, ...]]
+"""Validation set, and the path of a figure in its results."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,24 @@ class RunComparison:
         ]
 
     def collect_results(self) -> Results:
-        """Return steps, tokens, losses, bits per byte, speed and time of each run, as far as they are recorded."""
-        sets = list(dict.fromkeys(name for run in self.runs for name in run.evaluated))
+        """Return steps, tokens, losses, metrics, speed and time of each run, as far as they are recorded."""
+        evaluations = self._list_evaluations()
         columns = ["steps", "tokens", "training loss"]
-        columns += [f"{name} {result}" for name in sets for result in ("loss", "bits/byte")]
+        columns += [f"{name} {COLUMNS.get(key[-1], key[-1])}" for name, key in evaluations]
         columns += ["tokens/s", "MFU", "time", "commit"]
-        return Results(columns, [self._make_row(run, sets) for run in self.runs])
+        return Results(columns, [self._make_row(run, evaluations) for run in self.runs])
+
+    def _list_evaluations(self) -> list[Evaluation]:
+        """Return what was evaluated in any run: validation set, and path of the loss or metric."""
+        sets = dict.fromkeys(name for run in self.runs for name in run.evaluated)
+        metrics = dict.fromkeys(metric for run in self.runs for metric in run.metrics)
+        keys = [("loss",), ("bits_per_byte",), *(("metrics", metric) for metric in metrics)]
+        return [
+            (name, key)
+            for name in sets
+            for key in keys
+            if any(run.get_curve("evaluation", name, *key).finite for run in self.runs)
+        ]
 
     def list_notes(self) -> list[str]:
         """Return notes on files that can't be read, and on columns that are left out."""
@@ -80,7 +97,7 @@ class RunComparison:
         """Whether the runs' MFU is relative to different peaks, and so not comparable."""
         return len({run.environment.get("peak") for run in self.runs if run.get_curve("mfu").finite}) > 1
 
-    def _make_row(self, run: Run, sets: Sequence[str]) -> list[str]:
+    def _make_row(self, run: Run, evaluations: Sequence[Evaluation]) -> list[str]:
         losses = run.get_curve("loss").finite
         speeds, seconds = run.get_curve("tokens_per_second").finite, run.get_curve("step_seconds").finite
         last = losses[-max(1, len(losses) // 50) :]
@@ -89,10 +106,9 @@ class RunComparison:
             format_number(max(run.get_curve("tokens").finite, default=0)),
             f"{statistics.fmean(last):.4f}" if last else MISSING,
         ]
-        for name in sets:
-            for key in ("loss", "bits_per_byte"):
-                values = run.get_curve("evaluation", name, key).finite
-                cells.append(f"{values[-1]:.4f}" if values else MISSING)
+        for name, key in evaluations:
+            values = run.get_curve("evaluation", name, *key).finite
+            cells.append(f"{values[-1]:.4f}" if values else MISSING)
         cells.append(format_number(statistics.median(speeds)) if speeds else MISSING)
         mfu = run.get_curve("mfu").finite
         is_comparable = mfu and not self._has_different_peaks
@@ -102,16 +118,14 @@ class RunComparison:
 
     def make_charts(self) -> list[Chart]:
         """Return the charts, each with one line per run."""
-        sets = list(dict.fromkeys(name for run in self.runs for name in run.evaluated))
+        unit = " or ".join(dict.fromkeys(map(get_loss_unit, self.runs)))
+        titles = {"loss": ("Held-out loss", unit), "bits_per_byte": ("Bits per byte", "held-out text")}
         charts = [
-            self._make_chart("Training loss", "nats per token, smoothed", ["loss"], smoothed=True),
+            self._make_chart("Training loss", f"{unit}, smoothed", ["loss"], smoothed=True),
             *(
-                self._make_chart(f"{title}, {name}", unit, ["evaluation", name, key])
-                for name in sets
-                for key, title, unit in (
-                    ("loss", "Held-out loss", "nats per token"),
-                    ("bits_per_byte", "Bits per byte", "held-out text"),
-                )
+                self._make_chart(f"{title}, {name}", measure, ["evaluation", name, *key])
+                for name, key in self._list_evaluations()
+                for title, measure in [titles.get(key[-1], describe_metric(key[-1]))]
             ),
             self._make_chart("Gradient norm", "before clipping, smoothed", ["grad_norm"], smoothed=True),
             self._make_chart("Learning rate", "", ["lr"], from_zero=True),

@@ -76,6 +76,6 @@ def get_loss_unit(run: Run) -> str:
     return LOSS_UNITS.get(objective.get("name", ""), "nats per token")
 
 
-def get_metric_title(metric: str) -> str:
-    """Return the title of a metric's chart."""
-    return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").capitalize()
+def describe_metric(metric: str) -> tuple[str, str]:
+    """Return the title and the unit of a metric's chart."""
+    return METRICS.get(metric, (metric.replace("_", " ").capitalize(), "held-out examples"))

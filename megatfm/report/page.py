@@ -19,7 +19,7 @@ from markupsafe import Markup
 from megatfm.errors import MegatfmError
 from megatfm.files import atomic_write
 from megatfm.report.charts import format_number
-from megatfm.report.evaluation_charts import get_loss_unit, get_metric_title, list_baselines
+from megatfm.report.evaluation_charts import describe_metric, get_loss_unit, list_baselines
 from megatfm.report.predictions import compute_class_results, read_galleries
 from megatfm.report.run import Run, find_non_default_settings, flatten, make_unique_names, split_sections
 from megatfm.report.run_charts import (
@@ -171,7 +171,7 @@ def list_headlines(run: Run) -> list[Headline]:
             headlines.append(Headline(f"Held-out loss{suffix}", f"{loss[-1]:.3f}", get_loss_unit(run)))
         headlines += [
             Headline(
-                f"{get_metric_title(metric)}{suffix}", f"{100 * values[-1]:.2f} %", "of the last evaluation"
+                f"{describe_metric(metric)[0]}{suffix}", f"{100 * values[-1]:.2f} %", "of the last evaluation"
             )
             for metric in ("top1", "accuracy")
             if (values := run.get_curve("evaluation", name, "metrics", metric).values)

@@ -23,9 +23,8 @@ from megatfm.report.charts import (
     smooth,
 )
 from megatfm.report.evaluation_charts import (
-    METRICS,
+    describe_metric,
     get_loss_unit,
-    get_metric_title,
     list_baselines,
     make_position_charts,
     make_task_charts,
@@ -130,11 +129,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
         make_source_chart(run),
         make_chart("Bits per byte", "held-out text", lines.list_evaluated("bits_per_byte"), levels=levels),
         *(
-            make_chart(
-                get_metric_title(metric),
-                METRICS.get(metric, ("", "held-out examples"))[1],
-                lines.list_evaluated("metrics", metric),
-            )
+            make_chart(*describe_metric(metric), lines.list_evaluated("metrics", metric))
             for metric in run.metrics
         ),
         *make_task_charts(run, lines.compared),
@@ -152,10 +147,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
         make_chart(
             "Utilization (MFU)",
             f"% of {run.environment.get('peak', 'what the devices could do')}",
-            [
-                Line("with all of attention", smooth(scale(run.get_curve("mfu"), 100)), kind="smooth"),
-                Line("without its masked half", smooth(scale(run.get_curve("mfu_causal"), 100)), 2, "smooth"),
-            ],
+            list_utilization(run),
             from_zero=True,
         ),
         make_step_time_chart(run),
@@ -206,6 +198,15 @@ def make_source_chart(run: Run) -> Chart | None:
         Line(name, smooth(run.get_curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)
     ]
     return make_chart("Training loss by source", "nats per token", lines)
+
+
+def list_utilization(run: Run) -> list[Line]:
+    """Return the MFU and, where a causal mask hides half of attention, the MFU without that half."""
+    curve, causal = run.get_curve("mfu"), run.get_curve("mfu_causal")
+    lines = [Line("with all of attention", smooth(scale(curve, 100)), kind="smooth")]
+    if causal.values != curve.values:
+        lines.append(Line("without its masked half", smooth(scale(causal, 100)), 2, "smooth"))
+    return lines
 
 
 def make_step_time_chart(run: Run) -> Chart | None:

@@ -167,6 +167,7 @@ def _default_head_options(model: ModelConfig, form: str) -> dict[str, Any]:
     if is_modernbert:
         return {"pooler": "transform"}
     pooler = "gelu" if is_electra or model.attention.name in ("deberta", "deberta_v2") else "tanh"
+    pooler = "activation" if model.attention.pattern.name == "bigbird" else pooler
     return {"pooler": pooler if is_pooled else "none"}
 
 

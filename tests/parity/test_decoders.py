@@ -14,6 +14,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.olmoe import modeling_olmoe
+from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
@@ -33,6 +34,7 @@ MODULES = (
     modeling_mistral,
     modeling_mixtral,
     modeling_olmoe,
+    modeling_qwen2,
     modeling_qwen3,
     modeling_qwen3_moe,
     modeling_rope_utils,
@@ -155,6 +157,7 @@ MODELS = {
         {**MLA, "attention.kv_lora_rank": 7, "attention.qk_rope_head_dim": 2},
     ),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "ffn": EXPERTS}),
+    "qwen2": ("Qwen2ForCausalLM", {**LLAMA, "attention.bias": True, "attention.output_bias": False}),
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "attention.qk_norm": True, "attention.head_dim": 6}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**LLAMA, "ffn": EXPERTS, "attention.qk_norm": True}),
     "qwen3-moe-not-normalised": (

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import modeling_rope_utils
+from transformers.models.big_bird import modeling_big_bird
 from transformers.models.deberta import modeling_deberta
 from transformers.models.deberta_v2 import modeling_deberta_v2
 from transformers.models.llama import modeling_llama
 from transformers.models.longformer import modeling_longformer
 from transformers.models.mistral import modeling_mistral
 from transformers.models.modernbert import modeling_modernbert
+from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.xlnet import modeling_xlnet
 
@@ -57,13 +59,20 @@ RELATIVES["Longformer"] = {
     **RELATIVES["Roberta"],
     "attention.name": "longformer", "attention.pattern": {"name": "longformer", "width": 6, "global_tokens": [0]},
 }  # fmt: skip
+RELATIVES["BigBird"] = {"ffn.activation": "gelu_tanh", "attention.pattern.name": "bigbird"}
 OTHERS = {
     "Deberta": {**DEBERTA, "position.max_distance": 15, "embedding.n_segments": 0},
     "DebertaV2": {**DEBERTA_V3, "embedding.n_segments": 2},
     "ModernBert": MODERNBERT,
 }
 """Encoders with other positions than BERT's."""
-POOLERS = {"Deberta": "gelu", "DebertaV2": "gelu", "Electra": "gelu", "ModernBert": "transform"}
+POOLERS = {
+    "BigBird": "activation",
+    "Deberta": "gelu",
+    "DebertaV2": "gelu",
+    "Electra": "gelu",
+    "ModernBert": "transform",
+}
 """Those of classifiers of sequences and of choices; BERT's is "tanh"."""
 SPAN, CHOICE = {"name": "span_extraction"}, {"name": "multiple_choice", "dropout": 0.0}
 HEADS_OF_CLASS = {
@@ -83,14 +92,20 @@ UNDONE_LAST = {
     (False, "QuestionAnswering"): ("qa_outputs.bias", "ln_f.bias"),
 }
 """Biases that no softmax sees, by whether the model is XLNet (else a decoder) and by task."""
+LACKING = {
+    "Longformer": ("TokenClassification", "MultipleChoice", "QuestionAnswering"),
+    "BigBird": ("MultipleChoice", "QuestionAnswering"),
+    "Deberta": ("MultipleChoice",),
+}
+"""Longformer's have no or other global tokens in transformers, BigBird's other layers; DeBERTa has no such class."""
 CLASSES = [
     (relative, task)
     for task in HEADS_OF_CLASS
     for relative in RELATIVES | OTHERS
-    if (relative != "Longformer" or task == "SequenceClassification")
-    and (relative != "Deberta" or task != "MultipleChoice")
+    if task not in LACKING.get(relative, ())
 ]
-"""Longformer's others have no global token in transformers, or other ones; DeBERTa has no class of choices there."""
+UNREAD = {"BigBird": ("bert.pooler.weight", "bert.pooler.bias")}
+"""Parameters of transformers' classes that their heads don't read."""
 SCORE = {
     "name": "text_classifier",
     "classes": 3,
@@ -113,6 +128,7 @@ DECODERS = {
     "GPT2": GPT,
     "Llama": LLAMA,
     "Mistral": {**LLAMA, "attention.pattern": {"name": "window", "width": 4}},
+    "Qwen2": {**LLAMA, "attention.bias": True, "attention.output_bias": False},
     "Qwen3": {**LLAMA, "attention.qk_norm": True},
 }
 XLNET = {
@@ -124,7 +140,7 @@ LAST_TOKEN_CLASSES = [
     ("OpenAIGPT", "SequenceClassification"),
     *(
         (relative, task)
-        for relative in ("GPT2", "Llama", "Mistral", "Qwen3")
+        for relative in ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3")
         for task in HEADS_OF_CLASS
         if task != "MultipleChoice"
     ),
@@ -143,8 +159,8 @@ SAME_HEADS = {
 """Decoders whose logits alone are compared (tests/unit/convert/test_task_heads.py): their heads are Llama's."""
 LABELS = torch.tensor([2, 0, 1])
 MODELING = (
-    modeling_longformer, modeling_deberta, modeling_deberta_v2, modeling_modernbert, modeling_llama, modeling_mistral,
-    modeling_qwen3, modeling_rope_utils, modeling_xlnet,
+    modeling_big_bird, modeling_longformer, modeling_deberta, modeling_deberta_v2, modeling_modernbert, modeling_llama,
+    modeling_mistral, modeling_qwen2, modeling_qwen3, modeling_rope_utils, modeling_xlnet,
 )  # fmt: skip
 
 
@@ -206,7 +222,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     name = f"{relative}For{task}"
     figures = Figures()
     with doubled(torch.float64, *MODELING):
-        both = pair(config, torch.float64, among=[name])
+        both = pair(config, torch.float64, among=[name], unused=UNREAD.get(relative, ()))
     assert type(both.reference).__name__ == name
     batch = {
         key: value[:, :9]

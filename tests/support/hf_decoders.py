@@ -57,6 +57,7 @@ HF_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt1": ("OpenAIGPTLMHeadModel", GPT_OPTIONS),
     "mistral": ("MistralForCausalLM", {**LLAMA_OPTIONS, "sliding_window": None}),
     "mistral-window": ("MistralForCausalLM", {**LLAMA_OPTIONS, "sliding_window": 4}),
+    "qwen2": ("Qwen2ForCausalLM", LLAMA_OPTIONS),
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA_OPTIONS, "head_dim": 6, "attention_bias": True}),
     "mla": ("DeepseekV3ForCausalLM", {**MLA_OPTIONS, "q_lora_rank": 7}),
     "mla-whole-queries": ("DeepseekV3ForCausalLM", {**MLA_OPTIONS, "q_lora_rank": None}),

@@ -204,10 +204,12 @@ def save_bert(folder: Path, words: Sequence[str], **options: Any) -> None:
         mask_token="[MASK]",
     )  # fmt: skip
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": len(vocabulary), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 64, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    config = transformers.BertConfig(**(sizes | options))
     transformers.BertForPreTraining(config).save_pretrained(folder)
     fast.save_pretrained(folder)
 

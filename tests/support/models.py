@@ -108,7 +108,13 @@ FAMILY_MODELS = {
     "alibi, sandwich norm": ModelConfig.from_dotted(
         **SMALL_MODEL,
         **DROPOUTS,
-        **{"position.name": "alibi", "norm.placement": "sandwich", "attention.qk_norm": True},
+        **{
+            "position.name": "alibi",
+            "norm.placement": "sandwich",
+            "attention.qk_norm": True,
+            "attention.bias": True,
+            "attention.output_bias": False,
+        },
     ),
     "shaw, deepnorm": ModelConfig.from_dotted(
         **SMALL_MODEL,

@@ -1,4 +1,4 @@
-"""Llama 1 to 3, Mistral and Qwen3: LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM.
+"""Llama 1 to 3, Mistral, Qwen2 and Qwen3: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM.
 
 Rotary channels are halves on both sides.
 """
@@ -99,12 +99,13 @@ def llama_rules(config: ModelConfig) -> list[WeightMapping]:
     return llama_style_rules(config, attention_rules(bias=bias))
 
 
-def attention_rules(*, bias: bool = False) -> list[WeightMapping]:
-    """Map the projections of queries, keys, values and output."""
+def attention_rules(*, bias: bool = False, output_bias: bool | None = None) -> list[WeightMapping]:
+    """Map the projections of queries, keys, values and output. output_bias: None: as `bias`."""
+    biases = dict.fromkeys("qkv", bias) | {"o": bias if output_bias is None else output_bias}
     return [
         rule
-        for part in "qkvo"
-        for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=bias)
+        for part, has_bias in biases.items()
+        for rule in rename_linear(f"attn.w{part}", f"self_attn.{part}_proj", bias=has_bias)
     ]
 
 
@@ -224,13 +225,12 @@ register_architecture(
     base="MistralModel",
 )
 
-# Qwen3: a Llama whose queries and keys are normalised head by head (Qwen Team 2025)
+# Qwen2 and Qwen2.5: a Llama with biases at queries, keys and values (Qwen Team 2024)
 
-QWEN3_KEYS = LLAMA_KEYS | {
+QWEN2_KEYS = {key: value for key, value in LLAMA_KEYS.items() if key != "attention_bias"} | {
     "vocab_size": used(151_936),
     "intermediate_size": used(22_016),
     "num_key_value_heads": used(32, int, None),
-    "head_dim": used(128),
     "max_position_embeddings": used(32_768),
     "attention_dropout": used(0.0),
     "mlp_bias": supported_values(False),
@@ -240,13 +240,53 @@ QWEN3_KEYS = LLAMA_KEYS | {
     "eos_token_id": COMMON["eos_token_id"],
     **ignored("sliding_window", "max_window_layers", kinds=[int, None]),
 }
+QWEN2_BIASES = {"attention.bias": True, "attention.output_bias": False}
 
 
-def _read_qwen3(hf_config: Json) -> ModelConfig:
+def _read_qwen2(hf_config: Json) -> ModelConfig:
+    _refuse_windows(hf_config)
+    return read_llama(hf_config | {"attention_bias": True}).with_changes(QWEN2_BIASES)
+
+
+def _refuse_windows(hf_config: Json) -> None:
     if LOCAL in read_layer_types(hf_config, global_every=1):
         raise UsageError(
             f"config.json: layer_types has {LOCAL}, but use_sliding_window is false: remove one of them"
         )
+
+
+def _write_qwen2(config: ModelConfig) -> Json:
+    return {
+        key: value for key, value in write_llama(config).items() if key not in ("attention_bias", "mlp_bias")
+    }
+
+
+def _make_qwen2_rules(config: ModelConfig) -> list[WeightMapping]:
+    return llama_style_rules(config, attention_rules(bias=True, output_bias=False))
+
+
+register_architecture(
+    "Qwen2ForCausalLM",
+    Architecture(
+        "qwen2",
+        QWEN2_KEYS,
+        _read_qwen2,
+        _write_qwen2,
+        _make_qwen2_rules,
+        base_model_prefix="model.",
+        max_length_key="max_position_embeddings",
+        fingerprint={**LLAMA_FINGERPRINT, **QWEN2_BIASES},
+    ),
+    base="Qwen2Model",
+)
+
+# Qwen3: a Llama whose queries and keys are normalised head by head (Qwen Team 2025)
+
+QWEN3_KEYS = QWEN2_KEYS | {"head_dim": used(128), "attention_bias": LLAMA_KEYS["attention_bias"]}
+
+
+def _read_qwen3(hf_config: Json) -> ModelConfig:
+    _refuse_windows(hf_config)
     return read_llama(hf_config).with_changes({"attention.qk_norm": True})
 
 

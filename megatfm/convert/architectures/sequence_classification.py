@@ -252,7 +252,7 @@ def _collect_tensors(sequences: HeadTensors, choices: HeadTensors | None = None)
 
 
 # In transformers Longformer's first token is global in classifiers of sequences alone: its other classes compute
-# something else.
+# something else. BigBird's head of answers has a feed-forward network that we lack.
 FAMILIES = {
     "Bert": FamilyHeads("tanh", _collect_tensors(*[HeadTensors("classifier", "bert.pooler.dense")] * 2)),
     "Roberta": FamilyHeads(
@@ -260,6 +260,9 @@ FAMILIES = {
     ),
     "Albert": FamilyHeads("tanh", _collect_tensors(*[HeadTensors("classifier", "albert.pooler")] * 2)),
     "Longformer": FamilyHeads("tanh", {"SequenceClassification": ROBERTA_CLASSIFIER}),
+    "BigBird": FamilyHeads(
+        "activation", {"SequenceClassification": ROBERTA_CLASSIFIER, "TokenClassification": WORDS}
+    ),
     "Deberta": FamilyHeads(
         "gelu",
         _collect_tensors(CONTEXT_POOLER),
@@ -350,6 +353,7 @@ DECODERS = {
     "Llama": ("LlamaForCausalLM", TASKS[:3]),
     "Mistral": ("MistralForCausalLM", TASKS[:3]),
     "Mixtral": ("MixtralForCausalLM", TASKS[:3]),
+    "Qwen2": ("Qwen2ForCausalLM", TASKS[:3]),
     "Qwen3": ("Qwen3ForCausalLM", TASKS[:3]),
     "Qwen3Moe": ("Qwen3MoeForCausalLM", TASKS[:3]),
     "Gemma2": ("Gemma2ForCausalLM", TASKS[:2]),
@@ -359,7 +363,7 @@ DECODERS = {
     "DeepseekV3": ("DeepseekV3ForCausalLM", TASKS[:2]),
 }
 """Family → the class that its heads are based on, and the ends of the names of the classes that transformers has."""
-PREFIX_OF_ANSWERS = {"Llama": "transformer.", "Qwen3": "transformer.", "Qwen3Moe": "transformer."}
+PREFIX_OF_ANSWERS = dict.fromkeys(("Llama", "Qwen2", "Qwen3", "Qwen3Moe"), "transformer.")
 """Prefix of the stack's tensors in classes of answers, where it differs."""
 for family_name, (base, tasks) in DECODERS.items():
     tags = HeadTensors("classifier" if family_name == "GPT2" else "score")

@@ -29,17 +29,24 @@ class HeadProjections(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, initial: Initialiser, *, bias: bool, key_bias: bool | None = None
+        self,
+        config: ModelConfig,
+        initial: Initialiser,
+        *,
+        bias: bool,
+        key_bias: bool | None = None,
+        output_bias: bool | None = None,
     ) -> None:
-        """key_bias: whether the key projection has a bias; None: as `bias`."""
+        """key_bias, output_bias: whether the projections of keys and of outputs have a bias; None: as `bias`."""
         super().__init__()
         d, self.head_dim, n_kv_heads = config.d_model, config.head_width, config.attention.kv_heads
         width, kv_width = config.attention.n_heads * self.head_dim, n_kv_heads * self.head_dim
         key_bias = bias if key_bias is None else key_bias
+        output_bias = bias if output_bias is None else output_bias
         self.wq = Linear(d, width, initial("query", d, width), bias=bias)
         self.wk = Linear(d, kv_width, initial("key", d, kv_width), bias=key_bias, heads=n_kv_heads)
         self.wv = Linear(d, kv_width, initial("value", d, kv_width), bias=bias, heads=n_kv_heads)
-        self.wo = Linear(width, d, initial("out", width, d), bias=bias)
+        self.wo = Linear(width, d, initial("out", width, d), bias=output_bias)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """Reshape […, T, N · H] → […, N, T, H]."""

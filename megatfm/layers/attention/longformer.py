@@ -42,11 +42,12 @@ class LongformerAttention(nn.Module):
             or options.n_kv_heads
             or options.qk_norm
             or options.sinks
+            or (options.key_bias, options.output_bias) != (None, None)
         ):
             raise UsageError(
                 "model.attention.name = 'longformer' supports positions in the embeddings only, and one key head for "
-                f"each query head: leave out n_kv_heads, qk_norm and sinks, and set position.name = 'learned', not "
-                f"{config.position.name!r}"
+                "each query head: leave out n_kv_heads, qk_norm, sinks, key_bias and output_bias, and set "
+                f"position.name = 'learned', not {config.position.name!r}"
             )
         d, self.head_dim = config.d_model, config.head_width
         width = options.n_heads * self.head_dim

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in (*HF_ENCODERS, *HF_LONG_ENCODERS)},
     **{name: (name, HF_IMAGES[name]) for name in HF_IMAGES},
     **{name: HF_DECODERS[name] for name in ("gpt1", "mistral", "mla", "mla-whole-queries", "t5", "t5-v1.1")},
-    **{name: HF_DECODERS[name] for name in ("mixtral", "qwen3", "qwen3-moe", "deepseek-v3")},
+    **{name: HF_DECODERS[name] for name in ("mixtral", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3")},
     **{name: HF_DECODERS[name] for name in ("olmoe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3", "switch")},
     "gpt2": ("GPT2LMHeadModel", {**GPT_OPTIONS, "tie_word_embeddings": False}),
     "llama": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True}),

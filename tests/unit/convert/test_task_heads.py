@@ -24,25 +24,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Roberta": HF_ENCODERS["RobertaForMaskedLM"],
     "Albert": HF_ENCODERS["AlbertForMaskedLM"],
     "Longformer": {"attention_window": 4, "type_vocab_size": 1},
+    "BigBird": {},
     "Deberta": HF_ENCODERS["DebertaForMaskedLM"],
     "DebertaV2": HF_ENCODERS["DebertaV2ForMaskedLM"],
     "Electra": HF_ENCODERS["ElectraForMaskedLM"],
     "ModernBert": {**HF_ENCODERS["ModernBertForMaskedLM"], "classifier_pooling": "cls", "norm_bias": True},
 }
 TASKS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
+BARE = {"Longformer": TASKS[1:], "BigBird": TASKS[2:]}
+"""Classes that open as the bare model: Longformer's have other global tokens, BigBird's other heads."""
 CLASSES = [
     f"{family}For{task}"
     for family in FAMILIES
     for task in TASKS
-    if (family != "Longformer" or task == "SequenceClassification")
-    and hasattr(transformers, f"{family}For{task}")
+    if task not in BARE.get(family, ()) and hasattr(transformers, f"{family}For{task}")
 ]
-"""Longformer's other classes have other global tokens in transformers: they open as the bare model."""
 GPT_SIZES = {"vocab_size": 60, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
 LLAMA_SIZES = {**SMALL_ENCODER, "num_key_value_heads": 2, "tie_word_embeddings": False}
 DECODER_SIZES = {"GPT2": GPT_SIZES, "Llama": LLAMA_SIZES, "Mistral": {**LLAMA_SIZES, "sliding_window": 5}}
 MORE_DECODERS = {
-    "Mixtral": ("mixtral", TASKS[:3]), "Qwen3": ("qwen3", TASKS[:3]), "Qwen3Moe": ("qwen3-moe", TASKS[:3]),
+    "Mixtral": ("mixtral", TASKS[:3]), "Qwen2": ("qwen2", TASKS[:3]), "Qwen3": ("qwen3", TASKS[:3]),
+    "Qwen3Moe": ("qwen3-moe", TASKS[:3]),
     "Gemma2": ("gemma2", TASKS[:2]),
     "Gemma3Text": ("gemma3", TASKS[:1]), "GptOss": ("gpt-oss", TASKS[:2]), "DeepseekV2": ("deepseek-v2", TASKS[:1]),
     "DeepseekV3": ("deepseek-v3", TASKS[:2]),

@@ -80,11 +80,16 @@ def text(n: int, seed: int = 0) -> np.ndarray:
 
 
 def built(
-    objective: Objective, tokens: np.ndarray, sample: int = 0, epoch: int = 0, partners: Any = None
+    objective: Objective,
+    tokens: np.ndarray,
+    sample: int = 0,
+    epoch: int = 0,
+    partners: Any = None,
+    **options: Any,
 ) -> Example:
-    """A sequence, after checking that it has the planned lengths."""
+    """A sequence, after checking that it has the planned lengths. options: of the chunk."""
     key = ChunkKey(7, epoch, sample, 0)
-    fields = objective.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS), key)
+    fields = objective.build_example(DocumentChunk(tokens, partners or NO_OTHER_DOCUMENTS, **options), key)
     planned = objective.sequence_lengths(
         np.array([len(tokens)]), chunk_keys(7, np.array([sample]), np.array([0]))
     ).reshape(-1)

@@ -24,7 +24,7 @@ PINNED = {
     ("prefix", "decoder"): "e676f59d2bd078ac",
     ("prefix", "encoder_decoder"): "548a63a6901afaee",
     ("masked", "encoder"): "620388d271d6d53a",
-    ("next_sentence", "encoder"): "c58702b0b67d3d5a",
+    ("next_sentence", "encoder"): "56038d0a0e11ad7b",
     ("sentence_order", "encoder"): "f802c4e39a109d73",
     ("span_boundary", "encoder"): "80dd60c0d12b8d3a",
     ("permutation", "xlnet"): "3cee926603be1fd6",

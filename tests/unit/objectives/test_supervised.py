@@ -212,6 +212,30 @@ def test_next_sentences_are_next_and_random_ones_from_another_document(
     assert np.abs(one - two).max() < 2.2 * (1 / len(cuts[0]) + 1 / len(cuts[1])) ** 0.5
 
 
+@pytest.mark.parametrize("ends_document", [True, False])
+def test_ends_of_documents_do_not_tell_the_label(
+    make_objective: Any, build_one: Any, ends_document: bool
+) -> None:
+    """A full stop at the end of B would: B is the end of its document in both cases, or in neither."""
+    result, text, block = (
+        make_objective("next_sentence", **NO_MASK),
+        np.arange(200, 240),
+        Block([50, 41, 30, 7]),
+    )
+    firsts = {documents[0] for documents in block.documents}
+    lasts = {documents[-1] for documents in block.documents}
+    places = set()
+    for sample in range(2_000):
+        _, b, label = parts(
+            build_one(result, text, sample=sample, partners=block, ends_document=ends_document)
+        )
+        if label:
+            assert not firsts & set(b)
+            assert (b[-1] in lasts) == ends_document
+            places.add(b[0])
+    assert len(places) > 60, "elsewhere in the documents, anywhere"
+
+
 @pytest.mark.parametrize("lengths", [[3], [1, 2], [40, 3], [1000]])
 @pytest.mark.parametrize("n", [2, 3, 30])
 def test_short_partners_decide_the_cut(

@@ -45,6 +45,31 @@ def test_the_table_tells_what_differs_and_what_was_reached(
     assert (tmp_path / "c.html").is_file()
 
 
+def test_metrics_of_a_task_are_compared(runs: list[Path], tmp_path: Path) -> None:
+    """Each is a column and a chart; a run without them has a dash, and no column is empty."""
+    one, other = runs
+    path = one / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        for result in line.get("evaluation", {}).values():
+            result.pop("bits_per_byte", None)
+            result["metrics"] = {"accuracy": 0.75, "f1_macro": 0.5}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = one / "config.toml"
+    config.write_text(config.read_text() + '\n[objective]\nname = "text_classification"\n')
+    (other / "metrics.jsonl").write_text("")
+    comparison = RunComparison.read(runs)
+    results = comparison.collect_results()
+    set_name = comparison.runs[0].evaluated[0]
+    cells = dict(zip(results.columns, zip(*results.rows, strict=True), strict=True))
+    assert cells[f"{set_name} accuracy"] == ("0.7500", "–")
+    assert cells[f"{set_name} f1_macro"] == ("0.5000", "–")
+    assert not any("bits/byte" in column for column in results.columns)
+    titles = {(chart.title, chart.unit) for chart in comparison.make_charts()}
+    assert (f"Accuracy, {set_name}", "share of held-out examples") in titles
+    assert (f"Held-out loss, {set_name}", "mean over labelled examples or nats per token") in titles
+
+
 def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: list[Path]) -> None:
     one, other = ((run / "config.toml") for run in runs)
     text = one.read_text()
