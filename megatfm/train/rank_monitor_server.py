@@ -36,13 +36,23 @@ Warn = Callable[[str], None]
 
 
 class _Hub(threading.Thread):
-    """Accepts connections of ranks. Each must first send its rank and the token."""
+    """Accepts connections of ranks, and exchanges messages with them until the last one.
+
+    Each must first send its rank and the token. A subclass says how it handles messages, and when the last is due.
+    """
 
     def __init__(
-        self, name: str, ranks: Collection[int], token: str, listener: socket.socket | None, warn: Warn
+        self,
+        name: str,
+        ranks: Collection[int],
+        heartbeat_interval: float,
+        token: str,
+        listener: socket.socket | None,
+        warn: Warn,
     ) -> None:
         super().__init__(name=name, daemon=True)
-        self._expected, self._token, self._listener, self._warn = ranks, token, listener, warn
+        self._expected, self._heartbeat_interval = ranks, heartbeat_interval
+        self._token, self._listener, self._warn = token, listener, warn
         self._connections: dict[JsonConnection, int | None] = {}  # → rank, once identified
         self._unidentified: dict[JsonConnection, float] = {}  # → time of arrival
         self._selector = selectors.DefaultSelector()
@@ -62,6 +72,61 @@ class _Hub(threading.Thread):
         self._connections[connection] = None
         self._unidentified[connection] = time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Exchange messages until there is a last one, and broadcast it. Runs in the thread."""
+        interval = self._heartbeat_interval
+        last = next_heartbeat = time.monotonic()
+        last_message: Message | None = None
+        while last_message is None:
+            ready = self._selector.select(min(interval / 4, 0.2))
+            now = time.monotonic()
+            if now - last > 2 * interval + 1:
+                self._exclude_pause(now - last)
+            last = now
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    self._accept(now)
+                elif isinstance(key.fileobj, JsonConnection):
+                    self._receive(key.fileobj, now)
+            self._resume_accepting(now)
+            self._drop_strangers(now)
+            if now >= next_heartbeat:
+                next_heartbeat = now + interval
+                self._broadcast({"heartbeat": True})
+            last_message = self._advance(now)
+        self._broadcast_last(last_message)
+        self._close()
+
+    def _receive(self, connection: JsonConnection, now: float) -> None:
+        messages = connection.receive()
+        try:
+            for message in messages or ():
+                if (rank := self._connections[connection]) is None:
+                    self._identify(connection, message)
+                else:
+                    self._handle(rank, message, now)
+        except (ValueError, TypeError, KeyError, AttributeError):  # a port scanner, or another run
+            messages = None
+        if messages is None:
+            if (rank := self._connections[connection]) is not None:
+                self._handle(rank, {"lost": True}, now)
+            self._drop(connection)
+
+    def _handle(self, rank: int, message: Message, now: float) -> None:
+        """Handle a rank's message, or the end of its connection: {"lost": True}.
+
+        Raises ValueError, TypeError or KeyError for a message that no rank of this run sends.
+        """
+        raise NotImplementedError
+
+    def _exclude_pause(self, seconds: float) -> None:
+        """Discount seconds during which this process was paused."""
+        raise NotImplementedError
+
+    def _advance(self, now: float) -> Message | None:
+        """Do what is due after messages are handled. Returns the last message for the ranks, once there is one."""
+        raise NotImplementedError
 
     def _accept(self, now: float) -> None:
         """Accept a connection. If no descriptor is free, warn and pause; waiting connections are accepted later."""
@@ -167,45 +232,29 @@ class RankMonitorServer(_Hub):
         warn: Warn = lambda text: None,
     ) -> None:
         self._relays = relays or range(len(hosts))
-        super().__init__("megatfm-rank-monitor", set(self._relays), token, listener, warn)
-        self._heartbeat_interval = heartbeat_interval
+        super().__init__("megatfm-rank-monitor", set(self._relays), heartbeat_interval, token, listener, warn)
         self._unheard = set(range(len(hosts)))
         now = time.monotonic()
         self._detector = HangDetector(
             hosts, hang_timeout, max(4 * heartbeat_interval, 1.0), now, self._relays
         )
+        self._next_diagnosis = now
+        self._warn_unheard_at: float | None = now + max(UNHEARD_SECONDS, 4 * heartbeat_interval)
 
-    def run(self) -> None:
-        """Exchange heartbeats, and broadcast the diagnosis if there is one. Runs in the thread."""
-        detector, interval = self._detector, self._heartbeat_interval
-        start = last = next_heartbeat = next_diagnosis = time.monotonic()
-        diagnosis, is_over, has_checked_unheard = None, False, False
-        while not is_over:
-            ready = self._selector.select(min(interval / 4, 0.2))
-            now = time.monotonic()
-            if now - last > 2 * interval + 1:
-                detector.exclude_pause(now - last)
-            last = now
-            for key, _ in ready:
-                if key.fileobj is self._listener:
-                    self._accept(now)
-                elif isinstance(key.fileobj, JsonConnection):
-                    self._receive(key.fileobj, now)
-            self._resume_accepting(now)
-            self._drop_strangers(now)
-            if not has_checked_unheard and now > start + max(UNHEARD_SECONDS, 4 * interval):
-                has_checked_unheard = True
-                self._warn_of_unheard()
-            if now >= next_heartbeat:
-                next_heartbeat = now + interval
-                self._broadcast({"heartbeat": True})
-            if now >= next_diagnosis:
-                next_diagnosis = now + DIAGNOSE_INTERVAL_SECONDS
-                diagnosis = detector.diagnose(now)
-                is_over = diagnosis is not None or detector.all_gone
-        diagnosis = diagnosis or detector.diagnose(time.monotonic())
-        self._broadcast_last({"diagnosis": diagnosis.to_dict()} if diagnosis else {"bye": True})
-        self._close()
+    def _exclude_pause(self, seconds: float) -> None:
+        self._detector.exclude_pause(seconds)
+
+    def _advance(self, now: float) -> Message | None:
+        """Return the diagnosis once there is one, or a farewell after all ranks have exited."""
+        if self._warn_unheard_at and now > self._warn_unheard_at:
+            self._warn_unheard_at = None
+            self._warn_of_unheard()
+        if now < self._next_diagnosis:
+            return None
+        self._next_diagnosis = now + DIAGNOSE_INTERVAL_SECONDS
+        if diagnosis := self._detector.diagnose(now):
+            return {"diagnosis": diagnosis.to_dict()}
+        return {"bye": True} if self._detector.all_gone else None
 
     def _warn_of_unheard(self) -> None:
         """Warn of ranks that have never sent a message."""
@@ -216,24 +265,7 @@ class RankMonitorServer(_Hub):
                 f"start: {names}"
             )
 
-    def _receive(self, connection: JsonConnection, now: float) -> None:
-        messages = connection.receive()
-        try:
-            for message in messages or ():
-                self._handle(connection, message, now)
-        except (ValueError, TypeError, KeyError, AttributeError):  # a port scanner, or another run
-            messages = None
-        if messages is None:
-            if (rank := self._connections[connection]) is not None:
-                self._detector.record_failure(rank, None, now)
-            self._drop(connection)
-
-    def _handle(self, connection: JsonConnection, message: Message, now: float) -> None:
-        """Handle one message. Raises ValueError, TypeError or KeyError for one that no rank of this run sends."""
-        rank = self._connections[connection]
-        if rank is None:
-            self._identify(connection, message)
-            return
+    def _handle(self, rank: int, message: Message, now: float) -> None:
         for sender, inner in message.get("relayed", [(rank, message)]):
             if self._relays[sender] != rank:
                 raise ValueError(f"rank {rank} is not the relay of rank {sender}")
@@ -265,71 +297,56 @@ class RankMonitorRelay(_Hub):
         server: JsonConnection,
         warn: Warn = lambda text: None,
     ) -> None:
-        super().__init__("megatfm-rank-relay", set(ranks), token, listener, warn)
-        self._hang_timeout, self._heartbeat_interval, self._server = hang_timeout, heartbeat_interval, server
+        super().__init__("megatfm-rank-relay", set(ranks), heartbeat_interval, token, listener, warn)
+        self._server, self._hang_timeout = server, hang_timeout
         self._selector.register(server, selectors.EVENT_READ)
+        self._last_message: Message | None = None
+        self._server_heard_at = self._next_batch = time.monotonic()
         # rank → heartbeat to forward, time of arrival
         self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}
         self._phases: dict[int, str] = {}  # rank → last phase that was forwarded
         self._events: list[tuple[int, Message]] = []
 
     def run(self) -> None:
-        """Forward messages. Runs in the thread."""
-        interval = self._heartbeat_interval
-        last_message = last = next_heartbeat = next_batch = time.monotonic()
-        final: Message | None = None
-        while final is None:
-            ready = self._selector.select(min(interval / 4, 0.2))
-            now = time.monotonic()
-            if now - last > 2 * interval + 1:
-                last_message += now - last  # this process was paused
-            last = now
-            for key, _ in ready:
-                if key.fileobj is self._listener:
-                    self._accept(now)
-                elif key.fileobj is self._server:
-                    last_message, final = now, final or self._receive_from_server()
-                elif isinstance(key.fileobj, JsonConnection):
-                    self._receive(key.fileobj, now)
-            if final is None and now - last_message > self._hang_timeout + 3 * interval:
-                final = {"server_lost": f"no sign of life for {now - last_message:.0f} s", "hung": True}
-            self._resume_accepting(now)
-            self._drop_strangers(now)
-            if now >= next_heartbeat:
-                next_heartbeat = now + interval
-                self._broadcast({"heartbeat": True})
-            if self._events or now >= next_batch or self._has_new_phase():
-                next_batch = now + interval / 4
-                self._forward(now)
-        self._broadcast_last(final)
-        self._selector.unregister(self._server)
-        self._server.close()
-        self._close()
-
-    def _receive_from_server(self) -> Message | None:
-        """Return the final message for the ranks if the server has sent one, or is gone; else None."""
-        messages = self._server.receive()
-        if messages is None:
-            return {"server_lost": ENDED_SILENTLY, "hung": False}
-        return next((message for message in messages if "heartbeat" not in message), None)
+        """See `_Hub.run`."""
+        self._server_heard_at = time.monotonic()
+        super().run()
 
     def _receive(self, connection: JsonConnection, now: float) -> None:
+        if connection is not self._server:
+            super()._receive(connection, now)
+            return
+        self._server_heard_at = now
         messages = connection.receive()
-        try:
-            for message in messages or ():
-                rank = self._connections[connection]
-                if rank is None:
-                    self._identify(connection, message)
-                elif "heartbeat" in message:
-                    self._heartbeats[rank] = Heartbeat(**message["heartbeat"]), now
-                else:
-                    self._events.append((rank, message))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            messages = None
         if messages is None:
-            if (rank := self._connections[connection]) is not None:
-                self._events.append((rank, {"lost": True}))
-            self._drop(connection)
+            messages = [{"server_lost": ENDED_SILENTLY, "hung": False}]
+        for message in messages:
+            if "heartbeat" not in message:
+                self._last_message = self._last_message or message
+
+    def _handle(self, rank: int, message: Message, now: float) -> None:
+        if "heartbeat" in message:
+            self._heartbeats[rank] = Heartbeat(**message["heartbeat"]), now
+        else:
+            self._events.append((rank, message))
+
+    def _exclude_pause(self, seconds: float) -> None:
+        self._server_heard_at += seconds
+
+    def _advance(self, now: float) -> Message | None:
+        """Forward messages to the server. Returns its last one, or one that says that it is lost."""
+        silence = now - self._server_heard_at
+        if self._last_message is None and silence > self._hang_timeout + 3 * self._heartbeat_interval:
+            self._last_message = {"server_lost": f"no sign of life for {silence:.0f} s", "hung": True}
+        if self._events or now >= self._next_batch or self._has_new_phase():
+            self._next_batch = now + self._heartbeat_interval / 4
+            self._forward(now)
+        return self._last_message
+
+    def _close(self) -> None:
+        self._selector.unregister(self._server)
+        self._server.close()
+        super()._close()
 
     def _has_new_phase(self) -> bool:
         """Return whether the server must be told of a rank's new phase, so that a sudden death is reported with it."""

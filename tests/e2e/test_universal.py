@@ -39,7 +39,7 @@ STEPS = 3
 def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]:
     """Three steps under DeepSpeed alone; the universal checkpoint is in folder/universal. Its own word for what it
     holds: key → name → tensor."""
-    from megatfm.engines.deepspeed.library import ignore_warnings
+    from megatfm.engines.deepspeed.internals import ignore_warnings
     from megatfm.engines.deepspeed.library import import_deepspeed as deepspeed
 
     model = LlamaForCausalLM(TINY)

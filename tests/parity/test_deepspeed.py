@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatfm.config import Config
-from megatfm.engines.deepspeed.library import allow_fp16_on_cpu, import_deepspeed
+from megatfm.engines.deepspeed.internals import allow_fp16_on_cpu
+from megatfm.engines.deepspeed.library import import_deepspeed
 from tests.support.deepspeed_runs import (
     OPTIMIZERS,
     Errors,

@@ -18,19 +18,22 @@ from megatfm.checkpoint import FlatShardedTensor, ShardedTensor
 from megatfm.config.deepspeed import find_precision_problem
 from megatfm.engines.activation_checkpointing import recompute
 from megatfm.engines.base import BaseEngine, cast_inputs, init_weights, materialize
-from megatfm.engines.deepspeed.library import (
-    ModelParallelUnit,
+from megatfm.engines.deepspeed.internals import (
     allow_fp16_on_cpu,
-    build_settings,
+    build_partitions,
     clear_module_stack,
     ignore_warnings,
-    import_deepspeed,
-    parameter_groups,
     register_experts,
     release,
+)
+from megatfm.engines.deepspeed.library import (
+    import_deepspeed,
+    make_mpu,
+    make_settings,
+    parameter_groups,
     require_single_group,
 )
-from megatfm.engines.deepspeed.partitions import FlatOptimizer, build_partitions
+from megatfm.engines.deepspeed.partitions import FlatOptimizer
 from megatfm.engines.gradients import clip_gradients
 from megatfm.engines.interface import (
     MOMENTS,
@@ -65,7 +68,7 @@ class DeepSpeedEngine(BaseEngine):
         self.model, self.precision = setup.model, PRECISIONS[setup.precision]
         self.loss_scale = LossScale() if setup.precision == "fp16" else None
         package = import_deepspeed(setup.device)
-        ds_config = build_settings(config, setup, package)
+        ds_config, offload_directory = make_settings(config, setup, package)
         recompute(self.model, transformer_blocks(self.model), config.train.recompute)
         materialize(self.model, self.precision, self.device, gradients=self.precision.compute_dtype)
         if self.precision.is_mixed:
@@ -83,12 +86,13 @@ class DeepSpeedEngine(BaseEngine):
             self.ds_engine, *_ = package.initialize(
                 model=ModelWrapper(self.model, moe_marker),
                 optimizer=group.build(options),
-                config=ds_config.json,
-                mpu=ModelParallelUnit(mesh),
+                config=ds_config,
+                mpu=make_mpu(mesh),
             )
         self.partitions = build_partitions(self.ds_engine, self.parameters, names, self.zero)
         weakref.finalize(self, release, self.ds_engine).atexit = False
-        weakref.finalize(self, ds_config.remove)
+        if offload_directory:
+            weakref.finalize(self, offload_directory.remove)
         self._watch_gradients(trained)
         weights = self._make_weights()
         init_weights(self.model, self.layout, weights, config.train.seed)

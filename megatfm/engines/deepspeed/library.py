@@ -1,16 +1,12 @@
 """Access to the DeepSpeed package, imported on first use without compiling anything; and its settings."""
 
 import importlib
-import inspect
 import logging
 import os
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +15,13 @@ from torch.utils.cpp_extension import _get_build_directory, _import_module_from_
 
 from megatfm.config import Config
 from megatfm.config.deepspeed_json import make_deepspeed_json
-from megatfm.engines.deepspeed.nvme_offload import OffloadDirectory, add_buffers, install_aio_handle
+from megatfm.engines.deepspeed.internals import (
+    ignore_warnings,
+    install_aio_handle,
+    provide_operator,
+    reset_globals,
+)
+from megatfm.engines.deepspeed.nvme_offload import OffloadDirectory, SyncIOHandle, add_buffers
 from megatfm.engines.interface import EngineSetup, OptimizerGroup
 from megatfm.errors import UsageError
 from megatfm.parallel.layout import ModelLayout
@@ -27,19 +29,12 @@ from megatfm.parallel.mesh import DENSE_DATA_AXES, EXPERT, EXPERT_DATA_AXES, PIP
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.parallel.process_environment import read_process_environment
 
-CACHED_METHOD = "_PartitionedParameterCoordinator__params_to_release"
-"""A method whose cached results keep their models alive."""
-COMPILE_COMMAND = "python -c 'from deepspeed.ops.op_builder import {name} as B; B().load()' does it, once"
+COMPILE_QUANTIZER = (
+    "python -c 'from deepspeed.ops.op_builder import QuantizerBuilder as B; B().load()' does it, once, "
+    "or leave it out"
+)
 
 log = logging.getLogger("megatfm")
-
-
-@contextmanager
-def ignore_warnings() -> Iterator[None]:
-    """Ignore warnings within this context: users can't act on DeepSpeed's use of deprecated functions."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
@@ -57,148 +52,26 @@ def import_deepspeed(device: torch.device) -> ModuleType:
                 f"parallel.engine = 'deepspeed': DeepSpeed can't be imported ({error}): `make deepspeed` installs it "
                 "beside this torch; or set parallel.engine = 'native'"
             ) from error
-        _reset_globals()
-        # Otherwise it compiles an all-reduce through shared memory, for half a minute.
-        package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        reset_globals()
         backend = "nccl" if device.type == "cuda" else "gloo"
         package.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return package
 
 
-@contextmanager
-def allow_fp16_on_cpu() -> Iterator[None]:
-    """Let DeepSpeed build an engine with float16 on a CPU, within this context: it computes everywhere, if slowly.
-
-    DeepSpeed 0.19.8 refuses float16 unless the CPU is fast at it. Then it also stores float32 weights in files as
-    bfloat16, silently: `dtype or torch.float16 if … else …` (partition_parameters.py) means `(dtype or …) if … else …`.
-    """
-    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    if accelerator.device_name() == "cpu":
-        accelerator.is_fp16_supported = lambda: True
-    try:
-        yield
-    finally:
-        vars(accelerator).pop("is_fp16_supported", None)
-
-
-def _reset_globals() -> None:
-    """Reset DeepSpeed's global state: process groups that may no longer exist, and the counters that number modules and
-    parameters, which must be equal on all ranks."""
-    comm: Any = importlib.import_module("deepspeed.comm.comm")
-    groups = importlib.import_module("deepspeed.utils.groups")
-    offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
-    parameters = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    groups._release_process_group_references()
-    comm.cdb = None
-    (count,) = offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    count[0] = parameters.Init.param_id = 0
-
-
-def release(engine: Any) -> None:
-    """Remove an unused engine's hooks from its parameters, and its model from DeepSpeed's global state. Otherwise these
-    keep the model and its process groups alive."""
-    with _tolerate_missing_group():
-        engine.destroy()
-    offload = importlib.import_module("deepspeed.runtime.zero.parameter_offload")
-    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
-    offload.FWD_MODULE_STACK[:] = [
-        module for module in offload.FWD_MODULE_STACK if module is not engine.module
-    ]
-    method: Any = getattr(coordinator.PartitionedParameterCoordinator, CACHED_METHOD)
-    inspect.getclosurevars(method).nonlocals["func"].cache_clear()
-
-
-@contextmanager
-def _tolerate_missing_group() -> Iterator[None]:
-    """Let `get_rank` return -1 after the process groups are destroyed; DeepSpeed only prints it."""
-    comm = importlib.import_module("deepspeed.comm")
-    original_get_rank = comm.get_rank
-    if not torch.distributed.is_initialized():
-        comm.get_rank = lambda group=None: -1  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        comm.get_rank = original_get_rank  # type: ignore[attr-defined]
-
-
-def clear_module_stack() -> None:
-    """Clear DeepSpeed's stack of running modules after the passes: a recomputation may stop before a module's end,
-    which would stay on the stack."""
-    importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
-
-
-def register_experts(
-    parameters: Mapping[str, Any], layout: ModelLayout, mesh: Mesh, zero: int
-) -> nn.Module | None:
-    """Mark the parameters of sharded experts for DeepSpeed, with the group over which their gradients are summed.
-
-    Returns a module to add to DeepSpeed's model, by which it recognises experts; None if it needs none.
-    """
-    groups = importlib.import_module("deepspeed.utils.groups")
-    experts = [
-        parameter for name, parameter in parameters.items() if layout[name].data_axes == EXPERT_DATA_AXES
-    ]
-    if not experts:
-        return None
-    groups._EXPERT_PARALLEL_GROUP[EXPERT] = mesh.group(EXPERT)
-    groups._EXPERT_DATA_PARALLEL_GROUP[EXPERT] = data = mesh.flat_group(EXPERT_DATA_AXES.all)
-    for parameter in experts:
-        parameter.allreduce, parameter.group_name = False, EXPERT
-        parameter.ds_zero_placement_family = "autoep_expert"
-        parameter.ds_zero_partition_group_name, parameter.ds_zero_partition_process_group = EXPERT, data
-    return _make_moe_marker() if zero < 3 and any(p.requires_grad for p in experts) else None
-
-
-def _make_moe_marker() -> nn.Module:
-    layer = importlib.import_module("deepspeed.moe.layer")
-
-    class MoEMarker(layer.MoE):  # type: ignore[name-defined, misc]
-        """DeepSpeed takes a model for one with experts if a module has this class. Nothing calls it."""
-
-        num_experts = 0
-
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-
-        def set_deepspeed_parallelism(self, *_: Any) -> None:
-            """Do nothing: the groups exist."""
-
-    return MoEMarker()
-
-
-class ModelParallelUnit:
-    """Our process groups by the interface of Megatron-LM's `mpu`, which DeepSpeed calls.
+def make_mpu(mesh: Mesh) -> SimpleNamespace:
+    """Return our process groups by the interface of Megatron-LM's `mpu`, which DeepSpeed calls.
 
     Context-parallel ranks are data ranks to DeepSpeed: gradients are summed, and ZeRO shards, over them too.
     """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._data = mesh.flat_group(DENSE_DATA_AXES.all)
-        self._model = mesh.flat_group((PIPELINE, TENSOR))
-
-    def get_model_parallel_rank(self) -> int:
-        """Return this process's rank in the group that holds one copy of the model together."""
-        return torch.distributed.get_rank(self._model)
-
-    def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that hold one copy of the model together."""
-        return torch.distributed.get_world_size(self._model)
-
-    def get_model_parallel_group(self) -> torch.distributed.ProcessGroup:
-        """Return the group of ranks that hold one copy of the model together."""
-        return self._model
-
-    def get_data_parallel_rank(self) -> int:
-        """Return this process's rank in the group that processes different rows, or different parts of rows."""
-        return torch.distributed.get_rank(self._data)
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return the number of ranks that process different rows, or different parts of rows."""
-        return torch.distributed.get_world_size(self._data)
-
-    def get_data_parallel_group(self) -> torch.distributed.ProcessGroup:
-        """Return the group of ranks that process different rows, or different parts of rows."""
-        return self._data
+    data, model = mesh.flat_group(DENSE_DATA_AXES.all), mesh.flat_group((PIPELINE, TENSOR))
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: data,
+        get_data_parallel_rank=lambda: torch.distributed.get_rank(data),
+        get_data_parallel_world_size=lambda: torch.distributed.get_world_size(data),
+        get_model_parallel_group=lambda: model,
+        get_model_parallel_rank=lambda: torch.distributed.get_rank(model),
+        get_model_parallel_world_size=lambda: torch.distributed.get_world_size(model),
+    )
 
 
 def parameter_groups(
@@ -264,18 +137,9 @@ def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> N
         raise UsageError(
             f"{feature} on {device.type!r}: its operator needs CUDA: leave it out, or run on GPUs"
         )
-    _load(package, "QuantizerBuilder", feature, "or leave it out")
-
-
-def _load(package: ModuleType, name: str, feature: str, way_out: str) -> None:
-    """Load a compiled operator and register it with DeepSpeed, which otherwise compiles it, perhaps a second time."""
-    builder = getattr(package.ops.op_builder, name)()
-    version_info: Any = importlib.import_module("deepspeed.git_version_info")
-    if not version_info.installed_ops.get(builder.name) and builder.name not in builder._loaded_ops:
-        requirement = f"{feature} needs DeepSpeed's operator {builder.name}"
-        builder._loaded_ops[builder.name] = _load_compiled(
-            builder, requirement, f"{COMPILE_COMMAND.format(name=name)}, {way_out}"
-        )
+    builder = package.ops.op_builder.QuantizerBuilder()
+    requirement = f"{feature} needs DeepSpeed's operator {builder.name}"
+    provide_operator(builder, lambda: _load_compiled(builder, requirement, COMPILE_QUANTIZER))
     builder.load(verbose=False)
 
 
@@ -304,21 +168,10 @@ def _load_compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
     raise UsageError(f"{requirement}, which isn't compiled yet: {way_out}")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """DeepSpeed's configuration. folder: this engine's directory for offloaded state; None if it needs none."""
-
-    json: dict[str, Any]
-    folder: OffloadDirectory | None
-
-    def remove(self) -> None:
-        """Remove the offloaded files."""
-        if self.folder:
-            self.folder.remove()
-
-
-def build_settings(config: Config, setup: EngineSetup, package: ModuleType) -> Settings:
-    """Return DeepSpeed's configuration of a run, and create its directory for offloaded state.
+def make_settings(
+    config: Config, setup: EngineSetup, package: ModuleType
+) -> tuple[dict[str, Any], OffloadDirectory | None]:
+    """Return DeepSpeed's configuration of a run, and a new directory for offloaded state; None if it needs none.
 
     Raises UsageError for features that this machine or the number of ranks doesn't support.
     """
@@ -333,8 +186,8 @@ def build_settings(config: Config, setup: EngineSetup, package: ModuleType) -> S
         load_quantizer(package, setup.device, keys)
         log.warning("%s: %s", keys, options.INEXACT)
     if options.nvme_path and options.offloads_to_nvme:
-        install_aio_handle(package)
+        install_aio_handle(package, SyncIOHandle)
         folder = OffloadDirectory(Path(options.nvme_path))
     derived = make_deepspeed_json(config, setup.precision, folder.path if folder else None)
     add_buffers(derived, setup)
-    return Settings(derived, folder)
+    return derived, folder

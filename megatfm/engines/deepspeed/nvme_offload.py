@@ -1,24 +1,21 @@
 """DeepSpeed's offload to files ("nvme"): the directory, reads and writes, swapped groups, and buffers."""
 
 import fcntl
-import importlib
 import math
 import os
 import re
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
-from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.config.deepspeed import NVME_UNSHARDED_ERROR, NVME_UNSHARDED_HINT
+from megatfm.engines.deepspeed.internals import get_min_swapped_bytes
 from megatfm.engines.interface import PRECISIONS, EngineSetup
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.parallel.layout import transformer_blocks
@@ -168,97 +165,6 @@ class SyncIOHandle:
         return 0
 
 
-def install_aio_handle(package: ModuleType) -> None:
-    """Let DeepSpeed use `SyncIOHandle` instead of its operator, which it would compile."""
-    builder = type(package.ops.op_builder.AsyncIOBuilder())
-    builder.load = lambda self, verbose=True: SimpleNamespace(aio_handle=SyncIOHandle)
-
-
-class SwappedGroups:
-    """Groups of a stage 3 optimizer whose weights and state are in files, except during their part of a step.
-
-    DeepSpeed keeps groups below 1 MiB a rank in memory. Between steps the files are mapped (`mmap`), so that
-    checkpoints and loading don't need all of their contents in memory at once. `SyncIOHandle` goes through the same
-    cache.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._mapped: dict[str, Tensor] = {}
-        self._groups = {
-            id(flat): group
-            for group, flat in enumerate(optimizer.fp32_partitioned_groups_flat)
-            if optimizer._swappable_optimizer_subgroup(group)
-        }
-
-    def weights(self, group: int) -> Tensor:
-        """Return a group's flat weights, in memory or mapped, to be read and written between steps."""
-        flat: Tensor = self._optimizer.fp32_partitioned_groups_flat[group]
-        if id(flat) not in self._groups:
-            return flat
-        (weights, *_) = self._get_info(flat).tensors
-        return self._map(weights.swap_path, group)
-
-    @contextmanager
-    def swap_in(self, group: int) -> Iterator[None]:
-        """Hold a group's weights in memory within this context, to read them."""
-        optimizer = self._optimizer
-        is_swapped = id(optimizer.fp32_partitioned_groups_flat[group]) in self._groups
-        if is_swapped:
-            optimizer._optimizer_states_and_gradient_swap_in(group)
-        try:
-            yield
-        finally:
-            if is_swapped:
-                optimizer._release_swap_buffers(group)
-
-    def optimizer_state(self, flat: Tensor, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the state of a group between steps, mapped from its files if it is swapped."""
-        if id(flat) not in self._groups:
-            return state
-        paths = {id(info.compute_tensor): info.swap_path for info in self._get_info(flat).tensors}
-        group = self._groups[id(flat)]
-        return {
-            key: self._map(paths[id(value)], group) if id(value) in paths else value
-            for key, value in state.items()
-        }
-
-    def set_optimizer_state(self, flat: Tensor, state: Mapping[str, Tensor]) -> bool:
-        """Write a group's state to its files; returns False if the group is not swapped."""
-        if id(flat) not in self._groups:
-            return False
-        optimizer, group, info = self._optimizer, self._groups[id(flat)], self._get_info(flat)
-        info.tensors, info.has_state_tensors = info.tensors[:1], False
-        optimizer.optimizer.state[flat] = {}
-        optimizer._optimizer_states_and_gradient_swap_in(group)
-        optimizer.optimizer.state[flat] = dict(state)
-        optimizer._optimizer_states_and_gradient_swap_out(group)
-        return True
-
-    @contextmanager
-    def swap_in_parameter(self, parameter: Any) -> Iterator[None]:
-        """Hold this rank's shard of a parameter in memory within this context, to set it."""
-        shard = parameter.ds_tensor
-        in_file = shard.status.name == "NOT_AVAILABLE"
-        if in_file:
-            parameter.nvme_swapper.swap_in([parameter], async_op=False)
-        try:
-            yield
-        finally:
-            if in_file:
-                parameter.nvme_swapper.swap_out_and_release([parameter])
-
-    def _get_info(self, flat: Any) -> Any:
-        return self._optimizer.optimizer_swapper.swap_params_info[flat.ds_id]
-
-    def _map(self, path: str, group: int) -> Tensor:
-        if path not in self._mapped:
-            size = int(self._optimizer.fp16_partitioned_groups_flat_numel[group])
-            dtype = self._optimizer.master_weights_and_grads_dtype
-            self._mapped[path] = torch.from_file(path, shared=True, size=size, dtype=dtype)
-        return self._mapped[path]
-
-
 def add_buffers(derived: dict[str, Any], setup: EngineSetup) -> None:
     """Set number and size of DeepSpeed's buffers for files to at least what can be in use at once.
 
@@ -271,8 +177,7 @@ def add_buffers(derived: dict[str, Any], setup: EngineSetup) -> None:
         offload["buffer_count"] = max(STEP_BUFFERS, offload.get("buffer_count", 0))
     if zero.get("offload_param", {}).get("device") == "nvme":
         offload, sizes = zero["offload_param"], _shard_sizes(setup)
-        swapping = importlib.import_module("deepspeed.runtime.swap_tensor.utils")
-        smallest = max(swapping.MIN_AIO_BYTES, derived.get("aio", {}).get("block_size", 2**20))
+        smallest = max(get_min_swapped_bytes(), derived.get("aio", {}).get("block_size", 2**20))
         itemsize = PRECISIONS[setup.precision].compute_dtype.itemsize
         in_files = {name for name, size in sizes.items() if size * itemsize >= smallest}
         if any(math.prod(map(setup.mesh.size, setup.layout[name].data_axes.all)) == 1 for name in in_files):

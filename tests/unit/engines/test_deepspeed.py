@@ -1,6 +1,8 @@
 """What the DeepSpeed engine brings: compiled operators, buffers, files to the bit, and folders that go with it."""
 
+import ast
 import importlib.util
+import re
 import signal
 import subprocess
 import sys
@@ -264,3 +266,53 @@ def test_a_place_that_can_t_be_written_is_named(tmp_path: Path, place: str) -> N
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"deepspeed.nvme_path = '.*name a folder on a local disk"):
         OffloadDirectory(tmp_path / place)
+
+
+# ------------------------------------------------------------------------------------------------ internals
+
+FOLDER = Path(library.__file__).parent
+
+
+def private_names(source: str) -> list[str]:
+    """Private attributes of anything but `self`, mangled names, and modules of DeepSpeed."""
+    nodes = list(ast.walk(ast.parse(source)))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and not is_self(node.value)}
+    constants = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    return sorted(
+        {name for name in attributes if re.match("_[a-z]", name)}
+        | {
+            text
+            for text in constants
+            if re.match(r"_[A-Z]\w+__|deepspeed\.(runtime|ops|utils|comm|moe)", text)
+        }
+    )
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def test_one_chapter_has_all_of_deepspeed_s_internals() -> None:
+    names = {path.name: private_names(path.read_text(encoding="utf-8")) for path in FOLDER.glob("*.py")}
+    assert len(names.pop("internals.py")) > 15
+    assert not any(names.values()), names
+
+
+NAMES_OF_OTHERS = {
+    *("FLAT_TENSORS", "_engine", "_get_info", "_map", "_mapped", "_optimizer", "_swapped", "data_axes"),
+    *("prepare_step", "set_optimizer_state", "view_in"),
+    *("cache_clear", "catch_warnings", "from_file", "getclosurevars", "nonlocals", "simplefilter"),
+}
+"""Ours, and those of Python and torch."""
+
+
+def test_this_deepspeed_has_every_name_of_that_chapter() -> None:
+    """On an upgrade, the names that are gone."""
+    nodes = list(ast.walk(ast.parse((FOLDER / "internals.py").read_text(encoding="utf-8"))))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    strings = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    names |= {re.sub(r"^_[A-Z]\w*?__", "__", text) for text in strings if re.fullmatch(r"\w+_\w+", text)}
+    (root,) = importlib.util.find_spec("deepspeed").submodule_search_locations
+    files = [path.read_text(encoding="utf-8") for path in Path(root).rglob("*.py")]
+    words = {word for text in files for word in re.findall(r"\w+", text)}
+    assert names - words == NAMES_OF_OTHERS
