@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileSch
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests recorded for the end, as a process of its own or through pytest-xdist."""
+    """Print what tests recorded for the summary, with or without pytest-xdist."""
     reports = [report for group in terminalreporter.stats.values() for report in group]
     lines = [
         f"{report.nodeid.partition('::')[2]}: {value}"

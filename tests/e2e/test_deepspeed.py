@@ -160,7 +160,7 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
     ],
 )
 def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, what: str, patience: int) -> None:
-    """What sees a hang knows no engine: tests/e2e/test_resilience.py."""
+    """Hangs are detected without the engine: see tests/e2e/test_resilience.py."""
     words = deepspeed("parallel.zero=3", f"train.hang_seconds={patience}")
     run = start(*words, fault=Fault(1, "step", how))
     codes = run.wait(120)

@@ -84,7 +84,7 @@ def test_optimizers_with_more_to_remember_resume_bitwise(workers, make_config, t
 
 
 def test_killed_between_checkpoints_resumes_bitwise(workers, make_config, tmp_path):
-    """What a SIGKILL leaves: metrics ahead of the last checkpoint, and a half-written save."""
+    """A SIGKILL leaves metrics ahead of the last checkpoint, and a half-written save."""
     assert workers.run(run_training, 2, make_config(run="whole")) == [EXIT_OK, EXIT_OK]
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     for path in sorted((tmp_path / "killed/checkpoints").iterdir())[1:]:

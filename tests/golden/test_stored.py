@@ -1,4 +1,4 @@
-"""What earlier versions stored opens and resumes: configs of every part, and a run with its corpus.
+"""Files of earlier versions open and resume: configs of every part, and a run with its corpus.
 
 A red test here after a key was renamed wants a row in `megatfm/config/key_migrations.py`; after a default, a preset's
 recipe or an order was changed, that users' runs of before are refused, which wants a good reason or a row there, too.

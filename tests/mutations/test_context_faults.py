@@ -213,7 +213,7 @@ MODELS = sorted({name for name, _ in FAULTS.values()})
 
 
 def wrong_gradients(names: list[str]) -> dict[str, list[set[str]]]:
-    """Of models, the parameters that are wrong under each of the faults, and under none."""
+    """Model → the parameters that are wrong under each of the faults, and under none."""
     actual = {}
     for name in names:
         config, batch, model, objective, _ = context_case(name)

@@ -35,7 +35,7 @@ BELOW = "layers.0.attn.wq.weight"
 
 
 def forget_the_other_channels_gradient(patch: Patch) -> None:
-    """What tokens get back is the sum over this rank's channels alone."""
+    """Tokens get back the sum over this rank's channels alone."""
     patch.setattr(TensorParallelGroup, "gather_input", lambda self, x: self.gather_replicated(x))
 
 

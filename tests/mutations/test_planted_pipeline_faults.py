@@ -101,7 +101,7 @@ def take_the_last_loss_only(patch: Patch) -> None:
 
 
 def forget_weights_off_the_way(patch: Patch) -> None:
-    """What torch's own stages do."""
+    """Torch's own stages do the same."""
     real = passes._find_branch_nodes
 
     def branching(*args: Any) -> Any:

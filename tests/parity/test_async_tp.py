@@ -53,14 +53,14 @@ BACKWARD = {
     "full": {"gathers in pieces": 4, "scatters in pieces": 3},
     "selective": {**IN_PIECES, "gathers": 2},
 }
-"""What a block's backward pass sends, by `train.recompute`. What is gathered again for gradients of weights alone is
+"""Sends of a block's backward pass, by `train.recompute`. The second gather, for gradients of weights alone, is
 the right factor of its products, and each of their rows needs all of it."""
 
 Counts = dict[str, int]
 
 
 def sent(gm: GraphModule) -> Counts:
-    """What a graph sends, by kind."""
+    """Sends of a graph, by kind."""
     called = (str(node.target) for node in gm.graph.nodes if node.op == "call_function")
     return dict(Counter(kind for target in called for name, kind in KINDS.items() if f".{name}." in target))
 

@@ -24,7 +24,7 @@ Form = Literal["sharded", "replicated", "partial"]
 
 
 class Forms(NamedTuple):
-    """What a collective takes and gives, and the form of the gradient that comes back to its output."""
+    """Forms of a collective's input and output, and of the gradient that comes back to its output."""
 
     source: Form
     result: Form

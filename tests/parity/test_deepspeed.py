@@ -197,7 +197,7 @@ def test_what_is_in_files_gives_the_same_run(workers: Workers, tmp_path: Path, w
 
 
 def on_a_host_without_fast_float16() -> list[torch.dtype]:
-    """What stage 3 takes float32 weights for, as it is and while we make an engine."""
+    """Dtypes that stage 3 gives float32 weights, as it is and while we make an engine."""
     import_deepspeed(torch.device("cpu"))
     parameters = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     kind, accelerator = parameters.InsertPostInitMethodToModuleSubClasses, parameters.get_accelerator()

@@ -66,7 +66,7 @@ def our_loss(losses: dict[str, Tensor], batch: dict[str, Tensor], family: str) -
 
 
 def their_logits(output: object) -> tuple[Tensor, Tensor | None]:
-    """Of tokens, and of sentences."""
+    """Logits of tokens, and of sentences."""
     first = getattr(output, "logits", None)
     sentence = getattr(output, "seq_relationship_logits", None)
     return (

@@ -157,7 +157,7 @@ def test_blocks_are_compiled_around_their_experts(workers: Workers, layouts: lis
 
 
 def order_of_events() -> list[str]:
-    """Of what is sent with dropped-in work, and of that work: the shared experts' forward and backward passes."""
+    """Sends that other work overlaps, and that work: the shared experts' forward and backward passes."""
     config, events = EXPERT_MODELS["deepseek-v3"], list[str]()
     batch = family_batch(config)
     objective = objective_for(config, batch)

@@ -1,4 +1,4 @@
-"""What ranks really do in a step, pass by pass and transfer by transfer, is the schedule's order: so its bubble is the
+"""Ranks run a step in the schedule's order, pass by pass and transfer by transfer: so its bubble is the
 formula's."""
 
 import warnings
@@ -48,7 +48,7 @@ def noted(kind: Kind, real: Callable[..., None], done: list[Action]) -> Callable
 
 
 def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
-    """What this rank does under each schedule, with two micro-batches for each rank."""
+    """This rank's actions under each schedule, with two micro-batches for each rank."""
     actual = {}
     rows = {key: value[: 2 * ranks] for key, value in global_batch(seed=3).items()}
     batch = [{key: value[i : i + 1] for key, value in rows.items()} for i in range(2 * ranks)]

@@ -54,7 +54,7 @@ def places_of(rank: int) -> Tensor:
 
 
 def gradients_twice() -> bool:
-    """Of a graph that is kept, twice, and then in two parts, and twice again."""
+    """Whether gradients of a graph that is kept agree: twice at once, and twice in two parts."""
     attention, part = on_a_ring()
     arguments = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
     loss = attention(*arguments, part).square().sum()
@@ -80,7 +80,7 @@ def test_a_graph_that_is_kept_gives_all_gradients_again(workers: Workers) -> Non
 
 
 def attention_with_biases() -> bool:
-    """Of pairs, as a plugin may give them, and by distance: those of one device, with the biases' gradients."""
+    """Whether biases of pairs, as a plugin gives them, and by distance equal one device's, gradients too."""
     attention, part = on_a_ring()
     arguments = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
     rate = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
@@ -110,7 +110,7 @@ def test_biases_of_either_form(workers: Workers) -> None:
 
 
 def events() -> tuple[list[str], list[str]]:
-    """What a rank does in either pass, in its order."""
+    """A rank's events in either pass, in order."""
     attention, part = on_a_ring()
     done: list[str] = []
     with pytest.MonkeyPatch.context() as patch:

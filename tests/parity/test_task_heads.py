@@ -178,7 +178,7 @@ def class_name(relative: str, task: str) -> str:
 def task_inputs(
     task: str, batch: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """What transformers reads, its labels, and the labels as we read them, for rows without padding."""
+    """Inputs of transformers, its labels, and the labels as we read them, for rows without padding."""
     tokens, none = batch["input_ids"], torch.full_like(batch["input_ids"], -100)
     first = torch.zeros_like(tokens, dtype=torch.bool)
     first[:, 0] = True

@@ -58,7 +58,7 @@ def batch_of(lengths: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
 
 
 def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same for transformers: masks that are written out pair by pair, and targets by number."""
+    """The batch as transformers reads it: masks written out pair by pair, and targets by number."""
     order, targets = batch["order"].tolist(), batch["targets"]
     rows, n = targets.shape
     most = int((targets != IGNORE).sum(1).max())

@@ -36,7 +36,7 @@ class Chosen(nn.Module):
         return {"router": AuxiliaryLoss(weight=config.ffn.weight, normalised_by="tokens")}
 
     def cost(self, tokens):
-        """Of the scales, a token meets one."""
+        """A token meets one of the scales."""
         choices, d = self.scales.shape
         of_scales = Cost(vector_macs=d * tokens.n, inactive_parameters=(choices - 1) * d)
         return total_cost((self.router, self.dense), tokens) + of_scales

@@ -103,7 +103,7 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
 
 
 def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> None:
-    """Of a rotation, whose next vector is a linear function of the last; without a tokenizer anywhere."""
+    """A run learns a rotation, whose next vector is a linear function of the last, without a tokenizer."""
     written: dict[str, Any] = {}
     exec(block_on_page("data.md", "python", "write_vectors.py"), written)
     random = np.random.default_rng(0)

@@ -11,7 +11,7 @@ METADATA = "metadata.json"
 
 
 def read_body(path: Path) -> dict[str, Any]:
-    """What the metadata of a checkpoint says."""
+    """Metadata of a checkpoint."""
     body: dict[str, Any] = json.loads((path / METADATA).read_bytes())["metadata"]
     return body
 

@@ -156,7 +156,7 @@ class Fuzz:
             check_corpus(actual)
 
     def a_foreign_zst(self, todo: Changes) -> None:
-        """What zstd made of a tar of others."""
+        """A tar of somebody else's, as zstd compresses it."""
         expected = self.folder / "theirs"
         shutil.rmtree(expected, ignore_errors=True)
         expected.mkdir()

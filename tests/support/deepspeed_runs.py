@@ -77,7 +77,7 @@ ROWS = 4
 BUCKETS = Path(__file__).with_name("deepspeed_buckets.json")
 """Buckets of 2^20 gradients. DeepSpeed's default takes 2 GB a pass, and tests on memory of NaN fill all of it."""
 RATE = 2.0**10
-"""Of the first update, so that weights don't hide it: at a usual rate it is some units of their last place."""
+"""Rate of the first update, so that weights don't hide it: a usual rate moves some units of their last place."""
 
 
 def small(family: str, *overrides: str, **parallel: Any) -> Config:
@@ -97,7 +97,7 @@ def small(family: str, *overrides: str, **parallel: Any) -> Config:
 
 
 def case(family: str, *overrides: str, **parallel: Any) -> Config:
-    """The same model and rows whatever the layout."""
+    """A model and rows that are equal in every layout."""
     config = small(family, *overrides, **parallel)
     rows = ROWS // config.parallel.dp_shard
     train = config.train.model_copy(update={"global_batch": ROWS, "micro_batch": max(1, rows // 2)})
@@ -203,7 +203,7 @@ def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 def updates_apart(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], exact: Mapping[str, Tensor], *, signs: bool
 ) -> float:
-    """The same without parameters whose gradient is zero but for rounding, as that of keys' biases; of an optimizer
+    """The state without parameters whose gradient is zero but for rounding, as that of keys' biases; of an optimizer
     that takes signs, without elements whose gradient is no more than float32's error of it."""
     everything = math.hypot(*(float(gradient.norm()) for gradient in exact.values()))
     names = [name for name, gradient in exact.items() if gradient.norm() > 1e-6 * everything]
@@ -220,7 +220,7 @@ def losses_apart(one: Run, other: Run) -> float:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of gradients against float64's; of the rest against the native engine and one device, and native's own."""
+    """Errors of gradients against float64's; of the rest against the native engine and one device, and native's own."""
 
     gradients: float
     native_gradients: float

@@ -1,4 +1,4 @@
-"""What a run under DeepSpeed keeps: saved and loaded by either engine, offloaded, left out, repeated."""
+"""State of a run under DeepSpeed: saved and loaded by either engine, offloaded, left out, repeated."""
 
 import gc
 import importlib
@@ -43,7 +43,7 @@ def in_files(
 
 
 def on_disk(config: Config, folder: Path) -> Config:
-    """The same with a folder that is there, and small weights in files, too."""
+    """The settings with an existing folder, and small weights in files, too."""
     if config.deepspeed.nvme_path is None:
         return config
     for name in ("utils", "partitioned_param_swapper", "optimizer_utils"):
@@ -159,7 +159,7 @@ def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
 
 
 def behave() -> list[str]:
-    """What else a step may be asked for, one after another under stages 2 and 3."""
+    """Further requests of a step, one after another under stages 2 and 3."""
     wrong = []
     for stage in (2, 3):
         config = small("decoder", "train.freeze=['*.attn.wq.*']", zero=stage, dp_shard=2)

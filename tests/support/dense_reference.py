@@ -190,7 +190,7 @@ class Dense:
         )
 
     def future_logits(self, hidden: Tensor, ahead: int) -> Tensor:
-        """Of the head that looks `ahead` tokens beyond the next one."""
+        """Loss of the head that looks `ahead` tokens beyond the next one."""
         places = torch.arange(len(hidden))
         seen = places[None] <= places[:, None]
         x = self.block(f"future.{ahead}.layers.0", "decoder", hidden, seen, None)

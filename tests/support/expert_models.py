@@ -176,7 +176,7 @@ QUICK_LAYOUTS = {
     "deepseek-v3, ep2 × cp2, zero0, none",
     "expert-choice, ep4 of tp2 × cp2, full",
 }
-"""Of four ranks: the others are slow."""
+"""Cases for four ranks: the other ones are slow."""
 
 
 def of_four_ranks(configs: dict[str, Any], ranks: int, remaining: bool) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def expert_layouts_of(ranks: int) -> dict[str, ParallelConfig]:
 
 
 FOUR_RANK_MODELS = ("drawn", "expert-choice")
-"""Of which four ranks show all that fewer do."""
+"""Cases in which four ranks show all that fewer do."""
 EXPERT_MODELS_BY_RANKS = {
     ranks: [
         name

@@ -26,7 +26,7 @@ from tests.support.workers import PRELOAD
 
 PR_SET_PDEATHSIG = 1
 MODULES = ("megatfm", "megatfm.data_prep", "torch.distributed.run")
-"""What is forked when a forked process starts it with `python -m`; all else is executed as it would be."""
+"""Modules that are forked when a forked process starts them with `python -m`; all else is executed."""
 
 
 def last_of_each_key(words: Iterable[object]) -> list[object]:
@@ -157,7 +157,7 @@ def _fork_from_now_on() -> None:
 
 
 def _adopt(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
-    """What the kernel and subprocess do on the way to another program: outputs, groups, signals, open files."""
+    """Do as the kernel and subprocess on the way to another program: outputs, groups, signals, open files."""
     for number, pipe_ends in enumerate(pipes):
         if pipe_ends != -1:
             os.dup2(pipe_ends, number)

@@ -23,7 +23,7 @@ BELOW_MIDDLE = ("*.embedding.*", "*.layers.0.*", "*.layers.1.attn.*")
 FREEZE = {"llama": BELOW_MIDDLE, "bert": BELOW_MIDDLE, "t5": ("encoder.*",)}
 """Model → what of it is frozen: what lies below a block in the middle, or all of an encoder."""
 UNDECAYED = ("decoder.position.weight",)
-"""Of T5's distances, one for each head: they don't decay."""
+"""T5's biases by distance, one for each head: they don't decay."""
 
 
 def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:

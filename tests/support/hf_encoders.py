@@ -156,7 +156,7 @@ def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def our_inputs(batch: dict[str, Tensor], sentences: dict[str, Tensor], family: str) -> dict[str, Tensor]:
-    """The same batch as we take it: padding is document −1, a sentence's class stands at its first token."""
+    """The batch as we take it: padding is document −1, a sentence's class stands at its first token."""
     documents = batch["attention_mask"] - 1
     inputs = {"documents": documents, "segments": batch.get("token_type_ids")}
     if family == "discriminator":

@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 STEPS, EVERY = 24, 2
 PATIENCE_SECONDS = 120.0
 TRIES = 4
-"""Of a kill: a run may come to its end before the chosen event."""
+"""Attempts of a kill: a run may end before the chosen event."""
 
 CONFIG = f"""
 name = "crashes"

@@ -25,7 +25,7 @@ from tests.support.rank_processes import engine_class
 ENGINES = ("native", "deepspeed") if importlib.util.find_spec("deepspeed") else ("native",)
 PR_SET_PDEATHSIG = 1
 SLOW_SECONDS = 0.001
-"""What each operation of a save takes besides: steps go on meanwhile, as they would on a large model's disk."""
+"""Extra seconds of each operation of a save: steps go on meanwhile, as with a large model's disk."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Events:
 
 
 def _half(file: int, data: memoryview) -> memoryview:
-    """Of what is written; past the page cache, whole blocks of it."""
+    """The first half of the data; past the page cache, of its complete blocks."""
     direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
     return data[
         : len(data) // 2 // chunked_io.BLOCK_BYTES * chunked_io.BLOCK_BYTES if direct else len(data) // 2

@@ -129,13 +129,13 @@ def folder(write: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def packed(write: Callable[..., Path]) -> Path:
-    """The same documents, of which many share a member."""
+    """The documents in a corpus of which many share a member."""
     return write(documents(100), "packed", pack=True, shard_bytes=20_000, frame_bytes=4000)
 
 
 @pytest.fixture
 def corpus(folder: Path) -> Corpus:
-    """The same, opened."""
+    """The corpus, opened."""
     return Corpus.open(folder)
 
 

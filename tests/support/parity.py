@@ -184,7 +184,7 @@ def gradient_errors(engine: NativeEngine, expected: Mapping[str, Tensor]) -> dic
 
 
 def model_gradient_errors(engine: NativeEngine, model: nn.Module) -> dict[str, float]:
-    """The same against the gradients of a whole model, for an engine that may hold a part of its parameters.
+    """Compare with the gradients of a complete model, for an engine that may hold a part of its parameters.
 
     A parameter that the engine holds without a gradient has an error of NaN.
     """

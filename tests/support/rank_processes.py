@@ -234,7 +234,7 @@ def sticks_in_c() -> None:
 
 
 def sticks_and_holds_the_interpreter() -> None:
-    """The same, without letting any other thread run Python."""
+    """Stick without letting any other thread run Python."""
     mutex, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)

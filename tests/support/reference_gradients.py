@@ -169,7 +169,7 @@ class Figures:
         self.logits = max(self.logits, difference)
 
     def see_gradients(self, both: Pair, dtype: torch.dtype, undone: tuple[str, ...] = ()) -> None:
-        """Of every parameter, after both had their backward pass. Raises AssertionError beyond the tolerance.
+        """Compare every parameter's gradient after both backward passes. Raises AssertionError beyond the tolerance.
 
         undone: names of theirs that a softmax undoes as it does keys' biases.
         """

@@ -196,11 +196,11 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.tags)
 
     def charts(self) -> list[str]:
-        """What the charts say to a screen reader."""
+        """Words of the charts to a screen reader."""
         return [str(attributes["aria-label"]) for tag, attributes in self.tags if tag == "svg"]
 
     def data(self) -> list[dict[str, Any]]:
-        """What the charts give to the page's script."""
+        """Data of the charts for the page's script."""
         return [json.loads(str(a["data-chart"])) for _, a in self.tags if "data-chart" in a]
 
     def lines(self, kind: str) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ POLL_SECONDS = 0.25
 """Between two questions to SLURM, each of which is a process."""
 REPORTED = ("JobId", "JobState", "ExitCode", "Restarts", "RunTime", "NodeList")
 JOB_REPORTS: dict[str, str] = {}
-"""What SLURM said of each job at its end, for the summary; taken out by the fixture that hands it on."""
+"""SLURM's words on each job at its end, for the summary; taken out by the fixture that hands them on."""
 
 
 def why_not() -> str | None:
@@ -106,7 +106,7 @@ class Job:
     seen: list[str] = field(default_factory=list)
 
     def record(self) -> dict[str, str]:
-        """What `scontrol show job` says now, by field."""
+        """`scontrol show job`, by field."""
         output = self.cluster.slurm("scontrol", "show", "job", "-o", self.number)
         return dict(re.findall(r"([A-Za-z/:]+)=(\S*)", output.splitlines()[0]))
 

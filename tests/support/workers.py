@@ -50,7 +50,7 @@ MOST_THREADS = 60
 """A pair of connected ranks has about ten; hundreds, which nobody needs any more, once slowed everything down."""
 PR_SET_PDEATHSIG = 1
 THREADS = int(os.environ.get("MEGATFM_TEST_THREADS", "1"))
-"""Of each rank."""
+"""Threads of each rank."""
 
 
 class WorkerFailure(Exception):
@@ -229,7 +229,7 @@ class Worker:
             self.connection.send_bytes(pickle.dumps(call))
 
     def output(self) -> str:
-        """What the process wrote since the last call was sent."""
+        """Output of the process since the last call was sent."""
         if not self.log.exists():
             return ""
         return self.log.read_bytes()[self._read_from :].decode(errors="replace").strip()

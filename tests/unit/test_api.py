@@ -1,4 +1,4 @@
-"""What `import megatfm` offers: training, text, evaluation; called again in one process, as notebooks do."""
+"""The Python API: training, text, evaluation; called again in one process, as notebooks do."""
 
 import os
 import subprocess
@@ -96,7 +96,7 @@ def test_evaluation_is_what_the_command_leaves(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of the run's own sets, of a folder relative to the current directory, and of a URL."""
+    """Sets may be the run's own, a folder relative to the current directory, and a URL."""
     monkeypatch.setenv("HOME", str(tmp_path))  # where shards of URLs are kept
     monkeypatch.chdir(corpus)
     url = f"file://{corpus}/validation"

@@ -1,4 +1,4 @@
-"""What `megatfm describe` counts. Names and shapes of the presets are held in tests/unit/models."""
+"""Counts of `megatfm describe`. Names and shapes of the presets are held in tests/unit/models."""
 
 import argparse
 import math
@@ -234,7 +234,7 @@ ADAMW = ['optimizer={name="adamw", lr=1e-3}']
 
 
 def state_bytes(actual: Description) -> int:
-    """Of the optimizer, tried on ones."""
+    """Bytes of the optimizer's state, tried on ones."""
     n_bytes = 0
     for group in optimizer_groups(actual.config.optimizer, build(actual.config.model)):
         tensors = {n: torch.ones(actual.shapes[n]) for n in group.names}
@@ -332,7 +332,7 @@ def by_hand(config: Config, pairs: list[int]) -> tuple[int, int]:
 
 
 def test_blocks_of_several_kinds_count_as_they_are() -> None:
-    """Of a plugin's pattern the pairs that it sees, by hand; of full attention all, and half of them where causal."""
+    """A plugin's pattern counts the pairs that it sees, by hand; full attention all, and half where causal."""
     plugin("dilated")
     kinds = {"layer_types": ["near", "near", "all"], "layer_type.all": {}, "layer_type.near.ffn.d_ff": 24}
     kinds["layer_type.near.attention.pattern"] = {"name": "dilated", "width": 3, "step": 2}

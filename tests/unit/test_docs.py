@@ -1,4 +1,4 @@
-"""What the pages say is true: commands parse, configs load, links lead somewhere, and the examples run."""
+"""Pages are true: commands parse, configs load, links lead somewhere, and the examples run."""
 
 import ast
 import importlib
@@ -38,7 +38,7 @@ GENERATED = {"config.md": Config, "prep.md": PrepConfig}
 COMMANDS_PAGE = "commands.md"
 PYTHON_PAGE, PARTS_PAGE = "python.md", "parts.md"
 MADE = (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE, PARTS_PAGE)
-"""Of the reference: in the repository these say where to look, and the manual has them whole."""
+"""Pages of the reference that say where to look in the repository, and are complete in the manual."""
 
 
 def commands(program: str) -> list[Any]:

@@ -115,7 +115,7 @@ class House:
         return actual
 
     def faults(self) -> Iterator[str]:
-        """What has no docstring and is told nowhere else, and what has one that leads with a pronoun."""
+        """Callables documented nowhere, and those whose docstring leads with a pronoun."""
         for module, tree in self.trees.items():
             yield from self._faults(module, "", tree.body, self.told_of_functions(module))
             for node in public(tree.body):

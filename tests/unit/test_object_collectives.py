@@ -1,4 +1,4 @@
-"""What ranks tell one another: rank 0's result or error, everyone's items, and who has problems."""
+"""Objects that ranks exchange: rank 0's result or error, everyone's items, and who has problems."""
 
 import socket
 from pathlib import Path
@@ -91,7 +91,7 @@ class TwoArguments(Exception):
 
 
 def unsendable() -> list[str]:
-    """What rank 0 can't send, as a result and as an error, is said on all ranks."""
+    """Errors on all ranks when rank 0 can't send its result, or its error."""
 
     def raises() -> None:
         raise TwoArguments("a", 3)

@@ -1,4 +1,4 @@
-"""What `describe` says of a rank and of blocks, against engines in as many processes and kept tensors, to the byte."""
+"""`describe` of a rank and of blocks, against engines in as many processes and kept tensors, to the byte."""
 
 import math
 from functools import partial

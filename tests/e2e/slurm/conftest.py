@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def scontrol(record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """What SLURM said of a test's jobs goes into the summary; all of it with `-rP`."""
+    """Record SLURM's words on a test's jobs for the summary; all of them show with `-rP`."""
     yield
     while JOB_REPORTS:
         record_property(JOB_REPORT_PROPERTY, JOB_REPORTS.pop(next(iter(JOB_REPORTS))))

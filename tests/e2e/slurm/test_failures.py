@@ -1,4 +1,4 @@
-"""What goes wrong for good ends with a code and a reason; what a restart mends is restarted."""
+"""Failures for good end with a code and a reason; those that a restart mends are restarted."""
 
 import json
 

@@ -25,7 +25,7 @@ def command(program: str, *words: object) -> str:
 
 
 def traces() -> list[str]:
-    """What there is of this cluster on the machine: processes, namespaces, interfaces, files."""
+    """Traces of this cluster on the machine: processes, namespaces, interfaces, files."""
     actual = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -185,7 +185,7 @@ def test_a_hostile_name_is_refused():
 
 
 def refusal(program: str, *words: str, **environment: str) -> str:
-    """What a command that changes nothing says, in its one line."""
+    """The one line of a command that changes nothing."""
     options = {"env": ENVIRONMENT | environment, "capture_output": True, "text": True}
     done = subprocess.run(["/bin/bash", TESTCLUSTER / program, *words], check=False, **options)
     assert (done.returncode, done.stdout) == (1, "")

@@ -22,7 +22,7 @@ def tasks() -> Any:
 
 
 def value_of(tokens: list[int]) -> int:
-    """Of an expression, by the words of Nangia & Bowman: the median is cut to a whole number, sums are modulo ten."""
+    """Value of an expression as Nangia & Bowman define it: medians are cut to an integer, sums are modulo ten."""
     open_: list[list[int]] = [[]]
     operators: list[int] = []
     for token in tokens:

@@ -35,7 +35,7 @@ SIZES = [0, 1, 4095, 4096, CHUNK, 3 * CHUNK, 7 * CHUNK + 4097]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of files that no page cache has, however small they are."""
+    """Read files past the page cache, however small they are."""
     monkeypatch.setattr(chunked_io, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(chunked_io, "MIN_DIRECT_BYTES", CHUNK // 2)
     monkeypatch.setattr(chunked_io, "_in_page_cache", lambda fd, size: False)

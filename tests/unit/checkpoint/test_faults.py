@@ -218,7 +218,7 @@ def break_a_tensor(folder: Path) -> str:
 
 
 DRAWS = 6
-"""Of what was not synced, for each prefix, besides the four extremes."""
+"""Random subsets of unsynced operations, for each prefix, besides the four extremes."""
 
 
 def saved(folder: Path, step: int) -> Path | None:

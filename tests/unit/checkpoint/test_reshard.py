@@ -60,7 +60,7 @@ def cut(tensor: Tensor, parts: dict[int, tuple[int, int]]) -> ShardedTensor:
 def arrange(
     layout: str, tensors: dict[str, Tensor], rank: int, world: int
 ) -> dict[str, ShardedTensor | Tensor]:
-    """What a rank holds: rows as FSDP, columns as TP, a grid as TP × FSDP, stages as a pipeline cuts."""
+    """A rank's tensors: rows as FSDP, columns as TP, a grid as TP × FSDP, stages as a pipeline cuts."""
     if layout == "replicated":
         return {name: tensor.clone() for name, tensor in tensors.items()}
     if layout == "stages":

@@ -1,4 +1,4 @@
-"""What goes in comes out: one process, every dtype and shape, and the errors of a request that doesn't fit."""
+"""Round trips: one process, every dtype and shape, and the errors of a request that doesn't fit."""
 
 import fcntl
 import json

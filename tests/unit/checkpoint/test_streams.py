@@ -69,7 +69,7 @@ class Later(TorchFunctionMode):
 
 
 class Cuda:
-    """What is used of torch.cuda. made: every stream but training's."""
+    """The part of torch.cuda that is used. made: every stream but training's."""
 
     def __init__(self) -> None:
         self.training, self.made = Stream(), list[Stream]()

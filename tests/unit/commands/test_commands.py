@@ -1,4 +1,4 @@
-"""What commands check and say before anything is started, and `megatfm doctor`."""
+"""Checks and messages of commands before anything is started, and `megatfm doctor`."""
 
 import argparse
 import importlib.util

@@ -204,7 +204,7 @@ OFFLOADED = ["parallel.zero=3", "deepspeed.offload_optimizer=cpu", "deepspeed.of
 
 
 def said_of(folder: Path, expected: dict[str, Any], *overrides: str) -> list[str]:
-    """What is refused of a JSON, each by its key."""
+    """Refusals of a JSON, each by its key."""
     path = folder / "ds.json"
     path.write_text(json.dumps(expected), encoding="utf-8")
     try:

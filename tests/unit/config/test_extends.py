@@ -1,4 +1,4 @@
-"""What `extends` does: a file says what differs from a preset or another file."""
+"""`extends`: a file holds what differs from a preset or another file."""
 
 import copy
 import pickle

@@ -65,7 +65,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "llama-yarn": ("rope_theta", "max_position_embeddings", "original_max_position_embeddings"),
     "llama-3.1": ("original_max_position_embeddings",),
 }
-"""Of a class that another case edits whole: what of them differs."""
+"""Class that another case edits as a whole → the keys that differ."""
 WORDS = ("gelu_new", "relu", "silu", "gelu_fast", "gated-gelu", "gated-silu", "mish", "p2c")
 WITHIN = (
     "mscale",
@@ -126,7 +126,7 @@ def others(value: Any) -> list[Any]:
 
 
 class Turns:
-    """Of several edits of a key one, another with each key and case: all of them in `make test-all`."""
+    """One edit of a key, another with each key and case: all of them in `make test-all`."""
 
     def __init__(self, case: str, every: bool) -> None:
         self.every, self.count = every, [*CASES].index(case)

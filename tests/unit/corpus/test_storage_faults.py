@@ -63,7 +63,7 @@ def test_a_store_that_is_away_is_waited_for_some_minutes(
 
 
 class Status(Exception):
-    """What libraries of HTTP raise: `status` is aiohttp's, `code` that of Google's."""
+    """Errors as HTTP libraries raise them: `status` is aiohttp's, `code` Google's."""
 
     def __init__(self, **status: int) -> None:
         super().__init__("said the server")

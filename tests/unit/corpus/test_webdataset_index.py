@@ -163,7 +163,7 @@ def pax_bomb(size: int) -> bytes:
 
 
 def sparse_header() -> bytes:
-    """Of GNU's old kind, and it says that more of it follows."""
+    """A header of GNU's old kind, which says that more of it follows."""
     info = tarfile.TarInfo("0.npy")
     info.type = tarfile.GNUTYPE_SPARSE
     header = bytearray(info.tobuf(tarfile.GNU_FORMAT))

@@ -46,7 +46,7 @@ def threaded_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stub:
-    """What a loader asks of a process when it closes."""
+    """The part of a process that a loader uses when it closes."""
 
     pid = exitcode = 0
 

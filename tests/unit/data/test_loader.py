@@ -248,7 +248,7 @@ class Told:
 
 
 def read_together(rows: PackedDataset, count: int, n: int, **options: Any) -> list[Any]:
-    """What readers get of n steps, or the errors that they raise."""
+    """Batches of n steps, or the errors that readers raise."""
     meet, table = threading.Barrier(count), [None] * count
 
     def read(rank: int) -> Any:

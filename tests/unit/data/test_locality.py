@@ -1,4 +1,4 @@
-"""What a step reads: positions under warm-ups of batch and row length, and how little all ranks read together."""
+"""Reads of a step: positions under warm-ups of batch and row length, and how little all ranks read together."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_ranks_read_the_corpus_once(
 
 
 class Blocks:
-    """What an order needs of a corpus: nothing but blocks, 20 rows in each."""
+    """A corpus for an order: nothing but blocks, 20 rows in each."""
 
     folder, fingerprint = Path("simulated"), "simulated"
 

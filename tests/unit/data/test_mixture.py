@@ -71,7 +71,7 @@ def test_any_stretch_comes_close_to_the_weights(make_mixture: Any) -> None:
 def test_shares_of_batches_vary_less_than_those_of_independent_draws(
     memory_corpus: Any, causal_type: Any, weights: tuple[float, ...], streams: int, turn: int
 ) -> None:
-    """Of the same batches, over seeds; and no prefix is off by more than a few rows."""
+    """Shares over seeds are as asked; and no prefix is off by more than a few rows."""
     errors = {64: [], 256: []}  # type: ignore[var-annotated]
     worst = 0.0
     for seed in range(3):

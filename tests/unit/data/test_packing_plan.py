@@ -167,7 +167,7 @@ SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
 
 
 class OneByOne(Causal):
-    """The same, and a subclass that changes `build` alone is asked for each document."""
+    """Plans are equal, and a subclass that changes `build` alone is asked for each document."""
 
     built = 0
 

@@ -250,7 +250,7 @@ def test_minhash_finds_duplicates_in_large_buckets(tmp_path: Path) -> None:
 
 
 def test_similarities_are_estimated_without_bias() -> None:
-    """Of signatures of 2,048 hashes, whose standard error is at most 0.011."""
+    """Signatures of 2,048 hashes have a standard error of at most 0.011."""
     rng = random.Random(0)
     words = [f"w{number}" for number in range(3000)]
     base = rng.choices(words, k=300)

@@ -85,7 +85,7 @@ def test_later_ones_of_two_numbers(tmp_path: Path, memory: int) -> None:
 
 
 def test_hashes_of_a_few_ranges_only(tmp_path: Path) -> None:
-    """Of hashes that are close to one another a range holds all: it is halved until they fit."""
+    """A range may hold all hashes that are close to one another: it is halved until they fit."""
     values = np.repeat(np.arange(300, dtype="<u8")[:, None], 2, axis=0)
     marks, _ = marked(tmp_path, values, mark_repeats, 4000)
     assert marks.tolist() == [0, 1] * 300

@@ -86,7 +86,7 @@ def test_packages_stay_together() -> None:
 def guarded(
     folder: Path, held_out: Mapping[str, str], texts: Mapping[str, str], **settings: Any
 ) -> StepStats:
-    """What became of the texts, given what is held out."""
+    """Outcome of the texts, given what is held out."""
     near, counts = (
         ValidationNearDuplicates(NearDuplicatesConfig(**settings), folder),
         StepStats("split"),

@@ -186,7 +186,7 @@ def test_languages_and_probabilities_are_those_of_the_library() -> None:
 
 
 def test_a_language_is_that_of_most_of_the_text() -> None:
-    """What is in the middle, or at one end, may be in another."""
+    """A passage in another language, in the middle or at one end, changes nothing."""
     english = "Nobody knows why the quick brown fox would jump over the lazy dog at such an hour. " * 60
     german = "Niemand weiß, warum der schnelle braune Fuchs über den faulen Hund gesprungen ist. " * 15
     half = len(english) // 2

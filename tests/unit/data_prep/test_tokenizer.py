@@ -132,7 +132,7 @@ def brought(config: Make, out: str, place: Path) -> PrepConfig:
 
 
 def test_settings_that_came_later_leave_old_corpora_as_they_are() -> None:
-    """What was prepared before there were kinds is still taken for finished."""
+    """Folders prepared before there were kinds still count as finished."""
     values = config_identity(load_section(PrepConfig, "quickstart-data"))["tokenizer"]
     assert values == {"vocab_size": 4096, "sentinels": 32, "train_bytes": 2**27}
     values = config_identity(

@@ -1,4 +1,4 @@
-"""What the DeepSpeed engine brings: compiled operators, buffers, files to the bit, and folders that go with it."""
+"""The DeepSpeed engine: compiled operators, buffers, files to the bit, and folders that go with it."""
 
 import ast
 import importlib.util

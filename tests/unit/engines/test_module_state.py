@@ -108,7 +108,7 @@ def reference_steps(config: ModelConfig) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def take_steps(engine: NativeEngine) -> None:
-    """The same steps, the last one computed twice, as a replay does."""
+    """Steps of which the last one is computed twice, as a replay does."""
     for step in range(3):
         batches = microbatches(engine, global_batch(seed=step))
         engine.forward_backward(batches, CAUSAL)

@@ -90,7 +90,7 @@ WIDTH = 6
 
 
 class Parts(nn.Module):
-    """What a stage may hold: layers on the way, one that is used twice, a bias that several steps share, and a loss
+    """A stage with layers on the way, one that is used twice, a bias that several steps share, and a loss
     that doesn't depend on the input."""
 
     def __init__(self) -> None:
@@ -333,7 +333,7 @@ def test_a_budget_recomputes_no_more_blocks_than_it_must() -> None:
 
 
 class Wide(nn.Module):
-    """Of the same inputs as `Small`, keeps thirty times as much."""
+    """Keeps thirty times as much as `Small` of the same inputs."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

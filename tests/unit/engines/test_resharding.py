@@ -59,7 +59,7 @@ def make_engine(parallel: ParallelConfig, precision: str, optimizer: OptimizerSe
 
 
 def train_and_save(folder: Path, optimizer: OptimizerSection) -> None:
-    """What all others hand on: a state of which every tensor has moved."""
+    """A state of which every tensor has moved, for the tests below."""
     engine = make_engine(*LAYOUTS[1]["alone"], optimizer)
     for step in range(2):
         engine.forward_backward(microbatches(engine, global_batch(seed=step)), CAUSAL)

@@ -130,7 +130,7 @@ def test_features_travel_around_the_ring_of_ranks(workers: Workers, preset: str)
 
 
 def test_local_attention_fetches_the_keys_of_its_window_alone() -> None:
-    """Of ModernBERT's two kinds of layers, one exchanges heads; the other sends 64 keys and values of 1,024 numbers
+    """One kind of ModernBERT's layers exchanges heads; the other sends 64 keys and values of 1,024 numbers
     to the neighbour, and gets their gradients, in bfloat16."""
     words = ["data.sequence_length=8192", "train.micro_batch=1", "train.global_batch=2", "model.n_layers=2"]
     config = load_config("modernbert-large", [*words, "parallel.cp=2", "parallel.dp_shard=1"])

@@ -176,7 +176,7 @@ def test_a_task_of_the_harness_gives_what_the_same_task_gives_here(
 
 @pytest.mark.slow
 def test_likelihoods_and_texts_are_those_of_the_harness_s_model(tmp_path: Path) -> None:
-    """Of a GPT-2 that transformers wrote, with its tokenizer, by the harness's class for it."""
+    """Scores of a GPT-2 that transformers wrote, with its tokenizer, by the harness's class for it."""
     pytest.importorskip("accelerate")
     harness = pytest.importorskip("lm_eval.models.huggingface")
     folder = write_gpt2(tmp_path / "gpt2")

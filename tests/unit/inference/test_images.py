@@ -163,7 +163,7 @@ def examples() -> tuple[torch.nn.Module, list[torch.Tensor], list[int]]:
 
 
 def collected(rank: int, ranks: int, n_mistakes: int) -> tuple[list[list[int]], list[Any]]:
-    """What a rank has after it evaluated its share, in rows of two images; one image is in quarantine."""
+    """A rank's result after it evaluated its share, in rows of two images; one image is in quarantine."""
     model, images, labels = examples()
     labels[3] = -100
     with torch.no_grad(), collect_classes(model, SIDE, n_mistakes) as collector:
@@ -209,7 +209,7 @@ def test_counts_and_mistakes_of_one_rank() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_ranks_agree_with_one(ranks: int, workers: Workers) -> None:
-    """Of 5 ranks with rows of two images, some have one row, the last but one image."""
+    """Some of 5 ranks with rows of two images have one row, the last but one image."""
     counts, mistakes = collected(0, 1, 4)
     for result in workers.run(on_ranks, ranks, 4):
         assert result[0] == counts

@@ -140,7 +140,7 @@ def scored_on_rank() -> list[list[Likelihood]]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_ranks_change_no_bit(workers: Workers, ranks: int) -> None:
-    """Of 23 rows every rank has another number; with 5 ranks and large batches some have none."""
+    """Ranks have different numbers of 23 rows; with 5 ranks and large batches some have none."""
     alone = scored_on_rank()
     for results in workers.run(scored_on_rank, ranks):
         assert results == alone

@@ -38,7 +38,7 @@ def checkpoint(tmp_path: Path) -> Callable[[int], None]:
 
 @pytest.fixture
 def corpora(tmp_path: Path) -> Path:
-    """What the quickstart's config names, as far as a launch looks at it."""
+    """Paths of the quickstart's config, as far as a launch looks at them."""
     result = tmp_path / "corpora" / "quickstart"
     for name in ("train", "validation"):
         (result / name).mkdir(parents=True)

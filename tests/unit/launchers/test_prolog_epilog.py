@@ -1,4 +1,4 @@
-"""What a job's helper decides before and after an attempt, against a SLURM that answers from files."""
+"""Decisions of a job's helper before and after an attempt, against a SLURM that answers from files."""
 
 from collections.abc import Callable
 from pathlib import Path

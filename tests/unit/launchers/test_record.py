@@ -1,4 +1,4 @@
-"""What attempts add up to: when a run is started again, which hosts its log blames, and chains of SLURM jobs."""
+"""Attempts of a run: when it is started again, which hosts its log blames, and chains of SLURM jobs."""
 
 import json
 import time
@@ -131,7 +131,7 @@ srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
 slurmstepd-n3: error: *** STEP 2.0 ON n3 CANCELLED AT 2026-11-24T11:44:38 ***
 srun: error: n3: task 0: Killed
 """
-"""Of SLURM 22.05, where n4 had lost power when srun began."""
+"""From SLURM 22.05, where n4 had lost power when srun began."""
 
 
 @pytest.mark.parametrize(

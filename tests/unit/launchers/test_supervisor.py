@@ -192,7 +192,7 @@ sys.exit(supervise([Child(f"rank {rank}", [sys.executable, "-c", code]) for rank
 
 
 def at_a_terminal(tmp_path: Path, ranks: int, typed: bytes) -> tuple[int, str]:
-    """What a launcher of ranks that ask for a line leaves and shows, when this is typed to the question."""
+    """Exit code and output of a launcher whose ranks ask for a line, when this is typed."""
     pid, terminal = pty.fork()
     if not pid:
         os.chdir(ROOT)

@@ -162,7 +162,7 @@ def test_rows_drawn_in_pieces_have_the_same_bits(
 
 
 def test_one_expert_takes_the_memory_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64: nothing after it is drawn, and nothing before it is kept."""
+    """One of 64 experts draws nothing after it, and keeps nothing before it."""
     shape, drawn = (64, 16, 8), []
     monkeypatch.setattr("megatfm.layers.initialisation.MAX_DRAW", 2 * 16 * 8)
     real = initial_module._draw_values

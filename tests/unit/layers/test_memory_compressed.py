@@ -46,7 +46,7 @@ def convolved(weight_FHHN: Tensor, x_TNH: Tensor, head: int) -> list[Tensor]:
 
 
 def written_out(layer: nn.Module, x: Tensor, factor: int) -> Tensor:
-    """Of one document [T, D]."""
+    """Attention of one document [T, D]."""
     q, k, v = (getattr(layer, f"w{part}")(x).unflatten(-1, (HEADS, -1)) for part in "qkv")
     if len(x) < factor:  # the kernel would be larger than the document
         k, v = (torch.cat([item, item.new_zeros(factor, *item.shape[1:])]) for item in (k, v))

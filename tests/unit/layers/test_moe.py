@@ -175,7 +175,7 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
-    """Of one layer: transformers adds the shares of all layers up before it multiplies."""
+    """One layer: transformers adds the shares of all layers up before it multiplies."""
     with doubled(torch.float64, *MODULES):
         actual, x = build_moe(top_k=top_k, router={"name": "top_k", **ROUTER_LOSSES}), moe_inputs()
         logits = F.linear(x, actual.router.weight)

@@ -161,7 +161,7 @@ def test_first_choices_take_room_before_second_ones() -> None:
 
 
 def taken_one_by_one(choices: Tensor, capacity: int, by_position: bool) -> list[list[list[bool]]]:
-    """What experts take, counted choice by choice; of none, everything."""
+    """Choices that experts take, counted one by one; without a capacity all."""
     rows, tokens, k = choices.shape
     taken = [[[True] * k for _ in range(tokens)] for _ in range(rows)]
     for row in range(rows):

@@ -179,7 +179,7 @@ def test_scores_of_all_queries_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def largest_of_image(height: int, width: int, options: dict[str, Any]) -> Largest:
-    """Of a Swin's or MViT's pass and backward; height, width: of the image, in patches."""
+    """The largest tensors of a Swin's or MViT's passes; height, width: of the image, in patches."""
     model = build(ModelConfig.from_dotted(IMAGES | options)).train()
     initialise(model, 7)
     side = 4

@@ -1,4 +1,4 @@
-"""What a query sees: every form of a pattern against loops over queries and keys, document by document."""
+"""Attention patterns: every form against loops over queries and keys, document by document."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""What a decoder must be: causal, blind across documents, the same with a cache; and muP's promise."""
+"""Properties of a decoder: causal, blind across documents, the same with a cache; and muP's promise."""
 
 import math
 from collections.abc import Callable
@@ -151,7 +151,7 @@ GOLDEN_NAMES = {
     "decoder.norm.weight": (16,),
     "head.weight": (31, 16),
 }
-"""What checkpoints hold: a rename breaks every one of them."""
+"""Names in checkpoints: a rename breaks every one of them."""
 
 
 def test_names_and_shapes() -> None:

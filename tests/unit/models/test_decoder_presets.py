@@ -129,7 +129,7 @@ def test_every_parameter_says_how_it_starts(preset: str) -> None:
 
 
 def stateful(model: nn.Module) -> list[torch.Tensor]:
-    """What routers keep."""
+    """Buffers of routers."""
     return [buffer for m in model.modules() if hasattr(m, "observed") for buffer in m.buffers()]
 
 

@@ -53,7 +53,7 @@ ELECTRA = {
     "deberta-v3-base": (228_066_661, 184_422_913, 142_024_548),
 }
 DEBERTA_V3 = 183_831_552
-"""Of its discriminator without the verdict: what transformers calls its bare model."""
+"""Its discriminator without the verdict: transformers' bare model."""
 PRESETS = [*COUNTS, *ELECTRA]
 
 

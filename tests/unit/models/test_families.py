@@ -1,4 +1,4 @@
-"""What holds for every family: what forward reads and gives, other inputs than tokens, stages, copies."""
+"""Properties of every family: inputs and outputs of forward, other inputs than tokens, stages, copies."""
 
 import copy
 import pickle

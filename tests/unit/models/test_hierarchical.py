@@ -258,7 +258,7 @@ def block(x_HWD: Tensor, heads: int, p: Weights, name: str, stride: int, kv_stri
 
 
 def logits(image_CHW: Tensor, model: nn.Module, p: Weights) -> Tensor:
-    """Of one normalised image."""
+    """Logits of one normalised image."""
     stages, kv_stride, depth = model.config.stages, model.config.attention.kv_stride, 0
     name = "encoder.embedding.overlapping_patches"
     x = F.conv2d(image_CHW[None], p[f"{name}.weight"], p[f"{name}.bias"], stride=4, padding=3)[0].permute(

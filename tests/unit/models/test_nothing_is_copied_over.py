@@ -56,7 +56,7 @@ class Copies(TorchDispatchMode):
 
 
 def passes(overrides: list[str], preset: str = "gpt2-124m") -> Copies:
-    """Of a batch on another device than the host: torch's "meta" stands for a GPU."""
+    """Passes over a batch on another device than the host: torch's "meta" stands for a GPU."""
     with torch.device("meta"):
         model = build(load_config(preset, [*SMALL, *overrides]).model).train()
         batch = {
@@ -154,7 +154,7 @@ STEP = 6
 
 
 def pieces_of(family: str, inputs: dict[str, Tensor]) -> int:
-    """Of two blocks, of which XLNet's content stream goes through the first alone."""
+    """Pieces of two blocks; XLNet's content stream goes through the first alone."""
     of_row = -(-ROW_LENGTH // STEP)
     if family != "xlnet":
         return 2 * of_row

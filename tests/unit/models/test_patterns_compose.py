@@ -63,7 +63,7 @@ ALL_TOKENS = ("linformer", "disentangled", "disentangled, shared", "two streams"
 
 
 def refusal(pattern: str, part: str) -> str | None:
-    """What the line says, where the two don't go together."""
+    """The refusal where the two don't go together."""
     encoder = PARTS[part].get("family") == "encoder"
     if pattern == "first" and encoder:
         return (

@@ -126,7 +126,7 @@ def build_one() -> Callable[..., Example]:
 
 
 class TextCorpus(MemoryCorpus):
-    """What `PackedDataset` needs of a corpus, of texts in this vocabulary."""
+    """A corpus for `PackedDataset`, of texts in this vocabulary."""
 
     def make_documents(self, lengths: list[int]) -> list[np.ndarray]:
         return [text(n, seed) for seed, n in enumerate(lengths)]

@@ -188,7 +188,7 @@ def chunk() -> DocumentChunk:
 
 @pytest.mark.parametrize(("ratio", "n_masked"), [(0.6, 15), (0.5, 13), (0.01, 1), (0.96, 24)])
 def test_whole_squares_are_masked(ratio: float, n_masked: int) -> None:
-    """Of 25 squares the share, rounded up; a class token is none."""
+    """The masked share of 25 squares is rounded up; a class token is none."""
     fields = simmim_objective(mask_ratio=ratio).build_example(chunk(), ChunkKey(0, 0, 0, 0))
     masked = fields["masked"]
     assert masked[0] == 0

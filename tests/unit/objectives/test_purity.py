@@ -1,4 +1,4 @@
-"""What holds for every objective: lengths are kept, rows fit, and nothing but the key decides what is drawn."""
+"""Properties of every objective: lengths are kept, rows fit, and nothing but the key decides what is drawn."""
 
 from dataclasses import dataclass
 from typing import Any

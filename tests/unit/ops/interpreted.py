@@ -49,7 +49,7 @@ def check(dtype: torch.dtype, variant: LogitOptions) -> None:
 
 
 def check_no_number() -> None:
-    """Of a target beyond the vocabulary."""
+    """The loss of a target beyond the vocabulary is NaN."""
     logits, targets = torch.zeros(3, V), torch.tensor([V, -1, IGNORE])
     losses = cross_entropy_triton.to_gradients(logits, targets, ignore=IGNORE, softcap=None, smoothing=0.0)
     assert losses[:2].isnan().all()

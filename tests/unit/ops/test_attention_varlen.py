@@ -81,7 +81,7 @@ def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMe
 
 
 def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
-    """Of long rows on a GPU."""
+    """A request for long rows on a GPU."""
     rows = AttentionRequest.from_inputs(
         *heads()[:2], seen, AttentionOptions(), has_dropout=requested.pop("has_dropout", False), **requested
     )

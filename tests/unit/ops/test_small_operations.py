@@ -57,7 +57,7 @@ WIDTHS = (29, 72, 160)
 
 
 def drawn(keys_B: Tensor) -> list[Tensor]:
-    """What a compiled model draws, of places and channels that are counted within."""
+    """Draws of a compiled model, for places and channels that are counted within."""
     keys_BT = keyed_random.make_token_keys(keys_B, 5, torch.arange(WIDTHS[0]))
     kept = [keyed_random.draw_keep_mask(keys_BT, width, RATE_STEPS // 3) for width in WIDTHS]
     heads = torch.arange(WIDTHS[1])

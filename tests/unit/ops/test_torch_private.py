@@ -1,4 +1,4 @@
-"""What is relied on of torch beyond its documentation: private names, and how often dynamo compiles anew."""
+"""Undocumented parts of torch that we rely on: private names, and how often dynamo compiles anew."""
 
 import gc
 from collections.abc import Callable

@@ -310,7 +310,7 @@ OBJECTIVE_OF = {
 
 
 def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> str:
-    """What the line says where they don't go together, whatever comes first; empty where they do."""
+    """The refusal where they don't go together, whichever comes first; empty where they do."""
     kinds = [model.layer_config(depth) for depth in range(max(1, len(model.layer_types)))]
     if engine == "deepspeed" and axes == "replicas":
         return "set parallel.dp_replicate = 1, or parallel.engine = 'native'"

@@ -51,7 +51,7 @@ def join_on_machines_of_two_gpus() -> tuple[str, timedelta, timedelta]:
 
 
 def test_a_group_that_is_there_gets_local_ranks_and_timeouts(workers) -> None:  # type: ignore[no-untyped-def]
-    """Whoever made it may not have set LOCAL_RANK."""
+    """Its maker may not have set LOCAL_RANK."""
     results = workers.run(join_on_machines_of_two_gpus, 3)
     assert [device for device, _, _ in results] == ["cuda:0", "cuda:1", "cuda:0"]
     assert {inside for _, inside, _ in results} == {timedelta(seconds=77)}
@@ -202,7 +202,7 @@ def test_one_rank_looks_for_those_that_never_came_and_tells_the_others(
 
 
 def test_many_ranks_are_connected_when_they_first_talk() -> None:
-    """Of 4 ranks, each pair of each group has a socket before anything was sent, or only those that have talked."""
+    """Each pair of each group of 4 ranks has a socket before anything was sent, or only those that have talked."""
     sockets = {}
     for ranks_of_lazy in (5, 4):
         with socket.create_server(("127.0.0.1", 0)) as free:

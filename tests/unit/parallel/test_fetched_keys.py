@@ -46,7 +46,7 @@ EXACT: dict[str, AttentionPattern] = {
     "chunked": Chunked(7, causal=False),
     "bigbird without random blocks, causal": BigBird(3, 0, 0, HEADS, causal=True),
 }
-"""Of these not one key too many is fetched."""
+"""Patterns for which not one key too many is fetched."""
 
 MORE: dict[str, tuple[AttentionPattern, float]] = {
     "window, step": (Window(21, 0, 3), 1.5),
@@ -210,7 +210,7 @@ def test_collectives_along_the_sequence_copy_nothing(workers: Workers, rows: int
 
 
 def part(rows: int) -> tuple[list[int], list[int], list[list[float]]]:
-    """What a rank has of tokens that are numbered through; what a gather makes of it; sums of rows."""
+    """A rank's part of numbered tokens, their gather, and sums of rows."""
     from megatfm.parallel.collectives import TensorParallelGroup
     from megatfm.parallel.mesh import TENSOR, build_mesh
 

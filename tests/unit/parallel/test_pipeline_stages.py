@@ -89,7 +89,7 @@ def test_heads_of_masked_models_weigh_what_the_objective_predicts(make: Callable
 
 
 def test_a_stage_may_begin_with_any_head_that_costs_something(make: Callable[..., nn.Module]) -> None:
-    """Of an encoder with a large vocabulary, the head of span boundaries too is a stage of its own."""
+    """The head of span boundaries, too, is a stage of its own in an encoder with a large vocabulary."""
     model = make(family="encoder", n_layers=2, vocab_size=9600, extra_heads={"boundary": {}})
     pipeline = split_into_stages(model, "1f1b", 3, 1, lengths={"tokens": 32})
     assert first_steps(pipeline) == ["encoder.embedding", "head", "boundary"]
@@ -179,7 +179,7 @@ def test_schedules_ask_for_a_stage_s_place(kind: Any) -> None:
 
 
 def reduced() -> tuple[set[str], float]:
-    """What the reduction asks for, and the sum of gradients that were left on two ranks."""
+    """Requests of the reduction, and the sum of gradients that were left on two ranks."""
     mesh = build_mesh(ParallelConfig(dp_shard=2), 2, "cpu")
     model = nn.Linear(2, 2, bias=False)
     fully_shard(model, mesh=mesh.device_mesh["dp_shard"])

@@ -272,7 +272,7 @@ def labels(plot: str, kind: str) -> dict[str, float]:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_matrices_and_pictures_are_drawn(run: Path, tmp_path: Path) -> None:
-    """Of 20 classes the matrix is a picture, which the page's own policy lets through, and so are galleries."""
+    """A matrix of 20 classes is a picture, which the page's own policy lets through, and so are galleries."""
     counts = [[label, (label + 1) % 20 if label % 4 == 0 else label, 3] for label in range(20)]
     (run / "confusion.json").write_text(
         json.dumps({"step": 1, "sets": {"held out": {"labels": [], "counts": counts}}})

@@ -147,7 +147,7 @@ def test_labels_that_teach_nothing_are_refused(tmp_path: Path, lines: list[str],
 
 
 def test_balanced_labels_weigh_as_those_of_scikit_learn(tmp_path: Path) -> None:
-    """Of all words in tagging."""
+    """In tagging, all words count."""
     labels, names = [*"aabaacaaab"], ["c", "a", "b"]
     (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"x,{label}\n" for label in labels))
     config = TaskConfig(train=str(tmp_path / "a.csv"), labels=names, class_weights="balanced")

@@ -43,7 +43,7 @@ def test_three_classes_have_a_weighted_f1() -> None:
 
 
 def test_the_interval_covers_what_it_says() -> None:
-    """Of 200 samples of a coin of 0.7, some 95 % of the intervals hold 0.7; within five deviations of that."""
+    """About 95 % of 200 intervals of a coin of 0.7 hold 0.7, within five deviations."""
     random, inside = np.random.default_rng(3), 0
     for _ in range(200):
         predicted = (random.random(100) < 0.7).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What holds for every kind of tokenizer, and SentencePiece models against SentencePiece itself."""
+"""Properties of every kind of tokenizer, and SentencePiece models against SentencePiece itself."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What a path or a folder holds, what must be copied of it, and roles of special tokens."""
+"""Tokenizers by path or folder, the files to copy, and roles of special tokens."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def test_folders_of_old_say_how_to_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lower", [True, False])
 def test_a_vocab_txt_alone_is_bert_s(tmp_path: Path, lower: bool) -> None:
-    """The same ids as transformers gives."""
+    """Ids are transformers'."""
     pieces = [
         "[PAD]",
         "[UNK]",
@@ -149,7 +149,7 @@ def test_a_vocab_txt_alone_is_bert_s(tmp_path: Path, lower: bool) -> None:
 def test_a_vocab_json_with_its_merges_is_gpt2_s_or_roberta_s(
     folders: dict[str, Path], tmp_path: Path, family: str, leading: bool
 ) -> None:
-    """The same ids as transformers gives."""
+    """Ids are transformers'."""
     model = json.loads((folders[family] / "tokenizer.json").read_text())
     pieces = {**model["model"]["vocab"], **{item["content"]: item["id"] for item in model["added_tokens"]}}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["model"]["merges"]]

@@ -1,4 +1,4 @@
-"""What a run notes of its machine, says when it goes on upon another, and uses of it by both conventions."""
+"""The machine's notes in a run, the line when it goes on upon another, and MFU by both conventions."""
 
 import itertools
 import json

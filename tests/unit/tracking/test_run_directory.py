@@ -218,7 +218,7 @@ def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, source
 
 
 def test_another_tokenizer_takes_the_place_of_the_old_one_s(tmp_path: Path, config: Config) -> None:
-    """Of a run that begins anew in its folder, or was allowed to: `generate` needs the one that trains."""
+    """A run begins anew in its folder, or was allowed to: `generate` needs the tokenizer that trains."""
     run = RunDirectory(tmp_path / "a", 0)
     enter(run)
     run.write_run_files(config, "", CPU)

@@ -1,4 +1,4 @@
-"""What a run takes over: weights of another run, a task's config, states of generators."""
+"""Inheritance of a run: weights of another run, a task's config, states of generators."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What is checked before training, a part at a time: config, memory, pipeline stages."""
+"""Checks before training, a part at a time: config, memory, pipeline stages."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the run that goes on from it."""
+"""Differences that are allowed between a checkpoint and the run that resumes from it."""
 
 import copy
 import json

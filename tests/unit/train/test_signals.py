@@ -299,7 +299,7 @@ NAME = "decoder.layers.1.attn.wo.weight"
 
 
 def flipped(parallel: ParallelConfig, kind: str, precision: str) -> str:
-    """What is said after a bit has flipped on rank 1; nothing must be said before."""
+    """The error after a bit has flipped on rank 1; none may come before."""
     engine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision=precision)
     rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
     engine.forward_backward([rows], CAUSAL)

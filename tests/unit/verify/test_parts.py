@@ -1,4 +1,4 @@
-"""What verify is made of: shrinking, batches, the comparison, the counting of bytes."""
+"""Parts of verify: shrinking, batches, the comparison, the counting of bytes."""
 
 import numpy as np
 import pytest

@@ -138,7 +138,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[GradientComparison]:
-    """What the command's calls of `verify` return."""
+    """Results of the command's calls of `verify`."""
     seen: list[GradientComparison] = []
     monkeypatch.setattr("megatfm.verify.verify.verify", lambda *args: seen.append(verify(*args)) or seen[-1])
     return seen

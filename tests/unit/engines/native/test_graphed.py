@@ -53,7 +53,7 @@ class Tape(TorchDispatchMode):
 
 
 class Taped:
-    """What records on a CPU. Memory holds nonsense after recording, as nothing has run on a GPU."""
+    """A recorder on a CPU. Memory holds nonsense after recording, as nothing has run on a GPU."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
@@ -97,7 +97,7 @@ def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngin
 
 
 def steps(engine: NativeEngine) -> list[dict[str, Any]]:
-    """Of several batches, one of other shapes, one watched: losses, norms, gradients, weights, an evaluation."""
+    """Losses, norms, gradients, weights and an evaluation over batches, one of other shapes, one watched."""
     actual: list[dict[str, Any]] = []
     for number in range(5):
         batch = global_batch(seed=number, length=8 if number == 3 else 12)
@@ -151,7 +151,7 @@ def test_a_recorded_step_is_the_step(workers: Workers) -> None:
 
 
 def record_too_many() -> str:
-    """What the line says at the third shape, where two are kept."""
+    """The log line at the third shape, where two are kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatfm.engines.native.cuda_graphs.MAX_SHAPES", 2)
         engine = graphed(UNTIED_MODEL, "fp32", Taped())

@@ -31,7 +31,7 @@ MOE = TIED_MODEL.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2
 def waits_of_a_step(
     model: ModelConfig, parallel: ParallelConfig, precision: str, early: bool
 ) -> tuple[list[str], int]:
-    """What waits, and reads of what was put together, in a step that is clipped. early: which the device may skip by
+    """Host waits, and reads of assembled tensors, in a step that is clipped. early: which the device may skip by
     itself, as a GPU does, whose rows of experts nobody looks at."""
     engine = build_engine(model, parallel, ADAMW, precision=precision)
     if early:
@@ -99,7 +99,7 @@ def test_rows_of_experts_are_counted_on_the_device(
 
 
 class Device(HostWaits):
-    """What was moved to a device, and what operators make of it, lies there; only reads of that are noted.
+    """Tensors moved to a device, and operators' results from them, lie there; only their reads are noted.
 
     What they make of nothing that lies there counts as the host's (`torch.arange`, though on a device it would not be).
     """
@@ -148,7 +148,7 @@ HERE, MOVED, READ = base.make_local_batch, transfer.move_to_device, DeferredRead
 
 
 def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]:
-    """What waits in the passes of two micro-batches, beside the one read of the losses. known: the host has copies."""
+    """Host waits in the passes of two micro-batches, beside the one read of the losses. known: the host has copies."""
     config, batch, model, objective, loss = context_case(name)
     engine = build_engine(config, parallel, ADAMW)
     engine.forward_backward(context_microbatches(engine, batch), objective)  # makes what is made once
@@ -225,7 +225,7 @@ FREE = (
     "promote_types",
     "clone",
 )
-"""What moves no number; and clones, most of which lay tensors anew that a CPU's allocator has put where it liked."""
+"""Operators that move no number; and clones, most of which lay tensors anew that a CPU's allocator placed."""
 MICRO_BATCHES = 4
 
 
@@ -246,7 +246,7 @@ class Launches(TorchDispatchMode):
 def launches(
     model: ModelConfig, parallel: ParallelConfig, precision: str, early: bool = False
 ) -> tuple[Counter[str], Counter[str]]:
-    """Of the second step: forward and backward; clipping and the optimizer's step. early: decided on the device."""
+    """Launches of the second step: forward and backward; clipping and update. early: decided on the device."""
     engine = build_engine(model, parallel, ADAMW, precision=precision)
     if early:
         engine.skipping_optimizers = list(engine.optimizers)
@@ -266,7 +266,7 @@ BUDGETS = {
     ("llama", "fp32"): (116, 20),
     ("llama", "bf16"): (150, 20),
 }
-"""Of each block and micro-batch, forward and backward; of clipping and AdamW, however many blocks there are. Where a
+"""Launches of each block and micro-batch, forward and backward; of clipping and AdamW, for any depth. Where a
 change makes them fewer, lower them here. `torch.compile` fuses most of a block's."""
 
 

@@ -126,7 +126,7 @@ def compare_arrival() -> None:
 
 
 def read_by_hand() -> None:
-    """What an objective, a diagnostic or a notebook does between steps: a part runs alone, or weights are looked at."""
+    """Between steps, as objectives or notebooks do: a part runs alone, or weights are read."""
     model = TIED_MODEL.with_changes({"n_layers": 4})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", 5000)
@@ -170,7 +170,7 @@ DEEP = UNTIED_MODEL.with_changes({"n_layers": LAYERS})
 
 
 def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor], float]:
-    """What a micro-batch asks for and runs, in order: g2 gathers block 2, f2 runs it forward, b2 backward; the step's
+    """Gathers and passes of a micro-batch, in order: g2 gathers block 2, f2 runs it forward, b2 backward; the step's
     gradients, and an evaluation after it."""
     parallel = ParallelConfig(dp_shard=2, fsdp_prefetch=prefetch, grad_accumulation="sharded")
     engine = build_engine(DEEP, parallel, ADAMW, recomputed=recomputed)

@@ -32,7 +32,7 @@ def mesh(*hosts: str) -> Mesh:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What of symmetric memory was called."""
+    """Calls of symmetric memory."""
     from torch.distributed import _symmetric_memory as memory
 
     called: list[object] = []
@@ -87,7 +87,7 @@ def test_what_cannot_be_opened_is_said(opened: list[object], monkeypatch: pytest
 
 
 def plan() -> str:
-    """Of a run whose engine is never made."""
+    """The config of a run whose engine is never made."""
     with pytest.MonkeyPatch.context() as patch:
         engine = SimpleNamespace(
             get=lambda name: lambda setup: setup.layout.table, check=lambda config, precision: None
