@@ -21,7 +21,7 @@ from pathlib import Path
 
 import common
 
-ARCHITECTURE = ("model.n_layers=2", "model.attention.n_heads=4", "data.sequence_length=64")
+ARCHITECTURE = ("model.n_layers=2", "data.sequence_length=64")
 TRAINING = (
     "train.precision=fp32", "train.global_batch=64", "train.micro_batch=64", "evaluate.every=500", "log.sinks=[]",
 )  # fmt: skip
@@ -35,7 +35,11 @@ PRETRAINING: Mapping[str, Sequence[str]] = {
 """Pretrained model → overrides of `megatfm train`."""
 RANDOM_WEIGHTS = ("train.init_from=",)
 TOPICS = ("task.text=text", "task.label=label")
-PAIRS = ("task.text=first", "task.text_pair=second", "task.label=label")
+PAIRS = (
+    "task.text=first", "task.text_pair=second", "task.label=label",
+    'model.extra_heads.sentence={name="text_classifier", pooler="tanh"}',
+)  # fmt: skip
+"""All arms have the pooler of next-sentence prediction."""
 FROZEN = 'train.freeze=["encoder.*"]'
 
 
@@ -65,14 +69,16 @@ def compare_topics(model: str, n_labels: int, epochs: int, **further: Arm) -> Co
 
 
 AUXILIARY = {"pretrained, lm_weight = 0.5": Arm("decoder", ("task.lm_weight=0.5",))}
+PAIR_ARMS = {
+    "masked tokens and next sentence": Arm("encoder-nsp"),
+    "masked tokens": Arm("encoder-mlm"),
+    "random weights": Arm("encoder-mlm", RANDOM_WEIGHTS),
+}
 COMPARISONS: Mapping[str, Comparison] = {
     "encoder-1000": compare_topics("encoder", 1000, 8, frozen=Arm("encoder", (FROZEN,))),
     "decoder-1000": compare_topics("decoder", 1000, 8, **AUXILIARY),
-    "pairs": Comparison(
-        "pairs", 5000, 4, PAIRS,
-        {"masked tokens and next sentence": Arm("encoder-nsp"), "masked tokens": Arm("encoder-mlm"),
-         "random weights": Arm("encoder-mlm", RANDOM_WEIGHTS)},
-    ),
+    "pairs-200": Comparison("pairs", 200, 10, PAIRS, PAIR_ARMS),
+    "pairs-2000": Comparison("pairs", 2000, 3, PAIRS, PAIR_ARMS),
     "encoder-100": compare_topics("encoder", 100, 40),
     "decoder-100": compare_topics("decoder", 100, 40),
     "encoder-10000": compare_topics("encoder", 10_000, 3, frozen=Arm("encoder", (FROZEN,))),
@@ -87,17 +93,20 @@ def main() -> None:
     parser.add_argument("texts", type=Path, help="folder that debian_texts.py wrote")
     parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder for runs")
     parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
+    parser.add_argument("--page", default="tasks-help", help="its name, after the date")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--steps", type=int, default=2000, help="of pretraining, by Muon")
     parser.add_argument("--width", type=int, default=64, help="d_model")
+    parser.add_argument("--heads", type=int, default=4, help="pairs are learnt with 2")
+    parser.add_argument("--vocab", type=int, default=4096, help="size of the tokenizer's vocabulary")
     parser.add_argument("--lr", type=float, default=1e-3, help="of fine-tuning, for all arms")
     args = parser.parse_args()
     chosen = {name: COMPARISONS[name] for name in args.only}
     for comparison in chosen.values():
         write_labelled_subset(args.texts, args.work, comparison)
-    prepare(args.texts, args.work)
+    prepare(args.texts, args.work, args.vocab)
     models = {arm.model for comparison in chosen.values() for arm in comparison.arms.values()}
     scores: dict[str, dict[str, list[float]]] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -111,17 +120,17 @@ def main() -> None:
         for name, arm, run in runs:
             scores.setdefault(name, {}).setdefault(arm, []).append(run.result())
             print(f"{name}  {arm}: {run.result():.4f}", flush=True)
-            common.write_text(common.make_dated_path(args.out, "tasks-help.md"), format_page(scores, args))
+            common.write_text(common.make_dated_path(args.out, f"{args.page}.md"), format_page(scores, args))
 
 
-def prepare(texts: Path, work: Path) -> None:
+def prepare(texts: Path, work: Path, vocab: int) -> None:
     """Tokenize the training texts into WORK/corpus, once."""
     corpus = work / "corpus"
     if not (corpus / "tokenizer.json").exists():
         common.run_megatfm(
             *("prep", "quickstart-data", f"out={corpus}", f"read.folder={texts}"),
             *('read.include=["topics.train.jsonl"]', "split.validation=0.02"),
-            *("tokenizer.kind=byte-bpe", "tokenizer.vocab_size=4096"),
+            *("tokenizer.kind=byte-bpe", f"tokenizer.vocab_size={vocab}"),
         )
 
 
@@ -132,7 +141,8 @@ def pretrain(args: argparse.Namespace, model: str) -> None:
         return
     common.run_megatfm(
         *("train", "quickstart", f"name={model}", f"run_dir={folder}", *ARCHITECTURE, *TRAINING),
-        *(f"model.d_model={args.width}", f"model.ffn.d_ff={3 * args.width}", *PRETRAINING[model]),
+        *(f"model.d_model={args.width}", f"model.ffn.d_ff={3 * args.width}"),
+        *(f"model.attention.n_heads={args.heads}", *PRETRAINING[model]),
         *(f"data.train={corpus}/train", f'data.validation={{held-out="{corpus}/validation"}}'),
         *(f"data.tokenizer={corpus}/tokenizer.json", f"train.steps={args.steps}"),
     )
@@ -187,10 +197,10 @@ def format_page(scores: Mapping[str, Mapping[str, Sequence[float]]], args: argpa
     lines = [
         f"# Fine-tuning with and without pretraining, {common.today()}",
         "",
-        f"`benchmarks/tasks_help.py`: models of 2 layers, d_model {args.width}; {args.steps} steps of pretraining by "
-        f"Muon on 64 rows of 64 tokens, on one thread of {common.get_cpu_name()}; fine-tuning by AdamW at a learning "
-        f"rate of {args.lr:g} for all arms, on the first 64 tokens of each text, one subset of labels for all seeds, "
-        "the last checkpoint. The metric is accuracy on the test file.",
+        f"`benchmarks/tasks_help.py`: models of 2 layers, d_model {args.width}, {args.heads} heads; {args.steps} steps "
+        f"of pretraining by Muon on 64 rows of 64 tokens, on one thread of {common.get_cpu_name()}; fine-tuning by "
+        f"AdamW at a learning rate of {args.lr:g} for all arms, on the first 64 tokens of each text, one subset of "
+        "labels for all seeds, the last checkpoint. The metric is accuracy on the test file.",
         "",
         "| Comparison | Task, labels, passes | Arm | Mean ± sd | Seeds |",
         "|---|---|---|---|---|",

@@ -8,7 +8,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatfm import checkpoint, tokenizers
-from megatfm.config import Config, ModelConfig, PreferenceObjective, TaskConfig, make_usage_error
+from megatfm.config import (
+    Config,
+    ModelConfig,
+    PreferenceObjective,
+    SentenceHeadConfig,
+    TaskConfig,
+    make_usage_error,
+)
 from megatfm.config.key_migrations import migrate
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
@@ -160,7 +167,8 @@ def _default_head_options(model: ModelConfig, form: str) -> dict[str, Any]:
     is_pooled = form not in ("tagging", "span_extraction")
     if model.family == "decoder":
         return {"pooler": "none"} | ({"bias": False} if is_pooled and form not in TASK_HEADS else {})
-    is_modernbert = model.family == "encoder" and model.position.name == "rope"
+    has_tanh_pooler = any(isinstance(head, SentenceHeadConfig) for head in model.extra_heads.values())
+    is_modernbert = model.family == "encoder" and model.position.name == "rope" and not has_tanh_pooler
     is_electra = (
         getattr(model.embedding, "dim", None) not in (None, model.d_model) and not model.distinct_layers
     )

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.test_chat_models import conversations, save_llama
 from tests.support.documentation import FENCE, ROOT
-from tests.support.forked_commands import megatfm
+from tests.support.forked_commands import ForkedCommand, megatfm
 from tests.support.hf_folders import (
     FILLERS,
     NAMES,
@@ -108,6 +108,19 @@ def test_commands_run_in_the_order_of_the_pages(page: str, folder: Path) -> None
     assert lines
     for line in lines:
         megatfm(*shlex.split(line, comments=True)[1:], output=folder / "output", cwd=folder)
+
+
+def test_python_of_the_page_on_evaluation_runs(folder: Path) -> None:
+    """Its blocks, one after the other."""
+    program, output = folder / "page.py", folder / "output"
+    blocks = [text for language, _, text in BLOCKS["evaluation.md"] if language == "python"]
+    assert blocks
+    program.write_text("\n".join(blocks), encoding="utf-8")
+    command = ForkedCommand([], output, folder, program=str(program))
+    try:
+        assert command.wait() == 0, command.output
+    finally:
+        command.end()
 
 
 def test_a_table_s_run_holds_what_the_page_says(folder: Path) -> None:

@@ -117,6 +117,7 @@ POOLERS = {
     ("albert-base", "classification"): ("tanh", True),
     ("deberta-base", "classification"): ("gelu", True),
     ("deberta-base", "span_extraction"): ("none", True),
+    ("bigbird-base", "classification"): ("activation", True),
     ("modernbert-base", "classification"): ("transform", True),
     ("modernbert-base", "span_extraction"): ("transform", True),
     ("gpt2-124m", "classification"): ("none", False),
@@ -146,6 +147,18 @@ def test_a_head_has_the_layers_of_transformers_s_class(preset: str, form: str, t
     config, _ = resolve_task(load_config(preset, words))
     (head,) = config.model.extra_heads.values()
     assert (head.pooler, head.bias) == POOLERS[preset, form]
+
+
+def test_the_pooler_of_next_sentence_prediction_goes_on(tmp_path: Path) -> None:
+    """Its tanh, too, in a model whose class in transformers has another pooler."""
+    words = [
+        *task_words(tmp_path, "classification"),
+        "data.sequence_length=16",
+        "model.extra_heads.sentence={}",
+    ]
+    config, _ = resolve_task(load_config("modernbert-base", words))
+    (head,) = config.model.extra_heads.values()
+    assert (head.name, head.pooler) == ("text_classifier", "tanh")
 
 
 def test_answers_have_no_auxiliary_loss(tmp_path: Path) -> None:
