@@ -175,7 +175,7 @@ def one_device_reference(
 
 def local_block(engine: NativeEngine, name: str, tensor: Tensor) -> Tensor:
     """This rank's block of a parameter's whole tensor."""
-    offsets, sizes = engine.chunks[name]
+    offsets, sizes = engine.regions[name]
     return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
 
 

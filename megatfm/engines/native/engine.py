@@ -108,9 +108,9 @@ class NativeEngine(BaseEngine):
             )
         self.data = shard_parameters(model, layout, mesh, self.zero_options, self.precision, device)
         self.local, zero_dims = self.data.local, self.data.zero_dims
-        self.chunks = {name: layout[name].chunk(mesh, zero_dims.get(name)) for name in self.local}
+        self.regions = {name: layout[name].local_region(mesh, zero_dims.get(name)) for name in self.local}
         weights = {
-            name: ShardedTensor(block, layout[name].shape, self.chunks[name][0])
+            name: ShardedTensor(block, layout[name].shape, self.regions[name][0])
             for name, block in self.local.items()
         }
         init_weights(model, layout, weights, seed)
