@@ -32,6 +32,8 @@ class Phase(NamedTuple):
 
 
 class _Block(NamedTuple):
+    """The slots of a stream in one block: a slot is one row's place."""
+
     sources: Ints
     """Source of each slot [block]."""
     before: Ints
@@ -39,8 +41,8 @@ class _Block(NamedTuple):
 
 
 class _PhaseState(NamedTuple):
-    first: int
-    """The first turn of the phase."""
+    first_turn: int
+    """Turn in which the phase begins. In a turn, every stream has one row."""
     quotas: Ints
     """Slots of each source in a block [n_sources]."""
     consumed: Ints
@@ -83,14 +85,14 @@ class Mixture:
         self._check_row_lengths()
         if not 0 < block * streams <= MAX_POINTS:
             raise UsageError(
-                f"data.mixture_block_rows = {block}: with {streams} streams that is more than {MAX_POINTS:,} "
-                f"rows: choose "
-                f"at most {MAX_POINTS // streams}"
+                f"data.mixture_block_rows = {block}: with {streams} streams that is more than {MAX_POINTS:,} rows: "
+                f"choose at most {MAX_POINTS // streams}"
             )
         self._step = _choose_golden_step(block, streams)
         self._blocks: ByteCache[tuple[int, int, int], _Block] = ByteCache(2**26, count_bytes)
         self._phase_states: list[_PhaseState] = []
-        self._start_phases()
+        for phase in self.phases:
+            self._add_phase(phase)
 
     @property
     def warnings(self) -> list[str]:
@@ -101,7 +103,7 @@ class Mixture:
                 f"{name} {100 * quota / self.block:.2f} %"
                 for name, quota in zip(self.sources, state.quotas.tolist(), strict=True)
             )
-            lines.append(f"mixture from row {state.first * self.streams:,} on: {shares}")
+            lines.append(f"mixture from row {state.first_turn * self.streams:,} on: {shares}")
         return lines
 
     def order_config(self) -> dict[str, str | int | bool]:
@@ -134,22 +136,21 @@ class Mixture:
         """Return the source's name of the row at a global position, and the row's position in that source's order."""
         (interleaved,) = interleave(np.array([position]), self.streams, self.turn).tolist()
         turn, stream = divmod(interleaved, self.streams)
-        phase = int(np.searchsorted([state.first for state in self._phase_states], turn, side="right")) - 1
+        phase = int(self._find_phases(turn))
         state = self._phase_states[phase]
-        block, slot = divmod(turn - state.first, self.block)
+        block, slot = divmod(turn - state.first_turn, self.block)
         slots = self._get_slots(phase, stream, block)
         source = int(slots.sources[slot])
-        n_before = (
-            int(state.consumed[stream, source]) + block * int(state.quotas[source]) + int(slots.before[slot])
-        )
-        return list(self.sources)[source], n_before * self.streams + stream
+        # Rows of this source that the stream took before: in earlier phases, full blocks, and this block.
+        n_before = state.consumed[stream, source] + block * state.quotas[source] + slots.before[slot]
+        return list(self.sources)[source], int(n_before) * self.streams + stream
 
     def find_source_indices(self, positions: Ints) -> Ints:
         """Return the index in `sources` of the source of the row at each global position [n]."""
         turns, streams = np.divmod(interleave(positions, self.streams, self.turn), self.streams)
-        firsts = [state.first for state in self._phase_states]
-        phases = np.searchsorted(firsts, turns, side="right") - 1
-        blocks, slots = np.divmod(turns - np.array(firsts)[phases], self.block)
+        phases = self._find_phases(turns)
+        first_turns = np.array([state.first_turn for state in self._phase_states])
+        blocks, slots = np.divmod(turns - first_turns[phases], self.block)
         addresses = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
         slot_sources = [
             self._get_slots(phase, stream, block).sources[slot] for phase, stream, block, slot in addresses
@@ -195,51 +196,48 @@ class Mixture:
 
     def count_consumed_rows(self, position: int) -> dict[str, int]:
         """Count the rows of each source before a position; the last round of streams may be incomplete."""
-        turns, more = divmod(int(position), self.streams)
-        number = int(np.searchsorted([state.first for state in self._phase_states], turns, side="right")) - 1
-        counts = sum(
-            (self._count_consumed(number, stream, turns + (stream < more)) for stream in range(self.streams)),
-            np.zeros(len(self._rows), np.int64),
-        )
+        turns, n_streams_ahead = divmod(int(position), self.streams)
+        phase, counts = int(self._find_phases(turns)), np.zeros(len(self._rows), np.int64)
+        for stream in range(self.streams):
+            counts += self._count_consumed(phase, stream, turns + (stream < n_streams_ahead))
         return dict(zip(self.sources, counts.tolist(), strict=True))
 
-    def _count_consumed(self, number: int, stream: int, turn: int) -> Ints:
+    def _count_consumed(self, phase: int, stream: int, turn: int) -> Ints:
         """Count the rows [n_sources] that a stream took before a turn of a phase (or the first turn after it)."""
-        state = self._phase_states[number]
-        blocks, slots = divmod(turn - state.first, self.block)
-        block_sources = self._get_slots(number, stream, blocks).sources[:slots]
-        return (
-            state.consumed[stream]
-            + blocks * state.quotas
-            + np.bincount(block_sources, minlength=len(self._rows))
-        )
+        state = self._phase_states[phase]
+        blocks, slots = divmod(turn - state.first_turn, self.block)
+        begun_block = self._get_slots(phase, stream, blocks).sources[:slots]
+        in_begun_block = np.bincount(begun_block, minlength=len(self._rows))
+        return state.consumed[stream] + blocks * state.quotas + in_begun_block
+
+    def _find_phases(self, turns: int | Ints) -> Ints:
+        """Return the index of the phase of each turn."""
+        first_turns = [state.first_turn for state in self._phase_states]
+        return np.asarray(np.searchsorted(first_turns, turns, side="right") - 1)
 
     def _get_slots(self, phase: int, stream: int, block: int) -> _Block:
         return self._blocks.get((phase, stream, block), partial(self._assign_slots, phase, stream, block))
 
     def _assign_slots(self, phase: int, stream: int, block: int) -> _Block:
-        quotas = self._phase_states[phase].quotas
-        points = self.block * self.streams
-        (begin,) = (to_unit_interval(random_uint64(1, self.seed, "mixture", phase, block)) * points).astype(
-            np.int64
-        )
-        at = (begin + (np.arange(self.block) * self.streams + stream) * self._step) % points
-        sources = np.searchsorted(np.cumsum(quotas) * self.streams, at, side="right")
+        """Visit the stream's points on the circle; the source on whose arc a point lies has the slot."""
+        quotas, n_points = self._phase_states[phase].quotas, self.block * self.streams
+        (start,) = to_unit_interval(random_uint64(1, self.seed, "mixture", phase, block)) * n_points
+        visits = np.arange(self.block) * self.streams + stream
+        points = (int(start) + visits * self._step) % n_points
+        arc_ends = np.cumsum(quotas) * self.streams
+        sources = np.searchsorted(arc_ends, points, side="right")
         n_before = np.empty(self.block, np.int64)
         n_before[np.argsort(sources, kind="stable")] = _number_occurrences(quotas)
         return _Block(sources, n_before)
 
-    def _start_phases(self) -> None:
+    def _add_phase(self, phase: Phase) -> None:
+        first_turn = -(-phase.position // self.streams)
         consumed = np.zeros((self.streams, len(self._rows)), np.int64)
-        for number, phase in enumerate(self.phases):
-            first = -(-phase.position // self.streams)
-            if number:
-                consumed = np.stack(
-                    [self._count_consumed(number - 1, stream, first) for stream in range(self.streams)]
-                )
-            self._phase_states.append(
-                _PhaseState(first, largest_remainder(phase.weights, list(self.sources), self.block), consumed)
-            )
+        if previous := len(self._phase_states):
+            for stream in range(self.streams):
+                consumed[stream] = self._count_consumed(previous - 1, stream, first_turn)
+        quotas = largest_remainder(phase.weights, list(self.sources), self.block)
+        self._phase_states.append(_PhaseState(first_turn, quotas, consumed))
 
 
 def largest_remainder(weights: Mapping[str, float], names: Sequence[str], block: int) -> Ints:

@@ -359,10 +359,10 @@ def make_optimizers(
         if not blocks:  # all of them belong to other pipeline stages
             optimizers.append(ElementwiseOptimizer(group, local))
             continue
-        chunks = {name: layout[name].chunks(mesh, zero_dims.get(name), positions) for name in blocks}
+        regions = {name: layout[name].regions(mesh, zero_dims.get(name), positions) for name in blocks}
         for name, block in blocks.items():
             expected, own = (
-                chunks[name][positions.index(mesh.position)],
+                regions[name][positions.index(mesh.position)],
                 (block.offsets, tuple(block.tensor.shape)),
             )
             if own != expected:
@@ -372,6 +372,6 @@ def make_optimizers(
                 )
         shapes = {name: block.global_shape for name, block in blocks.items()}
         optimizers.append(
-            WholeTensorOptimizer(group, local, chunks, shapes, mesh.flat_group(mesh.shard_axes))
+            WholeTensorOptimizer(group, local, regions, shapes, mesh.flat_group(mesh.shard_axes))
         )
     return optimizers

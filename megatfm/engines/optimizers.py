@@ -15,26 +15,26 @@ from torch.distributed import ProcessGroup
 from megatfm.engines.interface import NeedsShardLocations, OptimizerGroup, ShardLocation
 from megatfm.errors import MegatfmError
 from megatfm.ops.transfer import align
-from megatfm.parallel.layout import Chunk
+from megatfm.parallel.layout import Region
 
 
 class OwnedTensors:
     """Full copies of the tensors that this rank owns.
 
-    local: name → this rank's block. chunks: name → chunk of each rank of `group`, in group order; of ranks with the
-    same chunk, only the first sends it. shapes: name → global shape.
+    local: name → this rank's block. regions: name → region of each rank of `group`, in group order; of ranks with the
+    same region, only the first sends it. shapes: name → global shape.
     """
 
     def __init__(
         self,
         local: Mapping[str, Tensor],
-        chunks: Mapping[str, Sequence[Chunk]],
+        regions: Mapping[str, Sequence[Region]],
         shapes: Mapping[str, Sequence[int]],
         group: ProcessGroup,
     ) -> None:
-        self.local, self.chunks, self.group = local, chunks, group
+        self.local, self.regions, self.group = local, regions, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._first_ranks = {name: _find_first_ranks(by_rank) for name, by_rank in chunks.items()}
+        self._first_ranks = {name: _find_first_ranks(by_rank) for name, by_rank in regions.items()}
         self.owners = _assign_owners(
             {name: torch.Size(shape).numel() for name, shape in shapes.items()}, self.ranks
         )
@@ -51,16 +51,16 @@ class OwnedTensors:
             [name for name in self.full if self._is_sender(name, source)] for source in range(self.ranks)
         ]
         sizes = [
-            sum(_count_elements(self.chunks[name][source]) for name in names)
+            sum(_count_elements(self.regions[name][source]) for name in names)
             for source, names in enumerate(received)
         ]
         flat = self._exchange(send_buffers, sizes)
         full = {name: torch.empty_like(tensor) for name, tensor in self.full.items()}
         for source, names in enumerate(received):
-            pieces = flat[source].split([_count_elements(self.chunks[name][source]) for name in names])
+            pieces = flat[source].split([_count_elements(self.regions[name][source]) for name in names])
             for name, piece in zip(names, pieces, strict=True):
-                _view_chunk(full[name], self.chunks[name][source]).copy_(
-                    piece.view(self.chunks[name][source][1])
+                _view_region(full[name], self.regions[name][source]).copy_(
+                    piece.view(self.regions[name][source][1])
                 )
         return full
 
@@ -74,7 +74,7 @@ class OwnedTensors:
         send_buffers = []
         for target in range(self.ranks):
             parts = [
-                _view_chunk(tensor, self.chunks[name][target]).reshape(-1)
+                _view_region(tensor, self.regions[name][target]).reshape(-1)
                 for name, tensor in self.full.items()
             ]
             send_buffers.append(self._concatenate(parts))
@@ -88,7 +88,7 @@ class OwnedTensors:
                 self.local[name].copy_(piece.view_as(self.local[name]))
 
     def _is_sender(self, name: str, rank: int) -> bool:
-        return self._first_ranks[name][self.chunks[name][rank]] == rank
+        return self._first_ranks[name][self.regions[name][rank]] == rank
 
     def _pack(self, blocks: Mapping[str, Tensor], owner: int) -> Tensor:
         names = [
@@ -121,17 +121,17 @@ def _assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return owners
 
 
-def _find_first_ranks(chunks: Sequence[Chunk]) -> dict[Chunk, int]:
-    """Return the first rank that has each chunk."""
-    return {chunk: rank for rank, chunk in reversed(list(enumerate(chunks)))}
+def _find_first_ranks(regions: Sequence[Region]) -> dict[Region, int]:
+    """Return the first rank that has each region."""
+    return {region: rank for rank, region in reversed(list(enumerate(regions)))}
 
 
-def _count_elements(chunk: Chunk) -> int:
-    return torch.Size(chunk[1]).numel()
+def _count_elements(region: Region) -> int:
+    return torch.Size(region[1]).numel()
 
 
-def _view_chunk(tensor: Tensor, chunk: Chunk) -> Tensor:
-    return tensor[tuple(slice(offset, offset + size) for offset, size in zip(*chunk, strict=True))]
+def _view_region(tensor: Tensor, region: Region) -> Tensor:
+    return tensor[tuple(slice(offset, offset + size) for offset, size in zip(*region, strict=True))]
 
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -310,11 +310,11 @@ class WholeTensorOptimizer:
         self,
         group: OptimizerGroup,
         local: Mapping[str, Tensor],
-        chunks: Mapping[str, Sequence[Chunk]],
+        regions: Mapping[str, Sequence[Region]],
         shapes: Mapping[str, Sequence[int]],
         ranks: ProcessGroup,
     ) -> None:
-        self._owned = OwnedTensors(local, chunks, shapes, ranks)
+        self._owned = OwnedTensors(local, regions, shapes, ranks)
         self._owned.refresh()
         self._torch = TorchOptimizer(group, self._owned.full)
         self.can_skip = False  # a skipped step must skip the communication, so the host must know

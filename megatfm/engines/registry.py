@@ -115,17 +115,10 @@ ENGINES = EngineRegistry()
 @ENGINES.register("native", features=get_args(Feature))
 def build_native(setup: EngineSetup) -> Engine:
     """Build the native engine: FSDP2 or replicated weights over the data axes, and our own pipeline passes."""
-    from megatfm.engines.native.compile import (
-        enable_symmetric_memory,
-        keeps_attention_eager,
-        should_compile,
-    )
-    from megatfm.engines.native.cuda_graphs import make_graph_capture
-    from megatfm.engines.native.engine import NativeEngine
-    from megatfm.engines.native.zero import ZeroOptions
+    from megatfm.engines.native.compile import enable_symmetric_memory
+    from megatfm.engines.native.engine import NativeEngine, NativeOptions
 
-    parallel, train = setup.config.parallel, setup.config.train
-    if parallel.async_tp:
+    if setup.config.parallel.async_tp:
         enable_symmetric_memory(setup.mesh, setup.device)
     return NativeEngine(
         setup.model,
@@ -133,16 +126,10 @@ def build_native(setup: EngineSetup) -> Engine:
         setup.mesh,
         device=setup.device,
         precision=setup.precision,
-        seed=train.seed,
+        seed=setup.config.train.seed,
         optimizers=setup.optimizers,
-        zero_options=ZeroOptions.from_config(parallel),
         pipeline=setup.pipeline,
-        recompute_mode=train.recompute,
-        compile_blocks=should_compile(setup.config, setup.device),
-        autotune=train.compile == "autotune",
-        eager_attention=keeps_attention_eager(setup.config, setup.device),
-        async_tp=parallel.async_tp,
-        graphs=make_graph_capture(setup.config, setup.device),
+        options=NativeOptions.from_config(setup.config, setup.device),
     )
 
 

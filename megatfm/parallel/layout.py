@@ -15,8 +15,8 @@ from megatfm.errors import UsageError
 from megatfm.parallel.context_parallel import ContextParallel
 from megatfm.parallel.mesh import DENSE_DATA_AXES, DataAxes, Mesh, Position
 
-Chunk = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a block of a global tensor."""
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a block inside a tensor."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,20 @@ class TensorLayout:
         ]
 
     @property
-    def region(self) -> Chunk:
+    def region(self) -> Region:
         """Offsets and sizes of this rank's block, before data axes shard it."""
         return self._narrow(len(self.shards))
 
-    def chunk(self, mesh: Mesh, zero_dim: int | None) -> Chunk:
+    def local_region(self, mesh: Mesh, zero_dim: int | None) -> Region:
         """Offsets and sizes of this rank's block. zero_dim: the dim that ZeRO shards; None: it does not."""
-        return self.chunks(mesh, zero_dim, [mesh.position])[0]
+        return self.regions(mesh, zero_dim, [mesh.position])[0]
 
-    def chunks(self, mesh: Mesh, zero_dim: int | None, positions: Sequence[Position]) -> list[Chunk]:
-        """Offsets and sizes of the blocks of ranks at other positions on the mesh. zero_dim: as for `chunk`."""
+    def regions(self, mesh: Mesh, zero_dim: int | None, positions: Sequence[Position]) -> list[Region]:
+        """Offsets and sizes of the blocks of ranks at other positions on the mesh. zero_dim: as for `local_region`."""
         zero_axis = self.data_axes.shard
         axes = [*(cut.axis for cut in self.shards), *([] if zero_dim is None else [zero_axis])]
-        known: dict[tuple[int, ...], Chunk] = {}
-        chunks = []
+        known: dict[tuple[int, ...], Region] = {}
+        regions = []
         for position in positions:
             key = tuple(position[axis] for axis in axes)
             if key not in known:
@@ -99,10 +99,10 @@ class TensorLayout:
                     if zero_dim is None
                     else shard_rows(region, zero_dim, position[zero_axis], mesh.size(zero_axis))
                 )
-            chunks.append(known[key])
-        return chunks
+            regions.append(known[key])
+        return regions
 
-    def _narrow(self, n_shards: int) -> Chunk:
+    def _narrow(self, n_shards: int) -> Region:
         """Return offsets and sizes after the first `n_shards` shards."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         for shard in self.shards[:n_shards]:
@@ -113,9 +113,9 @@ class TensorLayout:
         return tuple(offsets), tuple(sizes)
 
 
-def shard_rows(chunk: Chunk, dim: int, index: int, count: int) -> Chunk:
+def shard_rows(region: Region, dim: int, index: int, count: int) -> Region:
     """Return the shard of a block that ZeRO gives to one of `count` ranks: ⌈rows / count⌉ rows, the last ones fewer."""
-    offsets, sizes = map(list, chunk)
+    offsets, sizes = map(list, region)
     per_rank = -(-sizes[dim] // count)
     first = min(per_rank * index, sizes[dim])
     offsets[dim] += first

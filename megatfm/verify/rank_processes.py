@@ -30,7 +30,7 @@ from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.ops.attention import block_sparse as blocks
-from megatfm.parallel.layout import Chunk
+from megatfm.parallel.layout import Region
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_engine
@@ -39,7 +39,7 @@ from megatfm.verify.reference import draw_perturbation
 from megatfm.verify.shrink import Arrays, objective_for
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 
-Blocks = Mapping[str, list[tuple[Chunk, NDArray[np.floating[Any]]]]]
+Blocks = Mapping[str, list[tuple[Region, NDArray[np.floating[Any]]]]]
 """Parameter name → its blocks on a rank, with their offsets and sizes in the full tensor."""
 
 

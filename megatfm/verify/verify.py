@@ -14,7 +14,7 @@ from torch import Tensor
 from megatfm.config import Config, load_config
 from megatfm.engines.interface import PRECISIONS
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.parallel.layout import Chunk
+from megatfm.parallel.layout import Region
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_model
 from megatfm.verify.expected import compute_expected_traffic, explain_unpredicted_axes
@@ -29,7 +29,7 @@ from megatfm.verify.reference import (
 from megatfm.verify.shrink import Documents, draw_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficTable
 
-ParameterBlocks = Sequence[tuple[Chunk, NDArray[np.floating[Any]]]]
+ParameterBlocks = Sequence[tuple[Region, NDArray[np.floating[Any]]]]
 """Blocks of one parameter on a rank, with their offsets and sizes in the full tensor."""
 
 
@@ -211,18 +211,18 @@ def compute_update_differences(
 def _assembled(like: Tensor, by_rank: Iterable[ParameterBlocks]) -> Tensor:
     """Assemble a full tensor from the blocks on all ranks; NaN where no rank has a block."""
     assembled = torch.full_like(like, float("nan"))
-    for chunk, block in (pair for blocks in by_rank for pair in blocks):
-        assembled[_slices(chunk)] = torch.from_numpy(block).to(assembled)
+    for region, block in (pair for blocks in by_rank for pair in blocks):
+        assembled[_slices(region)] = torch.from_numpy(block).to(assembled)
     return assembled
 
 
 def _distance(expected: Tensor, by_rank: Iterable[ParameterBlocks]) -> float:
     """Compute ‖all blocks − expected‖ with the worst copy of each block; NaN if an element is on no rank."""
-    squared_distances: dict[Chunk, float] = {}
-    for chunk, block in (pair for blocks in by_rank for pair in blocks):
-        difference = torch.from_numpy(block) - expected[_slices(chunk)]
+    squared_distances: dict[Region, float] = {}
+    for region, block in (pair for blocks in by_rank for pair in blocks):
+        difference = torch.from_numpy(block) - expected[_slices(region)]
         squared = float(difference.square().sum())
-        squared_distances[chunk] = _max_or_nan(squared_distances.get(chunk, 0.0), squared)
+        squared_distances[region] = _max_or_nan(squared_distances.get(region, 0.0), squared)
     n_elements = sum(torch.Size(sizes).numel() for _, sizes in squared_distances)
     return sum(squared_distances.values()) ** 0.5 if n_elements == expected.numel() else float("nan")
 
@@ -248,8 +248,8 @@ def _max_or_nan(error: float, other_error: float) -> float:
     return error + other_error if error != error or other_error != other_error else max(error, other_error)
 
 
-def _slices(chunk: Chunk) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(*chunk, strict=True))
+def _slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(*region, strict=True))
 
 
 def _busiest_rank(results: Sequence[RankResult]) -> list[CollectiveTraffic]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatfm.checkpoint import Saver, read_tensors
 from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.engines.native.compile import CompileOptions
 from megatfm.engines.native.cuda_graphs import CudaGraphs
-from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.errors import MegatfmError
 from megatfm.models import build
@@ -69,7 +70,7 @@ REAL = {
 
 
 class Options(TypedDict, total=False):
-    """How an engine differs from the default one; all but the first two are its own arguments."""
+    """How an engine differs from the default one."""
 
     zero: int
     fp8: str
@@ -90,9 +91,15 @@ def engine_on(
         convert_to_fp8(model, rowwise=scaling == "rowwise")
     groups = optimizer_groups(ADAMW, model)
     layout = parallelize(model, mesh, sequence_parallel=True)
+    native_options = NativeOptions(
+        ZeroOptions(parallel.zero),
+        options.get("recompute_mode", "none"),
+        CompileOptions() if options.get("compile_blocks") else None,
+        options.get("graphs"),
+    )
     return NativeEngine(
         model, layout, mesh, device=torch.device(device), precision=precision, seed=7, optimizers=groups,
-        zero_options=ZeroOptions(parallel.zero), **options,
+        options=native_options,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
 from megatfm.ops.cross_entropy import _ChunkedCrossEntropy
 from megatfm.parallel import collectives, styles
-from megatfm.parallel.layout import Chunk, TensorLayout
+from megatfm.parallel.layout import Region, TensorLayout
 from megatfm.parallel.mesh import Mesh
 from tests.support import parity
 from tests.support.batches import CAUSAL, global_batch
@@ -113,7 +113,7 @@ def take_the_other_rank_s_kv_heads(patch: Patch) -> None:
     real = TensorLayout.region.fget
     assert real is not None
 
-    def region(self: TensorLayout) -> Chunk:
+    def region(self: TensorLayout) -> Region:
         if not self.shards or ".wk." not in self.name:
             return real(self)
         offsets, sizes = real(self)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
-from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.compile import CompileOptions
+from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.layers.block import collect_auxiliary_losses
 from megatfm.layers.initialisation import draw, initialise
@@ -92,11 +93,12 @@ def build_engine(
         precision=precision,
         seed=7,
         optimizers=optimizers,
-        zero_options=ZeroOptions.from_config(parallel),
         pipeline=pipeline,
-        recompute_mode=recomputed,
-        compile_blocks=compile_blocks,
-        async_tp=async_tp,
+        options=NativeOptions(
+            ZeroOptions.from_config(parallel),
+            recomputed,
+            CompileOptions(async_tp=async_tp) if compile_blocks else None,
+        ),
     )
 
 
@@ -173,7 +175,7 @@ def one_device_reference(
 
 def local_block(engine: NativeEngine, name: str, tensor: Tensor) -> Tensor:
     """This rank's block of a parameter's whole tensor."""
-    offsets, sizes = engine.chunks[name]
+    offsets, sizes = engine.regions[name]
     return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
 
 

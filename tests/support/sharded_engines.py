@@ -83,7 +83,7 @@ def low_precision_gradients(zero: int) -> dict[str, Tensor]:
         if step == 0:
             engine.step(1e-2, clip=0.0)
     result = {name: torch.zeros(p.shape) for name, p in engine.layout.items()}
-    blocks = {n: (engine.chunks[n], g) for n, g in engine.gradients().items()}
+    blocks = {n: (engine.regions[n], g) for n, g in engine.gradients().items()}
     for rank in engine.mesh.gather_objects(blocks, ("dp_shard",)):
         for name, ((offsets, sizes), gradient) in rank.items():
             assert gradient.dtype == torch.float32

@@ -3,6 +3,7 @@
 import socket
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,6 +28,27 @@ HOW_TO_DISABLE = "set parallel.async_tp = false"
 
 _aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
 VIEWS = {_aten.view.default, _aten.reshape.default}
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How blocks are compiled.
+
+    autotune: choose kernels by timing them. eager_attention: keep attention out of compiled blocks. async_tp: overlap
+    tensor parallelism's communication with matmuls.
+    """
+
+    autotune: bool = False
+    eager_attention: bool = False
+    async_tp: bool = False
+
+
+def make_compile_options(config: Config, device: torch.device) -> CompileOptions | None:
+    """Return how the native engine compiles blocks; None if it doesn't."""
+    if not should_compile(config, device):
+        return None
+    eager_attention = keeps_attention_eager(config, device)
+    return CompileOptions(config.train.compile == "autotune", eager_attention, config.parallel.async_tp)
 
 
 def should_compile(config: Config, device: torch.device) -> bool:

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from megatfm.checkpoint import ShardedTensor
+from megatfm.config import Config
 from megatfm.engines.activation_checkpointing import recompute
 from megatfm.engines.base import BaseEngine, init_weights, make_optimizers
 from megatfm.engines.gradients import clip_gradients
@@ -20,8 +23,8 @@ from megatfm.engines.interface import (
     T,
 )
 from megatfm.engines.losses import LossAccumulator, LossScale
-from megatfm.engines.native.compile import compile_all
-from megatfm.engines.native.cuda_graphs import GraphCapture, GraphedModel
+from megatfm.engines.native.compile import CompileOptions, compile_all, make_compile_options
+from megatfm.engines.native.cuda_graphs import GraphCapture, GraphedModel, make_graph_capture
 from megatfm.engines.native.fully_sharded import FullySharded
 from megatfm.engines.native.replicated import Replicated
 from megatfm.engines.native.zero import DataParallel, ZeroOptions, memory_needed, state_size_ratio
@@ -38,17 +41,42 @@ from megatfm.parallel.layout import ModelLayout, transformer_blocks
 from megatfm.parallel.mesh import CONTEXT, DataAxes, Mesh
 from megatfm.parallel.pipeline_stages import Pipeline
 
-DEFAULT = ZeroOptions()
+DEFAULT_ZERO = ZeroOptions()
 UNSHARDED = ZeroOptions(zero=0)
+
+
+@dataclass(frozen=True)
+class NativeOptions:
+    """How the native engine runs a model; results are the same.
+
+    zero: sharding over data ranks. recompute_mode: see `activation_checkpointing`. compile: how blocks are compiled;
+    None: they aren't. graphs: records passes as CUDA graphs, in one process.
+    """
+
+    zero: ZeroOptions = DEFAULT_ZERO
+    recompute_mode: str = "none"
+    compile: CompileOptions | None = None
+    graphs: GraphCapture | None = None
+
+    @classmethod
+    def from_config(cls, config: Config, device: torch.device) -> Self:
+        """Return the options of a config on a device."""
+        return cls(
+            ZeroOptions.from_config(config.parallel),
+            config.train.recompute,
+            make_compile_options(config, device),
+            make_graph_capture(config, device),
+        )
+
+
+DEFAULT_OPTIONS = NativeOptions()
 
 
 class NativeEngine(BaseEngine):
     """Runs forward and backward passes and optimizer steps: see `interface.Engine`.
 
     model: on the meta device, parallelized. layout: the result of `parallelize`. precision: a key of `PRECISIONS`.
-    pipeline: stages of the full model, of which `model` has only this rank's. recompute_mode: see
-    `activation_checkpointing`. eager_attention: keep attention out of compiled blocks. graphs: records passes as CUDA
-    graphs, in one process.
+    pipeline: stages of the full model, of which `model` has only this rank's.
     """
 
     def __init__(
@@ -61,33 +89,28 @@ class NativeEngine(BaseEngine):
         precision: str,
         seed: int,
         optimizers: Sequence[OptimizerGroup],
-        zero_options: ZeroOptions = DEFAULT,
         pipeline: Pipeline | None = None,
-        recompute_mode: str = "none",
-        compile_blocks: bool = False,
-        autotune: bool = False,
-        eager_attention: bool = False,
-        async_tp: bool = False,
-        graphs: GraphCapture | None = None,
+        options: NativeOptions = DEFAULT_OPTIONS,
     ) -> None:
         self._model, self.layout, self.mesh, self.device = model, layout, mesh, device
         # A single data rank needs no gathering and no buffers.
-        self.zero_options = zero_options if mesh.data_ranks > 1 else UNSHARDED
+        self.zero_options = options.zero if mesh.data_ranks > 1 else UNSHARDED
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
-        recompute(model, transformer_blocks(model), recompute_mode, compiled=compile_blocks)
-        if compile_blocks:
+        compiled = options.compile is not None
+        recompute(model, transformer_blocks(model), options.recompute_mode, compiled=compiled)
+        if options.compile:
             compile_all(
                 transformer_blocks(model),
-                autotune=autotune,
-                fullgraph=mesh.size(CONTEXT) == 1 and not eager_attention,
-                async_tp=async_tp,
+                autotune=options.compile.autotune,
+                fullgraph=mesh.size(CONTEXT) == 1 and not options.compile.eager_attention,
+                async_tp=options.compile.async_tp,
             )
         self.data = shard_parameters(model, layout, mesh, self.zero_options, self.precision, device)
         self.local, zero_dims = self.data.local, self.data.zero_dims
-        self.chunks = {name: layout[name].chunk(mesh, zero_dims.get(name)) for name in self.local}
+        self.regions = {name: layout[name].local_region(mesh, zero_dims.get(name)) for name in self.local}
         weights = {
-            name: ShardedTensor(block, layout[name].shape, self.chunks[name][0])
+            name: ShardedTensor(block, layout[name].shape, self.regions[name][0])
             for name, block in self.local.items()
         }
         init_weights(model, layout, weights, seed)
@@ -95,15 +118,15 @@ class NativeEngine(BaseEngine):
         self.optimizers = make_optimizers(optimizers, weights, layout, mesh, zero_dims)
         self.state_size = state_size_ratio(optimizers, weights)
         ties = TiedParameters(pipeline, mesh)
-        self._build_state(
-            model, weights, self.optimizers, ties, sharded=self.data.sharded, compiled=compile_blocks
-        )
+        self._build_state(model, weights, self.optimizers, ties, sharded=self.data.sharded, compiled=compiled)
         # On a CPU there is no device to wait for, and the host can skip the pass that clips gradients.
         self.skipping_optimizers = (
             [optimizer for optimizer in self.optimizers if optimizer.can_skip] if device.type != "cpu" else []
         )
-        self.has_graphs = graphs is not None
-        self.passes = GraphedModel(model, graphs) if graphs else SequentialForwardBackward(model)
+        self.has_graphs = options.graphs is not None
+        self.passes = (
+            GraphedModel(model, options.graphs) if options.graphs else SequentialForwardBackward(model)
+        )
         if pipeline:
             self.passes = self._build_pipeline(model, pipeline)
 

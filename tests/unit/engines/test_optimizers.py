@@ -130,7 +130,7 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
 
     def whole(blocks: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = engine.mesh.gather_objects(
-            {n: (engine.chunks[n], t) for n, t in blocks.items()}, ("dp_shard", "tp")
+            {n: (engine.regions[n], t) for n, t in blocks.items()}, ("dp_shard", "tp")
         )
         result = {n: torch.zeros(engine.layout[n].shape, dtype=torch.float64) for n in blocks}
         for rank in parts:

@@ -13,7 +13,7 @@ from megatfm import checkpoint
 from megatfm.config import ModelConfig, OptimizerSection, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import OwnedTensors, _assign_owners
-from megatfm.parallel.layout import Chunk
+from megatfm.parallel.layout import Region
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import OPTIMIZERS
 from tests.support.parity import build_engine, microbatches
@@ -151,16 +151,16 @@ def test_any_layout_to_any_other(workers: Workers, tmp_path: Path, name: str, ev
 SHAPES = {"rows": (7, 3), "grid": (4, 6), "replicated": (5, 2), "short": (1, 3), "largest": (9, 9)}
 
 
-def boxes(ranks: int) -> dict[str, list[Chunk]]:
+def boxes(ranks: int) -> dict[str, list[Region]]:
     """Each tensor's box on every rank: uneven rows, a grid, replicas, empty blocks."""
 
-    def rows(n: int, width: int) -> list[Chunk]:
+    def rows(n: int, width: int) -> list[Region]:
         """As FSDP2 cuts them: ceil(n / ranks) each, the last ones shorter or empty."""
         step = -(-n // ranks)
         starts = [min(n, rank * step) for rank in range(ranks)]
         return [((start, 0), (min(step, n - start), width)) for start in starts]
 
-    grid: dict[int, list[Chunk]] = {
+    grid: dict[int, list[Region]] = {
         1: [((0, 0), (4, 6))],
         3: [((0, 2 * rank), (4, 2)) for rank in range(3)],
         4: [((2 * (rank // 2), 3 * (rank % 2)), (2, 3)) for rank in range(4)],
@@ -174,7 +174,7 @@ def boxes(ranks: int) -> dict[str, list[Chunk]]:
     }
 
 
-def cut(tensor: Tensor, box: Chunk) -> Tensor:
+def cut(tensor: Tensor, box: Region) -> Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].clone()
 
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megatfm import checkpoint
 from megatfm.config import ParallelConfig
 from megatfm.engines.interface import OptimizerGroup
-from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import Normal, initialise
@@ -152,7 +152,7 @@ def make_engine(parallel: ParallelConfig) -> NativeEngine:
         precision="fp64",
         seed=7,
         optimizers=[adamw],
-        zero_options=ZeroOptions(parallel.zero, parallel.grad_accumulation),
+        options=NativeOptions(ZeroOptions(parallel.zero, parallel.grad_accumulation)),
     )
 
 

@@ -58,17 +58,17 @@ def test_the_chunks_of_all_ranks_are_those_that_each_rank_computes(zero_dim: int
             mesh = build_mesh(config, 16, "cpu")
             cuts = (Shard("ep", 0, mesh.rank("ep"), 2), Shard("tp", 2, mesh.rank("tp"), 2))
             layout = TensorLayout("w", (6, 5, 4), cuts, data_axes=EXPERT_DATA_AXES)
-            layouts.append(layout.chunk(mesh, zero_dim))
+            layouts.append(layout.local_region(mesh, zero_dim))
             seen.append(
                 (
                     dist.get_process_group_ranks(mesh.flat_group(mesh.shard_axes)),
-                    layout.chunks(mesh, zero_dim, mesh.positions(mesh.shard_axes)),
+                    layout.regions(mesh, zero_dim, mesh.positions(mesh.shard_axes)),
                 )
             )
-    for ranks, chunks in seen:
-        assert chunks == [layouts[rank] for rank in ranks]
+    for ranks, regions in seen:
+        assert regions == [layouts[rank] for rank in ranks]
         covered = torch.zeros(6, 5, 4)
-        for offsets, sizes in set(chunks):
+        for offsets, sizes in set(regions):
             covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert (covered == 1).all()
     assert layouts[:8] == layouts[8:]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatfm.config import Config, ModelConfig, ParallelConfig, load_config
 from megatfm.engines.native.cuda_graphs import GraphedModel, Run, make_graph_capture
-from megatfm.engines.native.engine import NativeEngine
+from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.models import build
@@ -92,7 +92,7 @@ def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngin
         precision=precision,
         seed=7,
         optimizers=groups,
-        graphs=recorder,
+        options=NativeOptions(graphs=recorder),
     )
 
 
