@@ -132,6 +132,8 @@ class Estimator:
             )
             if sender != receiver
         }
+        kept_bytes = kept_feature_bytes(config, profile.samples, microbatches)
+        kept_bytes += microbatches * profile.batch_bytes
         memory = [
             rank_memory(
                 config,
@@ -144,7 +146,7 @@ class Estimator:
                 microbatches,
                 compiled=compiled,
                 reserved=reserved,
-                kept_bytes=kept_feature_bytes(config, profile.samples, microbatches),
+                kept_bytes=kept_bytes,
             )
             for rank, parts in enumerate(parts_of_rank)
         ]

@@ -80,7 +80,7 @@ def rank_memory(
     """Estimate the fullest moment of a rank's step: while its first stage runs, and others wait for a backward pass.
 
     parts_by_stage: of this rank; in_flight: by stage; sent_bytes: by stage that sends to another rank. It keeps what it
-    sent, at which its backward pass starts. kept_bytes: of features that a step keeps.
+    sent, at which its backward pass starts. kept_bytes: of batches and features, which a step keeps.
     """
     parts = [index for indices in parts_by_stage.values() for index in indices]
     state = rank_bytes(config, weights, parts)

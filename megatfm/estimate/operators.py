@@ -197,9 +197,12 @@ def tensor_bytes(tensor: Tensor) -> int:
 def _dims(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int, int, int]:
     """Return a matmul's batch, m, n and k."""
     if name.startswith("convolution"):
-        weight = next(x for x in inputs if x.dim() == 4) if name == "convolution" else inputs[2]
-        positions = outputs[0].numel() // max(1, outputs[0].shape[1]) if name == "convolution" else 1
-        return 1, positions, weight.shape[0], math.prod(weight.shape[1:])
+        weight, at_outputs = (inputs[1], outputs[0]) if name == "convolution" else (inputs[2], inputs[0])
+        positions = at_outputs.numel() // at_outputs.shape[1]
+        products = sum(
+            x.dim() == weight.dim() for x in outputs
+        )  # backward: the input's gradient, the weight's
+        return products, positions, weight.shape[0], math.prod(weight.shape[1:])
     left, right = [x for x in inputs if x.dim() >= 2][-2:]
     if left.dim() == 3:
         return left.shape[0], left.shape[1], right.shape[2], left.shape[2]

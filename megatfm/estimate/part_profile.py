@@ -108,7 +108,8 @@ class PartProfile:
 @dataclass(frozen=True)
 class ModelProfile:
     """Profiles of all split points in order; blocks of a kind share one object. samples: features of a micro-batch that
-    the loss compares."""
+    the loss compares; batch_bytes: of a micro-batch's fields."""
 
     parts: Sequence[PartProfile]
-    samples: int = 0
+    samples: int
+    batch_bytes: int

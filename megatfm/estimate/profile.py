@@ -157,7 +157,7 @@ class LocalModel:
                     parts[key] = self._run(splittable, point, fields, carry, is_block)
                 order.append(parts[key])
                 written |= point.writes
-        return ModelProfile(order, self._samples)
+        return ModelProfile(order, self._samples, sum(field.nbytes for field in fields.values()))
 
     def _run(
         self,

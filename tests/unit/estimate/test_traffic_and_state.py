@@ -1,11 +1,14 @@
 """Traffic and state of estimated ranks, against executed ranks and against what `describe` counts."""
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.describe.per_rank import count_rank_state
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, estimator
+from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.traffic import axes_of
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import draw_batch, shrink
@@ -217,3 +220,32 @@ def test_frozen_weights_have_no_gradient_matmuls(pattern: str, point: str) -> No
     else:  # three matrices of each of a token's two experts
         expected = 2 * (2 * rows) * 3 * model.d_model * 14336
     assert flops["[]"] - flops[f'["{pattern}"]'] == pytest.approx(expected, rel=1e-9)
+
+
+def test_all_batches_of_a_step_lie_on_the_device() -> None:
+    rows, tokens = 4, 1 + 14 * 14
+    overrides = ["parallel.zero=1", "train.precision=bf16", f"train.micro_batch={rows}"]
+    overrides += ["train.global_batch=8", "data.images.mixup=0", "data.images.cutmix=0"]
+    config = load_config("vit-s16", overrides)
+    with estimator(config, load_cluster("h100", 2)) as opened:
+        used = []
+        for microbatches in (3, 5):
+            train = opened.base.train.model_copy(update={"global_batch": microbatches * rows * 2})
+            used.append(opened.estimate(opened.base.model_copy(update={"train": train})).worst.total)
+    pixels, grid, label, position, key = 3 * 16 * 16, 4 * 4, 8, 8, 8
+    assert used[1] - used[0] == 2 * rows * (tokens * (pixels + grid + label + position) + key)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("needs_input", [True, False])
+def test_a_convolutions_products_are_counted(groups: int, needs_input: bool) -> None:
+    maps = torch.randn(3, 6, 10, 8, requires_grad=needs_input)
+    weight = torch.randn(12, 6 // groups, 3, 3, requires_grad=True)
+    recorder = OperatorRecorder()
+    with recorder.record() as forward:
+        out = F.conv2d(maps, weight, stride=2, padding=1, groups=groups)
+    with recorder.record() as backward:
+        out.sum().backward()
+    products = 3 * 5 * 4 * 12 * (6 // groups) * 9  # places of the outputs, their channels, inputs of each
+    assert sum(op.flops for op in forward.operators) == 2 * products
+    assert sum(op.flops for op in backward.operators) == 2 * products * (1 + needs_input)
