@@ -221,16 +221,12 @@ def test_a_wrong_task_is_refused_and_leaves_no_run(
 
 TINY = "model={d_model=16, n_layers=2, attention={n_heads=2}, ffn={d_ff=32}"
 FORMS = {
-    "classification": (
-        [*"ab"],
-        {"task.lm_weight": "0.5"},
-        "decoder",
-        {"row", "label", "probability", "probabilities"},
-    ),
+    "classification": ([*"ab"], {"task.lm_weight": "0.5"}, "decoder",
+                       {"row", "label", "probability", "probabilities"}),
     "multilabel": ([["a", "b"], []], {}, "decoder", {"row", "labels", "probabilities"}),
     "regression": ([0.5, -2], {}, "encoder", {"row", "value"}),
     "tagging": ([["B-A", "I-A", "O"], ["O", "O", "O"]], {}, "encoder", {"row", "labels"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -282,11 +278,8 @@ def test_conversations_train_their_answers_alone(folder: Path, capfd: pytest.Cap
         "task.chat_template": "chat.jinja",
     }  # fmt: skip
     command = [
-        "finetune",
-        "task.toml",
-        f'{TINY}, family="decoder"}}',
-        *(f"{k}={v}" for k, v in words.items()),
-    ]
+        "finetune", "task.toml", f'{TINY}, family="decoder"}}', *(f"{k}={v}" for k, v in words.items()),
+    ]  # fmt: skip
     (folder / "chat.jinja").write_text(TEMPLATE)
     assert run_command(*command) == 0
     validation = json.loads((folder / "runs/things/task.json").read_text())["sets"]["validation"]

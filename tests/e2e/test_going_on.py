@@ -34,12 +34,8 @@ from tests.support.training_runs import (
 from tests.support.workers import Workers
 
 STILL = (
-    "optimizer.lr=1e-12",
-    "train.steps=1",
-    "lr_schedule.warmup_steps=0",
-    "evaluate.every=0",
-    "log.sinks=[]",
-)
+    "optimizer.lr=1e-12", "train.steps=1", "lr_schedule.warmup_steps=0", "evaluate.every=0", "log.sinks=[]",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -152,11 +148,8 @@ def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
     assert (config.name, config.run_dir, config.data.validation) == ("from-first", None, {})
     assert (config.optimizer.name, config.data.workers, config.train.steps) == ("muon", 1, 3)
     words = [
-        "optimizer.matrix_lr=1e-12",
-        f"run_dir={tmp_path / 'second'}",
-        f"data.train={corpus}/train",
-        *STILL,
-    ]
+        "optimizer.matrix_lr=1e-12", f"run_dir={tmp_path / 'second'}", f"data.train={corpus}/train", *STILL,
+    ]  # fmt: skip
     assert workers.run(run_training, 1, continue_from_config(tmp_path / "first", None, words)[0]) == [EXIT_OK]
     same_weights(tmp_path / "second", megatfm.load(tmp_path / "first"))
     with pytest.raises(UsageError, match=r"give data\.train=CORPUS/train"):

@@ -243,11 +243,8 @@ def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(
 ) -> None:
     (tmp_path / "crashes.py").write_text(CRASHES)
     words = [
-        str(config_file),
-        f"run_dir={tmp_path / 'run'}",
-        'plugins=["crashes"]',
-        "resilience.max_failures=1",
-    ]
+        str(config_file), f"run_dir={tmp_path / 'run'}", 'plugins=["crashes"]', "resilience.max_failures=1",
+    ]  # fmt: skip
     agent = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", "--monitor-interval=0.1"]
     torchrun = ForkedCommand(
         [*agent, "-m", "megatfm", "train", *words],

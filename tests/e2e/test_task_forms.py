@@ -262,12 +262,8 @@ def test_what_is_trained_is_shown(folder: Path, capfd: pytest.CaptureFixture[str
         further_rows = [{"text": "red", "label": "bad"}] * (form == "classification")
         write_lines(folder / "train.jsonl", [row, *further_rows])
         words = [
-            f"task.form={form}",
-            "task.validation=",
-            "task.test=",
-            f"name={form}",
-            "data.sequence_length=48",
-        ]
+            f"task.form={form}", "task.validation=", "task.test=", f"name={form}", "data.sequence_length=48",
+        ]  # fmt: skip
         words += ['task.choices=["a","b"]'] if form == "multiple_choice" else []
         assert run_command("finetune", "task.toml", "--from", "bert", "--prepare", *words) == 0
         (corpus,) = {path.parent for path in folder.glob(f"runs/{form}/task/*/manifest.json")}

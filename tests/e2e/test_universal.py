@@ -24,15 +24,9 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed"
 )
 TINY = LlamaConfig(
-    vocab_size=512,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-)
+    vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+)  # fmt: skip
 STEPS = 3
 
 
@@ -64,11 +58,8 @@ def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]
         state = utils.safe_get_full_optimizer_state
         actual = {
             "fp32": {n: utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()},
-            **{
-                key: {n: state(p, key) for n, p in model.named_parameters()}
-                for key in ("exp_avg", "exp_avg_sq")
-            },
-        }
+            **{key: {n: state(p, key) for n, p in model.named_parameters()} for key in ("exp_avg", "exp_avg_sq")},
+        }  # fmt: skip
         if dist.get_rank() == 0:
             tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
             tool.main(

@@ -57,14 +57,10 @@ def test_stages_go_in_any_order(workers: Workers, name: str) -> None:
 
 
 AGAIN = {
-    *(f"ep2 × tp2 by channels, zero{zero}" for zero in (1, 3)),
-    *(f"ep4 of 2 × tp2, zero{zero}" for zero in (0, 2)),
-    *(f"ep2 of 2 × tp2, zero{zero}" for zero in (1, 3)),
-    "ep2 of tp4",
-    "ep2 of tp2 × pp2, 1f1b",
-    "ep2 × cp2, zero1",
+    *(f"ep2 × tp2 by channels, zero{zero}" for zero in (1, 3)), *(f"ep4 of 2 × tp2, zero{zero}" for zero in (0, 2)),
+    *(f"ep2 of 2 × tp2, zero{zero}" for zero in (1, 3)), "ep2 of tp4", "ep2 of tp2 × pp2, 1f1b", "ep2 × cp2, zero1",
     "ep4 of 2 × cp2, zero3",
-}
+}  # fmt: skip
 """Slow: what differs in them the others show, too."""
 ON_FOUR = [name for name, ranks in EXPERT_TP_MODELS if ranks == 4]
 SOONER = [layout for layout in EXPERT_TP_LAYOUTS[4] if layout not in AGAIN]
@@ -154,11 +150,8 @@ RESUMED = {
     "zero3": (ParallelConfig(dp_shard=2), TP2),
     "ep2": (ParallelConfig(dp_shard=2, ep=2), ParallelConfig(dp_shard=2, zero=1)),
     "ep2 between": (ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, ep=2, zero=1)),
-    "ep2 of tp2, channels between": (
-        EXPERT_TP_LAYOUTS[2]["ep2 of tp2"],
-        EXPERT_TP_LAYOUTS[2]["tp2 by channels"],
-    ),
-}
+    "ep2 of tp2, channels between": (EXPERT_TP_LAYOUTS[2]["ep2 of tp2"], EXPERT_TP_LAYOUTS[2]["tp2 by channels"]),
+}  # fmt: skip
 
 
 STATE = {"top-k": "shares", "deepseek-v3": "router.bias"}

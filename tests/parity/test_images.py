@@ -18,34 +18,16 @@ from tests.support.images import pixels, to_batch
 from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
 
 MODULES = (
-    modeling_vit,
-    modeling_deit,
-    modeling_dinov2,
-    modeling_dinov2_with_registers,
-    modeling_dinov3_vit,
-    modeling_siglip,
-    modeling_clip,
-)
+    modeling_vit, modeling_deit, modeling_dinov2, modeling_dinov2_with_registers, modeling_dinov3_vit,
+    modeling_siglip, modeling_clip,
+)  # fmt: skip
 SIDE, CLASSES = 4, 5
 COMMON: dict[str, Any] = {
-    "family": "encoder",
-    "d_model": 24,
-    "n_layers": 2,
-    "attention.n_heads": 3,
-    "attention.bias": True,
-    "ffn.d_ff": 48,
-    "ffn.activation": "gelu",
-    "ffn.bias": True,
-    "norm.name": "layer_norm",
-    "norm.eps": 1e-6,
-    "embedding.name": "patches",
-    "embedding.patch_size": SIDE,
-    "embedding.mean": (0.5, 0.4, 0.3),
-    "embedding.std": (0.2, 0.3, 0.4),
-    "position.name": "learned_2d",
-    "position.grid": (4, 4),
-    "lm_head.name": "none",
-}
+    "family": "encoder", "d_model": 24, "n_layers": 2, "attention.n_heads": 3, "attention.bias": True, "ffn.d_ff": 48,
+    "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "norm.eps": 1e-6,
+    "embedding.name": "patches", "embedding.patch_size": SIDE, "embedding.mean": (0.5, 0.4, 0.3),
+    "embedding.std": (0.2, 0.3, 0.4), "position.name": "learned_2d", "position.grid": (4, 4), "lm_head.name": "none",
+}  # fmt: skip
 CLASSIFIER = {"extra_heads.classifier.n_classes": CLASSES}
 DINO = {**CLASSIFIER, "extra_heads.classifier.pool": "class_mean", "layer_scale": 1.0}
 MODELS: dict[str, dict[str, Any]] = {

@@ -20,17 +20,11 @@ from tests.support.hf_encoders import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
 from tests.support.reference_gradients import Figures, doubled, dtype_fixture, hold_to_the_docs, pair, perturb
 
 BIGBIRD = {
-    **BERT_ENCODER,
-    "ffn.activation": "gelu_tanh",
-    "extra_heads.sentence.classes": 2,
-    "position.max_positions": 40,
-}
+    **BERT_ENCODER, "ffn.activation": "gelu_tanh", "extra_heads.sentence.classes": 2, "position.max_positions": 40,
+}  # fmt: skip
 LONGFORMER = {
-    **BERT_ENCODER,
-    "attention.name": "longformer",
-    "position.max_positions": 40,
-    "position.offset": PAD + 1,
-}
+    **BERT_ENCODER, "attention.name": "longformer", "position.max_positions": 40, "position.offset": PAD + 1,
+}  # fmt: skip
 MODELS = {
     "bigbird": {**BIGBIRD, "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}},
     "bigbird-two": {
@@ -167,18 +161,10 @@ NAMES = {f"w{part}.{kind}": f"{part}_proj.{kind}" for part in "qkvo" for kind in
 def test_output_and_every_gradient(window: int | None) -> None:
     pattern = "full" if window is None else {"name": "window", "width": window}
     config = ModelConfig.from_dotted(
-        {
-            "vocab_size": 7,
-            "d_model": WIDTH,
-            "n_layers": 1,
-            "attention.n_heads": HEADS,
-            "attention.n_kv_heads": KV_HEADS,
-            "attention.bias": True,
-            "attention.sinks": True,
-            "attention.pattern": pattern,
-            "ffn.d_ff": 8,
-        }
-    )
+        {"vocab_size": 7, "d_model": WIDTH, "n_layers": 1, "attention.n_heads": HEADS,
+         "attention.n_kv_heads": KV_HEADS, "attention.bias": True, "attention.sinks": True,
+         "attention.pattern": pattern, "ffn.d_ff": 8},
+    )  # fmt: skip
     actual = Block(config, "decoder").attn.double()
     perturb(actual, scale=0.5)
     expected = GptOssAttention(

@@ -36,17 +36,9 @@ from tests.support.workers import Workers
 
 FAMILIES = ("llama", "gpt", "bert", "t5", "electra", PREFIX_LM)
 OTHERS = (
-    "xlnet",
-    "albert",
-    "deberta",
-    "deberta v3",
-    "latent attention",
-    "shaw, deepnorm",
-    "alibi, sandwich norm",
-    "swin",
-    "mvit v2",
-    "swin v2",
-)
+    "xlnet", "albert", "deberta", "deberta v3", "latent attention", "shaw, deepnorm", "alibi, sandwich norm", "swin",
+    "mvit v2", "swin v2",
+)  # fmt: skip
 
 
 def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "none") -> list[set[str]]:

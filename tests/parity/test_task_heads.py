@@ -92,13 +92,8 @@ CLASSES = [
 ]
 """Longformer's others have no global token in transformers, or other ones; DeBERTa has no class of choices there."""
 SCORE = {
-    "name": "text_classifier",
-    "classes": 3,
-    "pooler": "none",
-    "token": "last",
-    "bias": False,
-    "dropout": 0.0,
-}
+    "name": "text_classifier", "classes": 3, "pooler": "none", "token": "last", "bias": False, "dropout": 0.0,
+}  # fmt: skip
 GPT = {
     "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "attention.n_heads": 6, "ffn.d_ff": 96,
     "norm.name": "layer_norm", "ffn.activation": "gelu_tanh", "attention.bias": True, "ffn.bias": True,

@@ -12,16 +12,11 @@ from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold
 
 VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
 CONFIG = ModelConfig(
-    family="xlnet",
-    vocab_size=VOCABULARY,
-    d_model=24,
-    n_layers=3,
-    attention={"name": "two_stream", "n_heads": 4},
+    family="xlnet", vocab_size=VOCABULARY, d_model=24, n_layers=3, attention={"name": "two_stream", "n_heads": 4},
     ffn={"d_ff": 40, "activation": "gelu", "bias": True},
-    norm={"name": "layer_norm", "eps": 1e-7, "placement": "post"},
-    position={"name": "transformer_xl"},
+    norm={"name": "layer_norm", "eps": 1e-7, "placement": "post"}, position={"name": "transformer_xl"},
     lm_head={"bias": True},
-)
+)  # fmt: skip
 
 
 dtype = dtype_fixture(modeling_xlnet)

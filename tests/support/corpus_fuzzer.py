@@ -210,17 +210,11 @@ def _tar(kind: int, npy: bytes = _npy(np.arange(9, dtype=np.uint16))) -> bytes:
 
 
 ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "a_manifest": {},
-    "an_index": {"packed": st.booleans()},
-    "a_shard": {"packed": st.booleans()},
-    "a_foreign_tar": {
-        "kind": st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
-        "packed": st.booleans(),
-        "npy": st.booleans(),
-    },
-    "a_foreign_zst": {},
-    "a_plan": {},
-}
+    "a_manifest": {}, "an_index": {"packed": st.booleans()}, "a_shard": {"packed": st.booleans()},
+    "a_foreign_tar": {"kind": st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+                      "packed": st.booleans(), "npy": st.booleans()},
+    "a_foreign_zst": {}, "a_plan": {},
+}  # fmt: skip
 
 
 def opened_outside(folder: Path) -> list[str]:
@@ -243,12 +237,9 @@ def opened_outside(folder: Path) -> list[str]:
 def run(name: str, fuzz: Fuzz, examples: int, seed: int | None = None) -> None:
     """Some examples of one kind."""
     settings = hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=seed is None,
+        max_examples=examples, deadline=None, database=None, derandomize=seed is None,
         suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    )  # fmt: skip
     test = hypothesis.given(todo=changes, **ARGUMENTS[name])(lambda **inputs: getattr(fuzz, name)(**inputs))
     test = settings(test)
     (hypothesis.seed(seed)(test) if seed is not None else test)()

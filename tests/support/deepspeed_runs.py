@@ -28,19 +28,10 @@ from megatfm.verify.shrink import draw_batch, objective_for, shrink
 from tests.support.workers import Workers
 
 FAMILIES = {
-    "decoder": "quickstart",
-    "bert": "bert-base",
-    "t5": "t5-small",
-    "moe": "mixtral-8x7b",
-    "windows": "gemma3-1b",
-    "bert, classes": "bert-base",
-    "decoder, classes": "quickstart",
-    "moe, adapters": "mixtral-8x7b",
-    "vit": "vit-s16",
-    "mae": "mae-b16",
-    "swin": "swin-t",
-    "simmim": "simmim-swin-b",
-}
+    "decoder": "quickstart", "bert": "bert-base", "t5": "t5-small", "moe": "mixtral-8x7b", "windows": "gemma3-1b",
+    "bert, classes": "bert-base", "decoder, classes": "quickstart", "moe, adapters": "mixtral-8x7b", "vit": "vit-s16",
+    "mae": "mae-b16", "swin": "swin-t", "simmim": "simmim-swin-b",
+}  # fmt: skip
 CLASSIFIER = ["objective={name='text_classification'}", "model.lm_head={name='none'}"]
 CHANGES = {
     "bert, classes": [*CLASSIFIER, "model.extra_heads={sentence={name='text_classifier',classes=3}}"],

@@ -250,12 +250,8 @@ def main() -> None:
     torch.empty(1, device="meta").to(torch.float64)  # slow the first time
     with contextlib.redirect_stdout(sys.stderr):
         report = run_series(
-            inputs.corpus,
-            inputs.folder,
-            inputs.kills,
-            inputs.seed,
-            inputs.overrides,
-        )
+            inputs.corpus, inputs.folder, inputs.kills, inputs.seed, inputs.overrides,
+        )  # fmt: skip
     print(json.dumps(report))
 
 

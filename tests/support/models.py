@@ -23,48 +23,26 @@ from megatfm.layers.sequence import SequenceMetadata
 ROWS, LENGTH = 8, 12
 """Rows of a batch and tokens of a row (`tests/support/batches.py`)."""
 UNTIED_MODEL = ModelConfig(
-    vocab_size=96,
-    d_model=32,
-    n_layers=2,
-    attention={"n_heads": 4, "n_kv_heads": 2},
-    ffn={"d_ff": 80},
+    vocab_size=96, d_model=32, n_layers=2, attention={"n_heads": 4, "n_kv_heads": 2}, ffn={"d_ff": 80},
     embedding={"tied": False},
-)
+)  # fmt: skip
 TIED_MODEL = UNTIED_MODEL.with_changes({"embedding.tied": True})
 ADAMW = AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3)
 MUON = MuonConfig(lr=1e-2, matrix_lr=0.02, weight_decay=0.1, max_grad_norm=0.3)
 SMALL_MODEL = {"vocab_size": 95, "d_model": 32, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 48}
 DROPOUTS = {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1, "drop_path": 0.3}
 BERT_OPTIONS = {
-    "norm.name": "layer_norm",
-    "norm.placement": "post",
-    "ffn.activation": "gelu",
-    "attention.bias": True,
-    "ffn.bias": True,
-    "embedding.norm": True,
-    "position.name": "learned",
-    "position.max_positions": LENGTH,
-    "embedding.n_segments": 2,
-    "lm_head.name": "transform",
-    "lm_head.bias": True,
-    "init.name": "bert",
-}
+    "norm.name": "layer_norm", "norm.placement": "post", "ffn.activation": "gelu", "attention.bias": True,
+    "ffn.bias": True, "embedding.norm": True, "position.name": "learned", "position.max_positions": LENGTH,
+    "embedding.n_segments": 2, "lm_head.name": "transform", "lm_head.bias": True, "init.name": "bert",
+}  # fmt: skip
 SWIN_MODEL: dict[str, Any] = {
-    "family": "hierarchical",
-    "d_model": 16,
-    "stages.layers": (2, 3),
-    "stages.heads": (2, 4),
-    "attention.name": "windowed",
-    "attention.pattern": {"name": "windows_2d", "window": 4},
-    "ffn.d_ff": 40,
-    "ffn.activation": "gelu",
-    "ffn.bias": True,
-    "norm.name": "layer_norm",
-    "position.name": "relative_2d",
-    "embedding": {"name": "patches", "patch_size": 4, "n_class_tokens": 0, "norm": True},
-    "lm_head.name": "none",
+    "family": "hierarchical", "d_model": 16, "stages.layers": (2, 3), "stages.heads": (2, 4),
+    "attention.name": "windowed", "attention.pattern": {"name": "windows_2d", "window": 4}, "ffn.d_ff": 40,
+    "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "position.name": "relative_2d",
+    "embedding": {"name": "patches", "patch_size": 4, "n_class_tokens": 0, "norm": True}, "lm_head.name": "none",
     "extra_heads.classifier": {"n_classes": 5, "pool": "mean"},
-}
+}  # fmt: skip
 SWIN_V2_OPTIONS: dict[str, Any] = {
     "attention.cosine": True,
     "position.name": "log_relative_2d",
@@ -82,11 +60,8 @@ MVIT_MODEL: dict[str, Any] = SWIN_MODEL | {
     "embedding": {"name": "overlapping_patches", "patch_size": 4, "n_class_tokens": 0},
 }
 PYRAMID_OPTIONS = {
-    "stages.grid": (5, 4),
-    "stages.heads": (4, 8),
-    "d_model": 32,
-    "attention.pattern.window": 3,
-}
+    "stages.grid": (5, 4), "stages.heads": (4, 8), "d_model": 32, "attention.pattern.window": 3,
+}  # fmt: skip
 """Maps of 5 × 4, which are padded and shifted, then 3 × 2, one window smaller than the table."""
 MVIT_HEADS = {"stages.heads": (4, 8), "d_model": 32}
 FAMILY_MODELS = {
@@ -197,13 +172,9 @@ TINY_LATENT = {"name": "mla", "n_heads": 2, "kv_lora_rank": 6, "qk_rope_head_dim
 
 DENSE_VOCABULARY = 23
 SMALL_DENSE = {
-    "vocab_size": DENSE_VOCABULARY,
-    "d_model": 16,
-    "n_layers": 2,
-    "attention.n_heads": 2,
-    "ffn.d_ff": 20,
+    "vocab_size": DENSE_VOCABULARY, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 20,
     "norm.eps": 1e-3,
-}
+}  # fmt: skip
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
 NORMS = ("layer_norm", "rms_norm")
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "swish", "swiglu", "geglu", "geglu_tanh")

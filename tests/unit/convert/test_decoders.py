@@ -199,17 +199,9 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
         else {}
     )
     model = ModelConfig.from_dotted(
-        family=family,
-        vocab_size=tokenizer.vocab_size,
-        d_model=24,
-        n_layers=2,
-        **position,
-        **{
-            "attention.n_heads": 4,
-            "ffn.d_ff": 40,
-            "ffn.activation": "swiglu" if family == "decoder" else "relu",
-        },
-    )
+        family=family, vocab_size=tokenizer.vocab_size, d_model=24, n_layers=2, **position,
+        **{"attention.n_heads": 4, "ffn.d_ff": 40, "ffn.activation": "swiglu" if family == "decoder" else "relu"},
+    )  # fmt: skip
     config = Config.model_validate({
         "name": "small", "model": model, "optimizer": {"name": "adamw", "lr": 1e-3},
         "objective": {"name": "causal" if family == "decoder" else "span_corruption"},

@@ -132,24 +132,11 @@ def test_what_we_lack_is_refused(name: str, change: dict[str, Any], message: str
 
 
 OURS = {
-    "vocab_size": 60,
-    "d_model": 24,
-    "n_layers": 2,
-    "attention.n_heads": 4,
-    "ffn.d_ff": 40,
-    "norm.name": "layer_norm",
-    "norm.eps": 1e-12,
-    "norm.placement": "post",
-    "embedding.norm": True,
-    "ffn.activation": "gelu",
-    "attention.bias": True,
-    "ffn.bias": True,
-    "position.name": "learned",
-    "position.max_positions": 32,
-    "embedding.n_segments": 2,
-    "lm_head.name": "transform",
-    "lm_head.bias": True,
-}
+    "vocab_size": 60, "d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40, "norm.name": "layer_norm",
+    "norm.eps": 1e-12, "norm.placement": "post", "embedding.norm": True, "ffn.activation": "gelu",
+    "attention.bias": True, "ffn.bias": True, "position.name": "learned", "position.max_positions": 32,
+    "embedding.n_segments": 2, "lm_head.name": "transform", "lm_head.bias": True,
+}  # fmt: skip
 ELECTRA = ModelConfig.from_dotted(
     **OURS,
     family="electra",

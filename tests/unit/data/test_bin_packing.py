@@ -249,12 +249,8 @@ def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
     padding = rows.make_padding_row()
     assert padding.keys() == rows.read_row(0).keys()
     expected = {
-        "encoder_tokens": 9,
-        "tokens": 9,
-        "targets": IGNORE_INDEX,
-        "marks": -7,
-        "documents": PAD_DOCUMENT_ID,
-    }
+        "encoder_tokens": 9, "tokens": 9, "targets": IGNORE_INDEX, "marks": -7, "documents": PAD_DOCUMENT_ID,
+    }  # fmt: skip
     expected |= {"encoder_documents": PAD_DOCUMENT_ID, "encoder_positions": 0, "positions": 0}
     for name, fill in expected.items():
         assert padding[name].tolist() == [fill] * (64 if name.startswith("encoder_") else 110)

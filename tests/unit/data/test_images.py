@@ -26,11 +26,8 @@ from megatfm.objectives import Objective, build_objective
 
 SIZE, PATCH, TOKENS, BATCH = 8, 4, 5, 30
 TRANSFORMS = [
-    "random_resized_crop",
-    "horizontal_flip",
-    {"name": "color_jitter", "hue": 0.1},
-    "random_erasing",
-]
+    "random_resized_crop", "horizontal_flip", {"name": "color_jitter", "hue": 0.1}, "random_erasing",
+]  # fmt: skip
 TRANSFORMS += ["rand_augment"]
 
 

@@ -138,11 +138,8 @@ def test_each_image_stands_where_its_text_says(corpus: Corpus) -> None:
 def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0) -> list[Fields]:
     """The global batch of each step, put together from all ranks."""
     options: dict[str, Any] = {
-        "global_batch": BATCH,
-        "micro_batch": 2,
-        "data_ranks": ranks,
-        "position": position,
-    }
+        "global_batch": BATCH, "micro_batch": 2, "data_ranks": ranks, "position": position,
+    }  # fmt: skip
     loaders = [DataLoader(rows, data_rank=rank, workers=0, **options) for rank in range(ranks)]
     parts = [[batch for loader in loaders for batch in next(loader)] for _ in range(steps)]
     for loader in loaders:

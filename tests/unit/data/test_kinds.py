@@ -28,12 +28,8 @@ class Vectors:
     padding_values: Mapping[str, int] = MappingProxyType({})
     needs_other_documents, needs_files = False, True
     fields = MappingProxyType(
-        {
-            "vectors": Field("float32", (WIDTH,)),
-            "marks": Field("uint8", pad_value=9),
-            "order": Field(pad_value=-1),
-        }
-    )
+        {"vectors": Field("float32", (WIDTH,)), "marks": Field("uint8", pad_value=9), "order": Field(pad_value=-1)},
+    )  # fmt: skip
     max_tokens: int | None = 16
 
     def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -102,15 +102,9 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     lines = [
-        '{"text": "good"}',
-        "{",
-        '{"text": 5}',
-        '{"other": "x", "body": "y"}',
-        '"text"',
-        "",
-        "[" * 10**5,
+        '{"text": "good"}', "{", '{"text": 5}', '{"other": "x", "body": "y"}', '"text"', "", "[" * 10**5,
         '{"text": "\\ud83d!"}',
-    ]
+    ]  # fmt: skip
     path.write_text("\n".join(lines))
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
         read_documents(path)

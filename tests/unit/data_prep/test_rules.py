@@ -184,11 +184,8 @@ def test_ngrams_by_definition() -> None:
         for n in range(5, 11):
             share = their_repetition.find_all_duplicate(words, n) / len(text)
             loose = {
-                "dup_line_frac": 1,
-                "dup_para_frac": 1,
-                "dup_line_char_frac": 1,
-                "top_n_grams": [1, 1, 1],
-            }
+                "dup_line_frac": 1, "dup_para_frac": 1, "dup_line_char_frac": 1, "top_n_grams": [1, 1, 1],
+            }  # fmt: skip
             most = [0.5 * share if step == n else 1.0 for step in range(5, 11)]
             assert (rule_outcome(rule("gopher_repetition", **loose, dup_n_grams=most), text)[0] is None) == (
                 share > 0 or top_over

@@ -145,21 +145,14 @@ def test_settings_that_came_later_leave_old_corpora_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["tokenizer.file=x", "tokenizer.vocab_size=900"],
-            "is used as it is: leave out tokenizer.vocab_size, or file",
-        ),
-        (
-            ["tokenizer.pretokenizer=llama3"],
-            "pretokenizer is an option of kind = 'byte-bpe', not of 'sentencepiece-bpe'",
-        ),
-        (
-            ["tokenizer.kind=byte-bpe", "tokenizer.lowercase=false"],
-            "lowercase is an option of kind = 'wordpiece'",
-        ),
+        (["tokenizer.file=x", "tokenizer.vocab_size=900"],
+         "is used as it is: leave out tokenizer.vocab_size, or file"),
+        (["tokenizer.pretokenizer=llama3"],
+         "pretokenizer is an option of kind = 'byte-bpe', not of 'sentencepiece-bpe'"),
+        (["tokenizer.kind=byte-bpe", "tokenizer.lowercase=false"], "lowercase is an option of kind = 'wordpiece'"),
         (["tokenizer.kind=bpe"], "tokenizer.kind = 'bpe': input should be 'sentencepiece-bpe', "),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_nothing_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_section(PrepConfig, "quickstart-data", overrides)

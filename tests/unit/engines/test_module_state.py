@@ -74,15 +74,10 @@ DEEPER = DRIFTING.model_copy(update={"n_layers": 4})
 SHARED = DEEPER.model_copy(update={"distinct_layers": 1})
 LAYOUTS = {
     1: [ParallelConfig()],
-    2: [
-        ParallelConfig(dp_shard=2, zero=0),
-        ParallelConfig(dp_shard=2, zero=1),
-        ParallelConfig(dp_shard=2),
-        ParallelConfig(tp=2),
-        ParallelConfig(tp=2, sequence_parallel=False),
-    ],
+    2: [ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, zero=1), ParallelConfig(dp_shard=2),
+        ParallelConfig(tp=2), ParallelConfig(tp=2, sequence_parallel=False)],
     4: [ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(dp_shard=2, tp=2)],
-}
+}  # fmt: skip
 LR = 1e-2
 STAGES = [ParallelConfig(pp=2), ParallelConfig(pp=2, pp_schedule="zbv")]
 
@@ -182,23 +177,13 @@ def test_state_that_differs_between_ranks_is_found_where_weights_are_cut(workers
 
 
 COUNTED = {
-    2: {
-        "zero0": traffic_config(
-            DRIFTING, CausalObjective(), ParallelConfig(dp_shard=2, zero=0), plugins=[__name__]
-        ),
-        "tp2": traffic_config(
-            DRIFTING, CausalObjective(), ParallelConfig(tp=2, dp_shard=1), plugins=[__name__]
-        ),
-        "pp2, shared": traffic_config(
-            SHARED, CausalObjective(), ParallelConfig(pp=2, dp_shard=1), plugins=[__name__]
-        ),
-    },
-    4: {
-        "hsdp": traffic_config(
-            DRIFTING, CausalObjective(), ParallelConfig(dp_replicate=2, dp_shard=2), plugins=[__name__]
-        )
-    },
-}
+    2: {"zero0": traffic_config(DRIFTING, CausalObjective(), ParallelConfig(dp_shard=2, zero=0), plugins=[__name__]),
+        "tp2": traffic_config(DRIFTING, CausalObjective(), ParallelConfig(tp=2, dp_shard=1), plugins=[__name__]),
+        "pp2, shared": traffic_config(SHARED, CausalObjective(), ParallelConfig(pp=2, dp_shard=1),
+                                      plugins=[__name__])},
+    4: {"hsdp": traffic_config(DRIFTING, CausalObjective(), ParallelConfig(dp_replicate=2, dp_shard=2),
+                               plugins=[__name__])},
+}  # fmt: skip
 
 
 def answers(ranks: int) -> list[RankResult]:

@@ -171,13 +171,8 @@ LAYOUTS = {
 }
 HOW = ("full", "selective", "60 kB")
 LLAMA = ModelConfig(
-    vocab_size=96,
-    d_model=32,
-    n_layers=4,
-    attention={"n_heads": 4},
-    ffn={"d_ff": 48},
-    embedding={"tied": False},
-)
+    vocab_size=96, d_model=32, n_layers=4, attention={"n_heads": 4}, ffn={"d_ff": 48}, embedding={"tied": False},
+)  # fmt: skip
 TERMS = {"gpt": ["causal", "future_1"], "t5": ["span"]}
 
 

@@ -21,13 +21,9 @@ from tests.support.workers import Workers
 
 # A vocabulary of no even parts, fewer key heads than tensor-parallel ranks, a tie between the ends of the pipeline.
 MODEL = ModelConfig(
-    vocab_size=97,
-    d_model=16,
-    n_layers=2,
-    attention={"n_heads": 4, "n_kv_heads": 2},
-    ffn={"d_ff": 36},
+    vocab_size=97, d_model=16, n_layers=2, attention={"n_heads": 4, "n_kv_heads": 2}, ffn={"d_ff": 36},
     embedding={"tied": True},
-)
+)  # fmt: skip
 # With its precision: whatever is computed in, weights and state are stored in float32.
 LAYOUTS: dict[int, dict[str, tuple[ParallelConfig, str]]] = {
     1: {"alone": (ParallelConfig(), "fp32")},

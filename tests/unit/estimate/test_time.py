@@ -156,16 +156,10 @@ FRAMES = [
     {"filename": "/opt/megatfm/layers/feed_forward.py", "line": 88, "name": "forward"},
 ]
 SNAPSHOT = {
-    "segments": [
-        {
-            "blocks": [
-                {"state": "active_allocated", "size": 3 << 30, "frames": FRAMES},
-                {"state": "inactive", "size": 9 << 30, "frames": FRAMES},
-                {"state": "active_pending_free", "size": 1 << 20, "frames": []},
-            ]
-        }
-    ]
-}
+    "segments": [{"blocks": [{"state": "active_allocated", "size": 3 << 30, "frames": FRAMES},
+                             {"state": "inactive", "size": 9 << 30, "frames": FRAMES},
+                             {"state": "active_pending_free", "size": 1 << 20, "frames": []}]}],
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -16,13 +16,8 @@ from megatfm.models import build
 from tests.support.reference_gradients import perturb
 
 SMALL = {
-    "vocab_size": 30,
-    "d_model": 16,
-    "n_layers": 2,
-    "attention.n_heads": 4,
-    "ffn.d_ff": 24,
-    "embedding.tied": False,
-}
+    "vocab_size": 30, "d_model": 16, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 24, "embedding.tied": False,
+}  # fmt: skip
 MODELS = {
     "rope": {"attention.n_kv_heads": 2},
     "alibi": {"position.name": "alibi"},
@@ -221,20 +216,10 @@ def test_a_window_s_cache_keeps_a_window() -> None:
 
 
 HELD = {
-    "window": 2,
-    "window, sinks": 2,
-    "window of one token": 0,
-    "window, alibi": 3,
-    "window, shaw": 3,
-    "window, latent": 2,
-    "dilated": 2,
-    "chunked": 3,
-    "first": 3 + 1,
-    "first, shaw": 1 + 1,
-    "first, latent": 2 + 1,
-    "windows of two kinds": 1,
-    "local and compressed": 3,
-}
+    "window": 2, "window, sinks": 2, "window of one token": 0, "window, alibi": 3, "window, shaw": 3,
+    "window, latent": 2, "dilated": 2, "chunked": 3, "first": 3 + 1, "first, shaw": 1 + 1, "first, latent": 2 + 1,
+    "windows of two kinds": 1, "local and compressed": 3,
+}  # fmt: skip
 """Tokens whose keys a first block holds for the next one; patterns that may look at any token hold all."""
 
 

@@ -135,16 +135,8 @@ def expected(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> 
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [
-        (1.0, 0, 1.0),
-        (0.5, 0, 1.0),
-        (1.0, 7, 1.0),
-        (1.0, 0, 0.7),
-        (0.8, 20, 0.9),
-        (1.0, 99, 1.0),
-        (1.0, 0, 0.01),
-    ],
-)
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.7), (0.8, 20, 0.9), (1.0, 99, 1.0), (1.0, 0, 0.01)],
+)  # fmt: skip
 def test_tokens_come_with_the_probabilities_of_transformers(
     logits: Tensor, temperature: float, top_k: int, top_p: float
 ) -> None:
@@ -209,12 +201,8 @@ def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
 
 
 TEXTS = [
-    "def f(x):\n\treturn x  # Größe",
-    "東京 🗼 ▁ naïve",
-    "\u2581\U0001f469\u200d\U0001f680",
-    "<0x41> <s>",
-    "",
-]
+    "def f(x):\n\treturn x  # Größe", "東京 🗼 ▁ naïve", "\u2581\U0001f469\u200d\U0001f680", "<0x41> <s>", "",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

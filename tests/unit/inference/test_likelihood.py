@@ -213,14 +213,8 @@ def test_an_encoder_reads_the_context(tmp_path: Path, tokenizer_model: bytes) ->
 
 
 PROMPTS = [
-    "import",
-    "",
-    "größer 東京 textwrap",
-    "def wrap(self, text):" * 3,
-    "x",
-    "import textwrap as t",
-    "y " * 9,
-]
+    "import", "", "größer 東京 textwrap", "def wrap(self, text):" * 3, "x", "import textwrap as t", "y " * 9,
+]  # fmt: skip
 CONFIGS = {
     "decoder": (SMALL_DECODER, "causal"),
     "encoder-decoder": (SMALL_DECODER.with_changes({"family": "encoder_decoder"}), "prefix"),

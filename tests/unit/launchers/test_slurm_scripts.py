@@ -48,15 +48,8 @@ def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
 
 
 QUOTED = [
-    "$(touch owned)",
-    "`touch owned`",
-    "it's; touch owned",
-    '"; touch owned; "',
-    "&|>#~*",
-    "%s %j",
-    "-n",
-    "a b",
-]
+    "$(touch owned)", "`touch owned`", "it's; touch owned", '"; touch owned; "', "&|>#~*", "%s %j", "-n", "a b",
+]  # fmt: skip
 STUB = """#!/bin/bash
 printf '%s\\n' "${0##*/}" "$@" "HOSTILE=$HOSTILE" >>"$SEEN"
 exit 0
@@ -82,23 +75,17 @@ def test_what_reaches_the_shell_is_quoted(
         program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(programs / "python it's"))
     site = Site(
-        environment={"HOSTILE": text},
-        container=["run", text],
-        python=text,
-        setup=[["prepare", text]],
+        environment={"HOSTILE": text}, container=["run", text], python=text, setup=[["prepare", text]],
         start="torchrun" if kind == "torchrun" else "srun",
-    )
+    )  # fmt: skip
     expected = (
         prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
     )
     script = next(iter(SlurmLauncher(site).render(expected).values()))
     environment = {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "SEEN": str(folder / "seen"),
-        "SLURM_JOB_ID": "7",
-        "SLURM_ARRAY_TASK_ID": "3",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-    }
+        "PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(folder / "seen"), "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NODELIST": "n[1-2]",
+    }  # fmt: skip
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     seen = (folder / "seen").read_text().splitlines()

@@ -25,15 +25,10 @@ from megatfm.models import build
 
 K, T, D, N = 3, 9, 12, 2
 CONFIG = ModelConfig(
-    family="encoder",
-    vocab_size=23,
-    d_model=D,
-    n_layers=2,
-    attention={"name": "deberta", "n_heads": N},
-    ffn={"d_ff": 20, "activation": "gelu"},
-    norm={"name": "layer_norm", "placement": "post"},
+    family="encoder", vocab_size=23, d_model=D, n_layers=2, attention={"name": "deberta", "n_heads": N},
+    ffn={"d_ff": 20, "activation": "gelu"}, norm={"name": "layer_norm", "placement": "post"},
     position={"name": "deberta", "max_distance": K},
-)
+)  # fmt: skip
 
 
 BUCKETS, FARTHEST = 4, 7
@@ -119,12 +114,8 @@ def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], in
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
     table = torch.randn(
-        2 * (K if config is CONFIG else BUCKETS),
-        D,
-        generator=generator,
-        dtype=torch.float64,
-        requires_grad=True,
-    )
+        2 * (K if config is CONFIG else BUCKETS), D, generator=generator, dtype=torch.float64, requires_grad=True,
+    )  # fmt: skip
     weights = torch.randn(2, T, D, generator=generator, dtype=torch.float64)
     documents = [[0] * 4 + [1] * 3 + [-1] * 2, [0] * T]
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), torch.tensor(documents))

@@ -12,18 +12,10 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
 SMALL = {
-    "family": "encoder",
-    "vocab_size": 23,
-    "d_model": 12,
-    "n_layers": 4,
-    "attention.n_heads": 3,
-    "ffn.d_ff": 20,
-    "norm.name": "layer_norm",
-    "norm.placement": "post",
-    "ffn.activation": "gelu",
-    "position.name": "learned",
+    "family": "encoder", "vocab_size": 23, "d_model": 12, "n_layers": 4, "attention.n_heads": 3, "ffn.d_ff": 20,
+    "norm.name": "layer_norm", "norm.placement": "post", "ffn.activation": "gelu", "position.name": "learned",
     "position.max_positions": 9,
-}
+}  # fmt: skip
 TOKENS = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(0))
 SEGMENTS = torch.randint(0, 3, (2, 7), generator=torch.Generator().manual_seed(1))
 LAYOUT = SequenceMetadata(torch.arange(7).expand(2, 7))
@@ -48,15 +40,9 @@ def test_factorised_with_all_that_there_is(offset: int) -> None:
     """Scale on the tokens alone; sum, norm, then the projection from E to D (Lan et al. 2020; Clark et al. 2020)."""
     config = ModelConfig.from_dotted(
         **SMALL,
-        **{
-            "embedding.dim": 5,
-            "embedding.norm": True,
-            "embedding.n_segments": 3,
-            "embedding.scale": 1.5,
-            "position.offset": offset,
-            "norm.eps": 1e-3,
-        },
-    )
+        **{"embedding.dim": 5, "embedding.norm": True, "embedding.n_segments": 3, "embedding.scale": 1.5,
+           "position.offset": offset, "norm.eps": 1e-3},
+    )  # fmt: skip
     embedding = moved(InputEmbedding(config, "encoder"))
     named = dict(embedding.named_parameters())
     assert {name: tuple(p.shape) for name, p in named.items()} == {

@@ -37,12 +37,8 @@ from tests.support.models import (
 from tests.support.reference_gradients import TOLERANCE, doubled, dtype_fixture
 
 MODULES = (
-    modeling_deepseek_v3,
-    modeling_mixtral,
-    modeling_olmoe,
-    modeling_qwen3_moe,
-    modeling_switch_transformers,
-)
+    modeling_deepseek_v3, modeling_mixtral, modeling_olmoe, modeling_qwen3_moe, modeling_switch_transformers,
+)  # fmt: skip
 SIZES = {"hidden_size": D, "moe_intermediate_size": F_, "num_experts_per_tok": 3}
 
 
@@ -74,11 +70,8 @@ def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Modul
     }  # fmt: skip
     reference = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
     router = {
-        "n_group": groups,
-        "topk_group": groups // 2 or 1,
-        "norm_topk_prob": normalise,
-        "routed_scaling_factor": 2.5,
-    }
+        "n_group": groups, "topk_group": groups // 2 or 1, "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
     return reference, {
         "n_shared_experts": shared,
         "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES},
@@ -143,12 +136,9 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
     if dtype == torch.float64:
         reference.router.dtype = dtype
     actual = build_moe(
-        dtype,
-        top_k=1,
-        capacity_factor=capacity * E / T,
-        activation="relu",
+        dtype, top_k=1, capacity_factor=capacity * E / T, activation="relu",
         router={"name": "switch", **ROUTER_LOSSES},
-    )
+    )  # fmt: skip
     reference.router.classifier.weight.data.copy_(actual.router.weight.data)
     for e in range(E):
         expert = reference.experts[f"expert_{e}"]

@@ -19,26 +19,12 @@ from tests.support.reference_gradients import doubled
 
 MAE_SIDE, GRID, D, D_DECODER = 4, (5, 5), 24, 16
 CONFIG = ModelConfig.from_dotted(
-    {
-        "family": "masked_autoencoder",
-        "d_model": D,
-        "n_layers": 2,
-        "attention.n_heads": 3,
-        "attention.bias": True,
-        "ffn.d_ff": 40,
-        "ffn.activation": "gelu",
-        "ffn.bias": True,
-        "norm.name": "layer_norm",
-        "norm.eps": 1e-12,
-        "position.name": "sinusoidal_2d",
-        "embedding.name": "patches",
-        "embedding.patch_size": MAE_SIDE,
-        "embedding.mean": (0.5, 0.4, 0.3),
-        "embedding.std": (0.2, 0.3, 0.4),
-        "lm_head.name": "none",
-        "pixel_decoder": {"d_model": D_DECODER, "n_layers": 3, "n_heads": 2, "d_ff": 32},
-    }
-)
+    {"family": "masked_autoencoder", "d_model": D, "n_layers": 2, "attention.n_heads": 3, "attention.bias": True,
+     "ffn.d_ff": 40, "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "norm.eps": 1e-12,
+     "position.name": "sinusoidal_2d", "embedding.name": "patches", "embedding.patch_size": MAE_SIDE,
+     "embedding.mean": (0.5, 0.4, 0.3), "embedding.std": (0.2, 0.3, 0.4), "lm_head.name": "none",
+     "pixel_decoder": {"d_model": D_DECODER, "n_layers": 3, "n_heads": 2, "d_ff": 32}},
+)  # fmt: skip
 NAMES = (
     (r"^vit\.embeddings\.cls_token", "encoder.embedding.patches.special"),
     (r"^vit\.embeddings\.patch_embeddings\.", "encoder.embedding.patches."),

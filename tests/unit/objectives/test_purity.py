@@ -159,13 +159,9 @@ def test_no_rank_or_resume_changes_a_batch(
 
     def loader(**options: Any) -> DataLoader:
         packed = PackedDataset(
-            memory([[30, 200, 7], [90, 2, 55], [400]]),
-            build_objective(make_objective, name, family),
-            sequence_length=rows[0],
-            target_length=rows[1],
-            seed=4,
-            streams=2,
-        )
+            memory([[30, 200, 7], [90, 2, 55], [400]]), build_objective(make_objective, name, family),
+            sequence_length=rows[0], target_length=rows[1], seed=4, streams=2,
+        )  # fmt: skip
         return DataLoader(packed, global_batch=4, **options)
 
     def joined(step: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -21,23 +21,11 @@ from tests.support.pattern_models import Chunks
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
 DOCUMENTS = torch.tensor([[0] * 19 + [1] * 1 + [2] * 40 + [-1] * 17, [0] * 16 + [1] * 8 + [2] * 53])
 PATTERNS = [
-    Window(10),
-    Window(0),
-    Window(7, 9),
-    Window(200),
-    Window(12, step=3),
-    Window(9, first=3),
-    Chunked(20, causal=True),
-    Chunked(8, causal=False),
-    Strided(9, causal=True),
-    Fixed(12, 2, causal=True),
-    BigBird(4, 1, 0, N),
-    BigBird(8, 1, 0, N, layer=2),
-    BigBird(4, 2, 3, N, causal=True),
-    Longformer(9, (0, 17)),
-    Full(causal=True),
-    Chunks(11),
-]
+    Window(10), Window(0), Window(7, 9), Window(200), Window(12, step=3), Window(9, first=3),
+    Chunked(20, causal=True), Chunked(8, causal=False), Strided(9, causal=True), Fixed(12, 2, causal=True),
+    BigBird(4, 1, 0, N), BigBird(8, 1, 0, N, layer=2), BigBird(4, 2, 3, N, causal=True), Longformer(9, (0, 17)),
+    Full(causal=True), Chunks(11),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -192,11 +180,8 @@ def test_what_may_differ_from_plain_attention(
 def test_after_cached_tokens(pattern: AttentionPattern) -> None:
     past = 21
     layout = SequenceMetadata(
-        torch.arange(past, T).expand(B, -1),
-        DOCUMENTS[:, past:],
-        past=past,
-        past_documents=DOCUMENTS[:, :past],
-    )
+        torch.arange(past, T).expand(B, -1), DOCUMENTS[:, past:], past=past, past_documents=DOCUMENTS[:, :past],
+    )  # fmt: skip
     assert compare(inputs(2, queries=T - past), PatternMask(pattern, layout, 0, N)) < 1e-13
 
 
@@ -330,11 +315,8 @@ IN_FLEX = (0, 4, 6, 8, 9, 11, 13)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     "pattern",
-    [
-        pytest.param(p, id=repr(p), marks=[pytest.mark.slow] * (i not in IN_FLEX))
-        for i, p in enumerate(PATTERNS)
-    ],
-)
+    [pytest.param(p, id=repr(p), marks=[pytest.mark.slow] * (i not in IN_FLEX)) for i, p in enumerate(PATTERNS)],
+)  # fmt: skip
 def test_flex_attention_visits_the_same(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own table of blocks and masks, run by its reference: on a CPU it has no backward pass."""
     monkeypatch.setattr(flex, "SIZE", SIZE)

@@ -177,12 +177,9 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
         return real(*args)
 
     small = [
-        "model.d_model=32",
-        "model.n_layers=2",
-        "model.attention.n_heads=4",
-        "model.vocab_size=64",
+        "model.d_model=32", "model.n_layers=2", "model.attention.n_heads=4", "model.vocab_size=64",
         "model.ffn.d_ff=32",
-    ]
+    ]  # fmt: skip
     model = build(load_config("quickstart", small).model).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():

@@ -72,12 +72,9 @@ def test_blind_queries(name: str, dtype: torch.dtype, bound: float) -> None:
         [q, k, v] if run is flex else [x.requires_grad_() for x in (q, k, v)]
     )  # flex has no gradients on a CPU
     out = run(
-        *inputs,
-        DenseMask(dense=mask[:, None], block_size=4),
-        bias,
-        AttentionOptions(dropout=0.25 if drops else 0.0),
+        *inputs, DenseMask(dense=mask[:, None], block_size=4), bias, AttentionOptions(dropout=0.25 if drops else 0.0),
         rng_keys,
-    )
+    )  # fmt: skip
     assert (out[0, :, BLIND] == 0).all()
     assert out.isfinite().all()
     if not drops:

@@ -24,18 +24,10 @@ from megatfm.ops.grouped_mm import KERNELS, choose_grouped_kernel, grouped_linea
 DTYPES = [torch.bfloat16, torch.float32]
 B, N, T, H = 2, 4, 77, 20
 PATTERNS = [
-    Full(causal=True),
-    Full(),
-    Window(10),
-    Window(7, 9),
-    Window(12, step=3),
-    Window(9, first=3),
-    Chunked(20, causal=True),
-    Strided(9, causal=True),
-    Fixed(12, 2, causal=True),
-    BigBird(4, 1, 0, N),
+    Full(causal=True), Full(), Window(10), Window(7, 9), Window(12, step=3), Window(9, first=3),
+    Chunked(20, causal=True), Strided(9, causal=True), Fixed(12, 2, causal=True), BigBird(4, 1, 0, N),
     Longformer(9, (0, 17)),
-]
+]  # fmt: skip
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -254,23 +254,16 @@ def test_soap_equals_its_reference(library: ModuleType, every: int, max_dim: int
         return None
 
     options = {
-        "betas": (0.9, 0.95),
-        "precondition_frequency": every,
-        "max_precond_dim": max_dim,
-        "weight_decay": 0.2,
-    }
+        "betas": (0.9, 0.95), "precondition_frequency": every, "max_precond_dim": max_dim, "weight_decay": 0.2,
+    }  # fmt: skip
     assert_same(run_optimizer("soap", **options)[0], run_updates(update), tolerance=1e-9)
 
 
 def test_schedule_free_equals_its_reference() -> None:
     """Defazio et al. 2024, section 3.1, with x, y and z apart; the average weighs steps by their squared rate."""
     beta, sum_of, x, z, squares = (
-        0.9,
-        [0.0],
-        start(),
-        start(),
-        {n: torch.zeros_like(w) for n, w in start().items()},
-    )
+        0.9, [0.0], start(), start(), {n: torch.zeros_like(w) for n, w in start().items()},
+    )  # fmt: skip
     y = start()
     for step in range(1, STEPS + 1):
         weight = rate(step) ** 2

@@ -125,14 +125,9 @@ def test_what_needs_whole_rows_is_refused_by_name() -> None:
 
 
 FAMILY = {
-    "permutation": "xlnet",
-    "replaced_token": "electra",
-    "span_corruption": "t5",
-    "ul2": "t5",
-    "causal": "llama",
-    "answers": "llama",
-    "prefix": "llama",
-}
+    "permutation": "xlnet", "replaced_token": "electra", "span_corruption": "t5", "ul2": "t5", "causal": "llama",
+    "answers": "llama", "prefix": "llama",
+}  # fmt: skip
 """Others train a BERT."""
 SECTIONS = {
     section.model_fields["name"].default: section for section in vars(objective).values() if shipped(section)
@@ -156,14 +151,8 @@ def small(name: str) -> Config:
 
 # Objectives of images and of labelled texts have other models, and tests of their own.
 OTHER_MODELS = {
-    *IMAGE_OBJECTIVES,
-    "answers",
-    "contrastive",
-    "image_to_text",
-    "multiple_choice",
-    "preference",
-    "span_extraction",
-}
+    *IMAGE_OBJECTIVES, "answers", "contrastive", "image_to_text", "multiple_choice", "preference", "span_extraction",
+}  # fmt: skip
 OTHER_MODELS |= {"text_classification"}
 
 
@@ -263,15 +252,11 @@ def test_a_row_that_is_too_short_is_refused() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        Window(31, 31),
-        Chunked(24, causal=True),
-        BigBird(8, 2, 0, 2),
-        BigBird(8, 1, 5, 2),
-        BigBird(8, 2, 0, 2, causal=True),
-        Longformer(16, (0, 3)),
+        Window(31, 31), Chunked(24, causal=True), BigBird(8, 2, 0, 2), BigBird(8, 1, 5, 2),
+        BigBird(8, 2, 0, 2, causal=True), Longformer(16, (0, 3)),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -> None:
     """Nor the number of queries that are sent; and every key that a query sees is fetched, or the query is sent."""
     sent = []

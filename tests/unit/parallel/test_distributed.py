@@ -87,13 +87,9 @@ def program(tmp_path: Path) -> str:
 
 def run(command: list[str], **environment: str) -> tuple[int, list[str]]:
     done = subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=60,
-    )
+    )  # fmt: skip
     return done.returncode, sorted(done.stdout.splitlines())
 
 

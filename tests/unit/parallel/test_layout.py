@@ -301,14 +301,9 @@ def lay_decoder(
 ) -> tuple[dict[str, TensorLayout], dict[str, tuple[int, ...]], str]:
     with torch.device("meta"):
         model = build(
-            ModelConfig(
-                vocab_size=vocabulary,
-                d_model=8,
-                n_layers=1,
-                attention={"n_heads": 4, "n_kv_heads": 2},
-                ffn={"d_ff": 12},
-            )
-        )
+            ModelConfig(vocab_size=vocabulary, d_model=8, n_layers=1, attention={"n_heads": 4, "n_kv_heads": 2},
+                        ffn={"d_ff": 12}),
+        )  # fmt: skip
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
     layout = parallelize(model, mesh, sequence_parallel=sequence_parallel)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
@@ -385,34 +380,15 @@ def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...
 @pytest.mark.parametrize(
     ("config", "world", "message"),
     [
-        (
-            ParallelConfig(tp=2),
-            1,
-            "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp",
-        ),
+        (ParallelConfig(tp=2), 1, "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp"),
         (ParallelConfig(tp=2), 5, "dp_replicate 1 × tp 2 does not fit 5 processes: start 4, or change"),
-        (
-            ParallelConfig(dp_shard=2, tp=2),
-            8,
-            "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,",
-        ),
-        (
-            ParallelConfig(dp_shard=4),
-            2,
-            "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or",
-        ),
-        (
-            ParallelConfig(pp=3),
-            8,
-            "pp 3 × dp_replicate 1 × tp 1 does not fit 8 processes: start 9, or change",
-        ),
-        (
-            ParallelConfig(dp_replicate=4, tp=4),
-            8,
-            "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or",
-        ),
+        (ParallelConfig(dp_shard=2, tp=2), 8,
+         "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,"),
+        (ParallelConfig(dp_shard=4), 2, "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or"),
+        (ParallelConfig(pp=3), 8, "pp 3 × dp_replicate 1 × tp 1 does not fit 8 processes: start 9, or change"),
+        (ParallelConfig(dp_replicate=4, tp=4), 8, "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or"),
     ],
-)
+)  # fmt: skip
 def test_axes_that_do_not_fit(config: ParallelConfig, world: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         axis_sizes(config, world)

@@ -40,15 +40,10 @@ LLAMA = (
     "{% else %}{{ raise_exception('only user and assistant speak') }}{% endif %}{% endfor %}"
 )
 CHATS = [
-    [
-        ("user", "Wie heißt die Hauptstadt?"),
-        ("assistant", "Canberra."),
-        ("user", "日本は?"),
-        ("assistant", "東京 🗼"),
-    ],
+    [("user", "Wie heißt die Hauptstadt?"), ("assistant", "Canberra."), ("user", "日本は?"), ("assistant", "東京 🗼")],
     [("user", "  hi\n"), ("assistant", "x")],
     [("user", "a"), ("assistant", "b"), ("user", "still open?")],
-]
+]  # fmt: skip
 
 
 def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:

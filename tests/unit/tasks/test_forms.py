@@ -69,12 +69,8 @@ def test_frames_are_those_of_transformers(tmp_path: Path, kind: str, pair: bool,
     examples, _ = RowEncoder("x.csv", config, actual, length, True, 0).encode(rows)
     for example, a, b in zip(examples, *texts, strict=True):
         wanted = reference(
-            a,
-            b if pair else None,
-            truncation="longest_first",
-            max_length=length,
-            return_token_type_ids=True,
-        )
+            a, b if pair else None, truncation="longest_first", max_length=length, return_token_type_ids=True,
+        )  # fmt: skip
         assert example.tokens.tolist() == wanted["input_ids"]
         segments = (np.arange(len(example.tokens)) >= example.annotation.get("second", 99)).tolist()
         if kind != "roberta":  # whose model has no segments

@@ -177,17 +177,11 @@ def test_exact_match_and_f1_are_squad_s(answer: str, references: list[str]) -> N
 
 
 HYPOTHESES = [
-    "the old lamp was red and new",
-    "Anna saw the old red lamp in Bern",
-    "und das war es auch schon",
-    "übrigens ja",
-]
+    "the old lamp was red and new", "Anna saw the old red lamp in Bern", "und das war es auch schon", "übrigens ja",
+]  # fmt: skip
 REFERENCES = [
-    "the old lamp was new and red",
-    "Anna saw a red old lamp in Bern",
-    "und das war es dann auch",
-    "ja , übrigens",
-]
+    "the old lamp was new and red", "Anna saw a red old lamp in Bern", "und das war es dann auch", "ja , übrigens",
+]  # fmt: skip
 
 
 def n_grams(items: Sequence[str], n: int) -> collections.Counter:

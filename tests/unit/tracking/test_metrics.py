@@ -240,11 +240,8 @@ def test_wandb_works_offline_and_goes_on_in_the_same_run(tmp_path: Path) -> None
     for first, last in ((0, 3), (2, 5)):
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", WANDB_RUN, str(run), str(first), str(last)],
-            env=os.environ | {"WANDB_MODE": "offline"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+            env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "WARNING" not in done.stderr
     files = sorted(run.glob("wandb/offline-run-*/*.wandb"))

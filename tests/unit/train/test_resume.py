@@ -45,24 +45,12 @@ def change(values: dict[str, Any], key: str, value: object) -> dict[str, Any]:
 
 def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
     data = {
-        "position": 20,
-        "epoch": 0,
-        "fingerprint": "f",
-        "sequence_length": 8,
-        "streams": 64,
-        "shuffle": True,
-    }
+        "position": 20, "epoch": 0, "fingerprint": "f", "sequence_length": 8, "streams": 64, "shuffle": True,
+    }  # fmt: skip
     result = {
-        "step": 5,
-        "tokens": 160,
-        "precision": "fp32",
-        "tokenizer": "t",
-        "data": data,
-        "trouble": {},
-        "machines": HERE,
-        "config": Config.model_validate(values).model_dump(mode="json"),
-        "megatfm": __version__,
-    }
+        "step": 5, "tokens": 160, "precision": "fp32", "tokenizer": "t", "data": data, "trouble": {},
+        "machines": HERE, "config": Config.model_validate(values).model_dump(mode="json"), "megatfm": __version__,
+    }  # fmt: skip
     for key, value in facts.items():
         result = change(result, key.replace("__", "."), value)
     return json.loads(json.dumps(result))  # as it comes back from a checkpoint

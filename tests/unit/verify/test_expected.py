@@ -89,20 +89,12 @@ def test_rows_in_parts_are_the_same(name: str, overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "documents"),
     [
-        (
-            "quickstart-moe",
-            ["parallel.dp_shard=2", "parallel.cp=2", "parallel.ep=4", "parallel.zero=0"],
-            "mixed",
-        ),
+        ("quickstart-moe", ["parallel.dp_shard=2", "parallel.cp=2", "parallel.ep=4", "parallel.zero=0"], "mixed"),
         ("xlnet-base", ["parallel.cp=2", "parallel.dp_shard=1"], "sparse"),
-        (
-            "quickstart",
-            ["parallel.tp=2", "optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"],
-            "mixed",
-        ),
+        ("quickstart", ["parallel.tp=2", "optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], "mixed"),
     ],
     ids=["experts on all ranks of two axes", "a batch that predicts nothing", "averaged weights"],
-)
+)  # fmt: skip
 def test_rare_cases_are_the_same(name: str, overrides: list[str], documents: Documents) -> None:
     comparison = verify(load_config(name, overrides), documents)
     assert not comparison.wrong

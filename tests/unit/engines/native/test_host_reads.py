@@ -206,25 +206,12 @@ def test_without_copies_of_its_own_the_host_reads(workers: Workers) -> None:
 
 
 GPT2 = UNTIED_MODEL.with_changes(
-    {
-        "attention": {"n_heads": 4, "bias": True},
-        "ffn": {"d_ff": 80, "activation": "gelu_tanh", "bias": True},
-        "norm": {"name": "layer_norm"},
-        "position": {"name": "learned", "max_positions": 16},
-        "embedding.tied": True,
-    }
-)
+    {"attention": {"n_heads": 4, "bias": True}, "ffn": {"d_ff": 80, "activation": "gelu_tanh", "bias": True},
+     "norm": {"name": "layer_norm"}, "position": {"name": "learned", "max_positions": 16}, "embedding.tied": True},
+)  # fmt: skip
 FREE = (
-    "empty",
-    "empty_like",
-    "detach",
-    "new_empty",
-    "lift_fresh",
-    "alias",
-    "_unsafe_view",
-    "promote_types",
-    "clone",
-)
+    "empty", "empty_like", "detach", "new_empty", "lift_fresh", "alias", "_unsafe_view", "promote_types", "clone",
+)  # fmt: skip
 """Operators that move no number; and clones, most of which lay tensors anew that a CPU's allocator placed."""
 MICRO_BATCHES = 4
 

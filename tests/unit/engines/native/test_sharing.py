@@ -37,15 +37,11 @@ def test_bytes_are_those_of_the_formulas(workers: Workers) -> None:
     root = sum(p.numel() for name, p in model.named_parameters() if ".layers." not in name)
     shard = {kind: size * psi // n for kind, size in everything.items()}
     expected = [
-        {
-            "computed": 2 * psi,
-            "whole gradients": 4 * psi,
-            **{k: size * psi for k, size in everything.items()},
-        },
+        {"computed": 2 * psi, "whole gradients": 4 * psi, **{k: size * psi for k, size in everything.items()}},
         {"computed": 2 * psi, "whole gradients": 4 * psi, **shard},
         {"computed": 2 * psi, "whole gradients": 0, **shard},
         {"computed": 2 * root, "whole gradients": 0, **shard},
-    ]
+    ]  # fmt: skip
     for rank in engine_bytes:
         assert rank == expected
 
