@@ -63,16 +63,11 @@ def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]
         if dist.get_rank() == 0:
             tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
             tool.main(
-                argparse.Namespace(
-                    input_folder=str(folder / "theirs/global_step3"),
-                    output_folder=str(folder / "universal"),
-                    num_extract_workers=1,
-                    num_merge_workers=1,
-                    keep_temp_folder=False,
-                    strict=True,
-                    inject_missing_state=True,
-                )
-            )
+                argparse.Namespace(input_folder=str(folder / "theirs/global_step3"),
+                                   output_folder=str(folder / "universal"), num_extract_workers=1,
+                                   num_merge_workers=1, keep_temp_folder=False, strict=True,
+                                   inject_missing_state=True),
+            )  # fmt: skip
         engine.destroy()
     return actual
 

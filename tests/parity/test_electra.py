@@ -39,13 +39,9 @@ def batch() -> dict[str, Tensor]:
     original = original.masked_fill(masked & (draw_tokens(2, *original.shape, seed=4) == 0), FREQUENT)
     displayed = original.masked_fill(masked & (draw_tokens(10, *original.shape, seed=2) > 0), 3)
     return {
-        "tokens": displayed,
-        "original": original,
-        "targets": original.where(masked, -100),
-        "documents": real.long() - 1,
-        "segments": draw_tokens(2, *original.shape, seed=3),
-        "keys": KEYS,
-    }
+        "tokens": displayed, "original": original, "targets": original.where(masked, -100),
+        "documents": real.long() - 1, "segments": draw_tokens(2, *original.shape, seed=3), "keys": KEYS,
+    }  # fmt: skip
 
 
 def judged(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

@@ -189,23 +189,13 @@ PREFERENCE_LAYOUTS: dict[str, dict[str, Any]] = {
 
 def preference_config(parallel: dict[str, Any], **model: Any) -> Config:
     return Config.model_validate(
-        {
-            "name": "preference",
-            "model": {
-                "vocab_size": 101,
-                "d_model": 32,
-                "n_layers": 2,
-                "attention": {"n_heads": 4},
-                "ffn": {"d_ff": 48},
-                **model,
-            },
-            "objective": {"name": "preference", "beta": 0.4, "label_smoothing": 0.1},
-            "data": {"train": "none", "tokenizer": "none", "sequence_length": 32},
-            "optimizer": {"name": "adamw", "lr": 1e-3},
-            "train": {"steps": 1, "global_batch": 8, "micro_batch": 2},
-            "parallel": parallel,
-        }
-    )
+        {"name": "preference", "model": {"vocab_size": 101, "d_model": 32, "n_layers": 2, "attention": {"n_heads": 4},
+                                         "ffn": {"d_ff": 48}, **model},
+         "objective": {"name": "preference", "beta": 0.4, "label_smoothing": 0.1},
+         "data": {"train": "none", "tokenizer": "none", "sequence_length": 32},
+         "optimizer": {"name": "adamw", "lr": 1e-3}, "train": {"steps": 1, "global_batch": 8, "micro_batch": 2},
+         "parallel": parallel},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -101,13 +101,9 @@ def evaluate_images(folder: Path, objective: str) -> list[dict[str, Any]]:
             counts, mistakes = collector.gather()
             surest = [(mistake.label, mistake.predicted) for mistake in mistakes]
             results.append(
-                {
-                    "rows": result["rows"],
-                    "loss": result["loss"],
-                    "metrics": result["metrics"],
-                    "seen": (counts, surest),
-                }
-            )
+                {"rows": result["rows"], "loss": result["loss"], "metrics": result["metrics"],
+                 "seen": (counts, surest)},
+            )  # fmt: skip
     return results
 
 

@@ -68,13 +68,9 @@ def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
             mapping[b, number, place] = 1
             labels[b, number] = targets[b, place]
     return {
-        "input_ids": batch["tokens"],
-        "attention_mask": (batch["documents"] + 1).to(dtype),
-        "token_type_ids": batch["segments"],
-        "perm_mask": hidden,
-        "target_mapping": mapping,
-        "labels": labels,
-    }
+        "input_ids": batch["tokens"], "attention_mask": (batch["documents"] + 1).to(dtype),
+        "token_type_ids": batch["segments"], "perm_mask": hidden, "target_mapping": mapping, "labels": labels,
+    }  # fmt: skip
 
 
 def predictions(

@@ -234,17 +234,11 @@ def compare(cases: list[Config], steps: int, one: tuple[Run, dict[str, Tensor]])
         for name, tensor in single.initial.items():
             assert torch.equal(output.initial[name], tensor), f"initial {name} differs"
         actual.append(
-            Errors(
-                apart(output.gradients, exact),
-                apart(native.gradients, exact),
-                updates(output.update, native.update),
-                updates(output.update, single.update),
-                losses_apart(output, native),
-                losses_apart(output, single),
-                updates(native.update, single.update),
-                losses_apart(native, single),
-            )
-        )
+            Errors(apart(output.gradients, exact), apart(native.gradients, exact),
+                   updates(output.update, native.update), updates(output.update, single.update),
+                   losses_apart(output, native), losses_apart(output, single), updates(native.update, single.update),
+                   losses_apart(native, single)),
+        )  # fmt: skip
     return actual
 
 

@@ -224,13 +224,9 @@ def run_series(
         runs += series.runs
     seconds = round(time.monotonic() - start, 1)
     return {
-        "hits": dict(hits),
-        "hits by layout": by_layout,
-        "kills": sum(hits.values()),
-        "starts": starts,
-        "compared": runs,
-        "seconds": seconds,
-    }
+        "hits": dict(hits), "hits by layout": by_layout, "kills": sum(hits.values()), "starts": starts,
+        "compared": runs, "seconds": seconds,
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -118,26 +118,13 @@ def traffic_config(
     """Two micro-batches a step, and one more with stages."""
     data_ranks = parallel.dp_replicate * parallel.dp_shard
     return Config(
-        name="x",
-        plugins=tuple(plugins),
-        model=model,
-        objective=objective,
-        data=DataConfig(
-            train="t",
-            tokenizer="m",
-            sequence_length=LENGTH,
-            target_length=LENGTH if model.family == "encoder_decoder" else None,
-        ),
-        parallel=parallel,
-        optimizer=optimizer,
-        train=TrainConfig(
-            steps=1,
-            global_batch=2 * (3 if parallel.pp > 1 else 2) * data_ranks,
-            micro_batch=2,
-            precision="fp64",
-            recompute=recompute,
-        ),
-    )
+        name="x", plugins=tuple(plugins), model=model, objective=objective,
+        data=DataConfig(train="t", tokenizer="m", sequence_length=LENGTH,
+                        target_length=LENGTH if model.family == "encoder_decoder" else None),
+        parallel=parallel, optimizer=optimizer,
+        train=TrainConfig(steps=1, global_batch=2 * (3 if parallel.pp > 1 else 2) * data_ranks, micro_batch=2,
+                          precision="fp64", recompute=recompute),
+    )  # fmt: skip
 
 
 def count_steps(configs: list[Config]) -> list[RankResult]:

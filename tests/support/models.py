@@ -194,17 +194,10 @@ def combination(norm_position: str, norm: str, activation: str, position: str, m
     """A model of these parts."""
     families = {"full": "encoder", "pairs": "encoder_decoder"}
     return ModelConfig.from_dotted(
-        **SMALL_DENSE,
-        **POSITIONS[position],
-        family=families.get(mask, "decoder"),
-        **{
-            "norm.placement": norm_position,
-            "norm.name": norm,
-            "ffn.activation": activation,
-            "position.name": position,
-            "init.name": "deepnorm" if norm_position == "deepnorm" else "normal",
-        },
-    )
+        **SMALL_DENSE, **POSITIONS[position], family=families.get(mask, "decoder"),
+        **{"norm.placement": norm_position, "norm.name": norm, "ffn.activation": activation,
+           "position.name": position, "init.name": "deepnorm" if norm_position == "deepnorm" else "normal"},
+    )  # fmt: skip
 
 
 B, T, D, F_, E = 3, 11, 16, 8, 8

@@ -80,19 +80,10 @@ def build_engine(
     if pipeline is not None:
         prune_to_stages(model, pipeline.stages_of(mesh.rank("pp")))
     return NativeEngine(
-        model,
-        layout,
-        mesh,
-        device=torch.device("cpu"),
-        precision=precision,
-        seed=7,
-        optimizers=optimizers,
-        zero_options=ZeroOptions.from_config(parallel),
-        pipeline=pipeline,
-        recompute_mode=recomputed,
-        compile_blocks=compile_blocks,
-        async_tp=async_tp,
-    )
+        model, layout, mesh, device=torch.device("cpu"), precision=precision, seed=7, optimizers=optimizers,
+        zero_options=ZeroOptions.from_config(parallel), pipeline=pipeline, recompute_mode=recomputed,
+        compile_blocks=compile_blocks, async_tp=async_tp,
+    )  # fmt: skip
 
 
 def rank_rows(engine: NativeEngine, batch: dict[str, Tensor]) -> dict[str, Tensor]:

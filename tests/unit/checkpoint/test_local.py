@@ -186,13 +186,8 @@ def send(folder: Path, fault: str) -> str:
     dist.barrier()
     try:
         local.transfer_files(
-            "not sent",
-            dist.group.WORLD,
-            source,
-            target,
-            dict.fromkeys(names, ENTRY),
-            [(n, 0, 1) for n in names],
-        )
+            "not sent", dist.group.WORLD, source, target, dict.fromkeys(names, ENTRY), [(n, 0, 1) for n in names],
+        )  # fmt: skip
     except MegatfmError as error:
         return str(error)
     return "sent"

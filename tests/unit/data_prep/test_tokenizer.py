@@ -260,18 +260,10 @@ def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
     """A model whose pieces reach over spaces, as ours never do."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["out of the box of the cat of the house"] * 50),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=300,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        split_by_whitespace=False,
-        pad_id=3,
-        minloglevel=2,
-    )
+        sentence_iterator=iter(["out of the box of the cat of the house"] * 50), model_writer=model, model_type="bpe",
+        vocab_size=300, byte_fallback=True, normalization_rule_name="identity", add_dummy_prefix=False,
+        remove_extra_whitespaces=False, split_by_whitespace=False, pad_id=3, minloglevel=2,
+    )  # fmt: skip
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     reference = tokenizers.load(tmp_path / "tokenizer.model")
     assert reference.lossless

@@ -145,15 +145,9 @@ def make_engine(parallel: ParallelConfig) -> NativeEngine:
     names = [name for name, _ in model.named_parameters()]
     adamw = OptimizerGroup(names, "elementwise", lambda groups: torch.optim.AdamW(groups, **ADAMW))
     return NativeEngine(
-        model,
-        parallelize(model, mesh, sequence_parallel=False),
-        mesh,
-        device=torch.device("cpu"),
-        precision="fp64",
-        seed=7,
-        optimizers=[adamw],
-        zero_options=ZeroOptions(parallel.zero, parallel.grad_accumulation),
-    )
+        model, parallelize(model, mesh, sequence_parallel=False), mesh, device=torch.device("cpu"), precision="fp64",
+        seed=7, optimizers=[adamw], zero_options=ZeroOptions(parallel.zero, parallel.grad_accumulation),
+    )  # fmt: skip
 
 
 def one_device() -> Model:

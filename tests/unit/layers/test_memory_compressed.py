@@ -23,19 +23,9 @@ DOCUMENTS = torch.tensor([[0] * 1 + [1] * 13 + [2] * 9 + [3] * 2 + [-1] * 4, [0]
 
 def config_of(factor: int, **changes: object) -> ModelConfig:
     return ModelConfig.from_dotted(
-        {
-            "vocab_size": 7,
-            "d_model": WIDTH,
-            "n_layers": 1,
-            "attention.name": "compressed",
-            "attention.n_heads": HEADS,
-            "attention.factor": factor,
-            "attention.bias": True,
-            "position.name": "none",
-            "ffn.d_ff": 8,
-            **changes,
-        }
-    )
+        {"vocab_size": 7, "d_model": WIDTH, "n_layers": 1, "attention.name": "compressed", "attention.n_heads": HEADS,
+         "attention.factor": factor, "attention.bias": True, "position.name": "none", "ffn.d_ff": 8, **changes},
+    )  # fmt: skip
 
 
 def convolved(weight_FHHN: Tensor, x_TNH: Tensor, head: int) -> list[Tensor]:

@@ -165,13 +165,8 @@ def test_adafactor_equals_its_reference() -> None:
 
     def make(name: str, weight: Tensor) -> torch.optim.Optimizer:
         return optimization.Adafactor(
-            [weight],
-            lr=RATE,
-            eps=(1e-30, 0.02),
-            clip_threshold=1.2,
-            decay_rate=-0.7,
-            relative_step=False,
-        )
+            [weight], lr=RATE, eps=(1e-30, 0.02), clip_threshold=1.2, decay_rate=-0.7, relative_step=False,
+        )  # fmt: skip
 
     options = {"beta2_decay": 0.7, "eps2": 0.02, "clip_threshold": 1.2}
     assert_same(run_optimizer("adafactor", **options)[0], with_library(make))

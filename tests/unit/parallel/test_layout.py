@@ -402,13 +402,8 @@ def coordinates() -> tuple[int, int, int, int, list[int], list[int]]:
     total = torch.tensor([rank])
     mesh.all_reduce_(total, ("dp_replicate",))
     return (
-        mesh.rank("dp_replicate"),
-        mesh.rank("tp"),
-        mesh.data_rank,
-        mesh.data_ranks,
-        neighbours,
-        total.tolist(),
-    )
+        mesh.rank("dp_replicate"), mesh.rank("tp"), mesh.data_rank, mesh.data_ranks, neighbours, total.tolist(),
+    )  # fmt: skip
 
 
 def test_neighbouring_ranks_share_the_tensor_parallel_axis(workers: Workers) -> None:

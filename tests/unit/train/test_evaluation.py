@@ -87,13 +87,9 @@ def evaluated(folder: Path, parallel: dict[str, Any], micro_batch: int, max_rows
     mesh = build_mesh(settings.parallel, dist.get_world_size(), "cpu")
     engine = build_engine(settings, mesh, torch.device("cpu"), "fp64")
     return evaluate(
-        engine,
-        corpora.validation["all"],
-        corpora.objective,
-        tokenizer.byte_lengths(),
-        micro_batch=micro_batch,
+        engine, corpora.validation["all"], corpora.objective, tokenizer.byte_lengths(), micro_batch=micro_batch,
         max_rows=max_rows,
-    )
+    )  # fmt: skip
 
 
 @cache

@@ -172,13 +172,9 @@ CPU = torch.device("cpu")
 
 def draw() -> list[float]:
     return [
-        random.random(),
-        random.gauss(0, 1),
-        float(np.random.standard_normal()),
-        float(np.random.rand()),
-        float(torch.randn(())),
-        float(torch.rand(())),
-    ]
+        random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(np.random.rand()),
+        float(torch.randn(())), float(torch.rand(())),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("draws", [0, 1, 4])

@@ -85,15 +85,9 @@ def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngin
         model = build(config)
     groups = optimizer_groups(ADAMW, model)
     return NativeEngine(
-        model,
-        parallelize(model, mesh, sequence_parallel=True),
-        mesh,
-        device=torch.device("cpu"),
-        precision=precision,
-        seed=7,
-        optimizers=groups,
-        graphs=recorder,
-    )
+        model, parallelize(model, mesh, sequence_parallel=True), mesh, device=torch.device("cpu"),
+        precision=precision, seed=7, optimizers=groups, graphs=recorder,
+    )  # fmt: skip
 
 
 def steps(engine: NativeEngine) -> list[dict[str, Any]]:
