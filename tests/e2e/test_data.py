@@ -100,7 +100,7 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
 
 def see_sources(lines: list[dict[str, Any]], mixture: Any) -> None:
     """Each step tells the losses of the corpora that its rows are of, and they lie around the mean."""
-    first, seen = 0, set()
+    first, sources = 0, set()
     for line in lines:
         end = line["tokens"] // 64
         names = {mixture.find_source(position)[0] for position in range(first, end)}
@@ -108,8 +108,8 @@ def see_sources(lines: list[dict[str, Any]], mixture: Any) -> None:
         assert set(losses) == names
         assert min(losses.values()) <= line["loss"] * (1 + 1e-12)
         assert line["loss"] <= max(losses.values()) * (1 + 1e-12)
-        first, seen = end, seen | names
-    assert seen == {"web", "code"}
+        first, sources = end, sources | names
+    assert sources == {"web", "code"}
 
 
 @pytest.mark.parametrize(

@@ -126,14 +126,14 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     best = max(by_step, key=lambda step: (by_step[step], -step))
     assert results["checkpoint"] == f"step-{best:08d}"
     assert len(by_step) >= 6
-    kept = [path.name for path in list_checkpoints(folder / "runs/things/checkpoints")]
-    assert kept == sorted({results["checkpoint"], f"step-{max(by_step):08d}"})
+    checkpoints = [path.name for path in list_checkpoints(folder / "runs/things/checkpoints")]
+    assert checkpoints == sorted({results["checkpoint"], f"step-{max(by_step):08d}"})
 
     rows = pairs(21, 3)
     predictions = read_lines(folder / "runs/things/predictions/test.jsonl")
-    wanted = their_probabilities(folder / "exported", rows)
+    probabilities = their_probabilities(folder / "exported", rows)
     actual = torch.tensor([list(row["probabilities"].values()) for row in predictions])
-    torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-6)
+    torch.testing.assert_close(actual, probabilities, rtol=0, atol=2e-6)
     hits = [row["label"] == truth["kind"] for row, truth in zip(predictions, rows, strict=True)]
     assert sum(hits) / len(hits) == pytest.approx(test["metrics"]["accuracy"])
 

@@ -168,8 +168,8 @@ def test_the_command_takes_a_model_with_and_without_a_config(
             cli.main(["train", *words])
         assert left.value.code == 0
     assert [config.name for config in taken] == ["from-foreign", "small"]
-    (kept,) = {config.train.init_from for config in taken}
-    assert [str(path) for path in (tmp_path / "run").glob("from-*")] == [kept]
+    (weights,) = {config.train.init_from for config in taken}
+    assert [str(path) for path in (tmp_path / "run").glob("from-*")] == [weights]
     recipe = tomllib.loads(config_file.read_text())
     del recipe["model"]  # the folder brings it
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe))
@@ -181,7 +181,7 @@ def test_the_command_takes_a_model_with_and_without_a_config(
     shutil.copytree(foreign, other)
     with pytest.raises(SystemExit):
         cli.main(["train", "--from", str(other), run, text])
-    assert taken[-1].train.init_from != kept, "a folder of an earlier --from was taken for another's"
+    assert taken[-1].train.init_from != weights, "a folder of an earlier --from was taken for another's"
     with pytest.raises(SystemExit) as left:
         cli.main(["train"])
     assert left.value.code == 2

@@ -85,12 +85,12 @@ def test_weights_and_adam_s_state_go_over_to_the_bit(
     assert "with Adam's state of step 3" in capsys.readouterr().out
     stored = checkpoint.read_tensors(actual / f"checkpoints/step-{STEPS:08d}")
     rules = UniversalFolder(source, like).rules
-    for key, wanted in expected.items():
+    for key, tensor in expected.items():
         prefix, suffix = ("model.", "") if key == "fp32" else ("optimizer.", f".{key}")
         mine = {n: stored[f"{prefix}{n}{suffix}"] for rule in rules for n in rule.megatfm}
         back = to_hf(rules, mine)
-        assert back.keys() == wanted.keys()
-        assert [name for name in wanted if not torch.equal(back[name], wanted[name])] == []
+        assert back.keys() == tensor.keys()
+        assert [name for name in tensor if not torch.equal(back[name], tensor[name])] == []
     assert {t.item() for name, t in stored.items() if name.endswith(".step")} == {float(STEPS)}
     convert(actual, tmp_path / "again", "hf")
     again = LlamaForCausalLM.from_pretrained(tmp_path / "again").state_dict()

@@ -144,15 +144,15 @@ def compare(config: ModelConfig, mask: str) -> None:
     perturb(actual, scale=0.4)
     result = batch(config, mask)
     inputs = {key: value for key, value in result.items() if key != "targets"}
-    wanted, wanted_loss = reference(config, actual, result)
+    expected_logits, expected_loss = reference(config, actual, result)
     logits = actual(**inputs).logits
     assert logits.isfinite().all()
-    torch.testing.assert_close(logits[0, : sum(DOCUMENTS)], wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logits[0, : sum(DOCUMENTS)], expected_logits, rtol=1e-10, atol=1e-10)
     loss = sum(actual(**result).losses.values())
-    torch.testing.assert_close(loss, wanted_loss, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
     named = dict(actual.named_parameters())
     gradients = torch.autograd.grad(loss, list(named.values()))
-    expected = torch.autograd.grad(wanted_loss, list(named.values()))
+    expected = torch.autograd.grad(expected_loss, list(named.values()))
     norm = torch.stack([g.norm() for g in expected]).norm()
     for name, one, other in zip(named, gradients, expected, strict=True):
         assert (one - other).norm() <= 1e-9 * torch.maximum(other.norm(), 1e-6 * norm), name

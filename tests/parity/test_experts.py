@@ -128,16 +128,16 @@ def resume(folder: Path, name: str, parallel: ParallelConfig, between: ParallelC
     engine = build_engine(config, parallel, ADAMW)
     for _ in range(2):
         train(engine)
-    kept = engine
+    resumed = engine
     for step, layout in enumerate((between, parallel), 1):
-        path = checkpoint.save(folder, step, kept.state_dict(), {}, keep=3)
-        kept = build_engine(config, layout, ADAMW)
-        room = kept.empty_state_dict(checkpoint.read_names(path))
+        path = checkpoint.save(folder, step, resumed.state_dict(), {}, keep=3)
+        resumed = build_engine(config, layout, ADAMW)
+        room = resumed.empty_state_dict(checkpoint.read_names(path))
         checkpoint.load(path, room)
-        kept.load_state_dict(room)
+        resumed.load_state_dict(room)
     train(engine)
-    train(kept)
-    after = kept.weights()
+    train(resumed)
+    after = resumed.weights()
     assert after.keys() == engine.weights().keys()
     for key, box in engine.weights().items():
         assert torch.equal(box.tensor, after[key].tensor), key

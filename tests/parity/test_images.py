@@ -84,8 +84,8 @@ def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
         loss = both.model(**batch).losses["classifier"] / 3
         del batch["labels"]
         figures.see_logits(both.model(**batch).predictions["classifier"], expected.logits, dtype)
-        wanted = torch.nn.functional.cross_entropy(expected.logits, torch.tensor(labels))
-        figures.see_logits(loss, wanted, dtype)
+        expected_loss = torch.nn.functional.cross_entropy(expected.logits, torch.tensor(labels))
+        figures.see_logits(loss, expected_loss, dtype)
     else:
         hidden = both.model(**batch).hidden
         last = expected.last_hidden_state
@@ -93,9 +93,9 @@ def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
             hidden, last = hidden[:, 0], expected.pooler_output
         figures.see_logits(hidden, last, dtype)
         weights = torch.randn(last.shape, generator=torch.Generator().manual_seed(9), dtype=dtype)
-        loss, wanted = (hidden * weights).sum(), (last * weights).sum()
+        loss, expected_loss = (hidden * weights).sum(), (last * weights).sum()
     loss.backward()
-    wanted.backward()
+    expected_loss.backward()
     figures.see_gradients(both, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20

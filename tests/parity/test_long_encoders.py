@@ -141,10 +141,12 @@ def test_random_blocks_are_theirs(rows: int, heads: int, n_random: int, seed: in
     lengths, counts = expected._get_rand_attn_plan(rows * 8, 8, n_random)
     state = np.random.get_state()
     np.random.seed(seed)
-    wanted = requested._bigbird_block_rand_mask_with_head(rows * 8, rows * 8, 8, 8, heads, lengths, counts)
+    expected_blocks = requested._bigbird_block_rand_mask_with_head(
+        rows * 8, rows * 8, 8, 8, heads, lengths, counts
+    )
     np.random.set_state(state)
     actual = draw_random_blocks(rows, heads, n_random, seed)
-    assert torch.equal(actual[:, 1:-1], torch.from_numpy(np.stack(wanted)).long())
+    assert torch.equal(actual[:, 1:-1], torch.from_numpy(np.stack(expected_blocks)).long())
     assert torch.equal(draw_random_blocks(rows - 3, heads, n_random, seed), actual[:, :-3])
 
 
@@ -187,11 +189,11 @@ def test_output_and_every_gradient(window: int | None) -> None:
     away = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     hidden = (away < 0) | (away >= (window or LENGTH))
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-    wanted, _ = expected(x, turned, mask[None, None].expand(2, 1, -1, -1))
+    expected_output, _ = expected(x, turned, mask[None, None].expand(2, 1, -1, -1))
     result = actual(x, SequenceMetadata(torch.arange(LENGTH).expand(2, -1)))
-    torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12)
-    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(result, expected_output, rtol=1e-11, atol=1e-12)
+    g = torch.randn(expected_output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     result.backward(g)
-    wanted.backward(g)
+    expected_output.backward(g)
     for name, parameter in named.items():
         torch.testing.assert_close(parameter.grad, right[NAMES[name]].grad, rtol=1e-9, atol=1e-11)

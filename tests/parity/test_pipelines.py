@@ -184,7 +184,7 @@ def test_steps_equal_plain_torch(workers: Workers, layout: str) -> None:
     assert max(workers.run(train, ranks, parallel, optimizer)) <= 1e-7
 
 
-def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int:
+def reshard(folder: Path, written: ParallelConfig, between: ParallelConfig) -> int:
     """A checkpoint of one layout, through another, and back: the same bits."""
 
     def engine(parallel: ParallelConfig) -> NativeEngine:
@@ -200,12 +200,12 @@ def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int
         other.load_state_dict(stored)
         return other
 
-    first = engine(there)
+    first = engine(written)
     batch = global_batch(seed=1)
     for _ in range(2):
         first.forward_backward(uneven_microbatches(first, batch), CAUSAL)
         first.step(1e-2, 0.3)
-    last = carried_over(carried_over(first, 1, between), 2, there)
+    last = carried_over(carried_over(first, 1, between), 2, written)
     before, after = first.state_dict(), last.state_dict()
     assert before.keys() == after.keys()
     for name, value in before.items():
@@ -218,8 +218,8 @@ def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int
 
 
 def test_checkpoints_pass_between_layouts(workers: Workers, tmp_path: Path) -> None:
-    there, between = ParallelConfig(pp=2, pp_schedule="zbv"), ParallelConfig(dp_shard=2)
-    assert sum(workers.run(reshard, 2, tmp_path, there, between)) > 70  # weights and two moments
+    written, between = ParallelConfig(pp=2, pp_schedule="zbv"), ParallelConfig(dp_shard=2)
+    assert sum(workers.run(reshard, 2, tmp_path, written, between)) > 70  # weights and two moments
 
 
 def count_traffic(parallel: ParallelConfig) -> dict[str, int]:

@@ -398,12 +398,12 @@ def collect(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
             engine.evaluate(layout_microbatches(engine, batch), objective)
         parts = [part for parts in all_gather_object(collector.parts) for part in parts]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        seen = {
+        collected = {
             pair: place for place, pair in enumerate(zip(*(c.tolist() for c in columns[:2]), strict=True))
         }
         keys = list(zip(*(c.tolist() for c in expected[:2]), strict=True))
-        assert seen.keys() == set(keys), layout
-        order = [seen[pair] for pair in keys]
+        assert collected.keys() == set(keys), layout
+        order = [collected[pair] for pair in keys]
         np.testing.assert_allclose(columns[2][order], expected[2], rtol=1e-6, atol=1e-7, err_msg=layout)
         assert columns[3][order].tolist() == expected[3].tolist(), layout
         assert len(collector.gather(task, "").logits), layout

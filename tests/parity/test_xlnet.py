@@ -162,12 +162,12 @@ def test_dropout_is_keyed_and_the_streams_drop_apart() -> None:
     parts = [run(slice(i, i + 1), keys) for i in range(3)]
     torch.testing.assert_close(full, torch.stack(parts).sum(), rtol=1e-12, atol=0)
     assert run(slice(None), keys + 1) != full
-    seen = []
+    masks = []
     for layer in model.encoder.layers.values():
-        layer.attn_residual.branch.register_forward_hook(lambda _, inputs, output: seen.append(output == 0))
+        layer.attn_residual.branch.register_forward_hook(lambda _, inputs, output: masks.append(output == 0))
     everywhere = {k: v for k, v in batch.items() if k != "targets"}
     model(**everywhere, keys=keys)
-    content, query = torch.cat(seen[0:4:2]), torch.cat(seen[1:4:2])  # of the last layer there is no content
+    content, query = torch.cat(masks[0:4:2]), torch.cat(masks[1:4:2])  # of the last layer there is no content
     sees = ~query.all(-1)  # queries of what is no target only fill rows up: they see no key, and get 0
     content, query = content[sees], query[sees]
     assert content.double().mean() == pytest.approx(0.3, abs=0.05)

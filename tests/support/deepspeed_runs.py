@@ -277,10 +277,10 @@ def main() -> None:
     parser.add_argument("optimizer", choices=OPTIMIZERS)
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS))
     args = parser.parse_args()
-    there = [layout for layout in args.layouts if has(args.family, layout)]
+    available = [layout for layout in args.layouts if has(args.family, layout)]
     with Workers() as workers:
-        cases = {layout: stages(args.family, layout, args.optimizer) for layout in there}
-        (one,) = workers.run(alone, 1, cases[there[0]][0], 10, timeout=200)
+        cases = {layout: stages(args.family, layout, args.optimizer) for layout in available}
+        (one,) = workers.run(alone, 1, cases[available[0]][0], 10, timeout=200)
         for layout, case in cases.items():
             actual = workers.run(compare, ranks_of(case[0]), case, 10, one, timeout=500)[0]
             worst = [max(getattr(item, key) for item in actual) for key in Errors.__annotations__]

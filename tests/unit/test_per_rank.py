@@ -150,8 +150,8 @@ def test_counted_activations_are_those_that_a_real_pass_keeps(
 
     def of_block(block, forward, x_BTD, *args):
         nonlocal inputs
-        result, kept = measure_saved_bytes(block, lambda: forward(x_BTD, *args))
-        sizes.append(kept)
+        result, saved_bytes = measure_saved_bytes(block, lambda: forward(x_BTD, *args))
+        sizes.append(saved_bytes)
         inputs += x_BTD.nbytes
         return result
 

@@ -323,12 +323,12 @@ def test_what_is_missing_is_found_with_what_that_needs(monkeypatch: pytest.Monke
     module = script("gpu_packages")
     assert module.find_missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
     assert module.find_missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]
-    there = metadata.distribution
+    real_distribution = metadata.distribution
 
     def without_pluggy(name: str) -> metadata.Distribution:
         if name == "pluggy":
             raise metadata.PackageNotFoundError(name)
-        return there(name)
+        return real_distribution(name)
 
     monkeypatch.setattr(metadata, "distribution", without_pluggy)
     (needed,) = module.find_missing(["pytest"])

@@ -257,20 +257,20 @@ def test_what_toml_itself_can_not_take(
 def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
     """A plugin's pattern without its width; optional keys are asked for as ever, and private names are no keys."""
     plugin("dilated")
-    kept = ModelConfig.from_dotted(
+    config = ModelConfig.from_dotted(
         {"vocab_size": 8, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
         | {"attention.pattern": {"name": "dilated", "step": 3}}
     )
     with pytest.raises(
         UsageError, match=r"^a section with name = 'dilated' lacks the key 'width', .*: give it width$"
     ):
-        build(kept)
+        build(config)
     with pytest.raises(UsageError, match=r"name = 'dense' lacks the key 'choices', .*: choose another part$"):
-        kept.ffn.choices  # noqa: B018
-    assert getattr(kept.attention.pattern, "step", 2) == 3
-    assert getattr(kept.attention.pattern, "far", 2) == 2
-    assert not hasattr(kept, "far")
-    assert copy.deepcopy(kept) == pickle.loads(pickle.dumps(kept)) == kept
+        config.ffn.choices  # noqa: B018
+    assert getattr(config.attention.pattern, "step", 2) == 3
+    assert getattr(config.attention.pattern, "far", 2) == 2
+    assert not hasattr(config, "far")
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,10 @@ def test_every_form_opens(make: Callable[[], Any], tmp_path: Path) -> None:
     expected = make()
     expected.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    wanted = expected(DECODER_TOKENS).logits
+    expected_logits = expected(DECODER_TOKENS).logits
     for path in ("theirs", "ours", "ours/checkpoints/step-00000000"):
         logits = megatfm.load(tmp_path / path)(DECODER_TOKENS).logits
-        torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
     config = load_config(tmp_path / "ours")
     assert config.data.sequence_length == (77 if make is hf_llama else 32)
     assert config.model == convert_room.HfFolder(tmp_path / "theirs").config

@@ -325,13 +325,13 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
         )
         assert not any(info.values()), info
         output = expected.eval()(ENCODER_TOKENS)
-        wanted = (
+        expected_output = (
             actual.generator(ENCODER_TOKENS).logits if half == "generator" else actual(ENCODER_TOKENS).hidden
         )
         got = output.logits if half == "generator" else output.last_hidden_state
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, expected_output, rtol=1e-5, atol=1e-5)
         assert torch.equal(
-            megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden[0, 0, 0], wanted[0, 0, 0]
+            megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden[0, 0, 0], expected_output[0, 0, 0]
         ) or (half == "generator")
     with pytest.raises(UsageError, match="stored without what makes it a discriminator: open it alone"):
         megatfm.load(tmp_path / "pair")

@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
     rows = PackedDataset(Corpus.open(folder), Vectors(), sequence_length=16, seed=3, streams=4)
-    seen = []
+    documents = []
     for position in range(len(rows)):
         row = rows.read_row(position)
         assert row["vectors"].dtype == np.float32
@@ -102,8 +102,8 @@ def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
             number = int(mine[0, 0])
             np.testing.assert_array_equal(mine, vectors(number))
             assert (row["marks"][row["documents"] == document] == number % 7).all()
-            seen.append(number)
-    assert sorted(seen) == list(range(40))
+            documents.append(number)
+    assert sorted(documents) == list(range(40))
     assert len(rows) < 20, "several share a row"
 
 

@@ -93,17 +93,17 @@ def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_typ
         needs_other_documents = True
 
         def build_example(self, chunk: Any, key: Any) -> Any:
-            seen.append(
+            partners.append(
                 [chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))]
             )
             return super().build_example(chunk, key)
 
-    seen: list[Any] = []
+    partners: list[Any] = []
     corpus = memory_corpus([[3, 2, 4]])
     bad = Quarantine.parse(["1"], 3)
     PackedDataset(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).read_row(0)
     first, _, last = (tokens.tolist() for tokens in corpus.documents)
-    assert seen == [[last], [first, last], [first]]
+    assert partners == [[last], [first, last], [first]]
 
 
 def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any, causal: Any) -> None:

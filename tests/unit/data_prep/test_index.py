@@ -48,8 +48,8 @@ def marked(
 
 
 def later_by_definition(values: NDArray[Any]) -> list[bool]:
-    seen: set[bytes] = set()
-    return [key in seen or bool(seen.add(key)) for key in (row.tobytes() for row in values)]
+    earlier: set[bytes] = set()
+    return [key in earlier or bool(earlier.add(key)) for key in (row.tobytes() for row in values)]
 
 
 SIZES: list[tuple[int, ...]] = [(), (0, 1, 0, 90), (600,)]

@@ -71,13 +71,13 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
     if name == "fineweb":
         reference.stop_chars = (*reference.stop_chars, '"', "'")  # as the code that made FineWeb
     monkeypatch.setattr(their_c4, "END_PUNCTUATION", (".", "?", "!", '"'))  # C4 has no apostrophe
-    kept, reasons = 0, set()
+    n_kept, reasons = 0, set()
     for text in texts(400):
         document = TheirDocument(text, "x")
         verdict = reference.filter(document)
         actual, why = rule_outcome(rule(name, **settings), text)
         assert (actual is not None) == (verdict is True), (text, verdict, why)
-        kept += actual is not None
+        n_kept += actual is not None
         if verdict is True:
             assert actual is not None
             if name == "c4":
@@ -86,7 +86,7 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
             reasons.add((verdict[1], why))
     # Each of their reasons is one of ours, and there are both kinds of pages.
     assert len({reference for reference, _ in reasons}) == len(reasons) >= (2 if name != "c4" else 1)
-    assert 20 < kept < 390
+    assert 20 < n_kept < 390
 
 
 @pytest.mark.parametrize(

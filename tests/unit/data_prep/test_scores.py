@@ -196,9 +196,9 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
         below, above = sorted(scores)[3:5]
         assert above - below > 1e-5  # or it would be a matter of rounding which are kept
         middle = (below + above) / 2
-        kept = [isinstance(apply(text, **how, min_score=middle), Document) for text in selected]
-        assert kept == [score > middle for score in scores]
-        assert sum(kept) == 4
+        is_kept = [isinstance(apply(text, **how, min_score=middle), Document) for text in selected]
+        assert is_kept == [score > middle for score in scores]
+        assert sum(is_kept) == 4
     with pytest.raises(UsageError, match="has no label 'x'; its labels are LABEL_0, LABEL_1, LABEL_2"):
         apply("x", name="classifier", folder=str(tmp_path / "3"), label="x")
     with pytest.raises(UsageError, match="has a single output, a number without a label: leave label out"):

@@ -152,8 +152,8 @@ def test_language_filter_keeps_its_languages() -> None:
         "ru": "Быстрая коричневая лиса прыгает через ленивую собаку, и никто не знает почему.",
     }
     pipeline_step = rule("language", languages=["en", "ru"])
-    kept = [pipeline_step(Document(name, text)) for name, text in texts.items()]
-    assert [document.language for document in kept if document] == ["en", "ru"]
+    results = [pipeline_step(Document(name, text)) for name, text in texts.items()]
+    assert [document.language for document in results if document] == ["en", "ru"]
     assert pipeline_step.counts.found == dict.fromkeys(texts, 1)
     assert set(pipeline_step.counts.dropped) == {"language_de", "language_fr"}
     assert rule_outcome(rule("language", language_threshold=1.0), "ok")[1] == "language_threshold"
@@ -184,9 +184,9 @@ def test_a_language_is_that_of_most_of_the_text() -> None:
     german = "Niemand weiß, warum der schnelle braune Fuchs über den faulen Hund gesprungen ist. " * 15
     half = len(english) // 2
     for text in (english[:half] + german + english[half:], german + english, english + german):
-        kept = rule("language")(Document("x", text))
-        assert kept is not None
-        assert kept.language == "en"
+        document = rule("language")(Document("x", text))
+        assert document is not None
+        assert document.language == "en"
 
 
 def test_normalize_gives_unicode_normal_forms() -> None:

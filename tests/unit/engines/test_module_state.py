@@ -294,7 +294,7 @@ def expected(config: ModelConfig = UNTIED_MODEL) -> dict[str, dict[str, float]]:
 def compare_statistics(
     config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig]
 ) -> None:
-    wanted = expected(config)
+    expected_statistics = expected(config)
     for parallel in layouts:
         engine = make(config, parallel, ADAMW)
         for watches in (True, False):
@@ -303,11 +303,15 @@ def compare_statistics(
             )
             statistics = engine.layer_statistics()
             engine.zero_grad()
-            assert statistics.keys() == wanted.keys()
+            assert statistics.keys() == expected_statistics.keys()
             for layer, kinds in statistics.items():
-                assert set(kinds) == set(wanted[layer]) - (set() if watches else {"activation"})
+                assert set(kinds) == set(expected_statistics[layer]) - (set() if watches else {"activation"})
                 for kind, value in kinds.items():
-                    assert value == pytest.approx(wanted[layer][kind], rel=1e-9), (parallel, layer, kind)
+                    assert value == pytest.approx(expected_statistics[layer][kind], rel=1e-9), (
+                        parallel,
+                        layer,
+                        kind,
+                    )
 
 
 def test_norms_are_those_of_one_device(workers: Workers) -> None:

@@ -88,8 +88,8 @@ def test_one_of_1024_ranks_is_as_modelled() -> None:
     with estimator(config, load_cluster("h100", 1024)) as opened:
         pairs = differences(opened.estimate(opened.base), traced_rank)
     assert len(pairs) == 6
-    for name, modelled, seen in pairs:
-        assert modelled == pytest.approx(seen, rel=0.04 if name == "peak" else 0.002), name
+    for name, modelled, measured in pairs:
+        assert modelled == pytest.approx(measured, rel=0.04 if name == "peak" else 0.002), name
     assert not traced_rank.facts["all_pairs"]
     assert not traced_rank.facts["waits"], "the host never waits for the device but to read the loss"
     assert any("attention by" in name for name in traced_rank.facts["kernels"])

@@ -88,16 +88,16 @@ def test_what_reaches_the_shell_is_quoted(
     }  # fmt: skip
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    seen = (folder / "seen").read_text().splitlines()
-    step = seen[seen.index("srun") :]
+    arguments = (folder / "seen").read_text().splitlines()
+    step = arguments[arguments.index("srun") :]
     assert step[step.index("run") :][:5] == ["run", text, text, "-P", "-m"], (
         "container, then the Python inside it"
     )
     assert f"HOSTILE={text}" in step
-    assert seen[seen.index("prepare") :][:2] == ["prepare", text]
+    assert arguments[arguments.index("prepare") :][:2] == ["prepare", text]
     if kind in ("train", "torchrun"):
         assert "--nodelist=n1,n2" in step
-        assert seen[-1 - seen[::-1].index("prolog_epilog") :][1:4] == [
+        assert arguments[-1 - arguments[::-1].index("prolog_epilog") :][1:4] == [
             "-m",
             "megatfm.launchers.prolog_epilog",
             "epilog",

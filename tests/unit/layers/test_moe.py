@@ -157,8 +157,8 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
             (actual.experts.w_up.grad, of_theirs.wi),
             (actual.experts.w_down.grad, of_theirs.wo),
         ):
-            there = layer.weight.grad
-            pairs.append((grad[e], torch.zeros_like(grad[e]) if there is None else there))
+            hf_gradient = layer.weight.grad
+            pairs.append((grad[e], torch.zeros_like(grad[e]) if hf_gradient is None else hf_gradient))
     for ours_, hf_gradients in pairs:
         assert (ours_ - hf_gradients).norm() <= TOLERANCE[dtype] * max(float(hf_gradients.norm()), 1e-3)
 
@@ -221,11 +221,11 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     choices = stable_topk((x @ module.router.weight.T), 3).where(real[..., None], E)
     taken = torch.ones_like(choices, dtype=torch.bool)
     if capacity:
-        most, seen = math.ceil(capacity * T * 3 / E), torch.zeros(B, E, dtype=torch.int64)
+        most, loads = math.ceil(capacity * T * 3 / E), torch.zeros(B, E, dtype=torch.int64)
         for k in range(3):
             for b, t in real.nonzero().tolist():
                 e = choices[b, t, k]
-                taken[b, t, k], seen[b, e] = seen[b, e] < most, seen[b, e] + 1
+                taken[b, t, k], loads[b, e] = loads[b, e] < most, loads[b, e] + 1
     result = module(x, moe_sequence(documents))
     torch.testing.assert_close(result.y, by_hand(module, x, real, taken), rtol=1e-12, atol=1e-12)
     assert not result.y[~real].any()

@@ -214,8 +214,8 @@ def test_rate_and_scale(rate: float) -> None:
     dropped = Dropout(rate, "here")(torch.ones(ROWS, N_TOKENS, D, dtype=torch.float64), layout_of(keys()))
     n = dropped.numel()
     assert near(float((dropped == 0).double().mean()), rate, n)
-    (kept,) = dropped[dropped != 0].unique().tolist()
-    assert kept == pytest.approx(1 / (1 - rate), rel=2e-5), "the rate is a multiple of 1/65,536"
+    (scale,) = dropped[dropped != 0].unique().tolist()
+    assert scale == pytest.approx(1 / (1 - rate), rel=2e-5), "the rate is a multiple of 1/65,536"
     assert near(float((dropped == 0)[:, 0].double().mean()), rate, n // N_TOKENS), "a token alone"
     assert near(float((dropped == 0)[..., 1].double().mean()), rate, n // D), "a channel alone"
 

@@ -293,9 +293,11 @@ def test_mvit_is_the_paper(case: str) -> None:
         torch.stack([logits(one, actual, parameters) for one in inputs]), labels, reduction="sum"
     )
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
-    gradients, wanted = (torch.autograd.grad(value, [*parameters.values()]) for value in (loss, expected))
-    full = float(torch.stack([gradient.norm() for gradient in wanted]).norm())
-    for name, one, other in zip(parameters, gradients, wanted, strict=True):
+    gradients, expected_gradients = (
+        torch.autograd.grad(value, [*parameters.values()]) for value in (loss, expected)
+    )
+    full = float(torch.stack([gradient.norm() for gradient in expected_gradients]).norm())
+    for name, one, other in zip(parameters, gradients, expected_gradients, strict=True):
         of_keys = name.endswith(("attn.wk.bias", "pool_k.norm.bias"))  # which softmax undoes, or nearly
         assert of_keys or float(other.norm()) > 1e-6 * full, f"nothing to compare for {name}"
         error = float((one - other).norm())

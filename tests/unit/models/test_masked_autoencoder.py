@@ -109,17 +109,17 @@ def test_transformers_mae(normalize: bool) -> None:
     with doubled(torch.float64, modeling_vit_mae):
         output = expected(pixel_values=values, noise=noise)
     output.loss.backward()
-    kept = [kept_patches(number) for number in range(3)]
-    batch = masked_batch(images, MAE_SIDE, 1, [[0, 1], [2]], kept, (15, 54))
+    patches = [kept_patches(number) for number in range(3)]
+    batch = masked_batch(images, MAE_SIDE, 1, [[0, 1], [2]], patches, (15, 54))
     loss = model(**batch).losses["reconstruction"]
     torch.testing.assert_close(loss / (3 * 19), output.loss, rtol=1e-11, atol=1e-11)
     (loss / (3 * 19)).backward()
-    wanted = dict(ours_of(n, p.grad) for n, p in expected.named_parameters() if p.requires_grad)
-    assert wanted.keys() == dict(model.named_parameters()).keys()
+    expected_gradients = dict(ours_of(n, p.grad) for n, p in expected.named_parameters() if p.requires_grad)
+    assert expected_gradients.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert name.endswith("wk.bias") or parameter.grad.norm() > 1e-6, name
         torch.testing.assert_close(
-            parameter.grad, wanted[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+            parameter.grad, expected_gradients[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
         )
     del batch["patches"]
     predicted = model(**batch).logits

@@ -103,12 +103,12 @@ def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, f
     backwards = [digest(two.build_example(DocumentChunk(tokens, remaining), key)) for key in reversed(keys)]
     assert forwards == backwards[::-1]
     if name != "causal":
-        seen = set(forwards)
-        assert len(seen) > len(keys) / 3, "samples and chunks differ, and but for planned cuts epochs"
+        examples = set(forwards)
+        assert len(examples) > len(keys) / 3, "samples and chunks differ, and but for planned cuts epochs"
         other_seed = {
             digest(one.build_example(DocumentChunk(tokens, remaining), key._replace(seed=6))) for key in keys
         }
-        assert len(seen & other_seed) < len(keys) / 2
+        assert len(examples & other_seed) < len(keys) / 2
 
 
 @settings(max_examples=60, deadline=None)

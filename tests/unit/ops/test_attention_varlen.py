@@ -80,10 +80,16 @@ def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMe
     return SequenceMetadata(torch.arange(T).expand(B, T), documents, cu_seqlens=starts, **options)
 
 
-def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
+def case(
+    pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any
+) -> AttentionRequest:
     """A request for long rows on a GPU."""
     rows = AttentionRequest.from_inputs(
-        *heads()[:2], seen, AttentionOptions(), has_dropout=requested.pop("has_dropout", False), **requested
+        *heads()[:2],
+        pattern_mask,
+        AttentionOptions(),
+        has_dropout=requested.pop("has_dropout", False),
+        **requested,
     )
     return AttentionRequest(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
 
@@ -93,8 +99,12 @@ def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: An
     "pattern", [Full(causal=True), Full(), Window(5), Window(3, 2)], ids=lambda pattern: repr(pattern)
 )
 def test_documents_end_to_end_are_the_reference(pattern: AttentionPattern, documents: Tensor | None) -> None:
-    seen, inputs, variant = PatternMask(pattern, sequence(documents)), heads(), AttentionOptions(scale=0.3)
-    result = varlen.varlen(*inputs, seen, None, variant, None)
+    pattern_mask, inputs, variant = (
+        PatternMask(pattern, sequence(documents)),
+        heads(),
+        AttentionOptions(scale=0.3),
+    )
+    result = varlen.varlen(*inputs, pattern_mask, None, variant, None)
     expected = attention_reference(*inputs, PatternMask(pattern, sequence(documents)), None, variant)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -205,9 +215,11 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
     sequences = sequence()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen = PatternMask(Full(causal=True), sequences)
-        assert AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), has_dropout=False).is_varlen
-        return varlen.varlen(q, k, v, seen, None, AttentionOptions(), None)
+        pattern_mask = PatternMask(Full(causal=True), sequences)
+        assert AttentionRequest.from_inputs(
+            q, k, pattern_mask, AttentionOptions(), has_dropout=False
+        ).is_varlen
+        return varlen.varlen(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
     inputs = (x.detach().bfloat16() for x in heads())
     torch.compile(attend, fullgraph=True, backend=backend)(*inputs)
@@ -247,7 +259,7 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         "choose_backends",
         lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS,
     )
-    seen, inputs = PatternMask(Full(causal=True), sequence()), heads()
+    pattern_mask, inputs = PatternMask(Full(causal=True), sequence()), heads()
     taken: list[bool] = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -255,8 +267,8 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         "scaled_dot_product_attention",
         lambda *a, enable_gqa, **k: (taken.append(enable_gqa), real(*a, **k))[1],
     )
-    fused = sdpa.sdpa_attention(*inputs, seen, None, AttentionOptions(), None)
-    torch.testing.assert_close(fused, attention_reference(*inputs, seen))
+    fused = sdpa.sdpa_attention(*inputs, pattern_mask, None, AttentionOptions(), None)
+    torch.testing.assert_close(fused, attention_reference(*inputs, pattern_mask))
     assert allowed == [sdpa.MASKED_BACKENDS]
     assert taken == [False]
 
@@ -312,8 +324,8 @@ def test_dropped_probabilities_in_two_passes(
     keys = torch.randint(-(2**62), 2**62, (B, N, T), generator=torch.Generator().manual_seed(2))
     score = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_() if sinks else None
     wanted_of = [*inputs, *([score] if score is not None else [])]
-    seen = PatternMask(Full(causal=True), sequence())
-    result = flex(*inputs, seen, None, variant, keys, score)
+    pattern_mask = PatternMask(Full(causal=True), sequence())
+    result = flex(*inputs, pattern_mask, None, variant, keys, score)
     expected = attention_reference(
         *inputs, PatternMask(Full(causal=True), sequence()), None, variant, keys, score
     )

@@ -269,8 +269,8 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -
         assert mask is not None
         for item, actual in zip(dealt, fetched, strict=True):
             narrow = item[~torch.isin(item, wide)]
-            seen = mask[0][:, narrow].any(0).any(0)
-            assert set(seen.nonzero()[:, 0].tolist()) <= set(actual.tolist())
+            is_fetched = mask[0][:, narrow].any(0).any(0)
+            assert set(is_fetched.nonzero()[:, 0].tolist()) <= set(actual.tolist())
     assert sent[0] == sent[1]
     assert max(sent[0][1]) < 384 * 3 // 4, "less than all"
 

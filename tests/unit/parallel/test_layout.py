@@ -29,16 +29,16 @@ def cut(shape: tuple[int, ...], dim: int, part: int, parts: int, *, uneven: bool
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_parts_make_up_the_tensor(dim: int) -> None:
     full = torch.arange(6 * 12).view(6, 12)
-    seen = torch.zeros_like(full)
+    covered = torch.zeros_like(full)
     for part in range(3):
         offsets, sizes = cut((6, 12), dim, part, 3).region
-        seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+        covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert sizes == ((2, 12), (6, 4))[dim]
         assert torch.equal(
             full.chunk(3, dim)[part],
             full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))],
         )
-    assert (seen == 1).all()
+    assert (covered == 1).all()
 
 
 def test_regions_of_whole_and_sharded_parameters() -> None:
@@ -52,20 +52,20 @@ def test_regions_of_whole_and_sharded_parameters() -> None:
 def test_the_chunks_of_all_ranks_are_those_that_each_rank_computes(zero_dim: int | None) -> None:
     """Over shards of uneven rows, tensor-parallel columns and experts on ranks of two axes; copies are equal."""
     config = ParallelConfig(dp_replicate=2, dp_shard=4, tp=2, ep=2)
-    layouts, seen = [], []
+    layouts, all_chunks = [], []
     for rank in range(16):
         with fake_ranks(16, rank):
             mesh = build_mesh(config, 16, "cpu")
             cuts = (Shard("ep", 0, mesh.rank("ep"), 2), Shard("tp", 2, mesh.rank("tp"), 2))
             layout = TensorLayout("w", (6, 5, 4), cuts, data_axes=EXPERT_DATA_AXES)
             layouts.append(layout.chunk(mesh, zero_dim))
-            seen.append(
+            all_chunks.append(
                 (
                     dist.get_process_group_ranks(mesh.flat_group(mesh.shard_axes)),
                     layout.chunks(mesh, zero_dim, mesh.positions(mesh.shard_axes)),
                 )
             )
-    for ranks, chunks in seen:
+    for ranks, chunks in all_chunks:
         assert chunks == [layouts[rank] for rank in ranks]
         covered = torch.zeros(6, 5, 4)
         for offsets, sizes in set(chunks):

@@ -212,9 +212,9 @@ def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, source
     data = config.data.model_copy(update={"tokenizer": source})
     with RunDirectory(tmp_path / "a", 0) as run:
         run.write_run_files(config.model_copy(update={"data": data}), "the plan", CPU)
-    kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(source)
-    assert kept.hash == before.hash
-    assert kept.id_to_piece(kept.eos) == "<sep>"
+    copy, before = tokenizers.load(tmp_path / "a"), tokenizers.load(source)
+    assert copy.hash == before.hash
+    assert copy.id_to_piece(copy.eos) == "<sep>"
 
 
 def test_another_tokenizer_takes_the_place_of_the_old_one_s(tmp_path: Path, config: Config) -> None:

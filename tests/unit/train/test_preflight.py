@@ -52,8 +52,8 @@ def test_room_is_needed_for_what_is_kept_and_what_is_written(
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
 
     checkpoints = tmp_path / "checkpoints"
-    for there, due in ((0, 4), (1, 3), (3, 1), (5, 1)):
-        for step in range(there):
+    for n_checkpoints, due in ((0, 4), (1, 3), (3, 1), (5, 1)):
+        for step in range(n_checkpoints):
             (checkpoints / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
         free(due * 1e9)
         check_space(tmp_path, checkpoints, 10**9, 3, "or else")
