@@ -26,26 +26,11 @@ from tests.support.hf_folders import (
 
 CONFIG = """
 name = "task"
-
-[task]
-train = "train.jsonl"
-validation = "train.jsonl"
-epochs = 2
-
-[data]
-sequence_length = 32
-
-[optimizer]
-name = "adamw"
-lr = 4e-3
-
-[train]
-global_batch = 8
-micro_batch = 4
-precision = "fp32"
-
-[log]
-sinks = []
+task = { train = "train.jsonl", validation = "train.jsonl", epochs = 2 }
+data = { sequence_length = 32 }
+optimizer = { name = "adamw", lr = 4e-3 }
+train = { global_batch = 8, micro_batch = 4, precision = "fp32" }
+log = { sinks = [] }
 """
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers
-from tokenizers import models, pre_tokenizers, processors
 
 from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.config import load_config
-from tests.support.hf_folders import read_lines, run_command, write_lines
+from tests.support.hf_folders import read_lines, run_command, save_bert, write_lines
 
 ANIMALS, TOOLS = (
     ["cat", "dog", "horse", "cow", "sheep", "goat"],
@@ -26,7 +24,11 @@ SHARP = ("saw", "rasp", "plane")
 OTHER = ["the", "a", "old", "new", "in", "on", "by"]
 CONFIG = """
 name = "things"
-
+data = { sequence_length = 32 }
+optimizer = { name = "adamw", lr = 5e-3 }
+train = { global_batch = 4, micro_batch = 2, precision = "fp32" }
+checkpoint = { keep = 1 }
+log = { sinks = [] }
 [task]
 train = "train.csv"
 validation = "validation.csv"
@@ -35,24 +37,6 @@ text = "first"
 text_pair = "second"
 label = "kind"
 epochs = 6
-
-[data]
-sequence_length = 32
-
-[optimizer]
-name = "adamw"
-lr = 5e-3
-
-[train]
-global_batch = 4
-micro_batch = 2
-precision = "fp32"
-
-[checkpoint]
-keep = 1
-
-[log]
-sinks = []
 """
 
 
@@ -70,23 +54,7 @@ def pairs(n: int, seed: int) -> list[dict[str, str]]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face folder `bert`, and the files of a task."""
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *ANIMALS, *TOOLS, *OTHER]
-    built = tokenizers.Tokenizer(
-        models.WordPiece({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]")
-    )
-    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    built.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=built, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
-        mask_token="[MASK]",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    transformers.BertForPreTraining(config).save_pretrained(tmp_path / "bert")
-    fast.save_pretrained(tmp_path / "bert")
+    save_bert(tmp_path / "bert", [*ANIMALS, *TOOLS, *OTHER])
     for name, n, seed in (("train", 240, 1), ("validation", 30, 2)):
         with open(tmp_path / f"{name}.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, ["first", "second", "kind"])

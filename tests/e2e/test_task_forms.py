@@ -22,30 +22,12 @@ from tests.support.hf_folders import (
 
 CONFIG = """
 name = "task"
-
-[task]
-train = "train.jsonl"
-validation = "validation.jsonl"
-test = "test.jsonl"
-epochs = 6
-
-[data]
-sequence_length = 32
-
-[optimizer]
-name = "adamw"
-lr = 4e-3
-
-[train]
-global_batch = 8
-micro_batch = 4
-precision = "fp32"
-
-[checkpoint]
-keep = 1
-
-[log]
-sinks = []
+task = { train = "train.jsonl", validation = "validation.jsonl", test = "test.jsonl", epochs = 6 }
+data = { sequence_length = 32 }
+optimizer = { name = "adamw", lr = 4e-3 }
+train = { global_batch = 8, micro_batch = 4, precision = "fp32" }
+checkpoint = { keep = 1 }
+log = { sinks = [] }
 """
 TINY = "model={d_model=32, n_layers=1, attention={n_heads=2}, ffn={d_ff=64}"
 

@@ -278,20 +278,14 @@ def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
         split_into_stages(nn.Linear(2, 2), "1f1b", 2, 1, lengths=ROW_LENGTHS)
     many = ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=5)
     workers.run(
-        refuse,
-        2,
-        "llama",
-        many,
+        refuse, 2, "llama", many,
         r"10 pipeline stages .* can be cut into 4 at most: choose parallel\.virtual_stages = 2",
-    )
+    )  # fmt: skip
     wrong = ParallelConfig(pp=2, pp_split_points=["decoder.layers.9"])
     workers.run(
-        refuse,
-        2,
-        "llama",
-        wrong,
+        refuse, 2, "llama", wrong,
         r"parallel\.pp_split_points: no split point is called 'decoder\.layers\.9' after the first",
-    )
+    )  # fmt: skip
     early = ParallelConfig(pp=2, pp_split_points=["decoder.layers.1", "head"])
     workers.run(refuse, 2, "llama", early, r"2 stages need 1 different names in the model's order")
 

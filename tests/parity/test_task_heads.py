@@ -292,12 +292,9 @@ def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
     seen = []
     model.sentence.on_logits = lambda *tensors: seen.append(tensors)
     model(
-        tokens,
-        documents=torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None],
-        positions=torch.cat([torch.arange(n) for n in lengths])[None],
-        sentence_targets=targets,
-        examples=examples,
-    )
+        tokens, documents=torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None],
+        positions=torch.cat([torch.arange(n) for n in lengths])[None], sentence_targets=targets, examples=examples,
+    )  # fmt: skip
     ((numbers, words, logits, labels),) = seen
     assert words.tolist() == [0, 0, 0]
     assert numbers.tolist() == [7, 70, 9]

@@ -44,12 +44,9 @@ def batch_of(lengths: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
     ranks = draw(10**9, rows, longest, seed=seed + 2).masked_fill(~chosen, -1).argsort(1).argsort(1)
     ranks = (ranks - (~chosen).sum(1, keepdim=True) + 1).where(chosen, 0)
     return {
-        "tokens": tokens,
-        "documents": inside.long() - 1,
-        "segments": draw(3, rows, longest, seed=seed + 3),
-        "order": ranks,
-        "targets": tokens.where(chosen, IGNORE),
-    }
+        "tokens": tokens, "documents": inside.long() - 1, "segments": draw(3, rows, longest, seed=seed + 3),
+        "order": ranks, "targets": tokens.where(chosen, IGNORE),
+    }  # fmt: skip
 
 
 def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -143,12 +143,9 @@ def process_group(call: Call) -> Iterator[None]:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(call.store, call.world_size),
-        rank=call.rank,
-        world_size=call.world_size,
+        "gloo", store=dist.FileStore(call.store, call.world_size), rank=call.rank, world_size=call.world_size,
         timeout=timedelta(seconds=call.timeout),
-    )
+    )  # fmt: skip
     try:
         yield
         if dist.is_initialized():

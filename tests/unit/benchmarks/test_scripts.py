@@ -177,14 +177,8 @@ def test_sides_take_turns_and_theirs_is_divided_by_ours(common: Any, monkeypatch
     sides = [common.make_side(lambda: step("ours", 2.0)), common.make_side(lambda: step("theirs", 3.0))]
     ratios = common.compare(*sides, 3)
     assert order == [
-        "ours",
-        "ours",
-        "theirs",
-        "theirs",
-        *("theirs", "ours"),
-        *("ours", "theirs"),
-        *("theirs", "ours"),
-    ]
+        "ours", "ours", "theirs", "theirs", *("theirs", "ours"), *("ours", "theirs"), *("theirs", "ours"),
+    ]  # fmt: skip
     assert ratios == {"wall": [1.5, 1.5, 1.5]}
 
 

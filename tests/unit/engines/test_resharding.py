@@ -162,12 +162,9 @@ def boxes(ranks: int) -> dict[str, list[Chunk]]:
         4: [((2 * (rank // 2), 3 * (rank % 2)), (2, 3)) for rank in range(4)],
     }
     return {
-        "rows": rows(7, 3),
-        "grid": grid[ranks],
-        "replicated": [((0, 0), (5, 2))] * ranks,
-        "short": rows(1, 3),
+        "rows": rows(7, 3), "grid": grid[ranks], "replicated": [((0, 0), (5, 2))] * ranks, "short": rows(1, 3),
         "largest": rows(9, 9),
-    }
+    }  # fmt: skip
 
 
 def cut(tensor: Tensor, box: Chunk) -> Tensor:

@@ -207,12 +207,7 @@ def test_the_record_of_a_job(fake_slurm: FakeSlurm) -> None:
     job = scheduler.show_job("7")
     assert job["JobName"] == "a b"
     assert job["TRES"].startswith("cpu=2")
-    assert (job["JobState"], job["Restarts"], job["NumNodes"], job["Power"]) == (
-        "RUNNING",
-        "2",
-        "2-2",
-        "",
-    )
+    assert (job["JobState"], job["Restarts"], job["NumNodes"], job["Power"]) == ("RUNNING", "2", "2-2", "")
     assert fake_slurm.calls == ["scontrol -o show job 7"]
 
 

@@ -146,18 +146,10 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "values of another width": case(PatternMask(causal, packed), v_width=16),
     }
     assert {name: choose_kernel(requested).name for name, requested in actual.items()} == {
-        "packed": "varlen",
-        "window": "varlen",
-        "one document": "fused",
-        "prefix": "flex",
-        "starts unknown": "flex",
-        "pattern": "flex",
-        "float32": "flex",
-        "drops": "flex",
-        "drops, one document": "flex",
-        "sinks": "flex",
+        "packed": "varlen", "window": "varlen", "one document": "fused", "prefix": "flex", "starts unknown": "flex",
+        "pattern": "flex", "float32": "flex", "drops": "flex", "drops, one document": "flex", "sinks": "flex",
         "values of another width": "flex",
-    }
+    }  # fmt: skip
     varlen.list_parameters.cache_clear()
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
         monkeypatch.setattr(

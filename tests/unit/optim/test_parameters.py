@@ -258,11 +258,5 @@ def test_an_optimizer_and_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: p
         second = first - 0.05 * (0.5 * buffer + 1 + 0.25 * decays * first)
         torch.testing.assert_close(block, torch.full_like(block, second))
     assert [schedule_factor(config.lr_schedule, step, 10) for step in range(1, 8)] == [
-        0.5,
-        1,
-        0.5,
-        0.5,
-        0.5,
-        0.25,
-        0.25,
-    ]
+        0.5, 1, 0.5, 0.5, 0.5, 0.25, 0.25,
+    ]  # fmt: skip

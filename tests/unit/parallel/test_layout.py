@@ -335,17 +335,12 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
         lines = [re.split(r"\s{2,}", line) for line in table.splitlines()[3:]]
         assert {line[0]: line[1] for line in lines} == {
             "decoder.embedding.tokens": "vocab_parallel_embedding",
-            "decoder.layers.*.attn_residual.norm": "sequence_parallel",
-            "decoder.layers.*.attn": "gather_input",
-            "decoder.layers.*.attn.w[qkv]": "colwise",
-            "decoder.layers.*.attn.wo": "rowwise",
-            "decoder.layers.*.ffn_residual.norm": "sequence_parallel",
-            "decoder.layers.*.ffn": "gather_input",
-            "decoder.layers.*.ffn.w_gate": "colwise",
-            "decoder.layers.*.ffn.w_up": "colwise",
-            "decoder.layers.*.ffn.w_down": "rowwise",
-            "decoder.norm": "sequence_parallel",
-        }
+            "decoder.layers.*.attn_residual.norm": "sequence_parallel", "decoder.layers.*.attn": "gather_input",
+            "decoder.layers.*.attn.w[qkv]": "colwise", "decoder.layers.*.attn.wo": "rowwise",
+            "decoder.layers.*.ffn_residual.norm": "sequence_parallel", "decoder.layers.*.ffn": "gather_input",
+            "decoder.layers.*.ffn.w_gate": "colwise", "decoder.layers.*.ffn.w_up": "colwise",
+            "decoder.layers.*.ffn.w_down": "rowwise", "decoder.norm": "sequence_parallel",
+        }  # fmt: skip
         for line in lines:
             assert (line[-1] == "tp") == (sequence_parallel and "sequence_parallel" in line), line
 

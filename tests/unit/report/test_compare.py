@@ -71,13 +71,8 @@ def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(
     page = Page(write_comparison(RunComparison.read(runs), tmp_path / "c.html"))
     titles = [chart.split(",")[0] for chart in page.charts()]
     assert titles == [
-        "Training loss",
-        "Held-out loss",
-        "Bits per byte",
-        "Gradient norm",
-        "Learning rate",
-        "Speed",
-    ]
+        "Training loss", "Held-out loss", "Bits per byte", "Gradient norm", "Learning rate", "Speed",
+    ]  # fmt: skip
     for words in page.charts():
         assert "synthetic: " in words
         assert "slower: " in words

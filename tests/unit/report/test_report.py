@@ -18,14 +18,8 @@ from tests.support.reported_runs import Page, replace_metrics, report_page, writ
 def test_a_finished_run_shows_everything(run: Path) -> None:
     page = report_page(run)
     assert [label.split(",")[0] for label in page.charts()] == [
-        "Loss",
-        "Bits per byte",
-        "Gradient norm",
-        "Learning rate",
-        "Speed",
-        "Waiting for data",
-        "Memory",
-    ]
+        "Loss", "Bits per byte", "Gradient norm", "Learning rate", "Speed", "Waiting for data", "Memory",
+    ]  # fmt: skip
     for text in (
         "finished · 1,000 steps",
         "decoder · 4 layers · 256 wide",

@@ -320,11 +320,8 @@ def test_a_part_of_the_windows_gives_a_part_of_the_questions(tmp_path: Path) -> 
     answered, _ = predictions(tmp_path, 5)
     has_windows = answered.examples >= 4
     some = SpanPredictions(
-        answered.task,
-        answered.corpus,
-        answered.examples[has_windows],
-        answered.words[has_windows],
+        answered.task, answered.corpus, answered.examples[has_windows], answered.words[has_windows],
         answered.logits[has_windows],
-    )
+    )  # fmt: skip
     assert 0 < len(some.questions) <= 10
     assert 0 <= some.metrics()["f1"] <= 1

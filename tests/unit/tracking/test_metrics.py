@@ -165,15 +165,9 @@ def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> N
     scalars = [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events if e.summary.value]
     assert scalars[0] == (
         1,
-        {
-            "train/tokens": 100,
-            "train/loss": 3.0,
-            "train/lr": pytest.approx(1e-3),
-            "evaluation/code/loss": 1.5,
-            "evaluation/code/load/0": 0.5,
-            "evaluation/code/load/1": 2.0,
-        },
-    )
+        {"train/tokens": 100, "train/loss": 3.0, "train/lr": pytest.approx(1e-3), "evaluation/code/loss": 1.5,
+         "evaluation/code/load/0": 0.5, "evaluation/code/load/1": 2.0},
+    )  # fmt: skip
     assert [(step, values["train/loss"]) for step, values in scalars] == [
         (1, 3.0),
         (2, 2.0),

@@ -27,13 +27,10 @@ from megatfm.verify.verify import compute_gradient_differences
 
 def config(model: ModelConfig, parallel: ParallelConfig, sequence_length: int = 8192) -> Config:
     return Config(
-        name="x",
-        model=model,
-        data=DataConfig(train="t", tokenizer="m", sequence_length=sequence_length),
-        parallel=parallel,
-        optimizer=AdamWConfig(lr=1e-3),
+        name="x", model=model, data=DataConfig(train="t", tokenizer="m", sequence_length=sequence_length),
+        parallel=parallel, optimizer=AdamWConfig(lr=1e-3),
         train=TrainConfig(steps=1, global_batch=1024, micro_batch=1),
-    )
+    )  # fmt: skip
 
 
 LLAMA = ModelConfig(

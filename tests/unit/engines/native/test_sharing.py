@@ -157,13 +157,10 @@ MICRO = 2
 def config(parallel: ParallelConfig, micro_batch: int = MICRO) -> Config:
     config = load_config("quickstart", ["data.tokenizer=t", "data.train=d"])
     return config.model_copy(
-        update={
-            "model": UNTIED_MODEL,
-            "parallel": parallel,
-            "data": config.data.model_copy(update={"sequence_length": LENGTH}),
-            "train": config.train.model_copy(update={"global_batch": ROWS, "micro_batch": micro_batch}),
-        }
-    )
+        update={"model": UNTIED_MODEL, "parallel": parallel,
+                "data": config.data.model_copy(update={"sequence_length": LENGTH}),
+                "train": config.train.model_copy(update={"global_batch": ROWS, "micro_batch": micro_batch})},
+    )  # fmt: skip
 
 
 def needs(config: Config, engine: NativeEngine) -> MemoryNeeds:
