@@ -27,56 +27,27 @@ from tests.support.models import (
 from tests.support.reference_gradients import perturb
 
 PARTS = {
-    "transformer-2017": {
-        "family": "encoder_decoder",
-        "norm.name": "layer_norm",
-        "norm.placement": "post",
-        "ffn.activation": "relu",
-        "ffn.bias": True,
-        "position.name": "sinusoidal",
-        "embedding.scale": 4.0,
-        "lm_head.label_smoothing": 0.1,
-        "n_encoder_layers": 3,
-    },
-    "grouped heads, qk-norm": {
-        "attention.n_heads": 4,
-        "attention.n_kv_heads": 2,
-        "attention.qk_norm": True,
-        "attention.head_dim": 6,
-    },
-    "soft caps": {
-        "attention.softcap": 1.5,
-        "lm_head.softcap": 2.0,
-        "lm_head.bias": True,
-        "position.name": "alibi",
-    },
+    "transformer-2017": {"family": "encoder_decoder", "norm.name": "layer_norm", "norm.placement": "post",
+                         "ffn.activation": "relu", "ffn.bias": True, "position.name": "sinusoidal",
+                         "embedding.scale": 4.0, "lm_head.label_smoothing": 0.1, "n_encoder_layers": 3},
+    "grouped heads, qk-norm": {"attention.n_heads": 4, "attention.n_kv_heads": 2, "attention.qk_norm": True,
+                               "attention.head_dim": 6},
+    "soft caps": {"attention.softcap": 1.5, "lm_head.softcap": 2.0, "lm_head.bias": True, "position.name": "alibi"},
     "soft cap with shaw, one key-value head": {
-        "attention.softcap": 1.5,
-        "position.name": "shaw",
-        "position.max_distance": 2,
-        "attention.n_heads": 4,
+        "attention.softcap": 1.5, "position.name": "shaw", "position.max_distance": 2, "attention.n_heads": 4,
         "attention.n_kv_heads": 1,
     },
     "label smoothing, soft cap, scales": {
-        "lm_head.label_smoothing": 0.2,
-        "lm_head.softcap": 3.0,
-        "lm_head.scale": 0.5,
-        "attention.scale": 0.7,
+        "lm_head.label_smoothing": 0.2, "lm_head.softcap": 3.0, "lm_head.scale": 0.5, "attention.scale": 0.7,
         "embedding.tied": False,
     },
     "later tokens": {"n_mtp_heads": 2, "lm_head.label_smoothing": 0.1},
     "alibi with six heads": {"attention.n_heads": 6, "d_model": 24, "position.name": "alibi"},
     "t5 with more encoder layers, biases": {
-        "family": "encoder_decoder",
-        "n_encoder_layers": 3,
-        "attention.bias": True,
-        "position.name": "t5",
-        "position.buckets": 4,
-        "position.max_distance": 5,
-        "norm.placement": "deepnorm",
-        "init.name": "deepnorm",
+        "family": "encoder_decoder", "n_encoder_layers": 3, "attention.bias": True, "position.name": "t5",
+        "position.buckets": 4, "position.max_distance": 5, "norm.placement": "deepnorm", "init.name": "deepnorm",
     },
-}
+}  # fmt: skip
 DOCUMENTS = (6, 1, 4)
 PREFIXES = (3, 0, 4)
 ENCODER_DOCUMENTS = (5, 3, 2)

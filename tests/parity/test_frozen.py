@@ -21,22 +21,16 @@ from tests.support.workers import Workers
 
 LAYOUTS = {
     1: {"one process": ParallelConfig()},
-    2: {
-        "zero0": ParallelConfig(dp_shard=2, zero=0),
-        "zero1": ParallelConfig(dp_shard=2, zero=1),
-        "zero2": ParallelConfig(dp_shard=2, zero=2),
-        "zero3": ParallelConfig(dp_shard=2),
+    2: {"zero0": ParallelConfig(dp_shard=2, zero=0), "zero1": ParallelConfig(dp_shard=2, zero=1),
+        "zero2": ParallelConfig(dp_shard=2, zero=2), "zero3": ParallelConfig(dp_shard=2),
         "zero3, shards accumulated": ParallelConfig(dp_shard=2, grad_accumulation="sharded"),
-        "tp2": ParallelConfig(tp=2),
-        "pp2": ParallelConfig(pp=2),
-        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
-    },
+        "tp2": ParallelConfig(tp=2), "pp2": ParallelConfig(pp=2), "zbv": ParallelConfig(pp=2, pp_schedule="zbv")},
     4: {
         "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2),
         "zbv × zero1": ParallelConfig(pp=2, pp_schedule="zbv", dp_shard=2, zero=1),
         "zero2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=2),
     },
-}
+}  # fmt: skip
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:

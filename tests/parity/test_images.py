@@ -35,20 +35,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeiTForImageClassification": {**CLASSIFIER, "embedding.n_class_tokens": 2},
     "Dinov2ForImageClassification": DINO,
     "Dinov2WithRegistersForImageClassification": {
-        **DINO,
-        "embedding.n_register_tokens": 3,
-        "position.antialias": True,
+        **DINO, "embedding.n_register_tokens": 3, "position.antialias": True,
     },
     "SiglipVisionModel": {"embedding.n_class_tokens": 0, "ffn.activation": "gelu_tanh"},
-    "DINOv3ViTModel": {
-        "embedding.n_register_tokens": 2,
-        "position": {"name": "rope_2d", "normalized": True},
-        "attention.key_bias": False,
-        "ffn.activation": "swiglu",
-        "layer_scale": 1.0,
-    },
+    "DINOv3ViTModel": {"embedding.n_register_tokens": 2, "position": {"name": "rope_2d", "normalized": True},
+                       "attention.key_bias": False, "ffn.activation": "swiglu", "layer_scale": 1.0},
     "CLIPVisionModel": {"embedding.norm": True, "embedding.bias": False, "ffn.activation": "quick_gelu"},
-}
+}  # fmt: skip
 PRESETS = [f"vit-{size}" for size in ("ti16", "s16", "s32", "b16", "b32", "l16", "l32", "h14")]
 """The row of docs/guide/models.md whose figures are measured here."""
 SIZES = {"as trained": (16, 16), "wide, as many patches": (8, 32), "odd": (37, 53)}

@@ -27,20 +27,13 @@ LONGFORMER = {
 }  # fmt: skip
 MODELS = {
     "bigbird": {**BIGBIRD, "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}},
-    "bigbird-two": {
-        **BIGBIRD,
-        "attention.pattern": {"name": "bigbird", "block_size": 3, "n_random_blocks": 2},
-    },
-    "longformer": {
-        **LONGFORMER,
-        "attention.pattern": {"name": "longformer", "width": 4, "global_tokens": [0]},
-    },
+    "bigbird-two": {**BIGBIRD, "attention.pattern": {"name": "bigbird", "block_size": 3, "n_random_blocks": 2}},
+    "longformer": {**LONGFORMER, "attention.pattern": {"name": "longformer", "width": 4, "global_tokens": [0]}},
     "longformer-three": {
-        **LONGFORMER,
-        "attention.pattern": {"name": "longformer", "width": 6, "global_tokens": [0, 5, 30]},
+        **LONGFORMER, "attention.pattern": {"name": "longformer", "width": 6, "global_tokens": [0, 5, 30]},
         "embedding.n_segments": 1,
     },
-}
+}  # fmt: skip
 PRESETS = {"bigbird": ["bigbird-base", "bigbird-large"], "longformer": ["longformer-base"]}
 LENGTHS = {"bigbird": (24, 33), "bigbird-two": (35,), "longformer": (24, 17), "longformer-three": (35,)}
 """More than what would be seen whole, and some that no block divides."""

@@ -27,24 +27,16 @@ ENCODER_PATTERNS: dict[str, dict[str, Any]] = {
     "window": {"attention": {"pattern": {"name": "window", "width": 4}}},
     "bigbird": {"attention": {"pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 1}}},
     "etc": {
-        "attention": {
-            "pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 2}
-        }
+        "attention": {"pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 2}},
     },
     "longformer": {"attention": {"pattern": {"name": "longformer", "width": 2}}},
     "apart": {
-        "attention": {
-            "name": "longformer",
-            "pattern": {"name": "longformer", "width": 2, "global_tokens": [0, 2]},
-        }
+        "attention": {"name": "longformer", "pattern": {"name": "longformer", "width": 2, "global_tokens": [0, 2]}},
     },
-    **{
-        f"linformer_{share}": {"attention": {**LINFORMER_OPTIONS, "share": share}}
-        for share in ("none", "headwise")
-    },
+    **{f"linformer_{share}": {"attention": {**LINFORMER_OPTIONS, "share": share}} for share in ("none", "headwise")},
     "linformer_both": {"attention": {**LINFORMER_OPTIONS, "share": "key_value"}},
     "linformer_all": {"attention": {**LINFORMER_OPTIONS, "share": "layerwise"}},
-}
+}  # fmt: skip
 
 
 def one_block_each(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -43,23 +43,10 @@ change = st.tuples(
     st.sampled_from(["overwrite", "insert", "delete", "repeat", "cut", "swap"]),
     st.one_of(
         st.binary(min_size=1, max_size=12),
-        st.sampled_from(
-            [
-                b"\0" * 512,
-                b"\xff" * 8,
-                b"77777777777\0",
-                b"\x80" + b"\xff" * 11,
-                b"../",
-                b"NaN",
-                b"1e999",
-                b"i24",
-                b"|O",
-                b"(2, 3)",
-                b"-1",
-            ]
-        ),
+        st.sampled_from([b"\0" * 512, b"\xff" * 8, b"77777777777\0", b"\x80" + b"\xff" * 11, b"../", b"NaN", b"1e999",
+                         b"i24", b"|O", b"(2, 3)", b"-1"]),
     ),
-)
+)  # fmt: skip
 changes = st.lists(change, min_size=1, max_size=6)
 Changes = list[tuple[float, str, bytes]]
 

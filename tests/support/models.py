@@ -66,104 +66,59 @@ PYRAMID_OPTIONS = {
 MVIT_HEADS = {"stages.heads": (4, 8), "d_model": 32}
 FAMILY_MODELS = {
     "gpt": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        n_mtp_heads=1,
-        **{
-            "norm.name": "layer_norm",
-            "ffn.activation": "gelu_tanh",
-            "position.name": "learned",
-            "position.max_positions": LENGTH,
-            "attention.bias": True,
-            "ffn.bias": True,
-            "lm_head.label_smoothing": 0.1,
-            "lm_head.softcap": 5.0,
-        },
+        **SMALL_MODEL, **DROPOUTS, n_mtp_heads=1,
+        **{"norm.name": "layer_norm", "ffn.activation": "gelu_tanh", "position.name": "learned",
+           "position.max_positions": LENGTH, "attention.bias": True, "ffn.bias": True, "lm_head.label_smoothing": 0.1,
+           "lm_head.softcap": 5.0},
     ),
     "alibi, sandwich norm": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
+        **SMALL_MODEL, **DROPOUTS,
         **{"position.name": "alibi", "norm.placement": "sandwich", "attention.qk_norm": True},
     ),
     "shaw, deepnorm": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        **{
-            "position.name": "shaw",
-            "norm.placement": "deepnorm",
-            "init.name": "deepnorm",
-            "position.max_distance": 3,
-        },
+        **SMALL_MODEL, **DROPOUTS,
+        **{"position.name": "shaw", "norm.placement": "deepnorm", "init.name": "deepnorm",
+           "position.max_distance": 3},
     ),
     "llama": ModelConfig.from_dotted(
-        **SMALL_MODEL, **DROPOUTS, **{"attention.n_kv_heads": 2, "embedding.tied": False}
+        **SMALL_MODEL, **DROPOUTS, **{"attention.n_kv_heads": 2, "embedding.tied": False},
     ),
     "latent attention": ModelConfig.from_dotted(
         **SMALL_MODEL,
-        **{
-            "attention.name": "mla",
-            "attention.kv_lora_rank": 8,
-            "attention.q_lora_rank": 6,
-            "attention.qk_rope_head_dim": 4,
-        },
+        **{"attention.name": "mla", "attention.kv_lora_rank": 8, "attention.q_lora_rank": 6,
+           "attention.qk_rope_head_dim": 4},
     ),
     "bert": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        **BERT_OPTIONS,
-        family="encoder",
-        extra_heads={"sentence": {}, "boundary": {}},
+        **SMALL_MODEL, **DROPOUTS, **BERT_OPTIONS, family="encoder", extra_heads={"sentence": {}, "boundary": {}},
     ),
     "albert": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        **BERT_OPTIONS,
-        family="encoder",
-        distinct_layers=1,
-        **{"embedding.dim": 16},
+        **SMALL_MODEL, **DROPOUTS, **BERT_OPTIONS, family="encoder", distinct_layers=1, **{"embedding.dim": 16},
     ),
     "deberta": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        family="encoder",
+        **SMALL_MODEL, **DROPOUTS, family="encoder",
         **{"attention.name": "deberta", "position.name": "deberta", "position.max_distance": 4},
     ),
     "deberta v3": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        family="encoder",
-        **{
-            "attention.name": "deberta_v2",
-            "position.name": "deberta_v2",
-            "position.buckets": 4,
-            "position.max_distance": 8,
-        },
+        **SMALL_MODEL, **DROPOUTS, family="encoder",
+        **{"attention.name": "deberta_v2", "position.name": "deberta_v2", "position.buckets": 4,
+           "position.max_distance": 8},
     ),
     "t5": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        family="encoder_decoder",
-        n_encoder_layers=1,
+        **SMALL_MODEL, **DROPOUTS, family="encoder_decoder", n_encoder_layers=1,
         **{"position.name": "t5", "init.name": "t5", "attention.scale": 1.0, "lm_head.scale": 0.2},
     ),
     "xlnet": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        family="xlnet",
+        **SMALL_MODEL, **DROPOUTS, family="xlnet",
         **{"attention.name": "two_stream", "position.name": "transformer_xl", "lm_head.bias": True},
     ),
     "electra": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        **BERT_OPTIONS,
-        family="electra",
-        generator={"d_model": 16, "n_heads": 4, "d_ff": 24},
-        **{"embedding.dim": 16},
+        **SMALL_MODEL, **DROPOUTS, **BERT_OPTIONS, family="electra",
+        generator={"d_model": 16, "n_heads": 4, "d_ff": 24}, **{"embedding.dim": 16},
     ),
     "swin": ModelConfig.from_dotted(**(SWIN_MODEL | PYRAMID_OPTIONS), **DROPOUTS),
     "mvit v2": ModelConfig.from_dotted(**(MVIT_MODEL | MVIT_HEADS), **DROPOUTS),
     "swin v2": ModelConfig.from_dotted(**(SWIN_MODEL | SWIN_V2_OPTIONS | PYRAMID_OPTIONS), **DROPOUTS),
-}
+}  # fmt: skip
 PREFIX_LM = "prefix language model"
 FAMILY_NAMES = (*FAMILY_MODELS, PREFIX_LM)
 TINY_MODEL = {"vocab_size": 31, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 16}

@@ -160,36 +160,18 @@ SHAW_OPTIONS = {"position.name": "shaw", "position.max_distance": 3, "attention.
 SCORE_MODELS = {
     "shaw": SHAW_OPTIONS,
     "shaw, prefixes": SHAW_OPTIONS,
-    "shaw, window": {
-        **SHAW_OPTIONS,
-        "attention.pattern": {"name": "window", "width": 5, "initial_tokens": 1},
-    },
+    "shaw, window": {**SHAW_OPTIONS, "attention.pattern": {"name": "window", "width": 5, "initial_tokens": 1}},
     "shaw, bigbird": {
-        **SHAW_OPTIONS,
-        "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1},
+        **SHAW_OPTIONS, "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1},
     },
     "shaw of an encoder": {**SHAW_OPTIONS, "family": "encoder"},
-    "deberta": {
-        "family": "encoder",
-        "attention.name": "deberta",
-        "attention.dropout": 0.2,
-        "position.name": "deberta",
-        "position.max_distance": 4,
-    },
-    "deberta v3": {
-        "family": "encoder",
-        "attention.name": "deberta_v2",
-        "position.name": "deberta_v2",
-        "position.buckets": 4,
-        "position.max_distance": 8,
-    },
-    "xlnet": {
-        "family": "xlnet",
-        "attention.name": "two_stream",
-        "attention.dropout": 0.2,
-        "position.name": "transformer_xl",
-    },
-}
+    "deberta": {"family": "encoder", "attention.name": "deberta", "attention.dropout": 0.2,
+                "position.name": "deberta", "position.max_distance": 4},
+    "deberta v3": {"family": "encoder", "attention.name": "deberta_v2", "position.name": "deberta_v2",
+                   "position.buckets": 4, "position.max_distance": 8},
+    "xlnet": {"family": "xlnet", "attention.name": "two_stream", "attention.dropout": 0.2,
+              "position.name": "transformer_xl"},
+}  # fmt: skip
 
 
 def score_inputs(family: str, *, prefix: bool) -> dict[str, Tensor]:

@@ -98,13 +98,9 @@ def test_the_table_is_printed_for_several_ranks_alone() -> None:
     ):
         printed = dict(
             to_lines(
-                describe(
-                    load_config(
-                        "quickstart-moe", ["model.attention.n_heads=2", "model.vocab_size=64", *words]
-                    )
-                )
-            )
-        )
+                describe(load_config("quickstart-moe", ["model.attention.n_heads=2", "model.vocab_size=64", *words])),
+            ),
+        )  # fmt: skip
         assert (expected is None) == ("  on a rank" not in printed), words
         assert expected is None or expected in printed["  on a rank"], words
 

@@ -61,24 +61,15 @@ def config(folder: Path, **parallel: Any) -> Config:
     return Config.model_validate(
         {
             "name": "a",
-            "model": {
-                "d_model": 16,
-                "n_layers": 1,
-                "attention": {"n_heads": 2},
-                "ffn": {"d_ff": 16},
-                "init": {"std": 0.5},
-            },
-            "data": {
-                "train": corpus,
-                "validation": {"all": corpus},
-                "tokenizer": str(folder / "tokenizer.model"),
-                "sequence_length": LENGTH,
-            },
+            "model": {"d_model": 16, "n_layers": 1, "attention": {"n_heads": 2}, "ffn": {"d_ff": 16},
+                      "init": {"std": 0.5}},
+            "data": {"train": corpus, "validation": {"all": corpus}, "tokenizer": str(folder / "tokenizer.model"),
+                     "sequence_length": LENGTH},
             "parallel": parallel,
             "optimizer": {"name": "adamw", "lr": 1e-3},
             "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "seed": 5, "precision": "fp64"},
-        }
-    )
+        },
+    )  # fmt: skip
 
 
 def evaluated(folder: Path, parallel: dict[str, Any], micro_batch: int, max_rows: int) -> dict[str, Any]:
