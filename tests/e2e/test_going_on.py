@@ -102,7 +102,7 @@ def test_a_config_of_one_s_own_goes_on_from_it_on_several_processes(foreign, con
 
 
 def test_a_converted_folder_as_a_config_starts_from_its_weights(workers, corpus, foreign, tmp_path):
-    """It started from random ones, without a word."""
+    """A resume once started from random weights, without a word."""
     convert(foreign, tmp_path / "imported", "megatfm")
     words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
     assert workers.run(run_training, 1, load_config(tmp_path / "imported", words)) == [EXIT_OK]

@@ -434,7 +434,7 @@ def test_classes_weigh_as_those_of_torch() -> None:
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "squared_error"])
 def test_losses_of_numbers_are_transformers_s(loss: str) -> None:
-    """Those of multi_label_classification and regression, which are means over classes."""
+    """Losses of multi_label_classification and regression are means over classes."""
     config = ModelConfig.from_dotted(BERT_ENCODER | BARE).with_changes({"extra_heads.sentence.loss": loss})
     plain = ModelConfig.from_dotted(BERT_ENCODER | BARE)
     both = pair(plain, torch.float64, among=["BertForSequenceClassification"])

@@ -20,7 +20,8 @@ OF_TORCH = {
     "Optimizer": {"step"},
 }
 """Class of torch → what it calls or asks for by name, and documents."""
-PRONOUNS = {"It", "That", "They", "Those"}
+PRONOUNS = {"It", "That", "They", "Those", "Of", "What", "Who", "Whoever"}
+"""First words that name nothing."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -141,8 +142,30 @@ def test_every_public_callable_says_what_its_name_does_not() -> None:
     assert not actual, "\n".join(actual)
 
 
+def vague_docstrings(source: str) -> list[str]:
+    """Docstrings that lead with a pronoun, public or not."""
+    nodes = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, Function | ast.ClassDef | ast.Module)
+    ]
+    texts = [ast.get_docstring(node) or "Nothing." for node in nodes]
+    return [text.splitlines()[0] for text in texts if text.split()[0] in PRONOUNS]
+
+
+def test_docstrings_of_tests_name_the_thing() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    vague = {
+        path.name: lines for path in files if (lines := vague_docstrings(path.read_text(encoding="utf-8")))
+    }
+    assert len(files) > 100
+    assert not vague
+    assert vague_docstrings('"""What runs."""\ndef _run():\n    """Of 5 ranks."""') == [
+        "What runs.",
+        "Of 5 ranks.",
+    ]
+
+
 BASE = 'class Base:\n    """A base."""\n    def run(self):\n        """Tell."""\n'
-PROTOCOL = 'class Wanted(Protocol):\n    """What run and stop do."""\n    size: int\n    def run(self): ...\n'
+PROTOCOL = 'class Wanted(Protocol):\n    """Runs and stops."""\n    size: int\n    def run(self): ...\n'
 ENTRY = 'class Entry:\n    """read: what it reads."""\ndef read(): ...\n'
 
 
@@ -156,6 +179,7 @@ ENTRY = 'class Entry:\n    """read: what it reads."""\ndef read(): ...\n'
         ("class _Kind:\n    def run(self): ...", []),
         ("def run():\n    def inner(): ...", ["run"]),
         ('def run():\n    """Those that are meant."""', ["run"]),
+        ('def run():\n    """What is meant."""', ["run"]),
         ('def run():\n    """Seconds."""', []),
         ('class Kind:\n    """A kind."""\n    @property\n    def size(self): ...', ["Kind.size"]),
         (BASE + 'class Kind(Base):\n    """A kind."""\n    def run(self): ...', []),

@@ -57,7 +57,7 @@ def test_what_they_import_is_there() -> None:
 
 
 def test_their_configs_have_the_keys_of_today() -> None:
-    """Those that no test trains, too."""
+    """Configs that no test trains load, too."""
     learns, moe, zoo, engines = map(script, ("attention_learns", "moe_learns", "zoo_learns", "engines"))
     for positions in ("learned", "none"):
         for model in learns.make_models(256, 16, positions).values():

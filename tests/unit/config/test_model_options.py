@@ -116,7 +116,7 @@ def test_parts_that_do_not_go_together(options: dict[str, Any], way_out: str) ->
 
 @pytest.mark.parametrize("family", ["decoder", "encoder"])
 def test_the_smallest_buckets_of_t5_are_an_order_of_distances(family: str) -> None:
-    """Those that config lets pass give each distance a bucket that is there, farther ones no lower bucket."""
+    """Sizes that config lets pass give each distance an existing bucket, farther ones no lower bucket."""
     causal, distances = family == "decoder", torch.arange(0, 300)
     for n_buckets in (2, 4, 5, 7, 32):
         for farthest in range(1, 40):

@@ -326,7 +326,7 @@ def test_what_transformers_could_not_open_or_run_is_not_written(preset: str, wor
 
 
 def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
-    """It always says that the output matrix is shared, and by scale_decoder_outputs what was meant by it before."""
+    """transformers 5 always says that the output matrix is shared; scale_decoder_outputs has the former meaning."""
     kind, values = HF_DECODERS["t5-v1.1"]
     expected = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values)).eval()
     perturb(expected)

@@ -266,7 +266,7 @@ def test_the_words_of_hostile_texts(words: tuple[Tokenizer, CachedWordEncoder], 
 
 
 def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
-    """They are found in text before all else, which gigatoken is not asked to do."""
+    """Added tokens are found in text before all else, which gigatoken is not asked to do."""
     files = make_tokenizer_files(
         TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, ul2_modes=False), ["some text " * 50]
     )

@@ -109,7 +109,7 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_places_of_tokens_are_copied_so_too() -> None:
-    """Those of rows that are cut over ranks, in each layer and pass."""
+    """Places of rows that are cut over ranks count, too, in each layer and pass."""
     folder = Path(parallel.__file__).parent
     actual = [
         path.name

@@ -120,7 +120,7 @@ def biases(heads: int = N) -> Tensor:
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_biases_by_distance(pattern: AttentionPattern) -> None:
-    """They have a gradient (T5), or none (ALiBi)."""
+    """Biases have a gradient (T5), or none (ALiBi)."""
     for kv_heads, layout in zip((N, 2, 1, N), layouts(), strict=True):
         pattern_mask = PatternMask(pattern, layout, 0, N)
         assert compare(inputs(kv_heads), pattern_mask, bias=biases()) < 1e-13

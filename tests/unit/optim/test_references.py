@@ -37,7 +37,7 @@ def start() -> Weights:
 
 
 def gradients(weights: Weights, step: int) -> Weights:
-    """They depend on the weights, so that an error in one step shows in all that follow."""
+    """Gradients depend on the weights, so that an error in one step shows in all that follow."""
     generator = torch.Generator().manual_seed(step)
     return {
         name: 0.3 * weight + torch.randn(weight.shape, generator=generator, dtype=torch.float64)

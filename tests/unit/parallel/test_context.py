@@ -225,7 +225,7 @@ def test_rows_are_folded_where_later_tokens_see_more() -> None:
 
 
 def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
-    """They are full attention: in runs, the last of c ranks had (2c − 1) / c of the mean."""
+    """Full attention: in runs, the last of c ranks had (2c − 1) / c of the mean."""
     base = {"vocab_size": 31, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16}
     for section in ({"name": "window", "width": 256}, {"name": "chunked", "size": 256}):
         with torch.device("meta"):
@@ -308,7 +308,7 @@ def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> st
 
 @pytest.mark.parametrize("name", PATTERN_MODELS)
 def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
-    """It is carried, or one line says the way out."""
+    """Each pair is carried, or one line says the way out."""
     model_config = ModelConfig.from_dotted(PATTERN_MODELS[name])
     with torch.device("meta"):
         model = build(model_config)

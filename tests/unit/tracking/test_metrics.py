@@ -351,7 +351,7 @@ GROWING: dict[str, Callable[[RunDirectory], object]] = {
 def test_what_grows_does_not_grow_through_a_planted_link(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is named and left alone; samples are only for the report, so that a note suffices."""
+    """The file is named and left alone; samples are only for the report, so that a note suffices."""
     (tmp_path / "precious").touch()
     with RunDirectory(tmp_path / "run", 0) as run:
         (run.folder / "logs").mkdir(exist_ok=True)

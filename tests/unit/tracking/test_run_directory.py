@@ -138,7 +138,7 @@ def test_a_refused_run_leaves_what_others_wrote(tmp_path: Path) -> None:
 def test_checkpoints_and_logs_may_be_links_to_a_disk_of_their_own(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are followed, and the log says so; a link to nowhere, or into another run, is refused."""
+    """Links are followed, and the log says so; a link to nowhere, or into another run, is refused."""
     (tmp_path / "run").mkdir()
     link, target = tmp_path / "run" / name, tmp_path / "disk" / "of-run"
     link.symlink_to(target)

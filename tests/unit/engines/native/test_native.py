@@ -308,7 +308,7 @@ def test_steps_skipped_on_the_device_leave_the_same_bits(workers: Workers, tmp_p
 
 
 def order_of_a_step() -> list[str]:
-    """Who did what, of a step whose gradients are clipped."""
+    """Events of a step whose gradients are clipped, in order."""
     engine = early(build_engine(TIED_MODEL, ParallelConfig(), MUON))
     output: list[str] = []
     take(engine, ("",))
