@@ -34,8 +34,13 @@ settings.load_profile("megatfm")
 SIGNAL_MASK = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 """As the process started: fixtures of a module may block signals before a test begins."""
 CLUSTER = "tests/e2e/slurm/"
-INDEPENDENT = {"tests/parity/test_combinations.py"}
-"""Files of many small tests that any process may run."""
+INDEPENDENT = {"tests/parity/test_combinations.py", "tests/unit/verify/test_expected.py"}
+"""Files of many small tests that any process may run: the last ones, so that all processes end together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put independent tests last."""
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] in INDEPENDENT)
 
 
 class FileScheduling(LoadScopeScheduling):

@@ -17,29 +17,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 
 TOPICS = """
 name = "topics"
-[task]
-train = "train.csv"
-validation = "validation.csv"
-epochs = 3
-[model.lora]
-rank = 4
-alpha = 8
-[data]
-sequence_length = 32
-[optimizer]
-name = "adamw"
-lr = 1e-2
-[train]
-global_batch = 4
-micro_batch = 4
-precision = "fp32"
-[log]
-sinks = []
+task = { train = "train.csv", validation = "validation.csv", epochs = 3 }
+model = { lora = { rank = 4, alpha = 8 } }
+data = { sequence_length = 32 }
+optimizer = { name = "adamw", lr = 1e-2 }
+train = { global_batch = 4, micro_batch = 4, precision = "fp32" }
+log = { sinks = [] }
 """
 PAIRS = (
     TOPICS.replace("train.csv", "pairs.jsonl")
     .replace("validation.csv", "pairs.jsonl")
-    .replace("[task]", '[task]\nform = "preference"')
+    .replace("task = {", 'task = { form = "preference",')
 )
 
 
@@ -48,9 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "topics.toml").write_text(TOPICS)
     (tmp_path / "pairs.toml").write_text(PAIRS)
-    (tmp_path / "plain.toml").write_text(
-        re.sub(r"\[model.lora\]\n.*\n.*\n", "", PAIRS).replace("epochs = 3", "")
-    )
+    (tmp_path / "plain.toml").write_text(re.sub(r"model = .*\n", "", PAIRS).replace(", epochs = 3", ""))
     return tmp_path
 
 

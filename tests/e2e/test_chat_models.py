@@ -21,27 +21,11 @@ CHATML = (
 )
 CONFIG = """
 name = "chat"
-
-[task]
-form = "chat"
-train = "chats.jsonl"
-validation = "chats.jsonl"
-epochs = 30
-
-[data]
-sequence_length = 16
-
-[optimizer]
-name = "adamw"
-lr = 1e-2
-
-[train]
-global_batch = 4
-micro_batch = 4
-precision = "fp32"
-
-[log]
-sinks = []
+task = { form = "chat", train = "chats.jsonl", validation = "chats.jsonl", epochs = 30 }
+data = { sequence_length = 16 }
+optimizer = { name = "adamw", lr = 1e-2 }
+train = { global_batch = 4, micro_batch = 4, precision = "fp32" }
+log = { sinks = [] }
 """
 
 

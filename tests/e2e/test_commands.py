@@ -66,12 +66,8 @@ def test_what_a_user_does_with_a_run(trained, tmp_path):
 def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
     """On one process; `trained` is stopped and resumed on two."""
     tiny = [
-        "model.d_model=32",
-        "model.ffn.d_ff=64",
-        "model.n_layers=1",
-        "train.steps=40",
-        "evaluate.every=1000",
-    ]
+        "model.d_model=32", "model.ffn.d_ff=64", "model.n_layers=1", "train.steps=40", "evaluate.every=1000",
+    ]  # fmt: skip
     message = megatfm(
         "quickstart", "--nproc", 1, "--corpus", texts, *tiny, output=tmp_path / "said", cwd=tmp_path
     )

@@ -103,16 +103,10 @@ def test_stages_stopped_by_a_signal_are_the_run_never_stopped(
 
 
 TROUBLE = [
-    *(
-        "train.steps=12",
-        "evaluate.every=0",
-        "checkpoint.every=4",
-        "checkpoint.keep=9",
-        "parallel.zero=2",
-        "parallel.dp_shard=2",
-    ),
+    *("train.steps=12", "evaluate.every=0", "checkpoint.every=4", "checkpoint.keep=9", "parallel.zero=2",
+      "parallel.dp_shard=2"),
     *("resilience.spike=rollback", "resilience.spike_window=16"),
-]
+]  # fmt: skip
 
 
 def test_skipped_steps_and_rollbacks_under_deepspeed(

@@ -26,26 +26,11 @@ from tests.support.hf_folders import (
 
 CONFIG = """
 name = "task"
-
-[task]
-train = "train.jsonl"
-validation = "train.jsonl"
-epochs = 2
-
-[data]
-sequence_length = 32
-
-[optimizer]
-name = "adamw"
-lr = 4e-3
-
-[train]
-global_batch = 8
-micro_batch = 4
-precision = "fp32"
-
-[log]
-sinks = []
+task = { train = "train.jsonl", validation = "train.jsonl", epochs = 2 }
+data = { sequence_length = 32 }
+optimizer = { name = "adamw", lr = 4e-3 }
+train = { global_batch = 8, micro_batch = 4, precision = "fp32" }
+log = { sinks = [] }
 """
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
@@ -54,22 +39,14 @@ SIZES = {
 DEBERTA = {"relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c"}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 2, "eos_token_id": 3}
 XLNET = {
-    "initializer_range": 0.3,
-    "d_model": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "d_inner": 64,
-    "bos_token_id": 2,
+    "initializer_range": 0.3, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64, "bos_token_id": 2,
     "eos_token_id": 3,
-}
+}  # fmt: skip
 LLAMA = {"bos_token_id": 2, "eos_token_id": 3}
 MODELS: dict[str, dict[str, Any]] = {
-    "ModernBertForMaskedLM": {"local_attention": 8},
-    "DebertaForMaskedLM": DEBERTA,
-    "ElectraForMaskedLM": {"embedding_size": 16},
-    "LlamaForCausalLM": LLAMA,
-    "XLNetLMHeadModel": XLNET,
-}
+    "ModernBertForMaskedLM": {"local_attention": 8}, "DebertaForMaskedLM": DEBERTA,
+    "ElectraForMaskedLM": {"embedding_size": 16}, "LlamaForCausalLM": LLAMA, "XLNetLMHeadModel": XLNET,
+}  # fmt: skip
 
 
 def save_model(folder: Path, name: str, **options: Any) -> None:

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers
-from tokenizers import models, pre_tokenizers, processors
 
 from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.config import load_config
-from tests.support.hf_folders import read_lines, run_command, write_lines
+from tests.support.hf_folders import read_lines, run_command, save_bert, write_lines
 
 ANIMALS, TOOLS = (
     ["cat", "dog", "horse", "cow", "sheep", "goat"],
@@ -26,7 +24,11 @@ SHARP = ("saw", "rasp", "plane")
 OTHER = ["the", "a", "old", "new", "in", "on", "by"]
 CONFIG = """
 name = "things"
-
+data = { sequence_length = 32 }
+optimizer = { name = "adamw", lr = 5e-3 }
+train = { global_batch = 4, micro_batch = 2, precision = "fp32" }
+checkpoint = { keep = 1 }
+log = { sinks = [] }
 [task]
 train = "train.csv"
 validation = "validation.csv"
@@ -35,24 +37,6 @@ text = "first"
 text_pair = "second"
 label = "kind"
 epochs = 6
-
-[data]
-sequence_length = 32
-
-[optimizer]
-name = "adamw"
-lr = 5e-3
-
-[train]
-global_batch = 4
-micro_batch = 2
-precision = "fp32"
-
-[checkpoint]
-keep = 1
-
-[log]
-sinks = []
 """
 
 
@@ -70,23 +54,7 @@ def pairs(n: int, seed: int) -> list[dict[str, str]]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face folder `bert`, and the files of a task."""
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *ANIMALS, *TOOLS, *OTHER]
-    built = tokenizers.Tokenizer(
-        models.WordPiece({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]")
-    )
-    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    built.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=built, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
-        mask_token="[MASK]",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    transformers.BertForPreTraining(config).save_pretrained(tmp_path / "bert")
-    fast.save_pretrained(tmp_path / "bert")
+    save_bert(tmp_path / "bert", [*ANIMALS, *TOOLS, *OTHER])
     for name, n, seed in (("train", 240, 1), ("validation", 30, 2)):
         with open(tmp_path / f"{name}.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, ["first", "second", "kind"])
@@ -126,14 +94,14 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     best = max(by_step, key=lambda step: (by_step[step], -step))
     assert results["checkpoint"] == f"step-{best:08d}"
     assert len(by_step) >= 6
-    kept = [path.name for path in list_checkpoints(folder / "runs/things/checkpoints")]
-    assert kept == sorted({results["checkpoint"], f"step-{max(by_step):08d}"})
+    checkpoints = [path.name for path in list_checkpoints(folder / "runs/things/checkpoints")]
+    assert checkpoints == sorted({results["checkpoint"], f"step-{max(by_step):08d}"})
 
     rows = pairs(21, 3)
     predictions = read_lines(folder / "runs/things/predictions/test.jsonl")
-    wanted = their_probabilities(folder / "exported", rows)
+    probabilities = their_probabilities(folder / "exported", rows)
     actual = torch.tensor([list(row["probabilities"].values()) for row in predictions])
-    torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-6)
+    torch.testing.assert_close(actual, probabilities, rtol=0, atol=2e-6)
     hits = [row["label"] == truth["kind"] for row, truth in zip(predictions, rows, strict=True)]
     assert sum(hits) / len(hits) == pytest.approx(test["metrics"]["accuracy"])
 
@@ -221,16 +189,12 @@ def test_a_wrong_task_is_refused_and_leaves_no_run(
 
 TINY = "model={d_model=16, n_layers=2, attention={n_heads=2}, ffn={d_ff=32}"
 FORMS = {
-    "classification": (
-        [*"ab"],
-        {"task.lm_weight": "0.5"},
-        "decoder",
-        {"row", "label", "probability", "probabilities"},
-    ),
+    "classification": ([*"ab"], {"task.lm_weight": "0.5"}, "decoder",
+                       {"row", "label", "probability", "probabilities"}),
     "multilabel": ([["a", "b"], []], {}, "decoder", {"row", "labels", "probabilities"}),
     "regression": ([0.5, -2], {}, "encoder", {"row", "value"}),
     "tagging": ([["B-A", "I-A", "O"], ["O", "O", "O"]], {}, "encoder", {"row", "labels"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -282,11 +246,8 @@ def test_conversations_train_their_answers_alone(folder: Path, capfd: pytest.Cap
         "task.chat_template": "chat.jinja",
     }  # fmt: skip
     command = [
-        "finetune",
-        "task.toml",
-        f'{TINY}, family="decoder"}}',
-        *(f"{k}={v}" for k, v in words.items()),
-    ]
+        "finetune", "task.toml", f'{TINY}, family="decoder"}}', *(f"{k}={v}" for k, v in words.items()),
+    ]  # fmt: skip
     (folder / "chat.jinja").write_text(TEMPLATE)
     assert run_command(*command) == 0
     validation = json.loads((folder / "runs/things/task.json").read_text())["sets"]["validation"]

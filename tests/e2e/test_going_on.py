@@ -34,12 +34,8 @@ from tests.support.training_runs import (
 from tests.support.workers import Workers
 
 STILL = (
-    "optimizer.lr=1e-12",
-    "train.steps=1",
-    "lr_schedule.warmup_steps=0",
-    "evaluate.every=0",
-    "log.sinks=[]",
-)
+    "optimizer.lr=1e-12", "train.steps=1", "lr_schedule.warmup_steps=0", "evaluate.every=0", "log.sinks=[]",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -106,7 +102,7 @@ def test_a_config_of_one_s_own_goes_on_from_it_on_several_processes(foreign, con
 
 
 def test_a_converted_folder_as_a_config_starts_from_its_weights(workers, corpus, foreign, tmp_path):
-    """It started from random ones, without a word."""
+    """A resume once started from random weights, without a word."""
     convert(foreign, tmp_path / "imported", "megatfm")
     words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", "train.global_batch=2", *STILL]
     assert workers.run(run_training, 1, load_config(tmp_path / "imported", words)) == [EXIT_OK]
@@ -152,11 +148,8 @@ def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
     assert (config.name, config.run_dir, config.data.validation) == ("from-first", None, {})
     assert (config.optimizer.name, config.data.workers, config.train.steps) == ("muon", 1, 3)
     words = [
-        "optimizer.matrix_lr=1e-12",
-        f"run_dir={tmp_path / 'second'}",
-        f"data.train={corpus}/train",
-        *STILL,
-    ]
+        "optimizer.matrix_lr=1e-12", f"run_dir={tmp_path / 'second'}", f"data.train={corpus}/train", *STILL,
+    ]  # fmt: skip
     assert workers.run(run_training, 1, continue_from_config(tmp_path / "first", None, words)[0]) == [EXIT_OK]
     same_weights(tmp_path / "second", megatfm.load(tmp_path / "first"))
     with pytest.raises(UsageError, match=r"give data\.train=CORPUS/train"):
@@ -175,8 +168,8 @@ def test_the_command_takes_a_model_with_and_without_a_config(
             cli.main(["train", *words])
         assert left.value.code == 0
     assert [config.name for config in taken] == ["from-foreign", "small"]
-    (kept,) = {config.train.init_from for config in taken}
-    assert [str(path) for path in (tmp_path / "run").glob("from-*")] == [kept]
+    (weights,) = {config.train.init_from for config in taken}
+    assert [str(path) for path in (tmp_path / "run").glob("from-*")] == [weights]
     recipe = tomllib.loads(config_file.read_text())
     del recipe["model"]  # the folder brings it
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe))
@@ -188,7 +181,7 @@ def test_the_command_takes_a_model_with_and_without_a_config(
     shutil.copytree(foreign, other)
     with pytest.raises(SystemExit):
         cli.main(["train", "--from", str(other), run, text])
-    assert taken[-1].train.init_from != kept, "a folder of an earlier --from was taken for another's"
+    assert taken[-1].train.init_from != weights, "a folder of an earlier --from was taken for another's"
     with pytest.raises(SystemExit) as left:
         cli.main(["train"])
     assert left.value.code == 2

@@ -11,78 +11,52 @@ from tests.support.training_runs import training_curve
 
 CONFIG = """
 name = "towers"
+objective = { name = "contrastive" }
+optimizer = { name = "adamw", lr = 4e-3 }
+lr_schedule = { warmup_steps = 5 }
+train = { steps = 40, global_batch = 24, micro_batch = 12, precision = "fp32" }
+checkpoint = { every = 20, keep = 9 }
+evaluate = { every = 20 }
+log = { every = 1 }
 [model]
 family = "two_towers"
 d_model = 32
 n_layers = 2
 dropout = 0.1
-[model.attention]
-n_heads = 2
-bias = true
-[model.ffn]
-d_ff = 64
-activation = "gelu"
-bias = true
-[model.norm]
-name = "layer_norm"
-[model.embedding]
-name = "patches"
-patch_size = 4
-[model.position]
-name = "learned_2d"
-grid = [4, 4]
-[model.lm_head]
-name = "none"
-[model.init]
-name = "xavier"
-[model.text_tower]
-d_model = 32
-n_layers = 2
-n_heads = 2
-d_ff = 64
-max_positions = 24
-[model.contrastive]
-width = 16
-max_scale = 100.0
-[objective]
-name = "contrastive"
+attention = { n_heads = 2, bias = true }
+ffn = { d_ff = 64, activation = "gelu", bias = true }
+norm = { name = "layer_norm" }
+embedding = { name = "patches", patch_size = 4 }
+position = { name = "learned_2d", grid = [4, 4] }
+lm_head = { name = "none" }
+init = { name = "xavier" }
+text_tower = { d_model = 32, n_layers = 2, n_heads = 2, d_ff = 64, max_positions = 24 }
+contrastive = { width = 16, max_scale = 100.0 }
 [data]
 train = "corpora/shapes/train"
 validation = { shapes = "corpora/shapes/validation" }
 tokenizer = "corpora/shapes/tokenizer.model"
 sequence_length = 34
 target_length = 40
-[data.images]
-size = 16
-crop_pct = 1.0
-[optimizer]
-name = "adamw"
-lr = 4e-3
-[lr_schedule]
-warmup_steps = 5
-[train]
-steps = 40
-global_batch = 24
-micro_batch = 12
-precision = "fp32"
-[checkpoint]
-every = 20
-keep = 9
-[evaluate]
-every = 20
-[log]
-every = 1
+images = { size = 16, crop_pct = 1.0 }
 """
 
 
 CAPTIONER = """
 name = "captioner"
+objective = { name = "image_to_text" }
+optimizer = { name = "adamw", lr = 4e-3 }
+lr_schedule = { warmup_steps = 5 }
+train = { steps = 240, global_batch = 24, micro_batch = 12, precision = "fp32" }
+checkpoint = { every = 30, keep = 9 }
+evaluate = { every = 120 }
 [model]
 family = "vision_language"
 d_model = 64
 n_layers = 2
 attention = { n_heads = 4 }
 ffn = { d_ff = 128 }
+connector = { image_token_id = 339 }
 [model.vision_tower]
 d_model = 32
 n_layers = 2
@@ -91,34 +65,13 @@ d_ff = 64
 activation = "gelu"
 grid = [4, 4]
 embedding = { name = "patches", patch_size = 4, bias = false, norm = true }
-[model.connector]
-image_token_id = 339
-[objective]
-name = "image_to_text"
 [data]
 train = "corpora/shapes/train"
 validation = { shapes = "corpora/shapes/validation" }
 tokenizer = "corpora/shapes/tokenizer.model"
 sequence_length = 34
 target_length = 80
-[data.images]
-size = 16
-crop_pct = 1.0
-[optimizer]
-name = "adamw"
-lr = 4e-3
-[lr_schedule]
-warmup_steps = 5
-[train]
-steps = 240
-global_batch = 24
-micro_batch = 12
-precision = "fp32"
-[checkpoint]
-every = 30
-keep = 9
-[evaluate]
-every = 120
+images = { size = 16, crop_pct = 1.0 }
 """
 
 

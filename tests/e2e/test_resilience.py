@@ -67,9 +67,9 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, cases: lis
             if how == "raises"
             else "ended without an error message"
         )
-        seen = re.search(rf"error: rank {rank} on {HOST} at step (\d+), {SEEN_IN[phase]}: {what}", output)
-        assert seen, (phase, output)
-        assert int(seen[1]) == STEPS[phase] if how == "raises" else int(seen[1]) <= STEPS[phase]
+        match = re.search(rf"error: rank {rank} on {HOST} at step (\d+), {SEEN_IN[phase]}: {what}", output)
+        assert match, (phase, output)
+        assert int(match[1]) == STEPS[phase] if how == "raises" else int(match[1]) <= STEPS[phase]
         assert (failed["ranks"], failed["hosts"]) == ([rank], [HOST]), phase
 
 
@@ -112,9 +112,9 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(start: Start, ca
         output = run.said(1 - rank)
         what = "has made no progress for" if how in ("sleeps", "sticks_in_c") else "no sign of life for"
         named = rf"error: rank {rank} on {HOST} at step \d+, {SEEN_IN[phase]}: {what} (\d+) s"
-        seen = re.search(named, output)
-        assert seen, (phase, output)
-        assert HANG <= float(seen[1]) <= HANG + 20, "test_hang_detector.py has it to the second"
+        match = re.search(named, output)
+        assert match, (phase, output)
+        assert HANG <= float(match[1]) <= HANG + 20, "test_hang_detector.py has it to the second"
         (failed,) = [event for event in run.events() if event["event"] == "failed"]
         assert (failed["ranks"], failed["hosts"]) == ([rank], [HOST])
         log = (run.folder / "logs" / f"rank-{1 - rank}.log").read_text()
@@ -243,11 +243,8 @@ def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(
 ) -> None:
     (tmp_path / "crashes.py").write_text(CRASHES)
     words = [
-        str(config_file),
-        f"run_dir={tmp_path / 'run'}",
-        'plugins=["crashes"]',
-        "resilience.max_failures=1",
-    ]
+        str(config_file), f"run_dir={tmp_path / 'run'}", 'plugins=["crashes"]', "resilience.max_failures=1",
+    ]  # fmt: skip
     agent = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", "--monitor-interval=0.1"]
     torchrun = ForkedCommand(
         [*agent, "-m", "megatfm", "train", *words],

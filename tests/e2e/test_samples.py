@@ -114,12 +114,9 @@ def test_layouts_that_can_not_generate_are_refused_by_name(
 
 def test_an_engine_that_can_not_generate_is_refused_by_name(workers: Workers, make_config: Any) -> None:
     config = make_config(
-        "evaluate.sample_prompts=['x']",
-        "parallel.engine=deepspeed",
-        "parallel.zero=2",
-        "optimizer.name=adamw",
+        "evaluate.sample_prompts=['x']", "parallel.engine=deepspeed", "parallel.zero=2", "optimizer.name=adamw",
         run="run",
-    )
+    )  # fmt: skip
     with pytest.raises(
         WorkerFailure, match=r"evaluate\.sample_prompts: parallel\.engine = 'deepspeed' does not"
     ):
@@ -130,12 +127,8 @@ def test_an_engine_that_can_not_generate_is_refused_by_name(workers: Workers, ma
 
 
 SHORT_WITH_TASKS = (
-    "train.steps=2",
-    "evaluate.every=1",
-    "evaluate.max_rows=4",
-    "checkpoint.every=1",
-    "train.precision=fp64",
-)
+    "train.steps=2", "evaluate.every=1", "evaluate.max_rows=4", "checkpoint.every=1", "train.precision=fp64",
+)  # fmt: skip
 TASK_LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one rank": (1, ()),
     "tp x dp": (4, ("parallel.tp=2", "parallel.dp_shard=2")),
@@ -207,13 +200,8 @@ def test_the_command_leaves_results_in_the_run(
     tasks = write_tasks(tmp_path)
     workers.run(train_with_tasks, 1, make_config(*SHORT_WITH_TASKS, run="run"))
     words = [
-        "evaluate",
-        str(tmp_path / "run"),
-        "--task",
-        tasks["choice"],
-        "--task",
-        f"other={tasks['cloze']}",
-    ]
+        "evaluate", str(tmp_path / "run"), "--task", tasks["choice"], "--task", f"other={tasks['cloze']}",
+    ]  # fmt: skip
     with pytest.raises(SystemExit) as ended:
         cli.main([*words, "--batch", "5", "--limit", "4", "--device", "cpu"])
     assert not ended.value.code

@@ -22,30 +22,12 @@ from tests.support.hf_folders import (
 
 CONFIG = """
 name = "task"
-
-[task]
-train = "train.jsonl"
-validation = "validation.jsonl"
-test = "test.jsonl"
-epochs = 6
-
-[data]
-sequence_length = 32
-
-[optimizer]
-name = "adamw"
-lr = 4e-3
-
-[train]
-global_batch = 8
-micro_batch = 4
-precision = "fp32"
-
-[checkpoint]
-keep = 1
-
-[log]
-sinks = []
+task = { train = "train.jsonl", validation = "validation.jsonl", test = "test.jsonl", epochs = 6 }
+data = { sequence_length = 32 }
+optimizer = { name = "adamw", lr = 4e-3 }
+train = { global_batch = 8, micro_batch = 4, precision = "fp32" }
+checkpoint = { keep = 1 }
+log = { sinks = [] }
 """
 TINY = "model={d_model=32, n_layers=1, attention={n_heads=2}, ffn={d_ff=64}"
 
@@ -262,12 +244,8 @@ def test_what_is_trained_is_shown(folder: Path, capfd: pytest.CaptureFixture[str
         further_rows = [{"text": "red", "label": "bad"}] * (form == "classification")
         write_lines(folder / "train.jsonl", [row, *further_rows])
         words = [
-            f"task.form={form}",
-            "task.validation=",
-            "task.test=",
-            f"name={form}",
-            "data.sequence_length=48",
-        ]
+            f"task.form={form}", "task.validation=", "task.test=", f"name={form}", "data.sequence_length=48",
+        ]  # fmt: skip
         words += ['task.choices=["a","b"]'] if form == "multiple_choice" else []
         assert run_command("finetune", "task.toml", "--from", "bert", "--prepare", *words) == 0
         (corpus,) = {path.parent for path in folder.glob(f"runs/{form}/task/*/manifest.json")}

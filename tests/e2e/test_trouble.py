@@ -95,10 +95,10 @@ def test_a_spike_is_rolled_back_and_its_data_skipped(
     assert [line["tokens"] for line in training_curve(run)] == [8 * 64 * step for step in range(1, 17)]
     # Every resume takes the same data and ends with the same bits, even where nothing spikes this time.
     before, last = training_curve(run), stored_weights(run, 16)
-    for kept, expected in ((12, keys[14:18]), (8, keys[10:18]), (4, keys[4:8] + keys[10:18])):
-        forget_after(run, kept)
+    for n_snapshots, expected in ((12, keys[14:18]), (8, keys[10:18]), (4, keys[4:8] + keys[10:18])):
+        forget_after(run, n_snapshots)
         ((code, read),) = workers.run(train_with_faults, 1, config)
-        assert (code, read) == (EXIT_OK, expected), kept
+        assert (code, read) == (EXIT_OK, expected), n_snapshots
         assert training_curve(run) == before
         assert same_tensors(stored_weights(run, 16), last)
 

@@ -24,15 +24,9 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed"
 )
 TINY = LlamaConfig(
-    vocab_size=512,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-)
+    vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+)  # fmt: skip
 STEPS = 3
 
 
@@ -64,24 +58,16 @@ def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]
         state = utils.safe_get_full_optimizer_state
         actual = {
             "fp32": {n: utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()},
-            **{
-                key: {n: state(p, key) for n, p in model.named_parameters()}
-                for key in ("exp_avg", "exp_avg_sq")
-            },
-        }
+            **{key: {n: state(p, key) for n, p in model.named_parameters()} for key in ("exp_avg", "exp_avg_sq")},
+        }  # fmt: skip
         if dist.get_rank() == 0:
             tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
             tool.main(
-                argparse.Namespace(
-                    input_folder=str(folder / "theirs/global_step3"),
-                    output_folder=str(folder / "universal"),
-                    num_extract_workers=1,
-                    num_merge_workers=1,
-                    keep_temp_folder=False,
-                    strict=True,
-                    inject_missing_state=True,
-                )
-            )
+                argparse.Namespace(input_folder=str(folder / "theirs/global_step3"),
+                                   output_folder=str(folder / "universal"), num_extract_workers=1,
+                                   num_merge_workers=1, keep_temp_folder=False, strict=True,
+                                   inject_missing_state=True),
+            )  # fmt: skip
         engine.destroy()
     return actual
 
@@ -99,12 +85,12 @@ def test_weights_and_adam_s_state_go_over_to_the_bit(
     assert "with Adam's state of step 3" in capsys.readouterr().out
     stored = checkpoint.read_tensors(actual / f"checkpoints/step-{STEPS:08d}")
     rules = UniversalFolder(source, like).rules
-    for key, wanted in expected.items():
+    for key, tensor in expected.items():
         prefix, suffix = ("model.", "") if key == "fp32" else ("optimizer.", f".{key}")
         mine = {n: stored[f"{prefix}{n}{suffix}"] for rule in rules for n in rule.megatfm}
         back = to_hf(rules, mine)
-        assert back.keys() == wanted.keys()
-        assert [name for name in wanted if not torch.equal(back[name], wanted[name])] == []
+        assert back.keys() == tensor.keys()
+        assert [name for name in tensor if not torch.equal(back[name], tensor[name])] == []
     assert {t.item() for name, t in stored.items() if name.endswith(".step")} == {float(STEPS)}
     convert(actual, tmp_path / "again", "hf")
     again = LlamaForCausalLM.from_pretrained(tmp_path / "again").state_dict()

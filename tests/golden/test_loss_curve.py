@@ -61,26 +61,16 @@ def golden_curve(lr: float) -> list[float]:
 def curve(lr: float, precision: str, steps: int = STEPS) -> list[float]:
     optimizer = MuonConfig(lr=lr, matrix_lr=0.02 * lr / 3e-3)
     config = ModelConfig(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        n_layers=2,
-        attention={"n_heads": 2, "n_kv_heads": 1},
-        ffn={"d_ff": 64},
-    )
+        vocab_size=VOCABULARY, d_model=32, n_layers=2, attention={"n_heads": 2, "n_kv_heads": 1}, ffn={"d_ff": 64},
+    )  # fmt: skip
     mesh = build_mesh(ParallelConfig(), 1, "cpu")
     with torch.device("meta"):
         model = build(config)
     optimizers = optimizer_groups(optimizer, model)
     layout = parallelize(model, mesh, sequence_parallel=True)
     engine = NativeEngine(
-        model,
-        layout,
-        mesh,
-        device=torch.device("cpu"),
-        precision=precision,
-        seed=0,
-        optimizers=optimizers,
-    )
+        model, layout, mesh, device=torch.device("cpu"), precision=precision, seed=0, optimizers=optimizers,
+    )  # fmt: skip
     objective, losses = Causal(SpecialTokens(bos=0, eos=1, pad=2)), []
     for step in range(1, steps + 1):
         losses.append(engine.forward_backward([batch(step)], objective).loss)

@@ -262,7 +262,7 @@ def test_the_cross_entropy_by_its_kernel(variant: LogitOptions, dtype: torch.dty
 
 @on_a_gpu
 def test_running_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
-    """It says which lines of Python the memory went to: those of this file, too."""
+    """The record names the lines of Python that took memory: those of this file, too."""
     record_allocations(torch.device("cuda"))
     held = torch.ones(2**20, device="cuda")
     with (

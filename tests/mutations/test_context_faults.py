@@ -101,10 +101,10 @@ def a_document_s_boundary_is_lost_at_a_cut(patch: Patch) -> None:
     real = SequenceShard.document_ids
 
     def numbers(self: SequenceShard, **options: Any) -> Any:
-        there = self.key_token_indices is not None and not torch.equal(
+        is_cut = self.key_token_indices is not None and not torch.equal(
             self.key_token_indices, self.token_indices
         )
-        return None if there else real(self, **options)
+        return None if is_cut else real(self, **options)
 
     patch.setattr(SequenceShard, "document_ids", numbers)
 

@@ -91,27 +91,15 @@ SOFT = FAMILY_MODELS["albert"].with_changes(
 CP2 = ParallelConfig(cp=2, dp_shard=1)
 FAULTS: dict[Callable[[Patch], None], tuple[ModelConfig, ParallelConfig, Any, str]] = {
     a_window_reaches_eight_times_as_far: (MISTRAL, CP2, CausalObjective(), "send over cp"),
-    a_style_sums_twice_and_says_so: (
-        FAMILY_MODELS["llama"],
-        ParallelConfig(tp=2, dp_shard=1),
-        CausalObjective(),
-        "all_reduce over tp",
-    ),
+    a_style_sums_twice_and_says_so: (FAMILY_MODELS["llama"], ParallelConfig(tp=2, dp_shard=1), CausalObjective(),
+                                     "all_reduce over tp"),
     experts_get_slots_that_no_row_has: (SOFT, CP2, MaskedObjective(), "all_gather over cp"),
-    stages_are_divided_unequally: (
-        FAMILY_MODELS["gpt"],
-        ParallelConfig(pp=2, dp_shard=2, zero=1),
-        CausalObjective(),
-        "reduce_scatter over dp_shard",
-    ),
+    stages_are_divided_unequally: (FAMILY_MODELS["gpt"], ParallelConfig(pp=2, dp_shard=2, zero=1), CausalObjective(),
+                                   "reduce_scatter over dp_shard"),
     a_rank_is_dealt_more_of_a_row_than_others: (FAMILY_MODELS["llama"], CP2, CausalObjective(), "over cp"),
-    more_tokens_around_spans_are_fetched: (
-        FAMILY_MODELS["bert"].with_changes({"extra_heads": {"boundary": {}}}),
-        CP2,
-        SpanBoundaryObjective(),
-        "send over cp",
-    ),
-}
+    more_tokens_around_spans_are_fetched: (FAMILY_MODELS["bert"].with_changes({"extra_heads": {"boundary": {}}}), CP2,
+                                           SpanBoundaryObjective(), "send over cp"),
+}  # fmt: skip
 """Fault → the model, layout and objective that show it, and the collective that must be found to differ."""
 
 

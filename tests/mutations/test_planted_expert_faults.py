@@ -93,40 +93,23 @@ def leave_parts_in_the_order_of_ranks(patch: Patch) -> None:
 
 OVER_PARTS = ParallelConfig(dp_shard=1, cp=2, ep=2, zero=0)
 CASES: dict[str, tuple[str, ParallelConfig, dict[Callable[[Patch], None], str]]] = {
-    "folded": (
-        "by batch",
-        EXPERT_TP_LAYOUTS[2]["ep2 of tp2"],
-        {leave_rows_in_the_order_of_experts: UP, bring_gradients_back_in_another_order: UP},
-    ),
-    "by_channel": (
-        "by batch",
-        EXPERT_TP_LAYOUTS[2]["tp2 by channels"],
-        {forget_the_weights_other_shares: ROUTER, forget_the_other_channels_gradient: ROUTER},
-    ),
+    "folded": ("by batch", EXPERT_TP_LAYOUTS[2]["ep2 of tp2"],
+               {leave_rows_in_the_order_of_experts: UP, bring_gradients_back_in_another_order: UP}),
+    "by_channel": ("by batch", EXPERT_TP_LAYOUTS[2]["tp2 by channels"],
+                   {forget_the_weights_other_shares: ROUTER, forget_the_other_channels_gradient: ROUTER}),
     "parts of rows": (
-        "by batch",
-        OVER_PARTS,
-        {
-            take_experts_for_everybody_s: UP,
-            leave_rows_in_the_order_of_experts: UP,
-            bring_gradients_back_in_another_order: UP,
-        },
+        "by batch", OVER_PARTS,
+        {take_experts_for_everybody_s: UP, leave_rows_in_the_order_of_experts: UP,
+         bring_gradients_back_in_another_order: UP},
     ),
     "beside shared ones": (
-        "deepseek-v3",
-        EP2,
-        {
-            read_gradients_before_they_come: BELOW,
-            forget_what_is_below_shared_ones: BELOW,
-            count_shared_ones_twice: "ffn.shared.w_down.weight",
-        },
+        "deepseek-v3", EP2,
+        {read_gradients_before_they_come: BELOW, forget_what_is_below_shared_ones: BELOW,
+         count_shared_ones_twice: "ffn.shared.w_down.weight"},
     ),
-    "parts of limited rows": (
-        "switch",
-        ParallelConfig(dp_shard=1, cp=2),
-        {limit_parts_of_rows: UP, leave_parts_in_the_order_of_ranks: UP},
-    ),
-}
+    "parts of limited rows": ("switch", ParallelConfig(dp_shard=1, cp=2),
+                              {limit_parts_of_rows: UP, leave_parts_in_the_order_of_ranks: UP}),
+}  # fmt: skip
 
 
 def wrong(case: str) -> dict[str, set[str]]:

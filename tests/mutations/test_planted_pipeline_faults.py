@@ -30,14 +30,10 @@ Patch = pytest.MonkeyPatch
 TWO = ParallelConfig(pp=2)
 FOUR = ParallelConfig(pp=4)
 ZBV = ParallelConfig(
-    pp=2,
-    pp_schedule="zbv",
-    pp_split_points=[
-        "generator.encoder.layers.1",
-        "discriminator.encoder.layers.0",
-        "discriminator.encoder.layers.1",
-    ],
-)
+    pp=2, pp_schedule="zbv",
+    pp_split_points=["generator.encoder.layers.1", "discriminator.encoder.layers.0",
+                     "discriminator.encoder.layers.1"],
+)  # fmt: skip
 
 
 def sum_no_tie(patch: Patch) -> None:

@@ -72,41 +72,24 @@ def compare_recomputed(names: Sequence[str]) -> None:
 
 def test_recomputed_blocks_have_the_gradients_of_one_device(workers: Workers) -> None:
     names = (
-        "patterns of decoders",
-        "patterns of encoders",
-        "xlnet",
-        "t5 positions, patterns",
-        "latent",
-        "deberta",
+        "patterns of decoders", "patterns of encoders", "xlnet", "t5 positions, patterns", "latent", "deberta",
         "soft experts",
-    )
+    )  # fmt: skip
     workers.run(compare_recomputed, 2, names, timeout=180.0)
 
 
 AGAIN = ("cp2", "cp2, recomputed")
 TRAFFIC: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {
-        "llama": (*AGAIN, "cp2 by heads, recomputed"),
-        "patterns of decoders": AGAIN,
+    2: {"llama": (*AGAIN, "cp2 by heads, recomputed"), "patterns of decoders": AGAIN,
         "patterns of encoders": ("cp2", "cp2, recomputed, one document"),
-        "latent, patterns": (*AGAIN, "cp2 by heads"),
-        "alibi, patterns": AGAIN,
-        "t5": CP2_ALONE,
-        "bert": CP2_ALONE,
-        "deberta": AGAIN,
-        "xlnet": AGAIN,
-        "linformer of an encoder-decoder": CP2_ALONE,
-        "soft experts": (*AGAIN, "ep2 × cp2", "ep2 × cp2, recomputed"),
-    },
+        "latent, patterns": (*AGAIN, "cp2 by heads"), "alibi, patterns": AGAIN, "t5": CP2_ALONE, "bert": CP2_ALONE,
+        "deberta": AGAIN, "xlnet": AGAIN, "linformer of an encoder-decoder": CP2_ALONE,
+        "soft experts": (*AGAIN, "ep2 × cp2", "ep2 × cp2, recomputed")},
     3: {"soft experts, rows of 11 tokens": ("cp3",)},
-    4: {
-        "soft experts": ("ep4 of 2 × cp2",),
-        "llama": ("cp4 by heads", "cp4 by a ring"),
-        "latent, patterns": ("cp4", "cp2 × tp2", "pp2 zbv × cp2"),
-        "patterns of decoders": ("cp4",),
-        "patterns of encoders": ("cp4, one document",),
-    },
-}
+    4: {"soft experts": ("ep4 of 2 × cp2",), "llama": ("cp4 by heads", "cp4 by a ring"),
+        "latent, patterns": ("cp4", "cp2 × tp2", "pp2 zbv × cp2"), "patterns of decoders": ("cp4",),
+        "patterns of encoders": ("cp4, one document",)},
+}  # fmt: skip
 OBJECTIVES = {
     "t5": SpanCorruptionObjective(),
     "patterns of encoders": MaskedObjective(),

@@ -64,12 +64,9 @@ def batch_of(kinds: Sequence[str], length: int) -> dict[str, Tensor]:
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     places = torch.arange(length)
     return {
-        "tokens": tokens,
-        "targets": targets.where(documents >= 0, -100),
-        "documents": documents,
-        "positions": places - (places * begins).cummax(1).values,
-        "keys": torch.arange(len(documents)) * 7919 + 3,
-    }
+        "tokens": tokens, "targets": targets.where(documents >= 0, -100), "documents": documents,
+        "positions": places - (places * begins).cummax(1).values, "keys": torch.arange(len(documents)) * 7919 + 3,
+    }  # fmt: skip
 
 
 def one_device(name: str, batch: dict[str, Tensor]) -> tuple[ModelConfig, nn.Module, Objective, float]:

@@ -47,12 +47,8 @@ GPT = {
     "ffn.bias": True, "position.name": "learned", "position.max_positions": 15,
 }  # fmt: skip
 LLAMA = {
-    **SMALL,
-    "attention.n_kv_heads": 2,
-    "norm.eps": 1e-4,
-    "position.theta": 500.0,
-    "embedding.tied": False,
-}
+    **SMALL, "attention.n_kv_heads": 2, "norm.eps": 1e-4, "position.theta": 500.0, "embedding.tied": False,
+}  # fmt: skip
 MLA = {**SMALL, "norm.eps": 1e-6, "attention.name": "mla", "position.theta": 500.0, "embedding.tied": False}
 EXPERTS = {"name": "moe", "d_ff": 20, "n_experts": 6, "top_k": 2}
 NOT_NORMALISED = {**EXPERTS, "router": {"name": "top_k", "norm_topk_prob": False}}
@@ -62,37 +58,21 @@ V3_EXPERTS = {
     "router": {"name": "deepseek_v3", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
 }
 T5 = {
-    **SMALL,
-    "family": "encoder_decoder",
-    "n_layers": 2,
-    "n_encoder_layers": 3,
-    "attention.head_dim": 5,
-    "norm.eps": 1e-4,
-    "ffn.activation": "relu",
-    "attention.scale": 1.0,
-    "position.name": "t5",
-    "position.buckets": 8,
+    **SMALL, "family": "encoder_decoder", "n_layers": 2, "n_encoder_layers": 3, "attention.head_dim": 5,
+    "norm.eps": 1e-4, "ffn.activation": "relu", "attention.scale": 1.0, "position.name": "t5", "position.buckets": 8,
     "position.max_distance": 10,
-}
+}  # fmt: skip
 V2_EXPERTS = {
     **EXPERTS,
     "n_shared_experts": 2,
     "router": {"name": "deepseek_v2", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5},
 }
 OSS_EXPERTS = {
-    **EXPERTS,
-    "activation": "clamped_swiglu",
-    "bias": True,
-    "router": {"name": "top_k", "bias": True},
-}
+    **EXPERTS, "activation": "clamped_swiglu", "bias": True, "router": {"name": "top_k", "bias": True},
+}  # fmt: skip
 SWITCH_EXPERTS = {
-    **EXPERTS,
-    "d_ff": 40,
-    "activation": "relu",
-    "top_k": 1,
-    "expert_capacity": 3,
-    "router": {"name": "switch"},
-}
+    **EXPERTS, "d_ff": 40, "activation": "relu", "top_k": 1, "expert_capacity": 3, "router": {"name": "switch"},
+}  # fmt: skip
 WINDOW = {"attention.pattern": {"name": "window", "width": 4}}
 GEMMA = {
     **SMALL,
@@ -110,13 +90,9 @@ GEMMA = {
     "layer_type.global": {},
 }
 SWITCH = {
-    **T5,
-    "lm_head.scale": 24**-0.5,
-    "n_layers": 4,
-    "n_encoder_layers": 4,
-    "layer_types": ["dense", "sparse"],
+    **T5, "lm_head.scale": 24**-0.5, "n_layers": 4, "n_encoder_layers": 4, "layer_types": ["dense", "sparse"],
     "layer_type.dense": {},
-}
+}  # fmt: skip
 YARN = {"name": "yarn", "factor": 4.0, "original_length": 16, "beta_fast": 2.0, "beta_slow": 0.3}
 LLAMA3 = {"name": "llama3", "factor": 4.0, "original_length": 40, "high_freq_factor": 3.0}
 MODELS = {
@@ -366,12 +342,9 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
     targets = targets.where(mask == 1, -100)
     tokens = torch.cat([torch.zeros(3, 1, dtype=torch.int64), targets[:, :-1].clamp(min=0)], 1)
     expected = both.reference(
-        input_ids=encoder_tokens,
-        attention_mask=encoder_mask,
-        decoder_input_ids=tokens,
-        decoder_attention_mask=mask,
+        input_ids=encoder_tokens, attention_mask=encoder_mask, decoder_input_ids=tokens, decoder_attention_mask=mask,
         labels=targets,
-    )
+    )  # fmt: skip
     where = {"encoder_tokens": encoder_tokens, "encoder_documents": encoder_mask - 1, "documents": mask - 1}
     counted = mask == 1
     figures.see_logits(both.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
@@ -401,12 +374,9 @@ def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> Non
     encoder_tokens, tokens, targets = draw(1, 18, seed=0), draw(1, 13, seed=1), draw(1, 13, seed=2)
     targets = targets.where(documents >= 0, -100)
     where = {
-        "encoder_tokens": encoder_tokens,
-        "encoder_documents": encoder_documents,
-        "encoder_positions": encoder_positions,
-        "documents": documents,
-        "positions": positions,
-    }
+        "encoder_tokens": encoder_tokens, "encoder_documents": encoder_documents,
+        "encoder_positions": encoder_positions, "documents": documents, "positions": positions,
+    }  # fmt: skip
     logits = both.model(tokens, **where).logits
     assert logits.isfinite().all()
     their_loss = torch.zeros((), dtype=dtype)

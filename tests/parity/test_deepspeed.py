@@ -96,25 +96,19 @@ def test_ten_steps_of_every_stage_are_those(
 
 
 SAVED: dict[str, list[Config]] = {
-    "2": [
-        small("decoder", zero=1, dp_shard=2),
-        in_precision(small("decoder", zero=2, dp_shard=2), "bf16"),
-        small("decoder", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu", dp_shard=2),
-    ],
+    "2": [small("decoder", zero=1, dp_shard=2), in_precision(small("decoder", zero=2, dp_shard=2), "bf16"),
+          small("decoder", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu", dp_shard=2)],
     "2, experts": [small("moe", zero=2, dp_shard=2, ep=2)],
     "2, stages": [small("decoder", "deepspeed.offload_optimizer=cpu", zero=1, pp=2)],
     "4": [small("decoder", zero=2, dp_shard=2, tp=2)],
-}
+}  # fmt: skip
 MORE_SAVED: dict[str, list[Config]] = {
-    "2, more": [
-        small("decoder", zero=0, dp_shard=2),
-        in_precision(small("decoder", zero=3, dp_shard=2), "fp16"),
-        small("decoder", "deepspeed.offload_optimizer=cpu", zero=2, dp_shard=2),
-    ],
+    "2, more": [small("decoder", zero=0, dp_shard=2), in_precision(small("decoder", zero=3, dp_shard=2), "fp16"),
+                small("decoder", "deepspeed.offload_optimizer=cpu", zero=2, dp_shard=2)],
     "4, stages": [in_precision(small("decoder", zero=1, dp_shard=2, pp=2), "bf16")],
     "4, second copies": [small("decoder", "deepspeed.zero_hpz_partition_size=2", dp_shard=4)],
     "4, experts": [small("moe", zero=3, dp_shard=2, ep=2, cp=2)],
-}
+}  # fmt: skip
 
 
 def save_and_load(workers: Workers, folder: Path, ranks: int, cases: list[Config]) -> None:
@@ -140,26 +134,14 @@ def test_checkpoints_go_in_and_out_of_files(workers: Workers, tmp_path: Path) ->
 
 CPU = "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"
 OFFLOADED: dict[str, tuple[int, list[Config]]] = {
-    "some": (
-        3,
-        [
-            small("decoder", CPU[0], zero=2, dp_shard=2),
-            small("decoder", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2),
-        ],
-    ),
-}
+    "some": (3, [small("decoder", CPU[0], zero=2, dp_shard=2),
+                 small("decoder", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2)]),
+}  # fmt: skip
 MORE_OFFLOADED: dict[str, tuple[int, list[Config]]] = {
-    "more": (
-        10,
-        [
-            small("decoder", CPU[0], zero=1, dp_shard=2),
-            small("decoder", CPU[0], zero=3, dp_shard=2),
-            small("moe", *CPU, dp_shard=2, ep=2),
-            small("t5", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2),
-            in_precision(small("decoder", CPU[0], zero=1, pp=2), "fp16"),
-        ],
-    )
-}
+    "more": (10, [small("decoder", CPU[0], zero=1, dp_shard=2), small("decoder", CPU[0], zero=3, dp_shard=2),
+                  small("moe", *CPU, dp_shard=2, ep=2), small("t5", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2),
+                  in_precision(small("decoder", CPU[0], zero=1, pp=2), "fp16")]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("which", [*OFFLOADED, pytest.param("more", marks=pytest.mark.slow)])

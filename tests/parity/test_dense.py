@@ -27,56 +27,27 @@ from tests.support.models import (
 from tests.support.reference_gradients import perturb
 
 PARTS = {
-    "transformer-2017": {
-        "family": "encoder_decoder",
-        "norm.name": "layer_norm",
-        "norm.placement": "post",
-        "ffn.activation": "relu",
-        "ffn.bias": True,
-        "position.name": "sinusoidal",
-        "embedding.scale": 4.0,
-        "lm_head.label_smoothing": 0.1,
-        "n_encoder_layers": 3,
-    },
-    "grouped heads, qk-norm": {
-        "attention.n_heads": 4,
-        "attention.n_kv_heads": 2,
-        "attention.qk_norm": True,
-        "attention.head_dim": 6,
-    },
-    "soft caps": {
-        "attention.softcap": 1.5,
-        "lm_head.softcap": 2.0,
-        "lm_head.bias": True,
-        "position.name": "alibi",
-    },
+    "transformer-2017": {"family": "encoder_decoder", "norm.name": "layer_norm", "norm.placement": "post",
+                         "ffn.activation": "relu", "ffn.bias": True, "position.name": "sinusoidal",
+                         "embedding.scale": 4.0, "lm_head.label_smoothing": 0.1, "n_encoder_layers": 3},
+    "grouped heads, qk-norm": {"attention.n_heads": 4, "attention.n_kv_heads": 2, "attention.qk_norm": True,
+                               "attention.head_dim": 6},
+    "soft caps": {"attention.softcap": 1.5, "lm_head.softcap": 2.0, "lm_head.bias": True, "position.name": "alibi"},
     "soft cap with shaw, one key-value head": {
-        "attention.softcap": 1.5,
-        "position.name": "shaw",
-        "position.max_distance": 2,
-        "attention.n_heads": 4,
+        "attention.softcap": 1.5, "position.name": "shaw", "position.max_distance": 2, "attention.n_heads": 4,
         "attention.n_kv_heads": 1,
     },
     "label smoothing, soft cap, scales": {
-        "lm_head.label_smoothing": 0.2,
-        "lm_head.softcap": 3.0,
-        "lm_head.scale": 0.5,
-        "attention.scale": 0.7,
+        "lm_head.label_smoothing": 0.2, "lm_head.softcap": 3.0, "lm_head.scale": 0.5, "attention.scale": 0.7,
         "embedding.tied": False,
     },
     "later tokens": {"n_mtp_heads": 2, "lm_head.label_smoothing": 0.1},
     "alibi with six heads": {"attention.n_heads": 6, "d_model": 24, "position.name": "alibi"},
     "t5 with more encoder layers, biases": {
-        "family": "encoder_decoder",
-        "n_encoder_layers": 3,
-        "attention.bias": True,
-        "position.name": "t5",
-        "position.buckets": 4,
-        "position.max_distance": 5,
-        "norm.placement": "deepnorm",
-        "init.name": "deepnorm",
+        "family": "encoder_decoder", "n_encoder_layers": 3, "attention.bias": True, "position.name": "t5",
+        "position.buckets": 4, "position.max_distance": 5, "norm.placement": "deepnorm", "init.name": "deepnorm",
     },
-}
+}  # fmt: skip
 DOCUMENTS = (6, 1, 4)
 PREFIXES = (3, 0, 4)
 ENCODER_DOCUMENTS = (5, 3, 2)
@@ -144,15 +115,15 @@ def compare(config: ModelConfig, mask: str) -> None:
     perturb(actual, scale=0.4)
     result = batch(config, mask)
     inputs = {key: value for key, value in result.items() if key != "targets"}
-    wanted, wanted_loss = reference(config, actual, result)
+    expected_logits, expected_loss = reference(config, actual, result)
     logits = actual(**inputs).logits
     assert logits.isfinite().all()
-    torch.testing.assert_close(logits[0, : sum(DOCUMENTS)], wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logits[0, : sum(DOCUMENTS)], expected_logits, rtol=1e-10, atol=1e-10)
     loss = sum(actual(**result).losses.values())
-    torch.testing.assert_close(loss, wanted_loss, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
     named = dict(actual.named_parameters())
     gradients = torch.autograd.grad(loss, list(named.values()))
-    expected = torch.autograd.grad(wanted_loss, list(named.values()))
+    expected = torch.autograd.grad(expected_loss, list(named.values()))
     norm = torch.stack([g.norm() for g in expected]).norm()
     for name, one, other in zip(named, gradients, expected, strict=True):
         assert (one - other).norm() <= 1e-9 * torch.maximum(other.norm(), 1e-6 * norm), name

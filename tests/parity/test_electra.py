@@ -39,24 +39,20 @@ def batch() -> dict[str, Tensor]:
     original = original.masked_fill(masked & (draw_tokens(2, *original.shape, seed=4) == 0), FREQUENT)
     displayed = original.masked_fill(masked & (draw_tokens(10, *original.shape, seed=2) > 0), 3)
     return {
-        "tokens": displayed,
-        "original": original,
-        "targets": original.where(masked, -100),
-        "documents": real.long() - 1,
-        "segments": draw_tokens(2, *original.shape, seed=3),
-        "keys": KEYS,
-    }
+        "tokens": displayed, "original": original, "targets": original.where(masked, -100),
+        "documents": real.long() - 1, "segments": draw_tokens(2, *original.shape, seed=3), "keys": KEYS,
+    }  # fmt: skip
 
 
 def judged(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """The losses, and the tokens that the discriminator was given."""
-    seen: list[Tensor] = []
+    shown: list[Tensor] = []
     hook = model.discriminator.encoder.embedding.register_forward_pre_hook(
-        lambda _, args: seen.append(args[0])
+        lambda _, args: shown.append(args[0])
     )
     losses = model(**inputs).losses
     hook.remove()
-    return losses, seen[0]
+    return losses, shown[0]
 
 
 def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
@@ -189,19 +185,19 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
     losses = actual(tokens, targets=targets, span_left=left, span_right=right).losses
     expected = both.reference(input_ids=tokens, labels=targets, output_hidden_states=True)
     hidden, head = expected.hidden_states[-1][0], actual.boundary
-    wanted = torch.zeros((), dtype=dtype)
+    boundary_loss = torch.zeros((), dtype=dtype)
     for first, last in spans:
         around = torch.cat([hidden[first - 1], hidden[last + 1]]).expand(last - first + 1, -1)
         x = torch.cat([around, head.positions.weight[: last - first + 1]], -1)
         for dense, norm in ((head.dense1, head.norm1), (head.dense2, head.norm2)):
             x = F.layer_norm(F.gelu(dense(x)), (norm.weight.numel(),), norm.weight, norm.bias, plain.norm.eps)
         logits = x @ both.reference.bert.embeddings.word_embeddings.weight.T + head.bias
-        wanted = wanted + F.cross_entropy(logits, targets[0, first : last + 1], reduction="sum")
+        boundary_loss = boundary_loss + F.cross_entropy(logits, targets[0, first : last + 1], reduction="sum")
     n = (targets != -100).sum()
     figures.see_logits(losses["masked"] / n, expected.loss, dtype)
-    figures.see_logits(losses["boundary"] / n, wanted / n, dtype)
+    figures.see_logits(losses["boundary"] / n, boundary_loss / n, dtype)
     ((losses["masked"] + losses["boundary"]) / n).backward()
-    (expected.loss + wanted / n).backward()
+    (expected.loss + boundary_loss / n).backward()
     for name, parameter in both.model.named_parameters():
         parameter.grad = actual.get_parameter(name).grad
     figures.see_gradients(both, dtype)

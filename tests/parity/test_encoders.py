@@ -138,11 +138,8 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     if config.embedding.n_segments:
         row["token_type_ids"] = draw_tokens(config.embedding.n_segments, 1, 15, seed=5)
     actual = both.model(
-        row["input_ids"],
-        documents=documents[None],
-        positions=positions[None],
-        segments=row.get("token_type_ids"),
-    )
+        row["input_ids"], documents=documents[None], positions=positions[None], segments=row.get("token_type_ids"),
+    )  # fmt: skip
     start = 0
     for length in lengths:
         piece = slice(start, start + length)

@@ -97,11 +97,8 @@ def test_ranks_batches_and_rows_change_no_result(workers: Workers, folder: Path,
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor": {"tp": 2},
-    "pipeline": {"pp": 2},
-    "context": {"cp": 2},
-    "replicas": {"dp_replicate": 2, "zero": 0},
-}
+    "tensor": {"tp": 2}, "pipeline": {"pp": 2}, "context": {"cp": 2}, "replicas": {"dp_replicate": 2, "zero": 0},
+}  # fmt: skip
 
 
 def test_layouts_change_no_result(workers: Workers, folder: Path) -> None:
@@ -149,17 +146,11 @@ def refused(folder: Path, changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"data.sequence_length": 16},
-            r"evaluate.tasks.choice: the answer ' .*more than data.sequence_length = 16",
-        ),
+        ({"data.sequence_length": 16}, r"evaluate.tasks.choice: the answer ' .*more than data.sequence_length = 16"),
         ({"objective": {"name": "prefix"}}, "evaluate.tasks is for decoders that predict next tokens"),
-        (
-            {"evaluate.tasks": {"text": "text.toml"}},
-            "evaluate.tasks.text: kind = 'generation' has no likelihood",
-        ),
+        ({"evaluate.tasks": {"text": "text.toml"}}, "evaluate.tasks.text: kind = 'generation' has no likelihood"),
     ],
-)
+)  # fmt: skip
 def test_what_can_t_be_evaluated_is_refused(
     workers: Workers, folder: Path, changes: dict[str, Any], message: str
 ) -> None:

@@ -199,12 +199,8 @@ def test_shared_experts_are_computed_while_rows_travel(workers: Workers) -> None
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        {"tp": 2},
-        pytest.param({"tp": 2, "sequence_parallel": False}, marks=SLOW),
-        {"dp_shard": -1, "ep": 2},
-    ],
-)
+    [{"tp": 2}, pytest.param({"tp": 2, "sequence_parallel": False}, marks=SLOW), {"dp_shard": -1, "ep": 2}],
+)  # fmt: skip
 def test_verify_finds_the_same_computation_and_every_byte(layout: dict[str, Any]) -> None:
     values = {
         "name": "experts",

@@ -23,19 +23,13 @@ from tests.support.workers import Workers
 pytestmark = pytest.mark.slow
 
 ROUTERS: dict[str, dict[str, Any]] = {
-    "v2": {
-        "name": "deepseek_v2",
-        "n_group": 3,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "aux_loss_coef": 0.3,
-    },
+    "v2": {"name": "deepseek_v2", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "aux_loss_coef": 0.3},
     "v3": DEEPSEEK_V3_ROUTER,
     "noisy": {"name": "noisy_top_k", "importance_loss_coef": 0.2, "load_loss_coef": 0.3},
     "second": {"name": "gshard", "aux_loss_coef": 0.3},
     "hash": {"name": "hash"},
     "plain": {"name": "top_k", "norm_topk_prob": False, "aux_loss_coef": 0.3, "z_loss_coef": 0.1},
-}
+}  # fmt: skip
 
 
 def model(**ffn: Any) -> ModelConfig:

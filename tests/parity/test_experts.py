@@ -57,14 +57,10 @@ def test_stages_go_in_any_order(workers: Workers, name: str) -> None:
 
 
 AGAIN = {
-    *(f"ep2 × tp2 by channels, zero{zero}" for zero in (1, 3)),
-    *(f"ep4 of 2 × tp2, zero{zero}" for zero in (0, 2)),
-    *(f"ep2 of 2 × tp2, zero{zero}" for zero in (1, 3)),
-    "ep2 of tp4",
-    "ep2 of tp2 × pp2, 1f1b",
-    "ep2 × cp2, zero1",
+    *(f"ep2 × tp2 by channels, zero{zero}" for zero in (1, 3)), *(f"ep4 of 2 × tp2, zero{zero}" for zero in (0, 2)),
+    *(f"ep2 of 2 × tp2, zero{zero}" for zero in (1, 3)), "ep2 of tp4", "ep2 of tp2 × pp2, 1f1b", "ep2 × cp2, zero1",
     "ep4 of 2 × cp2, zero3",
-}
+}  # fmt: skip
 """Slow: what differs in them the others show, too."""
 ON_FOUR = [name for name, ranks in EXPERT_TP_MODELS if ranks == 4]
 SOONER = [layout for layout in EXPERT_TP_LAYOUTS[4] if layout not in AGAIN]
@@ -132,16 +128,16 @@ def resume(folder: Path, name: str, parallel: ParallelConfig, between: ParallelC
     engine = build_engine(config, parallel, ADAMW)
     for _ in range(2):
         train(engine)
-    kept = engine
+    resumed = engine
     for step, layout in enumerate((between, parallel), 1):
-        path = checkpoint.save(folder, step, kept.state_dict(), {}, keep=3)
-        kept = build_engine(config, layout, ADAMW)
-        room = kept.empty_state_dict(checkpoint.read_names(path))
+        path = checkpoint.save(folder, step, resumed.state_dict(), {}, keep=3)
+        resumed = build_engine(config, layout, ADAMW)
+        room = resumed.empty_state_dict(checkpoint.read_names(path))
         checkpoint.load(path, room)
-        kept.load_state_dict(room)
+        resumed.load_state_dict(room)
     train(engine)
-    train(kept)
-    after = kept.weights()
+    train(resumed)
+    after = resumed.weights()
     assert after.keys() == engine.weights().keys()
     for key, box in engine.weights().items():
         assert torch.equal(box.tensor, after[key].tensor), key
@@ -154,11 +150,8 @@ RESUMED = {
     "zero3": (ParallelConfig(dp_shard=2), TP2),
     "ep2": (ParallelConfig(dp_shard=2, ep=2), ParallelConfig(dp_shard=2, zero=1)),
     "ep2 between": (ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, ep=2, zero=1)),
-    "ep2 of tp2, channels between": (
-        EXPERT_TP_LAYOUTS[2]["ep2 of tp2"],
-        EXPERT_TP_LAYOUTS[2]["tp2 by channels"],
-    ),
-}
+    "ep2 of tp2, channels between": (EXPERT_TP_LAYOUTS[2]["ep2 of tp2"], EXPERT_TP_LAYOUTS[2]["tp2 by channels"]),
+}  # fmt: skip
 
 
 STATE = {"top-k": "shares", "deepseek-v3": "router.bias"}

@@ -134,17 +134,12 @@ def evaluate_form(folder: Path, form: str, family: str) -> list[dict[str, Any]]:
     for micro_batch in (1, 7, 32):
         for length in (PADDED_LENGTH.get(form, 13), PACKED_LENGTH):
             config = form_config(
-                folder,
-                form,
-                family,
-                **{
-                    "data.sequence_length": length,
-                    **({"data.target_length": length} if family == "encoder_decoder" else {}),
-                    "train.micro_batch": micro_batch,
-                    "train.global_batch": 32 * 7 * 6,
-                    "run_dir": str(folder / f"run-{dist.get_rank()}-of-{dist.get_world_size()}"),
-                },
-            )
+                folder, form, family,
+                **{"data.sequence_length": length,
+                   **({"data.target_length": length} if family == "encoder_decoder" else {}),
+                   "train.micro_batch": micro_batch, "train.global_batch": 32 * 7 * 6,
+                   "run_dir": str(folder / f"run-{dist.get_rank()}-of-{dist.get_world_size()}")},
+            )  # fmt: skip
             config, tokenizer = open_tokenizer(resolve_task(config)[0])
             mesh = build_mesh(config.parallel, dist.get_world_size(), "cpu")
             engine = build_engine(config, mesh, torch.device("cpu"), "fp64")

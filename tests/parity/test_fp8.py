@@ -86,8 +86,10 @@ def cut_matrices(rowwise: bool) -> None:
                     assert not errors, (sequence_parallel, errors)
                     continue
                 for name, g in engine.gradients().items():
-                    wanted, true = (local_block(engine, name, tensors[name]) for tensors in (expected, exact))
-                    assert (g - wanted).norm() < (wanted - true).norm() + 1e-6 * true.norm(), name
+                    rounded, true = (
+                        local_block(engine, name, tensors[name]) for tensors in (expected, exact)
+                    )
+                    assert (g - rounded).norm() < (rounded - true).norm() + 1e-6 * true.norm(), name
 
 
 @pytest.mark.parametrize("rowwise", [True, False])

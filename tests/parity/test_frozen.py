@@ -21,22 +21,16 @@ from tests.support.workers import Workers
 
 LAYOUTS = {
     1: {"one process": ParallelConfig()},
-    2: {
-        "zero0": ParallelConfig(dp_shard=2, zero=0),
-        "zero1": ParallelConfig(dp_shard=2, zero=1),
-        "zero2": ParallelConfig(dp_shard=2, zero=2),
-        "zero3": ParallelConfig(dp_shard=2),
+    2: {"zero0": ParallelConfig(dp_shard=2, zero=0), "zero1": ParallelConfig(dp_shard=2, zero=1),
+        "zero2": ParallelConfig(dp_shard=2, zero=2), "zero3": ParallelConfig(dp_shard=2),
         "zero3, shards accumulated": ParallelConfig(dp_shard=2, grad_accumulation="sharded"),
-        "tp2": ParallelConfig(tp=2),
-        "pp2": ParallelConfig(pp=2),
-        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
-    },
+        "tp2": ParallelConfig(tp=2), "pp2": ParallelConfig(pp=2), "zbv": ParallelConfig(pp=2, pp_schedule="zbv")},
     4: {
         "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2),
         "zbv × zero1": ParallelConfig(pp=2, pp_schedule="zbv", dp_shard=2, zero=1),
         "zero2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=2),
     },
-}
+}  # fmt: skip
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
@@ -67,12 +61,8 @@ def test_the_rest_is_trained_as_on_one_device(
 def test_nothing_is_sent_of_them(parallel: dict[str, Any]) -> None:
     """Every byte is one that the closed forms expect, and these leave frozen gradients out."""
     model = {
-        "vocab_size": 512,
-        "d_model": 64,
-        "n_layers": 4,
-        "attention": {"n_heads": 4},
-        "ffn": {"d_ff": 128},
-    }
+        "vocab_size": 512, "d_model": 64, "n_layers": 4, "attention": {"n_heads": 4}, "ffn": {"d_ff": 128},
+    }  # fmt: skip
     actual = verify(
         Config.model_validate(
             {
@@ -102,22 +92,13 @@ def test_nothing_is_sent_of_them(parallel: dict[str, Any]) -> None:
 
 ADAPTER_LAYOUTS = {
     1: {"one process": ParallelConfig()},
-    2: {
-        "zero1": ParallelConfig(dp_shard=2, zero=1),
-        "zero2": ParallelConfig(dp_shard=2, zero=2),
-        "zero3": ParallelConfig(dp_shard=2),
-        "tp2": ParallelConfig(tp=2),
-        "tp2 × sp": ParallelConfig(tp=2, sequence_parallel=True),
-        "pp2": ParallelConfig(pp=2),
-        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
-        "cp2": ParallelConfig(cp=2),
-    },
-    4: {
-        "tp4, more ranks than key heads": ParallelConfig(tp=4, sequence_parallel=True),
-        "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2),
-        "zero2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=2),
-    },
-}
+    2: {"zero1": ParallelConfig(dp_shard=2, zero=1), "zero2": ParallelConfig(dp_shard=2, zero=2),
+        "zero3": ParallelConfig(dp_shard=2), "tp2": ParallelConfig(tp=2),
+        "tp2 × sp": ParallelConfig(tp=2, sequence_parallel=True), "pp2": ParallelConfig(pp=2),
+        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"), "cp2": ParallelConfig(cp=2)},
+    4: {"tp4, more ranks than key heads": ParallelConfig(tp=4, sequence_parallel=True),
+        "pp2 × zero3": ParallelConfig(pp=2, dp_shard=2), "zero2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=2)},
+}  # fmt: skip
 MODELS = {
     "llama": adapted_config("llama"),
     "llama, dropout": adapted_config("llama", dropout=0.3),
@@ -127,19 +108,11 @@ MODELS = {
 
 
 ODD_LAYOUTS = {
-    3: {
-        "zero1": ParallelConfig(dp_shard=3, zero=1),
-        "zero2": ParallelConfig(dp_shard=3, zero=2),
-        "zero3": ParallelConfig(dp_shard=3),
-        "tp3": ParallelConfig(tp=3),
-        "cp3": ParallelConfig(cp=3),
-    },
-    5: {
-        "zero1": ParallelConfig(dp_shard=5, zero=1),
-        "zero3": ParallelConfig(dp_shard=5),
-        "tp5": ParallelConfig(tp=5, sequence_parallel=False),
-    },
-}
+    3: {"zero1": ParallelConfig(dp_shard=3, zero=1), "zero2": ParallelConfig(dp_shard=3, zero=2),
+        "zero3": ParallelConfig(dp_shard=3), "tp3": ParallelConfig(tp=3), "cp3": ParallelConfig(cp=3)},
+    5: {"zero1": ParallelConfig(dp_shard=5, zero=1), "zero3": ParallelConfig(dp_shard=5),
+        "tp5": ParallelConfig(tp=5, sequence_parallel=False)},
+}  # fmt: skip
 ODD_MODELS = {
     "divisible": DIVISIBLE.with_changes({"lora": LORA}),
     "divisible, dropout": DIVISIBLE.with_changes({"lora": {**LORA, "dropout": 0.3}}),

@@ -44,14 +44,10 @@ TERMS = {
 }
 LAYOUTS = {
     1: {"one process": ParallelConfig()},
-    2: {
-        "tp2": ParallelConfig(tp=2),
-        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
-        "pp2": ParallelConfig(pp=2),
-        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
-        "zero3": ParallelConfig(dp_shard=2),
-    },
-}
+    2: {"tp2": ParallelConfig(tp=2), "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp2": ParallelConfig(pp=2), "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
+        "zero3": ParallelConfig(dp_shard=2)},
+}  # fmt: skip
 
 
 class WithTopics(PassThroughObjective):
@@ -122,34 +118,19 @@ def test_the_loss_is_that_of_the_mean_of_the_text(name: str) -> None:
 for part in ("dilated", "chosen"):
     plugin(part)
 WINDOWS = ModelConfig.from_dotted(
-    {
-        **SMALL_MODEL,
-        "attention.n_kv_heads": 2,
-        "attention.dropout": 0.1,
-        "attention.pattern": {"name": "dilated", "width": 2, "step": 2},
-        "layer_types": ["near", "far", "all"],
-        "layer_type.near": {},
-        "layer_type.far.attention.pattern": {"step": 3},
-        "layer_type.far.position.name": "none",
-        "layer_type.all.attention.pattern": "full",
-        "n_layers": 3,
-    }
-)
+    {**SMALL_MODEL, "attention.n_kv_heads": 2, "attention.dropout": 0.1,
+     "attention.pattern": {"name": "dilated", "width": 2, "step": 2}, "layer_types": ["near", "far", "all"],
+     "layer_type.near": {}, "layer_type.far.attention.pattern": {"step": 3}, "layer_type.far.position.name": "none",
+     "layer_type.all.attention.pattern": "full", "n_layers": 3},
+)  # fmt: skip
 MODELS = {
     "windows of a decoder": WINDOWS,
     "windows of an encoder": WINDOWS.with_changes({"family": "encoder", "lm_head.bias": True}),
 }
 CHOSEN = ModelConfig.from_dotted(
-    {
-        **SMALL_MODEL,
-        "dropout": 0.2,
-        "n_layers": 3,
-        "layer_types": ["plain", "chosen"],
-        "layer_type.plain": {},
-        "layer_type.chosen.ffn": {"name": "chosen", "choices": 3, "rate": 0.01, "weight": 0.3},
-        "n_mtp_heads": 1,
-    }
-)
+    {**SMALL_MODEL, "dropout": 0.2, "n_layers": 3, "layer_types": ["plain", "chosen"], "layer_type.plain": {},
+     "layer_type.chosen.ffn": {"name": "chosen", "choices": 3, "rate": 0.01, "weight": 0.3}, "n_mtp_heads": 1},
+)  # fmt: skip
 PAIRED = CHOSEN.with_changes({"family": "encoder_decoder", "n_mtp_heads": 0})
 ROUTED = {"routed tokens": CHOSEN, "routed tokens of an encoder-decoder": PAIRED}
 
@@ -208,23 +189,13 @@ PREFERENCE_LAYOUTS: dict[str, dict[str, Any]] = {
 
 def preference_config(parallel: dict[str, Any], **model: Any) -> Config:
     return Config.model_validate(
-        {
-            "name": "preference",
-            "model": {
-                "vocab_size": 101,
-                "d_model": 32,
-                "n_layers": 2,
-                "attention": {"n_heads": 4},
-                "ffn": {"d_ff": 48},
-                **model,
-            },
-            "objective": {"name": "preference", "beta": 0.4, "label_smoothing": 0.1},
-            "data": {"train": "none", "tokenizer": "none", "sequence_length": 32},
-            "optimizer": {"name": "adamw", "lr": 1e-3},
-            "train": {"steps": 1, "global_batch": 8, "micro_batch": 2},
-            "parallel": parallel,
-        }
-    )
+        {"name": "preference", "model": {"vocab_size": 101, "d_model": 32, "n_layers": 2, "attention": {"n_heads": 4},
+                                         "ffn": {"d_ff": 48}, **model},
+         "objective": {"name": "preference", "beta": 0.4, "label_smoothing": 0.1},
+         "data": {"train": "none", "tokenizer": "none", "sequence_length": 32},
+         "optimizer": {"name": "adamw", "lr": 1e-3}, "train": {"steps": 1, "global_batch": 8, "micro_batch": 2},
+         "parallel": parallel},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

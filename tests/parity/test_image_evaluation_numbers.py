@@ -36,11 +36,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 ROW_LENGTHS = {
     "image_classification": [{"sequence_length": 5}, {"sequence_length": 21}],
-    "contrastive": [
-        {"sequence_length": 5, "target_length": 8},
-        {"sequence_length": 21, "target_length": 30},
-    ],
-}
+    "contrastive": [{"sequence_length": 5, "target_length": 8}, {"sequence_length": 21, "target_length": 30}],
+}  # fmt: skip
 """Rows of one image, which are padded on the captions' side, and of several."""
 
 
@@ -66,14 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluation_config(folder: Path, objective: str, data: dict[str, int], micro_batch: int = 1) -> Config:
     model = {
-        **COMMON,
-        **MODELS[objective],
-        "init.std": 0.5,
-        "embedding.channels": 1,
-        "embedding.mean": [0.5],
-        "embedding.std": [0.5],
-        "position.grid": (2, 2),
-    }
+        **COMMON, **MODELS[objective], "init.std": 0.5, "embedding.channels": 1, "embedding.mean": [0.5],
+        "embedding.std": [0.5], "position.grid": (2, 2),
+    }  # fmt: skip
     corpus = str(folder / objective)
     return Config.model_validate(
         {
@@ -109,13 +101,9 @@ def evaluate_images(folder: Path, objective: str) -> list[dict[str, Any]]:
             counts, mistakes = collector.gather()
             surest = [(mistake.label, mistake.predicted) for mistake in mistakes]
             results.append(
-                {
-                    "rows": result["rows"],
-                    "loss": result["loss"],
-                    "metrics": result["metrics"],
-                    "seen": (counts, surest),
-                }
-            )
+                {"rows": result["rows"], "loss": result["loss"], "metrics": result["metrics"],
+                 "seen": (counts, surest)},
+            )  # fmt: skip
     return results
 
 

@@ -18,34 +18,16 @@ from tests.support.images import pixels, to_batch
 from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
 
 MODULES = (
-    modeling_vit,
-    modeling_deit,
-    modeling_dinov2,
-    modeling_dinov2_with_registers,
-    modeling_dinov3_vit,
-    modeling_siglip,
-    modeling_clip,
-)
+    modeling_vit, modeling_deit, modeling_dinov2, modeling_dinov2_with_registers, modeling_dinov3_vit,
+    modeling_siglip, modeling_clip,
+)  # fmt: skip
 SIDE, CLASSES = 4, 5
 COMMON: dict[str, Any] = {
-    "family": "encoder",
-    "d_model": 24,
-    "n_layers": 2,
-    "attention.n_heads": 3,
-    "attention.bias": True,
-    "ffn.d_ff": 48,
-    "ffn.activation": "gelu",
-    "ffn.bias": True,
-    "norm.name": "layer_norm",
-    "norm.eps": 1e-6,
-    "embedding.name": "patches",
-    "embedding.patch_size": SIDE,
-    "embedding.mean": (0.5, 0.4, 0.3),
-    "embedding.std": (0.2, 0.3, 0.4),
-    "position.name": "learned_2d",
-    "position.grid": (4, 4),
-    "lm_head.name": "none",
-}
+    "family": "encoder", "d_model": 24, "n_layers": 2, "attention.n_heads": 3, "attention.bias": True, "ffn.d_ff": 48,
+    "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "norm.eps": 1e-6,
+    "embedding.name": "patches", "embedding.patch_size": SIDE, "embedding.mean": (0.5, 0.4, 0.3),
+    "embedding.std": (0.2, 0.3, 0.4), "position.name": "learned_2d", "position.grid": (4, 4), "lm_head.name": "none",
+}  # fmt: skip
 CLASSIFIER = {"extra_heads.classifier.n_classes": CLASSES}
 DINO = {**CLASSIFIER, "extra_heads.classifier.pool": "class_mean", "layer_scale": 1.0}
 MODELS: dict[str, dict[str, Any]] = {
@@ -53,20 +35,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeiTForImageClassification": {**CLASSIFIER, "embedding.n_class_tokens": 2},
     "Dinov2ForImageClassification": DINO,
     "Dinov2WithRegistersForImageClassification": {
-        **DINO,
-        "embedding.n_register_tokens": 3,
-        "position.antialias": True,
+        **DINO, "embedding.n_register_tokens": 3, "position.antialias": True,
     },
     "SiglipVisionModel": {"embedding.n_class_tokens": 0, "ffn.activation": "gelu_tanh"},
-    "DINOv3ViTModel": {
-        "embedding.n_register_tokens": 2,
-        "position": {"name": "rope_2d", "normalized": True},
-        "attention.key_bias": False,
-        "ffn.activation": "swiglu",
-        "layer_scale": 1.0,
-    },
+    "DINOv3ViTModel": {"embedding.n_register_tokens": 2, "position": {"name": "rope_2d", "normalized": True},
+                       "attention.key_bias": False, "ffn.activation": "swiglu", "layer_scale": 1.0},
     "CLIPVisionModel": {"embedding.norm": True, "embedding.bias": False, "ffn.activation": "quick_gelu"},
-}
+}  # fmt: skip
 PRESETS = [f"vit-{size}" for size in ("ti16", "s16", "s32", "b16", "b32", "l16", "l32", "h14")]
 """The row of docs/guide/models.md whose figures are measured here."""
 SIZES = {"as trained": (16, 16), "wide, as many patches": (8, 32), "odd": (37, 53)}
@@ -102,8 +77,8 @@ def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
         loss = both.model(**batch).losses["classifier"] / 3
         del batch["labels"]
         figures.see_logits(both.model(**batch).predictions["classifier"], expected.logits, dtype)
-        wanted = torch.nn.functional.cross_entropy(expected.logits, torch.tensor(labels))
-        figures.see_logits(loss, wanted, dtype)
+        expected_loss = torch.nn.functional.cross_entropy(expected.logits, torch.tensor(labels))
+        figures.see_logits(loss, expected_loss, dtype)
     else:
         hidden = both.model(**batch).hidden
         last = expected.last_hidden_state
@@ -111,9 +86,9 @@ def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
             hidden, last = hidden[:, 0], expected.pooler_output
         figures.see_logits(hidden, last, dtype)
         weights = torch.randn(last.shape, generator=torch.Generator().manual_seed(9), dtype=dtype)
-        loss, wanted = (hidden * weights).sum(), (last * weights).sum()
+        loss, expected_loss = (hidden * weights).sum(), (last * weights).sum()
     loss.backward()
-    wanted.backward()
+    expected_loss.backward()
     figures.see_gradients(both, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20

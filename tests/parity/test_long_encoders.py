@@ -20,33 +20,20 @@ from tests.support.hf_encoders import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
 from tests.support.reference_gradients import Figures, doubled, dtype_fixture, hold_to_the_docs, pair, perturb
 
 BIGBIRD = {
-    **BERT_ENCODER,
-    "ffn.activation": "gelu_tanh",
-    "extra_heads.sentence.classes": 2,
-    "position.max_positions": 40,
-}
+    **BERT_ENCODER, "ffn.activation": "gelu_tanh", "extra_heads.sentence.classes": 2, "position.max_positions": 40,
+}  # fmt: skip
 LONGFORMER = {
-    **BERT_ENCODER,
-    "attention.name": "longformer",
-    "position.max_positions": 40,
-    "position.offset": PAD + 1,
-}
+    **BERT_ENCODER, "attention.name": "longformer", "position.max_positions": 40, "position.offset": PAD + 1,
+}  # fmt: skip
 MODELS = {
     "bigbird": {**BIGBIRD, "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}},
-    "bigbird-two": {
-        **BIGBIRD,
-        "attention.pattern": {"name": "bigbird", "block_size": 3, "n_random_blocks": 2},
-    },
-    "longformer": {
-        **LONGFORMER,
-        "attention.pattern": {"name": "longformer", "width": 4, "global_tokens": [0]},
-    },
+    "bigbird-two": {**BIGBIRD, "attention.pattern": {"name": "bigbird", "block_size": 3, "n_random_blocks": 2}},
+    "longformer": {**LONGFORMER, "attention.pattern": {"name": "longformer", "width": 4, "global_tokens": [0]}},
     "longformer-three": {
-        **LONGFORMER,
-        "attention.pattern": {"name": "longformer", "width": 6, "global_tokens": [0, 5, 30]},
+        **LONGFORMER, "attention.pattern": {"name": "longformer", "width": 6, "global_tokens": [0, 5, 30]},
         "embedding.n_segments": 1,
     },
-}
+}  # fmt: skip
 PRESETS = {"bigbird": ["bigbird-base", "bigbird-large"], "longformer": ["longformer-base"]}
 LENGTHS = {"bigbird": (24, 33), "bigbird-two": (35,), "longformer": (24, 17), "longformer-three": (35,)}
 """More than what would be seen whole, and some that no block divides."""
@@ -147,10 +134,12 @@ def test_random_blocks_are_theirs(rows: int, heads: int, n_random: int, seed: in
     lengths, counts = expected._get_rand_attn_plan(rows * 8, 8, n_random)
     state = np.random.get_state()
     np.random.seed(seed)
-    wanted = requested._bigbird_block_rand_mask_with_head(rows * 8, rows * 8, 8, 8, heads, lengths, counts)
+    expected_blocks = requested._bigbird_block_rand_mask_with_head(
+        rows * 8, rows * 8, 8, 8, heads, lengths, counts
+    )
     np.random.set_state(state)
     actual = draw_random_blocks(rows, heads, n_random, seed)
-    assert torch.equal(actual[:, 1:-1], torch.from_numpy(np.stack(wanted)).long())
+    assert torch.equal(actual[:, 1:-1], torch.from_numpy(np.stack(expected_blocks)).long())
     assert torch.equal(draw_random_blocks(rows - 3, heads, n_random, seed), actual[:, :-3])
 
 
@@ -167,18 +156,10 @@ NAMES = {f"w{part}.{kind}": f"{part}_proj.{kind}" for part in "qkvo" for kind in
 def test_output_and_every_gradient(window: int | None) -> None:
     pattern = "full" if window is None else {"name": "window", "width": window}
     config = ModelConfig.from_dotted(
-        {
-            "vocab_size": 7,
-            "d_model": WIDTH,
-            "n_layers": 1,
-            "attention.n_heads": HEADS,
-            "attention.n_kv_heads": KV_HEADS,
-            "attention.bias": True,
-            "attention.sinks": True,
-            "attention.pattern": pattern,
-            "ffn.d_ff": 8,
-        }
-    )
+        {"vocab_size": 7, "d_model": WIDTH, "n_layers": 1, "attention.n_heads": HEADS,
+         "attention.n_kv_heads": KV_HEADS, "attention.bias": True, "attention.sinks": True,
+         "attention.pattern": pattern, "ffn.d_ff": 8},
+    )  # fmt: skip
     actual = Block(config, "decoder").attn.double()
     perturb(actual, scale=0.5)
     expected = GptOssAttention(
@@ -201,11 +182,11 @@ def test_output_and_every_gradient(window: int | None) -> None:
     away = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     hidden = (away < 0) | (away >= (window or LENGTH))
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-    wanted, _ = expected(x, turned, mask[None, None].expand(2, 1, -1, -1))
+    expected_output, _ = expected(x, turned, mask[None, None].expand(2, 1, -1, -1))
     result = actual(x, SequenceMetadata(torch.arange(LENGTH).expand(2, -1)))
-    torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12)
-    g = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(result, expected_output, rtol=1e-11, atol=1e-12)
+    g = torch.randn(expected_output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     result.backward(g)
-    wanted.backward(g)
+    expected_output.backward(g)
     for name, parameter in named.items():
         torch.testing.assert_close(parameter.grad, right[NAMES[name]].grad, rtol=1e-9, atol=1e-11)

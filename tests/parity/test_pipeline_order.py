@@ -111,12 +111,9 @@ def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: st
 
 @pytest.mark.parametrize(
     ("schedules", "backend"),
-    [
-        (["1f1b"], "eager"),
-        pytest.param(["gpipe", "1f1b", "interleaved"], "aot_eager", marks=pytest.mark.slow),
-    ],
+    [(["1f1b"], "eager"), pytest.param(["gpipe", "1f1b", "interleaved"], "aot_eager", marks=pytest.mark.slow)],
     ids=["as dynamo has it", "through autograd's graphs"],
-)
+)  # fmt: skip
 def test_compiled_blocks_in_stages_have_the_gradients_of_one_device(
     workers: Workers, schedules: list[str], backend: str
 ) -> None:

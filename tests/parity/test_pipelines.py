@@ -36,17 +36,9 @@ from tests.support.workers import Workers
 
 FAMILIES = ("llama", "gpt", "bert", "t5", "electra", PREFIX_LM)
 OTHERS = (
-    "xlnet",
-    "albert",
-    "deberta",
-    "deberta v3",
-    "latent attention",
-    "shaw, deepnorm",
-    "alibi, sandwich norm",
-    "swin",
-    "mvit v2",
-    "swin v2",
-)
+    "xlnet", "albert", "deberta", "deberta v3", "latent attention", "shaw, deepnorm", "alibi, sandwich norm", "swin",
+    "mvit v2", "swin v2",
+)  # fmt: skip
 
 
 def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
@@ -192,7 +184,7 @@ def test_steps_equal_plain_torch(workers: Workers, layout: str) -> None:
     assert max(workers.run(train, ranks, parallel, optimizer)) <= 1e-7
 
 
-def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int:
+def reshard(folder: Path, written: ParallelConfig, between: ParallelConfig) -> int:
     """A checkpoint of one layout, through another, and back: the same bits."""
 
     def engine(parallel: ParallelConfig) -> NativeEngine:
@@ -208,12 +200,12 @@ def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int
         other.load_state_dict(stored)
         return other
 
-    first = engine(there)
+    first = engine(written)
     batch = global_batch(seed=1)
     for _ in range(2):
         first.forward_backward(uneven_microbatches(first, batch), CAUSAL)
         first.step(1e-2, 0.3)
-    last = carried_over(carried_over(first, 1, between), 2, there)
+    last = carried_over(carried_over(first, 1, between), 2, written)
     before, after = first.state_dict(), last.state_dict()
     assert before.keys() == after.keys()
     for name, value in before.items():
@@ -226,8 +218,8 @@ def reshard(folder: Path, there: ParallelConfig, between: ParallelConfig) -> int
 
 
 def test_checkpoints_pass_between_layouts(workers: Workers, tmp_path: Path) -> None:
-    there, between = ParallelConfig(pp=2, pp_schedule="zbv"), ParallelConfig(dp_shard=2)
-    assert sum(workers.run(reshard, 2, tmp_path, there, between)) > 70  # weights and two moments
+    written, between = ParallelConfig(pp=2, pp_schedule="zbv"), ParallelConfig(dp_shard=2)
+    assert sum(workers.run(reshard, 2, tmp_path, written, between)) > 70  # weights and two moments
 
 
 def count_traffic(parallel: ParallelConfig) -> dict[str, int]:
@@ -286,20 +278,14 @@ def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
         split_into_stages(nn.Linear(2, 2), "1f1b", 2, 1, lengths=ROW_LENGTHS)
     many = ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=5)
     workers.run(
-        refuse,
-        2,
-        "llama",
-        many,
+        refuse, 2, "llama", many,
         r"10 pipeline stages .* can be cut into 4 at most: choose parallel\.virtual_stages = 2",
-    )
+    )  # fmt: skip
     wrong = ParallelConfig(pp=2, pp_split_points=["decoder.layers.9"])
     workers.run(
-        refuse,
-        2,
-        "llama",
-        wrong,
+        refuse, 2, "llama", wrong,
         r"parallel\.pp_split_points: no split point is called 'decoder\.layers\.9' after the first",
-    )
+    )  # fmt: skip
     early = ParallelConfig(pp=2, pp_split_points=["decoder.layers.1", "head"])
     workers.run(refuse, 2, "llama", early, r"2 stages need 1 different names in the model's order")
 

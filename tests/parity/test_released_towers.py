@@ -15,23 +15,11 @@ from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_th
 SIDE, EOS, POSITIONS = 4, 49, 7
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 COMMON: dict[str, Any] = {
-    "family": "two_towers",
-    "vocab_size": 50,
-    "d_model": 24,
-    "n_layers": 2,
-    "attention.n_heads": 3,
-    "attention.bias": True,
-    "ffn.d_ff": 48,
-    "ffn.bias": True,
-    "norm.name": "layer_norm",
-    "embedding.name": "patches",
-    "embedding.patch_size": SIDE,
-    "embedding.mean": MEAN,
-    "embedding.std": STD,
-    "position.name": "learned_2d",
-    "position.grid": (4, 4),
-    "lm_head.name": "none",
-}
+    "family": "two_towers", "vocab_size": 50, "d_model": 24, "n_layers": 2, "attention.n_heads": 3,
+    "attention.bias": True, "ffn.d_ff": 48, "ffn.bias": True, "norm.name": "layer_norm", "embedding.name": "patches",
+    "embedding.patch_size": SIDE, "embedding.mean": MEAN, "embedding.std": STD, "position.name": "learned_2d",
+    "position.grid": (4, 4), "lm_head.name": "none",
+}  # fmt: skip
 TEXT = {"d_model": 20, "n_layers": 3, "n_heads": 4, "d_ff": 28, "max_positions": POSITIONS}
 MODELS: dict[str, dict[str, Any]] = {
     "CLIPModel": {

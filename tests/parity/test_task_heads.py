@@ -107,13 +107,8 @@ CLASSES = [
 UNREAD = {"BigBird": ("bert.pooler.weight", "bert.pooler.bias")}
 """Parameters of transformers' classes that their heads don't read."""
 SCORE = {
-    "name": "text_classifier",
-    "classes": 3,
-    "pooler": "none",
-    "token": "last",
-    "bias": False,
-    "dropout": 0.0,
-}
+    "name": "text_classifier", "classes": 3, "pooler": "none", "token": "last", "bias": False, "dropout": 0.0,
+}  # fmt: skip
 GPT = {
     "vocab_size": VOCABULARY, "d_model": 24, "n_layers": 2, "attention.n_heads": 6, "ffn.d_ff": 96,
     "norm.name": "layer_norm", "ffn.activation": "gelu_tanh", "attention.bias": True, "ffn.bias": True,
@@ -313,12 +308,9 @@ def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
     seen = []
     model.sentence.on_logits = lambda *tensors: seen.append(tensors)
     model(
-        tokens,
-        documents=torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None],
-        positions=torch.cat([torch.arange(n) for n in lengths])[None],
-        sentence_targets=targets,
-        examples=examples,
-    )
+        tokens, documents=torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None],
+        positions=torch.cat([torch.arange(n) for n in lengths])[None], sentence_targets=targets, examples=examples,
+    )  # fmt: skip
     ((numbers, words, logits, labels),) = seen
     assert words.tolist() == [0, 0, 0]
     assert numbers.tolist() == [7, 70, 9]
@@ -419,12 +411,12 @@ def collect(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
             engine.evaluate(layout_microbatches(engine, batch), objective)
         parts = [part for parts in all_gather_object(collector.parts) for part in parts]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        seen = {
+        collected = {
             pair: place for place, pair in enumerate(zip(*(c.tolist() for c in columns[:2]), strict=True))
         }
         keys = list(zip(*(c.tolist() for c in expected[:2]), strict=True))
-        assert seen.keys() == set(keys), layout
-        order = [seen[pair] for pair in keys]
+        assert collected.keys() == set(keys), layout
+        order = [collected[pair] for pair in keys]
         np.testing.assert_allclose(columns[2][order], expected[2], rtol=1e-6, atol=1e-7, err_msg=layout)
         assert columns[3][order].tolist() == expected[3].tolist(), layout
         assert len(collector.gather(task, "").logits), layout
@@ -458,7 +450,7 @@ def test_classes_weigh_as_those_of_torch() -> None:
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "squared_error"])
 def test_losses_of_numbers_are_transformers_s(loss: str) -> None:
-    """Those of multi_label_classification and regression, which are means over classes."""
+    """Losses of multi_label_classification and regression are means over classes."""
     config = ModelConfig.from_dotted(BERT_ENCODER | BARE).with_changes({"extra_heads.sentence.loss": loss})
     plain = ModelConfig.from_dotted(BERT_ENCODER | BARE)
     both = pair(plain, torch.float64, among=["BertForSequenceClassification"])

@@ -12,16 +12,11 @@ from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold
 
 VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
 CONFIG = ModelConfig(
-    family="xlnet",
-    vocab_size=VOCABULARY,
-    d_model=24,
-    n_layers=3,
-    attention={"name": "two_stream", "n_heads": 4},
+    family="xlnet", vocab_size=VOCABULARY, d_model=24, n_layers=3, attention={"name": "two_stream", "n_heads": 4},
     ffn={"d_ff": 40, "activation": "gelu", "bias": True},
-    norm={"name": "layer_norm", "eps": 1e-7, "placement": "post"},
-    position={"name": "transformer_xl"},
+    norm={"name": "layer_norm", "eps": 1e-7, "placement": "post"}, position={"name": "transformer_xl"},
     lm_head={"bias": True},
-)
+)  # fmt: skip
 
 
 dtype = dtype_fixture(modeling_xlnet)
@@ -49,12 +44,9 @@ def batch_of(lengths: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
     ranks = draw(10**9, rows, longest, seed=seed + 2).masked_fill(~chosen, -1).argsort(1).argsort(1)
     ranks = (ranks - (~chosen).sum(1, keepdim=True) + 1).where(chosen, 0)
     return {
-        "tokens": tokens,
-        "documents": inside.long() - 1,
-        "segments": draw(3, rows, longest, seed=seed + 3),
-        "order": ranks,
-        "targets": tokens.where(chosen, IGNORE),
-    }
+        "tokens": tokens, "documents": inside.long() - 1, "segments": draw(3, rows, longest, seed=seed + 3),
+        "order": ranks, "targets": tokens.where(chosen, IGNORE),
+    }  # fmt: skip
 
 
 def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -73,13 +65,9 @@ def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
             mapping[b, number, place] = 1
             labels[b, number] = targets[b, place]
     return {
-        "input_ids": batch["tokens"],
-        "attention_mask": (batch["documents"] + 1).to(dtype),
-        "token_type_ids": batch["segments"],
-        "perm_mask": hidden,
-        "target_mapping": mapping,
-        "labels": labels,
-    }
+        "input_ids": batch["tokens"], "attention_mask": (batch["documents"] + 1).to(dtype),
+        "token_type_ids": batch["segments"], "perm_mask": hidden, "target_mapping": mapping, "labels": labels,
+    }  # fmt: skip
 
 
 def predictions(
@@ -171,12 +159,12 @@ def test_dropout_is_keyed_and_the_streams_drop_apart() -> None:
     parts = [run(slice(i, i + 1), keys) for i in range(3)]
     torch.testing.assert_close(full, torch.stack(parts).sum(), rtol=1e-12, atol=0)
     assert run(slice(None), keys + 1) != full
-    seen = []
+    masks = []
     for layer in model.encoder.layers.values():
-        layer.attn_residual.branch.register_forward_hook(lambda _, inputs, output: seen.append(output == 0))
+        layer.attn_residual.branch.register_forward_hook(lambda _, inputs, output: masks.append(output == 0))
     everywhere = {k: v for k, v in batch.items() if k != "targets"}
     model(**everywhere, keys=keys)
-    content, query = torch.cat(seen[0:4:2]), torch.cat(seen[1:4:2])  # of the last layer there is no content
+    content, query = torch.cat(masks[0:4:2]), torch.cat(masks[1:4:2])  # of the last layer there is no content
     sees = ~query.all(-1)  # queries of what is no target only fill rows up: they see no key, and get 0
     content, query = content[sees], query[sees]
     assert content.double().mean() == pytest.approx(0.3, abs=0.05)

@@ -230,17 +230,12 @@ def test_gradients_under_the_engine_are_one_process_s(layout: str) -> None:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        (
-            {"dp_shard": 1, "pp": 2},
-            r"^parallel\.pp = 2: parallel\.engine = 'ddp' does not declare 'pp' .*: set par",
-        ),
-        (
-            {"dp_shard": 1, "cp": 2},
-            r"does not declare 'cp' .* set parallel\.cp = 1, or .* = 'deepspeed' or 'native'$",
-        ),
+        ({"dp_shard": 1, "pp": 2}, r"^parallel\.pp = 2: parallel\.engine = 'ddp' does not declare 'pp' .*: set par"),
+        ({"dp_shard": 1, "cp": 2},
+         r"does not declare 'cp' .* set parallel\.cp = 1, or .* = 'deepspeed' or 'native'$"),
         ({"dp_shard": 2, "zero": 3}, r"^parallel\.engine = 'ddp' with .*parallel\.zero = 3"),
     ],
-)
+)  # fmt: skip
 def test_what_it_can_t_carry_is_refused(parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         verify(config(**parallel))
@@ -264,11 +259,8 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "sayings").mkdir()
     (tmp_path / "sayings" / "a.fortune").write_text("\n%%\n".join(output))
     small = [
-        "tokenizer.kind=byte-bpe",
-        "tokenizer.vocab_size=270",
-        "tokenizer.sentinels=0",
-        "tokenizer.ul2_modes=false",
-    ]
+        "tokenizer.kind=byte-bpe", "tokenizer.vocab_size=270", "tokenizer.sentinels=0", "tokenizer.ul2_modes=false",
+    ]  # fmt: skip
     summary = data_prep.run(load_section(PrepConfig, tmp_path / "prep.toml", small))
     steps = {item["step"]: item for item in summary.result["steps"]}
     assert {name: step["documents"] for name, step in steps["loudness"]["dropped"].items()} == {"too_loud": 1}

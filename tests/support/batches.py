@@ -36,20 +36,10 @@ class PassThroughObjective:
     """Gives the model all that the batch holds and counts what has a target."""
 
     fields: ClassVar = {
-        "causal": "targets",
-        "permutation": "targets",
-        "future_1": "ahead",
-        "masked": "targets",
-        "span": "targets",
-        "generator": "targets",
-        "sentence": "sentence_targets",
-        "boundary": "span_left",
-        "discriminator": "documents",
-        "classifier": "labels",
-        "answer_span": "examples",
-        "choice": "choice_targets",
-        "pixels": "masked",
-    }
+        "causal": "targets", "permutation": "targets", "future_1": "ahead", "masked": "targets", "span": "targets",
+        "generator": "targets", "sentence": "sentence_targets", "boundary": "span_left", "discriminator": "documents",
+        "classifier": "labels", "answer_span": "examples", "choice": "choice_targets", "pixels": "masked",
+    }  # fmt: skip
 
     def __init__(self, terms: list[str], passed: Iterable[str] = ()) -> None:
         """terms: those with a weight. passed: others that a model's losses may have, weighed by who wraps this."""

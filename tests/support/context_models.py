@@ -27,24 +27,16 @@ ENCODER_PATTERNS: dict[str, dict[str, Any]] = {
     "window": {"attention": {"pattern": {"name": "window", "width": 4}}},
     "bigbird": {"attention": {"pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 1}}},
     "etc": {
-        "attention": {
-            "pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 2}
-        }
+        "attention": {"pattern": {"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 2}},
     },
     "longformer": {"attention": {"pattern": {"name": "longformer", "width": 2}}},
     "apart": {
-        "attention": {
-            "name": "longformer",
-            "pattern": {"name": "longformer", "width": 2, "global_tokens": [0, 2]},
-        }
+        "attention": {"name": "longformer", "pattern": {"name": "longformer", "width": 2, "global_tokens": [0, 2]}},
     },
-    **{
-        f"linformer_{share}": {"attention": {**LINFORMER_OPTIONS, "share": share}}
-        for share in ("none", "headwise")
-    },
+    **{f"linformer_{share}": {"attention": {**LINFORMER_OPTIONS, "share": share}} for share in ("none", "headwise")},
     "linformer_both": {"attention": {**LINFORMER_OPTIONS, "share": "key_value"}},
     "linformer_all": {"attention": {**LINFORMER_OPTIONS, "share": "layerwise"}},
-}
+}  # fmt: skip
 
 
 def one_block_each(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -53,14 +45,9 @@ def one_block_each(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> d
 
 
 LATENT_MODEL = {
-    **SMALL_MODEL,
-    "attention.name": "mla",
-    "attention.kv_lora_rank": 8,
-    "attention.q_lora_rank": 6,
-    "attention.qk_rope_head_dim": 4,
-    "attention.v_head_dim": 5,
-    "attention.dropout": 0.2,
-}
+    **SMALL_MODEL, "attention.name": "mla", "attention.kv_lora_rank": 8, "attention.q_lora_rank": 6,
+    "attention.qk_rope_head_dim": 4, "attention.v_head_dim": 5, "attention.dropout": 0.2,
+}  # fmt: skip
 CONTEXT_MODELS = {
     "llama": DECODER,
     "bert": {**ENCODER, "extra_heads": {"sentence": {}, "boundary": {}}},
@@ -75,12 +62,9 @@ CONTEXT_MODELS = {
 }
 CONTEXT_MODELS["latent, patterns"] = one_block_each(
     CONTEXT_MODELS["latent"],
-    {
-        "full": {},
-        "window": {"attention": {"pattern": {"name": "window", "width": 3}}},
-        "bigbird": {"attention": {"pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}}},
-    },
-)
+    {"full": {}, "window": {"attention": {"pattern": {"name": "window", "width": 3}}},
+     "bigbird": {"attention": {"pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}}}},
+)  # fmt: skip
 SMALL_MOE = {"name": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2, "n_shared_experts": 1}
 OWN_ATTENTION = ("deberta", "deberta v3", "xlnet")
 """Whose attention is one of its own."""
@@ -115,16 +99,9 @@ for family, base, kinds in (
 OTHERS = ("local, compressed and experts", "linformer of an encoder-decoder")
 CONTEXT_MODELS |= {name: ModelConfig.from_dotted(**PATTERN_MODELS[name]) for name in OTHERS}
 UNEVEN = (
-    "patterns of decoders",
-    "patterns of encoders",
-    "llama",
-    "window",
-    "latent, patterns",
-    "alibi, patterns",
-    "deberta",
-    "xlnet",
-    "soft experts",
-)
+    "patterns of decoders", "patterns of encoders", "llama", "window", "latent, patterns", "alibi, patterns",
+    "deberta", "xlnet", "soft experts",
+)  # fmt: skip
 """Also on rows of one document each, of a length that no number of ranks divides."""
 CONTEXT_MODELS |= {
     f"{name}, rows of 11 tokens": CONTEXT_MODELS[name].with_changes({"extra_heads": {}}) for name in UNEVEN

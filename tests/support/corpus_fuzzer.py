@@ -43,23 +43,10 @@ change = st.tuples(
     st.sampled_from(["overwrite", "insert", "delete", "repeat", "cut", "swap"]),
     st.one_of(
         st.binary(min_size=1, max_size=12),
-        st.sampled_from(
-            [
-                b"\0" * 512,
-                b"\xff" * 8,
-                b"77777777777\0",
-                b"\x80" + b"\xff" * 11,
-                b"../",
-                b"NaN",
-                b"1e999",
-                b"i24",
-                b"|O",
-                b"(2, 3)",
-                b"-1",
-            ]
-        ),
+        st.sampled_from([b"\0" * 512, b"\xff" * 8, b"77777777777\0", b"\x80" + b"\xff" * 11, b"../", b"NaN", b"1e999",
+                         b"i24", b"|O", b"(2, 3)", b"-1"]),
     ),
-)
+)  # fmt: skip
 changes = st.lists(change, min_size=1, max_size=6)
 Changes = list[tuple[float, str, bytes]]
 
@@ -210,17 +197,11 @@ def _tar(kind: int, npy: bytes = _npy(np.arange(9, dtype=np.uint16))) -> bytes:
 
 
 ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "a_manifest": {},
-    "an_index": {"packed": st.booleans()},
-    "a_shard": {"packed": st.booleans()},
-    "a_foreign_tar": {
-        "kind": st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
-        "packed": st.booleans(),
-        "npy": st.booleans(),
-    },
-    "a_foreign_zst": {},
-    "a_plan": {},
-}
+    "a_manifest": {}, "an_index": {"packed": st.booleans()}, "a_shard": {"packed": st.booleans()},
+    "a_foreign_tar": {"kind": st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+                      "packed": st.booleans(), "npy": st.booleans()},
+    "a_foreign_zst": {}, "a_plan": {},
+}  # fmt: skip
 
 
 def opened_outside(folder: Path) -> list[str]:
@@ -243,12 +224,9 @@ def opened_outside(folder: Path) -> list[str]:
 def run(name: str, fuzz: Fuzz, examples: int, seed: int | None = None) -> None:
     """Some examples of one kind."""
     settings = hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=seed is None,
+        max_examples=examples, deadline=None, database=None, derandomize=seed is None,
         suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    )  # fmt: skip
     test = hypothesis.given(todo=changes, **ARGUMENTS[name])(lambda **inputs: getattr(fuzz, name)(**inputs))
     test = settings(test)
     (hypothesis.seed(seed)(test) if seed is not None else test)()

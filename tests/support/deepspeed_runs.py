@@ -28,19 +28,10 @@ from megatfm.verify.shrink import draw_batch, objective_for, shrink
 from tests.support.workers import Workers
 
 FAMILIES = {
-    "decoder": "quickstart",
-    "bert": "bert-base",
-    "t5": "t5-small",
-    "moe": "mixtral-8x7b",
-    "windows": "gemma3-1b",
-    "bert, classes": "bert-base",
-    "decoder, classes": "quickstart",
-    "moe, adapters": "mixtral-8x7b",
-    "vit": "vit-s16",
-    "mae": "mae-b16",
-    "swin": "swin-t",
-    "simmim": "simmim-swin-b",
-}
+    "decoder": "quickstart", "bert": "bert-base", "t5": "t5-small", "moe": "mixtral-8x7b", "windows": "gemma3-1b",
+    "bert, classes": "bert-base", "decoder, classes": "quickstart", "moe, adapters": "mixtral-8x7b", "vit": "vit-s16",
+    "mae": "mae-b16", "swin": "swin-t", "simmim": "simmim-swin-b",
+}  # fmt: skip
 CLASSIFIER = ["objective={name='text_classification'}", "model.lm_head={name='none'}"]
 CHANGES = {
     "bert, classes": [*CLASSIFIER, "model.extra_heads={sentence={name='text_classifier',classes=3}}"],
@@ -243,17 +234,11 @@ def compare(cases: list[Config], steps: int, one: tuple[Run, dict[str, Tensor]])
         for name, tensor in single.initial.items():
             assert torch.equal(output.initial[name], tensor), f"initial {name} differs"
         actual.append(
-            Errors(
-                apart(output.gradients, exact),
-                apart(native.gradients, exact),
-                updates(output.update, native.update),
-                updates(output.update, single.update),
-                losses_apart(output, native),
-                losses_apart(output, single),
-                updates(native.update, single.update),
-                losses_apart(native, single),
-            )
-        )
+            Errors(apart(output.gradients, exact), apart(native.gradients, exact),
+                   updates(output.update, native.update), updates(output.update, single.update),
+                   losses_apart(output, native), losses_apart(output, single), updates(native.update, single.update),
+                   losses_apart(native, single)),
+        )  # fmt: skip
     return actual
 
 
@@ -292,10 +277,10 @@ def main() -> None:
     parser.add_argument("optimizer", choices=OPTIMIZERS)
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS))
     args = parser.parse_args()
-    there = [layout for layout in args.layouts if has(args.family, layout)]
+    available = [layout for layout in args.layouts if has(args.family, layout)]
     with Workers() as workers:
-        cases = {layout: stages(args.family, layout, args.optimizer) for layout in there}
-        (one,) = workers.run(alone, 1, cases[there[0]][0], 10, timeout=200)
+        cases = {layout: stages(args.family, layout, args.optimizer) for layout in available}
+        (one,) = workers.run(alone, 1, cases[available[0]][0], 10, timeout=200)
         for layout, case in cases.items():
             actual = workers.run(compare, ranks_of(case[0]), case, 10, one, timeout=500)[0]
             worst = [max(getattr(item, key) for item in actual) for key in Errors.__annotations__]

@@ -52,28 +52,28 @@ def on_disk(config: Config, folder: Path) -> Config:
     options = {**json.loads(BUCKETS.read_text()), "aio": {"block_size": SMALLEST}}
     atomic_write(folder / "aio.json", json.dumps(options))
     (folder / "nvme").mkdir(exist_ok=True)
-    there = {"nvme_path": str(folder / "nvme"), "json_file": str(folder / "aio.json")}
-    return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=there)})
+    paths = {"nvme_path": str(folder / "nvme"), "json_file": str(folder / "aio.json")}
+    return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=paths)})
 
 
 def files_of(engine: Engine, folder: Path) -> list[str]:
     """Mistakes in where an engine keeps things."""
     optimizer, wrong = engine.ds_engine.optimizer, []
-    kept = {
+    swapped = {
         path.parent.parent.name
         for path in (folder / "nvme").glob(".megatfm-offload-*/*/zero_stage_3/*/rank*/*.swp")
     }
     dtype = str(engine.precision.compute_dtype).removeprefix("torch.")
     expected = {
         name
-        for name, there in (
+        for name, is_swapped in (
             ("optimizer", optimizer.swap_optimizer),
             (f"{dtype}params", optimizer.params_in_nvme_and_cpu),
         )
-        if there
+        if is_swapped
     }
-    if kept != expected:
-        wrong.append(f"in files are {kept}, and not {expected}")
+    if swapped != expected:
+        wrong.append(f"in files are {swapped}, and not {expected}")
     for parameter in engine.parameters.values():
         size = parameter.ds_tensor.ds_numel * parameter.dtype.itemsize
         if (

@@ -58,7 +58,7 @@ class Dense:
         return self.linear(f"{name}.w_down", inner)
 
     def attention(
-        self, name: str, stack: str, x: Tensor, seen: Tensor, memory: Tensor | None = None
+        self, name: str, stack: str, x: Tensor, mask: Tensor, memory: Tensor | None = None
     ) -> Tensor:
         """seen: [T, S], what each query may look at. memory: of cross-attention, which knows no positions."""
         config, local = self.config, memory is None
@@ -95,7 +95,7 @@ class Dense:
                 scores = scores - slopes(config.attention.n_heads)[n] * away.abs()
             if local and config.position.name == "t5":
                 scores = scores + self[f"{stack}.position.weight"][self.buckets(away, stack), n]
-            share = torch.where(seen, scores, -math.inf).softmax(-1)
+            share = torch.where(mask, scores, -math.inf).softmax(-1)
             out = share @ values
             if local and config.position.name == "shaw":
                 out = out + torch.einsum("ts,tsh->th", share, self[f"{name}.core.values"][clipped])
@@ -145,9 +145,9 @@ class Dense:
             x = x + torch.where(channel % 2 == 0, angle.sin(), angle.cos())
         return x
 
-    def block(self, name: str, stack: str, x: Tensor, seen: Tensor, memory: Tensor | None) -> Tensor:
+    def block(self, name: str, stack: str, x: Tensor, mask: Tensor, memory: Tensor | None) -> Tensor:
         x = self.sublayer(
-            f"{name}.attn_residual", stack, x, lambda y: self.attention(f"{name}.attn", stack, y, seen)
+            f"{name}.attn_residual", stack, x, lambda y: self.attention(f"{name}.attn", stack, y, mask)
         )
         if memory is not None:
             all_of_it = torch.ones(len(x), len(memory), dtype=torch.bool)
@@ -159,11 +159,11 @@ class Dense:
             )
         return self.sublayer(f"{name}.ffn_residual", stack, x, lambda y: self.ffn(f"{name}.ffn", y))
 
-    def run(self, stack: str, tokens: Tensor, seen: Tensor, memory: Tensor | None = None) -> Tensor:
+    def run(self, stack: str, tokens: Tensor, mask: Tensor, memory: Tensor | None = None) -> Tensor:
         config, x = self.config, self.embed(stack, tokens)
         depth = (config.n_encoder_layers if stack == "encoder" else None) or config.n_layers
         for i in range(depth):
-            x = self.block(f"{stack}.layers.{i}", stack, x, seen, memory)
+            x = self.block(f"{stack}.layers.{i}", stack, x, mask, memory)
         return self.norm(f"{stack}.norm", x) if config.norm.placement in ("pre", "sandwich") else x
 
     def hidden(self, tokens: Tensor, *, prefix: int = 0, encoder_tokens: Tensor | None = None) -> Tensor:
@@ -176,8 +176,8 @@ class Dense:
             size = len(encoder_tokens)
             memory = self.run("encoder", encoder_tokens, torch.ones(size, size, dtype=torch.bool))
         places = torch.arange(length)
-        seen = (places[None] <= places[:, None]) | (places[None] < prefix)
-        return self.run("decoder", tokens, seen, memory)
+        mask = (places[None] <= places[:, None]) | (places[None] < prefix)
+        return self.run("decoder", tokens, mask, memory)
 
     def logits(self, hidden: Tensor) -> Tensor:
         config = self.config
@@ -192,8 +192,8 @@ class Dense:
     def future_logits(self, hidden: Tensor, ahead: int) -> Tensor:
         """Loss of the head that looks `ahead` tokens beyond the next one."""
         places = torch.arange(len(hidden))
-        seen = places[None] <= places[:, None]
-        x = self.block(f"future.{ahead}.layers.0", "decoder", hidden, seen, None)
+        mask = places[None] <= places[:, None]
+        x = self.block(f"future.{ahead}.layers.0", "decoder", hidden, mask, None)
         ends = self.config.norm.placement in ("post", "deepnorm")
         return self.logits(x if ends else self.norm(f"future.{ahead}.final_norm", x))
 

@@ -52,22 +52,14 @@ def small_config(folder: Path, **changes: Any) -> Config:
         {
             "name": "small",
             "run_dir": str(folder / "run"),
-            "model": {
-                "d_model": 16,
-                "n_layers": 2,
-                "attention": {"n_heads": 2},
-                "ffn": {"d_ff": 16},
-                "init": {"std": 0.5},
-            },
-            "data": {
-                "train": str(folder / "nowhere"),
-                "tokenizer": str(folder / "tokenizer.model"),
-                "sequence_length": 64,
-            },
+            "model": {"d_model": 16, "n_layers": 2, "attention": {"n_heads": 2}, "ffn": {"d_ff": 16},
+                      "init": {"std": 0.5}},
+            "data": {"train": str(folder / "nowhere"), "tokenizer": str(folder / "tokenizer.model"),
+                     "sequence_length": 64},
             "optimizer": {"name": "adamw", "lr": 1e-3},
             "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "seed": 5, "precision": "fp64"},
-        }
-    )
+        },
+    )  # fmt: skip
     return config.with_changes({key.replace("__", "."): value for key, value in changes.items()})
 
 

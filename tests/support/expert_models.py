@@ -13,12 +13,8 @@ LOSS_COEFFICIENTS = {"aux_loss_coef": 0.3, "seq_aux_loss_coef": 0.2, "z_loss_coe
 MOE_OPTIONS = {"name": "moe", "d_ff": 24, "n_experts": 12, "top_k": 2}
 BIASED_MOE = {**MOE_OPTIONS, "bias": True, "activation": "clamped_swiglu"}
 DEEPSEEK_V3_ROUTER = {
-    "name": "deepseek_v3",
-    "n_group": 3,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "bias_update_rate": 0.05,
-}
+    "name": "deepseek_v3", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "bias_update_rate": 0.05,
+}  # fmt: skip
 EXPERT_MODELS = {
     "top-k": ModelConfig.from_dotted(
         **SPARSE,

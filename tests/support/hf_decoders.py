@@ -34,21 +34,11 @@ DEEPSEEK_V2_OPTIONS = {
 }  # fmt: skip
 ALTERNATING = ["sliding_attention", "full_attention"]
 GEMMA_OPTIONS = {
-    **LLAMA_OPTIONS,
-    "head_dim": 4,
-    "query_pre_attn_scalar": 9,
-    "sliding_window": 4,
-    "layer_types": ALTERNATING,
-}
+    **LLAMA_OPTIONS, "head_dim": 4, "query_pre_attn_scalar": 9, "sliding_window": 4, "layer_types": ALTERNATING,
+}  # fmt: skip
 T5_OPTIONS = {
-    **SMALL_DECODER,
-    "d_model": 24,
-    "d_kv": 5,
-    "d_ff": 40,
-    "num_layers": 3,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-}
+    **SMALL_DECODER, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4,
+}  # fmt: skip
 SWITCH_OPTIONS = {
     **T5_OPTIONS, "num_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 3,
     "expert_capacity": 4,

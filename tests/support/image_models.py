@@ -13,22 +13,11 @@ from tests.support.models import LENGTH, PYRAMID_OPTIONS, ROWS, SWIN_MODEL
 
 SIDE = 4
 COMMON: dict[str, Any] = {
-    "family": "encoder",
-    "d_model": 24,
-    "n_layers": 2,
-    "attention.n_heads": 6,
-    "attention.bias": True,
-    "ffn.d_ff": 36,
-    "ffn.activation": "gelu",
-    "ffn.bias": True,
-    "norm.name": "layer_norm",
-    "embedding.name": "patches",
-    "embedding.patch_size": SIDE,
-    "position.name": "learned_2d",
-    "position.grid": (2, 3),
-    "layer_scale": 0.3,
+    "family": "encoder", "d_model": 24, "n_layers": 2, "attention.n_heads": 6, "attention.bias": True, "ffn.d_ff": 36,
+    "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "embedding.name": "patches",
+    "embedding.patch_size": SIDE, "position.name": "learned_2d", "position.grid": (2, 3), "layer_scale": 0.3,
     "lm_head.name": "none",
-}
+}  # fmt: skip
 HEAD = {"extra_heads.classifier.n_classes": 5}
 IMAGE_MODELS = {
     "class": ModelConfig.from_dotted(COMMON | HEAD | {"embedding.n_register_tokens": 1, "drop_path": 0.4}),
@@ -104,24 +93,15 @@ def mask_patches(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 LAYOUTS = {
     1: {"one process": ParallelConfig()},
-    2: {
-        "tp2": ParallelConfig(tp=2),
-        "pp2": ParallelConfig(pp=2),
-        "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
-        "zero0": ParallelConfig(dp_shard=2, zero=0),
-        "zero1": ParallelConfig(dp_shard=2, zero=1),
-        "zero2": ParallelConfig(dp_shard=2, zero=2),
-        "zero3": ParallelConfig(dp_shard=2),
-        "cp2": ParallelConfig(cp=2),
-    },
-    3: {
-        "tp3 without sequence parallel": ParallelConfig(tp=3, sequence_parallel=False),
-        "tp3": ParallelConfig(tp=3),
-        "cp3": ParallelConfig(cp=3),
-    },
+    2: {"tp2": ParallelConfig(tp=2), "pp2": ParallelConfig(pp=2), "zbv": ParallelConfig(pp=2, pp_schedule="zbv"),
+        "zero0": ParallelConfig(dp_shard=2, zero=0), "zero1": ParallelConfig(dp_shard=2, zero=1),
+        "zero2": ParallelConfig(dp_shard=2, zero=2), "zero3": ParallelConfig(dp_shard=2),
+        "cp2": ParallelConfig(cp=2)},
+    3: {"tp3 without sequence parallel": ParallelConfig(tp=3, sequence_parallel=False), "tp3": ParallelConfig(tp=3),
+        "cp3": ParallelConfig(cp=3)},
     4: {"tp2 × cp2": ParallelConfig(tp=2, cp=2)},
     5: {"cp5": ParallelConfig(cp=5)},
-}
+}  # fmt: skip
 WITHOUT_CONTEXT = ("simmim swin",)
 """Models whose parts need whole rows."""
 

@@ -224,13 +224,9 @@ def run_series(
         runs += series.runs
     seconds = round(time.monotonic() - start, 1)
     return {
-        "hits": dict(hits),
-        "hits by layout": by_layout,
-        "kills": sum(hits.values()),
-        "starts": starts,
-        "compared": runs,
-        "seconds": seconds,
-    }
+        "hits": dict(hits), "hits by layout": by_layout, "kills": sum(hits.values()), "starts": starts,
+        "compared": runs, "seconds": seconds,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -250,12 +246,8 @@ def main() -> None:
     torch.empty(1, device="meta").to(torch.float64)  # slow the first time
     with contextlib.redirect_stdout(sys.stderr):
         report = run_series(
-            inputs.corpus,
-            inputs.folder,
-            inputs.kills,
-            inputs.seed,
-            inputs.overrides,
-        )
+            inputs.corpus, inputs.folder, inputs.kills, inputs.seed, inputs.overrides,
+        )  # fmt: skip
     print(json.dumps(report))
 
 

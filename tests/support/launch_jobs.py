@@ -28,43 +28,21 @@ def launch(*words: str, config: str = "quickstart") -> int:
 def job(**changes: object) -> Job:
     """A training job of the quickstart, with other values in some fields."""
     fields: dict[str, object] = {
-        "config_name": "quickstart",
-        "overrides": (),
-        "config": load_config("quickstart"),
-        "name": "quickstart",
-    }
+        "config_name": "quickstart", "overrides": (), "config": load_config("quickstart"), "name": "quickstart",
+    }  # fmt: skip
     return Job(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 CLUSTER_FLAGS = [
-    "--slurm",
-    "--nodes",
-    "4",
-    "--gpus-per-node",
-    "8",
-    "--time",
-    "24:00:00",
-    "--job-name",
-    "big-run",
-]
+    "--slurm", "--nodes", "4", "--gpus-per-node", "8", "--time", "24:00:00", "--job-name", "big-run",
+]  # fmt: skip
 FULL_SITE = Site(
-    partition="gpu",
-    account="physics",
-    qos="long",
-    constraint="a100&infiniband",
-    exclude="gpu[07,12]",
-    cpus_per_task=8,
-    memory="480G",
-    exclusive=True,
-    sbatch=["--mail-type=FAIL"],
-    srun=["--mpi=none"],
-    modules=["cuda/12.8", "openmpi"],
-    setup=[["source", "/my venv/bin/activate"]],
-    container=["apptainer", "exec", "--nv", "/images/torch 2.sif"],
-    python="python3",
-    interface="ib0",
+    partition="gpu", account="physics", qos="long", constraint="a100&infiniband", exclude="gpu[07,12]",
+    cpus_per_task=8, memory="480G", exclusive=True, sbatch=["--mail-type=FAIL"], srun=["--mpi=none"],
+    modules=["cuda/12.8", "openmpi"], setup=[["source", "/my venv/bin/activate"]],
+    container=["apptainer", "exec", "--nv", "/images/torch 2.sif"], python="python3", interface="ib0",
     environment={"NCCL_IB_HCA": "mlx5"},
-)
+)  # fmt: skip
 SMALL_SITE = Site(
     partition="short", requeue=False, start="torchrun", cpus_per_task=2, gpus="gres", stop_seconds=60
 )

@@ -46,14 +46,10 @@ BEGIN_CONTEXTS = "<!-- rows that are cut, made by tests/support/layout_table.py 
 BEGIN_IMAGES = "<!-- models of images, made by tests/support/layout_table.py -->"
 TICK = "✓"
 IMAGE_ROWS = {
-    "class": "vit, class token and a register",
-    "mean": "vit, class token and mean pool",
-    "attention": "vit, attention pool",
-    "rotary": "vit, 2-D rotary",
-    "mae": "masked autoencoder",
-    "simmim": "vit, simmim",
-    "simmim swin": "swin, simmim",
-}
+    "class": "vit, class token and a register", "mean": "vit, class token and mean pool",
+    "attention": "vit, attention pool", "rotary": "vit, 2-D rotary", "mae": "masked autoencoder",
+    "simmim": "vit, simmim", "simmim swin": "swin, simmim",
+}  # fmt: skip
 """Model of tests/support/image_models.py → its name in the table."""
 TOWER_ROWS = {name: f"two towers, {name}" for name in TOWER_MODELS}
 LLAVA_ROWS = {name: f"vision-language, {name}" for name in LLAVA_MODELS}

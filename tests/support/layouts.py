@@ -39,31 +39,18 @@ RANKS_OF_LAYOUT = {
 }
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 FAMILY_LAYOUTS = {
-    2: {
-        "zero0": ParallelConfig(dp_shard=2, zero=0),
-        "zero1": ParallelConfig(dp_shard=2, zero=1),
-        "zero2": ParallelConfig(dp_shard=2, zero=2),
-        "zero3": ParallelConfig(dp_shard=2),
-        "tp2": ParallelConfig(tp=2),
-        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
-    },
-    4: {
-        "hsdp 2 × 2": ParallelConfig(dp_replicate=2, dp_shard=2),
-        "tp4": ParallelConfig(tp=4),
-        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1),
-        "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2),
-    },
-}
+    2: {"zero0": ParallelConfig(dp_shard=2, zero=0), "zero1": ParallelConfig(dp_shard=2, zero=1),
+        "zero2": ParallelConfig(dp_shard=2, zero=2), "zero3": ParallelConfig(dp_shard=2), "tp2": ParallelConfig(tp=2),
+        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False)},
+    4: {"hsdp 2 × 2": ParallelConfig(dp_replicate=2, dp_shard=2), "tp4": ParallelConfig(tp=4),
+        "zero1 2 × tp2": ParallelConfig(dp_shard=2, tp=2, zero=1), "zero3 2 × tp2": ParallelConfig(dp_shard=2, tp=2)},
+}  # fmt: skip
 """Ranks → layouts. Those of equally many ranks share one call, and so the reference."""
 PLAIN_LAYOUTS = {
     1: {"one process": ParallelConfig()},
-    2: {
-        "tp2": ParallelConfig(tp=2),
-        "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
-        "pp2": ParallelConfig(pp=2),
-        "zero3": ParallelConfig(dp_shard=2),
-    },
-}
+    2: {"tp2": ParallelConfig(tp=2), "tp2 without sequence parallel": ParallelConfig(tp=2, sequence_parallel=False),
+        "pp2": ParallelConfig(pp=2), "zero3": ParallelConfig(dp_shard=2)},
+}  # fmt: skip
 """Ranks → one layout of each kind."""
 
 
@@ -131,26 +118,13 @@ def traffic_config(
     """Two micro-batches a step, and one more with stages."""
     data_ranks = parallel.dp_replicate * parallel.dp_shard
     return Config(
-        name="x",
-        plugins=tuple(plugins),
-        model=model,
-        objective=objective,
-        data=DataConfig(
-            train="t",
-            tokenizer="m",
-            sequence_length=LENGTH,
-            target_length=LENGTH if model.family == "encoder_decoder" else None,
-        ),
-        parallel=parallel,
-        optimizer=optimizer,
-        train=TrainConfig(
-            steps=1,
-            global_batch=2 * (3 if parallel.pp > 1 else 2) * data_ranks,
-            micro_batch=2,
-            precision="fp64",
-            recompute=recompute,
-        ),
-    )
+        name="x", plugins=tuple(plugins), model=model, objective=objective,
+        data=DataConfig(train="t", tokenizer="m", sequence_length=LENGTH,
+                        target_length=LENGTH if model.family == "encoder_decoder" else None),
+        parallel=parallel, optimizer=optimizer,
+        train=TrainConfig(steps=1, global_batch=2 * (3 if parallel.pp > 1 else 2) * data_ranks, micro_batch=2,
+                          precision="fp64", recompute=recompute),
+    )  # fmt: skip
 
 
 def count_steps(configs: list[Config]) -> list[RankResult]:

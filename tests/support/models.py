@@ -23,48 +23,26 @@ from megatfm.layers.sequence import SequenceMetadata
 ROWS, LENGTH = 8, 12
 """Rows of a batch and tokens of a row (`tests/support/batches.py`)."""
 UNTIED_MODEL = ModelConfig(
-    vocab_size=96,
-    d_model=32,
-    n_layers=2,
-    attention={"n_heads": 4, "n_kv_heads": 2},
-    ffn={"d_ff": 80},
+    vocab_size=96, d_model=32, n_layers=2, attention={"n_heads": 4, "n_kv_heads": 2}, ffn={"d_ff": 80},
     embedding={"tied": False},
-)
+)  # fmt: skip
 TIED_MODEL = UNTIED_MODEL.with_changes({"embedding.tied": True})
 ADAMW = AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3)
 MUON = MuonConfig(lr=1e-2, matrix_lr=0.02, weight_decay=0.1, max_grad_norm=0.3)
 SMALL_MODEL = {"vocab_size": 95, "d_model": 32, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 48}
 DROPOUTS = {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1, "drop_path": 0.3}
 BERT_OPTIONS = {
-    "norm.name": "layer_norm",
-    "norm.placement": "post",
-    "ffn.activation": "gelu",
-    "attention.bias": True,
-    "ffn.bias": True,
-    "embedding.norm": True,
-    "position.name": "learned",
-    "position.max_positions": LENGTH,
-    "embedding.n_segments": 2,
-    "lm_head.name": "transform",
-    "lm_head.bias": True,
-    "init.name": "bert",
-}
+    "norm.name": "layer_norm", "norm.placement": "post", "ffn.activation": "gelu", "attention.bias": True,
+    "ffn.bias": True, "embedding.norm": True, "position.name": "learned", "position.max_positions": LENGTH,
+    "embedding.n_segments": 2, "lm_head.name": "transform", "lm_head.bias": True, "init.name": "bert",
+}  # fmt: skip
 SWIN_MODEL: dict[str, Any] = {
-    "family": "hierarchical",
-    "d_model": 16,
-    "stages.layers": (2, 3),
-    "stages.heads": (2, 4),
-    "attention.name": "windowed",
-    "attention.pattern": {"name": "windows_2d", "window": 4},
-    "ffn.d_ff": 40,
-    "ffn.activation": "gelu",
-    "ffn.bias": True,
-    "norm.name": "layer_norm",
-    "position.name": "relative_2d",
-    "embedding": {"name": "patches", "patch_size": 4, "n_class_tokens": 0, "norm": True},
-    "lm_head.name": "none",
+    "family": "hierarchical", "d_model": 16, "stages.layers": (2, 3), "stages.heads": (2, 4),
+    "attention.name": "windowed", "attention.pattern": {"name": "windows_2d", "window": 4}, "ffn.d_ff": 40,
+    "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "position.name": "relative_2d",
+    "embedding": {"name": "patches", "patch_size": 4, "n_class_tokens": 0, "norm": True}, "lm_head.name": "none",
     "extra_heads.classifier": {"n_classes": 5, "pool": "mean"},
-}
+}  # fmt: skip
 SWIN_V2_OPTIONS: dict[str, Any] = {
     "attention.cosine": True,
     "position.name": "log_relative_2d",
@@ -82,32 +60,19 @@ MVIT_MODEL: dict[str, Any] = SWIN_MODEL | {
     "embedding": {"name": "overlapping_patches", "patch_size": 4, "n_class_tokens": 0},
 }
 PYRAMID_OPTIONS = {
-    "stages.grid": (5, 4),
-    "stages.heads": (4, 8),
-    "d_model": 32,
-    "attention.pattern.window": 3,
-}
+    "stages.grid": (5, 4), "stages.heads": (4, 8), "d_model": 32, "attention.pattern.window": 3,
+}  # fmt: skip
 """Maps of 5 × 4, which are padded and shifted, then 3 × 2, one window smaller than the table."""
 MVIT_HEADS = {"stages.heads": (4, 8), "d_model": 32}
 FAMILY_MODELS = {
     "gpt": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        n_mtp_heads=1,
-        **{
-            "norm.name": "layer_norm",
-            "ffn.activation": "gelu_tanh",
-            "position.name": "learned",
-            "position.max_positions": LENGTH,
-            "attention.bias": True,
-            "ffn.bias": True,
-            "lm_head.label_smoothing": 0.1,
-            "lm_head.softcap": 5.0,
-        },
+        **SMALL_MODEL, **DROPOUTS, n_mtp_heads=1,
+        **{"norm.name": "layer_norm", "ffn.activation": "gelu_tanh", "position.name": "learned",
+           "position.max_positions": LENGTH, "attention.bias": True, "ffn.bias": True, "lm_head.label_smoothing": 0.1,
+           "lm_head.softcap": 5.0},
     ),
     "alibi, sandwich norm": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
+        **SMALL_MODEL, **DROPOUTS,
         **{
             "position.name": "alibi",
             "norm.placement": "sandwich",
@@ -117,84 +82,49 @@ FAMILY_MODELS = {
         },
     ),
     "shaw, deepnorm": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        **{
-            "position.name": "shaw",
-            "norm.placement": "deepnorm",
-            "init.name": "deepnorm",
-            "position.max_distance": 3,
-        },
+        **SMALL_MODEL, **DROPOUTS,
+        **{"position.name": "shaw", "norm.placement": "deepnorm", "init.name": "deepnorm",
+           "position.max_distance": 3},
     ),
     "llama": ModelConfig.from_dotted(
-        **SMALL_MODEL, **DROPOUTS, **{"attention.n_kv_heads": 2, "embedding.tied": False}
+        **SMALL_MODEL, **DROPOUTS, **{"attention.n_kv_heads": 2, "embedding.tied": False},
     ),
     "latent attention": ModelConfig.from_dotted(
         **SMALL_MODEL,
-        **{
-            "attention.name": "mla",
-            "attention.kv_lora_rank": 8,
-            "attention.q_lora_rank": 6,
-            "attention.qk_rope_head_dim": 4,
-        },
+        **{"attention.name": "mla", "attention.kv_lora_rank": 8, "attention.q_lora_rank": 6,
+           "attention.qk_rope_head_dim": 4},
     ),
     "bert": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        **BERT_OPTIONS,
-        family="encoder",
-        extra_heads={"sentence": {}, "boundary": {}},
+        **SMALL_MODEL, **DROPOUTS, **BERT_OPTIONS, family="encoder", extra_heads={"sentence": {}, "boundary": {}},
     ),
     "albert": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        **BERT_OPTIONS,
-        family="encoder",
-        distinct_layers=1,
-        **{"embedding.dim": 16},
+        **SMALL_MODEL, **DROPOUTS, **BERT_OPTIONS, family="encoder", distinct_layers=1, **{"embedding.dim": 16},
     ),
     "deberta": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        family="encoder",
+        **SMALL_MODEL, **DROPOUTS, family="encoder",
         **{"attention.name": "deberta", "position.name": "deberta", "position.max_distance": 4},
     ),
     "deberta v3": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        family="encoder",
-        **{
-            "attention.name": "deberta_v2",
-            "position.name": "deberta_v2",
-            "position.buckets": 4,
-            "position.max_distance": 8,
-        },
+        **SMALL_MODEL, **DROPOUTS, family="encoder",
+        **{"attention.name": "deberta_v2", "position.name": "deberta_v2", "position.buckets": 4,
+           "position.max_distance": 8},
     ),
     "t5": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        family="encoder_decoder",
-        n_encoder_layers=1,
+        **SMALL_MODEL, **DROPOUTS, family="encoder_decoder", n_encoder_layers=1,
         **{"position.name": "t5", "init.name": "t5", "attention.scale": 1.0, "lm_head.scale": 0.2},
     ),
     "xlnet": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        family="xlnet",
+        **SMALL_MODEL, **DROPOUTS, family="xlnet",
         **{"attention.name": "two_stream", "position.name": "transformer_xl", "lm_head.bias": True},
     ),
     "electra": ModelConfig.from_dotted(
-        **SMALL_MODEL,
-        **DROPOUTS,
-        **BERT_OPTIONS,
-        family="electra",
-        generator={"d_model": 16, "n_heads": 4, "d_ff": 24},
-        **{"embedding.dim": 16},
+        **SMALL_MODEL, **DROPOUTS, **BERT_OPTIONS, family="electra",
+        generator={"d_model": 16, "n_heads": 4, "d_ff": 24}, **{"embedding.dim": 16},
     ),
     "swin": ModelConfig.from_dotted(**(SWIN_MODEL | PYRAMID_OPTIONS), **DROPOUTS),
     "mvit v2": ModelConfig.from_dotted(**(MVIT_MODEL | MVIT_HEADS), **DROPOUTS),
     "swin v2": ModelConfig.from_dotted(**(SWIN_MODEL | SWIN_V2_OPTIONS | PYRAMID_OPTIONS), **DROPOUTS),
-}
+}  # fmt: skip
 PREFIX_LM = "prefix language model"
 FAMILY_NAMES = (*FAMILY_MODELS, PREFIX_LM)
 TINY_MODEL = {"vocab_size": 31, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 16}
@@ -203,13 +133,9 @@ TINY_LATENT = {"name": "mla", "n_heads": 2, "kv_lora_rank": 6, "qk_rope_head_dim
 
 DENSE_VOCABULARY = 23
 SMALL_DENSE = {
-    "vocab_size": DENSE_VOCABULARY,
-    "d_model": 16,
-    "n_layers": 2,
-    "attention.n_heads": 2,
-    "ffn.d_ff": 20,
+    "vocab_size": DENSE_VOCABULARY, "d_model": 16, "n_layers": 2, "attention.n_heads": 2, "ffn.d_ff": 20,
     "norm.eps": 1e-3,
-}
+}  # fmt: skip
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
 NORMS = ("layer_norm", "rms_norm")
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "swish", "swiglu", "geglu", "geglu_tanh")
@@ -229,17 +155,10 @@ def combination(norm_position: str, norm: str, activation: str, position: str, m
     """A model of these parts."""
     families = {"full": "encoder", "pairs": "encoder_decoder"}
     return ModelConfig.from_dotted(
-        **SMALL_DENSE,
-        **POSITIONS[position],
-        family=families.get(mask, "decoder"),
-        **{
-            "norm.placement": norm_position,
-            "norm.name": norm,
-            "ffn.activation": activation,
-            "position.name": position,
-            "init.name": "deepnorm" if norm_position == "deepnorm" else "normal",
-        },
-    )
+        **SMALL_DENSE, **POSITIONS[position], family=families.get(mask, "decoder"),
+        **{"norm.placement": norm_position, "norm.name": norm, "ffn.activation": activation,
+           "position.name": position, "init.name": "deepnorm" if norm_position == "deepnorm" else "normal"},
+    )  # fmt: skip
 
 
 B, T, D, F_, E = 3, 11, 16, 8, 8

@@ -72,14 +72,9 @@ def build_engine(
     pipeline = None
     if parallel.pp > 1:
         pipeline = split_into_stages(
-            model,
-            parallel.pp_schedule,
-            parallel.pp,
-            parallel.stages_per_rank,
-            lengths=ROW_LENGTHS,
-            at=parallel.pp_split_points,
-            sequence_shards=parallel.tp if parallel.sequence_parallel else 1,
-        )
+            model, parallel.pp_schedule, parallel.pp, parallel.stages_per_rank, lengths=ROW_LENGTHS,
+            at=parallel.pp_split_points, sequence_shards=parallel.tp if parallel.sequence_parallel else 1,
+        )  # fmt: skip
     layout = parallelize(
         model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
     )

@@ -13,13 +13,9 @@ from tests.support.models import DROPOUTS, SMALL_MODEL
 DROPOUT_DECODER = {**SMALL_MODEL, **DROPOUTS, "attention.n_kv_heads": 2}
 DROPOUT_ENCODER = {**SMALL_MODEL, **DROPOUTS, "family": "encoder", "lm_head.bias": True}
 LINFORMER_ENCODER = {
-    **DROPOUT_ENCODER,
-    "attention.name": "linformer",
-    "attention.max_length": 12,
-    "attention.projected_length": 3,
-    "position.name": "learned",
-    "position.max_positions": 12,
-}
+    **DROPOUT_ENCODER, "attention.name": "linformer", "attention.max_length": 12, "attention.projected_length": 3,
+    "position.name": "learned", "position.max_positions": 12,
+}  # fmt: skip
 COMPRESSED_DECODER = {**SMALL_MODEL, **DROPOUTS, "position.name": "sinusoidal"}
 PATTERN_MODELS = {
     "window": {**DROPOUT_DECODER, "attention.pattern": {"name": "window", "width": 3}},
@@ -142,12 +138,9 @@ def packed_batch(family: str, *, prefix: bool) -> dict[str, Tensor]:
     documents = torch.tensor([[0] * 17 + [1] * 9 + [-1] * 3, [0] * 29])
     first = (documents == 0).sum(1, keepdim=True) * (documents == 1)
     result = {
-        "tokens": draw[0],
-        "targets": draw[1],
-        "documents": documents,
-        "positions": torch.arange(ROW_LENGTH).expand(2, -1) - first,
-        "keys": torch.tensor([5, 6]),
-    }
+        "tokens": draw[0], "targets": draw[1], "documents": documents,
+        "positions": torch.arange(ROW_LENGTH).expand(2, -1) - first, "keys": torch.tensor([5, 6]),
+    }  # fmt: skip
     if family == "encoder_decoder":
         result |= {f"encoder_{key}": result[key] for key in ("documents", "positions")} | {
             "encoder_tokens": draw[2]
@@ -167,36 +160,18 @@ SHAW_OPTIONS = {"position.name": "shaw", "position.max_distance": 3, "attention.
 SCORE_MODELS = {
     "shaw": SHAW_OPTIONS,
     "shaw, prefixes": SHAW_OPTIONS,
-    "shaw, window": {
-        **SHAW_OPTIONS,
-        "attention.pattern": {"name": "window", "width": 5, "initial_tokens": 1},
-    },
+    "shaw, window": {**SHAW_OPTIONS, "attention.pattern": {"name": "window", "width": 5, "initial_tokens": 1}},
     "shaw, bigbird": {
-        **SHAW_OPTIONS,
-        "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1},
+        **SHAW_OPTIONS, "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1},
     },
     "shaw of an encoder": {**SHAW_OPTIONS, "family": "encoder"},
-    "deberta": {
-        "family": "encoder",
-        "attention.name": "deberta",
-        "attention.dropout": 0.2,
-        "position.name": "deberta",
-        "position.max_distance": 4,
-    },
-    "deberta v3": {
-        "family": "encoder",
-        "attention.name": "deberta_v2",
-        "position.name": "deberta_v2",
-        "position.buckets": 4,
-        "position.max_distance": 8,
-    },
-    "xlnet": {
-        "family": "xlnet",
-        "attention.name": "two_stream",
-        "attention.dropout": 0.2,
-        "position.name": "transformer_xl",
-    },
-}
+    "deberta": {"family": "encoder", "attention.name": "deberta", "attention.dropout": 0.2,
+                "position.name": "deberta", "position.max_distance": 4},
+    "deberta v3": {"family": "encoder", "attention.name": "deberta_v2", "position.name": "deberta_v2",
+                   "position.buckets": 4, "position.max_distance": 8},
+    "xlnet": {"family": "xlnet", "attention.name": "two_stream", "attention.dropout": 0.2,
+              "position.name": "transformer_xl"},
+}  # fmt: skip
 
 
 def score_inputs(family: str, *, prefix: bool) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ class Disk:
         top = _copy(self._before)
         changes, synced = self._play(top, self.operations[:count])
         for number, change in enumerate(changes):
-            kept = (
+            survivors = (
                 number in synced
                 or {
                     "nothing": False,
@@ -110,7 +110,7 @@ class Disk:
                     "some": draw.random() < 0.5,
                 }[choice]
             )
-            if kept:
+            if survivors:
                 change.apply()
             elif choice == "some" and change.torn and draw.random() < 0.5:
                 change.torn()
@@ -118,18 +118,18 @@ class Disk:
 
     def _play(self, top: Node, operations: Iterable[Operation]) -> tuple[list[Change], set[int]]:
         """All changes in order, and the numbers of those that were synced. `top` itself stays as it is."""
-        seen = dict(_walk(top, str(self.root)))  # what the kernel would show
+        visible = dict(_walk(top, str(self.root)))  # what the kernel would show
         changes: list[Change] = []
         synced: set[int] = set()
         offsets: dict[Node, int] = {}
         for operation in operations:
-            folder = seen.get(str(Path(operation.path).parent))
+            folder = visible.get(str(Path(operation.path).parent))
             name = Path(operation.path).name
             if operation.kind == "fsync":
-                node = seen.get(operation.path, top)
+                node = visible.get(operation.path, top)
                 synced |= {number for number, change in enumerate(changes) if change.on is node}
             elif operation.kind == "write":
-                node = seen[operation.path]
+                node = visible[operation.path]
                 start = offsets.get(node, 0)
                 offsets[node] = start + len(operation.data)
                 changes.append(_write(node, start, operation.data))
@@ -137,16 +137,18 @@ class Disk:
                 continue
             elif operation.kind in ("mkdir", "create"):
                 node = Node(names={} if operation.kind == "mkdir" else None)
-                seen[operation.path] = node
+                visible[operation.path] = node
                 changes.append(_name(folder, {name: node}))
             elif operation.kind in ("unlink", "rmdir"):
-                del seen[operation.path]
+                del visible[operation.path]
                 changes.append(_name(folder, {name: None}))
             else:  # a rename, in one folder
                 new = Path(operation.new).name
-                node = seen[operation.path]
+                node = visible[operation.path]
                 changes.append(_name(folder, {name: None, new: node}))
-                seen = {_moved(path, operation.path, operation.new): node for path, node in seen.items()}
+                visible = {
+                    _moved(path, operation.path, operation.new): node for path, node in visible.items()
+                }
         return changes, synced
 
 

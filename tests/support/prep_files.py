@@ -145,8 +145,5 @@ def kill(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> subpr
     script = Path(__file__).with_name("kill_prep.py")
     return subprocess.run(
         [sys.executable, str(script), str(path), *(f"{folder / out}:{last}" for out, last in runs)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip

@@ -100,27 +100,18 @@ def record(step: int, noise: random.Random, steps: int = 1000) -> dict[str, obje
     seconds = 0.42 + abs(noise.gauss(0, 0.02))
     warm = min(1.0, step / 20)
     line: dict[str, object] = {
-        "step": step,
-        "tokens": step * 32 * 512,
-        "loss": loss,
+        "step": step, "tokens": step * 32 * 512, "loss": loss,
         "lr": 3e-3 * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps))),
         "grad_norm": 0.4 + 3 * math.exp(-step / 50) + abs(noise.gauss(0, 0.08)) + (6 if step == 480 else 0),
-        "tokens_per_second": 32 * 512 / seconds,
-        "data_wait_seconds": abs(noise.gauss(0, 0.003)),
-        "step_seconds": seconds,
-        "memory_bytes": int(1.31e9 + 2e7 * (step % 100 == 0)),
+        "tokens_per_second": 32 * 512 / seconds, "data_wait_seconds": abs(noise.gauss(0, 0.003)),
+        "step_seconds": seconds, "memory_bytes": int(1.31e9 + 2e7 * (step % 100 == 0)),
         "time": 1_795_257_000 + step * 0.43,
-    }
+    }  # fmt: skip
     if step % 100 == 0:
         nats = loss + 0.12 - noise.gauss(0, 0.02)
         line["evaluation"] = {
-            "stdlib": {
-                "loss": nats,
-                "bits_per_byte": nats / math.log(2) / 3.2,
-                "tokens": 98_304,
-                "bytes": 314_573,
-            }
-        }
+            "stdlib": {"loss": nats, "bits_per_byte": nats / math.log(2) / 3.2, "tokens": 98_304, "bytes": 314_573},
+        }  # fmt: skip
     return line
 
 
@@ -128,21 +119,13 @@ def corpus(folder: Path, documents: int, tokens: int) -> None:
     """A corpus folder's manifest (no shards)."""
     folder.mkdir(parents=True)
     shard = {
-        "file": "shard-000000.tar.zst",
-        "bytes": tokens * 1,
-        "blake3": "0" * 64,
-        "samples": documents,
-        "tokens": tokens,
-        "text_bytes": int(tokens * 3.21),
+        "file": "shard-000000.tar.zst", "bytes": tokens * 1, "blake3": "0" * 64, "samples": documents,
+        "tokens": tokens, "text_bytes": int(tokens * 3.21),
         "index": {"file": "shard-000000.index.zst", "bytes": 10, "blake3": "0" * 64},
-    }
+    }  # fmt: skip
     manifest = {
-        "schema_version": 1,
-        "token_dtype": "uint16",
-        "tokenizer_hash": "1" * 64,
-        "shards": [shard],
-        "provenance": {},
-    }
+        "schema_version": 1, "token_dtype": "uint16", "tokenizer_hash": "1" * 64, "shards": [shard], "provenance": {},
+    }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -190,5 +190,5 @@ def check_stack_moves_as_matrices(name: str) -> None:
         together.step({"stack": gradient}, RATE)
         one_each = torch.stack(list(alone.values()))
         torch.testing.assert_close(stack["stack"], one_each, **(close or {"rtol": 0, "atol": 0}))
-        kept, together = together.state(), TorchOptimizer(group, stack)
-        together.load(kept)
+        saved_state, together = together.state(), TorchOptimizer(group, stack)
+        together.load(saved_state)

@@ -19,15 +19,8 @@ TROUBLE_PLUGIN = Path(__file__).resolve().parents[1] / "e2e" / "slurm" / "plugin
 TESTCLUSTER = Path(__file__).resolve().parents[2] / "slurm" / "testcluster"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "ip")
 ENDED = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "OUT_OF_MEMORY",
-}
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY",
+}  # fmt: skip
 POLL_SECONDS = 0.25
 """Between two questions to SLURM, each of which is a process."""
 REPORTED = ("JobId", "JobState", "ExitCode", "Restarts", "RunTime", "NodeList")

@@ -13,13 +13,9 @@ from megatfm.models import Decoder, build
 from megatfm.tokenizers import SentencePieceTokenizer, train_sentencepiece
 
 SMALL_DECODER = ModelConfig(
-    vocab_size=400,
-    d_model=32,
-    n_layers=2,
-    attention={"n_heads": 4, "n_kv_heads": 2},
-    ffn={"d_ff": 48},
+    vocab_size=400, d_model=32, n_layers=2, attention={"n_heads": 4, "n_kv_heads": 2}, ffn={"d_ff": 48},
     embedding={"tied": False},
-)
+)  # fmt: skip
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
@@ -51,13 +47,10 @@ def write_trained_run(
     (folder / "tokenizer.model").write_bytes(tokenizer_model)
     length = min(24, model.config.max_row_length[0] or 24)
     config = Config(
-        name="small",
-        model=model.config,
-        objective={"name": objective},
+        name="small", model=model.config, objective={"name": objective},
         data=DataConfig(train="nowhere", tokenizer="nowhere/tokenizer.model", sequence_length=length),
-        optimizer=AdamWConfig(lr=1e-3),
-        train=TrainConfig(steps=30, global_batch=2, micro_batch=2),
-    )
+        optimizer=AdamWConfig(lr=1e-3), train=TrainConfig(steps=30, global_batch=2, micro_batch=2),
+    )  # fmt: skip
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     state = {

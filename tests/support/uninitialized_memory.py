@@ -79,12 +79,8 @@ def only_torchs_memory() -> Iterator[Kernels]:
 
 
 BLOCKING_OPERATORS = (
-    "aten._local_scalar_dense",
-    "aten.nonzero",
-    "aten.masked_select",
-    "aten.is_nonzero",
-    "aten.equal",
-)
+    "aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal",
+)  # fmt: skip
 """Operators whose result the host needs before it can go on: a number, or a shape that depends on values."""
 BLOCKING_METHODS = ("tolist", "cpu", "numpy")
 """Methods of tensors that bring all values to the host and show up as no operator."""

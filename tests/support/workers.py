@@ -33,16 +33,9 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 PRELOAD = [
-    "numpy",
-    "pytest",
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.debug",
-    "torch._dynamo",
-    "megatfm.cli",
-    "megatfm.train.trainer",
-    "megatfm.verify.rank_processes",
-]
+    "numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "torch._dynamo",
+    "megatfm.cli", "megatfm.train.trainer", "megatfm.verify.rank_processes",
+]  # fmt: skip
 STACK_SIGNAL = signal.SIGRTMAX - 1  # far from the signals that the tested code handles itself
 SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -150,12 +143,9 @@ def process_group(call: Call) -> Iterator[None]:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(call.store, call.world_size),
-        rank=call.rank,
-        world_size=call.world_size,
+        "gloo", store=dist.FileStore(call.store, call.world_size), rank=call.rank, world_size=call.world_size,
         timeout=timedelta(seconds=call.timeout),
-    )
+    )  # fmt: skip
     try:
         yield
         if dist.is_initialized():

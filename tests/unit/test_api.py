@@ -59,12 +59,8 @@ def test_a_notebook_trains_twice_and_goes_on(file: Path, tmp_path: Path) -> None
     program = NOTEBOOK.format(file=str(file), folder=tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 

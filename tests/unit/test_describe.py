@@ -167,10 +167,12 @@ def test_heads_of_masked_models_see_masked_tokens_alone() -> None:
 def test_every_preset_is_described(
     preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Description] = []
-    monkeypatch.setattr("megatfm.describe.describe", lambda config: seen.append(describe(config)) or seen[0])
+    descriptions: list[Description] = []
+    monkeypatch.setattr(
+        "megatfm.describe.describe", lambda config: descriptions.append(describe(config)) or descriptions[0]
+    )
     assert describe_command(argparse.Namespace(config=preset, overrides=[])) == 0
-    (actual,) = seen
+    (actual,) = descriptions
     printed = capsys.readouterr().out
     assert f"{actual.parameters:,}" in printed
     assert "None" not in printed
@@ -260,10 +262,12 @@ def test_an_optimizer_is_tried_once_for_all_tensors_of_as_many_dimensions(
 
 def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """405 billion parameters in no memory: they are on the meta device."""
-    seen: list[torch.nn.Module] = []
-    monkeypatch.setattr("megatfm.train.build.build", lambda config: seen.append(build(config)) or seen[-1])
+    models: list[torch.nn.Module] = []
+    monkeypatch.setattr(
+        "megatfm.train.build.build", lambda config: models.append(build(config)) or models[-1]
+    )
     describe(load_config("llama3-405b"))
-    assert all(parameter.is_meta for parameter in seen[0].parameters())
+    assert all(parameter.is_meta for parameter in models[0].parameters())
 
 
 def test_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,8 +377,8 @@ def test_pairs_of_a_pattern_that_differs_by_head_are_those_of_all_heads() -> Non
 
     model = ModelConfig.from_dotted({**SMALL, "n_layers": 1, "vocab_size": 50})
     core = DotProductAttention(model, make_initialiser(model), Widening())
-    seen = sum(1 for n in range(4) for q in range(9) for k in range(9) if 0 <= q - k <= n)
-    assert core.cost(TokenCounts(9)).attention_macs == 2 * 6 * seen  # each head has 6 channels
+    n_pairs = sum(1 for n in range(4) for q in range(9) for k in range(9) if 0 <= q - k <= n)
+    assert core.cost(TokenCounts(9)).attention_macs == 2 * 6 * n_pairs  # each head has 6 channels
 
 
 def test_a_network_of_a_plugin_is_counted_and_its_active_parameters_told() -> None:

@@ -350,11 +350,8 @@ def test_adding_a_part_works_as_its_page_says(
     for registry in (NORMS, POSITIONS):  # so that other tests don't meet the new part
         monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     options = [
-        f'plugins=["my_{part}"]',
-        f"model.{part}.name={option}",
-        "model.vocab_size=32",
-        "model.n_layers=1",
-    ]
+        f'plugins=["my_{part}"]', f"model.{part}.name={option}", "model.vocab_size=32", "model.n_layers=1",
+    ]  # fmt: skip
     config = load_section(Config, "quickstart", options)
     try:
         import_plugins(config.plugins)
@@ -462,15 +459,8 @@ def members_of_lists(text: str) -> set[str]:
 def test_members_on_the_pages_on_extending_are_those_of_the_interfaces() -> None:
     """A renamed method leaves no old name there: it is one of an interface, or of the page's own example."""
     interfaces = (
-        AttentionPattern,
-        BlockBounds,
-        Objective,
-        DocumentChunk,
-        Model,
-        PositionEncoding,
-        Engine,
-        BlockOutput,
-    )
+        AttentionPattern, BlockBounds, Objective, DocumentChunk, Model, PositionEncoding, Engine, BlockOutput,
+    )  # fmt: skip
     members = {name for kind in interfaces for name in (*dir(kind), *inspect.get_annotations(kind))}
     n_members = 0
     for page in sorted((ROOT / "docs" / "extend").glob("*.md")):

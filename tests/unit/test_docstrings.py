@@ -20,7 +20,8 @@ OF_TORCH = {
     "Optimizer": {"step"},
 }
 """Class of torch → what it calls or asks for by name, and documents."""
-PRONOUNS = {"It", "That", "They", "Those"}
+PRONOUNS = {"It", "That", "They", "Those", "Of", "What", "Who", "Whoever"}
+"""First words that name nothing."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -59,20 +60,20 @@ class House:
 
     @cached_property
     def classes(self) -> dict[str, list[ast.ClassDef]]:
-        actual: dict[str, list[ast.ClassDef]] = {}
+        by_name: dict[str, list[ast.ClassDef]] = {}
         for tree in self.trees.values():
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
-                    actual.setdefault(node.name, []).append(node)
-        return actual
+                    by_name.setdefault(node.name, []).append(node)
+        return by_name
 
     def lineage(self, node: ast.ClassDef) -> Iterator[ast.ClassDef]:
         """The class, and those of the house that it inherits from, near or far."""
         yield node
         for base in node.bases:
-            for actual in self.classes.get(last_name(base), []):
-                if actual.name != node.name:
-                    yield from self.lineage(actual)
+            for parent in self.classes.get(last_name(base), []):
+                if parent.name != node.name:
+                    yield from self.lineage(parent)
 
     def members(self, node: ast.ClassDef) -> set[str]:
         """Public methods and fields, inherited ones too, and what methods set on `self`."""
@@ -89,9 +90,9 @@ class House:
     @cached_property
     def protocols(self) -> list[set[str]]:
         """The members of each Protocol that has a docstring, and more than a call to itself."""
-        every = [node for same_name in self.classes.values() for node in same_name]
-        message = [self.members(node) for node in every if is_protocol(node) and ast.get_docstring(node)]
-        return [members for members in message if members]
+        classes = [node for same_name in self.classes.values() for node in same_name]
+        documented = [node for node in classes if is_protocol(node) and ast.get_docstring(node)]
+        return [members for members in map(self.members, documented) if members]
 
     def told_of_methods(self, node: ast.ClassDef) -> set[str]:
         """Methods that a base class, torch or a Protocol that the class fulfils tells about."""
@@ -104,15 +105,15 @@ class House:
         """Functions in `REGISTRY.register(name)(Entry(…, function, …))`, or in `register_x(name, Entry(…))`, and those
         of a command."""
         names = [name for name, (place, _) in COMMANDS.items() if place == module]
-        actual = {message for name in names for message in (f"add_{name}_arguments", f"{name}_command")}
+        functions = {function for name in names for function in (f"add_{name}_arguments", f"{name}_command")}
         for node in ast.walk(self.trees[module]):
             match node:
                 case ast.Call(ast.Call(ast.Attribute(attr="register")), [ast.Call(kind) as entry]) | ast.Call(
                     ast.Name("register_architecture"), [_, ast.Call(kind) as entry]
                 ) if any(ast.get_docstring(known) for known in self.classes.get(last_name(kind), [])):
                     values = [*entry.args, *(keyword.value for keyword in entry.keywords)]
-                    actual |= {value.id for value in values if isinstance(value, ast.Name)}
-        return actual
+                    functions |= {value.id for value in values if isinstance(value, ast.Name)}
+        return functions
 
     def faults(self) -> Iterator[str]:
         """Callables documented nowhere, and those whose docstring leads with a pronoun."""
@@ -123,10 +124,12 @@ class House:
                     yield from self._faults(module, f"{node.name}.", node.body, self.told_of_methods(node))
 
     @staticmethod
-    def _faults(module: str, prefix: str, body: list[ast.stmt], message: set[str]) -> Iterator[str]:
+    def _faults(
+        module: str, prefix: str, body: list[ast.stmt], documented_elsewhere: set[str]
+    ) -> Iterator[str]:
         for node in public(body):
             text = ast.get_docstring(node)
-            if not text and node.name not in message:
+            if not text and node.name not in documented_elsewhere:
                 yield f"{module}:{node.lineno} {prefix}{node.name} has no docstring"
             if text and text.split()[0] in PRONOUNS:
                 yield f"{module}:{node.lineno} {prefix}{node.name} leads with {text.split()[0]!r}: name the thing"
@@ -139,8 +142,30 @@ def test_every_public_callable_says_what_its_name_does_not() -> None:
     assert not actual, "\n".join(actual)
 
 
+def vague_docstrings(source: str) -> list[str]:
+    """Docstrings that lead with a pronoun, public or not."""
+    nodes = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, Function | ast.ClassDef | ast.Module)
+    ]
+    texts = [ast.get_docstring(node) or "Nothing." for node in nodes]
+    return [text.splitlines()[0] for text in texts if text.split()[0] in PRONOUNS]
+
+
+def test_docstrings_of_tests_name_the_thing() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    vague = {
+        path.name: lines for path in files if (lines := vague_docstrings(path.read_text(encoding="utf-8")))
+    }
+    assert len(files) > 100
+    assert not vague
+    assert vague_docstrings('"""What runs."""\ndef _run():\n    """Of 5 ranks."""') == [
+        "What runs.",
+        "Of 5 ranks.",
+    ]
+
+
 BASE = 'class Base:\n    """A base."""\n    def run(self):\n        """Tell."""\n'
-PROTOCOL = 'class Wanted(Protocol):\n    """What run and stop do."""\n    size: int\n    def run(self): ...\n'
+PROTOCOL = 'class Wanted(Protocol):\n    """Runs and stops."""\n    size: int\n    def run(self): ...\n'
 ENTRY = 'class Entry:\n    """read: what it reads."""\ndef read(): ...\n'
 
 
@@ -154,6 +179,7 @@ ENTRY = 'class Entry:\n    """read: what it reads."""\ndef read(): ...\n'
         ("class _Kind:\n    def run(self): ...", []),
         ("def run():\n    def inner(): ...", ["run"]),
         ('def run():\n    """Those that are meant."""', ["run"]),
+        ('def run():\n    """What is meant."""', ["run"]),
         ('def run():\n    """Seconds."""', []),
         ('class Kind:\n    """A kind."""\n    @property\n    def size(self): ...', ["Kind.size"]),
         (BASE + 'class Kind(Base):\n    """A kind."""\n    def run(self): ...', []),

@@ -371,14 +371,7 @@ def test_a_plugin_that_is_not_there() -> None:
 )
 def test_an_unknown_part_is_named(field: str, kind: str) -> None:
     config = ModelConfig.from_dotted(
-        {
-            "vocab_size": 7,
-            "d_model": 8,
-            "n_layers": 1,
-            "attention.n_heads": 2,
-            "ffn.d_ff": 8,
-            field: "nothing",
-        }
-    )
+        {"vocab_size": 7, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8, field: "nothing"},
+    )  # fmt: skip
     with pytest.raises(UsageError, match=rf"^unknown {kind} 'nothing'; there are: \w+"):
         build(config)

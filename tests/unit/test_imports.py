@@ -41,12 +41,9 @@ READ_BY_THE_LAYOUT_TABLE = (
 """Test modules whose cases the table of layouts is made from."""
 AXES = {"pp", "dp_replicate", "dp_shard", "tp"}
 NAMES_AXES = (
-    "megatfm/parallel/mesh.py",
-    "megatfm/verify/axes.py",
-    "megatfm/engines/registry.py",
-    "megatfm/config/",
+    "megatfm/parallel/mesh.py", "megatfm/verify/axes.py", "megatfm/engines/registry.py", "megatfm/config/",
     "megatfm/presets/",
-)
+)  # fmt: skip
 """The mesh, what is expected of it, the axes that engines declare, and the keys of configs."""
 
 
@@ -307,11 +304,8 @@ def test_what_is_copied_is_there_and_is_all_that_an_install_needs(lines: list[tu
     links = [path for name in packages for path in (ROOT / name).iterdir() if path.is_symlink()]
     packages |= {path.resolve().relative_to(ROOT).parts[0] for path in links}  # a copied link is only a name
     files = {
-        "pyproject.toml",
-        "constraints.txt",
-        PROJECT["project"]["readme"],
-        *PROJECT["project"]["license-files"],
-    }
+        "pyproject.toml", "constraints.txt", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"],
+    }  # fmt: skip
     assert copied == packages | files
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert not copied & set(ignored)

@@ -98,13 +98,9 @@ def test_the_table_is_printed_for_several_ranks_alone() -> None:
     ):
         printed = dict(
             to_lines(
-                describe(
-                    load_config(
-                        "quickstart-moe", ["model.attention.n_heads=2", "model.vocab_size=64", *words]
-                    )
-                )
-            )
-        )
+                describe(load_config("quickstart-moe", ["model.attention.n_heads=2", "model.vocab_size=64", *words])),
+            ),
+        )  # fmt: skip
         assert (expected is None) == ("  on a rank" not in printed), words
         assert expected is None or expected in printed["  on a rank"], words
 
@@ -150,8 +146,8 @@ def test_counted_activations_are_those_that_a_real_pass_keeps(
 
     def of_block(block, forward, x_BTD, *args):
         nonlocal inputs
-        result, kept = measure_saved_bytes(block, lambda: forward(x_BTD, *args))
-        sizes.append(kept)
+        result, saved_bytes = measure_saved_bytes(block, lambda: forward(x_BTD, *args))
+        sizes.append(saved_bytes)
         inputs += x_BTD.nbytes
         return result
 

@@ -188,12 +188,9 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     script.write_text(SESSION)
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, str(script)],
-        env=dict(os.environ, PYTHONPATH=str(root)),
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, str(script)], env=dict(os.environ, PYTHONPATH=str(root)), stdout=subprocess.PIPE, text=True,
         timeout=60,
-    )
+    )  # fmt: skip
     assert done.returncode == -signal.SIGKILL
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2

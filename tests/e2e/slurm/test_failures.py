@@ -18,7 +18,7 @@ def crashing(new_project) -> Job:
 
 @pytest.fixture(autouse=True)
 def ahead(crashing) -> None:
-    """It takes its time, while the other tests run."""
+    """The crashing job takes its time, while the other tests run."""
 
 
 def test_a_config_that_can_not_be_is_not_tried_again(project):

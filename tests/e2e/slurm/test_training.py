@@ -72,11 +72,8 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 def starter(way: str, project: Project) -> tuple[str, dict[str, str]]:
     """The words before the command of two ranks, and the variables that they need; skips what is not here."""
     needed = {
-        "Open MPI": "mpirun.openmpi",
-        "MPICH": "mpirun.mpich",
-        "pmi2": "mpirun.mpich",
-        "pmix": "mpirun.openmpi",
-    }
+        "Open MPI": "mpirun.openmpi", "MPICH": "mpirun.mpich", "pmi2": "mpirun.mpich", "pmix": "mpirun.openmpi",
+    }  # fmt: skip
     if not shutil.which(needed[way]):
         pytest.skip(f"needs {needed[way]}: run `make system-deps`")
     environment = AS_ROOT if needed[way] == "mpirun.openmpi" else debian_mpich(project.folder)

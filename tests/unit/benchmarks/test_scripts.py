@@ -57,7 +57,7 @@ def test_what_they_import_is_there() -> None:
 
 
 def test_their_configs_have_the_keys_of_today() -> None:
-    """Those that no test trains, too."""
+    """Configs that no test trains load, too."""
     learns, moe, zoo, engines = map(script, ("attention_learns", "moe_learns", "zoo_learns", "engines"))
     for positions in ("learned", "none"):
         for model in learns.make_models(256, 16, positions).values():
@@ -177,14 +177,8 @@ def test_sides_take_turns_and_theirs_is_divided_by_ours(common: Any, monkeypatch
     sides = [common.make_side(lambda: step("ours", 2.0)), common.make_side(lambda: step("theirs", 3.0))]
     ratios = common.compare(*sides, 3)
     assert order == [
-        "ours",
-        "ours",
-        "theirs",
-        "theirs",
-        *("theirs", "ours"),
-        *("ours", "theirs"),
-        *("theirs", "ours"),
-    ]
+        "ours", "ours", "theirs", "theirs", *("theirs", "ours"), *("ours", "theirs"), *("theirs", "ours"),
+    ]  # fmt: skip
     assert ratios == {"wall": [1.5, 1.5, 1.5]}
 
 
@@ -323,12 +317,12 @@ def test_what_is_missing_is_found_with_what_that_needs(monkeypatch: pytest.Monke
     module = script("gpu_packages")
     assert module.find_missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
     assert module.find_missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]
-    there = metadata.distribution
+    real_distribution = metadata.distribution
 
     def without_pluggy(name: str) -> metadata.Distribution:
         if name == "pluggy":
             raise metadata.PackageNotFoundError(name)
-        return there(name)
+        return real_distribution(name)
 
     monkeypatch.setattr(metadata, "distribution", without_pluggy)
     (needed,) = module.find_missing(["pytest"])

@@ -243,19 +243,19 @@ def recorded_save(folder: Path, direct: bool) -> list[Operation]:
 
 def cut_everywhere(folder: Path, operations: list[Operation], scratch: Path) -> dict[tuple[int, str], str]:
     """(operations before the cut, what was lost) → step found, or what the reader says."""
-    lossy, draw, seen, results = Disk(folder, operations), random.Random(7), dict[int, str](), {}
+    lossy, draw, steps, results = Disk(folder, operations), random.Random(7), dict[int, str](), {}
     for count in range(len(operations) + 1):
         for number, choice in enumerate((*CHOICES, *["some"] * DRAWS)):
             tree = lossy.after(count, choice, draw)
             key = hash(frozenset(tree.items()))
-            if key not in seen:
+            if key not in steps:
                 build(tree, scratch)
                 try:
-                    seen[key] = str(newest_whole_step(scratch))
+                    steps[key] = str(newest_whole_step(scratch))
                 except (MegatfmError, AssertionError) as error:
-                    seen[key] = f"{type(error).__name__}: {error}"
+                    steps[key] = f"{type(error).__name__}: {error}"
                 shutil.rmtree(scratch)
-            results[count, f"{choice} {number}"] = seen[key]
+            results[count, f"{choice} {number}"] = steps[key]
     return results
 
 

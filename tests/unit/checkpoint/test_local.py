@@ -186,13 +186,8 @@ def send(folder: Path, fault: str) -> str:
     dist.barrier()
     try:
         local.transfer_files(
-            "not sent",
-            dist.group.WORLD,
-            source,
-            target,
-            dict.fromkeys(names, ENTRY),
-            [(n, 0, 1) for n in names],
-        )
+            "not sent", dist.group.WORLD, source, target, dict.fromkeys(names, ENTRY), [(n, 0, 1) for n in names],
+        )  # fmt: skip
     except MegatfmError as error:
         return str(error)
     return "sent"
@@ -203,17 +198,11 @@ def send(folder: Path, fault: str) -> str:
     [
         ("none", "sent"),
         ("missing", "not sent: rank 0 on HOST: cannot read FOLDER/from/b: No such file or directory"),
-        (
-            "short",
-            "not sent: rank 0 on HOST: cannot read FOLDER/from/b: it shrank to 2500 bytes while it was read",
-        ),
-        (
-            "damaged",
-            "not sent: rank 1 on HOST: FOLDER/to/b is damaged: what came from rank 0 doesn't have its hash",
-        ),
+        ("short", "not sent: rank 0 on HOST: cannot read FOLDER/from/b: it shrank to 2500 bytes while it was read"),
+        ("damaged", "not sent: rank 1 on HOST: FOLDER/to/b is damaged: what came from rank 0 doesn't have its hash"),
         ("in the way", "not sent: rank 1 on HOST: cannot write FOLDER/to/b: File exists"),
     ],
-)
+)  # fmt: skip
 def test_a_file_comes_whole_or_all_say_why(
     workers: Workers, tmp_path: Path, fault: str, message: str
 ) -> None:

@@ -221,13 +221,13 @@ def test_any_stretch_of_any_shape(sizes: tuple[int, ...]) -> None:
     for first in range(len(full) + 1):
         for last in range(first, len(full) + 1):
             box = FlatShardedTensor(full[first:last], sizes, (0,) * len(sizes), sizes, first)
-            seen = torch.full(sizes, -1)
+            covered = torch.full(sizes, -1)
             for part in box.blocks:
                 place = zip(part.offsets, part.tensor.shape, strict=True)
-                seen[tuple(slice(start, start + size) for start, size in place)] = part.tensor
+                covered[tuple(slice(start, start + size) for start, size in place)] = part.tensor
             expected = torch.full((len(full),), -1)
             expected[first:last] = full[first:last]
-            assert torch.equal(seen.flatten(), expected)
+            assert torch.equal(covered.flatten(), expected)
             assert sum(part.tensor.numel() for part in box.blocks) == last - first
             assert len(box.blocks) <= 2 * len(sizes) - 1
 

@@ -231,13 +231,13 @@ def full_disk(folder: Path, rank: int, mode: Any) -> tuple[str, list[str]]:
 def test_a_failure_in_the_background_is_raised_on_all_ranks(
     workers: Workers, tmp_path: Path, mode: str
 ) -> None:
-    (output, there), (other, _) = workers.run(full_disk, 2, tmp_path, 1, mode)
+    (output, saved), (other, _) = workers.run(full_disk, 2, tmp_path, 1, mode)
     assert output == other
     named = r"rank 1 on \S+: cannot write .*/rank-00001-000\.safetensors: No space left on device"
     assert re.fullmatch(f"checkpoint of step 2 not saved: {named}", output)
     assert f"rank 1 on {HOST}" in output
-    assert there == ["step-00000001", "step-00000003"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    assert saved == ["step-00000001", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == saved
 
 
 def other_boxes_on_one_rank(folder: Path) -> None:
@@ -365,8 +365,8 @@ def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(
 
     caplog.set_level(logging.WARNING, "megatfm")  # whatever level a test before it has set
     monkeypatch.setattr(saver, "purge_old_checkpoints", fails)
-    with Saver(tmp_path, keep=1) as kept:
-        kept.save(3, tensors(3), {})
+    with Saver(tmp_path, keep=1) as saver_of_one:
+        saver_of_one.save(3, tensors(3), {})
     assert steps(tmp_path) == [3]
     assert caplog.messages == [
         "old checkpoints could not be removed: can't list checkpoints: Input/output error"

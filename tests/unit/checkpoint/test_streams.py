@@ -114,7 +114,7 @@ def test_an_update_waits_for_the_copy_and_the_host_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved, turned, local = torch.zeros(4, 3), torch.zeros(3, 5).T, torch.zeros(2)
-    there = {x.untyped_storage().data_ptr() for x in (moved, turned)}
+    on_device = {x.untyped_storage().data_ptr() for x in (moved, turned)}
     trains, copies, wrote = threading.Event(), threading.Event(), threading.Event()
     write = file_format.write_safetensors
 
@@ -123,7 +123,7 @@ def test_an_update_waits_for_the_copy_and_the_host_for_nothing(
         return write(*args)
 
     monkeypatch.setattr(file_format, "write_safetensors", noted)
-    with Saver(tmp_path) as saver, on_a_gpu(saver, there) as cuda:
+    with Saver(tmp_path) as saver, on_a_gpu(saver, on_device) as cuda:
         for step in (1, 2, 3):  # the second finds a stream and memory from the first
             for event in (trains, copies, wrote):
                 event.clear()

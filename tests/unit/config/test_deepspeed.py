@@ -29,13 +29,9 @@ def test_what_is_derived() -> None:
     assert derived["data_types"] == {"grad_accum_dtype": "fp32"}
     assert "bf16" not in make_deepspeed_json(config("parallel.zero=2"), "fp32")
     offloaded = make_deepspeed_json(
-        config(
-            "deepspeed.offload_optimizer=cpu",
-            "deepspeed.nvme_path=/disk",
-            "deepspeed.offload_parameters=nvme",
-        ),
+        config("deepspeed.offload_optimizer=cpu", "deepspeed.nvme_path=/disk", "deepspeed.offload_parameters=nvme"),
         "fp32",
-    )
+    )  # fmt: skip
     in_files = {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 0}
     assert offloaded["zero_optimization"]["offload_param"] == in_files
     assert offloaded["zero_optimization"]["stage3_max_reuse_distance"] == 0

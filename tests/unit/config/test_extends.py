@@ -230,33 +230,24 @@ def test_preparation_extends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("extends", "message"),
     [
-        (
-            '"quickstrt"',
-            r"mine\.toml: extends = 'quickstrt': no preset .*no file {at}/quickstrt \(did you mean 'quickstart'",
-        ),
+        ('"quickstrt"',
+         r"mine\.toml: extends = 'quickstrt': no preset .*no file {at}/quickstrt \(did you mean 'quickstart'"),
         ('"no/b.toml"', r"mine\.toml: extends = 'no/b\.toml': .*there is no file {at}/no/b\.toml"),
         ('"folder"', r"mine\.toml: extends = 'folder': {at}/folder: is a folder without config\.toml"),
-        (
-            '["gpt2", "bert-base"]',
-            r"mine\.toml: extends = \['gpt2', 'bert-base'\]: give one config, .*\"quickstart\"$",
-        ),
+        ('["gpt2", "bert-base"]',
+         r"mine\.toml: extends = \['gpt2', 'bert-base'\]: give one config, .*\"quickstart\"$"),
         ('"~nobody-at-all/b.toml"', r"mine\.toml: extends = '~nobody-at-all/b\.toml': "),
         (f'"{"x" * 300}"', r"mine\.toml: extends = 'x+': .*too long"),
         ('""', r"mine\.toml: extends = '': give one config"),
         ('"broken.toml"', r"^{at}/broken\.toml: not valid TOML"),
-        (
-            '"mine.toml"',
-            r"mine\.toml: extends = 'mine\.toml': a cycle, {at}/mine\.toml extends {at}/mine\.toml: take",
-        ),
-        (
-            '"a.toml"',
-            r"^{at}/b\.toml: extends = './a\.toml': a cycle, {at}/a\.toml extends {at}/b\.toml extends "
-            r"{at}/a\.toml: take",
-        ),
+        ('"mine.toml"',
+         r"mine\.toml: extends = 'mine\.toml': a cycle, {at}/mine\.toml extends {at}/mine\.toml: take"),
+        ('"a.toml"', r"^{at}/b\.toml: extends = './a\.toml': a cycle, {at}/a\.toml extends {at}/b\.toml extends "
+         r"{at}/a\.toml: take"),
         ('"wrong.toml"', r"^{at}/mine\.toml \(extends {at}/wrong\.toml\): train\.steps = 0: "),
         ('"quickstart-data"', r"presets/quickstart-data\.toml: is a config of `megatfm prep`"),
     ],
-)
+)  # fmt: skip
 def test_a_base_that_can_not_be_names_the_files(tmp_path: Path, extends: str, message: str) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path / "broken.toml", "a = = 1\n")

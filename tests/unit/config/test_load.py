@@ -39,17 +39,10 @@ def kind_of(preset: str) -> type[Config] | type[PrepConfig]:
 
 def test_an_override_is_toml_or_a_plain_string(load: Load) -> None:
     config = load(
-        "train.steps=20",
-        "train.steps = 30",
-        "optimizer.lr=3e-4",
-        "optimizer.betas=[0.8, 0.9]",
-        "data.shuffle=false",
-        'lr_schedule.name="linear"',
-        "objective.name=masked",
-        'log.sinks=["wandb"]',
-        "parallel.dp_shard=-1",
+        "train.steps=20", "train.steps = 30", "optimizer.lr=3e-4", "optimizer.betas=[0.8, 0.9]", "data.shuffle=false",
+        'lr_schedule.name="linear"', "objective.name=masked", 'log.sinks=["wandb"]', "parallel.dp_shard=-1",
         "log.profile=10:13",
-    )
+    )  # fmt: skip
     assert (config.train.steps, config.optimizer.lr, config.optimizer.betas) == (30, 3e-4, (0.8, 0.9))
     assert (config.data.shuffle, config.lr_schedule.name, config.objective.name) == (
         False,
@@ -273,11 +266,8 @@ def test_values_and_what_was_computed_before_a_key_came() -> None:
     }
     for name, more in (("muon", {"dtype": "bf16"}), ("adamw", {})):
         migrated = migrate(
-            {**stored, "optimizer": {"name": name}},
-            (("parallel.context", "parallel.cp_method"),),
-            values,
-            before,
-        )
+            {**stored, "optimizer": {"name": name}}, (("parallel.context", "parallel.cp_method"),), values, before,
+        )  # fmt: skip
         assert migrated["parallel"] == {"cp_method": "ulysses"}
         assert migrated["model"] == {"ffn": {"kind": "one"}, "block": {"a": {"ffn": {"kind": "one"}}}}
         assert migrated["optimizer"] == {"name": name, **more}

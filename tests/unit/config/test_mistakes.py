@@ -125,20 +125,13 @@ def test_a_wrong_value(load: Callable[..., Config], file: Path, override: str, l
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["parallel.dp_shard=15485863", "parallel.ep=2"],
-            "ep = 2 does not divide dp_shard = 15485863, over which exp",
-        ),
-        (
-            ["parallel.dp_shard=16777216", "parallel.cp=16777216", "parallel.ep=3"],
-            "dp_shard × cp are 281474976710656 p",
-        ),
-        (
-            ["parallel.tp=16777215"],
-            "parallel.tp = 16777215 does not divide model.attention.n_heads = 2: the nearest",
-        ),
+        (["parallel.dp_shard=15485863", "parallel.ep=2"],
+         "ep = 2 does not divide dp_shard = 15485863, over which exp"),
+        (["parallel.dp_shard=16777216", "parallel.cp=16777216", "parallel.ep=3"],
+         "dp_shard × cp are 281474976710656 p"),
+        (["parallel.tp=16777215"], "parallel.tp = 16777215 does not divide model.attention.n_heads = 2: the nearest"),
     ],
-)
+)  # fmt: skip
 def test_sizes_that_no_cluster_has_are_refused_at_once(
     load: Callable[..., Config], overrides: list[str], message: str
 ) -> None:
@@ -166,22 +159,16 @@ def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (
-            ["parallel.pp_schedule=zbv", "train.compile=true"],
-            "parallel.pp_schedule = 'zbv' takes backward passes in two parts, which train.compile = True would repeat",
-        ),
-        (
-            ["parallel.pp_schedule=dualpipev", "train.recompute=full"],
-            "parallel.pp_schedule = 'dualpipev' takes backward passes in two parts, which train.recompute = "
-            "'full' would",
-        ),
-        (
-            ["parallel.grad_accumulation=sharded"],
-            "parallel.grad_accumulation = 'sharded': under pipeline stages gradients are reduced once a "
-            "step: leave it out",
-        ),
+        (["parallel.pp_schedule=zbv", "train.compile=true"],
+         "parallel.pp_schedule = 'zbv' takes backward passes in two parts, which train.compile = True would repeat"),
+        (["parallel.pp_schedule=dualpipev", "train.recompute=full"],
+         "parallel.pp_schedule = 'dualpipev' takes backward passes in two parts, which train.recompute = "
+         "'full' would"),
+        (["parallel.grad_accumulation=sharded"],
+         "parallel.grad_accumulation = 'sharded': under pipeline stages gradients are reduced once a "
+         "step: leave it out"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_with_a_pipeline(
     load: Callable[..., Config], file: Path, overrides: list[str], line: str
 ) -> None:
@@ -270,20 +257,20 @@ def test_what_toml_itself_can_not_take(
 def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
     """A plugin's pattern without its width; optional keys are asked for as ever, and private names are no keys."""
     plugin("dilated")
-    kept = ModelConfig.from_dotted(
+    config = ModelConfig.from_dotted(
         {"vocab_size": 8, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
         | {"attention.pattern": {"name": "dilated", "step": 3}}
     )
     with pytest.raises(
         UsageError, match=r"^a section with name = 'dilated' lacks the key 'width', .*: give it width$"
     ):
-        build(kept)
+        build(config)
     with pytest.raises(UsageError, match=r"name = 'dense' lacks the key 'choices', .*: choose another part$"):
-        kept.ffn.choices  # noqa: B018
-    assert getattr(kept.attention.pattern, "step", 2) == 3
-    assert getattr(kept.attention.pattern, "far", 2) == 2
-    assert not hasattr(kept, "far")
-    assert copy.deepcopy(kept) == pickle.loads(pickle.dumps(kept)) == kept
+        config.ffn.choices  # noqa: B018
+    assert getattr(config.attention.pattern, "step", 2) == 3
+    assert getattr(config.attention.pattern, "far", 2) == 2
+    assert not hasattr(config, "far")
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -336,14 +323,8 @@ def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str)
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (
-            ["parallel.tp=1"],
-            "for tensor-parallel ranks that gather and scatter tokens, and tp = 1: leave it out",
-        ),
-        (
-            ["parallel.sequence_parallel=false"],
-            "without sequence_parallel they add up whole tensors: leave it out",
-        ),
+        (["parallel.tp=1"], "for tensor-parallel ranks that gather and scatter tokens, and tp = 1: leave it out"),
+        (["parallel.sequence_parallel=false"], "without sequence_parallel they add up whole tensors: leave it out"),
         (["train.compile=false"], "train.compile = false: set parallel.async_tp = false"),
         (["train.recompute=2 GB"], "how much blocks keep while they run"),
         (["parallel.cp=2"], "parallel.cp = 2 compiles blocks in parts"),
@@ -351,7 +332,7 @@ def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str)
         (["train.precision=fp8"], "train.precision = 'fp8' rounds inputs after they are gathered"),
         (["parallel.engine=deepspeed"], "parallel.async_tp, which takes compiled blocks apart"),
     ],
-)
+)  # fmt: skip
 def test_what_ranks_do_not_send_in_pieces_is_refused(
     load: Callable[..., Config], overrides: list[str], why: str
 ) -> None:

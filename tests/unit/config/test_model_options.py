@@ -89,59 +89,40 @@ def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
         ({"init.name": "deepnorm"}, "belong together: set both, or neither"),
         ({"norm.placement": "deepnorm"}, "belong together: set both, or neither"),
         ({"distinct_layers": 3}, "distinct_layers = 3 is more than n_layers = 2: leave it out"),
-        (
-            {"family": "xlnet"},
-            "'two_stream' and position.name = 'transformer_xl' belong together: set all three, or",
-        ),
+        ({"family": "xlnet"}, "'two_stream' and position.name = 'transformer_xl' belong together: set all three, or"),
         ({"position.name": "transformer_xl"}, "belong together: set all three, or none"),
         ({**XLNET, "embedding.n_segments": 2}, "has no meaning with family = 'xlnet'"),
-        (
-            {**XLNET, "extra_heads": {"my_head": {}}},
-            "heads.my_head beside a language model head: family = 'xlnet' trains one of them at a time: set",
-        ),
-        (
-            {
-                "family": "electra",
-                "generator": {"d_model": 8, "n_heads": 1, "d_ff": 8},
-                "lm_head.name": "none",
-            },
-            "lm_head.name = 'none' has no meaning with family = 'electra', which is trained as a whole",
-        ),
+        ({**XLNET, "extra_heads": {"my_head": {}}},
+         "heads.my_head beside a language model head: family = 'xlnet' trains one of them at a time: set"),
+        ({"family": "electra", "generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}, "lm_head.name": "none"},
+         "lm_head.name = 'none' has no meaning with family = 'electra', which is trained as a whole"),
         ({"mup": {"base_width": 4}, "embedding.dim": 4}, "mup is for models of one width"),
         ({**T5, "position.buckets": 1}, "choose 2 or more"),
         ({**T5, "position.max_distance": 16}, "each: choose 17 or more, or fewer buckets"),
         ({**T5, "family": "encoder", "position.buckets": 3}, "choose 4 or more"),
         ({**T5, "family": "encoder", "position.max_distance": 8}, "each: choose 9 or more, or fewer buckets"),
         ({**T5, "family": "encoder_decoder", "position.max_distance": 16}, "choose 17 or more"),
-        (
-            {**LLAMA3, "position.scaling.low_freq_factor": 4.0},
-            "choose a smaller one, e.g. low_freq_factor = 1",
-        ),
+        ({**LLAMA3, "position.scaling.low_freq_factor": 4.0}, "choose a smaller one, e.g. low_freq_factor = 1"),
         ({**LLAMA3, "position.scaling.low_freq_factor": 8}, "= 8 is not below high_freq_factor = 4"),
         ({**BUCKETS, "position.buckets": 1}, "choose 2 or more"),
         ({**BUCKETS, "position.max_distance": 17}, "for buckets = 32: choose 18 or more, or fewer buckets"),
-        (
-            {"position.scaling": {"name": "yarn", "factor": 2, "original_length": 64, "beta_fast": 0.5}},
-            "beta_fast = 0.5 is below beta_slow = 1",
-        ),
+        ({"position.scaling": {"name": "yarn", "factor": 2, "original_length": 64, "beta_fast": 0.5}},
+         "beta_fast = 0.5 is below beta_slow = 1"),
     ],
-)
+)  # fmt: skip
 def test_parts_that_do_not_go_together(options: dict[str, Any], way_out: str) -> None:
     assert way_out in refused(options)[1]
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder"])
 def test_the_smallest_buckets_of_t5_are_an_order_of_distances(family: str) -> None:
-    """Those that config lets pass give each distance a bucket that is there, farther ones no lower bucket."""
+    """Sizes that config lets pass give each distance an existing bucket, farther ones no lower bucket."""
     causal, distances = family == "decoder", torch.arange(0, 300)
     for n_buckets in (2, 4, 5, 7, 32):
         for farthest in range(1, 40):
             options = {
-                **T5,
-                "family": family,
-                "position.buckets": n_buckets,
-                "position.max_distance": farthest,
-            }
+                **T5, "family": family, "position.buckets": n_buckets, "position.max_distance": farthest,
+            }  # fmt: skip
             try:
                 ModelConfig.from_dotted(SMALL | options)
             except ValidationError:
@@ -210,38 +191,20 @@ def test_dotted_keys_and_tables_meet() -> None:
 @pytest.mark.parametrize(
     ("preset", "overrides", "message"),
     [
-        (
-            "deepseek-v2-lite",
-            ["model.attention.qk_rope_head_dim=3"],
-            "attention.qk_rope_head_dim = 3 must be even: choose qk_rope_head_dim = 4",
-        ),
-        (
-            "llama3-8b",
-            ["model.attention.head_dim=2", 'model.position.scaling={name="ntk", factor=2}'],
-            "attention.head_dim = 2 has one pair: choose head_dim = 4 or more, or scaling.name = 'linear'",
-        ),
-        (
-            "llama3-8b",
-            ["model.position.theta=1", 'model.position.scaling={name="yarn", factor=2, original_length=8}'],
-            "choose a larger one, e.g. theta = 10000",
-        ),
-        (
-            "gpt2-124m",
-            ["data.sequence_length=2048"],
-            "choose data.sequence_length = 1024, or model.position.max_positions = 2048",
-        ),
-        (
-            "t5-base",
-            ["model.position.name=learned", "model.position.max_positions=512", "data.target_length=600"],
-            "data.target_length = 600: model.position.max_positions = 512",
-        ),
-        (
-            "quickstart",
-            ["model.attention.name=linformer", "model.attention.max_length=255"],
-            "choose data.sequence_length = 255, or model.attention.max_length = 256",
-        ),
+        ("deepseek-v2-lite", ["model.attention.qk_rope_head_dim=3"],
+         "attention.qk_rope_head_dim = 3 must be even: choose qk_rope_head_dim = 4"),
+        ("llama3-8b", ["model.attention.head_dim=2", 'model.position.scaling={name="ntk", factor=2}'],
+         "attention.head_dim = 2 has one pair: choose head_dim = 4 or more, or scaling.name = 'linear'"),
+        ("llama3-8b", ["model.position.theta=1", 'model.position.scaling={name="yarn", factor=2, original_length=8}'],
+         "choose a larger one, e.g. theta = 10000"),
+        ("gpt2-124m", ["data.sequence_length=2048"],
+         "choose data.sequence_length = 1024, or model.position.max_positions = 2048"),
+        ("t5-base", ["model.position.name=learned", "model.position.max_positions=512", "data.target_length=600"],
+         "data.target_length = 600: model.position.max_positions = 512"),
+        ("quickstart", ["model.attention.name=linformer", "model.attention.max_length=255"],
+         "choose data.sequence_length = 255, or model.attention.max_length = 256"),
     ],
-)
+)  # fmt: skip
 def test_what_a_model_can_not_turn_or_place_is_refused_before_the_queue(
     preset: str, overrides: list[str], message: str
 ) -> None:
@@ -270,13 +233,9 @@ def test_kinds_are_a_cycle_over_depth() -> None:
 
 def test_a_kind_may_take_another_variant_of_a_part() -> None:
     config = ModelConfig.from_dotted(
-        {
-            **FIVE_LAYERS,
-            "layer_types": ["none", "own"],
-            "layer_type.none.position.name": "none",
-            "layer_type.own": {},
-        }
-    )
+        {**FIVE_LAYERS, "layer_types": ["none", "own"], "layer_type.none.position.name": "none",
+         "layer_type.own": {}},
+    )  # fmt: skip
     assert [config.layer_config(depth).position.name for depth in range(3)] == ["none", "rope", "none"]
 
 

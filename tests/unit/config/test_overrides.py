@@ -47,26 +47,14 @@ def test_another_name_takes_out_what_only_the_old_one_has() -> None:
 @pytest.mark.parametrize(
     ("preset", "overrides", "section", "left"),
     [
-        (
-            "olmoe-1b-7b",
-            ["model.ffn.router.name=gshard", "model.ffn.top_k=2"],
-            "ffn.router",
-            {"name": "gshard", "aux_loss_coef": 0.01, "z_loss_coef": 0.001},
-        ),
-        (
-            "gpt-oss-20b",
-            ["model.position.scaling.name=linear"],
-            "position.scaling",
-            {"name": "linear", "factor": 32.0},
-        ),
-        (
-            "gpt-oss-20b",
-            ["model.position.scaling.name=yarn"],
-            "position.scaling",
-            {"name": "yarn", "factor": 32.0, "original_length": 4096, "truncate": False},
-        ),
+        ("olmoe-1b-7b", ["model.ffn.router.name=gshard", "model.ffn.top_k=2"], "ffn.router",
+         {"name": "gshard", "aux_loss_coef": 0.01, "z_loss_coef": 0.001}),
+        ("gpt-oss-20b", ["model.position.scaling.name=linear"], "position.scaling",
+         {"name": "linear", "factor": 32.0}),
+        ("gpt-oss-20b", ["model.position.scaling.name=yarn"], "position.scaling",
+         {"name": "yarn", "factor": 32.0, "original_length": 4096, "truncate": False}),
     ],
-)
+)  # fmt: skip
 def test_another_name_deep_in_a_config(
     preset: str, overrides: list[str], section: str, left: dict[str, Any]
 ) -> None:
@@ -183,13 +171,8 @@ def test_dashes_before_a_key_are_told(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("preset", "width", "scale"),
-    [
-        ("t5-base", 768, 768**-0.5),
-        ("t5-base", 64, 0.125),
-        ("prefix-lm-base", 256, 0.0625),
-        ("t5-v1.1-base", 64, 1.0),
-    ],
-)
+    [("t5-base", 768, 768**-0.5), ("t5-base", 64, 0.125), ("prefix-lm-base", 256, 0.0625), ("t5-v1.1-base", 64, 1.0)],
+)  # fmt: skip
 def test_the_head_s_factor_follows_the_width(preset: str, width: int, scale: float) -> None:
     words = [f"model.d_model={width}", "model.attention.n_heads=4"]
     assert load_config(preset, words).model.head_scale == pytest.approx(scale, rel=1e-12)

@@ -76,10 +76,10 @@ def test_every_form_opens(make: Callable[[], Any], tmp_path: Path) -> None:
     expected = make()
     expected.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    wanted = expected(DECODER_TOKENS).logits
+    expected_logits = expected(DECODER_TOKENS).logits
     for path in ("theirs", "ours", "ours/checkpoints/step-00000000"):
         logits = megatfm.load(tmp_path / path)(DECODER_TOKENS).logits
-        torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
     config = load_config(tmp_path / "ours")
     assert config.data.sequence_length == (77 if make is hf_llama else 32)
     assert config.model == convert_room.HfFolder(tmp_path / "theirs").config
@@ -268,11 +268,8 @@ def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tm
 def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | None], tmp_path: Path) -> None:
     """Which blocks have experts is read off the modules that transformers builds."""
     values: dict[str, Any] = {
-        **SWITCH_OPTIONS,
-        "num_layers": 4,
-        "num_decoder_layers": 4,
-        "num_sparse_decoder_layers": 1,
-    }
+        **SWITCH_OPTIONS, "num_layers": 4, "num_decoder_layers": 4, "num_sparse_decoder_layers": 1,
+    }  # fmt: skip
     values |= {"num_sparse_encoder_layers": 1, "encoder_sparse_step": steps[0]}
     values |= {} if steps[1] is None else {"decoder_sparse_step": steps[1]}
     reference = transformers.SwitchTransformersForConditionalGeneration(
@@ -352,28 +349,12 @@ def test_long_encoders_there_and_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (
-            "BigBirdForMaskedLM",
-            {"attention_type": "original_full"},
-            "attention_type = 'original_full' is not",
-        ),
-        (
-            "BigBirdForMaskedLM",
-            {"num_random_blocks": 0},
-            "num_random_blocks = 0 does not run in transformers",
-        ),
-        (
-            "LongformerForMaskedLM",
-            {"attention_window": [4, 8]},
-            r"attention_window = \[4, 8\] differs by layer",
-        ),
-        (
-            "LongformerForMaskedLM",
-            {"attention_window": [4]},
-            r"\[4\] has 1 widths, but num_hidden_layers = 2",
-        ),
+        ("BigBirdForMaskedLM", {"attention_type": "original_full"}, "attention_type = 'original_full' is not"),
+        ("BigBirdForMaskedLM", {"num_random_blocks": 0}, "num_random_blocks = 0 does not run in transformers"),
+        ("LongformerForMaskedLM", {"attention_window": [4, 8]}, r"attention_window = \[4, 8\] differs by layer"),
+        ("LongformerForMaskedLM", {"attention_window": [4]}, r"\[4\] has 1 widths, but num_hidden_layers = 2"),
     ],
-)
+)  # fmt: skip
 def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     hf_long_encoder(name).save_pretrained(tmp_path)
     edit_config(tmp_path, **changes)

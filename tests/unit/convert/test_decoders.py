@@ -199,17 +199,9 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
         else {}
     )
     model = ModelConfig.from_dotted(
-        family=family,
-        vocab_size=tokenizer.vocab_size,
-        d_model=24,
-        n_layers=2,
-        **position,
-        **{
-            "attention.n_heads": 4,
-            "ffn.d_ff": 40,
-            "ffn.activation": "swiglu" if family == "decoder" else "relu",
-        },
-    )
+        family=family, vocab_size=tokenizer.vocab_size, d_model=24, n_layers=2, **position,
+        **{"attention.n_heads": 4, "ffn.d_ff": 40, "ffn.activation": "swiglu" if family == "decoder" else "relu"},
+    )  # fmt: skip
     config = Config.model_validate({
         "name": "small", "model": model, "optimizer": {"name": "adamw", "lr": 1e-3},
         "objective": {"name": "causal" if family == "decoder" else "span_corruption"},
@@ -334,7 +326,7 @@ def test_what_transformers_could_not_open_or_run_is_not_written(preset: str, wor
 
 
 def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
-    """It always says that the output matrix is shared, and by scale_decoder_outputs what was meant by it before."""
+    """transformers 5 always says that the output matrix is shared; scale_decoder_outputs has the former meaning."""
     kind, values = HF_DECODERS["t5-v1.1"]
     expected = getattr(transformers, kind)(getattr(transformers, kind).config_class(**values)).eval()
     perturb(expected)
@@ -348,13 +340,17 @@ def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
         model = megatfm.load(tmp_path / folder)
         assert model.config.embedding.tied == shared
         with torch.no_grad():
-            wanted = decoder_logits(expected, is_megatfm=False)
-            torch.testing.assert_close(decoder_logits(model, is_megatfm=True), wanted, rtol=1e-5, atol=1e-5)
+            expected_logits = decoder_logits(expected, is_megatfm=False)
+            torch.testing.assert_close(
+                decoder_logits(model, is_megatfm=True), expected_logits, rtol=1e-5, atol=1e-5
+            )
         convert(tmp_path / folder, tmp_path / f"ours-{folder}", "megatfm")
         convert(tmp_path / f"ours-{folder}", tmp_path / f"back-{folder}", "hf")
         back = getattr(transformers, kind).from_pretrained(tmp_path / f"back-{folder}").eval()
         with torch.no_grad():
-            torch.testing.assert_close(decoder_logits(back, is_megatfm=False), wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                decoder_logits(back, is_megatfm=False), expected_logits, rtol=1e-5, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize(("before", "ends"), [(False, 9), (True, 11)])
@@ -392,15 +388,15 @@ def test_ids_rates_and_how_to_generate_travel(
     assert "embd_pdrop" not in tokenizer_files.restore_origin(origin, {"embd_pdrop": 0.5}), "it was set since"
 
     loaded = open_text_model(tmp_path / "ours")
-    wanted = AutoTokenizer.from_pretrained(expected)("import os")["input_ids"]
-    assert build_prompts(loaded, "import os").tokens[0].tolist() == wanted
-    assert (wanted[0] == begin) == before
+    expected_ids = AutoTokenizer.from_pretrained(expected)("import os")["input_ids"]
+    assert build_prompts(loaded, "import os").tokens[0].tolist() == expected_ids
+    assert (expected_ids[0] == begin) == before
     assert loaded.eos_token_id == (9, 11)
-    ids = torch.tensor([wanted])
+    ids = torch.tensor([expected_ids])
     result = transformers.GPT2LMHeadModel.from_pretrained(expected).generate(
         ids, max_new_tokens=6, do_sample=False
     )
-    new = result[0, len(wanted) :].tolist()
+    new = result[0, len(expected_ids) :].tolist()
     assert 1 < new.index(ends) + 1 == len(new) < 6, "it ends by that id, and not at once"
     text = loaded.tokenizer.decode(new)
     for folder in (expected, tmp_path / "ours"):
@@ -419,5 +415,5 @@ def test_ids_rates_and_how_to_generate_travel(
     ):
         megatfm.load(expected).generate("import os")
     assert build_prompts(loaded, "import os", begin="bos").tokens[0].tolist()[0] == loaded.tokenizer.bos
-    assert build_prompts(loaded, "import os", begin="none").tokens[0].tolist() == wanted[before:]
+    assert build_prompts(loaded, "import os", begin="none").tokens[0].tolist() == expected_ids[before:]
     assert build_prompts(loaded, "").tokens[0].tolist() == [loaded.tokenizer.bos]

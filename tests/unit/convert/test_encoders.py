@@ -132,24 +132,11 @@ def test_what_we_lack_is_refused(name: str, change: dict[str, Any], message: str
 
 
 OURS = {
-    "vocab_size": 60,
-    "d_model": 24,
-    "n_layers": 2,
-    "attention.n_heads": 4,
-    "ffn.d_ff": 40,
-    "norm.name": "layer_norm",
-    "norm.eps": 1e-12,
-    "norm.placement": "post",
-    "embedding.norm": True,
-    "ffn.activation": "gelu",
-    "attention.bias": True,
-    "ffn.bias": True,
-    "position.name": "learned",
-    "position.max_positions": 32,
-    "embedding.n_segments": 2,
-    "lm_head.name": "transform",
-    "lm_head.bias": True,
-}
+    "vocab_size": 60, "d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40, "norm.name": "layer_norm",
+    "norm.eps": 1e-12, "norm.placement": "post", "embedding.norm": True, "ffn.activation": "gelu",
+    "attention.bias": True, "ffn.bias": True, "position.name": "learned", "position.max_positions": 32,
+    "embedding.n_segments": 2, "lm_head.name": "transform", "lm_head.bias": True,
+}  # fmt: skip
 ELECTRA = ModelConfig.from_dotted(
     **OURS,
     family="electra",
@@ -338,13 +325,13 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
         )
         assert not any(info.values()), info
         output = expected.eval()(ENCODER_TOKENS)
-        wanted = (
+        expected_output = (
             actual.generator(ENCODER_TOKENS).logits if half == "generator" else actual(ENCODER_TOKENS).hidden
         )
         got = output.logits if half == "generator" else output.last_hidden_state
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, expected_output, rtol=1e-5, atol=1e-5)
         assert torch.equal(
-            megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden[0, 0, 0], wanted[0, 0, 0]
+            megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden[0, 0, 0], expected_output[0, 0, 0]
         ) or (half == "generator")
     with pytest.raises(UsageError, match="stored without what makes it a discriminator: open it alone"):
         megatfm.load(tmp_path / "pair")

@@ -54,28 +54,16 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "AlbertForPreTraining": (),
     "BigBirdForPreTraining": (),
     "mla-whole-queries": ("q_lora_rank",),
-    "t5-v1.1": (
-        "tie_word_embeddings",
-        "scale_decoder_outputs",
-        "feed_forward_proj",
-        "dense_act_fn",
-        "is_gated_act",
-    ),
+    "t5-v1.1": ("tie_word_embeddings", "scale_decoder_outputs", "feed_forward_proj", "dense_act_fn", "is_gated_act"),
     "llama-linear": ("rope_theta",),
     "llama-yarn": ("rope_theta", "max_position_embeddings", "original_max_position_embeddings"),
     "llama-3.1": ("original_max_position_embeddings",),
-}
+}  # fmt: skip
 """Class that another case edits as a whole → the keys that differ."""
 WORDS = ("gelu_new", "relu", "silu", "gelu_fast", "gated-gelu", "gated-silu", "mish", "p2c")
 WITHIN = (
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "partial_rotary_factor",
-)
+    "mscale", "mscale_all_dim", "truncate", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor",
+)  # fmt: skip
 TWO_TOWERS = ("CLIPModel", "SiglipModel")
 WITH_SECTIONS = (*TWO_TOWERS, "LlavaForConditionalGeneration")
 """Classes whose config.json has a section for each tower; tests/unit/convert/test_llava.py tries both."""
@@ -181,13 +169,9 @@ def edits(base: Mapping[str, Any], case: str, every: bool) -> Iterator[tuple[str
 
 
 IDLE = {
-    "dtype": "bfloat16",
-    "chunk_size_feed_forward": 3,
-    "summary_activation": "tanh",
-    "classifier_pooling": "mean",
-    "pos_embed_shift": 0.5,
-    "pos_embed_jitter": 1.5,
-}
+    "dtype": "bfloat16", "chunk_size_feed_forward": 3, "summary_activation": "tanh", "classifier_pooling": "mean",
+    "pos_embed_shift": 0.5, "pos_embed_jitter": 1.5,
+}  # fmt: skip
 """Values that transformers takes, of keys in which it doesn't take any."""
 PARTICULAR = {"attn_implementation", "_attn_implementation", "num_labels", "_num_labels", "auto_map"}
 
@@ -296,17 +280,9 @@ def test_what_is_absent_means_what_it_means_in_transformers(name: str) -> None:
     keys = ARCHITECTURES.get(name).all_keys()
     assert written.keys() - keys.keys() == set()
     follows = {
-        "head_dim",
-        "qk_head_dim",
-        "d_head",
-        "num_key_value_heads",
-        "rope_parameters",
-        "architectures",
-        "layer_types",
-        "id2label",
-        "hidden_size",
-        "num_layers",
-    }
+        "head_dim", "qk_head_dim", "d_head", "num_key_value_heads", "rope_parameters", "architectures", "layer_types",
+        "id2label", "hidden_size", "num_layers",
+    }  # fmt: skip
     follows |= {
         "num_decoder_layers",
         "encoder_sparse_step",

@@ -80,10 +80,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
             actual = output.predictions["classifier"]
         else:
             actual = output.hidden
-        wanted = answers(expected, image)
+        expected_answers = answers(expected, image)
         if name == "CLIPVisionModel":  # whose last norm transformers keeps for the class token
-            wanted = expected.post_layernorm(wanted)
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+            expected_answers = expected.post_layernorm(expected_answers)
+        torch.testing.assert_close(actual, expected_answers, rtol=1e-5, atol=1e-5)
     if name.startswith(
         ("Dinov2WithRegisters", "DINOv3")
     ):  # whose mask token transformers always has, and no pass uses
@@ -189,10 +189,10 @@ def same_answers(expected: Any, actual: Any) -> None:
     output, batch = with_fresh_memory(expected)(inputs.float()), batch_of(images, [[0], [1]], [0, 0])
     del batch["labels"]
     if hasattr(output, "logits"):
-        values, wanted = actual(**batch).predictions["classifier"], output.logits
+        values, expected_logits = actual(**batch).predictions["classifier"], output.logits
     else:
-        values, wanted = actual(**batch).hidden, output.last_hidden_state
-    torch.testing.assert_close(values, wanted, rtol=1e-4, atol=1e-4)
+        values, expected_logits = actual(**batch).hidden, output.last_hidden_state
+    torch.testing.assert_close(values, expected_logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", SWIN_CASES)

@@ -136,10 +136,10 @@ def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
         for our_name, their_name in names.items():
             for one, other in (("a", "A"), ("b", "B")):
                 actual = lora_model.get_parameter(f"decoder.layers.{layer}.{our_name}.lora.{one}.weight").grad
-                wanted = expected[
+                expected_gradient = expected[
                     f"base_model.model.model.layers.{layer}.{their_name}.lora_{other}.default.weight"
                 ]
-                torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(actual, expected_gradient, rtol=1e-9, atol=1e-12)
     assert all(p.grad is None for n, p in lora_model.named_parameters() if ".lora." not in n)
 
 

@@ -40,12 +40,8 @@ def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"experts": 4},
-        {"experts": 3, "top_k": 1, "every": 2},
-        {"experts": 3, "top_k": 2, "granularity": 4},
-    ],
-)
+    [{"experts": 4}, {"experts": 3, "top_k": 1, "every": 2}, {"experts": 3, "top_k": 2, "granularity": 4}],
+)  # fmt: skip
 def test_the_first_step_is_the_dense_model_s(dense: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     """Logits, and the gradient of all that is not a feed-forward network."""
     upcycle(dense, tmp_path / "moe", Upcycling(**options))
@@ -134,16 +130,10 @@ def test_flags_that_do_not_fit(words: str, message: str, tmp_path: Path) -> None
 def test_kinds_of_blocks_with_networks_of_their_own(tmp_path: Path, tokenizer_model: bytes) -> None:
     """Each kind's width is divided; `narrow` has the model's, and `plain` another activation."""
     config = SMALL_DECODER.with_changes(
-        {
-            "n_layers": 3,
-            "layer_types": ["narrow", "wide", "plain"],
-            "layer_type": {
-                "narrow": {},
-                "wide": {"ffn": {"d_ff": 96, "dropout": 0.2}},
-                "plain": {"ffn": {"d_ff": 60, "activation": "relu"}},
-            },
-        }
-    )
+        {"n_layers": 3, "layer_types": ["narrow", "wide", "plain"],
+         "layer_type": {"narrow": {}, "wide": {"ffn": {"d_ff": 96, "dropout": 0.2}},
+                        "plain": {"ffn": {"d_ff": 60, "activation": "relu"}}}},
+    )  # fmt: skip
     run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
     output = upcycle(run, tmp_path / "moe", Upcycling(3, granularity=2))
     assert output[1:] == ["ffn.dropout = 0.2 is left out: experts have none"]

@@ -14,14 +14,5 @@ from tests.support.packed_corpora import (
 )
 
 __all__ = [
-    "cache",
-    "causal",
-    "causal_type",
-    "corpus",
-    "fetched",
-    "folder",
-    "make_documents",
-    "memory",
-    "packed",
-    "write",
-]
+    "cache", "causal", "causal_type", "corpus", "fetched", "folder", "make_documents", "memory", "packed", "write",
+]  # fmt: skip

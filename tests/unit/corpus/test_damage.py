@@ -47,12 +47,8 @@ def test_too_many_open_files_are_no_damage(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "advice"),
-    [
-        (errno.EIO, "try again later"),
-        (errno.EACCES, "the right to read"),
-        (errno.ENXIO, "restore it"),
-    ],
-)
+    [(errno.EIO, "try again later"), (errno.EACCES, "the right to read"), (errno.ENXIO, "restore it")],
+)  # fmt: skip
 def test_what_can_not_be_read_is_told_what_helps(
     folder: Path, number: int, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,11 +71,8 @@ def img2dataset(folder: Path) -> None:
         for n in range(23):
             label = {"caption": f"a {n}", "meta": {"label": NAMES[n % 3]}}
             sample = {
-                "webp": picture(n, "WEBP"),
-                "txt": NAMES[n % 3],
-                "json": label,
-                "thumb.npy": np.zeros(3),
-            }
+                "webp": picture(n, "WEBP"), "txt": NAMES[n % 3], "json": label, "thumb.npy": np.zeros(3),
+            }  # fmt: skip
             writer.write({"__key__": f"{n:09d}", **sample})
 
 

@@ -295,15 +295,11 @@ def test_the_tokens_are_the_array_of_that_name(tmp_path: Path, packed: bool) -> 
     """However many arrays lie before or after it, floats and masks among them; which one it is, is not guessed."""
     mask, floats, ones = npy(np.ones(3, np.uint8)), npy([0.5]), npy(np.ones(5, np.uint16))
     samples = [
-        [
-            member("0.loss_mask.npy", mask),
-            member("0.tokens.npy", IDS),
-            member("0.tokens.weights.npy", floats),
-        ],
+        [member("0.loss_mask.npy", mask), member("0.tokens.npy", IDS), member("0.tokens.weights.npy", floats)],
         [member("1.a.npy", ones), member("1.TOKENS.npy", IDS), member("1.json", b"{}")],
         [member("2.ids.npy", IDS), member("2.txt", b"one array alone may have any name")],
         [member("3.npy", IDS)],
-    ]
+    ]  # fmt: skip
     data = tar(*(item for sample in samples for item in sample))
     (tmp_path / ("a.tar.zst" if packed else "a.tar")).write_bytes(
         zstandard.compress(data) if packed else data

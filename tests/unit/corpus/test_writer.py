@@ -246,13 +246,8 @@ def interrupted_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, texts: list[
 
         monkeypatch.setattr(files, "fsync_directory", dying)
         writer = ShardWriter(
-            folder,
-            tokenizer_hash="a" * 64,
-            token_dtype="uint16",
-            shard_bytes=60_000,
-            frame_bytes=8_000,
-            pack=False,
-        )
+            folder, tokenizer_hash="a" * 64, token_dtype="uint16", shard_bytes=60_000, frame_bytes=8_000, pack=False,
+        )  # fmt: skip
         try:
             for i, tokens in enumerate(texts):
                 writer.add(f"{i:06d}", tokens, f"folder/file {i} ä.txt", 3 * len(tokens))

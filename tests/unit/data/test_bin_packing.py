@@ -126,8 +126,8 @@ def test_every_chunk_is_whole_and_comes_once_an_epoch(
             ], "a sequence has one number on both sides"
     assert counts == expected
     empty = sum(len(tokens) == 0 for tokens in corpus.documents)
-    wanted = f"{empty:,} of {empty + expected.total():,} chunks of documents are too short"
-    assert any(wanted in note for note in rows.warnings) == (empty > 0)
+    warning = f"{empty:,} of {empty + expected.total():,} chunks of documents are too short"
+    assert any(warning in note for note in rows.warnings) == (empty > 0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -144,8 +144,8 @@ def test_best_fit_is_johnsons(lengths: list[int], capacity: int) -> None:
     rows = best_fit_decreasing(np.array(lengths, np.int64)[:, None], (capacity,))
     loads = np.bincount(rows, lengths) if lengths else np.zeros(0)
     assert sorted(loads.tolist()) == sorted(capacity - left for left in room)
-    seen = list(dict.fromkeys(rows.tolist()))
-    assert seen == list(range(len(room))), "rows are numbered by their first sequences"
+    order = list(dict.fromkeys(rows.tolist()))
+    assert order == list(range(len(room))), "rows are numbered by their first sequences"
 
 
 def test_rows_hold_what_was_planned_in_stored_order(memory_corpus: Any) -> None:
@@ -249,12 +249,8 @@ def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
     padding = rows.make_padding_row()
     assert padding.keys() == rows.read_row(0).keys()
     expected = {
-        "encoder_tokens": 9,
-        "tokens": 9,
-        "targets": IGNORE_INDEX,
-        "marks": -7,
-        "documents": PAD_DOCUMENT_ID,
-    }
+        "encoder_tokens": 9, "tokens": 9, "targets": IGNORE_INDEX, "marks": -7, "documents": PAD_DOCUMENT_ID,
+    }  # fmt: skip
     expected |= {"encoder_documents": PAD_DOCUMENT_ID, "encoder_positions": 0, "positions": 0}
     for name, fill in expected.items():
         assert padding[name].tolist() == [fill] * (64 if name.startswith("encoder_") else 110)
@@ -276,7 +272,7 @@ def test_a_row_as_one_document(memory_corpus: Any) -> None:
 def test_partners_are_the_other_documents_of_the_group(
     memory_corpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[tuple[int, int], list[list[int]]] = {}
+    partners: dict[tuple[int, int], list[list[int]]] = {}
 
     class Looking(Whole):
         def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Row:
@@ -284,7 +280,7 @@ def test_partners_are_the_other_documents_of_the_group(
                 chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))
             ]
             assert [len(one) for one in read] == chunk.other_documents.lengths.tolist()
-            seen[key.sample, key.chunk] = read
+            partners[key.sample, key.chunk] = read
             return super().build_example(chunk, key)
 
     corpus = memory_corpus([[30, 0], [5], [7], [4, 4]])
@@ -292,9 +288,9 @@ def test_partners_are_the_other_documents_of_the_group(
     rows = PackedDataset(corpus, Looking(20), sequence_length=24, seed=0)
     rows_of(rows)
     texts = [document.tolist() for document in corpus.documents]
-    assert seen[0, 0] == seen[0, 1] == [texts[2]], "whole, and without empty ones"
-    assert seen[2, 0] == [texts[0]]
-    assert seen[3, 0] == []
+    assert partners[0, 0] == partners[0, 1] == [texts[2]], "whole, and without empty ones"
+    assert partners[2, 0] == [texts[0]]
+    assert partners[3, 0] == []
     assert any(
         "1 of 6 sequences lie in groups of blocks with no other document" in note for note in rows.warnings
     )

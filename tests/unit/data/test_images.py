@@ -26,11 +26,8 @@ from megatfm.objectives import Objective, build_objective
 
 SIZE, PATCH, TOKENS, BATCH = 8, 4, 5, 30
 TRANSFORMS = [
-    "random_resized_crop",
-    "horizontal_flip",
-    {"name": "color_jitter", "hue": 0.1},
-    "random_erasing",
-]
+    "random_resized_crop", "horizontal_flip", {"name": "color_jitter", "hue": 0.1}, "random_erasing",
+]  # fmt: skip
 TRANSFORMS += ["rand_augment"]
 
 
@@ -109,10 +106,10 @@ def test_every_number_of_ranks_and_every_resume_gives_the_same_pixels(corpus: Co
     result = objective(**mixed)
     expected = batches(result.prepare_rows(rows_of(corpus, result), 1), 1, 4)
     for ranks in (3, 5):
-        for batch, wanted in zip(
+        for batch, expected_batch in zip(
             batches(result.prepare_rows(rows_of(corpus, result), 1), ranks, 4), expected, strict=True
         ):
-            assert_same(batch, wanted)
+            assert_same(batch, expected_batch)
     for step in (1, 3):  # step 3 is in the second epoch
         (batch,) = batches(result.prepare_rows(rows_of(corpus, result), 1), 3, 1, position=step * BATCH)
         assert_same(batch, expected[step])
@@ -328,15 +325,15 @@ def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
         rows_of(corpus, result, row=4 * TOKENS, quarantine=Quarantine.parse(["3"], 70)), 1
     )
     batch = rows.read_rows(range(18))
-    seen = list(iter_seen_images(batch, PATCH, [f"kind {n}" for n in range(70)]))
-    assert len(seen) == 69
+    pictures = list(iter_seen_images(batch, PATCH, [f"kind {n}" for n in range(70)]))
+    assert len(pictures) == 69
     labels = batch["labels"][batch["labels"] >= 0]
     weights = batch["label_weights"][batch["labels"] >= 0]
     assert {0.0, 1.0} & set(weights.tolist()) == {1.0}
-    for image, label, weight in zip(seen, labels.tolist(), weights.tolist(), strict=True):
+    for image, label, weight in zip(pictures, labels.tolist(), weights.tolist(), strict=True):
         assert image.caption.startswith(f"kind {label}" if weight == 1 else f"{weight:.2f} kind {label} + ")
     tokens = np.flatnonzero(batch["documents"][0] == 2)
-    np.testing.assert_array_equal(seen[2].pixels, unpatched(batch["patches"][0, tokens[1:]]))
-    sheet = draw_contact_sheet(seen[:5], columns=2)
+    np.testing.assert_array_equal(pictures[2].pixels, unpatched(batch["patches"][0, tokens[1:]]))
+    sheet = draw_contact_sheet(pictures[:5], columns=2)
     assert sheet.size == (2 * 134 + 6, 3 * 152 + 6)
-    assert sheet.getpixel((6, 6)) == tuple(seen[0].pixels[0, 0])
+    assert sheet.getpixel((6, 6)) == tuple(pictures[0].pixels[0, 0])

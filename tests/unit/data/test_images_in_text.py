@@ -138,11 +138,8 @@ def test_each_image_stands_where_its_text_says(corpus: Corpus) -> None:
 def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0) -> list[Fields]:
     """The global batch of each step, put together from all ranks."""
     options: dict[str, Any] = {
-        "global_batch": BATCH,
-        "micro_batch": 2,
-        "data_ranks": ranks,
-        "position": position,
-    }
+        "global_batch": BATCH, "micro_batch": 2, "data_ranks": ranks, "position": position,
+    }  # fmt: skip
     loaders = [DataLoader(rows, data_rank=rank, workers=0, **options) for rank in range(ranks)]
     parts = [[batch for loader in loaders for batch in next(loader)] for _ in range(steps)]
     for loader in loaders:
@@ -168,8 +165,8 @@ def test_ranks_and_resumes_give_the_same_rows(corpus: Corpus) -> None:
     flips = objective(transforms=["random_resized_crop", "color_jitter"])
     expected = batches(rows_of(corpus, flips), 1, 4)
     for ranks in (2, 3):
-        for batch, wanted in zip(batches(rows_of(corpus, flips), ranks, 4), expected, strict=True):
-            assert_same(batch, wanted)
+        for batch, expected_batch in zip(batches(rows_of(corpus, flips), ranks, 4), expected, strict=True):
+            assert_same(batch, expected_batch)
     for step in (1, 3):
         (batch,) = batches(rows_of(corpus, flips), 3, 1, position=step * BATCH)
         assert_same(batch, expected[step])
@@ -200,15 +197,15 @@ def test_bad_numbers_are_refused_by_sample(tmp_path: Path) -> None:
     with pytest.raises(MegatfmError, match=message):
         batches(rows_of(broken, objective()), 1, 1)
     quarantined = rows_of(broken, objective(), quarantine=Quarantine.parse(("7",), N_SAMPLES))
-    seen: list[int] = []  # but sample 0, which is black
+    samples: list[int] = []  # but sample 0, which is black
     for position in range(len(quarantined)):  # type: ignore[arg-type]
         row = one_row(quarantined, position)
         blank = row["documents"] < 0
         assert (row["targets"][blank] == -100).all()
-        seen += sorted(
+        samples += sorted(
             {int(value) // 6 for value in row["encoder_patches"][row["encoder_documents"] >= 0, 0] if value}
         )
-    assert sorted(seen) == [number for number in range(1, N_SAMPLES) if number != 7]
+    assert sorted(samples) == [number for number in range(1, N_SAMPLES) if number != 7]
 
 
 def test_too_many_images_are_refused_by_sample(tmp_path: Path) -> None:
@@ -306,10 +303,10 @@ def test_prep_takes_numbered_images_of_a_folder(tmp_path: Path) -> None:
     files |= {"d.0.png": png(7), "d.0.txt": b"own", "e.png": png(8), "e.txt": b"one", "e.0.png": png(9)}
     prepared = prepare_folder(tmp_path, files)
     samples = [prepared.read_sample(number) for number in range(prepared.n_samples)]
-    found = {
+    images = {
         sample.source: {name: dict(sample.members)[name] for name in sample.members} for sample in samples
     }
-    assert found == {
+    assert images == {
         "set/a.0.png": {"0.png": png(0), "2.png": png(2), "10.png": png(10), "txt": b"three"},
         "b.0.png": {"0.png": png(3), "1.png": png(4), "json": b'{"text": "two"}'},
         "cat.0.png": {"png": png(5)},

@@ -28,12 +28,8 @@ class Vectors:
     padding_values: Mapping[str, int] = MappingProxyType({})
     needs_other_documents, needs_files = False, True
     fields = MappingProxyType(
-        {
-            "vectors": Field("float32", (WIDTH,)),
-            "marks": Field("uint8", pad_value=9),
-            "order": Field(pad_value=-1),
-        }
-    )
+        {"vectors": Field("float32", (WIDTH,)), "marks": Field("uint8", pad_value=9), "order": Field(pad_value=-1)},
+    )  # fmt: skip
     max_tokens: int | None = 16
 
     def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -90,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
     rows = PackedDataset(Corpus.open(folder), Vectors(), sequence_length=16, seed=3, streams=4)
-    seen = []
+    documents = []
     for position in range(len(rows)):
         row = rows.read_row(position)
         assert row["vectors"].dtype == np.float32
@@ -106,8 +102,8 @@ def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
             number = int(mine[0, 0])
             np.testing.assert_array_equal(mine, vectors(number))
             assert (row["marks"][row["documents"] == document] == number % 7).all()
-            seen.append(number)
-    assert sorted(seen) == list(range(40))
+            documents.append(number)
+    assert sorted(documents) == list(range(40))
     assert len(rows) < 20, "several share a row"
 
 

@@ -25,11 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder, draw = tmp_path_factory.mktemp("local") / "corpus", np.random.default_rng(0)
     options: Any = {
-        "tokenizer_hash": "t",
-        "token_dtype": "uint16",
-        "shard_bytes": 60_000,
-        "frame_bytes": 4000,
-    }
+        "tokenizer_hash": "t", "token_dtype": "uint16", "shard_bytes": 60_000, "frame_bytes": 4000,
+    }  # fmt: skip
     with ShardWriter(folder, **options) as writer:
         for i in range(700):
             writer.add(f"{i}", draw.integers(3, 4000, 700).astype(np.uint16), "", 0)
@@ -218,13 +215,9 @@ def test_cut_rows_are_those_of_packing_at_that_length(
 ) -> None:
     def row(length: int, position: int) -> dict[str, np.ndarray]:
         packed = PackedDataset(
-            memory_corpus([[5, 40, 0, 9, 17, 3]]),
-            causal_type(),
-            sequence_length=length,
-            seed=3,
-            shuffle=False,
+            memory_corpus([[5, 40, 0, 9, 17, 3]]), causal_type(), sequence_length=length, seed=3, shuffle=False,
             attend_across_documents=as_one_document,
-        )
+        )  # fmt: skip
         return packed.read_row(position)
 
     for position in range(5):

@@ -82,12 +82,8 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
             for name, _ in zip("abc", weights, strict=False)
         }
         mixture = Mixture(
-            sources,
-            [Phase(0, dict(zip(sources, weights, strict=True)))],
-            seed=seed,
-            streams=streams,
-            turn=turn,
-        )
+            sources, [Phase(0, dict(zip(sources, weights, strict=True)))], seed=seed, streams=streams, turn=turn,
+        )  # fmt: skip
         names = np.array([mixture.find_source(position)[0] for position in range(4096)])
         for name, share in zip(sources, weights, strict=True):
             is_here = names == name
@@ -193,12 +189,8 @@ class FixedRows:
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(
     "other",
-    [
-        FixedRows(weights=((8,), np.float32)),
-        FixedRows(width=1),
-        FixedRows(tokens=((8,), np.float32)),
-    ],
-)
+    [FixedRows(weights=((8,), np.float32)), FixedRows(width=1), FixedRows(tokens=((8,), np.float32))],
+)  # fmt: skip
 def test_sources_of_unlike_rows_are_refused(other: FixedRows, order: int) -> None:
     sources: Any = dict([("a", FixedRows()), ("b", other)][::order])
     mixture = Mixture(sources, [Phase(0, {"a": 1, "b": 1})], seed=0, streams=2, block=4)

@@ -93,30 +93,25 @@ def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_typ
         needs_other_documents = True
 
         def build_example(self, chunk: Any, key: Any) -> Any:
-            seen.append(
+            partners.append(
                 [chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))]
             )
             return super().build_example(chunk, key)
 
-    seen: list[Any] = []
+    partners: list[Any] = []
     corpus = memory_corpus([[3, 2, 4]])
     bad = Quarantine.parse(["1"], 3)
     PackedDataset(corpus, Watching(), sequence_length=12, seed=0, shuffle=False, quarantine=bad).read_row(0)
     first, _, last = (tokens.tolist() for tokens in corpus.documents)
-    assert seen == [[last], [first, last], [first]]
+    assert partners == [[last], [first, last], [first]]
 
 
 def test_a_row_as_one_document_has_padding_where_a_sample_was(memory_corpus: Any, causal: Any) -> None:
     corpus = memory_corpus([[3, 2, 4]])
     rows = PackedDataset(
-        corpus,
-        causal,
-        sequence_length=12,
-        seed=0,
-        shuffle=False,
-        attend_across_documents=True,
+        corpus, causal, sequence_length=12, seed=0, shuffle=False, attend_across_documents=True,
         quarantine=Quarantine.parse(["1"], 3),
-    )
+    )  # fmt: skip
     row = rows.read_row(0)
     assert row["documents"].tolist() == [0, 0, 0, 0, -1, -1, -1, 0, 0, 0, 0, 0]
     assert row["positions"].tolist() == [0, 1, 2, 3, 0, 0, 0, 7, 8, 9, 10, 11]
@@ -133,12 +128,8 @@ def test_a_damaged_frame_stops_the_run(corpus: Corpus, causal: Any) -> None:
 
     def read(entries: list[str]) -> None:
         rows = PackedDataset(
-            corpus,
-            causal,
-            sequence_length=64,
-            seed=0,
-            quarantine=Quarantine.parse(entries, corpus.n_samples),
-        )
+            corpus, causal, sequence_length=64, seed=0, quarantine=Quarantine.parse(entries, corpus.n_samples),
+        )  # fmt: skip
         with DataLoader(rows, global_batch=8, micro_batch=8, end_position=len(rows)) as loader:
             for _ in loader:
                 pass

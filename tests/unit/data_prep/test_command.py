@@ -208,11 +208,8 @@ def check_limited(small: PrepConfig, path: Path, most: int, complete: dict[str, 
     command = [sys.executable, "-m", "megatfm.data_prep", str(path)]
     limit = (most, resource.RLIM_INFINITY)
     full = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-    )
+        command, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )  # fmt: skip
     assert full.returncode == 1, full.stderr
     assert "cannot be written (File too large)" in full.stderr.splitlines()[-1]
     assert "Traceback" not in full.stderr

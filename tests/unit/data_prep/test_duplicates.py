@@ -69,18 +69,18 @@ def test_repeated_lines_are_removed_except_the_first(
     lines += [line.upper() + "!" for line in lines[:40]] + ["", "  "]
     texts = ["\n".join(rng.choices(lines, k=rng.randrange(1, 9))) for _ in range(80)]
     left, counts = thinned(search("lines", min_characters=12), tmp_path, cut(texts, *sizes), memory)
-    seen: set[str] = set()
+    earlier: set[str] = set()
     expected = {}
     for number, text in enumerate(texts):
-        kept = []
+        remaining = []
         for line in text.split("\n"):
             key = re.sub(r"[^a-z]", "", line.lower().replace("é", "e"))
-            if len(line) < 12 or key not in seen:
-                kept.append(line)
+            if len(line) < 12 or key not in earlier:
+                remaining.append(line)
             if len(line) >= 12:
-                seen.add(key)
-        if "\n".join(kept).strip():
-            expected[str(number)] = "\n".join(kept)
+                earlier.add(key)
+        if "\n".join(remaining).strip():
+            expected[str(number)] = "\n".join(remaining)
     assert left == expected
     assert counts.documents_in == 80
     assert counts.documents_out == len(expected)
@@ -149,23 +149,23 @@ def test_substrings_by_definition(tmp_path: Path, sizes: tuple[int, ...], memory
             pieces += [piece[at : at + rng.randrange(60)], "".join(rng.choices("xyzé", k=rng.randrange(30)))]
         texts.append("".join(pieces) or "x")
     left, counts = thinned(search("exact_substrings", min_bytes=24), tmp_path, cut(texts, *sizes), memory)
-    seen: set[bytes] = set()
+    earlier: set[bytes] = set()
     expected = {}
     for number, text in enumerate(texts):
         data = text.encode()
         removed = [False] * len(data)
         for at in range(len(data) - 23):
             run = data[at : at + 24]
-            if run in seen:
+            if run in earlier:
                 removed[at : at + 24] = [True] * 24
-            seen.add(run)
-        kept, at = "", 0
+            earlier.add(run)
+        remaining, at = "", 0
         for character in text:
             size = len(character.encode())
-            kept += "" if all(removed[at : at + size]) else character
+            remaining += "" if all(removed[at : at + size]) else character
             at += size
-        if kept.strip():
-            expected[str(number)] = kept
+        if remaining.strip():
+            expected[str(number)] = remaining
     assert left == expected
     assert counts.found["bytes removed"] > 0
     assert counts.bytes_out == sum(len(text.encode()) for text in expected.values())

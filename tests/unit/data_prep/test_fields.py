@@ -168,11 +168,13 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
     records = [
         {"url": f"{n}", "text": " ".join(f"w{draw.randrange(3000)}" for _ in range(200))} for n in range(40)
     ]
-    kept, inputs = records[:8], records[8:]
-    near = {**kept[3], "text": kept[3]["text"] + " One more word."}
+    training, inputs = records[:8], records[8:]
+    near = {**training[3], "text": training[3]["text"] + " One more word."}
     folder = tmp_path / "in"
-    write_file(folder / "a" / "train.jsonl", "\n".join(map(json.dumps, [kept[2], near, *inputs])).encode())
-    write_file(folder / "b" / "held.jsonl", "\n".join(map(json.dumps, kept)).encode())
+    write_file(
+        folder / "a" / "train.jsonl", "\n".join(map(json.dumps, [training[2], near, *inputs])).encode()
+    )
+    write_file(folder / "b" / "held.jsonl", "\n".join(map(json.dumps, training)).encode())
     values: dict[str, Any] = {
         "out": str(tmp_path / "out"),
         "read": {"folder": str(folder), "metadata_keys": ["url"]},
@@ -186,7 +188,7 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
         name: {fields["url"] for fields in fields_of(tmp_path / "out" / name).values()}
         for name in ("train", "validation")
     }
-    assert urls["validation"] == {item["url"] for item in kept}
+    assert urls["validation"] == {item["url"] for item in training}
     assert urls["train"] == {item["url"] for item in inputs}
     assert data_prep.run(PrepConfig.model_validate(values)).already_done
     for patterns, message in (
@@ -197,6 +199,8 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             data_prep.run(PrepConfig.model_validate(again))
     dropped = {**values, "out": str(tmp_path / "none")}
-    dropped["steps"] = [{"name": "metadata_filter", "field": "url", "denied": [item["url"] for item in kept]}]
+    dropped["steps"] = [
+        {"name": "metadata_filter", "field": "url", "denied": [item["url"] for item in training]}
+    ]
     with pytest.raises(UsageError, match=r"of b/\* no document is left to hold out"):
         data_prep.run(PrepConfig.model_validate(dropped))

@@ -86,14 +86,14 @@ def taken(out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lay", [as_folder, as_tar])
 def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
-    wanted = samples()
-    lay(tmp_path / "in", wanted)
+    expected_samples = samples()
+    lay(tmp_path / "in", expected_samples)
     result = data_prep.run(config(tmp_path, task_bytes=1024)).result
     actual = taken(tmp_path / "out")
-    assert len(actual) == len(wanted) == result["steps"][0]["documents_out"]
+    assert len(actual) == len(expected_samples) == result["steps"][0]["documents_out"]
     for source, sample in actual.items():
         name = source.rpartition("#")[2] if lay is as_tar else Path(source).stem
-        assert dict(sample.members) == wanted[name]
+        assert dict(sample.members) == expected_samples[name]
         assert next(iter(sample.members)) in ("jpg", "jpeg", "png")
         assert (len(sample.tokens), sample.text_bytes) == (0, 0)
     assert result["tokenizer"] == {"kind": "none", "blake3": "none", "vocab_size": 0}

@@ -308,20 +308,9 @@ def test_what_each_step_did_is_told(every_step: Make) -> None:
     summary = data_prep.run(every_step())
     steps = {step["step"]: step for step in summary.result["steps"]}
     assert list(steps) == [
-        "read",
-        "fix unicode",
-        "URL filter",
-        "HTML",
-        "language",
-        "PII",
-        "decontamination",
-        "sample",
-        "exact duplicates",
-        "MinHash dedup",
-        "repeated lines",
-        "exact substrings",
-        "split",
-    ]
+        "read", "fix unicode", "URL filter", "HTML", "language", "PII", "decontamination", "sample",
+        "exact duplicates", "MinHash dedup", "repeated lines", "exact substrings", "split",
+    ]  # fmt: skip
     for before, after in zip([*steps.values()][:-2], [*steps.values()][1:-1], strict=True):
         assert after["documents_in"] == before["documents_out"]
         assert after["bytes_in"] == before["bytes_out"]

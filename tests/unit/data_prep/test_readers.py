@@ -102,15 +102,9 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     lines = [
-        '{"text": "good"}',
-        "{",
-        '{"text": 5}',
-        '{"other": "x", "body": "y"}',
-        '"text"',
-        "",
-        "[" * 10**5,
+        '{"text": "good"}', "{", '{"text": 5}', '{"other": "x", "body": "y"}', '"text"', "", "[" * 10**5,
         '{"text": "\\ud83d!"}',
-    ]
+    ]  # fmt: skip
     path.write_text("\n".join(lines))
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not JSON; mend it, or skip"):
         read_documents(path)
@@ -131,10 +125,10 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     path.write_bytes(b'{"body": "x"}\n{"body": "caf\xe9"}')
-    there = (
+    reason = (
         r"record 1 has no field 'text': its fields are body; name the one that holds the text: read\.text_key"
     )
-    with pytest.raises(MegatfmError, match=rf"a\.jsonl: {there}; mend it"):
+    with pytest.raises(MegatfmError, match=rf"a\.jsonl: {reason}; mend it"):
         read_documents(path)
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not valid UTF-8: byte 13 of its line"):
         read_documents(path, text_key="body")
@@ -143,7 +137,7 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
     path.unlink()
     table = pyarrow.table({"body": ["x"], "n": [1]})
     pyarrow.parquet.write_table(table, path.with_name("a.parquet"))
-    with pytest.raises(MegatfmError, match=there.replace("body;", "body, n;")):
+    with pytest.raises(MegatfmError, match=reason.replace("body;", "body, n;")):
         read_documents(path)
     assert [one.id for one in read_documents(path, text_key="body")[0]] == ["a.parquet#1"]
 

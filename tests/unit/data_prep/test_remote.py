@@ -73,11 +73,8 @@ SETTINGS: dict[str, Any] = {
 
 def of(folder: str, out: str, scratch: Path, **more: Any) -> PrepConfig:
     values = {
-        "out": out,
-        "read": {"folder": folder, "exclude": ["tests"]},
-        "scratch": str(scratch),
-        **SETTINGS,
-    }
+        "out": out, "read": {"folder": folder, "exclude": ["tests"]}, "scratch": str(scratch), **SETTINGS,
+    }  # fmt: skip
     return PrepConfig.model_validate({**values, **more})
 
 

@@ -71,13 +71,13 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
     if name == "fineweb":
         reference.stop_chars = (*reference.stop_chars, '"', "'")  # as the code that made FineWeb
     monkeypatch.setattr(their_c4, "END_PUNCTUATION", (".", "?", "!", '"'))  # C4 has no apostrophe
-    kept, reasons = 0, set()
+    n_kept, reasons = 0, set()
     for text in texts(400):
         document = TheirDocument(text, "x")
         verdict = reference.filter(document)
         actual, why = rule_outcome(rule(name, **settings), text)
         assert (actual is not None) == (verdict is True), (text, verdict, why)
-        kept += actual is not None
+        n_kept += actual is not None
         if verdict is True:
             assert actual is not None
             if name == "c4":
@@ -86,7 +86,7 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
             reasons.add((verdict[1], why))
     # Each of their reasons is one of ours, and there are both kinds of pages.
     assert len({reference for reference, _ in reasons}) == len(reasons) >= (2 if name != "c4" else 1)
-    assert 20 < kept < 390
+    assert 20 < n_kept < 390
 
 
 @pytest.mark.parametrize(
@@ -184,11 +184,8 @@ def test_ngrams_by_definition() -> None:
         for n in range(5, 11):
             share = their_repetition.find_all_duplicate(words, n) / len(text)
             loose = {
-                "dup_line_frac": 1,
-                "dup_para_frac": 1,
-                "dup_line_char_frac": 1,
-                "top_n_grams": [1, 1, 1],
-            }
+                "dup_line_frac": 1, "dup_para_frac": 1, "dup_line_char_frac": 1, "top_n_grams": [1, 1, 1],
+            }  # fmt: skip
             most = [0.5 * share if step == n else 1.0 for step in range(5, 11)]
             assert (rule_outcome(rule("gopher_repetition", **loose, dup_n_grams=most), text)[0] is None) == (
                 share > 0 or top_over

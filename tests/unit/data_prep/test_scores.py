@@ -25,42 +25,13 @@ from tests.support.trained_runs import padded_decoder, random_model, tokenizer_m
 __all__ = ["tokenizer_model"]  # a fixture
 
 PROSE = [
-    "the",
-    "house",
-    "stood",
-    "by",
-    "a",
-    "quiet",
-    "river",
-    "and",
-    "the",
-    "children",
-    "walked",
-    "along",
-    "it",
-    "every",
-    "morning",
-    "to",
-    "school",
-]
+    "the", "house", "stood", "by", "a", "quiet", "river", "and", "the", "children", "walked", "along", "it", "every",
+    "morning", "to", "school",
+]  # fmt: skip
 SPAM = [
-    "buy",
-    "cheap",
-    "pills",
-    "now",
-    "click",
-    "here",
-    "free",
-    "winner",
-    "casino",
-    "bonus",
-    "offer",
-    "limited",
-    "order",
-    "today",
-    "best",
-    "price",
-]
+    "buy", "cheap", "pills", "now", "click", "here", "free", "winner", "casino", "bonus", "offer", "limited", "order",
+    "today", "best", "price",
+]  # fmt: skip
 
 
 def texts(words: list[str], count: int, seed: int) -> list[str]:
@@ -197,13 +168,8 @@ def test_no_code_of_a_classifier_is_run(
 
 def test_keys_of_a_plugins_step_are_its_own() -> None:
     step = {
-        "name": "mine",
-        "word_tokenizer": "space",
-        "file": "no such file",
-        "run": "r",
-        "files": ["a"],
-        "folder": "f",
-    }
+        "name": "mine", "word_tokenizer": "space", "file": "no such file", "run": "r", "files": ["a"], "folder": "f",
+    }  # fmt: skip
     values = {"out": "x", "read": {"builtin": "python-stdlib"}, "plugins": ["mine"], "steps": [step]}
     assert config_identity(PrepConfig.model_validate(values))["steps"] == [step]
 
@@ -230,9 +196,9 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
         below, above = sorted(scores)[3:5]
         assert above - below > 1e-5  # or it would be a matter of rounding which are kept
         middle = (below + above) / 2
-        kept = [isinstance(apply(text, **how, min_score=middle), Document) for text in selected]
-        assert kept == [score > middle for score in scores]
-        assert sum(kept) == 4
+        is_kept = [isinstance(apply(text, **how, min_score=middle), Document) for text in selected]
+        assert is_kept == [score > middle for score in scores]
+        assert sum(is_kept) == 4
     with pytest.raises(UsageError, match="has no label 'x'; its labels are LABEL_0, LABEL_1, LABEL_2"):
         apply("x", name="classifier", folder=str(tmp_path / "3"), label="x")
     with pytest.raises(UsageError, match="has a single output, a number without a label: leave label out"):
@@ -288,15 +254,11 @@ def test_fasttext_scores_equal_the_library(tmp_path: Path) -> None:
     ("library", "values", "out"),
     [
         ("fasttext", {"name": "fasttext", "file": "x", "label": "y"}, "pip install fasttext-wheel, or fit"),
-        (
-            "presidio_analyzer",
-            {"name": "presidio", "entities": ["US_SSN"]},
-            "pip install presidio-analyzer, or use",
-        ),
+        ("presidio_analyzer", {"name": "presidio", "entities": ["US_SSN"]}, "pip install presidio-analyzer, or use"),
         ("transformers", {"name": "classifier", "folder": "x"}, "pip install transformers, or fit"),
         ("spacy", {"name": "fineweb", "word_tokenizer": "spacy"}, "pip install spacy, or leave it out"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_installed_is_said(
     library: str, values: dict[str, Any], out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

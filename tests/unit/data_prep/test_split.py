@@ -224,13 +224,9 @@ def test_tables_give_labels_by_path_name_or_stem(tmp_path: Path, kind: str) -> N
     (tmp_path / f"labels.{kind}").write_text(text, encoding="utf-8")
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES) + "\n", encoding="utf-8")
     actual, classes = labels_of(
-        tmp_path,
-        by="table",
-        table=str(tmp_path / f"labels.{kind}"),
-        file_key="image",
-        key="class",
+        tmp_path, by="table", table=str(tmp_path / f"labels.{kind}"), file_key="image", key="class",
         classes=str(tmp_path / "classes.txt"),
-    )
+    )  # fmt: skip
     assert classes == list(CLASSES)
     assert actual == {n: n % 4 for n in range(12)}
 

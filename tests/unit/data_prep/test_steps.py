@@ -26,15 +26,11 @@ MENDED = {
     "terminal colours": ("\x1b[31mred\x1b[0m", "red"),
 }
 LEFT_ALONE = {
-    "quotes": "print(“curly”, 'straight', ‘single’)",
-    "entities": "<b>&amp;&lt;&eacute;</b> and &amp; alone",
-    "escapes": r"'\u00e9' '\xc3\xa9' '\x1b[0m' \r\n",
-    "ligatures": "ﬁ ﬂ",
-    "widths": "ＡＢＣ ｶﾀｶﾅ",
-    "normal form": "e\u0301 \u1fd3 Å \u212b",
-    "white space": "\tif x:\n\t\treturn \x0c\n  \n\n",
+    "quotes": "print(“curly”, 'straight', ‘single’)", "entities": "<b>&amp;&lt;&eacute;</b> and &amp; alone",
+    "escapes": r"'\u00e9' '\xc3\xa9' '\x1b[0m' \r\n", "ligatures": "ﬁ ﬂ", "widths": "ＡＢＣ ｶﾀｶﾅ",
+    "normal form": "e\u0301 \u1fd3 Å \u212b", "white space": "\tif x:\n\t\treturn \x0c\n  \n\n",
     "emoji": "👩\u200d👩\u200d👧 🏴󠁧󠁢󠁷󠁬󠁳󠁿",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MENDED)
@@ -63,12 +59,9 @@ def test_the_short_cut_for_ascii_changes_nothing() -> None:
 def test_what_is_not_given_to_ftfy_is_what_it_leaves_alone() -> None:
     """Every character: those that a fixer touches by themselves are known, in a line of their own."""
     fixers = (
-        ftfy.fixes.fix_c1_controls,
-        ftfy.fixes.fix_line_breaks,
-        ftfy.fixes.fix_surrogates,
-        ftfy.fixes.remove_terminal_escapes,
-        ftfy.fixes.remove_control_chars,
-    )
+        ftfy.fixes.fix_c1_controls, ftfy.fixes.fix_line_breaks, ftfy.fixes.fix_surrogates,
+        ftfy.fixes.remove_terminal_escapes, ftfy.fixes.remove_control_chars,
+    )  # fmt: skip
     calm = "".join(chr(code) for code in range(0x110000) if not _ODD.search(chr(code)))
     assert len(calm) > 1_100_000
     for fixer in fixers:
@@ -159,8 +152,8 @@ def test_language_filter_keeps_its_languages() -> None:
         "ru": "Быстрая коричневая лиса прыгает через ленивую собаку, и никто не знает почему.",
     }
     pipeline_step = rule("language", languages=["en", "ru"])
-    kept = [pipeline_step(Document(name, text)) for name, text in texts.items()]
-    assert [document.language for document in kept if document] == ["en", "ru"]
+    results = [pipeline_step(Document(name, text)) for name, text in texts.items()]
+    assert [document.language for document in results if document] == ["en", "ru"]
     assert pipeline_step.counts.found == dict.fromkeys(texts, 1)
     assert set(pipeline_step.counts.dropped) == {"language_de", "language_fr"}
     assert rule_outcome(rule("language", language_threshold=1.0), "ok")[1] == "language_threshold"
@@ -191,9 +184,9 @@ def test_a_language_is_that_of_most_of_the_text() -> None:
     german = "Niemand weiß, warum der schnelle braune Fuchs über den faulen Hund gesprungen ist. " * 15
     half = len(english) // 2
     for text in (english[:half] + german + english[half:], german + english, english + german):
-        kept = rule("language")(Document("x", text))
-        assert kept is not None
-        assert kept.language == "en"
+        document = rule("language")(Document("x", text))
+        assert document is not None
+        assert document.language == "en"
 
 
 def test_normalize_gives_unicode_normal_forms() -> None:
@@ -226,51 +219,25 @@ def test_pii_is_redacted(text: str) -> None:
 
 
 CAUGHT = {
-    "<PHONE>": [
-        "020 7946 0958",
-        "(020) 7946 0958",
-        "01 23 45 67 89",
-        "06.12.34.56.78",
-        "+351 912 345 678",
-        "+49 (0)30 1234567",
-        "+39 06 1234 5678",
-        "+1 212-555-0123",
-        "+86 138 0013 8000",
-    ],
+    "<PHONE>": ["020 7946 0958", "(020) 7946 0958", "01 23 45 67 89", "06.12.34.56.78", "+351 912 345 678",
+                "+49 (0)30 1234567", "+39 06 1234 5678", "+1 212-555-0123", "+86 138 0013 8000"],
     "tel: <PHONE>": ["tel: 030/1234567", "tel: 5550123", "tel: 13800138000"],
     "Call <PHONE>": ["Call 555-0123", "Call (555) 0123 4567"],
     "电话：<PHONE>": ["电话：13800138000"],
     "<SSN>": ["219-09-9999", "078-05-1120"],
-    "<SECRET>": [
-        f"SG.{'a1_-' * 5}ab.{'b2-_' * 10}abc",
-        f"sk-proj-{'aB3_' * 12}",
-        f"sk-svcacct-{'aB3-' * 30}ab",
-        f"sk-or-v1-{'0af9' * 16}",
-    ],
+    "<SECRET>": [f"SG.{'a1_-' * 5}ab.{'b2-_' * 10}abc", f"sk-proj-{'aB3_' * 12}", f"sk-svcacct-{'aB3-' * 30}ab",
+                 f"sk-or-v1-{'0af9' * 16}"],
     "<EMAIL>": ["me@2x.org", "a.git@github.com", "git.user@github.com"],
     "<IP>": ["8.8.4.4"],
-}
+}  # fmt: skip
 LEFT = [
-    "image@2x.png",
-    "logo@3x.jpeg, icon@1.5x.svg",
-    "git@github.com:",
-    "git clone git@github.com:owner/name.git",
-    "scp me@host.example.com:folder/file .",
-    "+15 000 000 people",
-    "+20 000 000 of them",
-    "+33 500 000 visitors",
-    "+351 000 000",
-    "section 3.4.5.6",
-    "Section 3.4.5.6 and version 8.8.8.8",
-    "see §8.8.4.4",
-    "000-12-3456 666-12-3456 900-12-3456 219-00-9999 219-09-0000",
-    "1-219-09-9999",
-    "10 000 000 000",
-    "0.12 34 56 78",
-    "2024-01-15 12:30:45, 01.02.2003",
-    "sk-learn-contrib is a name, task-proj-x too",
+    "image@2x.png", "logo@3x.jpeg, icon@1.5x.svg", "git@github.com:", "git clone git@github.com:owner/name.git",
+    "scp me@host.example.com:folder/file .", "+15 000 000 people", "+20 000 000 of them", "+33 500 000 visitors",
+    "+351 000 000", "section 3.4.5.6", "Section 3.4.5.6 and version 8.8.8.8", "see §8.8.4.4",
+    "000-12-3456 666-12-3456 900-12-3456 219-00-9999 219-09-0000", "1-219-09-9999", "10 000 000 000", "0.12 34 56 78",
+    "2024-01-15 12:30:45, 01.02.2003", "sk-learn-contrib is a name, task-proj-x too",
     "call 3 of 12, text 1984, phone 7",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

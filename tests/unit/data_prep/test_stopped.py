@@ -44,22 +44,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """By name, settings that another config has."""
 STAGES = (
-    "clean.00001",
-    "clean",
-    "exact_dedup-sort",
-    "exact_dedup-duplicates",
-    "exact_dedup.00001",
-    "dedup-0-lines-keys",
-    "dedup-0-lines-duplicates",
-    "dedup-0-lines",
-    "split-plan",
-    "split-validation",
-    "split-train.00000",
-    "tokenizer",
-    "tokenize-train",
-    "tokenize-validation",
-    "finish",
-)
+    "clean.00001", "clean", "exact_dedup-sort", "exact_dedup-duplicates", "exact_dedup.00001", "dedup-0-lines-keys",
+    "dedup-0-lines-duplicates", "dedup-0-lines", "split-plan", "split-validation", "split-train.00000", "tokenizer",
+    "tokenize-train", "tokenize-validation", "finish",
+)  # fmt: skip
 OF_VALIDATION = ("split-plan", "split-validation", "tokenize-validation")
 """Stages that a corpus without validation has not."""
 CASES = [

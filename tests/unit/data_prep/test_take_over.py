@@ -67,11 +67,8 @@ def by_datatrove(path: Path, documents: Sequence[Sequence[int]], size: int) -> N
 def config(folder: Path, model: Path, format_: str, out: str = "out", **read: Any) -> PrepConfig:
     read = {"folder": str(folder / "in"), "format": format_, "tokens": {"eos_id": END}, **read}
     values = {
-        "out": str(folder / out),
-        "read": read,
-        "split": {"validation": 0.2},
-        "tokenizer": {"file": str(model)},
-    }
+        "out": str(folder / out), "read": read, "split": {"validation": 0.2}, "tokenizer": {"file": str(model)},
+    }  # fmt: skip
     return PrepConfig.model_validate(values)
 
 
@@ -194,10 +191,7 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> No
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], reason: str) -> None:
     values = {
-        "out": "o",
-        "read": {"folder": "x", "format": "megatron"},
-        "tokenizer": {"file": "t"},
-        **changes,
-    }
+        "out": "o", "read": {"folder": "x", "format": "megatron"}, "tokenizer": {"file": "t"}, **changes,
+    }  # fmt: skip
     with pytest.raises(ValueError, match=reason):
         PrepConfig.model_validate(values)

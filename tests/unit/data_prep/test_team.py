@@ -154,7 +154,7 @@ def test_ranks_are_known_from_the_environment(begin: str) -> None:
 def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
     """Threads in the place of tasks: every part once, and none returns before all are done."""
     done: list[int] = []
-    seen: list[int] = []
+    parts: list[int] = []
 
     def work(part: int) -> None:
         time.sleep(0.002)
@@ -163,7 +163,7 @@ def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
     def member(number: int) -> None:
         team = LockExecutor(number, 4, tmp_path)
         team.run_parts("stage", 30, lambda part: part in done, work)
-        seen.append(len(set(done) - {99}))
+        parts.append(len(set(done) - {99}))
         team.run_once("rest", lambda: {"x": 1} if 99 in done else None, lambda: done.append(99) or {"x": 1})  # type: ignore[func-returns-value]
 
     threads = [threading.Thread(target=member, args=(number,)) for number in (1, 2, 3, 4)]
@@ -172,7 +172,7 @@ def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(30)
     assert sorted(done) == [*range(30), 99]
-    assert seen == [30] * 4
+    assert parts == [30] * 4
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/2/3", "-1/3", "1/0", ""])

@@ -145,21 +145,14 @@ def test_settings_that_came_later_leave_old_corpora_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["tokenizer.file=x", "tokenizer.vocab_size=900"],
-            "is used as it is: leave out tokenizer.vocab_size, or file",
-        ),
-        (
-            ["tokenizer.pretokenizer=llama3"],
-            "pretokenizer is an option of kind = 'byte-bpe', not of 'sentencepiece-bpe'",
-        ),
-        (
-            ["tokenizer.kind=byte-bpe", "tokenizer.lowercase=false"],
-            "lowercase is an option of kind = 'wordpiece'",
-        ),
+        (["tokenizer.file=x", "tokenizer.vocab_size=900"],
+         "is used as it is: leave out tokenizer.vocab_size, or file"),
+        (["tokenizer.pretokenizer=llama3"],
+         "pretokenizer is an option of kind = 'byte-bpe', not of 'sentencepiece-bpe'"),
+        (["tokenizer.kind=byte-bpe", "tokenizer.lowercase=false"], "lowercase is an option of kind = 'wordpiece'"),
         (["tokenizer.kind=bpe"], "tokenizer.kind = 'bpe': input should be 'sentencepiece-bpe', "),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_nothing_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_section(PrepConfig, "quickstart-data", overrides)
@@ -179,41 +172,12 @@ KINDS = [
 ALPHABET = [
     *"aebTz09 .,'_-()=#\n\t",
     *(
-        "  ",
-        "    ",
-        "\n\n",
-        "\n    ",
-        "\r\n",
-        " \n",
-        "the ",
-        " of",
-        "ing",
-        "self.",
-        "'s",
-        "don't",
-        "1234",
-        "</s>",
+        "  ", "    ", "\n\n", "\n    ", "\r\n", " \n", "the ", " of", "ing", "self.", "'s", "don't", "1234", "</s>",
         "<pad>",
     ),
-    *(
-        "<extra_0>",
-        "é",
-        "e\u0301",
-        "ß",
-        "İ",
-        "東京",
-        "한국",
-        "😀",
-        "👩\u200d👧",
-        "\u2581",
-        "\u2581x",
-        "\xa0",
-        "\u3000",
-        "\u2028",
-        "\x00",
-        "\ufffd",
-    ),
-]
+    *("<extra_0>", "é", "e\u0301", "ß", "İ", "東京", "한국", "😀", "👩\u200d👧", "\u2581", "\u2581x", "\xa0", "\u3000",
+      "\u2028", "\x00", "\ufffd"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -267,18 +231,10 @@ def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
     """A model whose pieces reach over spaces, as ours never do."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["out of the box of the cat of the house"] * 50),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=300,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        split_by_whitespace=False,
-        pad_id=3,
-        minloglevel=2,
-    )
+        sentence_iterator=iter(["out of the box of the cat of the house"] * 50), model_writer=model, model_type="bpe",
+        vocab_size=300, byte_fallback=True, normalization_rule_name="identity", add_dummy_prefix=False,
+        remove_extra_whitespaces=False, split_by_whitespace=False, pad_id=3, minloglevel=2,
+    )  # fmt: skip
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     reference = tokenizers.load(tmp_path / "tokenizer.model")
     assert reference.lossless
@@ -310,7 +266,7 @@ def test_the_words_of_hostile_texts(words: tuple[Tokenizer, CachedWordEncoder], 
 
 
 def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
-    """They are found in text before all else, which gigatoken is not asked to do."""
+    """Added tokens are found in text before all else, which gigatoken is not asked to do."""
     files = make_tokenizer_files(
         TokenizerConfig(kind="byte-bpe", vocab_size=270, sentinels=2, ul2_modes=False), ["some text " * 50]
     )

@@ -96,8 +96,8 @@ def goes_on_from_anywhere(path: Path, optimizer: OptimizerSection) -> None:
 
 def moved(part: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
     tensor = tensor_of(part)
-    there = misaligned(tensor.T.contiguous().T if tensor.dim() == 2 else tensor)
-    return ShardedTensor(there, part.global_shape, part.offsets) if isinstance(part, ShardedTensor) else there
+    copy = misaligned(tensor.T.contiguous().T if tensor.dim() == 2 else tensor)
+    return ShardedTensor(copy, part.global_shape, part.offsets) if isinstance(part, ShardedTensor) else copy
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -119,9 +119,9 @@ def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     derived = make_deepspeed_json(config, "fp32")
     add_buffers(derived, setup)
     place = derived["zero_optimization"]["offload_param"]
-    kept = {name for name, p in model.named_parameters() if p.numel() * 4 / 2 >= 2**20}
-    assert kept
-    assert (place["buffer_count"], place["buffer_size"]) == (buffers_in_use(model, kept), largest)
+    large = {name for name, p in model.named_parameters() if p.numel() * 4 / 2 >= 2**20}
+    assert large
+    assert (place["buffer_count"], place["buffer_size"]) == (buffers_in_use(model, large), largest)
     assert derived["zero_optimization"]["offload_optimizer"]["buffer_count"] == 4
     mesh.size = lambda axis: 1
     with pytest.raises(UsageError, match="weights that one data rank holds whole"):
@@ -130,7 +130,7 @@ def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     place |= {"buffer_count": 1, "buffer_size": 10 * largest}
     derived["zero_optimization"]["offload_optimizer"]["buffer_count"] = 9
     add_buffers(derived, setup)
-    assert (place["buffer_count"], place["buffer_size"]) == (buffers_in_use(model, kept), 10 * largest)
+    assert (place["buffer_count"], place["buffer_size"]) == (buffers_in_use(model, large), 10 * largest)
     assert derived["zero_optimization"]["offload_optimizer"]["buffer_count"] == 9
 
 
@@ -158,13 +158,13 @@ def test_what_is_looked_at_as_memory_is_the_same_file(tmp_path: Path) -> None:
     handle, path = SyncIOHandle(), str(tmp_path / "weights.swp")
     buffer = handle.new_cpu_locked_tensor(3000, torch.zeros(1)).fill_(1.0)
     handle.async_pwrite(buffer, path, 0)
-    seen = torch.from_file(path, shared=True, size=3000)
-    assert torch.equal(seen, buffer)
-    seen.fill_(2.0)
+    mapped = torch.from_file(path, shared=True, size=3000)
+    assert torch.equal(mapped, buffer)
+    mapped.fill_(2.0)
     handle.async_pread(buffer, path, 0)
-    assert torch.equal(seen, buffer)
+    assert torch.equal(mapped, buffer)
     handle.async_pwrite(buffer.fill_(3.0), path, 0)
-    assert torch.equal(seen, buffer)
+    assert torch.equal(mapped, buffer)
 
 
 def test_its_buffers_are_known_whichever_part_of_them_it_is() -> None:

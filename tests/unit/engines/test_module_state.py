@@ -74,15 +74,10 @@ DEEPER = DRIFTING.model_copy(update={"n_layers": 4})
 SHARED = DEEPER.model_copy(update={"distinct_layers": 1})
 LAYOUTS = {
     1: [ParallelConfig()],
-    2: [
-        ParallelConfig(dp_shard=2, zero=0),
-        ParallelConfig(dp_shard=2, zero=1),
-        ParallelConfig(dp_shard=2),
-        ParallelConfig(tp=2),
-        ParallelConfig(tp=2, sequence_parallel=False),
-    ],
+    2: [ParallelConfig(dp_shard=2, zero=0), ParallelConfig(dp_shard=2, zero=1), ParallelConfig(dp_shard=2),
+        ParallelConfig(tp=2), ParallelConfig(tp=2, sequence_parallel=False)],
     4: [ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(dp_shard=2, tp=2)],
-}
+}  # fmt: skip
 LR = 1e-2
 STAGES = [ParallelConfig(pp=2), ParallelConfig(pp=2, pp_schedule="zbv")]
 
@@ -182,23 +177,13 @@ def test_state_that_differs_between_ranks_is_found_where_weights_are_cut(workers
 
 
 COUNTED = {
-    2: {
-        "zero0": traffic_config(
-            DRIFTING, CausalObjective(), ParallelConfig(dp_shard=2, zero=0), plugins=[__name__]
-        ),
-        "tp2": traffic_config(
-            DRIFTING, CausalObjective(), ParallelConfig(tp=2, dp_shard=1), plugins=[__name__]
-        ),
-        "pp2, shared": traffic_config(
-            SHARED, CausalObjective(), ParallelConfig(pp=2, dp_shard=1), plugins=[__name__]
-        ),
-    },
-    4: {
-        "hsdp": traffic_config(
-            DRIFTING, CausalObjective(), ParallelConfig(dp_replicate=2, dp_shard=2), plugins=[__name__]
-        )
-    },
-}
+    2: {"zero0": traffic_config(DRIFTING, CausalObjective(), ParallelConfig(dp_shard=2, zero=0), plugins=[__name__]),
+        "tp2": traffic_config(DRIFTING, CausalObjective(), ParallelConfig(tp=2, dp_shard=1), plugins=[__name__]),
+        "pp2, shared": traffic_config(SHARED, CausalObjective(), ParallelConfig(pp=2, dp_shard=1),
+                                      plugins=[__name__])},
+    4: {"hsdp": traffic_config(DRIFTING, CausalObjective(), ParallelConfig(dp_replicate=2, dp_shard=2),
+                               plugins=[__name__])},
+}  # fmt: skip
 
 
 def answers(ranks: int) -> list[RankResult]:
@@ -309,7 +294,7 @@ def expected(config: ModelConfig = UNTIED_MODEL) -> dict[str, dict[str, float]]:
 def compare_statistics(
     config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig]
 ) -> None:
-    wanted = expected(config)
+    expected_statistics = expected(config)
     for parallel in layouts:
         engine = make(config, parallel, ADAMW)
         for watches in (True, False):
@@ -318,11 +303,15 @@ def compare_statistics(
             )
             statistics = engine.layer_statistics()
             engine.zero_grad()
-            assert statistics.keys() == wanted.keys()
+            assert statistics.keys() == expected_statistics.keys()
             for layer, kinds in statistics.items():
-                assert set(kinds) == set(wanted[layer]) - (set() if watches else {"activation"})
+                assert set(kinds) == set(expected_statistics[layer]) - (set() if watches else {"activation"})
                 for kind, value in kinds.items():
-                    assert value == pytest.approx(wanted[layer][kind], rel=1e-9), (parallel, layer, kind)
+                    assert value == pytest.approx(expected_statistics[layer][kind], rel=1e-9), (
+                        parallel,
+                        layer,
+                        kind,
+                    )
 
 
 def test_norms_are_those_of_one_device(workers: Workers) -> None:

@@ -180,13 +180,8 @@ LAYOUTS = {
 }
 HOW = ("full", "selective", "60 kB")
 LLAMA = ModelConfig(
-    vocab_size=96,
-    d_model=32,
-    n_layers=4,
-    attention={"n_heads": 4},
-    ffn={"d_ff": 48},
-    embedding={"tied": False},
-)
+    vocab_size=96, d_model=32, n_layers=4, attention={"n_heads": 4}, ffn={"d_ff": 48}, embedding={"tied": False},
+)  # fmt: skip
 TERMS = {"gpt": ["causal", "future_1"], "t5": ["span"]}
 
 
@@ -254,10 +249,10 @@ def kept_and_repeated(how: str) -> tuple[int, int, int]:
         return model(tokens, targets=tokens).losses["causal"]
 
     forward()  # a budget measures in the first
-    loss, kept = activation_checkpointing.measure_saved_bytes(model, forward)
+    loss, saved_bytes = activation_checkpointing.measure_saved_bytes(model, forward)
     with Products() as products:
         loss.backward()
-    return kept, products.counted, products.everything
+    return saved_bytes, products.counted, products.everything
 
 
 def test_less_is_kept_and_only_as_much_repeated_as_is_said() -> None:
@@ -327,9 +322,9 @@ def test_a_budget_recomputes_no_more_blocks_than_it_must() -> None:
     block, remaining = divmod(plain - full - tables, 4)
     assert remaining == 0
     for blocks_kept in range(5):
-        kept, products, _ = kept_and_repeated(f"{block * (blocks_kept + 0.5) / 1e3} kB")
+        saved_bytes, products, _ = kept_and_repeated(f"{block * (blocks_kept + 0.5) / 1e3} kB")
         assert products == none + (4 - blocks_kept) * 6
-        assert kept == full + blocks_kept * block + (tables if blocks_kept else 0)
+        assert saved_bytes == full + blocks_kept * block + (tables if blocks_kept else 0)
 
 
 class Wide(nn.Module):
@@ -350,8 +345,8 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
         activation_checkpointing.recompute(stage, list(stage), "500 kB")
         x = torch.randn(32, 32, requires_grad=True)
         stage(x)  # measures
-        _, kept = activation_checkpointing.measure_saved_bytes(stage, partial(stage, x))
-        assert kept < 500_000, "two of the small ones fit, and none of the wide"
+        _, saved_bytes = activation_checkpointing.measure_saved_bytes(stage, partial(stage, x))
+        assert saved_bytes < 500_000, "two of the small ones fit, and none of the wide"
         with Products() as products:
             stage(x).sum().backward()
         assert products.counted == 4 * 2 + 4 * 4 + 2, (
@@ -388,7 +383,7 @@ class Small(nn.Module):
 
 @torch._functorch.config.patch(activation_memory_budget=1.0)
 def test_under_compile_a_share_says_how_much_is_kept() -> None:
-    x, kept, actual = torch.randn(64, 32), {}, {}
+    x, saved_bytes, actual = torch.randn(64, 32), {}, {}
     for how in ("none", "50 %", "0 %"):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -397,13 +392,13 @@ def test_under_compile_a_share_says_how_much_is_kept() -> None:
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
-            output, kept[how] = activation_checkpointing.measure_saved_bytes(
+            output, saved_bytes[how] = activation_checkpointing.measure_saved_bytes(
                 block, partial(block, x.clone().requires_grad_())
             )
         output.square().sum().backward()
         actual[how] = [p.grad for p in block.parameters()]
-    assert kept["0 %"] == x.nbytes
-    assert kept["0 %"] < kept["50 %"] < kept["none"]
+    assert saved_bytes["0 %"] == x.nbytes
+    assert saved_bytes["0 %"] < saved_bytes["50 %"] < saved_bytes["none"]
     for how, gradients_of in actual.items():
         for gradient, expected in zip(gradients_of, actual["none"], strict=True):
             assert torch.equal(gradient, expected), how

@@ -152,12 +152,12 @@ def save_and_load(folder: Path) -> None:
     assert engine.loss_scale is not None
     engine.loss_scale.value, engine.loss_scale._steps = 2.0**7, 5
     path = checkpoint.save(folder, 1, engine.state_dict(), {})
-    for precision, kept in (("fp16", True), ("bf16", False)):
+    for precision, has_scale in (("fp16", True), ("bf16", False)):
         other = build_engine(UNTIED_MODEL, ParallelConfig(), ADAMW, precision=precision)
         state = other.empty_state_dict(checkpoint.read_names(path))
         checkpoint.load(path, state)
         other.load_state_dict(state)
-        if kept:
+        if has_scale:
             assert other.loss_scale is not None
             assert (other.loss_scale.value, other.loss_scale._steps) == (2.0**7, 5)
         else:

@@ -21,13 +21,9 @@ from tests.support.workers import Workers
 
 # A vocabulary of no even parts, fewer key heads than tensor-parallel ranks, a tie between the ends of the pipeline.
 MODEL = ModelConfig(
-    vocab_size=97,
-    d_model=16,
-    n_layers=2,
-    attention={"n_heads": 4, "n_kv_heads": 2},
-    ffn={"d_ff": 36},
+    vocab_size=97, d_model=16, n_layers=2, attention={"n_heads": 4, "n_kv_heads": 2}, ffn={"d_ff": 36},
     embedding={"tied": True},
-)
+)  # fmt: skip
 # With its precision: whatever is computed in, weights and state are stored in float32.
 LAYOUTS: dict[int, dict[str, tuple[ParallelConfig, str]]] = {
     1: {"alone": (ParallelConfig(), "fp32")},
@@ -166,12 +162,9 @@ def boxes(ranks: int) -> dict[str, list[Region]]:
         4: [((2 * (rank // 2), 3 * (rank % 2)), (2, 3)) for rank in range(4)],
     }
     return {
-        "rows": rows(7, 3),
-        "grid": grid[ranks],
-        "replicated": [((0, 0), (5, 2))] * ranks,
-        "short": rows(1, 3),
+        "rows": rows(7, 3), "grid": grid[ranks], "replicated": [((0, 0), (5, 2))] * ranks, "short": rows(1, 3),
         "largest": rows(9, 9),
-    }
+    }  # fmt: skip
 
 
 def cut(tensor: Tensor, box: Region) -> Tensor:

@@ -122,12 +122,9 @@ def test_beyond_the_table_rates_stay() -> None:
 
 def test_measured_times_come_before_the_roofline() -> None:
     device = replace(
-        load_cluster("h100", 1).device,
-        products={"bf16": TABLE},
-        moves=[(2**10, 1e-6), (2**20, 1e-3)],
-        operators={"gelu": 5.0},
-        attention_backward=0.5,
-    )
+        load_cluster("h100", 1).device, products={"bf16": TABLE}, moves=[(2**10, 1e-6), (2**20, 1e-3)],
+        operators={"gelu": 5.0}, attention_backward=0.5,
+    )  # fmt: skip
     product = Operator("bmm", "matmul", 0.0, {}, {}, (3, 64, 8, 512))
     assert matmul_seconds(device, product) == pytest.approx(3 * seconds_of(64, 8, 512))
 

@@ -82,16 +82,8 @@ def test_nothing_fits(opened: Estimator) -> None:
 
 @pytest.mark.parametrize(
     "preset",
-    [
-        "electra-small",
-        "vit-s16",
-        "xlnet-base",
-        "longformer-base",
-        "spanbert-base",
-        "clip-b32",
-        "llava-1.5-7b",
-    ],
-)
+    ["electra-small", "vit-s16", "xlnet-base", "longformer-base", "spanbert-base", "clip-b32", "llava-1.5-7b"],
+)  # fmt: skip
 def test_a_model_that_depends_on_values_is_refused_under_cp_alone(preset: str) -> None:
     config = load_config(preset)
     LocalModel.check(config)

@@ -58,8 +58,8 @@ def drawn_share(experts: int, ranks: int, tokens: int, top_k: int, spread: float
     """Ninth decile of the fullest rank's load over the mean, of drawn preferences and drawn choices."""
     draw, shares = np.random.default_rng(5), []
     for _ in range(3000):
-        wanted = np.clip(1 + spread * draw.standard_normal(experts), 0, None)
-        loads = draw.multinomial(tokens * top_k, wanted / wanted.sum()).reshape(ranks, -1).sum(1)
+        load = np.clip(1 + spread * draw.standard_normal(experts), 0, None)
+        loads = draw.multinomial(tokens * top_k, load / load.sum()).reshape(ranks, -1).sum(1)
         shares.append(loads.max() / loads.mean())
     return float(np.quantile(shares, 0.9))
 
@@ -156,16 +156,10 @@ FRAMES = [
     {"filename": "/opt/megatfm/layers/feed_forward.py", "line": 88, "name": "forward"},
 ]
 SNAPSHOT = {
-    "segments": [
-        {
-            "blocks": [
-                {"state": "active_allocated", "size": 3 << 30, "frames": FRAMES},
-                {"state": "inactive", "size": 9 << 30, "frames": FRAMES},
-                {"state": "active_pending_free", "size": 1 << 20, "frames": []},
-            ]
-        }
-    ]
-}
+    "segments": [{"blocks": [{"state": "active_allocated", "size": 3 << 30, "frames": FRAMES},
+                             {"state": "inactive", "size": 9 << 30, "frames": FRAMES},
+                             {"state": "active_pending_free", "size": 1 << 20, "frames": []}]}],
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -81,19 +81,15 @@ def test_the_host_waits_nowhere_in_a_step(preset: str, tmp_path: Path) -> None:
 def test_one_of_1024_ranks_is_as_modelled() -> None:
     """Two blocks of Llama 3 70B at full width: bytes, traffic, and no tensor of all pairs of tokens."""
     overrides = [
-        "model.n_layers=2",
-        "parallel.tp=8",
-        "parallel.dp_shard=128",
-        "train.global_batch=256",
-        "train.compile=false",
-    ]
+        "model.n_layers=2", "parallel.tp=8", "parallel.dp_shard=128", "train.global_batch=256", "train.compile=false",
+    ]  # fmt: skip
     traced_rank = run_trace("llama3-70b", overrides, 1024, 517)
     config = load_config("llama3-70b", overrides)
     with estimator(config, load_cluster("h100", 1024)) as opened:
         pairs = differences(opened.estimate(opened.base), traced_rank)
     assert len(pairs) == 6
-    for name, modelled, seen in pairs:
-        assert modelled == pytest.approx(seen, rel=0.04 if name == "peak" else 0.002), name
+    for name, modelled, measured in pairs:
+        assert modelled == pytest.approx(measured, rel=0.04 if name == "peak" else 0.002), name
     assert not traced_rank.facts["all_pairs"]
     assert not traced_rank.facts["waits"], "the host never waits for the device but to read the loss"
     assert any("attention by" in name for name in traced_rank.facts["kernels"])
@@ -139,20 +135,14 @@ def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
         ("llama3-8b", 0.015, "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=32"),
         ("llama3-8b", 0.015, "train.global_batch=16"),
         ("bert-base", 0.03, "parallel.zero=1 train.micro_batch=32 train.global_batch=256"),
-        (
-            "t5-base",
-            0.01,
-            "parallel.zero=1 train.micro_batch=8 train.global_batch=192 model.n_layers=2 model.n_encoder_layers=2",
-        ),
+        ("t5-base", 0.01,
+         "parallel.zero=1 train.micro_batch=8 train.global_batch=192 model.n_layers=2 model.n_encoder_layers=2"),
         ("mistral-7b", 0.005, "parallel.grad_accumulation=sharded train.global_batch=16 model.n_layers=2"),
-        (
-            "gpt3-13b",
-            0.01,
-            "parallel.zero=2 parallel.tp=2 parallel.grad_accumulation=sharded train.global_batch=8 model.n_layers=2",
-        ),
+        ("gpt3-13b", 0.01,
+         "parallel.zero=2 parallel.tp=2 parallel.grad_accumulation=sharded train.global_batch=8 model.n_layers=2"),
     ],
     ids=["pipeline zero1", "zero3", "tied, one micro-batch", "whole tensors", "zero3 sharded", "zero2 × tp2"],
-)
+)  # fmt: skip
 def test_every_phase_is_as_full_as_modelled(preset: str, tolerance: float, layout: str) -> None:
     """A pipeline's first rank keeps what it sent until the backward pass; a tied table's gradient is complete at its
     first use; optimizers see reduced gradients, and ZeRO 1 gathers the new weights after them."""

@@ -1,4 +1,4 @@
-"""Who holds live memory: sums by owner, and at the fullest moment of a phase."""
+"""Owners of live memory: sums by owner, and at the fullest moment of a phase."""
 
 from megatfm.imaginary.ledger import Ledger
 

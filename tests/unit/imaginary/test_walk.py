@@ -34,9 +34,9 @@ def test_a_recommended_layout_runs_on_an_imaginary_gpu(layout: Recommended) -> N
     if traced.full is not None:
         assert traced.full.fits, traced.full.worst
     assert traced.traced.peak < 0.95 * load_cluster("h100", 1).device.memory_bytes
-    for name, modelled, seen in traced.differences:
+    for name, modelled, measured in traced.differences:
         tolerance = PEAK if name == "peak" else SAME_BYTES
-        assert modelled == pytest.approx(seen, rel=tolerance), name
+        assert modelled == pytest.approx(measured, rel=tolerance), name
     budget = {path: times * traced.n_expert_passes for path, times in WAITS_OF_EXPERTS.items()}
     family = load_config(layout.preset, []).model.family
     for path, times in WAITS_OF_FAMILIES.get(family, {}).items():

@@ -16,13 +16,8 @@ from megatfm.models import build
 from tests.support.reference_gradients import perturb
 
 SMALL = {
-    "vocab_size": 30,
-    "d_model": 16,
-    "n_layers": 2,
-    "attention.n_heads": 4,
-    "ffn.d_ff": 24,
-    "embedding.tied": False,
-}
+    "vocab_size": 30, "d_model": 16, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 24, "embedding.tied": False,
+}  # fmt: skip
 MODELS = {
     "rope": {"attention.n_kv_heads": 2},
     "alibi": {"position.name": "alibi"},
@@ -45,50 +40,31 @@ PATTERNS = {
     "window": {"attention.pattern": {"name": "window", "width": 3}, "attention.n_kv_heads": 2},
     "window of one token": {"attention.pattern": {"name": "window", "width": 1}},
     "window, alibi": {"attention.pattern": {"name": "window", "width": 4}, "position.name": "alibi"},
-    "window, shaw": {
-        "attention.pattern": {"name": "window", "width": 4},
-        "position.name": "shaw",
-        "position.max_distance": 3,
-    },
+    "window, shaw": {"attention.pattern": {"name": "window", "width": 4}, "position.name": "shaw",
+                     "position.max_distance": 3},
     "window, latent": {"attention.pattern": {"name": "window", "width": 3}, **MODELS["latent"]},
-    "windows of two kinds": {
-        "layer_types": ["near", "all"],
-        "layer_type.near.attention.pattern": {"name": "window", "width": 2},
-        "layer_type.all": {},
-    },
+    "windows of two kinds": {"layer_types": ["near", "all"],
+                             "layer_type.near.attention.pattern": {"name": "window", "width": 2},
+                             "layer_type.all": {}},
     "dilated": {"attention.pattern": {"name": "window", "width": 2, "dilation": 2}},
-    "first": {
-        "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 3},
-        "attention.n_kv_heads": 2,
-    },
-    "first, alibi": {
-        "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 3},
-        "position.name": "alibi",
-    },
-    "first, shaw": {
-        "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 1},
-        "position.name": "shaw",
-        "position.max_distance": 3,
-    },
-    "first, latent": {
-        "attention.pattern": {"name": "window", "width": 2, "initial_tokens": 2},
-        **MODELS["latent"],
-    },
+    "first": {"attention.pattern": {"name": "window", "width": 2, "initial_tokens": 3}, "attention.n_kv_heads": 2},
+    "first, alibi": {"attention.pattern": {"name": "window", "width": 2, "initial_tokens": 3},
+                     "position.name": "alibi"},
+    "first, shaw": {"attention.pattern": {"name": "window", "width": 2, "initial_tokens": 1}, "position.name": "shaw",
+                    "position.max_distance": 3},
+    "first, latent": {"attention.pattern": {"name": "window", "width": 2, "initial_tokens": 2}, **MODELS["latent"]},
     "bigbird": {"attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}},
     "bigbird, extra": {
-        "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1, "n_global_tokens": 2}
+        "attention.pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1, "n_global_tokens": 2},
     },
     "chunked": {"attention.pattern": {"name": "chunked", "size": 4}},
     "strided": {"attention.pattern": {"name": "strided", "stride": 3}},
     "fixed": {"attention.pattern": {"name": "fixed", "stride": 4, "n_summary_tokens": 1}},
     "window, sinks": {"attention.pattern": {"name": "window", "width": 3}, "attention.sinks": True},
-    "local and compressed": {
-        "position.name": "sinusoidal",
-        "layer_types": ["local", "compressed"],
-        "layer_type.local.attention.pattern": {"name": "chunked", "size": 4},
-        "layer_type.compressed.attention": {"name": "compressed", "factor": 2},
-    },
-}
+    "local and compressed": {"position.name": "sinusoidal", "layer_types": ["local", "compressed"],
+                             "layer_type.local.attention.pattern": {"name": "chunked", "size": 4},
+                             "layer_type.compressed.attention": {"name": "compressed", "factor": 2}},
+}  # fmt: skip
 SIDES = ("decoder", "prefix", "encoder_decoder")
 LENGTHS = (6, 1, 4)
 NEW = 7
@@ -221,20 +197,10 @@ def test_a_window_s_cache_keeps_a_window() -> None:
 
 
 HELD = {
-    "window": 2,
-    "window, sinks": 2,
-    "window of one token": 0,
-    "window, alibi": 3,
-    "window, shaw": 3,
-    "window, latent": 2,
-    "dilated": 2,
-    "chunked": 3,
-    "first": 3 + 1,
-    "first, shaw": 1 + 1,
-    "first, latent": 2 + 1,
-    "windows of two kinds": 1,
-    "local and compressed": 3,
-}
+    "window": 2, "window, sinks": 2, "window of one token": 0, "window, alibi": 3, "window, shaw": 3,
+    "window, latent": 2, "dilated": 2, "chunked": 3, "first": 3 + 1, "first, shaw": 1 + 1, "first, latent": 2 + 1,
+    "windows of two kinds": 1, "local and compressed": 3,
+}  # fmt: skip
 """Tokens whose keys a first block holds for the next one; patterns that may look at any token hold all."""
 
 

@@ -25,14 +25,8 @@ from tests.support.reference_gradients import perturb
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_next_checkpoint, write_trained_run
 
 PIECES = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    *"abcdefghij",
-    *(f"##{letter}" for letter in "abcdefghij"),
-]
+    "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *(f"##{letter}" for letter in "abcdefghij"),
+]  # fmt: skip
 SENTENCES = ["a bad cab", "i", "deaf babe fed a bee had a big bag", "", "cab"]
 SMALL = {
     "vocab_size": len(PIECES), "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -71,18 +71,18 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(model: Decoder) -> None:
 
 
 def test_tokens_come_one_at_a_time(model: Decoder) -> None:
-    seen: list[int] = []
+    lengths: list[int] = []
 
     def count(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen.append(inputs[0].shape[1])
+        lengths.append(inputs[0].shape[1])
 
     handle = model.register_forward_pre_hook(count)
     try:
         tokens = stream(model, PROMPT, Sampling(), max_tokens=3)
         assert next(tokens).shape == (2,)
-        assert seen == [5]
+        assert lengths == [5]
         assert len(list(tokens)) == 2
-        assert seen == [5, 1, 1]
+        assert lengths == [5, 1, 1]
     finally:
         handle.remove()
 
@@ -135,23 +135,17 @@ def expected(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> 
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [
-        (1.0, 0, 1.0),
-        (0.5, 0, 1.0),
-        (1.0, 7, 1.0),
-        (1.0, 0, 0.7),
-        (0.8, 20, 0.9),
-        (1.0, 99, 1.0),
-        (1.0, 0, 0.01),
-    ],
-)
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.7), (0.8, 20, 0.9), (1.0, 99, 1.0), (1.0, 0, 0.01)],
+)  # fmt: skip
 def test_tokens_come_with_the_probabilities_of_transformers(
     logits: Tensor, temperature: float, top_k: int, top_p: float
 ) -> None:
-    wanted = expected(logits, temperature, top_k, top_p)
+    expected_probabilities = expected(logits, temperature, top_k, top_p)
     actual = frequencies(Sampling(temperature, top_k, top_p), logits)
-    assert not actual[wanted == 0].any(), "a token outside the cut was chosen"
-    deviations = (actual - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()
+    assert not actual[expected_probabilities == 0].any(), "a token outside the cut was chosen"
+    deviations = (actual - expected_probabilities) / (
+        expected_probabilities * (1 - expected_probabilities) / DRAWS
+    ).clamp_min(1e-12).sqrt()
     assert deviations.abs().max() < 4.5
 
 
@@ -193,9 +187,12 @@ def test_ids_that_a_head_masks_are_never_chosen(logits: Tensor, top_k: int, top_
     masked = logits.clone()
     masked[::2] = -float("inf")
     actual = frequencies(Sampling(1.0, top_k, top_p), masked)
-    wanted = expected(masked, 1.0, top_k, top_p)
+    expected_probabilities = expected(masked, 1.0, top_k, top_p)
     assert not actual[::2].any()
-    assert ((actual - wanted) / (wanted * (1 - wanted) / DRAWS).clamp_min(1e-12).sqrt()).abs().max() < 4.5
+    assert (
+        (actual - expected_probabilities)
+        / (expected_probabilities * (1 - expected_probabilities) / DRAWS).clamp_min(1e-12).sqrt()
+    ).abs().max() < 4.5
     assert int(Sampling().sample(masked[None], 0)) == int(masked.argmax())
 
 
@@ -209,12 +206,8 @@ def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
 
 
 TEXTS = [
-    "def f(x):\n\treturn x  # Größe",
-    "東京 🗼 ▁ naïve",
-    "\u2581\U0001f469\u200d\U0001f680",
-    "<0x41> <s>",
-    "",
-]
+    "def f(x):\n\treturn x  # Größe", "東京 🗼 ▁ naïve", "\u2581\U0001f469\u200d\U0001f680", "<0x41> <s>", "",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -265,8 +258,8 @@ def test_prints_the_prompt_and_what_follows(run: Path, capsys: pytest.CaptureFix
     result = generate(loaded.model, torch.tensor([ids]), max_tokens=9, stop_token=loaded.tokenizer.eos)
     text = loaded.tokenizer.decode(result[0, len(ids) :])
     assert capsys.readouterr().out == f"Größe {text}\n"
-    kept = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert kept == [{"prompt": "Größe ", "text": text, "step": 30}]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert samples == [{"prompt": "Größe ", "text": text, "step": 30}]
 
 
 def test_several_samples_are_kept_beside_the_first_ones(

@@ -216,14 +216,8 @@ def write_chat_model(folder: Path) -> Path:
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
     config = transformers.GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=512,
-        n_embd=24,
-        n_layer=2,
-        n_head=3,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+        vocab_size=len(tokenizer), n_positions=512, n_embd=24, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
     perturbed(transformers.GPT2LMHeadModel(config)).save_pretrained(folder)
     return folder
 
@@ -323,10 +317,7 @@ def test_chat_tasks_of_the_harness_give_what_its_own_model_gives(
             )
             torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
     results = run_harness(
-        open_chat_model(folder),
-        ["own_choice"],
-        include_path=str(tmp_path / "tasks"),
-        shots=shots,
+        open_chat_model(folder), ["own_choice"], include_path=str(tmp_path / "tasks"), shots=shots,
         chat_template=True,
-    )
+    )  # fmt: skip
     assert results["own_choice"]["acc"] == pytest.approx(hf_results["results"]["own_choice"]["acc,none"])

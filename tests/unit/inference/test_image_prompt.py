@@ -32,13 +32,10 @@ def make_text_model(tokenizer_model: bytes, placement: str) -> TextModel:
     model = ModelConfig.from_dotted(LLAVA | changes)
     data: dict[str, Any] = dict(zip(("sequence_length", "target_length"), LENGTHS, strict=True))
     config = Config(
-        name="small",
-        model=model,
-        objective={"name": "image_to_text", "image_placement": placement},
+        name="small", model=model, objective={"name": "image_to_text", "image_placement": placement},
         data=DataConfig(train="nowhere", tokenizer="nowhere", images={"size": 8, "crop_pct": 1.0}, **data),
-        optimizer=AdamWConfig(lr=1e-3),
-        train=TrainConfig(steps=30, global_batch=2, micro_batch=2),
-    )
+        optimizer=AdamWConfig(lr=1e-3), train=TrainConfig(steps=30, global_batch=2, micro_batch=2),
+    )  # fmt: skip
     return TextModel(random_model(model, torch.float32), tokenizer, config, 0, None)
 
 

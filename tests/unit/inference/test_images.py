@@ -36,21 +36,12 @@ from tests.support.workers import Workers
 
 SIDE = 4
 MODEL = {
-    "family": "masked_autoencoder",
-    "d_model": 16,
-    "n_layers": 1,
-    "attention.n_heads": 2,
-    "ffn.d_ff": 16,
-    "ffn.activation": "gelu",
-    "norm.name": "layer_norm",
-    "position.name": "sinusoidal_2d",
-    "embedding.name": "patches",
-    "embedding.patch_size": SIDE,
-    "embedding.mean": (0.5, 0.4, 0.3),
-    "embedding.std": (0.2, 0.3, 0.4),
-    "lm_head.name": "none",
+    "family": "masked_autoencoder", "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16,
+    "ffn.activation": "gelu", "norm.name": "layer_norm", "position.name": "sinusoidal_2d",
+    "embedding.name": "patches", "embedding.patch_size": SIDE, "embedding.mean": (0.5, 0.4, 0.3),
+    "embedding.std": (0.2, 0.3, 0.4), "lm_head.name": "none",
     "pixel_decoder": {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 8},
-}
+}  # fmt: skip
 CLASSIFIER = {
     **{key: value for key, value in MODEL.items() if key != "pixel_decoder"},
     "family": "encoder",
@@ -225,27 +216,12 @@ def test_nothing_evaluated() -> None:
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 THREE_LAYERS = ModelConfig.from_dotted(
-    {
-        "family": "encoder",
-        "d_model": 24,
-        "n_layers": 3,
-        "attention.n_heads": 3,
-        "attention.bias": True,
-        "ffn.d_ff": 48,
-        "ffn.activation": "gelu",
-        "ffn.bias": True,
-        "norm.name": "layer_norm",
-        "norm.eps": 1e-6,
-        "embedding.name": "patches",
-        "embedding.patch_size": SIDE,
-        "embedding.mean": MEAN,
-        "embedding.std": STD,
-        "position.name": "learned_2d",
-        "position.grid": (4, 4),
-        "lm_head.name": "none",
-        "extra_heads.classifier.n_classes": 5,
-    }
-)
+    {"family": "encoder", "d_model": 24, "n_layers": 3, "attention.n_heads": 3, "attention.bias": True,
+     "ffn.d_ff": 48, "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "norm.eps": 1e-6,
+     "embedding.name": "patches", "embedding.patch_size": SIDE, "embedding.mean": MEAN, "embedding.std": STD,
+     "position.name": "learned_2d", "position.grid": (4, 4), "lm_head.name": "none",
+     "extra_heads.classifier.n_classes": 5},
+)  # fmt: skip
 
 
 def product(attentions: Any) -> NDArray[np.float64]:
@@ -300,19 +276,11 @@ def test_one_layer_without_attention_reaches_itself() -> None:
 def test_layers_that_see_parts_are_refused() -> None:
     """A Swin transformer, whose maps shrink from stage to stage."""
     config = ModelConfig.from_dotted(
-        {
-            "family": "hierarchical",
-            "d_model": 8,
-            "stages": {"layers": [1, 1], "heads": [1, 2], "grid": [3, 3]},
-            "attention": {"name": "windowed", "pattern": {"name": "windows_2d", "window": 2}},
-            "position.name": "relative_2d",
-            "ffn.d_ff": 16,
-            "ffn.activation": "gelu",
-            "norm.name": "layer_norm",
-            "embedding": {"name": "patches", "patch_size": SIDE, "n_class_tokens": 0},
-            "lm_head.name": "none",
-        }
-    )
+        {"family": "hierarchical", "d_model": 8, "stages": {"layers": [1, 1], "heads": [1, 2], "grid": [3, 3]},
+         "attention": {"name": "windowed", "pattern": {"name": "windows_2d", "window": 2}},
+         "position.name": "relative_2d", "ffn.d_ff": 16, "ffn.activation": "gelu", "norm.name": "layer_norm",
+         "embedding": {"name": "patches", "patch_size": SIDE, "n_class_tokens": 0}, "lm_head.name": "none"},
+    )  # fmt: skip
     message = r"'hierarchical' with model\.attention\.name = 'windowed'"
     with pytest.raises(UsageError, match=message), record_attention(build(config)):
         pytest.fail("should have refused")

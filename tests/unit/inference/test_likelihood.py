@@ -213,14 +213,8 @@ def test_an_encoder_reads_the_context(tmp_path: Path, tokenizer_model: bytes) ->
 
 
 PROMPTS = [
-    "import",
-    "",
-    "größer 東京 textwrap",
-    "def wrap(self, text):" * 3,
-    "x",
-    "import textwrap as t",
-    "y " * 9,
-]
+    "import", "", "größer 東京 textwrap", "def wrap(self, text):" * 3, "x", "import textwrap as t", "y " * 9,
+]  # fmt: skip
 CONFIGS = {
     "decoder": (SMALL_DECODER, "causal"),
     "encoder-decoder": (SMALL_DECODER.with_changes({"family": "encoder_decoder"}), "prefix"),
@@ -331,11 +325,11 @@ def test_the_nearest_answer_is_found(tmp_path: Path, tokenizer_model: bytes) -> 
     same = write_task(tmp_path, "retrieval", [prompt or "z" for prompt in PROMPTS])
     loaded = open_text_model(run)
     assert evaluate_questions(loaded, open_evaluation_task(same)).summary["metrics"]["recall_at_1"] == 1
-    others = [*PROMPTS[3:], "a", "b", "z"]
-    task = open_evaluation_task(write_task(tmp_path, "retrieval", others))
+    candidates = [*PROMPTS[3:], "a", "b", "z"]
+    task = open_evaluation_task(write_task(tmp_path, "retrieval", candidates))
     records = evaluate_questions(loaded, task).records
     model = megatfm.load(run)
-    prompts, answers = (model.encode(texts) for texts in ([prompt or "z" for prompt in PROMPTS], others))
+    prompts, answers = (model.encode(texts) for texts in ([prompt or "z" for prompt in PROMPTS], candidates))
     for number, record in enumerate(records):
         similarities = torch.cosine_similarity(prompts[number], answers)
         assert record["rank"] == int(similarities.argsort(descending=True).tolist().index(number)) + 1

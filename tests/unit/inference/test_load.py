@@ -73,8 +73,8 @@ def test_parameters_are_in_the_dtype_that_is_asked_for(tmp_path: Path, tokenizer
         ):  # fmt: skip
             model = megatfm.load(path, dtype=asked)
             assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-            logits, wanted = model(tokens).logits.float(), exact(tokens).logits
-            assert (logits - wanted).norm() < 0.03 * wanted.norm()
+            logits, expected_logits = model(tokens).logits.float(), exact(tokens).logits
+            assert (logits - expected_logits).norm() < 0.03 * expected_logits.norm()
             assert isinstance(model.generate("Gr", max_tokens=5), str)
         assert {parameter.dtype for parameter in megatfm.load(path).parameters()} == {torch.float32}
         with pytest.raises(UsageError, match="dtype = 'int8': choose one of auto, float32"):
@@ -274,9 +274,9 @@ def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokeniz
     loaded = opened(tmp_path, tokenizer_model, config, "span_corruption")
     s, encode = loaded.tokenizer.sentinels, loaded.tokenizer.encode
     inputs = [*encode(TEXT), s[0]] if text == TEXT else [*encode("a "), s[1], *encode(" b "), s[0]]
-    wanted = np.array([s[0], 9])
+    expected_tokens = np.array([s[0], 9])
     make = make_seq2seq_example if config is PAIRS else make_prefix_lm_example
-    check(build_prompts(loaded, text), make(np.array(inputs), wanted, special_of(loaded)))
+    check(build_prompts(loaded, text), make(np.array(inputs), expected_tokens, special_of(loaded)))
 
 
 @pytest.mark.parametrize("sentinel", ["auto", "always", "never"])

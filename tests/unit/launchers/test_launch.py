@@ -152,13 +152,8 @@ def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.Ca
     status = json.loads(capfd.readouterr().out)
     logged = json.loads((folder / "made.jobs" / "logs" / "worker-2.log").read_text())
     assert status["arguments"] == [
-        "prep",
-        "quickstart-data",
-        "read.folder=texts",
-        "out=made",
-        "--part",
-        "1/2",
-    ]
+        "prep", "quickstart-data", "read.folder=texts", "out=made", "--part", "1/2",
+    ]  # fmt: skip
     assert logged["arguments"][-1] == "2/2"
 
 

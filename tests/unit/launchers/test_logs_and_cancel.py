@@ -26,12 +26,9 @@ def test_the_logs_that_matter(make: MakeRun, capsys: pytest.CaptureFixture[str])
     assert list(select_logs(run).values()) == ["job", "rank 10"]
     _, output = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
     assert output.splitlines() == [
-        f"==> {run}/logs/slurm-8.log <==",
-        "of the second link",
-        f"==> {run}/logs/rank-10.log <==",
-        "all is well on 10",
-        "2026-11-21 15:00:00,000 ERROR the disk is full",
-    ]
+        f"==> {run}/logs/slurm-8.log <==", "of the second link", f"==> {run}/logs/rank-10.log <==",
+        "all is well on 10", "2026-11-21 15:00:00,000 ERROR the disk is full",
+    ]  # fmt: skip
     assert len(select_logs(run, all_ranks=True)) == 13
 
 

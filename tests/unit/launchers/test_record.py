@@ -218,7 +218,7 @@ def test_a_requeued_job_notes_the_end_of_each_start(run: Path, monkeypatch: pyte
     prolog(run)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     epilog(run, 143, "--asked", "TERM")
-    assert [each.ended is None for each in AttemptLog(run).attempts] == [False, True]
+    assert [attempt.ended is None for attempt in AttemptLog(run).attempts] == [False, True]
 
 
 def test_a_chain_that_gains_nothing_is_taken_out_of_the_queue(run: Path, fake_slurm: FakeSlurm) -> None:

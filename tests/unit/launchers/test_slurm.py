@@ -107,19 +107,10 @@ def test_where_nothing_is_requeued_a_single_job_is_warned_about(
 @pytest.mark.parametrize(
     "state",
     [
-        *(
-            "PENDING",
-            "RUNNING",
-            "COMPLETING",
-            "REQUEUE_HOLD",
-            "STOPPED",
-            "POWER_UP_NODE",
-            "EXPEDITING",
-            "UPDATE_DB",
-        ),
+        *("PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "STOPPED", "POWER_UP_NODE", "EXPEDITING", "UPDATE_DB"),
         *("LAUNCH_FAILED", "RECONFIG_FAIL", "A_WORD_OF_TOMORROW"),
     ],
-)
+)  # fmt: skip
 def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(
     folder: Path, fake_slurm: FakeSlurm, state: str
 ) -> None:
@@ -275,21 +266,11 @@ def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
-        "--mem=480G",
-        "--exclude=n[1-2],n9",
-        "--nodelist",
-        "n3",
-        "--reservation",
-        "us",
-        "--begin",
-        "now+2hours",
-    ]
+        "--mem=480G", "--exclude=n[1-2],n9", "--nodelist", "n3", "--reservation", "us", "--begin", "now+2hours",
+    ]  # fmt: skip
     more = [
-        "--dependency",
-        "afterok:4711?afterany:12",
-        "--sbatch=--mail-type=FAIL,END",
-        "--sbatch=--exclusive",
-    ]
+        "--dependency", "afterok:4711?afterany:12", "--sbatch=--mail-type=FAIL,END", "--sbatch=--exclusive",
+    ]  # fmt: skip
     assert launch("--slurm", "--dry-run", "--chain", "2", *words, *more) == 0
     script = capsys.readouterr().out.replace("'", "")
     for line in (

@@ -30,19 +30,9 @@ def test_a_run_that_does_not_fit_is_refused_before_the_queue(capsys: pytest.Capt
 
 
 HOSTILE = [
-    "a\nrm -rf x",
-    "$(touch owned)",
-    "`touch owned`",
-    "it's",
-    'say "x"',
-    "a;touch owned",
-    "a b",
-    "100%",
-    "-x",
-    "--wrap=touch owned",
-    "a\\b",
-    "",
-]
+    "a\nrm -rf x", "$(touch owned)", "`touch owned`", "it's", 'say "x"', "a;touch owned", "a b", "100%", "-x",
+    "--wrap=touch owned", "a\\b", "",
+]  # fmt: skip
 FLAGS = ("job-name", "partition", "account", "qos", "constraint", "time", "start", "nodes")
 AS_GOOD_AS_NONE = [("job-name", ""), ("time", ""), ("nodes", "")]
 
@@ -61,19 +51,10 @@ def test_hostile_flags_are_refused(flag: str, text: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        "partition = {}",
-        "account = {}",
-        "qos = {}",
-        "constraint = {}",
-        "exclude = {}",
-        "memory = {}",
-        "interface = {}",
-        "modules = [{}]",
-        "sbatch = [{}]",
-        "srun = [{}]",
-        "environment = {{ {} = 'x' }}",
+        "partition = {}", "account = {}", "qos = {}", "constraint = {}", "exclude = {}", "memory = {}",
+        "interface = {}", "modules = [{}]", "sbatch = [{}]", "srun = [{}]", "environment = {{ {} = 'x' }}",
     ],
-)
+)  # fmt: skip
 def test_hostile_sites_are_refused(field: str, text: str, folder: Path) -> None:
     (folder / "site.toml").write_text(field.format(json.dumps(text)))
     with pytest.raises(UsageError) as error:

@@ -48,15 +48,8 @@ def test_the_scripts_are_the_golden_ones(name: str, folder: Path) -> None:
 
 
 QUOTED = [
-    "$(touch owned)",
-    "`touch owned`",
-    "it's; touch owned",
-    '"; touch owned; "',
-    "&|>#~*",
-    "%s %j",
-    "-n",
-    "a b",
-]
+    "$(touch owned)", "`touch owned`", "it's; touch owned", '"; touch owned; "', "&|>#~*", "%s %j", "-n", "a b",
+]  # fmt: skip
 STUB = """#!/bin/bash
 printf '%s\\n' "${0##*/}" "$@" "HOSTILE=$HOSTILE" >>"$SEEN"
 exit 0
@@ -82,35 +75,29 @@ def test_what_reaches_the_shell_is_quoted(
         program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(programs / "python it's"))
     site = Site(
-        environment={"HOSTILE": text},
-        container=["run", text],
-        python=text,
-        setup=[["prepare", text]],
+        environment={"HOSTILE": text}, container=["run", text], python=text, setup=[["prepare", text]],
         start="torchrun" if kind == "torchrun" else "srun",
-    )
+    )  # fmt: skip
     expected = (
         prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
     )
     script = next(iter(SlurmLauncher(site).render(expected).values()))
     environment = {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "SEEN": str(folder / "seen"),
-        "SLURM_JOB_ID": "7",
-        "SLURM_ARRAY_TASK_ID": "3",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-    }
+        "PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(folder / "seen"), "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NODELIST": "n[1-2]",
+    }  # fmt: skip
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    seen = (folder / "seen").read_text().splitlines()
-    step = seen[seen.index("srun") :]
+    arguments = (folder / "seen").read_text().splitlines()
+    step = arguments[arguments.index("srun") :]
     assert step[step.index("run") :][:5] == ["run", text, text, "-P", "-m"], (
         "container, then the Python inside it"
     )
     assert f"HOSTILE={text}" in step
-    assert seen[seen.index("prepare") :][:2] == ["prepare", text]
+    assert arguments[arguments.index("prepare") :][:2] == ["prepare", text]
     if kind in ("train", "torchrun"):
         assert "--nodelist=n1,n2" in step
-        assert seen[-1 - seen[::-1].index("prolog_epilog") :][1:4] == [
+        assert arguments[-1 - arguments[::-1].index("prolog_epilog") :][1:4] == [
             "-m",
             "megatfm.launchers.prolog_epilog",
             "epilog",
@@ -220,12 +207,7 @@ def test_the_record_of_a_job(fake_slurm: FakeSlurm) -> None:
     job = scheduler.show_job("7")
     assert job["JobName"] == "a b"
     assert job["TRES"].startswith("cpu=2")
-    assert (job["JobState"], job["Restarts"], job["NumNodes"], job["Power"]) == (
-        "RUNNING",
-        "2",
-        "2-2",
-        "",
-    )
+    assert (job["JobState"], job["Restarts"], job["NumNodes"], job["Power"]) == ("RUNNING", "2", "2-2", "")
     assert fake_slurm.calls == ["scontrol -o show job 7"]
 
 

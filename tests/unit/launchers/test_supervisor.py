@@ -113,14 +113,8 @@ def signals(folder: Path, rank: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("behaviours", "code"),
-    [
-        (["exit0"] * 3, 0),
-        (["exit75"] * 2, 75),
-        (["exit2"] * 2, 2),
-        (["exit3"] * 2, 1),
-        (["exit0", "exit75"], 1),
-    ],
-)
+    [(["exit0"] * 3, 0), (["exit75"] * 2, 75), (["exit2"] * 2, 2), (["exit3"] * 2, 1), (["exit0", "exit75"], 1)],
+)  # fmt: skip
 def test_the_code_is_the_one_that_all_agree_on(tmp_path: Path, behaviours: list[str], code: int) -> None:
     assert supervise(team(tmp_path, behaviours)) == code
 

@@ -20,12 +20,8 @@ from megatfm.launchers.torchrun import find_common_exit_code, make_torchrun_comm
 
 ROOT = Path(__file__).parents[3]
 STEP = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "3",
-    "SLURM_NODEID": "2",
-    "MASTER_ADDR": "n1",
-}
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": "2", "MASTER_ADDR": "n1",
+}  # fmt: skip
 
 # In the place of torchrun: starts two workers, and returns 1 whatever they return, as torchrun does.
 TORCHRUN = """
@@ -81,24 +77,12 @@ def agent(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
 
     def start(code: int) -> subprocess.Popen[str]:
         environment = {
-            **os.environ,
-            **STEP,
-            "PYTHONPATH": f"{tmp_path}:{ROOT}",
-            "PYTHONSAFEPATH": "1",
-            "TOLD": str(code),
-            "READY": str(tmp_path / "ready-"),
-            "TMPDIR": str(tmp_path),
-        }
+            **os.environ, **STEP, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONSAFEPATH": "1", "TOLD": str(code),
+            "READY": str(tmp_path / "ready-"), "TMPDIR": str(tmp_path),
+        }  # fmt: skip
         command = [
-            sys.executable,
-            "-m",
-            "megatfm.launchers.torchrun",
-            "agent",
-            "--processes",
-            "2",
-            "train",
-            "config.toml",
-        ]
+            sys.executable, "-m", "megatfm.launchers.torchrun", "agent", "--processes", "2", "train", "config.toml",
+        ]  # fmt: skip
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         started.append(process)
         deadline = time.monotonic() + 100

@@ -25,15 +25,10 @@ from megatfm.models import build
 
 K, T, D, N = 3, 9, 12, 2
 CONFIG = ModelConfig(
-    family="encoder",
-    vocab_size=23,
-    d_model=D,
-    n_layers=2,
-    attention={"name": "deberta", "n_heads": N},
-    ffn={"d_ff": 20, "activation": "gelu"},
-    norm={"name": "layer_norm", "placement": "post"},
+    family="encoder", vocab_size=23, d_model=D, n_layers=2, attention={"name": "deberta", "n_heads": N},
+    ffn={"d_ff": 20, "activation": "gelu"}, norm={"name": "layer_norm", "placement": "post"},
     position={"name": "deberta", "max_distance": K},
-)
+)  # fmt: skip
 
 
 BUCKETS, FARTHEST = 4, 7
@@ -81,16 +76,16 @@ def by_pairs(
         part = slice(head * h, (head + 1) * h)
         rows = []
         for i in range(T):
-            seen = [j for j in range(T) if documents[j] == documents[i]]
+            keys = [j for j in range(T) if documents[j] == documents[i]]
             scores = torch.stack(
                 [
                     q[i, part] @ k[j, part]
                     + q[i, part] @ k_r[delta(i, j), part]
                     + k[j, part] @ q_r[delta(i, j), part]
-                    for j in seen
+                    for j in keys
                 ]
             ) / math.sqrt(3 * h)
-            rows.append(scores.softmax(0) @ v[seen][:, part])
+            rows.append(scores.softmax(0) @ v[keys][:, part])
         out.append(torch.stack(rows))
     return attention.wo(torch.cat(out, dim=-1))
 
@@ -119,12 +114,8 @@ def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], in
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
     table = torch.randn(
-        2 * (K if config is CONFIG else BUCKETS),
-        D,
-        generator=generator,
-        dtype=torch.float64,
-        requires_grad=True,
-    )
+        2 * (K if config is CONFIG else BUCKETS), D, generator=generator, dtype=torch.float64, requires_grad=True,
+    )  # fmt: skip
     weights = torch.randn(2, T, D, generator=generator, dtype=torch.float64)
     documents = [[0] * 4 + [1] * 3 + [-1] * 2, [0] * T]
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), torch.tensor(documents))
@@ -147,17 +138,17 @@ def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
     assert len(tables) == 1
     tokens = torch.randint(0, 23, (2, T), generator=torch.Generator().manual_seed(4))
     gradients = []
-    for kept in ("01", "0", "1"):
+    for recomputed in ("01", "0", "1"):
         model.zero_grad()
         for name, block in model.encoder.layers.items():
             for part in ("wq_position", "wk_position"):
-                getattr(block.attn, part).requires_grad_(name in kept)
+                getattr(block.attn, part).requires_grad_(name in recomputed)
         hooks = [
             block.attn.register_forward_pre_hook(
                 lambda _, inputs: (*inputs[:2], inputs[2].detach(), *inputs[3:])
             )
             for name, block in model.encoder.layers.items()
-            if name not in kept
+            if name not in recomputed
         ]
         model(tokens).hidden.square().sum().backward()
         gradients.append(model.get_parameter(tables[0]).grad.clone())
@@ -233,15 +224,19 @@ def by_definition(module: WindowedAttention, x_HWD: Tensor, window: int, shifted
     )
     out = []
     for at in range(rows * columns):
-        seen = [other for other in range(rows * columns) if cells[other] == cells[at]]
+        neighbours = [other for other in range(rows * columns) if cells[other] == cells[at]]
         offset = (
-            (row[at] - row[seen] + window - 1) * (2 * window - 1) + column[at] - column[seen] + window - 1
+            (row[at] - row[neighbours] + window - 1) * (2 * window - 1)
+            + column[at]
+            - column[neighbours]
+            + window
+            - 1
         )
         scores = (
-            torch.einsum("nh,snh->ns", q[at], k[seen]) / (WIDTH // HEADS) ** 0.5
+            torch.einsum("nh,snh->ns", q[at], k[neighbours]) / (WIDTH // HEADS) ** 0.5
             + module.position.weight[offset].T
         )
-        out.append(torch.einsum("ns,snh->nh", scores.softmax(-1), v[seen]).flatten())
+        out.append(torch.einsum("ns,snh->nh", scores.softmax(-1), v[neighbours]).flatten())
     y = torch.stack(out).unflatten(0, (rows, columns))[:height, :width]
     return F.linear(y, module.wo.weight, module.wo.bias)
 

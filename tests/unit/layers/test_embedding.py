@@ -12,18 +12,10 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 
 SMALL = {
-    "family": "encoder",
-    "vocab_size": 23,
-    "d_model": 12,
-    "n_layers": 4,
-    "attention.n_heads": 3,
-    "ffn.d_ff": 20,
-    "norm.name": "layer_norm",
-    "norm.placement": "post",
-    "ffn.activation": "gelu",
-    "position.name": "learned",
+    "family": "encoder", "vocab_size": 23, "d_model": 12, "n_layers": 4, "attention.n_heads": 3, "ffn.d_ff": 20,
+    "norm.name": "layer_norm", "norm.placement": "post", "ffn.activation": "gelu", "position.name": "learned",
     "position.max_positions": 9,
-}
+}  # fmt: skip
 TOKENS = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(0))
 SEGMENTS = torch.randint(0, 3, (2, 7), generator=torch.Generator().manual_seed(1))
 LAYOUT = SequenceMetadata(torch.arange(7).expand(2, 7))
@@ -48,15 +40,9 @@ def test_factorised_with_all_that_there_is(offset: int) -> None:
     """Scale on the tokens alone; sum, norm, then the projection from E to D (Lan et al. 2020; Clark et al. 2020)."""
     config = ModelConfig.from_dotted(
         **SMALL,
-        **{
-            "embedding.dim": 5,
-            "embedding.norm": True,
-            "embedding.n_segments": 3,
-            "embedding.scale": 1.5,
-            "position.offset": offset,
-            "norm.eps": 1e-3,
-        },
-    )
+        **{"embedding.dim": 5, "embedding.norm": True, "embedding.n_segments": 3, "embedding.scale": 1.5,
+           "position.offset": offset, "norm.eps": 1e-3},
+    )  # fmt: skip
     embedding = moved(InputEmbedding(config, "encoder"))
     named = dict(embedding.named_parameters())
     assert {name: tuple(p.shape) for name, p in named.items()} == {
@@ -76,11 +62,11 @@ def test_dropout_comes_after_the_norm_and_before_the_projection() -> None:
     embedding = moved(InputEmbedding(config, "encoder"))
     keys = torch.tensor([5, 6])
     sequence = SequenceMetadata(torch.arange(7).expand(2, 7), rng_keys=keys)
-    seen: list[Tensor] = []
-    embedding.projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    dropout_inputs: list[Tensor] = []
+    embedding.projection.register_forward_pre_hook(lambda _, inputs: dropout_inputs.append(inputs[0]))
     embedding(TOKENS, sequence)
     embedding.eval()(TOKENS, sequence)
-    dropped, full = seen
+    dropped, full = dropout_inputs
     assert 0.2 < float((dropped == 0).double().mean()) < 0.8
     torch.testing.assert_close(dropped, torch.where(dropped == 0, 0, 2 * full), rtol=1e-12, atol=0)
 
@@ -148,11 +134,11 @@ def test_layer_norm_by_its_formula() -> None:
     x = torch.randn(
         3, 4, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64, requires_grad=True
     )
-    wanted = norm(x, layer.weight, layer.bias, 1e-2)
-    torch.testing.assert_close(layer(x), wanted, rtol=1e-12, atol=1e-12)
+    expected_norm = norm(x, layer.weight, layer.bias, 1e-2)
+    torch.testing.assert_close(layer(x), expected_norm, rtol=1e-12, atol=1e-12)
     weights = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     actual = torch.autograd.grad((layer(x) * weights).sum(), [x, layer.weight, layer.bias])
-    expected = torch.autograd.grad((wanted * weights).sum(), [x, layer.weight, layer.bias])
+    expected = torch.autograd.grad((expected_norm * weights).sum(), [x, layer.weight, layer.bias])
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 

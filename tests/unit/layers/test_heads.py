@@ -20,21 +20,10 @@ from tests.support.hf_encoders import ENCODER_TOKENS, hf_encoder
 
 T = 12
 SMALL = {
-    "family": "encoder",
-    "vocab_size": 23,
-    "d_model": 12,
-    "n_layers": 1,
-    "attention.n_heads": 3,
-    "ffn.d_ff": 20,
-    "norm.name": "layer_norm",
-    "norm.eps": 1e-3,
-    "norm.placement": "post",
-    "ffn.activation": "gelu",
-    "position.name": "learned",
-    "position.max_positions": T,
-    "lm_head.name": "transform",
-    "lm_head.bias": True,
-}
+    "family": "encoder", "vocab_size": 23, "d_model": 12, "n_layers": 1, "attention.n_heads": 3, "ffn.d_ff": 20,
+    "norm.name": "layer_norm", "norm.eps": 1e-3, "norm.placement": "post", "ffn.activation": "gelu",
+    "position.name": "learned", "position.max_positions": T, "lm_head.name": "transform", "lm_head.bias": True,
+}  # fmt: skip
 
 
 def drawn(high: int, *shape: int, seed: int) -> Tensor:
@@ -196,12 +185,8 @@ def test_layouts_compute_the_same(parallel: dict[str, Any], frozen: list[str]) -
 
 def layers_config(parallel: dict[str, Any], frozen: list[str]) -> Config:
     sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "d_model": 32,
-        "n_layers": 2,
-        "attention": {"n_heads": 4},
-        "ffn": {"d_ff": 48},
-    }
+        "vocab_size": 61, "d_model": 32, "n_layers": 2, "attention": {"n_heads": 4}, "ffn": {"d_ff": 48},
+    }  # fmt: skip
     sizes |= {"family": "encoder", "lm_head": {"name": "none"}}
     return Config.model_validate(
         {
@@ -233,13 +218,8 @@ def test_layers_that_are_not_there_are_refused() -> None:
 
 LENGTH = 16
 CONFIG = ModelConfig(
-    vocab_size=31,
-    d_model=16,
-    n_layers=2,
-    attention={"n_heads": 2},
-    ffn={"d_ff": 24},
-    embedding={"tied": False},
-)
+    vocab_size=31, d_model=16, n_layers=2, attention={"n_heads": 2}, ffn={"d_ff": 24}, embedding={"tied": False},
+)  # fmt: skip
 Pairs = list[list[tuple[list[int], list[int], int, float]]]
 """Rows of pairs: chosen and rejected tokens with the last target, tokens of the prompt, the reference's log-ratio."""
 

@@ -13,25 +13,12 @@ from megatfm.models import build
 from tests.support.images import pixels, to_batch
 
 SMALL: dict[str, Any] = {
-    "family": "encoder",
-    "d_model": 24,
-    "n_layers": 2,
-    "attention.n_heads": 3,
-    "attention.bias": True,
-    "ffn.d_ff": 40,
-    "ffn.activation": "gelu",
-    "ffn.bias": True,
-    "norm.name": "layer_norm",
-    "norm.eps": 1e-6,
-    "position.name": "learned_2d",
-    "position.grid": (4, 4),
-    "embedding.name": "patches",
-    "embedding.patch_size": 4,
-    "embedding.mean": (0.5, 0.4, 0.3),
-    "embedding.std": (0.2, 0.3, 0.4),
-    "lm_head.name": "none",
+    "family": "encoder", "d_model": 24, "n_layers": 2, "attention.n_heads": 3, "attention.bias": True, "ffn.d_ff": 40,
+    "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "norm.eps": 1e-6,
+    "position.name": "learned_2d", "position.grid": (4, 4), "embedding.name": "patches", "embedding.patch_size": 4,
+    "embedding.mean": (0.5, 0.4, 0.3), "embedding.std": (0.2, 0.3, 0.4), "lm_head.name": "none",
     "extra_heads.classifier.n_classes": 5,
-}
+}  # fmt: skip
 SIZES = [(8, 32), (37, 53), (16, 16), (4, 4), (20, 12)]
 """Heights and widths in pixels; sides that 4 doesn't divide are cropped."""
 

@@ -25,24 +25,11 @@ from megatfm.layers.initialisation import (
 from megatfm.models import build
 
 SMALL = {
-    "family": "encoder",
-    "vocab_size": 300,
-    "d_model": 96,
-    "n_layers": 2,
-    "attention.n_heads": 3,
-    "ffn.d_ff": 200,
-    "norm.name": "layer_norm",
-    "norm.placement": "post",
-    "embedding.norm": True,
-    "ffn.activation": "gelu",
-    "attention.bias": True,
-    "ffn.bias": True,
-    "position.name": "learned",
-    "position.max_positions": 64,
-    "embedding.n_segments": 2,
-    "lm_head.name": "transform",
-    "lm_head.bias": True,
-}
+    "family": "encoder", "vocab_size": 300, "d_model": 96, "n_layers": 2, "attention.n_heads": 3, "ffn.d_ff": 200,
+    "norm.name": "layer_norm", "norm.placement": "post", "embedding.norm": True, "ffn.activation": "gelu",
+    "attention.bias": True, "ffn.bias": True, "position.name": "learned", "position.max_positions": 64,
+    "embedding.n_segments": 2, "lm_head.name": "transform", "lm_head.bias": True,
+}  # fmt: skip
 SENTENCE = {"extra_heads.sentence.classes": 2}
 ELECTRA = {
     "family": "electra", "embedding.dim": 64,

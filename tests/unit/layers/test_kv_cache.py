@@ -15,11 +15,8 @@ LENGTH, PREFIX = 9, 5
 SIZES = {"family": "decoder", "vocab_size": 11, "d_model": 8, "n_layers": 2, "ffn.d_ff": 8}
 GQA = {"attention.n_heads": 2}
 MLA = {
-    "attention.name": "mla",
-    "attention.n_heads": 2,
-    "attention.kv_lora_rank": 4,
-    "attention.qk_rope_head_dim": 2,
-}
+    "attention.name": "mla", "attention.n_heads": 2, "attention.kv_lora_rank": 4, "attention.qk_rope_head_dim": 2,
+}  # fmt: skip
 
 
 def model_of(pattern: dict[str, Any], attention: dict[str, Any]) -> Any:

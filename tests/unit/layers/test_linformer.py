@@ -22,22 +22,10 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13])
 
 def config_of(share: str, **changes: object) -> ModelConfig:
     return ModelConfig.from_dotted(
-        {
-            "family": "encoder",
-            "vocab_size": 7,
-            "d_model": WIDTH,
-            "n_layers": 1,
-            "attention.name": "linformer",
-            "attention.n_heads": HEADS,
-            "attention.max_length": LENGTH + 2,
-            "attention.projected_length": RANK,
-            "attention.share": share,
-            "attention.bias": True,
-            "position.name": "none",
-            "ffn.d_ff": 8,
-            **changes,
-        }
-    )
+        {"family": "encoder", "vocab_size": 7, "d_model": WIDTH, "n_layers": 1, "attention.name": "linformer",
+         "attention.n_heads": HEADS, "attention.max_length": LENGTH + 2, "attention.projected_length": RANK,
+         "attention.share": share, "attention.bias": True, "position.name": "none", "ffn.d_ff": 8, **changes},
+    )  # fmt: skip
 
 
 def written_out(layer: nn.Module, x: Tensor, shared: Tensor) -> Tensor:

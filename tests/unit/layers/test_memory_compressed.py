@@ -23,19 +23,9 @@ DOCUMENTS = torch.tensor([[0] * 1 + [1] * 13 + [2] * 9 + [3] * 2 + [-1] * 4, [0]
 
 def config_of(factor: int, **changes: object) -> ModelConfig:
     return ModelConfig.from_dotted(
-        {
-            "vocab_size": 7,
-            "d_model": WIDTH,
-            "n_layers": 1,
-            "attention.name": "compressed",
-            "attention.n_heads": HEADS,
-            "attention.factor": factor,
-            "attention.bias": True,
-            "position.name": "none",
-            "ffn.d_ff": 8,
-            **changes,
-        }
-    )
+        {"vocab_size": 7, "d_model": WIDTH, "n_layers": 1, "attention.name": "compressed", "attention.n_heads": HEADS,
+         "attention.factor": factor, "attention.bias": True, "position.name": "none", "ffn.d_ff": 8, **changes},
+    )  # fmt: skip
 
 
 def convolved(weight_FHHN: Tensor, x_TNH: Tensor, head: int) -> list[Tensor]:
@@ -55,8 +45,8 @@ def written_out(layer: nn.Module, x: Tensor, factor: int) -> Tensor:
         keys = torch.stack(convolved(layer.of_keys.weight, k, n))
         values = torch.stack(convolved(layer.of_values.weight, v, n))
         scores = q[:, n] @ keys.T / (WIDTH / HEADS) ** 0.5
-        seen = torch.tensor([[key <= place // factor for key in range(len(keys))] for place in range(len(x))])
-        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values)
+        mask = torch.tensor([[key <= place // factor for key in range(len(keys))] for place in range(len(x))])
+        heads.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values)
     return layer.wo(torch.cat(heads, -1))
 
 
@@ -97,9 +87,9 @@ def test_what_a_query_sees_is_counted_and_drawn() -> None:
     for length in (1, 3, 14):
         mask = PatternMask(pattern, SequenceMetadata(torch.arange(length)[None])).mask()
         assert mask is not None
-        seen = [1 + int(mask[0, 0, q, : q // 3 * 3].sum()) // 3 for q in range(length)]
+        n_keys = [1 + int(mask[0, 0, q, : q // 3 * 3].sum()) // 3 for q in range(length)]
         assert not any(mask[0, 0, q, max(1, q // 3 * 3) :].any() for q in range(length))
-        assert pattern.count_pairs(length) == sum(seen)
+        assert pattern.count_pairs(length) == sum(n_keys)
 
 
 @pytest.mark.parametrize(

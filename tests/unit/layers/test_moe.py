@@ -37,12 +37,8 @@ from tests.support.models import (
 from tests.support.reference_gradients import TOLERANCE, doubled, dtype_fixture
 
 MODULES = (
-    modeling_deepseek_v3,
-    modeling_mixtral,
-    modeling_olmoe,
-    modeling_qwen3_moe,
-    modeling_switch_transformers,
-)
+    modeling_deepseek_v3, modeling_mixtral, modeling_olmoe, modeling_qwen3_moe, modeling_switch_transformers,
+)  # fmt: skip
 SIZES = {"hidden_size": D, "moe_intermediate_size": F_, "num_experts_per_tok": 3}
 
 
@@ -74,11 +70,8 @@ def deepseek_v3(normalise: bool, groups: int, shared: int = 2) -> tuple[nn.Modul
     }  # fmt: skip
     reference = modeling_deepseek_v3.DeepseekV3MoE(transformers.DeepseekV3Config(**options))
     router = {
-        "n_group": groups,
-        "topk_group": groups // 2 or 1,
-        "norm_topk_prob": normalise,
-        "routed_scaling_factor": 2.5,
-    }
+        "n_group": groups, "topk_group": groups // 2 or 1, "norm_topk_prob": normalise, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
     return reference, {
         "n_shared_experts": shared,
         "router": {"name": "deepseek_v3", **router, **ROUTER_LOSSES},
@@ -143,12 +136,9 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
     if dtype == torch.float64:
         reference.router.dtype = dtype
     actual = build_moe(
-        dtype,
-        top_k=1,
-        capacity_factor=capacity * E / T,
-        activation="relu",
+        dtype, top_k=1, capacity_factor=capacity * E / T, activation="relu",
         router={"name": "switch", **ROUTER_LOSSES},
-    )
+    )  # fmt: skip
     reference.router.classifier.weight.data.copy_(actual.router.weight.data)
     for e in range(E):
         expert = reference.experts[f"expert_{e}"]
@@ -167,8 +157,8 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
             (actual.experts.w_up.grad, of_theirs.wi),
             (actual.experts.w_down.grad, of_theirs.wo),
         ):
-            there = layer.weight.grad
-            pairs.append((grad[e], torch.zeros_like(grad[e]) if there is None else there))
+            hf_gradient = layer.weight.grad
+            pairs.append((grad[e], torch.zeros_like(grad[e]) if hf_gradient is None else hf_gradient))
     for ours_, hf_gradients in pairs:
         assert (ours_ - hf_gradients).norm() <= TOLERANCE[dtype] * max(float(hf_gradients.norm()), 1e-3)
 
@@ -231,11 +221,11 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     choices = stable_topk((x @ module.router.weight.T), 3).where(real[..., None], E)
     taken = torch.ones_like(choices, dtype=torch.bool)
     if capacity:
-        most, seen = math.ceil(capacity * T * 3 / E), torch.zeros(B, E, dtype=torch.int64)
+        most, loads = math.ceil(capacity * T * 3 / E), torch.zeros(B, E, dtype=torch.int64)
         for k in range(3):
             for b, t in real.nonzero().tolist():
                 e = choices[b, t, k]
-                taken[b, t, k], seen[b, e] = seen[b, e] < most, seen[b, e] + 1
+                taken[b, t, k], loads[b, e] = loads[b, e] < most, loads[b, e] + 1
     result = module(x, moe_sequence(documents))
     torch.testing.assert_close(result.y, by_hand(module, x, real, taken), rtol=1e-12, atol=1e-12)
     assert not result.y[~real].any()

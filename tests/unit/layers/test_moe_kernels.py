@@ -57,13 +57,13 @@ class Adds(TorchDispatchMode):
 
 def test_on_a_gpu_sums_over_experts_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = build_moe(top_k=3), moe_inputs()
-    with Adds() as here:
+    with Adds() as on_the_host:
         torch.autograd.grad(module(x, moe_sequence()).y.sum(), x)
     monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
-    with Adds() as there:
+    with Adds() as on_a_gpu:
         torch.autograd.grad(module(x, moe_sequence()).y.sum(), x)
-    assert here.found
-    assert not there.found
+    assert on_the_host.found
+    assert not on_a_gpu.found
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
@@ -165,13 +165,13 @@ def taken_one_by_one(choices: Tensor, capacity: int, by_position: bool) -> list[
     rows, tokens, k = choices.shape
     taken = [[[True] * k for _ in range(tokens)] for _ in range(rows)]
     for row in range(rows):
-        seen = dict.fromkeys(range(E), 0)
+        loads = dict.fromkeys(range(E), 0)
         turns = [(t, i) for t in range(tokens) for i in range(k)]
         for t, i in turns if by_position else sorted(turns, key=lambda turn: turn[::-1]):
             expert = int(choices[row, t, i])
             if expert < E:
-                taken[row][t][i] = seen[expert] < capacity
-                seen[expert] += 1
+                taken[row][t][i] = loads[expert] < capacity
+                loads[expert] += 1
     return taken
 
 

@@ -27,13 +27,9 @@ SMALL = {"d_model": 8, "n_layers": 1, "attention.n_heads": 1, "ffn.d_ff": 8, "vo
 NO_POSITIONS = {"position": {"name": "none"}}
 LATENT = {"name": "mla", "kv_lora_rank": 8, "q_lora_rank": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 PATTERN_OPTIONS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "window": {"width": 100},
-    "chunked": {"size": 100},
-    "strided": {"stride": 64},
-    "fixed": {"stride": 64, "n_summary_tokens": 4},
-    "bigbird": {"block_size": 64, "n_random_blocks": 1},
-}
+    "full": {}, "window": {"width": 100}, "chunked": {"size": 100}, "strided": {"stride": 64},
+    "fixed": {"stride": 64, "n_summary_tokens": 4}, "bigbird": {"block_size": 64, "n_random_blocks": 1},
+}  # fmt: skip
 OF_PATTERNS = {
     name: {"attention": {"pattern": {"name": name, **more}}} for name, more in PATTERN_OPTIONS.items()
 }

@@ -214,8 +214,8 @@ def test_rate_and_scale(rate: float) -> None:
     dropped = Dropout(rate, "here")(torch.ones(ROWS, N_TOKENS, D, dtype=torch.float64), layout_of(keys()))
     n = dropped.numel()
     assert near(float((dropped == 0).double().mean()), rate, n)
-    (kept,) = dropped[dropped != 0].unique().tolist()
-    assert kept == pytest.approx(1 / (1 - rate), rel=2e-5), "the rate is a multiple of 1/65,536"
+    (scale,) = dropped[dropped != 0].unique().tolist()
+    assert scale == pytest.approx(1 / (1 - rate), rel=2e-5), "the rate is a multiple of 1/65,536"
     assert near(float((dropped == 0)[:, 0].double().mean()), rate, n // N_TOKENS), "a token alone"
     assert near(float((dropped == 0)[..., 1].double().mean()), rate, n // D), "a channel alone"
 
@@ -278,19 +278,11 @@ def test_drop_path_leaves_out_whole_rows_at_its_rate() -> None:
 
 
 CONFIG = ModelConfig(
-    family="encoder",
-    vocab_size=31,
-    d_model=16,
-    n_layers=4,
-    dropout=0.2,
-    drop_path=0.4,
-    attention={"n_heads": 4, "dropout": 0.3},
-    ffn={"d_ff": 24, "activation": "gelu", "dropout": 0.1},
-    norm={"name": "layer_norm", "placement": "post"},
-    embedding={"norm": True, "n_segments": 2},
-    position={"name": "learned", "max_positions": 11},
-    init={"std": 0.3},
-)
+    family="encoder", vocab_size=31, d_model=16, n_layers=4, dropout=0.2, drop_path=0.4,
+    attention={"n_heads": 4, "dropout": 0.3}, ffn={"d_ff": 24, "activation": "gelu", "dropout": 0.1},
+    norm={"name": "layer_norm", "placement": "post"}, embedding={"norm": True, "n_segments": 2},
+    position={"name": "learned", "max_positions": 11}, init={"std": 0.3},
+)  # fmt: skip
 
 
 def test_depths_rise_linearly_from_zero() -> None:

@@ -62,26 +62,26 @@ def expected_mask(
     pattern: AttentionPattern, documents: Tensor | None, prefix: Tensor | None, head: int
 ) -> Tensor:
     """[B, T, T], asking the pattern about one pair at a time, with places counted by hand."""
-    seen = torch.zeros(2, T, T, dtype=torch.bool)
+    mask = torch.zeros(2, T, T, dtype=torch.bool)
     for b, q, k in torch.cartesian_prod(torch.arange(2), torch.arange(T), torch.arange(T)).tolist():
         of = torch.zeros(T).tolist() if documents is None else documents[b].tolist()
         if of[q] == of[k]:
             first = of.index(of[q])
             places = (torch.tensor(place) for place in (q - first, k - first, head, of.count(of[q])))
             pair = pattern.mask_mod_for_lengths(*places)
-            seen[b, q, k] = bool(pair) or (prefix is not None and bool(prefix[b, k]))
-    return seen
+            mask[b, q, k] = bool(pair) or (prefix is not None and bool(prefix[b, k]))
+    return mask
 
 
 def dense(pattern: AttentionPattern, sequence: SequenceMetadata) -> Tensor:
     """[B, N, T, T], whatever form the pattern gives it."""
-    seen = PatternMask(pattern, sequence, 0, N)
-    mask = seen.mask()
+    pattern_mask = PatternMask(pattern, sequence, 0, N)
+    mask = pattern_mask.mask()
     if mask is None:
         mask = torch.ones(T, T, dtype=torch.bool)
-        mask = (mask.tril() if seen.builtin_mask == "causal" else mask)[None, None]
+        mask = (mask.tril() if pattern_mask.builtin_mask == "causal" else mask)[None, None]
     else:
-        assert seen.builtin_mask is None
+        assert pattern_mask.builtin_mask is None
     return mask.expand(2, N, T, T)
 
 
@@ -150,37 +150,19 @@ def test_blocks_that_repeat_have_equal_masks(pattern: AttentionPattern) -> None:
         ({"name": "window", "width": 2}, True, ["x....", "xx...", ".xx..", "..xx.", "...xx"]),
         ({"name": "window", "width": 2}, False, ["xx...", "xxx..", ".xxx.", "..xxx", "...xx"]),
         ({"name": "window", "width": 2, "dilation": 2}, True, ["x....", ".x...", "x.x..", ".x.x.", "..x.x"]),
-        (
-            {"name": "window", "width": 2, "initial_tokens": 1},
-            True,
-            ["x....", "xx...", "xxx..", "x.xx.", "x..xx"],
-        ),
+        ({"name": "window", "width": 2, "initial_tokens": 1}, True, ["x....", "xx...", "xxx..", "x.xx.", "x..xx"]),
         ({"name": "chunked", "size": 3}, True, ["x....", "xx...", "xxx..", "...x.", "...xx"]),
         ({"name": "chunked", "size": 3}, False, ["xxx..", "xxx..", "xxx..", "...xx", "...xx"]),
         ({"name": "strided", "stride": 2}, True, ["x....", "xx...", "xxx..", ".xxx.", "x.xxx"]),
         ({"name": "strided", "stride": 3}, False, ["xxxx.", "xxxxx", "xxxxx", "xxxxx", ".xxxx"]),
-        (
-            {"name": "longformer", "width": 2, "global_tokens": [0]},
-            False,
-            ["xxxxx", "xxx..", "xxxx.", "x.xxx", "x..xx"],
-        ),
-        (
-            {"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 1},
-            True,
-            ["x....", "xx...", "xxx..", "x.xx.", "x..xx"],
-        ),
-        (
-            {"name": "fixed", "stride": 2, "n_summary_tokens": 1},
-            True,
-            ["x....", "xx...", ".xx..", ".xxx.", ".x.xx"],
-        ),
-        (
-            {"name": "fixed", "stride": 2, "n_summary_tokens": 1},
-            False,
-            ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"],
-        ),
+        ({"name": "longformer", "width": 2, "global_tokens": [0]}, False,
+         ["xxxxx", "xxx..", "xxxx.", "x.xxx", "x..xx"]),
+        ({"name": "bigbird", "block_size": 1, "n_random_blocks": 0, "n_global_tokens": 1}, True,
+         ["x....", "xx...", "xxx..", "x.xx.", "x..xx"]),
+        ({"name": "fixed", "stride": 2, "n_summary_tokens": 1}, True, ["x....", "xx...", ".xx..", ".xxx.", ".x.xx"]),
+        ({"name": "fixed", "stride": 2, "n_summary_tokens": 1}, False, ["xx.x.", "xx.x.", ".xxx.", ".xxx.", ".x.xx"]),
     ],
-)
+)  # fmt: skip
 def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: list[str]) -> None:
     config = ModelConfig(
         vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
@@ -188,30 +170,20 @@ def test_what_a_config_asks_for(pattern: dict[str, object], causal: bool, rows: 
     result = PATTERNS.get(config.attention.pattern.name)(config, causal)
     mask = PatternMask(result, SequenceMetadata(torch.arange(5)[None])).mask()
     assert mask is not None
-    assert ["".join("x" if seen else "." for seen in row) for row in mask[0, 0]] == rows
+    assert ["".join("x" if visible else "." for visible in row) for row in mask[0, 0]] == rows
 
 
 @pytest.mark.parametrize(
     ("pattern", "causal", "message"),
     [
-        (
-            {"name": "window", "width": 4, "initial_tokens": 2},
-            False,
-            "pattern.initial_tokens = 2: in an encoder, initial tokens",
-        ),
+        ({"name": "window", "width": 4, "initial_tokens": 2}, False,
+         "pattern.initial_tokens = 2: in an encoder, initial tokens"),
         ({"name": "longformer", "width": 4}, True, "'longformer' has global tokens, which see later tokens"),
-        (
-            {"name": "bigbird", "n_random_blocks": 65},
-            False,
-            "n_random_blocks = 65: more than 64 random blocks",
-        ),
-        (
-            {"name": "fixed", "stride": 4, "n_summary_tokens": 4},
-            True,
-            "n_summary_tokens = 4 with stride = 4 is full attention",
-        ),
+        ({"name": "bigbird", "n_random_blocks": 65}, False, "n_random_blocks = 65: more than 64 random blocks"),
+        ({"name": "fixed", "stride": 4, "n_summary_tokens": 4}, True,
+         "n_summary_tokens = 4 with stride = 4 is full attention"),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_sense_is_refused(pattern: dict[str, object], causal: bool, message: str) -> None:
     config = ModelConfig(
         vocab_size=7, d_model=8, n_layers=1, attention={"n_heads": 2, "pattern": pattern}, ffn={"d_ff": 8}
@@ -234,8 +206,8 @@ def test_one_new_token_after_cached_ones_needs_no_mask() -> None:
         torch.tensor([[T], [T]]), torch.zeros(2, 1, dtype=torch.int64), past=T,
         past_documents=torch.tensor([[0] * T, [-1, *[0] * (T - 1)]]),
     )  # fmt: skip
-    seen = PatternMask(Full(causal=True), padded).mask()
-    assert seen[:, 0, 0].tolist() == [[True] * (T + 1), [False, *[True] * T]]
+    dense_mask = PatternMask(Full(causal=True), padded).mask()
+    assert dense_mask[:, 0, 0].tolist() == [[True] * (T + 1), [False, *[True] * T]]
 
 
 def test_a_window_that_holds_all_is_plain() -> None:
@@ -257,10 +229,10 @@ def test_cached_tokens_are_seen_as_before(pattern: AttentionPattern) -> None:
             past=past,
             past_documents=None if documents is None else documents[:, :past],
         )
-        seen = PatternMask(pattern, later, 0, N)
-        mask = seen.mask()
+        pattern_mask = PatternMask(pattern, later, 0, N)
+        mask = pattern_mask.mask()
         if mask is None:
-            assert seen.builtin_mask == "all"
+            assert pattern_mask.builtin_mask == "all"
             continue
         assert torch.equal(mask.expand(2, N, T - past, T), full[:, :, past:])
 

@@ -64,11 +64,11 @@ def compare(module: Any, written_out: Any) -> dict[str, float]:
         ).requires_grad_()
         result = by(x, sequence())
         y, losses = (result.y, result.losses) if hasattr(result, "losses") else (result, {})
-        kept = y[DOCUMENTS >= 0]
-        (kept.sin().sum() + sum(losses.values(), torch.zeros(()))).backward()
+        outputs = y[DOCUMENTS >= 0]
+        (outputs.sin().sum() + sum(losses.values(), torch.zeros(()))).backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in (x, *module.parameters())]
         assert any(grad.any() for grad in grads)
-        actual.append([kept, *losses.values(), *grads])
+        actual.append([outputs, *losses.values(), *grads])
     for output, expected in zip(*actual, strict=True):
         torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-11)
     return {name: value.item() for name, value in losses.items()}

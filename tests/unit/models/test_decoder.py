@@ -17,14 +17,9 @@ from megatfm.models import Decoder, build, compute_mup_lr_scales
 LENGTHS = (5, 1, 6)
 T = sum(LENGTHS) + 2
 CONFIG = ModelConfig(
-    vocab_size=31,
-    d_model=16,
-    n_layers=2,
-    attention={"n_heads": 4, "n_kv_heads": 2},
-    ffn={"d_ff": 24},
-    embedding={"tied": False},
-    init={"std": 0.1},
-)
+    vocab_size=31, d_model=16, n_layers=2, attention={"n_heads": 4, "n_kv_heads": 2}, ffn={"d_ff": 24},
+    embedding={"tied": False}, init={"std": 0.1},
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -266,13 +261,8 @@ def test_the_base_width_is_the_standard_parametrisation() -> None:
 
 def test_an_initialisation_that_follows_the_width_is_refused() -> None:
     config = ModelConfig(
-        vocab_size=50,
-        d_model=64,
-        n_layers=1,
-        mup={"base_width": 32},
-        attention={"n_heads": 4},
-        ffn={"d_ff": 64},
+        vocab_size=50, d_model=64, n_layers=1, mup={"base_width": 32}, attention={"n_heads": 4}, ffn={"d_ff": 64},
         init={"name": "xavier"},
-    )
+    )  # fmt: skip
     with pytest.raises(UsageError, match=r"model\.mup does not go with model\.init\.name = 'xavier'"):
         build(config)

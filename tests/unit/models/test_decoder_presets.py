@@ -20,55 +20,21 @@ from tests.support.reference_gradients import row_of
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "models"
 COUNTS = {
-    "gpt1": 116_534_784,
-    "gpt2-124m": 124_439_808,
-    "gpt2-355m": 354_823_168,
-    "gpt2-774m": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "gpt3-small": 125_226_240,
-    "gpt3-medium": 355_871_744,
-    "gpt3-large": 760_300_032,
-    "gpt3-xl": 1_315_723_264,
-    "gpt3-2.7b": 2_651_553_280,
-    "gpt3-6.7b": 6_658_404_352,
-    "gpt3-13b": 12_853_386_240,
-    "gpt3-175b": 174_604_259_328,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "mistral-7b": 7_241_732_096,
-    "mistral-7b-v0.1": 7_241_732_096,
-    "mla-1b": 1_725_427_200,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_630_071_296,
-    "olmoe-1b-7b": 6_919_161_856,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "gpt-oss-20b": 20_914_757_184,
-    "gemma2-2b": 2_614_341_888,
-    "gemma2-9b": 9_241_705_984,
-    "gemma3-1b": 999_885_952,
-    "gemma3-4b": 3_880_263_168,
-    "deepseek-v2-lite": 15_706_484_224,
-    "switch-base-8": 619_339_008,
-    "switch-base-128": 7_415_217_408,
-    "deepseek-v3": 671_026_404_352,
-    "prefix-lm-base": 109_628_544,
-    "quickstart": 2_643_360,
-    "t5-small": 60_506_624,
-    "t5-base": 222_903_552,
-    "t5-large": 737_668_096,
-    "t5-3b": 2_851_598_336,
-    "t5-11b": 11_307_321_344,
-    "t5-v1.1-small": 76_961_152,
-    "t5-v1.1-base": 247_577_856,
-    "t5-v1.1-large": 783_150_080,
-    "t5-v1.1-xl": 2_849_757_184,
-    "t5-v1.1-xxl": 11_135_332_352,
-    "t-dmca": 32_528_896,
-    "t-dmca-moe": 567_562_240,
-    "transformer-base": 63_045_632,
-    "transformer-big": 214_171_648,
-}
+    "gpt1": 116_534_784, "gpt2-124m": 124_439_808, "gpt2-355m": 354_823_168, "gpt2-774m": 774_030_080,
+    "gpt2-xl": 1_557_611_200, "gpt3-small": 125_226_240, "gpt3-medium": 355_871_744, "gpt3-large": 760_300_032,
+    "gpt3-xl": 1_315_723_264, "gpt3-2.7b": 2_651_553_280, "gpt3-6.7b": 6_658_404_352, "gpt3-13b": 12_853_386_240,
+    "gpt3-175b": 174_604_259_328, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800, "mistral-7b": 7_241_732_096, "mistral-7b-v0.1": 7_241_732_096,
+    "mla-1b": 1_725_427_200, "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_630_071_296,
+    "olmoe-1b-7b": 6_919_161_856, "qwen3-30b-a3b": 30_532_122_624, "gpt-oss-20b": 20_914_757_184,
+    "gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984, "gemma3-1b": 999_885_952, "gemma3-4b": 3_880_263_168,
+    "deepseek-v2-lite": 15_706_484_224, "switch-base-8": 619_339_008, "switch-base-128": 7_415_217_408,
+    "deepseek-v3": 671_026_404_352, "prefix-lm-base": 109_628_544, "quickstart": 2_643_360, "t5-small": 60_506_624,
+    "t5-base": 222_903_552, "t5-large": 737_668_096, "t5-3b": 2_851_598_336, "t5-11b": 11_307_321_344,
+    "t5-v1.1-small": 76_961_152, "t5-v1.1-base": 247_577_856, "t5-v1.1-large": 783_150_080,
+    "t5-v1.1-xl": 2_849_757_184, "t5-v1.1-xxl": 11_135_332_352, "t-dmca": 32_528_896, "t-dmca-moe": 567_562_240,
+    "transformer-base": 63_045_632, "transformer-big": 214_171_648,
+}  # fmt: skip
 """Those of papers and released models, but for mla-1b, prefix-lm-base and the quickstart, which are our own."""
 OF_RELEASED_MODELS = [name for name in COUNTS if name != "quickstart"]
 
@@ -134,17 +100,11 @@ def stateful(model: nn.Module) -> list[torch.Tensor]:
 
 
 ACTIVE = {
-    "mixtral-8x7b": 12_879_925_248,
-    "mixtral-8x22b": 39_161_468_928,
-    "olmoe-1b-7b": 1_282_017_280,
-    "qwen3-30b-a3b": 3_353_032_704,
-    "gpt-oss-20b": 4_187_440_704,
-    "deepseek-v2-lite": 2_661_150_208,
-    "deepseek-v3": 37_552_282_624,
-    "switch-base-8": 222_977_280,
-    "switch-base-128": 224_083_200,
+    "mixtral-8x7b": 12_879_925_248, "mixtral-8x22b": 39_161_468_928, "olmoe-1b-7b": 1_282_017_280,
+    "qwen3-30b-a3b": 3_353_032_704, "gpt-oss-20b": 4_187_440_704, "deepseek-v2-lite": 2_661_150_208,
+    "deepseek-v3": 37_552_282_624, "switch-base-8": 222_977_280, "switch-base-128": 224_083_200,
     "t-dmca-moe": 34_885_632,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", ACTIVE)

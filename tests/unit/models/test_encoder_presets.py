@@ -158,16 +158,10 @@ if __name__ == "__main__":
 
 
 SMALL = {
-    "model.vocab_size": VOCABULARY,
-    "model.d_model": 32,
-    "model.n_layers": 2,
-    "model.attention.n_heads": 2,
-    "model.ffn.d_ff": 48,
-    "model.init.std": 0.2,
-    "data.sequence_length": 32,
-    "train.global_batch": 8,
+    "model.vocab_size": VOCABULARY, "model.d_model": 32, "model.n_layers": 2, "model.attention.n_heads": 2,
+    "model.ffn.d_ff": 48, "model.init.std": 0.2, "data.sequence_length": 32, "train.global_batch": 8,
     "train.micro_batch": 8,
-}
+}  # fmt: skip
 LEARNED = {"model.position.max_positions": 32}
 GENERATOR = {"model.generator.d_model": 16, "model.generator.n_heads": 2, "model.generator.d_ff": 24}
 TRAINED = {

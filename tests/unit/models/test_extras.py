@@ -27,11 +27,8 @@ CONFIG = ModelConfig.from_dotted(
     | {"ffn": {"name": "chosen", "d_ff": 24, "choices": 3, "rate": 0.1, "weight": 0.25}}
 )
 XLNET = {
-    "family": "xlnet",
-    "attention.name": "two_stream",
-    "position.name": "transformer_xl",
-    "n_mtp_heads": 0,
-}
+    "family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl", "n_mtp_heads": 0,
+}  # fmt: skip
 SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=23, cls=3, sep=4, sentinels=range(22, 17, -1))
 TOKENS = torch.arange(12).view(2, 6)
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, -1, -1]])
@@ -90,12 +87,9 @@ def test_an_objective_takes_the_terms_up() -> None:
     objective = build_objective(CausalObjective(), CONFIG, SPECIAL, (6,))
     assert objective.loss_weights == {"causal": 1.0, "future_1": 1.0, "router": 0.25}
     batch = {
-        "tokens": TOKENS,
-        "targets": TOKENS.clone(),
-        "positions": TOKENS % 6,
-        "keys": torch.arange(2),
+        "tokens": TOKENS, "targets": TOKENS.clone(), "positions": TOKENS % 6, "keys": torch.arange(2),
         "documents": DOCUMENTS,
-    }
+    }  # fmt: skip
     batch["targets"][:, -2:] = -100
     batch["targets"][0, 2] = -100
     counts = {name: int(n) for name, n in objective.target_counts(batch).items()}

@@ -142,11 +142,8 @@ def test_images_of_a_row_are_each_image_alone(options: dict[str, Any]) -> None:
     for one, other in zip(torch.autograd.grad(loss, [*actual.parameters()]), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
     logits = torch.cat(
-        [
-            actual(**without_labels(batch_of([image], [[0]], [0]))).predictions["classifier"]
-            for image in images
-        ]
-    )
+        [actual(**without_labels(batch_of([image], [[0]], [0]))).predictions["classifier"] for image in images],
+    )  # fmt: skip
     torch.testing.assert_close(actual(**without_labels(packed)).predictions["classifier"], logits)
     bare = {
         "patches": batch_of(images, [[0, 1, 2]], labels)["patches"],
@@ -176,11 +173,8 @@ def test_rows_that_hold_no_whole_image_are_refused() -> None:
 
 
 MVIT_COUNTS = {
-    "mvitv2-t": 24_173_320,
-    "mvitv2-s": 34_870_216,
-    "mvitv2-b": 51_472_744,
-    "mvitv2-l": 217_992_952,
-}
+    "mvitv2-t": 24_173_320, "mvitv2-s": 34_870_216, "mvitv2-b": 51_472_744, "mvitv2-l": 217_992_952,
+}  # fmt: skip
 """With 1,000 classes, as timm counts them."""
 Weights = Mapping[str, Tensor]
 
@@ -299,9 +293,11 @@ def test_mvit_is_the_paper(case: str) -> None:
         torch.stack([logits(one, actual, parameters) for one in inputs]), labels, reduction="sum"
     )
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
-    gradients, wanted = (torch.autograd.grad(value, [*parameters.values()]) for value in (loss, expected))
-    full = float(torch.stack([gradient.norm() for gradient in wanted]).norm())
-    for name, one, other in zip(parameters, gradients, wanted, strict=True):
+    gradients, expected_gradients = (
+        torch.autograd.grad(value, [*parameters.values()]) for value in (loss, expected)
+    )
+    full = float(torch.stack([gradient.norm() for gradient in expected_gradients]).norm())
+    for name, one, other in zip(parameters, gradients, expected_gradients, strict=True):
         of_keys = name.endswith(("attn.wk.bias", "pool_k.norm.bias"))  # which softmax undoes, or nearly
         assert of_keys or float(other.norm()) > 1e-6 * full, f"nothing to compare for {name}"
         error = float((one - other).norm())

@@ -19,26 +19,12 @@ from tests.support.reference_gradients import doubled
 
 MAE_SIDE, GRID, D, D_DECODER = 4, (5, 5), 24, 16
 CONFIG = ModelConfig.from_dotted(
-    {
-        "family": "masked_autoencoder",
-        "d_model": D,
-        "n_layers": 2,
-        "attention.n_heads": 3,
-        "attention.bias": True,
-        "ffn.d_ff": 40,
-        "ffn.activation": "gelu",
-        "ffn.bias": True,
-        "norm.name": "layer_norm",
-        "norm.eps": 1e-12,
-        "position.name": "sinusoidal_2d",
-        "embedding.name": "patches",
-        "embedding.patch_size": MAE_SIDE,
-        "embedding.mean": (0.5, 0.4, 0.3),
-        "embedding.std": (0.2, 0.3, 0.4),
-        "lm_head.name": "none",
-        "pixel_decoder": {"d_model": D_DECODER, "n_layers": 3, "n_heads": 2, "d_ff": 32},
-    }
-)
+    {"family": "masked_autoencoder", "d_model": D, "n_layers": 2, "attention.n_heads": 3, "attention.bias": True,
+     "ffn.d_ff": 40, "ffn.activation": "gelu", "ffn.bias": True, "norm.name": "layer_norm", "norm.eps": 1e-12,
+     "position.name": "sinusoidal_2d", "embedding.name": "patches", "embedding.patch_size": MAE_SIDE,
+     "embedding.mean": (0.5, 0.4, 0.3), "embedding.std": (0.2, 0.3, 0.4), "lm_head.name": "none",
+     "pixel_decoder": {"d_model": D_DECODER, "n_layers": 3, "n_heads": 2, "d_ff": 32}},
+)  # fmt: skip
 NAMES = (
     (r"^vit\.embeddings\.cls_token", "encoder.embedding.patches.special"),
     (r"^vit\.embeddings\.patch_embeddings\.", "encoder.embedding.patches."),
@@ -123,17 +109,17 @@ def test_transformers_mae(normalize: bool) -> None:
     with doubled(torch.float64, modeling_vit_mae):
         output = expected(pixel_values=values, noise=noise)
     output.loss.backward()
-    kept = [kept_patches(number) for number in range(3)]
-    batch = masked_batch(images, MAE_SIDE, 1, [[0, 1], [2]], kept, (15, 54))
+    patches = [kept_patches(number) for number in range(3)]
+    batch = masked_batch(images, MAE_SIDE, 1, [[0, 1], [2]], patches, (15, 54))
     loss = model(**batch).losses["reconstruction"]
     torch.testing.assert_close(loss / (3 * 19), output.loss, rtol=1e-11, atol=1e-11)
     (loss / (3 * 19)).backward()
-    wanted = dict(ours_of(n, p.grad) for n, p in expected.named_parameters() if p.requires_grad)
-    assert wanted.keys() == dict(model.named_parameters()).keys()
+    expected_gradients = dict(ours_of(n, p.grad) for n, p in expected.named_parameters() if p.requires_grad)
+    assert expected_gradients.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert name.endswith("wk.bias") or parameter.grad.norm() > 1e-6, name
         torch.testing.assert_close(
-            parameter.grad, wanted[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+            parameter.grad, expected_gradients[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
         )
     del batch["patches"]
     predicted = model(**batch).logits

@@ -26,12 +26,8 @@ from megatfm.ops.cross_entropy import IGNORE
 from tests.support.pattern_models import ROW_LENGTH, SCORE_MODELS, SCORE_SIZES, loss_gradients, score_inputs
 
 SMALL = [
-    "model.d_model=32",
-    "model.n_layers=2",
-    "model.attention.n_heads=2",
-    "model.ffn.d_ff=32",
-    "model.vocab_size=64",
-]
+    "model.d_model=32", "model.n_layers=2", "model.attention.n_heads=2", "model.ffn.d_ff=32", "model.vocab_size=64",
+]  # fmt: skip
 B, T = 2, 16
 LISTS = re.compile(r"torch\.(?:as_)?tensor\((?:[^()]|\([^()]*\))*?\bdevice=")
 """With calls in their arguments, and over several lines."""
@@ -113,7 +109,7 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_places_of_tokens_are_copied_so_too() -> None:
-    """Those of rows that are cut over ranks, in each layer and pass."""
+    """Places of rows that are cut over ranks count, too, in each layer and pass."""
     folder = Path(parallel.__file__).parent
     actual = [
         path.name

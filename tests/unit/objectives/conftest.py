@@ -17,32 +17,17 @@ RESERVED = 200
 """Ids below are no text."""
 WORD_STARTS = np.arange(VOCABULARY) % 5 < 3
 SPECIAL = SpecialTokens(
-    bos=1,
-    eos=2,
-    pad=0,
-    vocab_size=VOCABULARY,
-    mask=3,
-    cls=4,
-    sep=5,
-    sentinels=range(199, 39, -1),
-    modes={"R": 6, "S": 7, "X": 8},
-    other_reserved=range(9, 40),
-    word_starts=WORD_STARTS,
-)
+    bos=1, eos=2, pad=0, vocab_size=VOCABULARY, mask=3, cls=4, sep=5, sentinels=range(199, 39, -1),
+    modes={"R": 6, "S": 7, "X": 8}, other_reserved=range(9, 40), word_starts=WORD_STARTS,
+)  # fmt: skip
 FAMILIES = {
-    "masked": "encoder",
-    "next_sentence": "encoder",
-    "sentence_order": "encoder",
-    "span_boundary": "encoder",
-}
+    "masked": "encoder", "next_sentence": "encoder", "sentence_order": "encoder", "span_boundary": "encoder",
+}  # fmt: skip
 FAMILIES |= {"causal": "decoder", "prefix": "decoder", "replaced_token": "electra", "permutation": "xlnet"}
 PARTS: dict[str, Any] = {
-    "encoder": {
-        "extra_heads.sentence.classes": 2,
-        "extra_heads.boundary.name": "boundary",
-        "embedding.n_segments": 2,
-    }
-}
+    "encoder": {"extra_heads.sentence.classes": 2, "extra_heads.boundary.name": "boundary",
+                "embedding.n_segments": 2},
+}  # fmt: skip
 PARTS["xlnet"] = {"attention.name": "two_stream", "position.name": "transformer_xl"}
 PARTS["electra"] = {"generator": {"d_model": 8, "n_heads": 1, "d_ff": 8}}
 

@@ -136,13 +136,9 @@ def test_samples_are_refused(text: list[int], options: dict[str, Any], message: 
         ((10, 5), {}, r"data\.target_length = 5 is too short for an image, which takes 4 tokens"),
         ((4, 30), {}, r"data\.sequence_length = 4 is too short for an image"),
         ((10, 30), {"mixup": 0.5}, "a mixed image has no text"),
-        (
-            (10, 30),
-            {"size": 9},
-            r"data\.images\.size = 9 .* model\.vision_tower\.embedding\.patch_size = 4",
-        ),
+        ((10, 30), {"size": 9}, r"data\.images\.size = 9 .* model\.vision_tower\.embedding\.patch_size = 4"),
     ],
-)
+)  # fmt: skip
 def test_rows_and_images_are_refused(lengths: tuple[int, int], images: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         objective(lengths=lengths, images=images)
@@ -153,17 +149,11 @@ def test_rows_and_images_are_refused(lengths: tuple[int, int], images: dict[str,
     [
         ({"connector": None}, "needs the sections vision_tower and connector"),
         ({"vision_tower": None}, "needs the sections vision_tower and connector"),
-        (
-            {"connector.image_token_id": 60},
-            "image_token_id = 60 is outside the vocabulary of vocab_size = 60",
-        ),
-        (
-            {"vision_tower.n_heads": 5},
-            r"vision_tower\.n_heads = 5 does not divide vision_tower\.d_model = 12",
-        ),
+        ({"connector.image_token_id": 60}, "image_token_id = 60 is outside the vocabulary of vocab_size = 60"),
+        ({"vision_tower.n_heads": 5}, r"vision_tower\.n_heads = 5 does not divide vision_tower\.d_model = 12"),
         ({"family": "decoder"}, "vision_tower has no meaning with family = 'decoder'"),
     ],
-)
+)  # fmt: skip
 def test_parts_that_do_not_go_together_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dotted(LLAVA).with_changes(changes)

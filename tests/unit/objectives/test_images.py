@@ -35,12 +35,8 @@ def model(**options: Any) -> ModelConfig:
 def objective(rows: int = 40, size: int = 12, channels: int = 3, **images: Any) -> Objective:
     section = ImagesConfig.model_validate({"size": size, "crop_pct": 1.0, **images})
     chosen = model(
-        **{
-            "embedding.channels": channels,
-            "embedding.mean": [0.5] * channels,
-            "embedding.std": [0.5] * channels,
-        }
-    )
+        **{"embedding.channels": channels, "embedding.mean": [0.5] * channels, "embedding.std": [0.5] * channels},
+    )  # fmt: skip
     return build_objective(ImageClassificationObjective(), chosen, None, (rows,), section)
 
 

@@ -44,13 +44,13 @@ def test_rates_over_a_million_tokens(million: Any, special: SpecialTokens) -> No
     assert within(chosen.sum(), texts.size, 0.15)
     assert within((chosen.sum(0) - 0.15 * TEXTS).max() + 0.15 * TEXTS, TEXTS, 0.15), "any place is as likely"
     masked = displayed[chosen] == MASK
-    kept = displayed[chosen] == texts[chosen]
-    random = ~masked & ~kept
+    unchanged = displayed[chosen] == texts[chosen]
+    random = ~masked & ~unchanged
     n = chosen.sum()
     # A random token is the original one now and then.
     same = 0.1 / len(special.text_ids)
     assert within(masked.sum(), n, 0.8)
-    assert within(kept.sum(), n, 0.1 + same)
+    assert within(unchanged.sum(), n, 0.1 + same)
     assert within(random.sum(), n, 0.1 - same)
 
 
@@ -337,15 +337,15 @@ def test_a_context_has_one_span(chosen: np.ndarray) -> None:
 
 def test_orders_are_uniform(make_objective: Any, make_text: Any, build_one: Any) -> None:
     """All six orders of three targets are as frequent."""
-    result, seen = make_objective("permutation"), Counter[tuple[int, ...]]()
+    result, orders = make_objective("permutation"), Counter[tuple[int, ...]]()
     for sample in range(6000):
         order = build_one(result, make_text(18), sample=sample)["order"]
         if order.max() == 3:
-            seen[tuple(order[order > 0])] += 1
-    expected = sum(seen.values()) / 6
+            orders[tuple(order[order > 0])] += 1
+    expected = sum(orders.values()) / 6
     assert expected > 100
-    assert len(seen) == 6
-    assert sum((n - expected) ** 2 / expected for n in seen.values()) < 5 + 6 * 10**0.5
+    assert len(orders) == 6
+    assert sum((n - expected) ** 2 / expected for n in orders.values()) < 5 + 6 * 10**0.5
 
 
 def test_permutations_differ_by_epoch(make_objective: Any, make_text: Any, build_one: Any) -> None:

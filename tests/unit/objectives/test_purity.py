@@ -103,12 +103,12 @@ def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, f
     backwards = [digest(two.build_example(DocumentChunk(tokens, remaining), key)) for key in reversed(keys)]
     assert forwards == backwards[::-1]
     if name != "causal":
-        seen = set(forwards)
-        assert len(seen) > len(keys) / 3, "samples and chunks differ, and but for planned cuts epochs"
+        examples = set(forwards)
+        assert len(examples) > len(keys) / 3, "samples and chunks differ, and but for planned cuts epochs"
         other_seed = {
             digest(one.build_example(DocumentChunk(tokens, remaining), key._replace(seed=6))) for key in keys
         }
-        assert len(seen & other_seed) < len(keys) / 2
+        assert len(examples & other_seed) < len(keys) / 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,13 +159,9 @@ def test_no_rank_or_resume_changes_a_batch(
 
     def loader(**options: Any) -> DataLoader:
         packed = PackedDataset(
-            memory([[30, 200, 7], [90, 2, 55], [400]]),
-            build_objective(make_objective, name, family),
-            sequence_length=rows[0],
-            target_length=rows[1],
-            seed=4,
-            streams=2,
-        )
+            memory([[30, 200, 7], [90, 2, 55], [400]]), build_objective(make_objective, name, family),
+            sequence_length=rows[0], target_length=rows[1], seed=4, streams=2,
+        )  # fmt: skip
         return DataLoader(packed, global_batch=4, **options)
 
     def joined(step: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

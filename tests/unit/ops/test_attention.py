@@ -19,9 +19,11 @@ B, N, T, H = 2, 6, 11, 4
 EARLIER = Full(causal=True)
 
 
-def chosen_attention(q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask = CAUSAL_MASK) -> Tensor:
-    kernel = choose_kernel(AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), has_dropout=False))
-    return kernel.run(q, k, v, seen, None, AttentionOptions(), None)
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, pattern_mask: AttentionMask = CAUSAL_MASK) -> Tensor:
+    kernel = choose_kernel(
+        AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False)
+    )
+    return kernel.run(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
 
 def heads(kv_heads: int, queries: int = T, keys: int = T) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,9 +40,9 @@ def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
     for b in range(q.shape[0]):
         for n in range(q.shape[1]):
             for t in range(q.shape[2]):
-                seen = past + t + 1
-                weights = (k[b, n // group, :seen] @ q[b, n, t] / q.shape[3] ** 0.5).exp()
-                result[b, n, t] = weights @ v[b, n // group, :seen] / weights.sum()
+                pattern_mask = past + t + 1
+                weights = (k[b, n // group, :pattern_mask] @ q[b, n, t] / q.shape[3] ** 0.5).exp()
+                result[b, n, t] = weights @ v[b, n // group, :pattern_mask] / weights.sum()
     return result
 
 
@@ -50,19 +52,19 @@ def one_query_at_a_time(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
 def test_attention_equals_one_query_at_a_time(function, kv_heads: int, past: int) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(kv_heads, queries=T - past)
     positions = torch.arange(past, T).expand(B, -1)
-    seen = PatternMask(EARLIER, SequenceMetadata(positions, past=past))
-    assert (seen.builtin_mask == "causal") == (past == 0)
-    torch.testing.assert_close(function(q, k, v, seen), one_query_at_a_time(q, k, v, past))
+    pattern_mask = PatternMask(EARLIER, SequenceMetadata(positions, past=past))
+    assert (pattern_mask.builtin_mask == "causal") == (past == 0)
+    torch.testing.assert_close(function(q, k, v, pattern_mask), one_query_at_a_time(q, k, v, past))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_against_the_reference(masked: bool) -> None:
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [-1] * 2]) if masked else None
-    seen = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
+    pattern_mask = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
     inputs = [x.requires_grad_() for x in heads(2)]
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    actual = torch.autograd.grad(chosen_attention(*inputs, seen), inputs, y)
-    expected = torch.autograd.grad(attention_reference(*inputs, seen), inputs, y)
+    actual = torch.autograd.grad(chosen_attention(*inputs, pattern_mask), inputs, y)
+    expected = torch.autograd.grad(attention_reference(*inputs, pattern_mask), inputs, y)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
@@ -71,8 +73,8 @@ def test_gradients_against_the_reference(masked: bool) -> None:
 def test_a_document_in_a_row_is_the_document_alone(function) -> None:  # type: ignore[no-untyped-def]
     q, k, v = heads(3)
     documents = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1]])
-    seen = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
-    packed = function(q, k, v, seen)
+    pattern_mask = PatternMask(EARLIER, SequenceMetadata(torch.arange(T).expand(B, T), documents))
+    packed = function(q, k, v, pattern_mask)
     for b in range(B):
         for document in documents[b].unique():
             at = documents[b] == document

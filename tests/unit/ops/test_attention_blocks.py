@@ -21,23 +21,11 @@ from tests.support.pattern_models import Chunks
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
 DOCUMENTS = torch.tensor([[0] * 19 + [1] * 1 + [2] * 40 + [-1] * 17, [0] * 16 + [1] * 8 + [2] * 53])
 PATTERNS = [
-    Window(10),
-    Window(0),
-    Window(7, 9),
-    Window(200),
-    Window(12, step=3),
-    Window(9, first=3),
-    Chunked(20, causal=True),
-    Chunked(8, causal=False),
-    Strided(9, causal=True),
-    Fixed(12, 2, causal=True),
-    BigBird(4, 1, 0, N),
-    BigBird(8, 1, 0, N, layer=2),
-    BigBird(4, 2, 3, N, causal=True),
-    Longformer(9, (0, 17)),
-    Full(causal=True),
-    Chunks(11),
-]
+    Window(10), Window(0), Window(7, 9), Window(200), Window(12, step=3), Window(9, first=3),
+    Chunked(20, causal=True), Chunked(8, causal=False), Strided(9, causal=True), Fixed(12, 2, causal=True),
+    BigBird(4, 1, 0, N), BigBird(8, 1, 0, N, layer=2), BigBird(4, 2, 3, N, causal=True), Longformer(9, (0, 17)),
+    Full(causal=True), Chunks(11),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +64,7 @@ PLAIN = AttentionOptions()
 
 def compare(
     tensors: list[Tensor],
-    seen: AttentionMask,
+    pattern_mask: AttentionMask,
     variant: AttentionOptions = PLAIN,
     keys: Tensor | None = None,
     bias: Tensor | None = None,
@@ -84,7 +72,7 @@ def compare(
 ) -> float:
     """The largest error of output and gradients, relative to each, or to a hundredth of the largest."""
     actual, expected = (
-        function(*tensors[:3], seen, bias, variant, keys, *tensors[3:])
+        function(*tensors[:3], pattern_mask, bias, variant, keys, *tensors[3:])
         for function in (function, attention_reference)
     )
     if bias is not None and bias.requires_grad:
@@ -111,15 +99,17 @@ def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
     length = 64
     tensors = [x[:, :, :length].detach().requires_grad_() for x in inputs(kv_heads)]
     layout = SequenceMetadata(torch.arange(length).expand(B, -1))
-    seen = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
-    visits, *_ = block_sparse._plan_visits(seen, tensors[0], tensors[1], has_dropout=False, fused=True)
+    pattern_mask = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
+    visits, *_ = block_sparse._plan_visits(
+        pattern_mask, tensors[0], tensors[1], has_dropout=False, fused=True
+    )
     wide = [visit for visit in visits if isinstance(visit, block_plan.Band)]
     assert sorted((band.row, band.first_query, band.queries, band.keys) for band in wide) == [
         (row, first, 4, length) for row in range(B) for first in (0, length - 4)
     ]
-    assert compare(tensors, seen) < 1e-13
+    assert compare(tensors, pattern_mask) < 1e-13
     near = biases()[:, T - length : T + length - 1].detach().requires_grad_()
-    assert compare(tensors, seen, bias=near) < 1e-13
+    assert compare(tensors, pattern_mask, bias=near) < 1e-13
 
 
 def biases(heads: int = N) -> Tensor:
@@ -130,11 +120,11 @@ def biases(heads: int = N) -> Tensor:
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_biases_by_distance(pattern: AttentionPattern) -> None:
-    """They have a gradient (T5), or none (ALiBi)."""
+    """Biases have a gradient (T5), or none (ALiBi)."""
     for kv_heads, layout in zip((N, 2, 1, N), layouts(), strict=True):
-        seen = PatternMask(pattern, layout, 0, N)
-        assert compare(inputs(kv_heads), seen, bias=biases()) < 1e-13
-        assert compare(inputs(kv_heads), seen, bias=biases().requires_grad_()) < 1e-13
+        pattern_mask = PatternMask(pattern, layout, 0, N)
+        assert compare(inputs(kv_heads), pattern_mask, bias=biases()) < 1e-13
+        assert compare(inputs(kv_heads), pattern_mask, bias=biases().requires_grad_()) < 1e-13
 
 
 @pytest.mark.parametrize("pattern", [Window(10), Full(causal=True), BigBird(4, 1, 0, N)], ids=repr)
@@ -192,11 +182,8 @@ def test_what_may_differ_from_plain_attention(
 def test_after_cached_tokens(pattern: AttentionPattern) -> None:
     past = 21
     layout = SequenceMetadata(
-        torch.arange(past, T).expand(B, -1),
-        DOCUMENTS[:, past:],
-        past=past,
-        past_documents=DOCUMENTS[:, :past],
-    )
+        torch.arange(past, T).expand(B, -1), DOCUMENTS[:, past:], past=past, past_documents=DOCUMENTS[:, :past],
+    )  # fmt: skip
     assert compare(inputs(2, queries=T - past), PatternMask(pattern, layout, 0, N)) < 1e-13
 
 
@@ -223,13 +210,15 @@ def test_masks_of_any_form() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_in_lower_precision(dtype: torch.dtype) -> None:
     """At most twice as far from float64 as the reference is in that precision."""
-    seen, tensors = PatternMask(Window(30), next(layouts())), inputs(2, dtype=dtype)
+    pattern_mask, tensors = PatternMask(Window(30), next(layouts())), inputs(2, dtype=dtype)
     y = torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    expected = torch.autograd.grad(attention_reference(*exact, seen), exact, y)
+    expected = torch.autograd.grad(attention_reference(*exact, pattern_mask), exact, y)
 
     def errors(function) -> list[float]:  # type: ignore[no-untyped-def]
-        result = torch.autograd.grad(function(*tensors, seen, None, PLAIN, None), tensors, y.to(dtype))
+        result = torch.autograd.grad(
+            function(*tensors, pattern_mask, None, PLAIN, None), tensors, y.to(dtype)
+        )
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(result, expected, strict=True)]
 
     for blocked_error, reference in zip(
@@ -242,8 +231,8 @@ def test_what_is_held_grows_with_the_length_and_not_with_its_square() -> None:
     """Masks and tables of pieces: twice the tokens, about twice the numbers."""
 
     def held(length: int, pattern: AttentionPattern, documents: Tensor | None) -> int:
-        seen = PatternMask(pattern, SequenceMetadata(torch.arange(length)[None], documents))
-        plan = block_plan.plan_blocks(seen, block_plan.BlockGrid(1, length, length, SIZE))
+        pattern_mask = PatternMask(pattern, SequenceMetadata(torch.arange(length)[None], documents))
+        plan = block_plan.plan_blocks(pattern_mask, block_plan.BlockGrid(1, length, length, SIZE))
         return sum(0 if piece.mask is None else piece.mask.numel() for piece in plan)
 
     for pattern in (Window(40), Full(causal=True), Chunked(40, causal=True), Window(40, first=3)):
@@ -273,7 +262,7 @@ def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: py
     monkeypatch.setattr(block_plan, "MIN_MEAN_LENGTH", T)
     documents = torch.tensor([[0] * 30 + [1] * 47]).expand(B, -1)
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), documents)
-    seen, broken = (
+    pattern_mask, broken = (
         PatternMask(pattern, item, 0, N) for item in (layout, copy_of(layout))
     )  # each keeps what it has made
     if fault.startswith("a block"):
@@ -288,7 +277,7 @@ def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: py
     heads = N - 1 if fault.startswith("the random") else N
     q, k, v = (x[:, :heads] for x in inputs())
     right = (
-        block_sparse.block_sparse_attention(q, k, v, seen, None, PLAIN, None)
+        block_sparse.block_sparse_attention(q, k, v, pattern_mask, None, PLAIN, None)
         if heads == N
         else block_sparse.block_sparse_attention(
             q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None
@@ -310,9 +299,9 @@ def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytes
         if pattern.band.chunk
         else {"global_tokens": (0,)}
     )
-    seen = PatternMask(pattern, layout, 0, N)
-    assert compare(inputs(2), seen) < 1e-13
-    assert seen.bands(fused=True)
+    pattern_mask = PatternMask(pattern, layout, 0, N)
+    assert compare(inputs(2), pattern_mask) < 1e-13
+    assert pattern_mask.bands(fused=True)
     for sides, documents in (
         (replace(pattern.band, **wrong), layout.document_spans()),
         (pattern.band, [(None, 0, T)]),
@@ -330,23 +319,20 @@ IN_FLEX = (0, 4, 6, 8, 9, 11, 13)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     "pattern",
-    [
-        pytest.param(p, id=repr(p), marks=[pytest.mark.slow] * (i not in IN_FLEX))
-        for i, p in enumerate(PATTERNS)
-    ],
-)
+    [pytest.param(p, id=repr(p), marks=[pytest.mark.slow] * (i not in IN_FLEX)) for i, p in enumerate(PATTERNS)],
+)  # fmt: skip
 def test_flex_attention_visits_the_same(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own table of blocks and masks, run by its reference: on a CPU it has no backward pass."""
     monkeypatch.setattr(flex, "SIZE", SIZE)
     q, k, v = (x.detach() for x in inputs(2))
     variant = AttentionOptions(scale=0.2, softcap=3.0)
     for layout in list(layouts())[1:3]:
-        seen = PatternMask(pattern, layout, 0, N)
+        pattern_mask = PatternMask(pattern, layout, 0, N)
         sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
         for given_sinks in (None, sinks):
             for bias in (None, biases()):
-                result = flex.flex(q, k, v, seen, bias, variant, None, given_sinks)
-                expected = attention_reference(q, k, v, seen, bias, variant, None, given_sinks)
+                result = flex.flex(q, k, v, pattern_mask, bias, variant, None, given_sinks)
+                expected = attention_reference(q, k, v, pattern_mask, bias, variant, None, given_sinks)
                 torch.testing.assert_close(result, expected)
-        visited = flex.block_mask(seen, T, T).to_dense().bool().expand(B, N, -1, -1)
-        assert torch.equal(visited, seen.block_mask(SIZE).expand(B, N, -1, -1))
+        visited = flex.block_mask(pattern_mask, T, T).to_dense().bool().expand(B, N, -1, -1)
+        assert torch.equal(visited, pattern_mask.block_mask(SIZE).expand(B, N, -1, -1))

@@ -80,10 +80,16 @@ def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMe
     return SequenceMetadata(torch.arange(T).expand(B, T), documents, cu_seqlens=starts, **options)
 
 
-def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
+def case(
+    pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any
+) -> AttentionRequest:
     """A request for long rows on a GPU."""
     rows = AttentionRequest.from_inputs(
-        *heads()[:2], seen, AttentionOptions(), has_dropout=requested.pop("has_dropout", False), **requested
+        *heads()[:2],
+        pattern_mask,
+        AttentionOptions(),
+        has_dropout=requested.pop("has_dropout", False),
+        **requested,
     )
     return AttentionRequest(**{**vars(rows), "device": "cuda", "dtype": dtype, "queries": 4096, "keys": 4096})
 
@@ -93,8 +99,12 @@ def case(seen: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: An
     "pattern", [Full(causal=True), Full(), Window(5), Window(3, 2)], ids=lambda pattern: repr(pattern)
 )
 def test_documents_end_to_end_are_the_reference(pattern: AttentionPattern, documents: Tensor | None) -> None:
-    seen, inputs, variant = PatternMask(pattern, sequence(documents)), heads(), AttentionOptions(scale=0.3)
-    result = varlen.varlen(*inputs, seen, None, variant, None)
+    pattern_mask, inputs, variant = (
+        PatternMask(pattern, sequence(documents)),
+        heads(),
+        AttentionOptions(scale=0.3),
+    )
+    result = varlen.varlen(*inputs, pattern_mask, None, variant, None)
     expected = attention_reference(*inputs, PatternMask(pattern, sequence(documents)), None, variant)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -136,18 +146,10 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "values of another width": case(PatternMask(causal, packed), v_width=16),
     }
     assert {name: choose_kernel(requested).name for name, requested in actual.items()} == {
-        "packed": "varlen",
-        "window": "varlen",
-        "one document": "fused",
-        "prefix": "flex",
-        "starts unknown": "flex",
-        "pattern": "flex",
-        "float32": "flex",
-        "drops": "flex",
-        "drops, one document": "flex",
-        "sinks": "flex",
+        "packed": "varlen", "window": "varlen", "one document": "fused", "prefix": "flex", "starts unknown": "flex",
+        "pattern": "flex", "float32": "flex", "drops": "flex", "drops, one document": "flex", "sinks": "flex",
         "values of another width": "flex",
-    }
+    }  # fmt: skip
     varlen.list_parameters.cache_clear()
     for missing in ("scale", "enable_gqa"):  # as torch 2.10 has it
         monkeypatch.setattr(
@@ -177,12 +179,9 @@ def test_the_batch_brings_starts_to_the_model(monkeypatch: pytest.MonkeyPatch) -
         return real(*args)
 
     small = [
-        "model.d_model=32",
-        "model.n_layers=2",
-        "model.attention.n_heads=4",
-        "model.vocab_size=64",
+        "model.d_model=32", "model.n_layers=2", "model.attention.n_heads=4", "model.vocab_size=64",
         "model.ffn.d_ff=32",
-    ]
+    ]  # fmt: skip
     model = build(load_config("quickstart", small).model).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -208,9 +207,11 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
     sequences = sequence()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen = PatternMask(Full(causal=True), sequences)
-        assert AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), has_dropout=False).is_varlen
-        return varlen.varlen(q, k, v, seen, None, AttentionOptions(), None)
+        pattern_mask = PatternMask(Full(causal=True), sequences)
+        assert AttentionRequest.from_inputs(
+            q, k, pattern_mask, AttentionOptions(), has_dropout=False
+        ).is_varlen
+        return varlen.varlen(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
     inputs = (x.detach().bfloat16() for x in heads())
     torch.compile(attend, fullgraph=True, backend=backend)(*inputs)
@@ -250,7 +251,7 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         "choose_backends",
         lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS,
     )
-    seen, inputs = PatternMask(Full(causal=True), sequence()), heads()
+    pattern_mask, inputs = PatternMask(Full(causal=True), sequence()), heads()
     taken: list[bool] = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -258,8 +259,8 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         "scaled_dot_product_attention",
         lambda *a, enable_gqa, **k: (taken.append(enable_gqa), real(*a, **k))[1],
     )
-    fused = sdpa.sdpa_attention(*inputs, seen, None, AttentionOptions(), None)
-    torch.testing.assert_close(fused, attention_reference(*inputs, seen))
+    fused = sdpa.sdpa_attention(*inputs, pattern_mask, None, AttentionOptions(), None)
+    torch.testing.assert_close(fused, attention_reference(*inputs, pattern_mask))
     assert allowed == [sdpa.MASKED_BACKENDS]
     assert taken == [False]
 
@@ -315,8 +316,8 @@ def test_dropped_probabilities_in_two_passes(
     keys = torch.randint(-(2**62), 2**62, (B, N, T), generator=torch.Generator().manual_seed(2))
     score = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_() if sinks else None
     wanted_of = [*inputs, *([score] if score is not None else [])]
-    seen = PatternMask(Full(causal=True), sequence())
-    result = flex(*inputs, seen, None, variant, keys, score)
+    pattern_mask = PatternMask(Full(causal=True), sequence())
+    result = flex(*inputs, pattern_mask, None, variant, keys, score)
     expected = attention_reference(
         *inputs, PatternMask(Full(causal=True), sequence()), None, variant, keys, score
     )

@@ -72,12 +72,9 @@ def test_blind_queries(name: str, dtype: torch.dtype, bound: float) -> None:
         [q, k, v] if run is flex else [x.requires_grad_() for x in (q, k, v)]
     )  # flex has no gradients on a CPU
     out = run(
-        *inputs,
-        DenseMask(dense=mask[:, None], block_size=4),
-        bias,
-        AttentionOptions(dropout=0.25 if drops else 0.0),
+        *inputs, DenseMask(dense=mask[:, None], block_size=4), bias, AttentionOptions(dropout=0.25 if drops else 0.0),
         rng_keys,
-    )
+    )  # fmt: skip
     assert (out[0, :, BLIND] == 0).all()
     assert out.isfinite().all()
     if not drops:
@@ -120,8 +117,8 @@ def test_blocks_that_see_all_beside_blocks_that_see_nothing(monkeypatch: pytest.
     monkeypatch.setattr(block_sparse, "SIZE", 8)
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 32, 4, generator=random).requires_grad_() for _ in range(3))
-    seen = PatternMask(FirstQueriesOnly(8), SequenceMetadata(torch.arange(32).expand(2, -1)))
-    out = block_sparse.block_sparse_attention(q, k, v, seen, None, AttentionOptions(), None)
+    mask = PatternMask(FirstQueriesOnly(8), SequenceMetadata(torch.arange(32).expand(2, -1)))
+    out = block_sparse.block_sparse_attention(q, k, v, mask, None, AttentionOptions(), None)
     assert (out[:, :, 8:] == 0).all()
     expected = torch.nn.functional.scaled_dot_product_attention(q[:, :, :8], k, v)
     torch.testing.assert_close(out[:, :, :8], expected)

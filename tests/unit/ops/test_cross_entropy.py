@@ -46,12 +46,12 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
 def test_values_and_gradients(chunk: int, scale: float, variant: LogitOptions) -> None:
     hidden, weight, targets = inputs(torch.float64, scale)
     bias = None if variant == PLAIN else torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
-    wanted = cross_entropy_reference(hidden, weight, targets, bias, variant)
+    reference = cross_entropy_reference(hidden, weight, targets, bias, variant)
     actual = cross_entropy(hidden, weight, targets, bias, variant, chunk=chunk)
-    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(actual, reference, rtol=1e-12, atol=0)
     # As one term of a loss among others: what comes from above is not 1.
     trained = [hidden, weight] if bias is None else [hidden, weight, bias]
-    expected = torch.autograd.grad(wanted * 0.37, trained)
+    expected = torch.autograd.grad(reference * 0.37, trained)
     observed = torch.autograd.grad(actual * 0.37, trained)
     for a, b in zip(observed, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
@@ -113,10 +113,10 @@ def test_a_gradient_is_scaled_in_place() -> None:
     weight.requires_grad_()
     loss = cross_entropy(hidden, weight, targets) / 6
     actual, result = [], []
-    for kept in (True, True, False):
+    for retain in (True, True, False):
         weight.grad = None
         with AsLargeAsTheWeights(weight.shape) as mode:
-            loss.backward(retain_graph=kept)
+            loss.backward(retain_graph=retain)
         assert weight.grad is not None
         actual.append(weight.grad.clone())
         result.append(mode.made)

@@ -59,13 +59,13 @@ WIDTHS = (29, 72, 160)
 def drawn(keys_B: Tensor) -> list[Tensor]:
     """Draws of a compiled model, for places and channels that are counted within."""
     keys_BT = keyed_random.make_token_keys(keys_B, 5, torch.arange(WIDTHS[0]))
-    kept = [keyed_random.draw_keep_mask(keys_BT, width, RATE_STEPS // 3) for width in WIDTHS]
+    masks = [keyed_random.draw_keep_mask(keys_BT, width, RATE_STEPS // 3) for width in WIDTHS]
     heads = torch.arange(WIDTHS[1])
     return [
         keys_BT,
         keyed_random.fold_in(keys_B[:, None], heads),
         keyed_random.draw_uniform(keys_B, WIDTHS[2]),
-        *kept,
+        *masks,
     ]
 
 
@@ -90,8 +90,8 @@ def test_steps_wrap_as_one_product_does() -> None:
 def test_the_largest_rate_of_a_config_leaves_something() -> None:
     """One above it is refused, with the rate that would do."""
     most = 1 - 2**-16
-    kept = keyed_random.dropout(torch.ones(2**18), most, torch.tensor(7))
-    assert set(kept.unique().tolist()) == {0.0, float(RATE_STEPS)}
+    dropped = keyed_random.dropout(torch.ones(2**18), most, torch.tensor(7))
+    assert set(dropped.unique().tolist()) == {0.0, float(RATE_STEPS)}
     base = {"vocab_size": 31, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16}
     for key in ("dropout", "attention.dropout", "ffn.dropout", "drop_path"):
         assert ModelConfig.from_dotted(**base, **{key: most})
@@ -142,8 +142,8 @@ def test_backward_has_only_the_products_it_needs(
         if training and (of_x or of_weight):
             result.backward()
     assert products.made == forward + item * training * (of_x + of_weight)
-    for tensor, wanted in ((x, of_x), (parameter, of_weight)):
-        assert (tensor.grad is not None) == (training and wanted)
+    for tensor, needs_gradient in ((x, of_x), (parameter, of_weight)):
+        assert (tensor.grad is not None) == (training and needs_gradient)
     if training and of_x and of_weight:
         expected = torch.autograd.grad(function(x, parameter).float().sum(), (x, parameter))
         assert torch.equal(expected[0], x.grad)  # type: ignore[arg-type]

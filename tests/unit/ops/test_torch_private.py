@@ -74,12 +74,12 @@ def test_fake_tensors_are_known() -> None:
 
 
 def test_a_pass_knows_whether_the_graph_is_kept() -> None:
-    x, kept = torch.ones(1, requires_grad=True), []
+    x, flags = torch.ones(1, requires_grad=True), []
     y = x * 2
-    y.register_hook(lambda _: kept.append(torch_private.keeps_graph()))
+    y.register_hook(lambda _: flags.append(torch_private.keeps_graph()))
     y.backward(retain_graph=True)
     y.backward()
-    assert kept == [True, False]
+    assert flags == [True, False]
 
 
 def test_matrix_units_are_asked_for() -> None:
@@ -122,9 +122,9 @@ def test_a_kernel_is_built_once_for_all_batches(
     for number in range(5):
         q, k, v = (torch.randn(2, heads, T, 16) for heads in (2, kv_heads, kv_heads))
         row = SequenceMetadata(torch.arange(T)[None], documents(number))
-        seen = PatternMask(pattern(), row, 0, 2)
-        result = flex.flex(q, k, v, seen, None, AttentionOptions(), None)
-        expected = attention_reference(q, k, v, seen, None, AttentionOptions(), None)
+        mask = PatternMask(pattern(), row, 0, 2)
+        result = flex.flex(q, k, v, mask, None, AttentionOptions(), None)
+        expected = attention_reference(q, k, v, mask, None, AttentionOptions(), None)
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
         counts.append(frames.frame_count)
     assert counts == [1] * 5

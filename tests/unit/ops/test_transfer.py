@@ -37,9 +37,9 @@ def test_a_buffer_is_left_by_all_or_by_none() -> None:
     def parts(sizes: list[int]) -> dict[str, Tensor]:
         return {str(i): part for i, part in enumerate(torch.arange(float(sum(sizes))).split(sizes))}
 
-    kept, left = parts([16, 32, 5]), parts([16, 3, 32])
-    both = align_all({**kept, **{f"left {name}": part for name, part in left.items()}})
-    assert all(both[name] is part for name, part in kept.items())
+    joined, left = parts([16, 32, 5]), parts([16, 3, 32])
+    both = align_all({**joined, **{f"left {name}": part for name, part in left.items()}})
+    assert all(both[name] is part for name, part in joined.items())
     buffer = next(iter(left.values())).untyped_storage().data_ptr()
     for name, part in left.items():
         actual = both[f"left {name}"]

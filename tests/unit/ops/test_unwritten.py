@@ -24,18 +24,10 @@ from megatfm.ops.grouped_mm import KERNELS, choose_grouped_kernel, grouped_linea
 DTYPES = [torch.bfloat16, torch.float32]
 B, N, T, H = 2, 4, 77, 20
 PATTERNS = [
-    Full(causal=True),
-    Full(),
-    Window(10),
-    Window(7, 9),
-    Window(12, step=3),
-    Window(9, first=3),
-    Chunked(20, causal=True),
-    Strided(9, causal=True),
-    Fixed(12, 2, causal=True),
-    BigBird(4, 1, 0, N),
+    Full(causal=True), Full(), Window(10), Window(7, 9), Window(12, step=3), Window(9, first=3),
+    Chunked(20, causal=True), Strided(9, causal=True), Fixed(12, 2, causal=True), BigBird(4, 1, 0, N),
     Longformer(9, (0, 17)),
-]
+]  # fmt: skip
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -67,14 +59,14 @@ def test_cross_entropy_reads_no_unwritten_memory(rows: int, vocabulary: int, dty
         assert float(actual.detach()) == pytest.approx(float(exact.detach()), rel=2e-2)
 
 
-def chosen(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
-    return choose_kernel(AttentionRequest.from_inputs(q, k, seen, AttentionOptions(), has_dropout=False)).run(
-        q, k, v, seen, None, AttentionOptions(), None
-    )
+def chosen(q: Tensor, k: Tensor, v: Tensor, pattern_mask: PatternMask) -> Tensor:
+    return choose_kernel(
+        AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False)
+    ).run(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
 
-def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: PatternMask) -> Tensor:
-    return block_sparse.block_sparse_attention(q, k, v, seen, None, AttentionOptions(), None)
+def by_blocks(q: Tensor, k: Tensor, v: Tensor, pattern_mask: PatternMask) -> Tensor:
+    return block_sparse.block_sparse_attention(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,8 +78,8 @@ def test_attention_reads_no_unwritten_memory(
     q, k, v = (draw(B, n, T, H, dtype=dtype).requires_grad_() for n in (N, 2, 2))
     documents = torch.tensor([[0] * 19 + [1] * 41 + [-1] * 17, [0] * 24 + [1] * 53])
     for packed in (None, documents):
-        seen = PatternMask(pattern, SequenceMetadata(torch.arange(T).expand(B, T), packed))
-        finite(function(q, k, v, seen), [q, k, v])
+        pattern_mask = PatternMask(pattern, SequenceMetadata(torch.arange(T).expand(B, T), packed))
+        finite(function(q, k, v, pattern_mask), [q, k, v])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

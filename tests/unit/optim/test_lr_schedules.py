@@ -183,10 +183,10 @@ def test_the_arithmetic_is_that_of_torch_s_adamw() -> None:
         # An update is the rate times m/√v, and a moment is off by 2⁻⁷ of itself for each step that it has gone through.
         assert (actual - expected).abs().max() <= 1e-2 * 2**-7 * n * (n - 1)
         for key in ("exp_avg", "exp_avg_sq"):
-            kept, wanted = optimizer.state[actual][key], torch_s.state[expected][key]
-            assert kept.dtype == torch.bfloat16
+            moment, torch_moment = optimizer.state[actual][key], torch_s.state[expected][key]
+            assert moment.dtype == torch.bfloat16
             # A step of bfloat16 at each rounding, of what was there then.
-            assert ((kept - wanted).abs() <= 1.1 * n * 2**-7 * largest[key]).all()
+            assert ((moment - torch_moment).abs() <= 1.1 * n * 2**-7 * largest[key]).all()
 
 
 def test_a_long_mean_moves_though_each_step_is_less_than_half_of_bfloat16_s() -> None:
@@ -205,13 +205,13 @@ def test_a_long_mean_moves_though_each_step_is_less_than_half_of_bfloat16_s() ->
 def test_pieces_and_blocks_are_moved_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     start, gradients = torch.randn(9, 8), [torch.randn(9, 8) for _ in range(3)]
     full = start.clone()
-    kept = stepped(full, gradients, ShardLocation("a", (9, 8), (0, 0))).state[full]
+    optimizer_state = stepped(full, gradients, ShardLocation("a", (9, 8), (0, 0))).state[full]
     monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 20)
     block = start[3:, 2:7].clone()
     mine = stepped(block, [g[3:, 2:7] for g in gradients], ShardLocation("a", (9, 8), (3, 2))).state[block]
     assert torch.equal(block, full[3:, 2:7])
     for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(mine[key], kept[key][3:, 2:7])
+        assert torch.equal(mine[key], optimizer_state[key][3:, 2:7])
     other = start.clone()
     stepped(other, gradients, ShardLocation("b", (9, 8), (0, 0)))
     assert not torch.equal(other, full), "every parameter has chances of its own"

@@ -41,18 +41,10 @@ def table(config: OptimizerSection = ADAMW, **parts: Any) -> dict[str, Parameter
 
 
 BERT = {
-    "family": "encoder",
-    "position.name": "learned",
-    "position.max_positions": 16,
-    "embedding.n_segments": 2,
-    "embedding.norm": True,
-    "norm.name": "layer_norm",
-    "attention.bias": True,
-    "ffn.bias": True,
-    "lm_head.name": "transform",
-    "lm_head.bias": True,
-    "extra_heads.sentence.classes": 2,
-}
+    "family": "encoder", "position.name": "learned", "position.max_positions": 16, "embedding.n_segments": 2,
+    "embedding.norm": True, "norm.name": "layer_norm", "attention.bias": True, "ffn.bias": True,
+    "lm_head.name": "transform", "lm_head.bias": True, "extra_heads.sentence.classes": 2,
+}  # fmt: skip
 
 
 def test_bert_s_norms_and_biases_do_not_decay() -> None:
@@ -236,12 +228,9 @@ def test_a_fresh_process_knows_all_optimizers() -> None:
 
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "optimizers.md"
 OVERRIDES = [
-    'plugins=["my_optimizers"]',
-    'optimizer={name="momentum", lr=0.1, mass=0.5, layer_decay=0.5, weight_decay=0.25}',
-    'lr_schedule={name="steps", every=3, factor=0.5, warmup_steps=2}',
-    "model.vocab_size=16",
-    "model.n_layers=1",
-]
+    'plugins=["my_optimizers"]', 'optimizer={name="momentum", lr=0.1, mass=0.5, layer_decay=0.5, weight_decay=0.25}',
+    'lr_schedule={name="steps", every=3, factor=0.5, warmup_steps=2}', "model.vocab_size=16", "model.n_layers=1",
+]  # fmt: skip
 
 
 def test_an_optimizer_and_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,11 +258,5 @@ def test_an_optimizer_and_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: p
         second = first - 0.05 * (0.5 * buffer + 1 + 0.25 * decays * first)
         torch.testing.assert_close(block, torch.full_like(block, second))
     assert [schedule_factor(config.lr_schedule, step, 10) for step in range(1, 8)] == [
-        0.5,
-        1,
-        0.5,
-        0.5,
-        0.5,
-        0.25,
-        0.25,
-    ]
+        0.5, 1, 0.5, 0.5, 0.5, 0.25, 0.25,
+    ]  # fmt: skip

@@ -37,7 +37,7 @@ def start() -> Weights:
 
 
 def gradients(weights: Weights, step: int) -> Weights:
-    """They depend on the weights, so that an error in one step shows in all that follow."""
+    """Gradients depend on the weights, so that an error in one step shows in all that follow."""
     generator = torch.Generator().manual_seed(step)
     return {
         name: 0.3 * weight + torch.randn(weight.shape, generator=generator, dtype=torch.float64)
@@ -165,13 +165,8 @@ def test_adafactor_equals_its_reference() -> None:
 
     def make(name: str, weight: Tensor) -> torch.optim.Optimizer:
         return optimization.Adafactor(
-            [weight],
-            lr=RATE,
-            eps=(1e-30, 0.02),
-            clip_threshold=1.2,
-            decay_rate=-0.7,
-            relative_step=False,
-        )
+            [weight], lr=RATE, eps=(1e-30, 0.02), clip_threshold=1.2, decay_rate=-0.7, relative_step=False,
+        )  # fmt: skip
 
     options = {"beta2_decay": 0.7, "eps2": 0.02, "clip_threshold": 1.2}
     assert_same(run_optimizer("adafactor", **options)[0], with_library(make))
@@ -254,23 +249,16 @@ def test_soap_equals_its_reference(library: ModuleType, every: int, max_dim: int
         return None
 
     options = {
-        "betas": (0.9, 0.95),
-        "precondition_frequency": every,
-        "max_precond_dim": max_dim,
-        "weight_decay": 0.2,
-    }
+        "betas": (0.9, 0.95), "precondition_frequency": every, "max_precond_dim": max_dim, "weight_decay": 0.2,
+    }  # fmt: skip
     assert_same(run_optimizer("soap", **options)[0], run_updates(update), tolerance=1e-9)
 
 
 def test_schedule_free_equals_its_reference() -> None:
     """Defazio et al. 2024, section 3.1, with x, y and z apart; the average weighs steps by their squared rate."""
     beta, sum_of, x, z, squares = (
-        0.9,
-        [0.0],
-        start(),
-        start(),
-        {n: torch.zeros_like(w) for n, w in start().items()},
-    )
+        0.9, [0.0], start(), start(), {n: torch.zeros_like(w) for n, w in start().items()},
+    )  # fmt: skip
     y = start()
     for step in range(1, STEPS + 1):
         weight = rate(step) ** 2

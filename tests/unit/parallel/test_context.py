@@ -125,14 +125,9 @@ def test_what_needs_whole_rows_is_refused_by_name() -> None:
 
 
 FAMILY = {
-    "permutation": "xlnet",
-    "replaced_token": "electra",
-    "span_corruption": "t5",
-    "ul2": "t5",
-    "causal": "llama",
-    "answers": "llama",
-    "prefix": "llama",
-}
+    "permutation": "xlnet", "replaced_token": "electra", "span_corruption": "t5", "ul2": "t5", "causal": "llama",
+    "answers": "llama", "prefix": "llama",
+}  # fmt: skip
 """Others train a BERT."""
 SECTIONS = {
     section.model_fields["name"].default: section for section in vars(objective).values() if shipped(section)
@@ -156,14 +151,8 @@ def small(name: str) -> Config:
 
 # Objectives of images and of labelled texts have other models, and tests of their own.
 OTHER_MODELS = {
-    *IMAGE_OBJECTIVES,
-    "answers",
-    "contrastive",
-    "image_to_text",
-    "multiple_choice",
-    "preference",
-    "span_extraction",
-}
+    *IMAGE_OBJECTIVES, "answers", "contrastive", "image_to_text", "multiple_choice", "preference", "span_extraction",
+}  # fmt: skip
 OTHER_MODELS |= {"text_classification"}
 
 
@@ -236,7 +225,7 @@ def test_rows_are_folded_where_later_tokens_see_more() -> None:
 
 
 def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
-    """They are full attention: in runs, the last of c ranks had (2c − 1) / c of the mean."""
+    """Full attention: in runs, the last of c ranks had (2c − 1) / c of the mean."""
     base = {"vocab_size": 31, "d_model": 16, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 16}
     for section in ({"name": "window", "width": 256}, {"name": "chunked", "size": 256}):
         with torch.device("meta"):
@@ -263,15 +252,11 @@ def test_a_row_that_is_too_short_is_refused() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        Window(31, 31),
-        Chunked(24, causal=True),
-        BigBird(8, 2, 0, 2),
-        BigBird(8, 1, 5, 2),
-        BigBird(8, 2, 0, 2, causal=True),
-        Longformer(16, (0, 3)),
+        Window(31, 31), Chunked(24, causal=True), BigBird(8, 2, 0, 2), BigBird(8, 1, 5, 2),
+        BigBird(8, 2, 0, 2, causal=True), Longformer(16, (0, 3)),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -> None:
     """Nor the number of queries that are sent; and every key that a query sees is fetched, or the query is sent."""
     sent = []
@@ -284,8 +269,8 @@ def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -
         assert mask is not None
         for item, actual in zip(dealt, fetched, strict=True):
             narrow = item[~torch.isin(item, wide)]
-            seen = mask[0][:, narrow].any(0).any(0)
-            assert set(seen.nonzero()[:, 0].tolist()) <= set(actual.tolist())
+            is_fetched = mask[0][:, narrow].any(0).any(0)
+            assert set(is_fetched.nonzero()[:, 0].tolist()) <= set(actual.tolist())
     assert sent[0] == sent[1]
     assert max(sent[0][1]) < 384 * 3 // 4, "less than all"
 
@@ -323,7 +308,7 @@ def why_not(model: ModelConfig, axes: str, engine: str, *, compiled: bool) -> st
 
 @pytest.mark.parametrize("name", PATTERN_MODELS)
 def test_every_pattern_with_every_layout_and_engine(name: str) -> None:
-    """It is carried, or one line says the way out."""
+    """Each pair is carried, or one line says the way out."""
     model_config = ModelConfig.from_dotted(PATTERN_MODELS[name])
     with torch.device("meta"):
         model = build(model_config)

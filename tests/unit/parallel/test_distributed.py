@@ -87,13 +87,9 @@ def program(tmp_path: Path) -> str:
 
 def run(command: list[str], **environment: str) -> tuple[int, list[str]]:
     done = subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=60,
-    )
+    )  # fmt: skip
     return done.returncode, sorted(done.stdout.splitlines())
 
 
@@ -276,7 +272,7 @@ def test_where_the_others_reach_rank_0(
     "ignore:Attempted to get default timeout for nccl backend"
 )  # torch built for a CPU
 def test_groups_that_are_made_later_have_the_run_s_timeout() -> None:
-    """Those that are split from another, too, for which torch asks the same function."""
+    """Groups that are split from another, too: torch asks the same function for them."""
     usual = [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")]
     init_distributed(timeout=5, device="cpu", collective_timeout=77)
     try:

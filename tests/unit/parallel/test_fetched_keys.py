@@ -26,13 +26,9 @@ from tests.support.workers import Workers
 
 ROW_LENGTH, ROWS, HEADS = 61, 2, 4
 KINDS = {
-    "one": (61, 61),
-    "short": (1, 9),
-    "long": (20, 45),
-    "whole parts": (12, 12),
-    "padding": (3, 9),
+    "one": (61, 61), "short": (1, 9), "long": (20, 45), "whole parts": (12, 12), "padding": (3, 9),
     "all padding": (61, 61),
-}
+}  # fmt: skip
 
 EXACT: dict[str, AttentionPattern] = {
     "full": Full(),
@@ -151,13 +147,8 @@ def test_planning_a_long_row_asks_for_few_documents(monkeypatch: pytest.MonkeyPa
 
 
 COPIES = (
-    "aten::clone",
-    "aten::copy_",
-    "aten::cat",
-    "aten::index_select",
-    "aten::_to_copy",
-    "aten::contiguous",
-)
+    "aten::clone", "aten::copy_", "aten::cat", "aten::index_select", "aten::_to_copy", "aten::contiguous",
+)  # fmt: skip
 
 
 class Copies(TorchDispatchMode):

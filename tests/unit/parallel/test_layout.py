@@ -29,16 +29,16 @@ def cut(shape: tuple[int, ...], dim: int, part: int, parts: int, *, uneven: bool
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_parts_make_up_the_tensor(dim: int) -> None:
     full = torch.arange(6 * 12).view(6, 12)
-    seen = torch.zeros_like(full)
+    covered = torch.zeros_like(full)
     for part in range(3):
         offsets, sizes = cut((6, 12), dim, part, 3).region
-        seen[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+        covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert sizes == ((2, 12), (6, 4))[dim]
         assert torch.equal(
             full.chunk(3, dim)[part],
             full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))],
         )
-    assert (seen == 1).all()
+    assert (covered == 1).all()
 
 
 def test_regions_of_whole_and_sharded_parameters() -> None:
@@ -52,20 +52,20 @@ def test_regions_of_whole_and_sharded_parameters() -> None:
 def test_the_chunks_of_all_ranks_are_those_that_each_rank_computes(zero_dim: int | None) -> None:
     """Over shards of uneven rows, tensor-parallel columns and experts on ranks of two axes; copies are equal."""
     config = ParallelConfig(dp_replicate=2, dp_shard=4, tp=2, ep=2)
-    layouts, seen = [], []
+    layouts, all_chunks = [], []
     for rank in range(16):
         with fake_ranks(16, rank):
             mesh = build_mesh(config, 16, "cpu")
             cuts = (Shard("ep", 0, mesh.rank("ep"), 2), Shard("tp", 2, mesh.rank("tp"), 2))
             layout = TensorLayout("w", (6, 5, 4), cuts, data_axes=EXPERT_DATA_AXES)
             layouts.append(layout.local_region(mesh, zero_dim))
-            seen.append(
+            all_chunks.append(
                 (
                     dist.get_process_group_ranks(mesh.flat_group(mesh.shard_axes)),
                     layout.regions(mesh, zero_dim, mesh.positions(mesh.shard_axes)),
                 )
             )
-    for ranks, regions in seen:
+    for ranks, regions in all_chunks:
         assert regions == [layouts[rank] for rank in ranks]
         covered = torch.zeros(6, 5, 4)
         for offsets, sizes in set(regions):
@@ -301,14 +301,9 @@ def lay_decoder(
 ) -> tuple[dict[str, TensorLayout], dict[str, tuple[int, ...]], str]:
     with torch.device("meta"):
         model = build(
-            ModelConfig(
-                vocab_size=vocabulary,
-                d_model=8,
-                n_layers=1,
-                attention={"n_heads": 4, "n_kv_heads": 2},
-                ffn={"d_ff": 12},
-            )
-        )
+            ModelConfig(vocab_size=vocabulary, d_model=8, n_layers=1, attention={"n_heads": 4, "n_kv_heads": 2},
+                        ffn={"d_ff": 12}),
+        )  # fmt: skip
     mesh = build_mesh(ParallelConfig(tp=2), 2, "cpu")
     layout = parallelize(model, mesh, sequence_parallel=sequence_parallel)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
@@ -340,17 +335,12 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
         lines = [re.split(r"\s{2,}", line) for line in table.splitlines()[3:]]
         assert {line[0]: line[1] for line in lines} == {
             "decoder.embedding.tokens": "vocab_parallel_embedding",
-            "decoder.layers.*.attn_residual.norm": "sequence_parallel",
-            "decoder.layers.*.attn": "gather_input",
-            "decoder.layers.*.attn.w[qkv]": "colwise",
-            "decoder.layers.*.attn.wo": "rowwise",
-            "decoder.layers.*.ffn_residual.norm": "sequence_parallel",
-            "decoder.layers.*.ffn": "gather_input",
-            "decoder.layers.*.ffn.w_gate": "colwise",
-            "decoder.layers.*.ffn.w_up": "colwise",
-            "decoder.layers.*.ffn.w_down": "rowwise",
-            "decoder.norm": "sequence_parallel",
-        }
+            "decoder.layers.*.attn_residual.norm": "sequence_parallel", "decoder.layers.*.attn": "gather_input",
+            "decoder.layers.*.attn.w[qkv]": "colwise", "decoder.layers.*.attn.wo": "rowwise",
+            "decoder.layers.*.ffn_residual.norm": "sequence_parallel", "decoder.layers.*.ffn": "gather_input",
+            "decoder.layers.*.ffn.w_gate": "colwise", "decoder.layers.*.ffn.w_up": "colwise",
+            "decoder.layers.*.ffn.w_down": "rowwise", "decoder.norm": "sequence_parallel",
+        }  # fmt: skip
         for line in lines:
             assert (line[-1] == "tp") == (sequence_parallel and "sequence_parallel" in line), line
 
@@ -385,34 +375,15 @@ def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...
 @pytest.mark.parametrize(
     ("config", "world", "message"),
     [
-        (
-            ParallelConfig(tp=2),
-            1,
-            "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp",
-        ),
+        (ParallelConfig(tp=2), 1, "dp_replicate 1 × tp 2 does not fit 1 process: start 2, or change parallel.tp"),
         (ParallelConfig(tp=2), 5, "dp_replicate 1 × tp 2 does not fit 5 processes: start 4, or change"),
-        (
-            ParallelConfig(dp_shard=2, tp=2),
-            8,
-            "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,",
-        ),
-        (
-            ParallelConfig(dp_shard=4),
-            2,
-            "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or",
-        ),
-        (
-            ParallelConfig(pp=3),
-            8,
-            "pp 3 × dp_replicate 1 × tp 1 does not fit 8 processes: start 9, or change",
-        ),
-        (
-            ParallelConfig(dp_replicate=4, tp=4),
-            8,
-            "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or",
-        ),
+        (ParallelConfig(dp_shard=2, tp=2), 8,
+         "dp_replicate 1 × dp_shard 2 × tp 2 does not fit 8 processes: start 4,"),
+        (ParallelConfig(dp_shard=4), 2, "dp_replicate 1 × dp_shard 4 × tp 1 does not fit 2 processes: start 4, or"),
+        (ParallelConfig(pp=3), 8, "pp 3 × dp_replicate 1 × tp 1 does not fit 8 processes: start 9, or change"),
+        (ParallelConfig(dp_replicate=4, tp=4), 8, "dp_replicate 4 × tp 4 does not fit 8 processes: start 16, or"),
     ],
-)
+)  # fmt: skip
 def test_axes_that_do_not_fit(config: ParallelConfig, world: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         axis_sizes(config, world)
@@ -426,13 +397,8 @@ def coordinates() -> tuple[int, int, int, int, list[int], list[int]]:
     total = torch.tensor([rank])
     mesh.all_reduce_(total, ("dp_replicate",))
     return (
-        mesh.rank("dp_replicate"),
-        mesh.rank("tp"),
-        mesh.data_rank,
-        mesh.data_ranks,
-        neighbours,
-        total.tolist(),
-    )
+        mesh.rank("dp_replicate"), mesh.rank("tp"), mesh.data_rank, mesh.data_ranks, neighbours, total.tolist(),
+    )  # fmt: skip
 
 
 def test_neighbouring_ranks_share_the_tensor_parallel_axis(workers: Workers) -> None:

@@ -62,16 +62,11 @@ MODELS: dict[str, dict[str, Any]] = {
     for name, kind in kinds_of.items()
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "zero": {"dp_shard": 2},
-    "tp": {"tp": 2},
-    "pp": {"pp": 2},
-    "cp": {"cp": 2},
-    "cp by heads": {"cp": 2, "cp_method": "ulysses"},
-    "ep": {"ep": 2, "dp_shard": 2},
-    "deepspeed": {"engine": "deepspeed", "zero": 1},
-    "deepspeed, cp": {"engine": "deepspeed", "zero": 1, "cp": 2},
+    "zero": {"dp_shard": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "cp": {"cp": 2},
+    "cp by heads": {"cp": 2, "cp_method": "ulysses"}, "ep": {"ep": 2, "dp_shard": 2},
+    "deepspeed": {"engine": "deepspeed", "zero": 1}, "deepspeed, cp": {"engine": "deepspeed", "zero": 1, "cp": 2},
     "compiled": {},
-}
+}  # fmt: skip
 REFUSED = {
     "compiled": r"pattern\.name = 'bigbird' draws random blocks .*: leave train\.compile out, or set "
     r".*n_random_blocks = 0",

@@ -128,7 +128,7 @@ def test_a_rank_keeps_what_its_stages_use_under_the_same_names(
     make: Callable[..., nn.Module], options: dict[str, object], schedule: str
 ) -> None:
     names = [name for name, _ in make(**options).named_parameters()]
-    kept: dict[str, list[int]] = {}
+    ranks_by_name: dict[str, list[int]] = {}
     for rank in range(2):
         model = make(**options)
         pipeline = split_into_stages(
@@ -138,13 +138,13 @@ def test_a_rank_keeps_what_its_stages_use_under_the_same_names(
         prune_to_stages(model, pipeline.stages_of(rank))
         for name, parameter in model.named_parameters():
             assert parameter.shape == shapes[name]
-            kept.setdefault(name, []).append(rank)
+            ranks_by_name.setdefault(name, []).append(rank)
         for stage in pipeline.stages_of(rank):
             for point in stage.split_points:
                 for path in point.modules:
                     model.get_submodule(path)
-    assert set(kept) == set(names)
-    assert {name: tuple(ranks) for name, ranks in kept.items()} == dict(pipeline.parameter_ranks)
+    assert set(ranks_by_name) == set(names)
+    assert {name: tuple(ranks) for name, ranks in ranks_by_name.items()} == dict(pipeline.parameter_ranks)
 
 
 KINDS = (
@@ -251,8 +251,8 @@ def test_two_ranks_meet_their_transfers_in_the_same_order(schedule: str, ranks: 
                 step = {"send F": 1, "recv B": 1}.get(kind, -1)
                 boundary = min(stage, stage + step)
                 pairs.setdefault((rank, rank_of[stage + step]), deque()).append((kind[-1], boundary, i))
-        for (local, there), transfers in pairs.items():
-            assert transfers == pairs[there, local]
+        for (local, peer), transfers in pairs.items():
+            assert transfers == pairs[peer, local]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -30,20 +30,12 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
 # What SLURM 22.05 really sets: `srun -N2 -n3` for task 1, and the script of `sbatch -N2 -n4`.
 BATCH = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODELIST": "n[1-2]",
-}
+    "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODELIST": "n[1-2]",
+}  # fmt: skip
 STEP = {
-    **BATCH,
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
+    **BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
     "SLURM_STEP_NODELIST": "n1",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -17,25 +17,15 @@ from megatfm.parallel.parallelize import _make_tensor_layout, match_styles
 from megatfm.train.build import plan_pipeline_split
 
 GPT = (
-    "gpt2-124m",
-    "model.vocab_size=96",
-    "model.d_model=32",
-    "model.n_layers=2",
-    "model.attention.n_heads=4",
-    "model.ffn.d_ff=48",
-    "data.sequence_length=24",
-    "train.global_batch=8",
-    "train.micro_batch=2",
+    "gpt2-124m", "model.vocab_size=96", "model.d_model=32", "model.n_layers=2", "model.attention.n_heads=4",
+    "model.ffn.d_ff=48", "data.sequence_length=24", "train.global_batch=8", "train.micro_batch=2",
     "parallel.dp_shard=1",
-)
+)  # fmt: skip
 MOE = (*GPT, "model.ffn.name=moe", "model.ffn.n_experts=6", "model.ffn.top_k=2", "model.ffn.bias=false")
 XLNET = (
-    "xlnet-base",
-    "model.vocab_size=96",
-    "data.sequence_length=48",
-    "model.attention.n_heads=12",
+    "xlnet-base", "model.vocab_size=96", "data.sequence_length=48", "model.attention.n_heads=12",
     "parallel.dp_shard=1",
-)
+)  # fmt: skip
 
 
 def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None) -> None:

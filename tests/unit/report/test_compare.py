@@ -96,13 +96,8 @@ def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(
     page = Page(write_comparison(RunComparison.read(runs), tmp_path / "c.html"))
     titles = [chart.split(",")[0] for chart in page.charts()]
     assert titles == [
-        "Training loss",
-        "Held-out loss",
-        "Bits per byte",
-        "Gradient norm",
-        "Learning rate",
-        "Speed",
-    ]
+        "Training loss", "Held-out loss", "Bits per byte", "Gradient norm", "Learning rate", "Speed",
+    ]  # fmt: skip
     for words in page.charts():
         assert "synthetic: " in words
         assert "slower: " in words
@@ -156,24 +151,13 @@ def test_one_run_is_no_comparison(runs: list[Path]) -> None:
 def test_another_axis_is_drawn_without_a_complaint(runs: list[Path], tmp_path: Path) -> None:
     page = write_comparison(RunComparison.read(runs), tmp_path / "c.html")
     flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--enable-logging=stderr",
-    ]
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
+    ]  # fmt: skip
     done = subprocess.run(
-        [
-            str(CHROMIUM),
-            *flags,
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--dump-dom",
-            f"{page.as_uri()}#axes=tokens,log",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+         f"{page.as_uri()}#axes=tokens,log"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     assert ">tokens 1M<" in done.stdout
@@ -203,31 +187,10 @@ def test_a_browser_draws_the_page_without_a_complaint(run: Path, tmp_path: Path)
 def test_points_ticks_and_levels_lie_on_the_same_axes(run: Path, tmp_path: Path) -> None:
     """Linear and logarithmic axes, gaps, levels that share a label, and odd ranges, as the page's script draws them."""
     lines: list[dict[str, object]] = [
-        {
-            "step": 0,
-            "loss": 4.0,
-            "grad_norm": 0.01,
-            "lr": 0.0,
-            "tokens_per_second": 2.0,
-            "memory_bytes": 2**30,
-        },
-        {
-            "step": 50,
-            "loss": 2.0,
-            "grad_norm": 1.0,
-            "lr": 0.0,
-            "tokens_per_second": "NaN",
-            "memory_bytes": 1e38,
-        },
-        {
-            "step": 100,
-            "loss": 1.0,
-            "grad_norm": 100.0,
-            "lr": 0.0,
-            "tokens_per_second": 1.0,
-            "memory_bytes": 1,
-        },
-    ]
+        {"step": 0, "loss": 4.0, "grad_norm": 0.01, "lr": 0.0, "tokens_per_second": 2.0, "memory_bytes": 2**30},
+        {"step": 50, "loss": 2.0, "grad_norm": 1.0, "lr": 0.0, "tokens_per_second": "NaN", "memory_bytes": 1e38},
+        {"step": 100, "loss": 1.0, "grad_norm": 100.0, "lr": 0.0, "tokens_per_second": 1.0, "memory_bytes": 1},
+    ]  # fmt: skip
     lines[2]["evaluation"] = {"stdlib": {"bits_per_byte": 1.5}}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "baselines.json").write_text(json.dumps({"stdlib": {"a": 1.0, "b": 2.00, "c": 2.01}}))
@@ -293,12 +256,8 @@ def test_matrices_and_pictures_are_drawn(run: Path, tmp_path: Path) -> None:
 def draw(page: Path, folder: Path) -> str:
     """The page's DOM once its script has run; it may not complain."""
     flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--enable-logging=stderr",
-    ]
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
+    ]  # fmt: skip
     command = [str(CHROMIUM), *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

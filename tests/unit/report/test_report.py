@@ -18,14 +18,8 @@ from tests.support.reported_runs import Page, replace_metrics, report_page, writ
 def test_a_finished_run_shows_everything(run: Path) -> None:
     page = report_page(run)
     assert [label.split(",")[0] for label in page.charts()] == [
-        "Loss",
-        "Bits per byte",
-        "Gradient norm",
-        "Learning rate",
-        "Speed",
-        "Waiting for data",
-        "Memory",
-    ]
+        "Loss", "Bits per byte", "Gradient norm", "Learning rate", "Speed", "Waiting for data", "Memory",
+    ]  # fmt: skip
     for text in (
         "finished · 1,000 steps",
         "decoder · 4 layers · 256 wide",
@@ -289,8 +283,8 @@ def test_only_what_differs_from_the_defaults_is_shown_at_once(run: Path) -> None
     assert "d_ff" in config
     assert "sequence_parallel" not in config
     assert "muon" in config, "a section that differs keeps its name"
-    whole = Path(run / "config.toml")
-    whole.write_text(whole.read_text() + "[unknown]\nkey = 3\n")
+    config_file = Path(run / "config.toml")
+    config_file.write_text(config_file.read_text() + "[unknown]\nkey = 3\n")
     page = report_page(run)
     assert "What differs" not in page.text, "of a config that this version can't read, all is shown"
     assert "unknown" in page.text

@@ -40,15 +40,10 @@ LLAMA = (
     "{% else %}{{ raise_exception('only user and assistant speak') }}{% endif %}{% endfor %}"
 )
 CHATS = [
-    [
-        ("user", "Wie heißt die Hauptstadt?"),
-        ("assistant", "Canberra."),
-        ("user", "日本は?"),
-        ("assistant", "東京 🗼"),
-    ],
+    [("user", "Wie heißt die Hauptstadt?"), ("assistant", "Canberra."), ("user", "日本は?"), ("assistant", "東京 🗼")],
     [("user", "  hi\n"), ("assistant", "x")],
     [("user", "a"), ("assistant", "b"), ("user", "still open?")],
-]
+]  # fmt: skip
 
 
 def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
@@ -94,16 +89,16 @@ def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -
 def test_tokens_and_mask_are_those_of_transformers(both: tuple[Tokenizer, Any, str], chat: int) -> None:
     ours, theirs, file = both
     said = messages(*CHATS[chat])
-    wanted = theirs.apply_chat_template(
+    expected = theirs.apply_chat_template(
         said, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     ((example,), _) = encoder(ours, file).encode([{"messages": said}])
-    assert example.tokens.tolist() == wanted["input_ids"]
+    assert example.tokens.tolist() == expected["input_ids"]
     mask = np.zeros(len(example.tokens), int)
     for begin, end in example.annotation["trained"]:
         mask[begin:end] = 1
     # What a template writes after its mark of an answer, a line end here, is part of ours: the model is to make it.
-    marked = np.array(wanted["assistant_masks"])
+    marked = np.array(expected["assistant_masks"])
     assert (mask >= marked).all()
     line_end = ours.encode("\n").tolist()
     extra = example.tokens[(mask == 1) & (marked == 0)].tolist()
@@ -120,8 +115,8 @@ def test_targets_are_the_answers_and_nothing_else(both: tuple[Tokenizer, Any, st
     stored = {ANNOTATION: json.dumps(example.annotation).encode()}
     fields = Answers.build_example(object.__new__(Answers), DocumentChunk(example.tokens, files=stored), None)
     assert fields["tokens"].tolist() == example.tokens[:-1].tolist()
-    seen = fields["targets"][fields["targets"] != IGNORE].tolist()
-    text = ours.decode(seen)
+    targets = fields["targets"][fields["targets"] != IGNORE].tolist()
+    text = ours.decode(targets)
     assert "Canberra." in text
     assert "東京 🗼" in text
     assert "Hauptstadt" not in text
@@ -256,12 +251,12 @@ def test_a_pair_is_two_documents_of_one_row(tokenizer: Tokenizer) -> None:
     second, n = example.annotation["second"], len(example.tokens)
     assert {len(values) for values in fields.values()} == {n - 2}
     assert objective.sequence_lengths(np.array([n]), np.array([0], np.uint64)).tolist() == [n - 2]
-    kept = [*range(second - 1), *range(second, n - 1)]
-    assert fields["tokens"].tolist() == example.tokens[kept].tolist()
+    positions = [*range(second - 1), *range(second, n - 1)]
+    assert fields["tokens"].tolist() == example.tokens[positions].tolist()
     trained = {at for begin, end in example.annotation["trained"] for at in range(begin, end)}
-    wanted = [int(example.tokens[at + 1]) if at + 1 in trained else -100 for at in kept]
-    assert fields["targets"].tolist() == wanted
-    first = wanted.index(next(target for target in wanted if target != -100))
+    expected_targets = [int(example.tokens[at + 1]) if at + 1 in trained else -100 for at in positions]
+    assert fields["targets"].tolist() == expected_targets
+    first = expected_targets.index(next(target for target in expected_targets if target != -100))
     assert fields["pairs"].tolist() == [
         FIRST_TARGET if at == first else 1 if at < second - 1 else -1 for at in range(n - 2)
     ]

@@ -68,17 +68,13 @@ def test_frames_are_those_of_transformers(tmp_path: Path, kind: str, pair: bool,
     config = task(text_pair="pair" if pair else None, too_long="truncate")
     examples, _ = RowEncoder("x.csv", config, actual, length, True, 0).encode(rows)
     for example, a, b in zip(examples, *texts, strict=True):
-        wanted = reference(
-            a,
-            b if pair else None,
-            truncation="longest_first",
-            max_length=length,
-            return_token_type_ids=True,
-        )
-        assert example.tokens.tolist() == wanted["input_ids"]
+        expected = reference(
+            a, b if pair else None, truncation="longest_first", max_length=length, return_token_type_ids=True,
+        )  # fmt: skip
+        assert example.tokens.tolist() == expected["input_ids"]
         segments = (np.arange(len(example.tokens)) >= example.annotation.get("second", 99)).tolist()
         if kind != "roberta":  # whose model has no segments
-            assert segments == [bool(value) for value in wanted["token_type_ids"]]
+            assert segments == [bool(value) for value in expected["token_type_ids"]]
 
 
 def test_the_longer_text_is_cut_first() -> None:

@@ -177,17 +177,11 @@ def test_exact_match_and_f1_are_squad_s(answer: str, references: list[str]) -> N
 
 
 HYPOTHESES = [
-    "the old lamp was red and new",
-    "Anna saw the old red lamp in Bern",
-    "und das war es auch schon",
-    "übrigens ja",
-]
+    "the old lamp was red and new", "Anna saw the old red lamp in Bern", "und das war es auch schon", "übrigens ja",
+]  # fmt: skip
 REFERENCES = [
-    "the old lamp was new and red",
-    "Anna saw a red old lamp in Bern",
-    "und das war es dann auch",
-    "ja , übrigens",
-]
+    "the old lamp was new and red", "Anna saw a red old lamp in Bern", "und das war es dann auch", "ja , übrigens",
+]  # fmt: skip
 
 
 def n_grams(items: Sequence[str], n: int) -> collections.Counter:
@@ -217,15 +211,18 @@ def test_chrf_is_that_of_popovic() -> None:
     """The mean precision and recall of one to six characters without spaces, weighed by β = 2."""
     precisions, recalls = [], []
     for n in range(1, 7):
-        hits = guessed = wanted = 0
+        hits = guessed = n_reference = 0
         for hypothesis, reference in zip(HYPOTHESES, REFERENCES, strict=True):
             hypothesis_grams, reference_grams = (
                 n_grams(text.replace(" ", ""), n) for text in (hypothesis, reference)
             )
             hits += sum((hypothesis_grams & reference_grams).values())
-            guessed, wanted = guessed + sum(hypothesis_grams.values()), wanted + sum(reference_grams.values())
+            guessed, n_reference = (
+                guessed + sum(hypothesis_grams.values()),
+                n_reference + sum(reference_grams.values()),
+            )
         precisions.append(hits / guessed)
-        recalls.append(hits / wanted)
+        recalls.append(hits / n_reference)
     precision, recall = sum(precisions) / 6, sum(recalls) / 6
     expected = 100 * 5 * precision * recall / (4 * precision + recall)
     assert corpus_metric("chrf", HYPOTHESES, REFERENCES)[0] == pytest.approx(expected, abs=1e-9)

@@ -318,9 +318,10 @@ def test_the_best_threshold_by_brute_force() -> None:
 
 def test_a_part_of_the_windows_gives_a_part_of_the_questions(tmp_path: Path) -> None:
     answered, _ = predictions(tmp_path, 5)
-    seen = answered.examples >= 4
+    has_windows = answered.examples >= 4
     some = SpanPredictions(
-        answered.task, answered.corpus, answered.examples[seen], answered.words[seen], answered.logits[seen]
-    )
+        answered.task, answered.corpus, answered.examples[has_windows], answered.words[has_windows],
+        answered.logits[has_windows],
+    )  # fmt: skip
     assert 0 < len(some.questions) <= 10
     assert 0 <= some.metrics()["f1"] <= 1

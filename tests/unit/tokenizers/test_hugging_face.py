@@ -143,13 +143,9 @@ def test_what_cuts_pads_or_varies_is_switched_off(changed: Changed) -> None:
     def change(file: File) -> None:
         file["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
         file["padding"] = {
-            "strategy": {"Fixed": 50},
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 2,
-            "pad_type_id": 0,
-            "pad_token": "<pad>",
-        }
+            "strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 2,
+            "pad_type_id": 0, "pad_token": "<pad>",
+        }  # fmt: skip
         file["model"]["dropout"] = 0.5
 
     text = "a long text is encoded whole, and always alike: " * 20

@@ -293,13 +293,9 @@ LOSSY = {
 @pytest.mark.parametrize("setting", LOSSY)
 def test_each_way_to_lose_text_is_noticed(foreign: Foreign, setting: str) -> None:
     keeps: dict[str, Any] = {
-        "model_type": "bpe",
-        "vocab_size": 700,
-        "normalization_rule_name": "identity",
-        "add_dummy_prefix": False,
-        "remove_extra_whitespaces": False,
-        "byte_fallback": True,
-    }
+        "model_type": "bpe", "vocab_size": 700, "normalization_rule_name": "identity", "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False, "byte_fallback": True,
+    }  # fmt: skip
     assert SentencePieceTokenizer(foreign(**keeps)).lossless
     assert not SentencePieceTokenizer(foreign(**keeps | {setting: LOSSY[setting]})).lossless
 

@@ -114,21 +114,8 @@ def test_folders_of_old_say_how_to_go_on(tmp_path: Path) -> None:
 def test_a_vocab_txt_alone_is_bert_s(tmp_path: Path, lower: bool) -> None:
     """Ids are transformers'."""
     pieces = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        "un",
-        "##aff",
-        "##able",
-        "Größe",
-        "gro",
-        "##ße",
-        "東",
-        ",",
-        "a",
-    ]
+        "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "Größe", "gro", "##ße", "東", ",", "a",
+    ]  # fmt: skip
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
     if not lower:
         (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')

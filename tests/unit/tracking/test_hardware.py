@@ -121,13 +121,8 @@ def test_all_ranks_know_the_kinds_of_all(workers: Workers) -> None:
         assert result["of_rank"] == [0, 1, 0]
         assert [kind["threads"] for kind in result["kinds"]] == [str(THREADS), "3"]
         assert result["kinds"][0].keys() >= {
-            "cpu",
-            "instruction sets",
-            "kernels",
-            "threads",
-            "torch",
-            "settings",
-        }
+            "cpu", "instruction sets", "kernels", "threads", "torch", "settings",
+        }  # fmt: skip
 
 
 def test_a_run_on_cpus_asks_no_gpu_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:

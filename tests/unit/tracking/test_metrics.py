@@ -165,15 +165,9 @@ def test_tensorboard_gets_every_number_and_purges_on_resume(tmp_path: Path) -> N
     scalars = [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events if e.summary.value]
     assert scalars[0] == (
         1,
-        {
-            "train/tokens": 100,
-            "train/loss": 3.0,
-            "train/lr": pytest.approx(1e-3),
-            "evaluation/code/loss": 1.5,
-            "evaluation/code/load/0": 0.5,
-            "evaluation/code/load/1": 2.0,
-        },
-    )
+        {"train/tokens": 100, "train/loss": 3.0, "train/lr": pytest.approx(1e-3), "evaluation/code/loss": 1.5,
+         "evaluation/code/load/0": 0.5, "evaluation/code/load/1": 2.0},
+    )  # fmt: skip
     assert [(step, values["train/loss"]) for step, values in scalars] == [
         (1, 3.0),
         (2, 2.0),
@@ -240,11 +234,8 @@ def test_wandb_works_offline_and_goes_on_in_the_same_run(tmp_path: Path) -> None
     for first, last in ((0, 3), (2, 5)):
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", WANDB_RUN, str(run), str(first), str(last)],
-            env=os.environ | {"WANDB_MODE": "offline"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+            env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "WARNING" not in done.stderr
     files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
@@ -360,7 +351,7 @@ GROWING: dict[str, Callable[[RunDirectory], object]] = {
 def test_what_grows_does_not_grow_through_a_planted_link(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is named and left alone; samples are only for the report, so that a note suffices."""
+    """The file is named and left alone; samples are only for the report, so that a note suffices."""
     (tmp_path / "precious").touch()
     with RunDirectory(tmp_path / "run", 0) as run:
         (run.folder / "logs").mkdir(exist_ok=True)

@@ -138,7 +138,7 @@ def test_a_refused_run_leaves_what_others_wrote(tmp_path: Path) -> None:
 def test_checkpoints_and_logs_may_be_links_to_a_disk_of_their_own(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are followed, and the log says so; a link to nowhere, or into another run, is refused."""
+    """Links are followed, and the log says so; a link to nowhere, or into another run, is refused."""
     (tmp_path / "run").mkdir()
     link, target = tmp_path / "run" / name, tmp_path / "disk" / "of-run"
     link.symlink_to(target)
@@ -212,9 +212,9 @@ def test_a_copy_of_the_tokenizer_is_whole(tmp_path: Path, config: Config, source
     data = config.data.model_copy(update={"tokenizer": source})
     with RunDirectory(tmp_path / "a", 0) as run:
         run.write_run_files(config.model_copy(update={"data": data}), "the plan", CPU)
-    kept, before = tokenizers.load(tmp_path / "a"), tokenizers.load(source)
-    assert kept.hash == before.hash
-    assert kept.id_to_piece(kept.eos) == "<sep>"
+    copy, before = tokenizers.load(tmp_path / "a"), tokenizers.load(source)
+    assert copy.hash == before.hash
+    assert copy.id_to_piece(copy.eos) == "<sep>"
 
 
 def test_another_tokenizer_takes_the_place_of_the_old_one_s(tmp_path: Path, config: Config) -> None:

@@ -61,24 +61,15 @@ def config(folder: Path, **parallel: Any) -> Config:
     return Config.model_validate(
         {
             "name": "a",
-            "model": {
-                "d_model": 16,
-                "n_layers": 1,
-                "attention": {"n_heads": 2},
-                "ffn": {"d_ff": 16},
-                "init": {"std": 0.5},
-            },
-            "data": {
-                "train": corpus,
-                "validation": {"all": corpus},
-                "tokenizer": str(folder / "tokenizer.model"),
-                "sequence_length": LENGTH,
-            },
+            "model": {"d_model": 16, "n_layers": 1, "attention": {"n_heads": 2}, "ffn": {"d_ff": 16},
+                      "init": {"std": 0.5}},
+            "data": {"train": corpus, "validation": {"all": corpus}, "tokenizer": str(folder / "tokenizer.model"),
+                     "sequence_length": LENGTH},
             "parallel": parallel,
             "optimizer": {"name": "adamw", "lr": 1e-3},
             "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "seed": 5, "precision": "fp64"},
-        }
-    )
+        },
+    )  # fmt: skip
 
 
 def evaluated(folder: Path, parallel: dict[str, Any], micro_batch: int, max_rows: int) -> dict[str, Any]:
@@ -87,13 +78,9 @@ def evaluated(folder: Path, parallel: dict[str, Any], micro_batch: int, max_rows
     mesh = build_mesh(settings.parallel, dist.get_world_size(), "cpu")
     engine = build_engine(settings, mesh, torch.device("cpu"), "fp64")
     return evaluate(
-        engine,
-        corpora.validation["all"],
-        corpora.objective,
-        tokenizer.byte_lengths(),
-        micro_batch=micro_batch,
+        engine, corpora.validation["all"], corpora.objective, tokenizer.byte_lengths(), micro_batch=micro_batch,
         max_rows=max_rows,
-    )
+    )  # fmt: skip
 
 
 @cache
@@ -149,15 +136,8 @@ def by_position(folder: Path, parallel: dict[str, Any], n_buckets: int) -> list[
 
 @pytest.mark.parametrize(
     ("ranks", "parallel", "n_buckets"),
-    [
-        (1, {}, 1),
-        (1, {}, 5),
-        (2, {"cp": 2}, 3),
-        (2, {"pp": 2}, 4),
-        (2, {"dp_shard": 2}, 4),
-        (1, {}, LENGTH + 1),
-    ],
-)
+    [(1, {}, 1), (1, {}, 5), (2, {"cp": 2}, 3), (2, {"pp": 2}, 4), (2, {"dp_shard": 2}, 4), (1, {}, LENGTH + 1)],
+)  # fmt: skip
 def test_loss_by_position_is_that_of_the_places(
     workers: Workers, folder: Path, ranks: int, parallel: dict[str, Any], n_buckets: int
 ) -> None:

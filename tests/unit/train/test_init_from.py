@@ -185,13 +185,9 @@ CPU = torch.device("cpu")
 
 def draw() -> list[float]:
     return [
-        random.random(),
-        random.gauss(0, 1),
-        float(np.random.standard_normal()),
-        float(np.random.rand()),
-        float(torch.randn(())),
-        float(torch.rand(())),
-    ]
+        random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(np.random.rand()),
+        float(torch.randn(())), float(torch.rand(())),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("draws", [0, 1, 4])
@@ -210,12 +206,12 @@ def test_what_is_drawn_after_a_resume_is_what_would_have_been(tmp_path: Path, dr
 
 
 def test_ranks_and_seeds_differ_and_repeat() -> None:
-    seen = []
+    draws = []
     for seed, rank in ((0, 0), (0, 1), (1, 0), (0, 0)):
         rng_state.seed_all(seed, rank)
-        seen.append(draw())
-    assert seen[3] == seen[0]
-    assert len({tuple(item) for item in seen[:3]}) == 3
+        draws.append(draw())
+    assert draws[3] == draws[0]
+    assert len({tuple(item) for item in draws[:3]}) == 3
 
 
 def test_generators_of_other_ranks_are_not_taken() -> None:

@@ -34,10 +34,10 @@ def guard(path: Path, **settings: Any) -> LossGuard:
     return LossGuard(ResilienceConfig(**settings), 1.0, DecisionLog(path / DECISIONS, is_writer=True))
 
 
-def carried_out(kept: LossGuard, engine: Engine, step: int, loss: float, gradient: float) -> bool:
+def carried_out(loss_guard: LossGuard, engine: Engine, step: int, loss: float, gradient: float) -> bool:
     engine.gradient, engine.loss = torch.tensor([gradient]), loss
     stats = LossTotals({"causal": 1.0}, lambda: [loss, 1.0])
-    norm, output = kept.guarded_step(engine, step, stats, 0.1)  # type: ignore[arg-type]
+    norm, output = loss_guard.guarded_step(engine, step, stats, 0.1)  # type: ignore[arg-type]
     assert (output is None) == math.isfinite(norm)
     return output is None
 
@@ -48,15 +48,15 @@ def carried_out(kept: LossGuard, engine: Engine, step: int, loss: float, gradien
 def test_what_is_not_finite_leaves_the_weights_and_is_counted(
     tmp_path: Path, loss: float, gradient: float
 ) -> None:
-    kept, engine = guard(tmp_path), Engine()
-    assert carried_out(kept, engine, 1, 2.0, 1.0)
-    kept.observe(2.0)
+    loss_guard, engine = guard(tmp_path), Engine()
+    assert carried_out(loss_guard, engine, 1, 2.0, 1.0)
+    loss_guard.observe(2.0)
     before = engine.weight
-    assert not carried_out(kept, engine, 2, loss, gradient)
-    assert (engine.weight, kept.consecutive_skips, kept.skipped) == (before, 1, 1)
-    assert carried_out(kept, engine, 3, 2.0, 1.0)
-    kept.observe(2.0)
-    assert (kept.consecutive_skips, kept.skipped) == (0, 1)
+    assert not carried_out(loss_guard, engine, 2, loss, gradient)
+    assert (engine.weight, loss_guard.consecutive_skips, loss_guard.skipped) == (before, 1, 1)
+    assert carried_out(loss_guard, engine, 3, 2.0, 1.0)
+    loss_guard.observe(2.0)
+    assert (loss_guard.consecutive_skips, loss_guard.skipped) == (0, 1)
     assert engine.weight < before
     line = json.loads((tmp_path / DECISIONS).read_text())
     assert {key: line[key] for key in line if key != "check"} == {"decision": "skip", "step": 2}
@@ -64,7 +64,7 @@ def test_what_is_not_finite_leaves_the_weights_and_is_counted(
 
 def test_float16_may_halve_its_scale_as_often_as_it_takes_to_settle(tmp_path: Path) -> None:
     """From 2²⁴ down to 1 it takes 24 steps; at 1, an overflow is one of the gradients themselves, and so counts."""
-    kept, engine = guard(tmp_path, max_skipped=2), Engine()
+    loss_guard, engine = guard(tmp_path, max_skipped=2), Engine()
     engine.loss_scale = LossScale(initial=2.0**24)
     genuine = engine.step
 
@@ -76,28 +76,28 @@ def test_float16_may_halve_its_scale_as_often_as_it_takes_to_settle(tmp_path: Pa
     engine.step = step  # type: ignore[method-assign]
     for number in range(24):
         assert engine.loss_scale.value == 2.0 ** (24 - number)
-        assert not carried_out(kept, engine, number + 1, 2.0, math.inf)
-    assert (kept.consecutive_skips, kept.skipped) == (0, 0)
+        assert not carried_out(loss_guard, engine, number + 1, 2.0, math.inf)
+    assert (loss_guard.consecutive_skips, loss_guard.skipped) == (0, 0)
     assert not (tmp_path / DECISIONS).exists()
     for number in (25, 26):
-        assert not carried_out(kept, engine, number, 2.0, math.inf)
+        assert not carried_out(loss_guard, engine, number, 2.0, math.inf)
     with pytest.raises(MegatfmError, match=r"step 27: .* 3 steps in a row"):
-        carried_out(kept, engine, 27, 2.0, math.inf)
+        carried_out(loss_guard, engine, 27, 2.0, math.inf)
 
 
 def test_a_loss_that_is_not_finite_counts_whatever_the_scale(tmp_path: Path) -> None:
-    kept, engine = guard(tmp_path, max_skipped=2), Engine()
+    loss_guard, engine = guard(tmp_path, max_skipped=2), Engine()
     engine.loss_scale = LossScale()
-    assert not carried_out(kept, engine, 1, math.nan, 1.0)
-    assert (kept.consecutive_skips, kept.decisions.skips) == (1, {1})
+    assert not carried_out(loss_guard, engine, 1, math.nan, 1.0)
+    assert (loss_guard.consecutive_skips, loss_guard.decisions.skips) == (1, {1})
 
 
 def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
-    kept, engine = guard(tmp_path, max_skipped=2), Engine()
+    loss_guard, engine = guard(tmp_path, max_skipped=2), Engine()
     for step in (1, 2):
-        assert not carried_out(kept, engine, step, math.nan, 1.0)
+        assert not carried_out(loss_guard, engine, step, math.nan, 1.0)
     with pytest.raises(MegatfmError, match=r"step 3: loss nan, .* 3 steps in a row, .*optimizer\.lr"):
-        carried_out(kept, engine, 3, math.nan, 1.0)
+        carried_out(loss_guard, engine, 3, math.nan, 1.0)
 
 
 def test_a_step_that_was_skipped_is_skipped_again_whatever_its_numbers(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def noise(seed: int, count: int) -> list[float]:
     return [3.0 + draw.gauss(0, 0.05) for _ in range(count)]
 
 
-def spikes(kept: LossGuard, losses: list[float]) -> list[int]:
-    return [index for index, loss in enumerate(losses) if kept.observe(loss) is not None]
+def spikes(loss_guard: LossGuard, losses: list[float]) -> list[int]:
+    return [index for index, loss in enumerate(losses) if loss_guard.observe(loss) is not None]
 
 
 def test_a_spike_is_found_once_and_noise_and_descent_are_not(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_spike_is_found_once_and_noise_and_descent_are_not(tmp_path: Path) -> 
 
 
 def test_the_score_is_robust_and_says_how_far(tmp_path: Path) -> None:
-    kept = guard(tmp_path, spike_window=16, spike_score=10.0)
+    loss_guard = guard(tmp_path, spike_window=16, spike_score=10.0)
     for loss in [
         1.0,
         1.1,
@@ -143,9 +143,9 @@ def test_the_score_is_robust_and_says_how_far(tmp_path: Path) -> None:
         1.0,
         50.0,
     ]:  # an outlier in the window doesn't hide the next one
-        kept.observe(loss)
-    kept.observe(1.0)
-    score = kept.observe(6.0)
+        loss_guard.observe(loss)
+    loss_guard.observe(1.0)
+    score = loss_guard.observe(6.0)
     # By hand: median 1.0 and median deviation 0.1 → (6 − 1) / (1.4826 · 0.1).
     assert score == pytest.approx(5.0 / 0.14826, rel=1e-6)
 
@@ -163,13 +163,13 @@ def test_a_loss_that_stands_still_makes_no_spike_of_the_next_bit(tmp_path: Path)
 
 def test_the_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
     losses = noise(3, 100)
-    kept = guard(tmp_path)
-    spikes(kept, losses[:70])
+    loss_guard = guard(tmp_path)
+    spikes(loss_guard, losses[:70])
     copy = guard(tmp_path)
-    copy.load_state_dict(json.loads(json.dumps(kept.state_dict())))
-    assert copy.state_dict() == kept.state_dict()
+    copy.load_state_dict(json.loads(json.dumps(loss_guard.state_dict())))
+    assert copy.state_dict() == loss_guard.state_dict()
     assert (
-        [kept.observe(loss) for loss in (9.0, 3.0)]
+        [loss_guard.observe(loss) for loss in (9.0, 3.0)]
         == [copy.observe(loss) for loss in (9.0, 3.0)]
         != [None, None]
     )
@@ -179,8 +179,8 @@ def test_the_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_rollback_voids_what_was_decided_about_other_data(tmp_path: Path) -> None:
-    kept = guard(tmp_path, max_rollbacks=2)
-    decisions = kept.decisions
+    loss_guard = guard(tmp_path, max_rollbacks=2)
+    decisions = loss_guard.decisions
     for step in (3, 7):
         decisions.skip(step)
     decisions.record_rollback(9, 4, 90)
@@ -188,12 +188,12 @@ def test_a_rollback_voids_what_was_decided_about_other_data(tmp_path: Path) -> N
     decisions.skip(6)
     decisions.record_rollback(12, 8, 130)
     assert (decisions.skips, decisions.data_resume_positions) == ({3, 6}, {4: 90, 8: 130})
-    kept.record_rollback(13, 4, 140)
+    loss_guard.record_rollback(13, 4, 140)
     again = DecisionLog(decisions.path, is_writer=False)
     again.read()
     assert (again.skips, again.data_resume_positions, again.rollbacks) == ({3}, {4: 140}, {4: 2, 8: 1})
     with pytest.raises(MegatfmError, match="step 15: the loss spikes again after 2 rollbacks to step 4"):
-        kept.record_rollback(15, 4, 160)
+        loss_guard.record_rollback(15, 4, 160)
     decisions.clear()
     assert not decisions.path.exists()
 

@@ -52,8 +52,8 @@ def test_room_is_needed_for_what_is_kept_and_what_is_written(
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
 
     checkpoints = tmp_path / "checkpoints"
-    for there, due in ((0, 4), (1, 3), (3, 1), (5, 1)):
-        for step in range(there):
+    for n_checkpoints, due in ((0, 4), (1, 3), (3, 1), (5, 1)):
+        for step in range(n_checkpoints):
             (checkpoints / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
         free(due * 1e9)
         check_space(tmp_path, checkpoints, 10**9, 3, "or else")
@@ -199,7 +199,7 @@ def test_errors_that_are_not_of_memory_pass(tmp_path: Path) -> None:
 def test_a_run_on_cpus_asks_no_gpu_of_its_host_what_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would say that it held 0 GiB, and leave a snapshot of a GPU that it doesn't use."""
+    """The GPU would show 0 GiB, and leave a snapshot, though the run does not use it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
     with (

@@ -260,23 +260,10 @@ def chained(error: BaseException) -> BaseException:
 @pytest.mark.parametrize(
     ("error", "lost"),
     [
-        (
-            RuntimeError(
-                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection closed by peer"
-            ),
-            True,
-        ),
-        (
-            RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv"),
-            True,
-        ),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection closed by peer"), True),
+        (RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv"), True),
         (dist.DistNetworkError("recvValue failed"), True),
-        (
-            dist.DistBackendError(
-                "NCCL error in: x.cpp:1, remote process exited or there was a network error"
-            ),
-            True,
-        ),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited or there was a network error"), True),
         (dist.DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error, NCCL version 2.27"), False),
         (dist.DistBackendError("NCCL error in: x.cpp:1, unhandled system error"), False),
         (RuntimeError("Connection refused by http://metrics.example"), False),
@@ -284,7 +271,7 @@ def chained(error: BaseException) -> BaseException:
         (ConnectionResetError("Connection reset by peer"), False),
     ],
     ids=range(9),
-)
+)  # fmt: skip
 def test_whose_failure_an_error_is(error: BaseException, lost: bool) -> None:
     assert is_peer_loss(error) is lost
     assert is_peer_loss(chained(error)) is lost

@@ -129,18 +129,12 @@ def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> N
 @pytest.mark.parametrize(
     "sent_bytes",
     [
-        json.dumps({"rank": 1, "token": "guess"}).encode() + b"\n",
-        b'{"bye": true}\n',
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"[1]\n",
-        b"x" * (LINE_BYTES + 1),
-        b'{"token": "\\ud800"}\n',
-        b'{"token": "secret", "rank": 1}\n',
-        b'{"token": "secret", "rank": "x"}\n',
-        b'{"token": "secret"}\n',
+        json.dumps({"rank": 1, "token": "guess"}).encode() + b"\n", b'{"bye": true}\n', b"GET / HTTP/1.1\r\n\r\n",
+        b"[1]\n", b"x" * (LINE_BYTES + 1), b'{"token": "\\ud800"}\n', b'{"token": "secret", "rank": 1}\n',
+        b'{"token": "secret", "rank": "x"}\n', b'{"token": "secret"}\n',
     ],
     ids=["token", "none", "http", "list", "endless", "surrogate", "too high", "no number", "no rank"],
-)
+)  # fmt: skip
 def test_strangers_are_shown_the_door_and_change_nothing(
     open_hub: Callable[..., Connect], sent_bytes: bytes
 ) -> None:

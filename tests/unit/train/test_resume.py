@@ -45,24 +45,12 @@ def change(values: dict[str, Any], key: str, value: object) -> dict[str, Any]:
 
 def state(values: dict[str, Any] = VALUES, **facts: Any) -> dict[str, Any]:
     data = {
-        "position": 20,
-        "epoch": 0,
-        "fingerprint": "f",
-        "sequence_length": 8,
-        "streams": 64,
-        "shuffle": True,
-    }
+        "position": 20, "epoch": 0, "fingerprint": "f", "sequence_length": 8, "streams": 64, "shuffle": True,
+    }  # fmt: skip
     result = {
-        "step": 5,
-        "tokens": 160,
-        "precision": "fp32",
-        "tokenizer": "t",
-        "data": data,
-        "trouble": {},
-        "machines": HERE,
-        "config": Config.model_validate(values).model_dump(mode="json"),
-        "megatfm": __version__,
-    }
+        "step": 5, "tokens": 160, "precision": "fp32", "tokenizer": "t", "data": data, "trouble": {},
+        "machines": HERE, "config": Config.model_validate(values).model_dump(mode="json"), "megatfm": __version__,
+    }  # fmt: skip
     for key, value in facts.items():
         result = change(result, key.replace("__", "."), value)
     return json.loads(json.dumps(result))  # as it comes back from a checkpoint
@@ -312,11 +300,11 @@ def test_a_node_local_folder_is_named_once_per_run_directory(
 
 
 def test_another_kind_of_machine_is_told_and_goes_on() -> None:
-    there = {
+    recorded = {
         "kinds": [{"torch": "2", "threads": "4", "instruction sets": "avx avx2 avx512f fma"}],
         "of_rank": [0, 0],
     }
-    before, now = state(machines=there), state()
+    before, now = state(machines=recorded), state()
     assert resume.check_compatible(resume.ResumePoint(PATH, before), now, []) == []
     (line,) = resume.describe_hardware_changes(resume.ResumePoint(PATH, before), HERE)
     assert "threads: 4 → 1; instruction sets: without avx512f" in line
@@ -370,10 +358,10 @@ def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
     """A run saves steps 4 and 6 on the nodes, goes back to 3, and dies before it has removed them."""
     run = RunDirectory(folder / "run", 0)
     nodes = NodeTopology.discover(folder / "node", None)
-    kept = {**state(), "tokens": 1}
+    saved = {**state(), "tokens": 1}
     with Saver(folder / "shared", local_dir=folder / "node") as saver:
         for step in (4, 6):
-            facts = {**kept, "step": step, "data": {**kept["data"], "position": 4 * step}}
+            facts = {**saved, "step": step, "data": {**saved["data"], "position": 4 * step}}
             saver.save(step, {"w": torch.ones(2)}, facts, local=True)
     run.folder.mkdir()
     decisions = DecisionLog.from_run(run)
@@ -381,7 +369,7 @@ def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
     decisions.record_rollback(6, 3, 24)
     after = resume.find_resume_point(folder / "shared", nodes, decisions)
     with Saver(folder / "shared", local_dir=folder / "node") as saver:
-        facts = {**kept, "step": 4, "data": {**kept["data"], "position": 28}}
+        facts = {**saved, "step": 4, "data": {**saved["data"], "position": 28}}
         saver.save(4, {"w": torch.ones(2)}, facts, local=True)
     again = resume.find_resume_point(folder / "shared", nodes, decisions)
     return [

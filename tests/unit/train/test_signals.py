@@ -211,15 +211,11 @@ def test_fewer_ranks_divide_experts() -> None:
 @pytest.mark.parametrize(
     ("settings", "world_size", "words"),
     [
-        (
-            {},
-            5,
-            "no layout fits 5 processes: train.global_batch = 24 and 1 ranks per model allow 1, 2, 3, 4, 6, 8",
-        ),
+        ({}, 5, "no layout fits 5 processes: train.global_batch = 24 and 1 ranks per model allow 1, 2, 3, 4, 6, 8"),
         ({"parallel.tp": 2}, 3, "allow 2, 4, 6, 8"),
         ({"parallel.tp": 2}, 1, "no layout fits 1 process:"),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_fit_is_said(settings: dict[str, object], world_size: int, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         fit_layout(config(**settings), world_size)

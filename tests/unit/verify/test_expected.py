@@ -1,5 +1,6 @@
 """`verify` and its expected traffic: plugins' styles, cut rows, images, two towers, vision-language models."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megatfm.parallel.styles import STYLES
 from megatfm.registry import import_plugins
 from megatfm.verify import expected
 from megatfm.verify.expected import explain_unpredicted_axes
+from megatfm.verify.rank_processes import RankPool
 from megatfm.verify.shrink import Documents, draw_batch
 from megatfm.verify.verify import verify
 from tests.support.small_runs import VERIFIED_CONFIG
@@ -63,6 +65,12 @@ def test_a_style_of_a_plugin(
     assert bool(actual.traffic_mismatches) == misses
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool() as pool:
+        yield pool
+
+
 # --------------------------------------------------------------------------------------------------- cut rows
 
 
@@ -77,11 +85,11 @@ def test_a_style_of_a_plugin(
         ("llama3-8b", ["parallel.cp_method=ring"]),
     ],
 )
-def test_rows_in_parts_are_the_same(name: str, overrides: list[str]) -> None:
+def test_rows_in_parts_are_the_same(pool: RankPool, name: str, overrides: list[str]) -> None:
     """Documents lie within a part, between and across parts; four, or five unequal ones where rows go round."""
     parts = 5 if "parallel.cp_method=ring" in overrides else 4
     config = load_config(name, [f"parallel.cp={parts}", "parallel.dp_shard=1", *overrides])
-    comparison = verify(config, "short")
+    comparison = verify(config, "short", pool)
     assert not comparison.wrong
     assert not comparison.traffic_mismatches
 
@@ -89,22 +97,16 @@ def test_rows_in_parts_are_the_same(name: str, overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "documents"),
     [
-        (
-            "quickstart-moe",
-            ["parallel.dp_shard=2", "parallel.cp=2", "parallel.ep=4", "parallel.zero=0"],
-            "mixed",
-        ),
+        ("quickstart-moe", ["parallel.dp_shard=2", "parallel.cp=2", "parallel.ep=4", "parallel.zero=0"], "mixed"),
         ("xlnet-base", ["parallel.cp=2", "parallel.dp_shard=1"], "sparse"),
-        (
-            "quickstart",
-            ["parallel.tp=2", "optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"],
-            "mixed",
-        ),
+        ("quickstart", ["parallel.tp=2", "optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], "mixed"),
     ],
     ids=["experts on all ranks of two axes", "a batch that predicts nothing", "averaged weights"],
-)
-def test_rare_cases_are_the_same(name: str, overrides: list[str], documents: Documents) -> None:
-    comparison = verify(load_config(name, overrides), documents)
+)  # fmt: skip
+def test_rare_cases_are_the_same(
+    pool: RankPool, name: str, overrides: list[str], documents: Documents
+) -> None:
+    comparison = verify(load_config(name, overrides), documents, pool)
     assert not comparison.wrong
     assert not comparison.traffic_mismatches
 
@@ -138,8 +140,10 @@ SIMMIM = [
     [("vit-s16", ATTENTION_POOL), ("mae-b16", []), ("vit-s16", SIMMIM)],
     ids=["attention pool", "masked autoencoder", "simmim"],
 )
-def test_images_in_parts_are_the_same(preset: str, overrides: list[str], ranks: int) -> None:
-    comparison = verify(load_config(preset, [*overrides, f"parallel.cp={ranks}", "parallel.dp_shard=1"]))
+def test_images_in_parts_are_the_same(pool: RankPool, preset: str, overrides: list[str], ranks: int) -> None:
+    comparison = verify(
+        load_config(preset, [*overrides, f"parallel.cp={ranks}", "parallel.dp_shard=1"]), pool=pool
+    )
     assert not comparison.wrong
     assert comparison.expected
     assert not comparison.traffic_mismatches
@@ -176,9 +180,9 @@ PIPELINE_CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_counted_is_expected(case: str) -> None:
+def test_counted_is_expected(pool: RankPool, case: str) -> None:
     preset, overrides = CASES[case]
-    comparison = verify(load_config(preset, overrides))
+    comparison = verify(load_config(preset, overrides), pool=pool)
     assert not comparison.wrong
     assert not comparison.traffic_mismatches
     assert not comparison.axes_without_closed_form
@@ -195,9 +199,9 @@ def test_counted_is_expected(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CONTEXT_CASES | PIPELINE_CASES)
-def test_counted_is_expected_where_rows_or_layers_are_divided(case: str) -> None:
+def test_counted_is_expected_where_rows_or_layers_are_divided(pool: RankPool, case: str) -> None:
     preset, overrides = (CONTEXT_CASES | PIPELINE_CASES)[case]
-    comparison = verify(load_config(preset, overrides))
+    comparison = verify(load_config(preset, overrides), pool=pool)
     assert not comparison.wrong
     assert not comparison.traffic_mismatches
     assert not comparison.axes_without_closed_form
@@ -207,10 +211,12 @@ def test_counted_is_expected_where_rows_or_layers_are_divided(case: str) -> None
     ("part", "collective"),
     [("add_contrastive_loss", "dp_shard send"), ("list_first_pass_calls", "dp_shard all_gather")],
 )
-def test_what_is_not_expected_is_named(part: str, collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_expected_is_named(
+    pool: RankPool, part: str, collective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the ring, or the first pass, in the closed forms, the step sends more than these say."""
     monkeypatch.setattr(expected, part, lambda *_: [])
-    comparison = verify(load_config("clip-b32", ["parallel.dp_shard=2"]))
+    comparison = verify(load_config("clip-b32", ["parallel.dp_shard=2"]), pool=pool)
     assert not comparison.wrong
     axis, name = collective.split()
     assert any(axis in mismatch and name in mismatch for mismatch in comparison.traffic_mismatches)
@@ -238,8 +244,8 @@ VISION_LANGUAGE_CASES = {
 
 
 @pytest.mark.parametrize("case", VISION_LANGUAGE_CASES)
-def test_the_layout_is_the_same_computation_with_the_expected_traffic(case: str) -> None:
-    comparison = verify(load_config("llava-1.5-7b", VISION_LANGUAGE_CASES[case]))
+def test_the_layout_is_the_same_computation_with_the_expected_traffic(pool: RankPool, case: str) -> None:
+    comparison = verify(load_config("llava-1.5-7b", VISION_LANGUAGE_CASES[case]), pool=pool)
     assert not comparison.wrong
     assert comparison.expected
     assert not comparison.axes_without_closed_form
@@ -247,20 +253,22 @@ def test_the_layout_is_the_same_computation_with_the_expected_traffic(case: str)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-def test_a_frozen_block_before_a_trained_part_of_its_stage_is_not_predicted(schedule: str) -> None:
+def test_a_frozen_block_before_a_trained_part_of_its_stage_is_not_predicted(
+    pool: RankPool, schedule: str
+) -> None:
     """Gradients are compared all the same."""
     layout = ["parallel.pp=2", f"parallel.pp_schedule={schedule}", "parallel.dp_shard=2"]
-    comparison = verify(load_config("llava-1.5-7b", [*layout, FROZEN]))
+    comparison = verify(load_config("llava-1.5-7b", [*layout, FROZEN]), pool=pool)
     assert not comparison.wrong
     assert "FSDP2 prefetches it in vain" in comparison.axes_without_closed_form["dp_shard"]
     assert not comparison.traffic_mismatches
 
 
-def test_frozen_blocks_in_stages_of_their_own_are_predicted() -> None:
+def test_frozen_blocks_in_stages_of_their_own_are_predicted(pool: RankPool) -> None:
     config = load_config(
         "quickstart",
         ["parallel.pp=2", "parallel.dp_shard=2", "parallel.zero=3", 'train.freeze=["decoder.layers.*"]'],
     )
-    comparison = verify(config)
+    comparison = verify(config, pool=pool)
     assert not comparison.axes_without_closed_form
     assert not comparison.traffic_mismatches

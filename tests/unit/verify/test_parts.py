@@ -27,29 +27,19 @@ from megatfm.verify.verify import compute_gradient_differences
 
 def config(model: ModelConfig, parallel: ParallelConfig, sequence_length: int = 8192) -> Config:
     return Config(
-        name="x",
-        model=model,
-        data=DataConfig(train="t", tokenizer="m", sequence_length=sequence_length),
-        parallel=parallel,
-        optimizer=AdamWConfig(lr=1e-3),
+        name="x", model=model, data=DataConfig(train="t", tokenizer="m", sequence_length=sequence_length),
+        parallel=parallel, optimizer=AdamWConfig(lr=1e-3),
         train=TrainConfig(steps=1, global_batch=1024, micro_batch=1),
-    )
+    )  # fmt: skip
 
 
 LLAMA = ModelConfig(
-    vocab_size=128256,
-    d_model=8192,
-    n_layers=80,
-    attention={"n_heads": 64, "n_kv_heads": 8},
-    ffn={"d_ff": 28672},
-)
+    vocab_size=128256, d_model=8192, n_layers=80, attention={"n_heads": 64, "n_kv_heads": 8}, ffn={"d_ff": 28672},
+)  # fmt: skip
 UNEVEN = ModelConfig(
-    vocab_size=50257,
-    d_model=1600,
-    n_layers=48,
-    attention={"n_heads": 24, "n_kv_heads": 6, "head_dim": 64},
+    vocab_size=50257, d_model=1600, n_layers=48, attention={"n_heads": 24, "n_kv_heads": 6, "head_dim": 64},
     ffn={"d_ff": 6401},
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("tp", "dp_shard"), [(1, 2), (2, 1), (2, 3), (4, 2), (8, 2)])
@@ -208,14 +198,10 @@ def test_bytes_are_those_of_a_ring(workers) -> None:
 
 def test_every_kind_is_kept_and_small() -> None:
     options = {
-        "model.n_layers": 8,
-        "model.layer_types": '["a", "a", "b"]',
-        "model.layer_type.a": "{}",
-        "model.layer_type.b.ffn.d_ff": 5000,
-        "model.layer_type.b.attention.n_heads": 16,
-        "model.layer_type.b.attention.n_kv_heads": 4,
-        "parallel.tp": 2,
-    }
+        "model.n_layers": 8, "model.layer_types": '["a", "a", "b"]', "model.layer_type.a": "{}",
+        "model.layer_type.b.ffn.d_ff": 5000, "model.layer_type.b.attention.n_heads": 16,
+        "model.layer_type.b.attention.n_kv_heads": 4, "parallel.tp": 2,
+    }  # fmt: skip
     small, _ = shrink(load_config("quickstart", [f"{key}={value}" for key, value in options.items()]))
     assert small.model.n_layers == 3
     assert [small.model.layer_type_at(depth) for depth in range(3)] == ["a", "a", "b"]

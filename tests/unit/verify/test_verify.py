@@ -139,9 +139,11 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[GradientComparison]:
     """Results of the command's calls of `verify`."""
-    seen: list[GradientComparison] = []
-    monkeypatch.setattr("megatfm.verify.verify.verify", lambda *args: seen.append(verify(*args)) or seen[-1])
-    return seen
+    results: list[GradientComparison] = []
+    monkeypatch.setattr(
+        "megatfm.verify.verify.verify", lambda *args: results.append(verify(*args)) or results[-1]
+    )
+    return results
 
 
 def test_tensor_parallelism_is_the_same_and_moves_what_it_should(

@@ -103,13 +103,13 @@ def fewest_threads(pool: RankPool, enough: int, seconds: float = 20.0) -> int:
     """Threads of the rank with most of them, once those of closed process groups have ended: they take a moment.
 
     enough: so few end the wait; 0: wait until the number has stayed the same for half a second."""
-    end, seen = time.monotonic() + seconds, []
+    end, counts = time.monotonic() + seconds, []
     while time.monotonic() < end:
-        seen.append(max(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pool.pids))
-        if seen[-1] <= enough or (not enough and len(seen) > 10 and len(set(seen[-10:])) == 1):
+        counts.append(max(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pool.pids))
+        if counts[-1] <= enough or (not enough and len(counts) > 10 and len(set(counts[-10:])) == 1):
             break
         time.sleep(0.05)
-    return seen[-1]
+    return counts[-1]
 
 
 def test_a_team_is_there_again_after_a_failure() -> None:

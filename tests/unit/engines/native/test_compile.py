@@ -1,4 +1,4 @@
-"""Who compiles blocks unasked, and how."""
+"""Compiled blocks: who compiles them unasked, and how."""
 
 from dataclasses import replace
 from typing import Any

@@ -104,11 +104,11 @@ class Device(HostWaits):
     What they make of nothing that lies there counts as the host's (`torch.arange`, though on a device it would not be).
     """
 
-    def __init__(self, there: Iterable[Tensor]) -> None:
+    def __init__(self, on_device: Iterable[Tensor]) -> None:
         super().__init__()
         self._memory: dict[int, Tensor] = {}
         """By address; held, so that nothing else comes to lie there."""
-        self.put(there)
+        self.put(on_device)
         self.moves = True
 
     def put(self, tensors: Iterable[Any]) -> None:
@@ -123,9 +123,9 @@ class Device(HostWaits):
         """In the place of `move_to_device`."""
         if not self.moves or not values.numel() or self.holds(values):
             return values
-        there = values.clone()
-        self.put([there])
-        return transfer.remember_host_copy(there, values)
+        copy = values.clone()
+        self.put([copy])
+        return transfer.remember_host_copy(copy, values)
 
     def here(self, *inputs: Any) -> dict[str, Tensor]:
         """In the place of `here`: what comes before the move is the host's."""
@@ -135,11 +135,13 @@ class Device(HostWaits):
         return {name: self.moved(values, values.device) for name, values in batch.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        there = any(self.holds(x) for x in tree_leaves((args, kwargs)))
+        on_device = any(self.holds(x) for x in tree_leaves((args, kwargs)))
         result = (
-            super().__torch_dispatch__(func, types, args, kwargs) if there else func(*args, **(kwargs or {}))
+            super().__torch_dispatch__(func, types, args, kwargs)
+            if on_device
+            else func(*args, **(kwargs or {}))
         )
-        if there:
+        if on_device:
             self.put(tree_leaves(result))
         return result
 
@@ -172,7 +174,7 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
             patch.setattr(module, "is_on_host", lambda x: not device.holds(x))
         patch.setattr(base, "make_local_batch", device.here)
         if not known:
-            patch.setattr(transfer, "remember_host_copy", lambda there, _: there)
+            patch.setattr(transfer, "remember_host_copy", lambda tensor, _: tensor)
         sums = engine.forward_backward(context_microbatches(engine, batch), objective)
         actual = [*device.found, *requested]
     assert sums.loss == pytest.approx(loss, rel=1e-12)
@@ -206,25 +208,12 @@ def test_without_copies_of_its_own_the_host_reads(workers: Workers) -> None:
 
 
 GPT2 = UNTIED_MODEL.with_changes(
-    {
-        "attention": {"n_heads": 4, "bias": True},
-        "ffn": {"d_ff": 80, "activation": "gelu_tanh", "bias": True},
-        "norm": {"name": "layer_norm"},
-        "position": {"name": "learned", "max_positions": 16},
-        "embedding.tied": True,
-    }
-)
+    {"attention": {"n_heads": 4, "bias": True}, "ffn": {"d_ff": 80, "activation": "gelu_tanh", "bias": True},
+     "norm": {"name": "layer_norm"}, "position": {"name": "learned", "max_positions": 16}, "embedding.tied": True},
+)  # fmt: skip
 FREE = (
-    "empty",
-    "empty_like",
-    "detach",
-    "new_empty",
-    "lift_fresh",
-    "alias",
-    "_unsafe_view",
-    "promote_types",
-    "clone",
-)
+    "empty", "empty_like", "detach", "new_empty", "lift_fresh", "alias", "_unsafe_view", "promote_types", "clone",
+)  # fmt: skip
 """Operators that move no number; and clones, most of which lay tensors anew that a CPU's allocator placed."""
 MICRO_BATCHES = 4
 

@@ -41,18 +41,18 @@ def norms(parallel: ParallelConfig) -> tuple[float, float, float]:
     engine, model = build_engine(TIED_MODEL, parallel, ADAMW), one_device(TIED_MODEL)
     batch = global_batch(seed=3)
     _, expected = one_device_gradients(model, batch)
-    wanted = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+    expected_norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
     engine.forward_backward(microbatches(engine, batch), CAUSAL)
-    seen: dict[str, Tensor] = {}
+    clipped: dict[str, Tensor] = {}
     for optimizer in engine.optimizers:
-        optimizer.step = lambda gradients, lr: seen.update({n: g.clone() for n, g in gradients.items()})  # type: ignore[method-assign]
-    norm = engine.step(0.1, clip=float(wanted) / 10)
+        optimizer.step = lambda gradients, lr: clipped.update({n: g.clone() for n, g in gradients.items()})  # type: ignore[method-assign]
+    norm = engine.step(0.1, clip=float(expected_norm) / 10)
     differences = [
         float((gradient - local_block(engine, name, expected[name]) / 10).abs().max())
-        for name, gradient in seen.items()
+        for name, gradient in clipped.items()
         if gradient.numel()
     ]
-    return norm, float(wanted), max(differences)
+    return norm, float(expected_norm), max(differences)
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
@@ -308,7 +308,7 @@ def test_steps_skipped_on_the_device_leave_the_same_bits(workers: Workers, tmp_p
 
 
 def order_of_a_step() -> list[str]:
-    """Who did what, of a step whose gradients are clipped."""
+    """Events of a step whose gradients are clipped, in order."""
     engine = early(build_engine(TIED_MODEL, ParallelConfig(), MUON))
     output: list[str] = []
     take(engine, ("",))

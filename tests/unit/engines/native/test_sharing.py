@@ -37,15 +37,11 @@ def test_bytes_are_those_of_the_formulas(workers: Workers) -> None:
     root = sum(p.numel() for name, p in model.named_parameters() if ".layers." not in name)
     shard = {kind: size * psi // n for kind, size in everything.items()}
     expected = [
-        {
-            "computed": 2 * psi,
-            "whole gradients": 4 * psi,
-            **{k: size * psi for k, size in everything.items()},
-        },
+        {"computed": 2 * psi, "whole gradients": 4 * psi, **{k: size * psi for k, size in everything.items()}},
         {"computed": 2 * psi, "whole gradients": 4 * psi, **shard},
         {"computed": 2 * psi, "whole gradients": 0, **shard},
         {"computed": 2 * root, "whole gradients": 0, **shard},
-    ]
+    ]  # fmt: skip
     for rank in engine_bytes:
         assert rank == expected
 
@@ -121,9 +117,9 @@ def reduced(parallel: ParallelConfig) -> tuple[float, int]:
     off = norm = 0.0
     for name, gradient in engine.gradients().items():
         assert gradient.dtype == engine.local[name].dtype
-        wanted = local_block(engine, name, expected[name])
-        off += float((gradient - wanted).square().sum())
-        norm += float(wanted.square().sum())
+        expected_block = local_block(engine, name, expected[name])
+        off += float((gradient - expected_block).square().sum())
+        norm += float(expected_block.square().sum())
     sent = sum(flow.sent_bytes for flow in traffic.flows() if flow.collective in REDUCTIONS)
     return (off / norm) ** 0.5, sent
 
@@ -161,13 +157,10 @@ MICRO = 2
 def config(parallel: ParallelConfig, micro_batch: int = MICRO) -> Config:
     config = load_config("quickstart", ["data.tokenizer=t", "data.train=d"])
     return config.model_copy(
-        update={
-            "model": UNTIED_MODEL,
-            "parallel": parallel,
-            "data": config.data.model_copy(update={"sequence_length": LENGTH}),
-            "train": config.train.model_copy(update={"global_batch": ROWS, "micro_batch": micro_batch}),
-        }
-    )
+        update={"model": UNTIED_MODEL, "parallel": parallel,
+                "data": config.data.model_copy(update={"sequence_length": LENGTH}),
+                "train": config.train.model_copy(update={"global_batch": ROWS, "micro_batch": micro_batch})},
+    )  # fmt: skip
 
 
 def needs(config: Config, engine: NativeEngine) -> MemoryNeeds:
@@ -206,24 +199,24 @@ def kept_inputs(n_layers: int) -> tuple[int, int]:
     """Bytes said to be kept of inputs of blocks, and all that full recomputation keeps, in one micro-batch."""
     model = UNTIED_MODEL.model_copy(update={"n_layers": n_layers})
     engine = build_engine(model, ParallelConfig(zero=0), ADAMW, recomputed="full")
-    kept: dict[int, int] = {}
+    n_bytes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        n_bytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         held_here.append(tensor)  # or its address might come up again
         return tensor
 
     held_here: list[torch.Tensor] = []
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         CAUSAL(engine.model.train(), {k: v[:MICRO] for k, v in global_batch(seed=1).items()})
-    return needs(config(ParallelConfig(zero=0)), engine).block_inputs, sum(kept.values())
+    return needs(config(ParallelConfig(zero=0)), engine).block_inputs, sum(n_bytes.values())
 
 
 def test_a_block_more_keeps_its_input_more(workers: Workers) -> None:
-    ((few, kept),) = workers.run(kept_inputs, 1, 2)
+    ((few, n_bytes),) = workers.run(kept_inputs, 1, 2)
     ((more, kept_more),) = workers.run(kept_inputs, 1, 5)
     weights = 0  # recomputed blocks save none
-    assert more - few == kept_more - kept - weights == 3 * MICRO * LENGTH * UNTIED_MODEL.d_model * 8
+    assert more - few == kept_more - n_bytes - weights == 3 * MICRO * LENGTH * UNTIED_MODEL.d_model * 8
 
 
 @pytest.mark.parametrize(
