@@ -98,7 +98,14 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
     config = config.with_changes(
         {"data.train": str(corpora["train"].folder), "data.validation": validation, "data.mixture": {}}
     )
-    return _set_steps(config), notes
+    config, n_rows = _set_steps(config)
+    if task.epochs:
+        notes.append(
+            f"{corpora['train'].n_examples:,} examples in {n_rows:,} rows of {config.data.sequence_length} tokens, "
+            f"{task.epochs:g} epochs: {config.train.steps:,} steps of {config.train.global_batch} rows "
+            "(train.global_batch)"
+        )
+    return config, notes
 
 
 def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with_labels: bool = True) -> Any:
@@ -266,8 +273,8 @@ def get_stored_labels(state: Mapping[str, Any]) -> list[str]:
     return [str(label) for _, label in sorted(stored_config["theirs"].items(), key=lambda item: int(item[0]))]
 
 
-def _set_steps(config: Config) -> Config:
-    """Return the config with the number of steps for the task's epochs, and an evaluation after each epoch."""
+def _set_steps(config: Config) -> tuple[Config, int]:
+    """Return the config with the steps of the task's epochs and an evaluation after each, and the number of rows."""
     assert config.task is not None
     _, tokenizer = open_tokenizer(config)
     rows = open_corpora(config, tokenizer).train
@@ -278,7 +285,7 @@ def _set_steps(config: Config) -> Config:
     if not config.evaluate.every:
         changes["evaluate.every"] = steps_per_epoch
     try:
-        return config.with_changes(changes)
+        return config.with_changes(changes), len(rows)  # type: ignore[arg-type]
     except ValidationError as error:
         raise make_usage_error(
             f"the steps of task.epochs = {config.task.epochs} over {config.task.train}", error

@@ -14,6 +14,7 @@ from megatfm.config import ParallelConfig, load_config
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.train import rng_state
+from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.finetuning import resolve_task
 from megatfm.train.init_from import load_weights, match_weights
 from tests.support.models import ADAMW, UNTIED_MODEL
@@ -159,6 +160,19 @@ def test_the_pooler_of_next_sentence_prediction_goes_on(tmp_path: Path) -> None:
     config, _ = resolve_task(load_config("modernbert-base", words))
     (head,) = config.model.extra_heads.values()
     assert (head.name, head.pooler) == ("text_classifier", "tanh")
+
+
+def test_the_log_says_how_many_steps_the_epochs_are(tmp_path: Path) -> None:
+    """Rows are packed: a table of short texts may be a single step."""
+    words = task_words(tmp_path, "classification")
+    words += ["data.sequence_length=32", "task.epochs=3", "lr_schedule.warmup_steps=0"]
+    words += ["train.global_batch=2", "train.micro_batch=2"]
+    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text() * 7)
+    config, notes = resolve_task(load_config("bert-base", words))
+    n_rows, n_steps = len(open_corpora(*open_tokenizer(config)).train), config.train.steps
+    sizes = f"7 examples in {n_rows} rows of 32 tokens, 3 epochs"
+    assert notes[-1] == f"{sizes}: {n_steps} steps of 2 rows (train.global_batch)"
+    assert n_steps == round(3 * n_rows / 2)
 
 
 def test_answers_have_no_auxiliary_loss(tmp_path: Path) -> None:
