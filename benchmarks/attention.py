@@ -74,9 +74,7 @@ def make_cases(length: int) -> dict[str, Case]:
     by_name: dict[str, Case] = {
         "dense": attend_densely,
         f"window {WINDOW}": make_block_sparse_case(Window(WINDOW - 1), length),
-        f"window {WINDOW}, documents of {DOCUMENT}": make_block_sparse_case(
-            Window(WINDOW - 1), length, DOCUMENT
-        ),
+        f"window {WINDOW}, documents of {DOCUMENT}": make_block_sparse_case(Window(WINDOW - 1), length, DOCUMENT),
         f"full, documents of {DOCUMENT}": make_block_sparse_case(Full(causal=True), length, DOCUMENT),
         "chunked 1024": make_block_sparse_case(Chunked(1024, causal=True), length),
         "bigbird": make_block_sparse_case(BigBird(64, 3, 0, HEADS), length),
@@ -164,9 +162,7 @@ def measure_packed(args: argparse.Namespace, name: str, length: int) -> dict[str
             chosen["{} to {}".format(*UNEQUAL)] = make_block_sparse_case(pattern, length, -1)
             timed = {n: lambda case=case: time_passes(case, tensors) for n, case in chosen.items()}
             times = time_rounds(timed, args.rounds)
-            ratios |= {
-                f"{key}, documents of {n}": compute_ratio(times, "one", n) for n in chosen if n != "one"
-            }
+            ratios |= {f"{key}, documents of {n}": compute_ratio(times, "one", n) for n in chosen if n != "one"}
     return ratios
 
 
@@ -214,9 +210,7 @@ def measure_parts(args: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
                 times = time_rounds(
                     {key: lambda case=case: time_passes(*case) for key, case in chosen.items()}, args.rounds
                 )
-                against = (
-                    {key: key.removeprefix("transformers' ") for key in times} if part == "peers" else {}
-                )
+                against = {key: key.removeprefix("transformers' ") for key in times} if part == "peers" else {}
                 yield (
                     [part, dtype, str(length)],
                     {

@@ -64,9 +64,7 @@ class _ByQueries(torch.autograd.Function):
             with torch.enable_grad():
                 qc, kc, vc = (x.detach().requires_grad_() for x in (q[:, :, part], k, v))
                 out = attention_reference(qc, kc, vc)
-                gradients[0][:, :, part], *part_gradients = torch.autograd.grad(
-                    out, (qc, kc, vc), torch.ones_like(out)
-                )
+                gradients[0][:, :, part], *part_gradients = torch.autograd.grad(out, (qc, kc, vc), torch.ones_like(out))
             for total, part_gradient in zip(gradients[1:], part_gradients, strict=True):
                 total += part_gradient
             outputs.append(out.detach())
@@ -116,9 +114,7 @@ def make_transformers_bigbird(length: int, dtype: torch.dtype) -> CaseWithInputs
     )
 
 
-def make_layer_case(
-    pattern: dict[str, object], length: int, dtype: torch.dtype, name: str = "gqa"
-) -> CaseWithInputs:
+def make_layer_case(pattern: dict[str, object], length: int, dtype: torch.dtype, name: str = "gqa") -> CaseWithInputs:
     attention = make_layer(length, **{"attention.name": name, "attention.pattern": pattern}).to(dtype)
     sequence = SequenceMetadata(torch.arange(length)[None])
     return lambda x, *_: attention(x, sequence), _draw_inputs(attention, length, dtype)

@@ -149,9 +149,7 @@ def measure_accuracy(model: nn.Module, batches: Iterator[Batch]) -> dict[str, fl
 def learn_listops(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Figures]]:
     """Yield the accuracy of each pattern, trained on expressions that grow, and that of guesses without a model."""
     bounds = ((10, 100), (100, 500), (500, 2000)) if sizes.length > 2001 else ((5, 20), (10, 30), (20, 60))
-    stages = [
-        (ListOps(sizes.length, Expressions(*bound)), part) for bound, part in zip(bounds, GROW, strict=True)
-    ]
+    stages = [(ListOps(sizes.length, Expressions(*bound)), part) for bound, part in zip(bounds, GROW, strict=True)]
     task = stages[-1][0]
     yield "guesses", task.measure_guesses(sizes.judged * 50, 2)
     for name, model in make_models(sizes.length, max(sizes.length // 32, 8), "learned").items():
@@ -189,8 +187,7 @@ def learn_recall(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Figures]]
             continue
         start = time.process_time()
         batches = (
-            task.draw_batch(sizes.length // length, length, sizes.first + step)
-            for step, length in enumerate(course)
+            task.draw_batch(sizes.length // length, length, sizes.first + step) for step, length in enumerate(course)
         )
         settings = {**model, "vocab_size": task.vocabulary, "position.name": "none"}
         network = train(settings, batches, sizes)
@@ -220,13 +217,9 @@ def measure_by_position(model: nn.Module, text: Text, rows: int) -> dict[str, fl
     total = torch.zeros(text.length)
     for row in range(rows):
         batch = text.draw_batch(1, 2**40 + row, held_out=True)
-        total += nn.functional.cross_entropy(
-            compute_logits(model, batch), batch["targets"][0], reduction="none"
-        )
+        total += nn.functional.cross_entropy(compute_logits(model, batch), batch["targets"][0], reduction="none")
     bounds = [0, *(2**n for n in range(6, 20) if 2**n < text.length), text.length]
-    return {
-        f"{low} to {high}": round(float(total[low:high].mean()) / rows, 4) for low, high in pairwise(bounds)
-    }
+    return {f"{low} to {high}": round(float(total[low:high].mean()) / rows, 4) for low, high in pairwise(bounds)}
 
 
 def learn_text(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tuple[str, Figures]]:

@@ -150,9 +150,7 @@ def main() -> None:
         "|---|---|---|---|",
     )
     for seed, figures in enumerate(runs):
-        page.add(
-            f"| {seed} | {100 * figures['top1']:.1f} | {100 * figures['top5']:.1f} | {figures['cpu_seconds']} |"
-        )
+        page.add(f"| {seed} | {100 * figures['top1']:.1f} | {100 * figures['top5']:.1f} | {figures['cpu_seconds']} |")
 
 
 def describe(args: argparse.Namespace, n_pairs: int, n_groups: int) -> list[str]:

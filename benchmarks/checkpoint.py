@@ -43,9 +43,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument(
-        "--out", type=common.make_output_file, default=RESULT, help="where to write the result as JSON"
-    )
+    parser.add_argument("--out", type=common.make_output_file, default=RESULT, help="where to write the result as JSON")
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
     results = []
@@ -121,9 +119,7 @@ class Bench:
     tensors: dict[str, checkpoint.ShardedTensor | torch.Tensor]
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def run_round(
-        self, number: int, background: checkpoint.Saver, plain: checkpoint.Saver
-    ) -> dict[str, float]:
+    def run_round(self, number: int, background: checkpoint.Saver, plain: checkpoint.Saver) -> dict[str, float]:
         """Take each measure once, in reverse order every other round; return seconds by measure."""
         self.seconds = {}
         writes = (
@@ -180,9 +176,7 @@ class Bench:
         return path
 
     def write_with_dd(self, *words: str) -> None:
-        size = sum(
-            checkpoint.ShardedTensor.from_tensor(tensor).tensor.nbytes for tensor in self.tensors.values()
-        )
+        size = sum(checkpoint.ShardedTensor.from_tensor(tensor).tensor.nbytes for tensor in self.tensors.values())
         file, size = self.folder / "dd", size * dist.get_world_size()
         name = "dd write, direct" if words else "dd write"
         self.time_work(name, lambda: run_dd("/dev/zero", file, size, "conv=fsync", *words), by_all=False)

@@ -32,9 +32,7 @@ Side = Callable[[], dict[str, float]]
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser whose help is a script's docstring, line by line."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def make_output_folder(path: str) -> Path:

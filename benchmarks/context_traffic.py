@@ -69,9 +69,7 @@ def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
     plan_ms = 1000 * (time.perf_counter() - start)
     round_ = length * (ranks - 1) / ranks
     ring = NUMBERS_PER_TOKEN * (2 * 2 * round_ + 4 * round_)
-    fetched = (
-        NUMBERS_PER_TOKEN * 2 * 2 * max(len(need) - len(at) for need, at in zip(needs, dealt, strict=True))
-    )
+    fetched = NUMBERS_PER_TOKEN * 2 * 2 * max(len(need) - len(at) for need, at in zip(needs, dealt, strict=True))
     now, exchanges = (fetched, 2) if fetches else (ring, 3 * (ranks - 1))
     return Traffic(ring, now, fetched, exchanges, plan_ms)
 

@@ -33,9 +33,7 @@ from megatfm.train.rank_monitor_server import RankMonitorServer
 
 PER_NODE = 8
 ROUNDS = 5
-HEARTBEAT = Heartbeat(
-    1, "step", 1, 0.01, True, "megatfm/engines/native/engine.py:141, in forward_backward"
-).__dict__
+HEARTBEAT = Heartbeat(1, "step", 1, 0.01, True, "megatfm/engines/native/engine.py:141, in forward_backward").__dict__
 
 
 def main() -> None:
@@ -84,9 +82,7 @@ def measure_monitor(ranks: int, relays: Sequence[int]) -> dict[str, Any]:
     for number in range(ROUNDS):
         sign = {"heartbeat": {**HEARTBEAT, "ticks": number + 1}}
         for relay, line in lines.items():
-            line.send(
-                {"relayed": [(rank, sign) for rank in members[relay]]} if len(members[relay]) > 1 else sign
-            )
+            line.send({"relayed": [(rank, sign) for rank in members[relay]]} if len(members[relay]) > 1 else sign)
         while any(rank.heartbeat.ticks <= number for rank in server._detector._ranks):
             time.sleep(0.01)
     round_cpu = (time.clock_gettime(clock) - before) / ROUNDS

@@ -97,9 +97,7 @@ def time_work(work: Callable[[], T]) -> tuple[float, T]:
 def measure(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
     shards = ranks // TP // replicas
     describe_s, (groups, cuts) = time_work(lambda: group_shards(dict(iter_shards(shapes, 0, TP, shards))))
-    gathered = len(
-        pickle.dumps([(hash_group(group), its_cuts) for group, its_cuts in zip(groups, cuts, strict=True)])
-    )
+    gathered = len(pickle.dumps([(hash_group(group), its_cuts) for group, its_cuts in zip(groups, cuts, strict=True)]))
     by_digest: dict[bytes, Any] = {}
     described = []
     for rank in range(ranks):

@@ -87,22 +87,16 @@ def make_contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         return of.n_tokens
 
     def iter_webdataset() -> Iterator[np.ndarray]:
-        data = wds.WebDataset(
-            tars[:N_SLOW_SHARDS], shardshuffle=N_SLOW_SHARDS, seed=next(seeds), empty_check=False
-        )
+        data = wds.WebDataset(tars[:N_SLOW_SHARDS], shardshuffle=N_SLOW_SHARDS, seed=next(seeds), empty_check=False)
         return (sample["tokens.npy"] for sample in data.shuffle(1000).decode())
 
     by_name = {
         RAW: Contender(read_raw, RAW),
         "megatfm samples, zstd": Contender(lambda: read_samples(corpus), RAW),
-        "megatfm samples, zstd, with opening": Contender(
-            lambda: read_samples(Corpus.open(folder / "ours")), RAW
-        ),
+        "megatfm samples, zstd, with opening": Contender(lambda: read_samples(Corpus.open(folder / "ours")), RAW),
         MAPPED: Contender(lambda: read_mapped(False), BY_SAMPLE),
         BY_SAMPLE: Contender(lambda: read_mapped(True), BY_SAMPLE),
-        "megatfm samples, tar, first epoch": Contender(
-            lambda: read_samples(Corpus.open(folder / "tars")), BY_SAMPLE
-        ),
+        "megatfm samples, tar, first epoch": Contender(lambda: read_samples(Corpus.open(folder / "tars")), BY_SAMPLE),
         "megatfm samples, tar, later": Contender(lambda: read_samples(plain), BY_SAMPLE),
         "webdataset samples, tar": Contender(lambda: sum(map(len, iter_webdataset())), BY_SAMPLE),
         f"megatfm rows of {LENGTH}, zstd": Contender(lambda: read_rows(corpus), RAW),
@@ -112,18 +106,14 @@ def make_contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         f"webdataset rows of {LENGTH}, tar": Contender(lambda: pack_as_usual(iter_webdataset()), RAW),
     }
     if mosaic:
-        by_name["MosaicML Streaming samples"] = Contender(
-            lambda: read_with_streaming(folder, next(seeds)), RAW
-        )
+        by_name["MosaicML Streaming samples"] = Contender(lambda: read_with_streaming(folder, next(seeds)), RAW)
     return by_name
 
 
 def find_sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
     """Return start and end of each sample's tokens in a plain tar."""
     starts = index.samples["offset"] + np.repeat(index.offsets[:-1], index.frames["samples"])
-    return list(
-        zip(starts.tolist(), (starts + 2 * index.samples["tokens"].astype(np.int64)).tolist(), strict=True)
-    )
+    return list(zip(starts.tolist(), (starts + 2 * index.samples["tokens"].astype(np.int64)).tolist(), strict=True))
 
 
 def read_with_streaming(folder: Path, seed: int) -> int:
@@ -155,9 +145,7 @@ def pack_as_usual(documents: Iterator[np.ndarray]) -> int:
             positions = np.where(documents_ == 0, positions - positions[0], positions)
             batch.append((tokens, targets, documents_, positions))
             if len(batch) == BATCH:
-                read += sum(
-                    field.size for field in [np.stack(field) for field in zip(*batch, strict=True)][:1]
-                )
+                read += sum(field.size for field in [np.stack(field) for field in zip(*batch, strict=True)][:1])
                 batch = []
         fields = [field[full:] for field in fields]
     return read
@@ -193,9 +181,7 @@ def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[dict[
     return rounds
 
 
-def format_table(
-    folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple[float, float]]]
-) -> str:
+def format_table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple[float, float]]]) -> str:
     """The result, as a page."""
     facts = json.loads((folder / "facts.json").read_text())
     disk = sum(shard.bytes for shard in Corpus.open(folder / "ours").manifest.shards)
@@ -229,9 +215,7 @@ def main() -> None:
     parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
     parser.add_argument("--megabytes", type=float, default=1100, help="of text, at most")
     parser.add_argument("--rounds", type=int, default=10, help="at most")
-    parser.add_argument(
-        "--seconds", type=float, default=400, help="after which no round begins, but for five"
-    )
+    parser.add_argument("--seconds", type=float, default=400, help="after which no round begins, but for five")
     parser.add_argument("--mosaic", metavar="FOLDER")
     parser.add_argument("--out", type=common.make_output_folder, metavar="FOLDER", help="for DATE-data.md")
     args = parser.parse_args()

@@ -93,9 +93,7 @@ def write_corpora(folder: Path, megabytes: float, places: list[str], mosaic: boo
         if mosaic:
             from streaming import MDSWriter
 
-            reference = MDSWriter(
-                out=str(folder / "mds"), columns={"tokens": "ndarray:uint16"}, size_limit=2**26
-            )
+            reference = MDSWriter(out=str(folder / "mds"), columns={"tokens": "ndarray:uint16"}, size_limit=2**26)
         for i, ids in enumerate(tokenize(documents)):
             tokens += len(ids)
             writer.add(f"{i:09d}", ids, "text", len(documents[i].encode()))

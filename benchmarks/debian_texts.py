@@ -44,9 +44,7 @@ def main() -> None:
     parser.add_argument("--language", help="of translations, for example de")
     args = parser.parse_args()
     packages, translations = read_packages(args.language)
-    rows = [("topics", *row) for row in iter_topics(packages)] + [
-        ("pairs", *row) for row in iter_pairs(packages)
-    ]
+    rows = [("topics", *row) for row in iter_topics(packages)] + [("pairs", *row) for row in iter_pairs(packages)]
     rows += [("translation", *row) for row in translations]
     lines: dict[str, list[str]] = {}
     for kind, source, row in rows:
@@ -77,9 +75,7 @@ def read_packages(language: str | None) -> tuple[list[Package], list[tuple[str, 
             for path in sorted(lists.glob(f"*_i18n_Translation-{name}*")):
                 for fields in iter_stanzas(capture_output("/usr/lib/apt/apt-helper", "cat-file", str(path))):
                     if body := fields.get(f"Description-{name}"):
-                        texts.setdefault((fields["Package"], fields.get("Description-md5", "")), {})[name] = (
-                            body
-                        )
+                        texts.setdefault((fields["Package"], fields.get("Description-md5", "")), {})[name] = body
     english = {package: bodies["en"] for (package, _), bodies in texts.items() if "en" in bodies}
     by_description: dict[str, Package] = {}
     for fields in iter_stanzas(available):

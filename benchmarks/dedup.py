@@ -53,15 +53,11 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", type=float, default=32, help="megabytes for datatrove and ours")
-    parser.add_argument(
-        "--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one"
-    )
+    parser.add_argument("--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one")
     parser.add_argument(
         "--out", type=common.make_output_folder, help="folder for DATE-dedup.json; left out, it is printed"
     )
-    parser.add_argument(
-        "--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS
-    )
+    parser.add_argument("--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         kind, folder, size, memory = args.one
@@ -232,9 +228,7 @@ def find_by_duckdb(folder: Path, size: float, memory: int) -> int:
     with duckdb.connect(config=settings) as connection:
         connection.execute("SET preserve_insertion_order = false")
         connection.execute(query)
-        (count,) = connection.execute(f"SELECT count(*) FROM read_parquet('{folder}/later.out')").fetchall()[
-            0
-        ]
+        (count,) = connection.execute(f"SELECT count(*) FROM read_parquet('{folder}/later.out')").fetchall()[0]
     return int(count)
 
 
@@ -254,17 +248,13 @@ def find_by_datatrove(folder: Path, size: float, memory: int) -> int:
     with open(folder / "text.jsonl") as file:
         documents = (Document(text=record["text"], id=record["id"]) for record in map(json.loads, file))
         step = minhash.MinhashDedupSignature(output_folder=signatures, config=config)
-        step._hash_func = lambda words: xxhash.xxh64_intdigest(
-            words.encode()
-        )  # newer releases take bytes only
+        step._hash_func = lambda words: xxhash.xxh64_intdigest(words.encode())  # newer releases take bytes only
         step.run_tasks(documents, 0, 1)
     for band in range(BANDS):
         minhash.MinhashDedupBuckets(input_folder=signatures, output_folder=buckets, config=config).run_tasks(
             None, band, BANDS
         )
-    minhash.MinhashDedupCluster(input_folder=buckets, output_folder=removed, config=config).run_tasks(
-        None, 0, 1
-    )
+    minhash.MinhashDedupCluster(input_folder=buckets, output_folder=removed, config=config).run_tasks(None, 0, 1)
     return sum(path.stat().st_size // 4 for path in Path(removed).glob("*.remove"))
 
 
@@ -280,9 +270,7 @@ def _count_marked(
     """Return the number of rows that are marked as duplicates."""
     from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable
 
-    def run(
-        step: str, count: int, total: int, work: Any, join: Callable[[Iterable[Any]], Any] = lambda _: {}
-    ) -> Any:
+    def run(step: str, count: int, total: int, work: Any, join: Callable[[Iterable[Any]], Any] = lambda _: {}) -> Any:
         return join([work(number, lambda _: None) for number in range(count)])
 
     files = [folder / f"rows.{part}" for part in range(parts)]

@@ -88,14 +88,10 @@ def load_case(engine: str, words: Sequence[str], ranks: int) -> Config:
 def make_step(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[], Any]]:
     """Build an engine; return it and a function that takes a step."""
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
-    engine = build_engine(
-        config, build_mesh(config.parallel, job.ranks, job.device), device, config.train.precision
-    )
+    engine = build_engine(config, build_mesh(config.parallel, job.ranks, job.device), device, config.train.precision)
     objective, rows = objective_for(config), draw_batch(config)
     first, micro_batch = engine.mesh.data_rank * 4, config.train.micro_batch
-    batches = [
-        {k: v[i : i + micro_batch] for k, v in rows.items()} for i in range(first, first + 4, micro_batch)
-    ]
+    batches = [{k: v[i : i + micro_batch] for k, v in rows.items()} for i in range(first, first + 4, micro_batch)]
 
     def step() -> None:
         engine.forward_backward(batches, objective)
@@ -139,9 +135,7 @@ def run_rank(rank: int, job: Job, answers: Any) -> None:
     if job.device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if job.device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=dist.FileStore(job.store, job.ranks), rank=rank, world_size=job.ranks
-    )
+    dist.init_process_group(backend, store=dist.FileStore(job.store, job.ranks), rank=rank, world_size=job.ranks)
     reset_peak_memory(job.device)
     files = count_file_bytes()
     before, steps, sent = read_peak_memory(job.device), {}, {}
@@ -185,16 +179,10 @@ def measure_case(case: str, words: Sequence[str], offloaded: Sequence[str], args
     configs = {name: load_case(name, [*words, *extra[name], *args.set], args.ranks) for name in ENGINES}
     timed = run_ranks(configs, args, args.rounds)[0]
     clocks = [
-        [
-            expected[i] / actual[i]
-            for actual, expected in zip(timed[0]["native"], timed[0]["deepspeed"], strict=True)
-        ]
+        [expected[i] / actual[i] for actual, expected in zip(timed[0]["native"], timed[0]["deepspeed"], strict=True)]
         for i in (0, 1)
     ]
-    memory = {
-        name: {r: a[1] / 1e6 for r, a in run_ranks({name: configs[name]}, args, 2).items()}
-        for name in ENGINES
-    }
+    memory = {name: {r: a[1] / 1e6 for r, a in run_ranks({name: configs[name]}, args, 2).items()} for name in ENGINES}
     held = " / ".join(", ".join(f"{memory[name][r]:,.0f}" for r in range(args.ranks)) for name in ENGINES)
     sent = " / ".join(f"{timed[2][name] / 1e6:,.1f}" for name in ENGINES)
     return (
@@ -247,15 +235,11 @@ def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
             [a - b for a, b in zip(clock, plain, strict=True)],
             common.compute_median_ratio(clock, plain),
         )
-        moved = {"none": 0, "cpu": 8 * elements}.get(
-            place, statistics.median(step[2] for step in steps_of[place])
-        )
+        moved = {"none": 0, "cpu": 8 * elements}.get(place, statistics.median(step[2] for step in steps_of[place]))
         longer = statistics.median(extra)
         speed = f"{moved / longer / 1e6:,.0f}" if moved and longer > 0 else "–"
         held = [a[1] / 1e6 for _, a in sorted(run_ranks({place: configs[place]}, args, 2).items())]
-        page.add(
-            f"| {place} | {ratio:.2f} | {moved / 1e6:,.1f} | {speed} | {', '.join(f'{mb:,.0f}' for mb in held)} |"
-        )
+        page.add(f"| {place} | {ratio:.2f} | {moved / 1e6:,.1f} | {speed} | {', '.join(f'{mb:,.0f}' for mb in held)} |")
     page.add("", f"The disk by itself, one process: {disk_speed / 1e6:,.0f} MB/s.")
 
 

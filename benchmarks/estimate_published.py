@@ -156,9 +156,7 @@ def with_efficiency(cluster: Cluster, share: float) -> Cluster:
 def print_ptd_p() -> None:
     """Print table 1 of PTD-P, as is and with the rate of its first row."""
     share = calibrated(load_cluster("a100", PTD_P[0].gpus), PTD_P[0], PTD_P[0].tflops)
-    print(
-        f"| PTD-P, table 1 | GPUs | layout | published | as is | error | rate of row 1 ({share:.3f}) | error |"
-    )
+    print(f"| PTD-P, table 1 | GPUs | layout | published | as is | error | rate of row 1 ({share:.3f}) | error |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     errors: tuple[list[float], list[float]] = [], []
     for row in PTD_P:
@@ -177,9 +175,7 @@ def print_ptd_p() -> None:
                 cells.append(f"{tflops:.0f} | {100 * errors[place][-1]:+.1f} %")
                 layout = layout_of(row, estimate)
         print(f"| {row.name} | {row.gpus:,} | {layout} | {row.tflops} | {' | '.join(cells)} |", flush=True)
-    for name, found in zip(
-        ("As is", "Rate of row 1, the nine others"), (errors[0], errors[1][1:]), strict=True
-    ):
+    for name, found in zip(("As is", "Rate of row 1, the nine others"), (errors[0], errors[1][1:]), strict=True):
         sizes = [abs(error) for error in found]
         print(f"\n{name}: median error {100 * median(sizes):.1f} %, largest {100 * max(sizes):.1f} %.")
 

@@ -28,9 +28,7 @@ def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("texts", type=Path, help="folder that debian_texts.py wrote")
     parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder of the runs")
-    parser.add_argument(
-        "--corpus", type=Path, required=True, help="what tasks_help.py prepared: its WORK/corpus"
-    )
+    parser.add_argument("--corpus", type=Path, required=True, help="what tasks_help.py prepared: its WORK/corpus")
     parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--questions", type=int, default=500)
@@ -85,9 +83,7 @@ def make_questions(path: Path) -> Iterator[dict[str, object]]:
             if len(others) >= 3:
                 choices = [continuation, *draw.sample(others, 3)]
                 draw.shuffle(choices)
-                questions.append(
-                    {"beginning": beginning, "choices": choices, "answer": choices.index(continuation)}
-                )
+                questions.append({"beginning": beginning, "choices": choices, "answer": choices.index(continuation)})
     draw.shuffle(questions)
     yield from questions
 

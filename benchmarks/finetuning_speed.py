@@ -39,9 +39,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path, nargs="?", help="folder that debian_texts.py wrote")
     parser.add_argument("--examples", type=int, default=1200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--row", type=int, default=256, help="data.sequence_length that is aimed at, in tokens"
-    )
+    parser.add_argument("--row", type=int, default=256, help="data.sequence_length that is aimed at, in tokens")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), help="rows of the table")
     parser.add_argument("--width", type=int, default=256, help="of the model")
     parser.add_argument("--layers", type=int, default=4)
@@ -166,9 +164,7 @@ def train_by_transformers(job: dict[str, Any]) -> dict[str, float]:
         for i, row in enumerate(rows)
     ]
     model = AutoModelForSequenceClassification.from_pretrained(job["model"], num_labels=len(job["labels"]))
-    arguments = TrainingArguments(
-        job["folder"], num_train_epochs=1, report_to=[], use_cpu=True, disable_tqdm=True
-    )
+    arguments = TrainingArguments(job["folder"], num_train_epochs=1, report_to=[], use_cpu=True, disable_tqdm=True)
     trainer = Trainer(model, arguments, DataCollatorWithPadding(tokenizer), train_dataset=examples)  # type: ignore[arg-type]
     with Timer() as elapsed:
         trainer.train()

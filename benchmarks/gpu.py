@@ -120,9 +120,7 @@ def load_case(case: Case, *, tiny: bool) -> Config:
 
 def draw_batch(case: Case, vocabulary: int) -> dict[str, Any]:
     """Draw a batch like the loader's."""
-    tokens = torch.randint(
-        0, vocabulary, (case.rows, case.length + 1), generator=torch.Generator().manual_seed(0)
-    )
+    tokens = torch.randint(0, vocabulary, (case.rows, case.length + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
     if case.packed:
         index = torch.arange(case.length).expand(case.rows, -1)
@@ -151,11 +149,7 @@ def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> Row:
     description = describe(config)
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
     peak = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
-    mfu = (
-        None
-        if peak is None
-        else (rate * description.flops_full / peak, rate * description.flops_causal / peak)
-    )
+    mfu = None if peak is None else (rate * description.flops_full / peak, rate * description.flops_causal / peak)
     return Row(case, description.parameters, rate, memory_bytes(device), mfu)
 
 
@@ -193,9 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = common.make_parser(__doc__)
     parser.add_argument("--case", choices=CASES, nargs="+", default=["124m", "1.3b"])
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument(
-        "--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?"
-    )
+    parser.add_argument("--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?")
     parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-CASE.md")
     args = parser.parse_args(arguments)
     device = torch.device("cpu" if args.tiny else "cuda")
@@ -218,9 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
                 failed = 1
             print(lines[-1], flush=True)
             torch._dynamo.reset()
-            common.write_text(
-                common.make_dated_path(args.out, f"gpu-{title}.md"), format_report(title, lines, device)
-            )
+            common.write_text(common.make_dated_path(args.out, f"gpu-{title}.md"), format_report(title, lines, device))
         print(f"\n{format_report(title, lines, device)}")
     return failed
 

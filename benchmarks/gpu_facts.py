@@ -99,9 +99,7 @@ def measure_cross_entropy(device: torch.device, repeats: int) -> Iterator[str]:
     from megatfm.ops.cross_entropy_triton import to_gradients
 
     tokens, vocabulary, expected = 16 * 1024, 50257, 1.15
-    logits = torch.randn(tokens, pad_row_length(vocabulary), device=device, dtype=torch.bfloat16)[
-        :, :vocabulary
-    ]
+    logits = torch.randn(tokens, pad_row_length(vocabulary), device=device, dtype=torch.bfloat16)[:, :vocabulary]
     targets = torch.randint(vocabulary, (tokens,), device=device)
 
     def run() -> Tensor:
@@ -149,9 +147,7 @@ def attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
     length = shape.tokens // shape.documents
     starts = torch.arange(0, shape.rows * shape.tokens + 1, length, dtype=torch.int32, device=q.device)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    causal = (
-        {"window_size": (-1, 0)} if "window_size" in _list_parameters(varlen_attn) else {"is_causal": True}
-    )
+    causal = {"window_size": (-1, 0)} if "window_size" in _list_parameters(varlen_attn) else {"is_causal": True}
     output = varlen_attn(*flat, starts, starts, length, length, **causal)
     return output.unflatten(0, (shape.rows, -1)).transpose(1, 2)
 
@@ -174,9 +170,7 @@ KERNELS = {
 def measure_attention(device: torch.device, repeats: int, shapes: list[Shape]) -> Iterator[str]:
     for shape in shapes:
         size = (shape.rows, shape.heads, shape.tokens, shape.width)
-        inputs = [
-            torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-        ]
+        inputs = [torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         grad_output = torch.randn(size, device=device, dtype=torch.bfloat16)
         exact = _compute_reference(inputs, grad_output, shape) if shape.tokens <= 2048 else None
         for name, kernel in KERNELS.items():
@@ -185,9 +179,7 @@ def measure_attention(device: torch.device, repeats: int, shapes: list[Shape]) -
                 output, *gradients = _run_passes(kernel, inputs, grad_output, shape)
                 finite = all(bool(x.isfinite().all()) for x in (output, *gradients))
                 error = (
-                    "–"
-                    if exact is None
-                    else f"{max(map(_compute_relative_error, (output, *gradients), exact)):.1e}"
+                    "–" if exact is None else f"{max(map(_compute_relative_error, (output, *gradients), exact)):.1e}"
                 )
                 rate = shape.flops / time_calls(
                     lambda kernel=kernel, inputs=inputs, grad_output=grad_output, shape=shape: _run_passes(

@@ -50,9 +50,7 @@ def find_missing(requirements: Iterable[str]) -> list[str]:
             continue
         needs = (Requirement(line) for line in installed.requires or ())
         queue += [
-            need
-            for need in needs
-            if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in extras)
+            need for need in needs if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in extras)
         ]
     return sorted(unmet)
 

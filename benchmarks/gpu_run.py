@@ -44,9 +44,7 @@ class Stages:
         marked = outcome if right else f"**{outcome}**"
         self.page.add(f"| {stage} | {expected} | {marked} | {seconds:.0f} |")
 
-    def run(
-        self, stage: str, words: list[str], expected: int = 0, stop: tuple[Path, int] | None = None
-    ) -> None:
+    def run(self, stage: str, words: list[str], expected: int = 0, stop: tuple[Path, int] | None = None) -> None:
         """Run a command. stop: run directory, and the step after which to stop it by SIGTERM."""
         start, last = time.monotonic(), ""
         with open(self.folder / "log.txt", "ab+") as log:
@@ -82,9 +80,7 @@ def read_losses(run: Path) -> dict[int, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Print and write a table; return 1 if a stage failed or a number differs."""
     parser = common.make_parser(__doc__)
-    parser.add_argument(
-        "--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?"
-    )
+    parser.add_argument("--tiny", action="store_true", help="a shrunk model on the CPU: does the script work?")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--text", type=Path, help="a folder of text instead of Python's own sources")
     parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-gpu-run.md")
@@ -111,12 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
             if stop:
                 stages.run("resume", words)
         uninterrupted, stopped = read_losses(folder / "runs/whole"), read_losses(folder / "runs/stopped")
-        differ = [
-            step for step in range(1, args.steps + 1) if uninterrupted.get(step, 0) != stopped.get(step, 1)
-        ]
-        outcome = (
-            f"all {args.steps} alike" if not differ else f"{len(differ)} differ, from step {differ[0]} on"
-        )
+        differ = [step for step in range(1, args.steps + 1) if uninterrupted.get(step, 0) != stopped.get(step, 1)]
+        outcome = f"all {args.steps} alike" if not differ else f"{len(differ)} differ, from step {differ[0]} on"
         stages.add_row("losses and norms, to the bit", "all alike", outcome, 0, right=not differ)
         stages.run("generate", ["generate", "runs/stopped", "--prompt", "def ", "--max-tokens", "40"])
     return int(stages.failed)

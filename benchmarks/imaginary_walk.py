@@ -88,9 +88,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th layout, from the I-th on")
     parser.add_argument("--only", nargs="*", help="presets to trace")

@@ -44,9 +44,7 @@ def compile_cross_entropy(element: str, *, capped: bool = False, smoothed: bool 
     return compile_kernel(cross_entropy_triton.kernel, signature, fixed, cross_entropy_triton.WARPS)
 
 
-def compile_kernel(
-    kernel: Any, signature: dict[str, str], fixed: dict[str, Any], warps: int
-) -> KernelResources:
+def compile_kernel(kernel: Any, signature: dict[str, str], fixed: dict[str, Any], warps: int) -> KernelResources:
     """Compile for sm_90; return the resources that ptxas reports."""
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
     binary = triton.compile(source, target=TARGET, options={"num_warps": warps})

@@ -42,9 +42,7 @@ def load_model_config(width: int) -> Config:
 def time_step(engine: Engine, batch: dict[str, torch.Tensor], *, records_stats: bool) -> float:
     """Return the seconds of one optimizer step."""
     start = time.perf_counter()
-    engine.forward_backward(
-        [batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), record_activations=records_stats
-    )
+    engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), record_activations=records_stats)
     if records_stats:
         engine.layer_statistics()
     engine.step(1e-4, clip=1.0)
@@ -86,9 +84,7 @@ def main() -> None:
     for width in args.widths:
         ratios = measure(width, args.rounds)
         low, middle, high = statistics.quantiles(ratios, n=4)
-        page.add(
-            f"| {width} | {middle:.3f} | {low:.3f} to {high:.3f} | {100 * (middle - 1) / 10:.2f} % more |"
-        )
+        page.add(f"| {width} | {middle:.3f} | {low:.3f} to {high:.3f} | {100 * (middle - 1) / 10:.2f} % more |")
     dist.destroy_process_group()
 
 

@@ -29,9 +29,7 @@ def main() -> None:
     parser.add_argument("out", type=common.make_output_folder)
     folder: Path = parser.parse_args().out
     draw = random.Random(0)
-    write_rows(
-        folder / "topics.train.jsonl", ({"text": " ".join(make_document(draw))} for _ in range(N_DOCUMENTS))
-    )
+    write_rows(folder / "topics.train.jsonl", ({"text": " ".join(make_document(draw))} for _ in range(N_DOCUMENTS)))
     for split, n_pairs in N_PAIRS.items():
         write_rows(folder / f"pairs.{split}.jsonl", iter_pairs(draw, n_pairs))
 

@@ -205,9 +205,7 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
             side,
             f"{tokens[:, 1:].numel() / statistics.median(seconds_taken[side]):,.0f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{measure_saved_bytes(candidate, tokens) / tokens[:, 1:].numel() / 1e3:.1f}"
-            if candidate
-            else "",
+            f"{measure_saved_bytes(candidate, tokens) / tokens[:, 1:].numel() / 1e3:.1f}" if candidate else "",
             f"{compute_imbalance(candidate):.2f}"
             if candidate and any(isinstance(m, MoE) for m in candidate.model.modules())
             else "",
@@ -248,8 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
         args.out,
         f"# Whole steps of a mixture of experts, {common.today()}",
         "",
-        f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{args.threads} thread(s){load_text};",
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} thread(s){load_text};",
         f"{args.layers} blocks of width {args.width}, dense network of {args.d_ff}, {args.experts} experts of "
         f"{args.d_ff // args.top_k}, {args.top_k} for a token, {args.rows} rows of",
         f"{args.length} tokens, a vocabulary of {VOCABULARY:,}, scores falling by {args.skew:g} nats; {args.rounds} "

@@ -140,9 +140,7 @@ def main() -> None:
     workers = Workers()
     for precision in args.precisions:
         for ranks in args.ranks:
-            choices_of_ranks = workers.run(
-                record_all_choices, ranks, ranks, precision, args.batches, timeout=500.0
-            )
+            choices_of_ranks = workers.run(record_all_choices, ranks, ranks, precision, args.batches, timeout=500.0)
             page.add(*format_rows(choices_of_ranks, ranks, precision))
 
 

@@ -50,9 +50,7 @@ MODELS: dict[str, dict[str, object] | None] = {
     "`deepseek_v3`, 32 experts of a quarter, 8 chosen": moe(EVEN, experts=32, top_k=8),
     "`deepseek_v3`, one shared and one chosen": moe(EVEN, top_k=1, n_shared_experts=1),
     "`top_k`, `sequence_balance` 0.1": moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
-    "`top_k`, `balance` 0.1, `capacity` 1.25": moe(
-        {"name": "top_k", "aux_loss_coef": 0.1}, capacity_factor=1.25
-    ),
+    "`top_k`, `balance` 0.1, `capacity` 1.25": moe({"name": "top_k", "aux_loss_coef": 0.1}, capacity_factor=1.25),
     "`gshard`, `balance` 0.1": moe({"name": "gshard", "aux_loss_coef": 0.1}),
     "`noisy_top_k`, `importance`, `load` 0.1": moe(
         {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
@@ -70,9 +68,7 @@ class Outcome(NamedTuple):
     dropped: float
 
 
-def make_overrides(
-    ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path
-) -> list[str]:
+def make_overrides(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> list[str]:
     """Return the overrides of a run."""
     section = {"d_ff": D_FF} if ffn is None else ffn
     return [
@@ -133,9 +129,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="keep runs in this folder, and take those that are there")
     args = parser.parse_args()
     chosen = [
-        name
-        for name in MODELS
-        if name == "dense" or any(name.startswith(beginning) for beginning in args.models)
+        name for name in MODELS if name == "dense" or any(name.startswith(beginning) for beginning in args.models)
     ]
     outcomes: dict[str, list[Outcome]] = {}
     page = common.Page(

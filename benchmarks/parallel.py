@@ -148,9 +148,7 @@ def make_blocks(width: int, layers: int, parallel: ParallelConfig, parts: int) -
     return blocks, data
 
 
-def make_pass(
-    blocks: nn.Module, data: DataParallel | None, width: int, tokens: int, held: int
-) -> Callable[[], None]:
+def make_pass(blocks: nn.Module, data: DataParallel | None, width: int, tokens: int, held: int) -> Callable[[], None]:
     """Return a function that runs a forward and a backward pass of a row. held: tokens on this rank between blocks."""
     layout = SequenceMetadata(torch.arange(tokens)[None], None)
     x_BTD = torch.randn(1, held, width, requires_grad=True)

@@ -57,13 +57,9 @@ def main() -> None:
         folder = Path(name)
         corpus = prepare(folder)
         with contextlib.redirect_stdout(sys.stderr):
-            kills = kill_series.run_series(
-                corpus, folder / "kills", kill_series.shares(args.kills), args.seed
-            )
+            kills = kill_series.run_series(corpus, folder / "kills", kill_series.shares(args.kills), args.seed)
         print("kills:", json.dumps(kills), flush=True)
-        fire = train_with_kills(
-            corpus, folder / "fire", args.minutes * 60, args.between, args.ranks, args.seed
-        )
+        fire = train_with_kills(corpus, folder / "fire", args.minutes * 60, args.between, args.ranks, args.seed)
         print("under fire:", json.dumps(fire))
     facts = {
         "date": common.today(),
@@ -113,9 +109,7 @@ def train_with_kills(
         start = time.time()
         pids = start_ranks(words, world, folder)
         starts += 1
-        while (last := read_last_step(run))[
-            "time"
-        ] < start and time.time() < start + kill_series.PATIENCE_SECONDS:
+        while (last := read_last_step(run))["time"] < start and time.time() < start + kill_series.PATIENCE_SECONDS:
             time.sleep(0.01)
         assert last["time"] > start, (folder / "said-0").read_text()
         starting += last["time"] - last["step_seconds"] - start

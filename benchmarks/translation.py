@@ -55,9 +55,7 @@ def main() -> None:
         answers, elapsed = translate(args.work, test, beams, penalty)
         score = BLEU().corpus_score(answers, [references])
         chrf = CHRF().corpus_score(answers, [references]).score
-        page.add(
-            f"| {beams} | {penalty} | {score.score:.2f} | {chrf:.2f} | {score.ratio:.3f} | {elapsed:.0f} |"
-        )
+        page.add(f"| {beams} | {penalty} | {score.score:.2f} | {chrf:.2f} | {score.ratio:.3f} | {elapsed:.0f} |")
 
 
 def train(args: argparse.Namespace) -> None:
@@ -68,9 +66,7 @@ def train(args: argparse.Namespace) -> None:
         texts = [{"text": text} for line in lines for text in json.loads(line).values()]
         both = args.work / "texts" / "both.jsonl"
         both.parent.mkdir(exist_ok=True)
-        both.write_text(
-            "\n".join(json.dumps(row, ensure_ascii=False) for row in texts) + "\n", encoding="utf-8"
-        )
+        both.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in texts) + "\n", encoding="utf-8")
         common.run_megatfm(
             *("prep", "quickstart-data", f"out={corpus}", f"read.folder={both.parent}"),
             *('read.include=["both.jsonl"]', "split.validation=0.01"),

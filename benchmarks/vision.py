@@ -113,8 +113,7 @@ def make_peer_step(side: str, config: Config, pixels: Tensor, labels: Tensor, pr
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
     mean, std = (
-        torch.tensor(v, device=device)[:, None, None]
-        for v in (config.model.embedding.mean, config.model.embedding.std)
+        torch.tensor(v, device=device)[:, None, None] for v in (config.model.embedding.mean, config.model.embedding.std)
     )
 
     def step() -> float:
@@ -136,9 +135,7 @@ def make_megatfm_step(args: argparse.Namespace, pixels: Tensor, labels: Tensor, 
     quiet = ["model.drop_path=0", "model.extra_heads.classifier.label_smoothing=0", "data.images.mixup=0"]
     sizes = [f"train.micro_batch={rows}", f"train.global_batch={rows}", "data.images.cutmix=0"]
     config = load_config(args.preset, [*quiet, *sizes, *args.set])
-    engine = build_engine(
-        config, build_mesh(config.parallel, 1, args.device), torch.device(args.device), precision
-    )
+    engine = build_engine(config, build_mesh(config.parallel, 1, args.device), torch.device(args.device), precision)
     lengths = (config.data.sequence_length,)
     objective = build_objective(config.objective, config.model, None, lengths, config.data.images)
     embedding = config.model.embedding
@@ -208,9 +205,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, default=4, help="images of a step")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument(
-        "--theirs", nargs="+", default=["transformers", "timm"], choices=["transformers", "timm"]
-    )
+    parser.add_argument("--theirs", nargs="+", default=["transformers", "timm"], choices=["transformers", "timm"])
     parser.add_argument("--memory", nargs="+", default=["plain", "alike"], choices=["plain", "alike"])
     parser.add_argument("--set", nargs="*", default=[], help="settings of ours that are not the preset's")
     parser.add_argument("--out", type=common.make_output_file)

@@ -83,9 +83,7 @@ def prepare(plan: Plan) -> dict[str, int]:
         prepare_corpus(plan, name, samples)
         if name == "train":
             for seed in range(3):
-                counts[f"few-{seed}"] = prepare_corpus(
-                    plan, f"few-{seed}", few(samples, plan.per_class, seed)
-                )
+                counts[f"few-{seed}"] = prepare_corpus(plan, f"few-{seed}", few(samples, plan.per_class, seed))
     return counts
 
 
@@ -138,9 +136,7 @@ def train(plan: Plan, name: str, corpus: str, steps: int, seed: int, *words: str
         seconds = common.run_megatfm("train", "quickstart-vision", *by_key.values())
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         sets = lines[-1].get("evaluation", {})
-        figures = {name: values["metrics"]["top1"] for name, values in sets.items()} or {
-            "loss": lines[-1]["loss"]
-        }
+        figures = {name: values["metrics"]["top1"] for name, values in sets.items()} or {"loss": lines[-1]["loss"]}
         result.write_text(json.dumps({**figures, "cpu_seconds": round(seconds), "steps": steps}))
     figures = json.loads(result.read_text())
     print(name, seed, figures, flush=True)
@@ -170,9 +166,7 @@ def main() -> None:
     parser.add_argument("--per-class", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3, help="of the comparison with few labels (3)")
     parser.add_argument("--supervised-seeds", type=int, default=2)
-    parser.add_argument(
-        "--scales", type=float, nargs="+", default=[1, 0.3, 0.1], help="of the preset's learning rates"
-    )
+    parser.add_argument("--scales", type=float, nargs="+", default=[1, 0.3, 0.1], help="of the preset's learning rates")
     args = parser.parse_args()
     plan = Plan(args.work, args.images, args.steps, args.pretraining_steps, args.few_steps, args.per_class)
     counts = prepare(plan)
@@ -192,9 +186,7 @@ def main() -> None:
     common.write_text(common.make_dated_path(args.out, "vision-learns.md"), text)
 
 
-def report(
-    args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[str, list[dict[str, Any]]]
-) -> str:
+def report(args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[str, list[dict[str, Any]]]) -> str:
     """The table."""
     titles = {
         "vit": ("ViT, patches of 8, 4 layers, d_model 128", "all labels"),
@@ -214,9 +206,7 @@ def report(
         mean = f"{100 * statistics.mean(values):.1f}"
         if len(values) > 1:
             mean += f" ± {100 * statistics.stdev(values):.1f}"
-        rows.append(
-            f"| {title} | {labels} | {runs[name][0]['steps']:,} | {seconds:.0f} | {figures} | {mean} |"
-        )
+        rows.append(f"| {title} | {labels} | {runs[name][0]['steps']:,} | {seconds:.0f} | {figures} | {mean} |")
     pretraining = runs["mae"][0]["cpu_seconds"]
     return "\n".join([
         f"# Small models of images, {common.today()}",

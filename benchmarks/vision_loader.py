@@ -68,9 +68,7 @@ def make_objective() -> Objective:
         "transforms": ["random_resized_crop", "horizontal_flip"],
         "interpolation": "bilinear",
     }
-    return build_objective(
-        ImageClassificationObjective(), model, None, (TOKENS,), ImagesConfig.model_validate(changes)
-    )
+    return build_objective(ImageClassificationObjective(), model, None, (TOKENS,), ImagesConfig.model_validate(changes))
 
 
 def iter_batches(corpus: Corpus, result: Objective, n_batches: int) -> Iterator[dict[str, Any]]:
@@ -109,9 +107,7 @@ def transform_by_hand(image: Image.Image) -> torch.Tensor:
         min(image.height, round((area / ratio) ** 0.5)),
     )
     left, top = random.randint(image.width - width + 1), random.randint(image.height - height + 1)
-    image = image.crop((left, top, left + width, top + height)).resize(
-        (SIZE, SIZE), Image.Resampling.BILINEAR
-    )
+    image = image.crop((left, top, left + width, top + height)).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
     if random.uniform() < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float().div(255)
@@ -148,12 +144,7 @@ class Epochs:
 
     def read_webdataset(self) -> None:
         stream = webdataset.WebDataset(f"{self.folder}/theirs.tar", shardshuffle=False, empty_check=False)
-        rows = (
-            stream.decode("pil")
-            .to_tuple("jpg", "cls")
-            .map_tuple(self.transform, lambda label: label)
-            .batched(BATCH)
-        )
+        rows = stream.decode("pil").to_tuple("jpg", "cls").map_tuple(self.transform, lambda label: label).batched(BATCH)
         assert sum(len(labels) for _, labels in rows) == len(self.pictures)
 
     def decode(self) -> None:

@@ -101,9 +101,7 @@ def main() -> None:
                 torch.manual_seed(0)
                 torch._dynamo.reset()
                 actual, expected = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
-                figures = summarize(
-                    compare(make_side(make_pass(actual)), make_side(make_pass(expected)), args.rounds)
-                )
+                figures = summarize(compare(make_side(make_pass(actual)), make_side(make_pass(expected)), args.rounds))
                 row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **figures}
                 results.append(row)
                 print(

@@ -27,7 +27,5 @@ def run(
     try:
         from megatfm.data_prep.pipeline import run as run_pipeline
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"the package {error.name} is missing: install it with pip install 'megatfm[prep]'"
-        ) from error
+        raise UsageError(f"the package {error.name} is missing: install it with pip install 'megatfm[prep]'") from error
     return run_pipeline(config, reporter, make_executor)

@@ -46,11 +46,7 @@ class CleanStage:
         """Read, clean and deduplicate. The documents lie as `exact_dedup` in the folder of the basis."""
         self._folder = self._stages.folder_for(basis)
         read_result = self._read(basis)
-        chunks = [
-            (part, chunk)
-            for part, counts in enumerate(read_result["documents"])
-            for chunk in range(len(counts))
-        ]
+        chunks = [(part, chunk) for part, counts in enumerate(read_result["documents"]) for chunk in range(len(counts))]
         counts = [count for counts in read_result["documents"] for count in counts]
         exact_dedup = _ExactDedup(self._stages, self._folder, chunks)
         duplicates = exact_dedup.find(counts, basis)
@@ -59,9 +55,7 @@ class CleanStage:
             def work(part: int) -> StageResult:
                 counts = StepStats(ExactDedup.title)
                 part_documents = read_documents(exact_dedup.chunk_path(part))
-                documents_left = self._hash_documents(
-                    remaining(part, part_documents, counts), self._hash_path(part)
-                )
+                documents_left = self._hash_documents(remaining(part, part_documents, counts), self._hash_path(part))
                 return {
                     **write_part(self._folder, "exact_dedup", part, documents_left),
                     "step": counts.as_json(),
@@ -101,9 +95,7 @@ class CleanStage:
             def work(part: int) -> StageResult:
                 first, end = ranges[part]
                 n_bad_before = len(inputs.bad)
-                reader = DocumentReader(
-                    inputs, limit, inputs.files[first:end], known_bad if part == 0 else ()
-                )
+                reader = DocumentReader(inputs, limit, inputs.files[first:end], known_bad if part == 0 else ())
                 repairs = [FixUnicode()] if self._config.read.fix_unicode else []
                 steps: list[PipelineStep] = [*repairs, *self._copy_steps()]
                 documents = self._write_chunks(part, pass_through(steps, reader.iter_documents(advance)))
@@ -171,17 +163,10 @@ class CleanStage:
         share, seed = self._config.split.validation, self._config.split.seed
         sizes = {file.name: file.size for file in self._inputs.files}
         holds_records = any(self._inputs.find_format(file) != "text" for file in self._inputs.files)
-        if (
-            holds_records
-            or not share
-            or self._config.split.validation_files
-            or choose_held_out(sizes, share, seed)
-        ):
+        if holds_records or not share or self._config.split.validation_files or choose_held_out(sizes, share, seed):
             return limit, []
         cut_limit = max(1024, min(limit, int(sum(sizes.values()) * share / 4)))
-        return cut_limit, [
-            f"too few files to hold some out: cut into documents of at most {cut_limit:,} bytes"
-        ]
+        return cut_limit, [f"too few files to hold some out: cut into documents of at most {cut_limit:,} bytes"]
 
     def _copy_steps(self) -> list[CountingFilter]:
         """Return the config's steps with counts reset; their lists and indices are read once for all parts."""
@@ -232,9 +217,7 @@ def _warn_of_copies(step: StepStats) -> list[str]:
     ]
 
 
-def _name_first_copies(
-    step: StepStats, examples: list[list[int]], exact_dedup: _ExactDedup, counts: list[int]
-) -> None:
+def _name_first_copies(step: StepStats, examples: list[list[int]], exact_dedup: _ExactDedup, counts: list[int]) -> None:
     """Name the first occurrence beside each example of an identical text."""
     if ExactDedup.reason not in step.dropped:
         return

@@ -39,9 +39,7 @@ class DocumentReader:
         for file in self._files:
             name = self._inputs.find_format(file)
             with self._inputs.fetch(file) as path:
-                for document in (
-                    self._read_text(file, path) if name == "text" else self._read_records(file, path, name)
-                ):
+                for document in self._read_text(file, path) if name == "text" else self._read_records(file, path, name):
                     self.counts.count_input(document.text_bytes)
                     if document.text.strip():
                         self.counts.count_kept(document.text_bytes)
@@ -92,9 +90,7 @@ class DocumentReader:
                     if len(texts) == 1:
                         yield Document(source, text, record.url, fields=record.fields)
                     else:
-                        yield Document(
-                            f"{source}.{part}", text, record.url, fields=record.fields, record=source
-                        )
+                        yield Document(f"{source}.{part}", text, record.url, fields=record.fields, record=source)
         except BadFileError as error:
             self._inputs.skip_or_refuse(file.path, str(error))
             self._drop("unreadable file", 0, f"{file.name}: {error}")

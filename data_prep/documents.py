@@ -179,9 +179,7 @@ def read_documents(path: Path) -> Iterator[Document]:
         if not decompressor.eof:
             raise ValueError("it is truncated")
     except (OSError, zstandard.ZstdError, ValueError, TypeError, RecursionError) as error:
-        raise MegatfmError(
-            f"{path}: can't be read back ({error}): delete {path.parent} and prepare again"
-        ) from error
+        raise MegatfmError(f"{path}: can't be read back ({error}): delete {path.parent} and prepare again") from error
 
 
 EXAMPLES = 10

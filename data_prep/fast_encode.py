@@ -40,9 +40,7 @@ class CachedWordEncoder:
 
     def __init__(self, tokenizer: SentencePieceTokenizer) -> None:
         self._tokenizer = tokenizer
-        pieces = [
-            tokenizer.id_to_piece(token).replace(SPACE_MARK, " ") for token in range(tokenizer.vocab_size)
-        ]
+        pieces = [tokenizer.id_to_piece(token).replace(SPACE_MARK, " ") for token in range(tokenizer.vocab_size)]
         self._boundaries = _make_boundary_table(pieces)
         # Words are joined by NUL, if NUL is one id whatever its neighbours.
         nul = tokenizer.encode_batch([_NUL], 1)[0]
@@ -59,9 +57,7 @@ class CachedWordEncoder:
             return [np.empty(0, np.int32) for _ in texts]
         offsets = pyarrow.py_buffer(np.append(word_starts, len(data)).astype("<i8"))
         buffers = [None, offsets, pyarrow.py_buffer(data)]
-        words = pyarrow.Array.from_buffers(
-            pyarrow.large_binary(), len(word_starts), buffers
-        ).dictionary_encode()
+        words = pyarrow.Array.from_buffers(pyarrow.large_binary(), len(word_starts), buffers).dictionary_encode()
         ids_by_word = self._look_up_words(words.dictionary.to_pylist(), threads)
         _, ends, ids = pyarrow.array(ids_by_word, pyarrow.large_binary()).take(words.indices).buffers()
         result = np.frombuffer(ids, np.int32) if ids else np.empty(0, np.int32)
@@ -133,17 +129,9 @@ class FastEncoder:
     def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
         self._tokenizer = tokenizer
         self._fast: _Gigatoken | CachedWordEncoder | None = None
-        if (
-            isinstance(tokenizer, HuggingFaceTokenizer)
-            and tokenizer.kind == "byte-bpe"
-            and tokenizer.lossless
-        ):
+        if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.kind == "byte-bpe" and tokenizer.lossless:
             self._fast = _make_gigatoken_encoder((folder / TOKENIZER_FILENAMES[1]).read_bytes())
-        elif (
-            isinstance(tokenizer, SentencePieceTokenizer)
-            and tokenizer.kind == "sentencepiece"
-            and tokenizer.lossless
-        ):
+        elif isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.kind == "sentencepiece" and tokenizer.lossless:
             self._fast = CachedWordEncoder(tokenizer)
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> IdArrays:

@@ -71,9 +71,7 @@ class ImportSource(Protocol):
         """The tokenizer of the ids; None if there are none."""
         ...
 
-    def iter_documents(
-        self, part: int, counts: StepStats, advance: UpdateProgress
-    ) -> Iterator[ImportedDocument]:
+    def iter_documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         """Yield the documents of a part; dropped ones are added to `counts`, `advance` is called with the bytes
         read."""
         ...
@@ -105,9 +103,7 @@ class ImportStage:
         """Write the documents of a part to intermediate files, from which `_join` writes the shards."""
         counts, digests, n_known_skipped = StepStats("read"), list[str](), len(self._source.skipped)
         with ExitStack() as stack:
-            writers = {
-                name: stack.enter_context(_IntermediateFiles(self._folder, name, part)) for name in SPLITS
-            }
+            writers = {name: stack.enter_context(_IntermediateFiles(self._folder, name, part)) for name in SPLITS}
             for document in self._source.iter_documents(part, counts, advance):
                 counts.count_input(document.size)
                 counts.count_kept(document.size)
@@ -210,13 +206,9 @@ class IdFiles:
         self.bytes = sum(file.size for file in inputs.files)
         self.skipped: list[str] = []
         self._inputs = inputs
-        self._lengths = np.array(
-            [len(token_bytes) for token_bytes in tokenizer.token_bytes() or []], np.int64
-        )
+        self._lengths = np.array([len(token_bytes) for token_bytes in tokenizer.token_bytes() or []], np.int64)
 
-    def iter_documents(
-        self, part: int, counts: StepStats, advance: UpdateProgress
-    ) -> Iterator[ImportedDocument]:
+    def iter_documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         file = self._inputs.files[part]
         try:
             with self._inputs.fetch(file, companions=(".idx",)) as path:
@@ -272,24 +264,18 @@ class ImageFiles:
         self.bytes = sum(file.size for file in inputs.files)
         self.skipped: list[str] = []
         self._inputs = inputs
-        self._groups = sorted(
-            _group_files(inputs.files), key=lambda group: _hash_file_name(group[0], split.seed)
-        )
+        self._groups = sorted(_group_files(inputs.files), key=lambda group: _hash_file_name(group[0], split.seed))
         self._runs = chunk_by_bytes([sum(file.size for file in group) for group in self._groups], task_bytes)
         self.parts = len(self._runs)
 
-    def iter_documents(
-        self, part: int, counts: StepStats, advance: UpdateProgress
-    ) -> Iterator[ImportedDocument]:
+    def iter_documents(self, part: int, counts: StepStats, advance: UpdateProgress) -> Iterator[ImportedDocument]:
         for group in self._groups[slice(*self._runs[part])]:
             path = group[0].path
             try:
                 for source, record in self._read_records(group):
                     labelled = record if isinstance(record, BadRecord) else self._labels.apply(source, record)
                     if isinstance(labelled, BadRecord):
-                        self._skip(
-                            path, f"{source} {labelled.reason}", to_drop_reason(labelled.reason), counts
-                        )
+                        self._skip(path, f"{source} {labelled.reason}", to_drop_reason(labelled.reason), counts)
                     else:
                         yield self._to_document(source, labelled)
             except BadFileError as error:
@@ -345,9 +331,7 @@ def _group_files(files: list[InputFile]) -> list[list[InputFile]]:
     for file in files:
         suffixes.setdefault(_stem(file), set()).add(file.name.rpartition(".")[2].lower())
     texts = {
-        stem
-        for stem, endings in suffixes.items()
-        if endings & {"txt", "json"} and not endings & PILLOW_FORMATS.keys()
+        stem for stem, endings in suffixes.items() if endings & {"txt", "json"} and not endings & PILLOW_FORMATS.keys()
     }
     groups: dict[str, list[InputFile]] = {}
     for file in files:

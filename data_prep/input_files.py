@@ -24,9 +24,7 @@ STDLIB_INCLUDE = ("*.py",)
 _IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "cls", "json", "txt", "tar", "tgz", "tar.gz", "tar.zst")
 USUAL_INCLUDE = {
     "megatron": ("*.bin",),  # each has its index beside it
-    "images": tuple(
-        f"*.{spelling}" for extension in _IMAGE_EXTENSIONS for spelling in (extension, extension.upper())
-    ),
+    "images": tuple(f"*.{spelling}" for extension in _IMAGE_EXTENSIONS for spelling in (extension, extension.upper())),
 }
 # Files that Hugging Face `datasets` puts beside the data: descriptions and caches.
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json", "state.json", "cache-*.arrow")
@@ -61,9 +59,7 @@ class InputFiles:
     def __init__(self, config: ReadConfig, scratch: Path | None = None) -> None:
         check_format(config.format)
         self.config = config
-        self._remote = (
-            RemoteFolder(config.folder.rstrip("/")) if config.folder and "://" in config.folder else None
-        )
+        self._remote = RemoteFolder(config.folder.rstrip("/")) if config.folder and "://" in config.folder else None
         self._remote_files: dict[str, RemoteFile] = {}
         self._scratch = scratch
         self.root = config.folder if self._remote else _find_root(config)
@@ -74,9 +70,7 @@ class InputFiles:
         self._skip_bad = config.on_error == "skip"
         self.n_excluded = 0
         self.bad: list[BadFile] = []
-        self.files = list(
-            self._walk_remote(self._remote) if self._remote else self._walk(Path(str(self.root)))
-        )
+        self.files = list(self._walk_remote(self._remote) if self._remote else self._walk(Path(str(self.root))))
         if not self.files and not self.bad:
             raise UsageError(
                 f"{self.root}: no text files here ({self.n_excluded} left out by name): set read.folder to a folder "
@@ -111,9 +105,7 @@ class InputFiles:
         """Record an unusable file. Raises MegatfmError unless such files are skipped."""
         reason = replace_surrogates(reason)
         if not self._skip_bad:
-            raise MegatfmError(
-                f"{path}: {reason}; mend it, or skip and list all such files: read.on_error=skip"
-            )
+            raise MegatfmError(f"{path}: {reason}; mend it, or skip and list all such files: read.on_error=skip")
         self.bad.append(BadFile(path, reason))
 
     def find_format(self, file: InputFile) -> str:
@@ -154,15 +146,11 @@ class InputFiles:
         for parts, _ in files_by_parts:
             for depth in range(len(parts)):
                 names.setdefault(parts[:depth], set()).add(parts[depth])
-        excluded = {
-            folder: self._list_excluded_patterns(folder_names) for folder, folder_names in names.items()
-        }
+        excluded = {folder: self._list_excluded_patterns(folder_names) for folder, folder_names in names.items()}
         excluded_paths = set[tuple[str, ...]]()
         for parts, file in sorted(files_by_parts, key=lambda entry: [part.encode() for part in entry[0]]):
             excluded_depths = (
-                depth + 1
-                for depth, part in enumerate(parts)
-                if matches_path(part, (".*", *excluded[parts[:depth]]))
+                depth + 1 for depth, part in enumerate(parts) if matches_path(part, (".*", *excluded[parts[:depth]]))
             )
             if (depth := next(excluded_depths, 0)) or not matches_path(parts[-1], self._include):
                 excluded_paths.add(parts[: depth or len(parts)])
@@ -199,9 +187,7 @@ class InputFiles:
             elif not matches_path(path.name, self._include):
                 self.n_excluded += 1
             elif stat.S_ISREG(status.st_mode):
-                yield InputFile(
-                    str(path), _make_name(path.relative_to(root)), status.st_size, status.st_mtime_ns
-                )
+                yield InputFile(str(path), _make_name(path.relative_to(root)), status.st_size, status.st_mtime_ns)
             else:
                 self.skip_or_refuse(str(path), "is not a file but a device, pipe or socket")
 

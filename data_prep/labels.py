@@ -96,9 +96,7 @@ class ClassLabels:
                 "tars list the classes in read.labels.classes"
             )
         # Numbers are classes themselves; sorted as names, 10 would come before 2.
-        return (
-            [] if all(_parse_class_number(name) is not None for name in class_names) else sorted(class_names)
-        )
+        return [] if all(_parse_class_number(name) is not None for name in class_names) else sorted(class_names)
 
 
 def get_parent_folder(path: str) -> str | None:
@@ -128,9 +126,7 @@ def _read_table(config: LabelsConfig) -> dict[str, str]:
         rows = enumerate(csv.DictReader(text.splitlines(), delimiter=delimiter), 2)
     table: dict[str, str] = {}
     for line, row in rows:
-        file, label = (
-            row.get(key) if isinstance(row, dict) else None for key in (config.file_key, config.key)
-        )
+        file, label = (row.get(key) if isinstance(row, dict) else None for key in (config.file_key, config.key))
         if not isinstance(file, str) or label is None or isinstance(label, dict | list | bool):
             field_names = ", ".join(map(str, list(row)[:MAX_SHOWN])) if isinstance(row, dict) else "no fields"
             raise UsageError(
@@ -138,7 +134,5 @@ def _read_table(config: LabelsConfig) -> dict[str, str]:
                 f"{field_names}): set read.labels.file_key and read.labels.key"
             )
         if table.setdefault(file, str(label)) != str(label):
-            raise UsageError(
-                f"read.labels.table = {str(path)!r}: {file!r} has two labels, in line {line} another"
-            )
+            raise UsageError(f"read.labels.table = {str(path)!r}: {file!r} has two labels, in line {line} another")
     return table

@@ -69,9 +69,7 @@ def run(
     shared = isinstance(executor, LockExecutor)
     with workspace.lock(shared) if shared or executor.rank == 1 else nullcontext(True) as locked:
         if shared and not locked:
-            raise UsageError(
-                f"{workspace.out}: no locks on this file system, but --task needs them: use mpirun"
-            )
+            raise UsageError(f"{workspace.out}: no locks on this file system, but --task needs them: use mpirun")
         if not locked:
             reporter.log(f"{workspace.out}: no locks on this file system: let no other prep work here")
         result = executor.broadcast_result(lambda: workspace.read_finished(shared))
@@ -188,9 +186,7 @@ def _get_library_versions(config: PrepConfig, tokenizer: StageResult) -> dict[st
     names = {*LIBRARIES, *(["pillow"] if config.read.format == "images" else [])}
     if not tokenizer["kind"].startswith("sentencepiece"):
         names.add("tokenizers")
-    names |= {
-        STEP_LIBRARIES[step.name] for step in (*config.steps, *config.dedup) if step.name in STEP_LIBRARIES
-    }
+    names |= {STEP_LIBRARIES[step.name] for step in (*config.steps, *config.dedup) if step.name in STEP_LIBRARIES}
     return {"python": platform.python_version(), **{name: version(name) for name in sorted(names)}}
 
 
@@ -204,6 +200,4 @@ def _check_folders(config: PrepConfig) -> None:
         else Path(config.out).resolve().is_relative_to(Path(folder).resolve())
     )
     if is_inside:
-        raise UsageError(
-            f"out = {config.out!r}: lies inside read.folder, whose files are read: choose a place outside"
-        )
+        raise UsageError(f"out = {config.out!r}: lies inside read.folder, whose files are read: choose a place outside")

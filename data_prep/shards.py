@@ -51,11 +51,7 @@ class SplitStatistics:
                 (Document(source, "").top_level, self._sources),
                 (domain, self._domains),
                 (language, self._languages),
-                *(
-                    (value, self._fields.setdefault(field, {}))
-                    for field, value in fields.items()
-                    if field != "domain"
-                ),
+                *((value, self._fields.setdefault(field, {})) for field, value in fields.items() if field != "domain"),
             ):
                 if name and (name in totals or len(totals) <= MAX_VALUES):
                     total = totals.setdefault(name, [0, 0, 0])
@@ -224,8 +220,7 @@ class SplitWriter(ExitStack):
             "fingerprint": blake3(fingerprints.encode()).hexdigest(),
             **statistics.as_json(),
             "corpora": {
-                name: {key: result[key] for key in (*totals, "fingerprint")}
-                for name, result in results.items()
+                name: {key: result[key] for key in (*totals, "fingerprint")} for name, result in results.items()
             },
         }
 

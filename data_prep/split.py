@@ -108,9 +108,7 @@ def plan_by_documents(sizes: Mapping[str, Mapping[str, int]], share: float, seed
     return None
 
 
-def plan_by_hash(
-    parts: Iterable[Mapping[str, Mapping[str, int]]], level: str, share: float, seed: int
-) -> Split | None:
+def plan_by_hash(parts: Iterable[Mapping[str, Mapping[str, int]]], level: str, share: float, seed: int) -> Split | None:
     """Plan the split by hashes of names, if there are too many names to hold in memory; None if that is impossible.
 
     Names with the lowest hashes are held out: at most `share` of all bytes, and at least half of that. parts: for each
@@ -201,9 +199,7 @@ class SplitStage:
                 documents = track_progress(read_documents(part_path(self._input, self._name, part)), advance)
                 training = _drop_held_out(documents, split, counts)
                 with DocumentWriter(part_path(self._folder, "train", part)) as writer:
-                    kept_documents = (
-                        self._near.drop_near(training, counts) if split else _count_kept(training, counts)
-                    )
+                    kept_documents = self._near.drop_near(training, counts) if split else _count_kept(training, counts)
                     for document in kept_documents:
                         writer.add(document)
                     writer.commit()
@@ -296,9 +292,7 @@ def _describe_plan(split: Split | None, parts: Iterable[StageResult]) -> StageRe
     if split is None:
         return {"level": None}
     part_indices = [
-        index
-        for index, part in enumerate(parts)
-        if any(split.holds_out(Document(name, "")) for name in part["files"])
+        index for index, part in enumerate(parts) if any(split.holds_out(Document(name, "")) for name in part["files"])
     ]
     below = {"below": split.below} if split.below else {}
     return {"level": split.level, "names": sorted(split.held_out), **below, "parts": part_indices}

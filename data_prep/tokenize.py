@@ -75,9 +75,7 @@ def _with_roles(data: bytes) -> dict[str, bytes]:
     """Return a tokenizer.json and the config from which transformers' AutoTokenizer reads its special tokens."""
     tokenizer = tokenizers.HuggingFaceTokenizer(data)
     ids = {role: getattr(tokenizer, role) for role in ("bos", "eos", "pad", "unk", "mask", "cls", "sep")}
-    roles = {
-        f"{role}_token": tokenizer.id_to_piece(token) for role, token in ids.items() if token is not None
-    }
+    roles = {f"{role}_token": tokenizer.id_to_piece(token) for role, token in ids.items() if token is not None}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -123,9 +121,7 @@ class TokenizeStage:
 
             def work(part: int) -> StageResult:
                 documents = track_progress(read_documents(part_path(self._folder, "train", part)), advance)
-                with DocumentWriter(
-                    part_path(self._stages.folder_for(basis), "tokenizer-sample", part)
-                ) as writer:
+                with DocumentWriter(part_path(self._stages.folder_for(basis), "tokenizer-sample", part)) as writer:
                     for document in documents:
                         if _in_sample(document, share):
                             writer.add(document)

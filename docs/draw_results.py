@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FIGURE = Path(__file__).parent / "images" / "pretraining-helps.svg"
-ROW = re.compile(
-    r"^\| (encoder|decoder)-\d+ \| topics, (\d+), \d+ \| (.+?) \| ([\d.]+) ± ([\d.]+) \|", re.MULTILINE
-)
+ROW = re.compile(r"^\| (encoder|decoder)-\d+ \| topics, (\d+), \d+ \| (.+?) \| ([\d.]+) ± ([\d.]+) \|", re.MULTILINE)
 COLOURS = {"pretrained": "#3f51b5", "random weights": "#b5533f", "frozen": "#7a7a7a"}
 """Way to fine-tune → its colour; others are left to the table."""
 WIDTH, HEIGHT, LEFT, TOP, GAP = 230, 180, 44, 26, 40

@@ -63,9 +63,7 @@ def page() -> str:
     parts = ["# Parts", INTRODUCTION]
     for key, registry in PARTS.items():
         told = _told(key)
-        rows = [
-            f"| `{name}` | {told.get(name) or _docstring(registry.get(name))} |" for name in registry.names()
-        ]
+        rows = [f"| `{name}` | {told.get(name) or _docstring(registry.get(name))} |" for name in registry.names()]
         parts.append("\n".join([f"## `{key}`", "", "| Name | What it is |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 

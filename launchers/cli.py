@@ -60,9 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start again after a failure, at most N times in a row without a new checkpoint (0; with --slurm 3)",
     )
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument(
-        "--prep", action="store_true", help="prepare a corpus: CONFIG is one of `megatfm prep`"
-    )
+    kinds.add_argument("--prep", action="store_true", help="prepare a corpus: CONFIG is one of `megatfm prep`")
     kinds.add_argument("--evaluate", action="store_true", help="evaluate a run: CONFIG is its run directory")
     parser.add_argument(
         "--trust-plugins",
@@ -254,9 +252,7 @@ def submit(config: str | Path, *overrides: str, **flags: object) -> RunHandle:
     except argparse.ArgumentError as error:
         raise UsageError(f"submit: {error}") from None
     if unknown or args.dry_run:
-        raise UsageError(
-            f"submit: {(unknown or ['--dry-run'])[0]}: not a flag of jobs: see `megatfm launch --help`"
-        )
+        raise UsageError(f"submit: {(unknown or ['--dry-run'])[0]}: not a flag of jobs: see `megatfm launch --help`")
     refuse_repeats(overrides)
     args.config, args.overrides = str(config), list(overrides)
     return RunHandle(launch(args)[1].run_dir)

@@ -65,9 +65,7 @@ class ForegroundLauncher:
             _register_files(job, new_paths)
             code = self._run_recorded(job, attempt, new_paths.is_new(run))
         except OSError as error:
-            raise MegatfmError(
-                f"{error.filename or run}: can't write the run directory: {error.strerror}"
-            ) from error
+            raise MegatfmError(f"{error.filename or run}: can't write the run directory: {error.strerror}") from error
         finally:
             # Ranks that were refused have removed their files. Any other file would belong to a run that began.
             if code == EXIT_USAGE and new_paths.is_new(run) and new_paths.holds_all_of(run):
@@ -102,9 +100,7 @@ class ForegroundLauncher:
             reason = FINAL_EXIT_REASONS.get(
                 code, "stopped by a signal" if code == EXIT_REQUEUE else f"exit code {code}"
             )
-            ended_attempt = attempt_log.end(
-                replace(started_attempt, ended=time.time(), code=code, reason=reason)
-            )
+            ended_attempt = attempt_log.end(replace(started_attempt, ended=time.time(), code=code, reason=reason))
             if code in FINAL_EXIT_REASONS or code == EXIT_REQUEUE or not self.max_restarts:
                 return code
             if limit_reason := attempt_log.explain_restart_limit(submission, self.max_restarts):
@@ -130,9 +126,7 @@ class LocalLauncher(ForegroundLauncher):
 
     def submit(self, job: Job, new_paths: NewPaths) -> int:
         """Run the job to its end; return the ranks' common exit code."""
-        return self.run(
-            job, lambda is_new: supervise(self._make_children(job, find_free_port(), is_new)), new_paths
-        )
+        return self.run(job, lambda is_new: supervise(self._make_children(job, find_free_port(), is_new)), new_paths)
 
     def _make_children(self, job: Job, port: int, is_new: bool = False) -> list[Child]:
         ranks = range(job.world_size)

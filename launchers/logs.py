@@ -81,8 +81,7 @@ class ErrorScanner:
                     # Rescan the line in which the last scan ended.
                     file.seek(max(0, size - TAIL_BYTES, n_read - LINE_BYTES))
                     has_error = (
-                        ERROR_PATTERN.search(file.read(TAIL_BYTES + LINE_BYTES).decode(errors="replace"))
-                        is not None
+                        ERROR_PATTERN.search(file.read(TAIL_BYTES + LINE_BYTES).decode(errors="replace")) is not None
                     )
         except OSError:
             return has_error
@@ -109,9 +108,7 @@ def select_logs(run: Path, all_ranks: bool = False, scanner: ErrorScanner | None
 def find_job_logs(run: Path) -> list[Path]:
     """Return the log of the SLURM job that ran last, or those of all tasks of its array; none without a job."""
     for job in reversed(read_job_ids(run)):
-        if logs := sorted((run / "logs").glob(f"slurm-{job}.log")) or sorted(
-            (run / "logs").glob(f"slurm-{job}_*.log")
-        ):
+        if logs := sorted((run / "logs").glob(f"slurm-{job}.log")) or sorted((run / "logs").glob(f"slurm-{job}_*.log")):
             return logs
     return []
 
@@ -164,9 +161,7 @@ def follow_logs(
                 print(f"==> {path} <==", file=out)
         width = max((len(tail.label) for tail in tail_of_path.values()), default=0)
         for tail in tail_of_path.values():
-            for line in itertools.chain(
-                tail.read_new_lines(), tail.read_unfinished_line() if has_ended else ()
-            ):
+            for line in itertools.chain(tail.read_new_lines(), tail.read_unfinished_line() if has_ended else ()):
                 print(f"{tail.label:<{width}} | {line}", file=out)
         out.flush()
         if has_ended:

@@ -53,12 +53,8 @@ PROLOG_MARK = f"{PREFIX}attempt"
 _SRUN = re.compile(r"^srun: error: ([\w.-]+): tasks? (\d+)(?:[-,\d]*): (.+)$", re.MULTILINE)
 _NOT_LAUNCHED = re.compile(r"^srun: error: Task launch for \S+ failed on node ([\w.-]+): (.+)$", re.MULTILINE)
 _LOST_NODE = re.compile(r"^srun: error: Node failure on ([\w.-]+)", re.MULTILINE)
-_ENDED = re.compile(
-    r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\d{4}-\S+)(?: DUE TO ([A-Z ]+))?", re.MULTILINE
-)
-_KILLED_BY_SIGNAL = re.compile(
-    r"Segmentation fault|Bus error|Aborted|Illegal instruction|Killed|Floating point"
-)
+_ENDED = re.compile(r"^slurmstepd.*\*\*\* JOB \d+ ON \S+ CANCELLED AT (\d{4}-\S+)(?: DUE TO ([A-Z ]+))?", re.MULTILINE)
+_KILLED_BY_SIGNAL = re.compile(r"Segmentation fault|Bus error|Aborted|Illegal instruction|Killed|Floating point")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,9 +88,7 @@ def prolog(args: argparse.Namespace) -> int:
     config = load_config(args.config)
     nodes = scheduler.expand_nodelist(os.environ["SLURM_JOB_NODELIST"])
     attempt_log, now = AttemptLog(args.run), time.time()
-    if find_latest_checkpoint_step(args.run) >= config.train.steps and is_finished(
-        args.run, config.train.steps
-    ):
+    if find_latest_checkpoint_step(args.run) >= config.train.steps and is_finished(args.run, config.train.steps):
         log(f"the run is finished: all of its {config.train.steps} steps are done")
         return EXIT_OK
     job = os.environ["SLURM_JOB_ID"]
@@ -122,9 +116,7 @@ def prolog(args: argparse.Namespace) -> int:
     error = explain_layout_error(config, len(usable) * args.processes_per_node)
     if count is None:
         attempt_log.end(replace(attempt, code=EXIT_USAGE, ended=now, reason=error or "too few nodes"))
-        log(
-            f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on {len(usable)}, {error}"
-        )
+        log(f"error: the run fits on none of {args.min_nodes} to {len(usable)} nodes: on {len(usable)}, {error}")
         return EXIT_USAGE
     if count < len(nodes):
         log(f"trains on {count} of {len(nodes)} nodes: {error or ''}")
@@ -239,9 +231,7 @@ def _exclude_hosts(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, 
         free_nodes = scheduler.list_usable_nodes(record.get("Partition", "")) - excluded
         needed = int(re.match(r"\d+", record.get("NumNodes", "1"))[0])  # type: ignore[index]
         if len(free_nodes) < needed:
-            log(
-                f"{', '.join(hosts)}: failed twice, but only {len(free_nodes)} other nodes are usable: not excluded"
-            )
+            log(f"{', '.join(hosts)}: failed twice, but only {len(free_nodes)} other nodes are usable: not excluded")
             return
         for job in jobs:
             scheduler.set_excluded_nodes(job, sorted(excluded))
@@ -250,9 +240,7 @@ def _exclude_hosts(jobs: Sequence[str], hosts: Sequence[str], record: dict[str, 
         log(f"could not exclude {', '.join(hosts)}: {error}")
 
 
-def _stop_without_progress(
-    args: argparse.Namespace, attempt_log: AttemptLog, attempt: Attempt, reason: str
-) -> int:
+def _stop_without_progress(args: argparse.Namespace, attempt_log: AttemptLog, attempt: Attempt, reason: str) -> int:
     log(f"no progress: {reason}. Mend the cause, then launch again")
     attempt_log.end(replace(attempt, ended=time.time(), code=NO_PROGRESS, reason=reason))
     _cancel_later_chain_jobs(args.run, attempt.job)
@@ -288,9 +276,7 @@ class FailureCause:
     ended_by_slurm: bool = False
 
 
-def find_failure_cause(
-    log: Path, run: Path, started_at: float, next_started_at: float | None = None
-) -> FailureCause:
+def find_failure_cause(log: Path, run: Path, started_at: float, next_started_at: float | None = None) -> FailureCause:
     """Find out why an attempt ended, from the run's events, else from srun's messages in the job's log.
 
     started_at, next_started_at: start of this attempt and the next, in seconds since 1970; only events between them
@@ -312,9 +298,7 @@ def find_failure_cause(
         return FailureCause(lost_node[1], None, f"node {lost_node[1]} failed")
     if node_reasons := {match[1]: match[2] for match in _NOT_LAUNCHED.finditer(text)}:
         # These nodes come first: srun then kills the tasks that did start, on healthy nodes.
-        reasons = "; ".join(
-            f"node {node} could not start its tasks: {reason}" for node, reason in node_reasons.items()
-        )
+        reasons = "; ".join(f"node {node} could not start its tasks: {reason}" for node, reason in node_reasons.items())
         return FailureCause(next(iter(node_reasons)) if len(node_reasons) == 1 else None, None, reasons)
     tasks = list(_SRUN.finditer(text))
     # A rank that a signal killed can't have failed because of another's failure.

@@ -67,16 +67,12 @@ def read_launch_record(run: Path) -> dict[str, Any]:
 def write_launch_record(run: Path, **fields: object) -> None:
     """Write launch.json, for `megatfm status`, `logs` and `cancel`; keeps its `evaluations`. Raises OSError."""
     record = {"evaluations": get_texts(read_launch_record(run), "evaluations"), **fields}
-    atomic_write(
-        run / LAUNCH, json.dumps({**record, "time": time.time(), "command": sys.argv}, indent=1) + "\n"
-    )
+    atomic_write(run / LAUNCH, json.dumps({**record, "time": time.time(), "command": sys.argv}, indent=1) + "\n")
 
 
 def record_evaluation_jobs(run: Path, jobs: Sequence[str]) -> None:
     """Write the ids of evaluation jobs into launch.json, without changing its other fields. Raises OSError."""
-    atomic_write(
-        run / LAUNCH, json.dumps({**read_launch_record(run), "evaluations": list(jobs)}, indent=1) + "\n"
-    )
+    atomic_write(run / LAUNCH, json.dumps({**read_launch_record(run), "evaluations": list(jobs)}, indent=1) + "\n")
 
 
 def find_latest_checkpoint_step(run: Path) -> int:
@@ -206,9 +202,7 @@ class Attempt:
     def state_name(self) -> str:
         """State for `megatfm status`. An attempt that was told to stop is STOPPED, even if a signal killed it."""
         state_names = {EXIT_OK: "DONE", EXIT_REQUEUE: "STOPPED", NO_PROGRESS: "NO PROGRESS"}
-        return state_names.get(
-            EXIT_FAILED if self.code is None else self.code, "STOPPED" if self.asked else "FAILED"
-        )
+        return state_names.get(EXIT_FAILED if self.code is None else self.code, "STOPPED" if self.asked else "FAILED")
 
 
 class AttemptLog:
@@ -232,17 +226,14 @@ class AttemptLog:
         """Record the end of an attempt; return the attempt with its last step filled in."""
         ended = replace(attempt, step=find_latest_checkpoint_step(self.run))
         self.attempts = [
-            ended if (stored.job, stored.time) == (attempt.job, attempt.time) else stored
-            for stored in self._read()
+            ended if (stored.job, stored.time) == (attempt.job, attempt.time) else stored for stored in self._read()
         ]
         self._save()
         return ended
 
     def find_unfinished_attempt(self, submission: str) -> Attempt | None:
         """Return the last attempt of a submission if its end isn't recorded."""
-        last = next(
-            (attempt for attempt in reversed(self.attempts) if attempt.submission == submission), None
-        )
+        last = next((attempt for attempt in reversed(self.attempts) if attempt.submission == submission), None)
         return last if last and last.ended is None else None
 
     def find_attempt_of_job(self, job: str, restart: int) -> Attempt | None:

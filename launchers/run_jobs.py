@@ -124,9 +124,7 @@ def get_job_state(job: str, tasks: int = 1) -> JobState:
     if rows := [row.split("|") for row in line.splitlines() if row.count("|") == 2]:
         name, reason, nodes = next((row for row in rows if row[0] == "RUNNING"), rows[0])
         if name == "STOPPED":  # megatfm uses this name for a run that saved and ended
-            return JobState(
-                "SUSPENDED", f"SIGSTOP stopped it on {nodes}: `scancel -s CONT {job}` continues it"
-            )
+            return JobState("SUSPENDED", f"SIGSTOP stopped it on {nodes}: `scancel -s CONT {job}` continues it")
         if tasks > 1:
             return JobState(name, _describe_array(job, rows, tasks))
         return JobState(name, nodes if name == "RUNNING" else _explain_pending(job, reason))
@@ -138,9 +136,7 @@ def get_job_state(job: str, tasks: int = 1) -> JobState:
         exit_code = record.get("ExitCode", "")
         return JobState(record.get("JobState", UNKNOWN), f"exit code {exit_code}" if exit_code else "")
     try:
-        past = scheduler.run_slurm_command(
-            "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,ExitCode"
-        ).split("\n")[0]
+        past = scheduler.run_slurm_command("sacct", "-n", "-X", "-P", "-j", job, "-o", "State,ExitCode").split("\n")[0]
     except MegatfmError:
         past = ""
     if "|" in past:

@@ -96,9 +96,7 @@ def find_partition(name: str | None) -> Partition | None:
         fields = _parse_fields(line)
         if "PartitionName" in fields and (name or fields.get("Default") == "YES"):
             max_time, default_time = (parse_time(fields.get(key, "")) for key in ("MaxTime", "DefaultTime"))
-            return Partition(
-                fields["PartitionName"], fields.get("State", "UP"), max_time, default_time or max_time
-            )
+            return Partition(fields["PartitionName"], fields.get("State", "UP"), max_time, default_time or max_time)
     return None
 
 

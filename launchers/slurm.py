@@ -123,9 +123,7 @@ def load_site(path: Path | None, overrides: dict[str, str | int | None], options
     fields = {key: value for key, value in overrides.items() if value is not None}
     site = _load(site_file, fields)
     shell_values: dict[str, str | int] = {
-        key: value
-        for key, name in FROM_SHELL.items()
-        if getattr(site, key) is None and (value := os.environ.get(name))
+        key: value for key, name in FROM_SHELL.items() if getattr(site, key) is None and (value := os.environ.get(name))
     }
     if shell_values:
         site = _load(site_file, fields | shell_values)
@@ -142,9 +140,7 @@ def _check_option(option: str) -> None:
     """Raise UsageError for an option, or an abbreviation of one, that `megatfm launch` sets itself."""
     name = option.removeprefix("--").partition("=")[0]
     if name in RESERVED_SBATCH_OPTIONS:
-        raise UsageError(
-            f"{option}: `megatfm launch` sets this itself: see its own flags, and the site file's fields"
-        )
+        raise UsageError(f"{option}: `megatfm launch` sets this itself: see its own flags, and the site file's fields")
     full_names = [full_name for full_name in UNABBREVIATED_OPTIONS if full_name.startswith(name)]
     if full_names and name not in UNABBREVIATED_OPTIONS:
         raise UsageError(
@@ -247,9 +243,7 @@ class SlurmLauncher:
             atomic_write(folder / name, text)
         return folder / script, code_dir.name
 
-    def _queue_jobs(
-        self, job: Job, script: Path, code_name: str, jobs: list[str], evaluations: Sequence[str]
-    ) -> None:
+    def _queue_jobs(self, job: Job, script: Path, code_name: str, jobs: list[str], evaluations: Sequence[str]) -> None:
         """Submit the job, or all jobs of its chain; append their ids to `jobs` and record them."""
         _, dependencies = self._split_options()
         for _ in range(job.chain_length):
@@ -296,18 +290,14 @@ class SlurmLauncher:
             nodes = f"{job.min_nodes}-{job.max_nodes}" if job.max_nodes else str(job.min_nodes)
             size = f"{job.world_size} processes on {nodes} nodes"
         log = f"{run}/logs/slurm-{jobs[0]}{'_*' if job.kind == 'prep' else ''}.log"
-        print(
-            f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)} {'are' if len(jobs) > 1 else 'is'} queued: {size}"
-        )
+        print(f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)} {'are' if len(jobs) > 1 else 'is'} queued: {size}")
         print(f"  state    megatfm status {run}")
         print(f"  log      megatfm logs -f {run}    ({log})")
         if job.kind == "train":
             print(f"  metrics  {run}/metrics.jsonl")
         print(f"  cancel   megatfm cancel {run}")
         if not self.site.requeue and job.chain_length == 1 and job.kind == "train":
-            print(
-                "  note     this site doesn't requeue jobs: --chain N queues N jobs that run one after another"
-            )
+            print("  note     this site doesn't requeue jobs: --chain N queues N jobs that run one after another")
 
 
 def _make_chain_dependency(dependencies: Sequence[str], jobs: Sequence[str]) -> str:

@@ -73,9 +73,7 @@ def collect_code(plugins: Sequence[str]) -> Snapshot:
         name = plugin.partition(".")[0]
         path = _find_module(name)
         if path is None:
-            raise UsageError(
-                f"plugins: can't find {name!r}: install it, or start from the folder that holds it"
-            )
+            raise UsageError(f"plugins: can't find {name!r}: install it, or start from the folder that holds it")
         if not INSTALL_FOLDERS & set(path.parts) and name not in roots:
             _add_with_imports(name, path, roots)
     files: dict[str, Path] = {}
@@ -104,9 +102,7 @@ def _list_imported_modules(source: Path) -> set[str]:
     except (SyntaxError, ValueError, OSError):
         return set()
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [
-        node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level
-    ]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     return {name.partition(".")[0] for name in names}
 
 

@@ -91,9 +91,7 @@ class _ChildGroup:
     @property
     def running(self) -> list[Child]:
         """Children whose end `poll` has not recorded yet. A returncode is no sign: sending a signal sets it, too."""
-        return [
-            child for child in self.children if child.name in self.processes and child.name not in self.ended
-        ]
+        return [child for child in self.children if child.name in self.processes and child.name not in self.ended]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

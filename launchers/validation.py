@@ -60,9 +60,7 @@ def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
 
 def max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
     """Return the largest of `counts`, numbers of nodes, on which the run can train; None if it can on none."""
-    return max(
-        (n for n in counts if explain_layout_error(config, n * processes_per_node) is None), default=None
-    )
+    return max((n for n in counts if explain_layout_error(config, n * processes_per_node) is None), default=None)
 
 
 # --- errors and warnings of a launch ---------------------------------------------------------------------------------
@@ -71,9 +69,7 @@ START_SECONDS = 120
 """Seconds that a run needs to start, including the minute by which SLURM may send its signal early."""
 
 
-def find_launch_errors(
-    job: Job, site: Site | None, partition: scheduler.Partition | None = None
-) -> Iterator[str]:
+def find_launch_errors(job: Job, site: Site | None, partition: scheduler.Partition | None = None) -> Iterator[str]:
     """Yield one line for each reason why a job can't be launched.
 
     site: None unless it is a SLURM job. partition: the job's partition, if SLURM describes it.
@@ -222,17 +218,13 @@ def _check_size(job: Job, on_nodes: bool) -> str | None:
     if max_fitting_nodes(job.config, counts, job.nproc_per_node) is not None:
         return None
     reason = explain_layout_error(job.config, job.world_size)
-    allocation = (
-        f"{job.min_nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.world_size} processes"
-    )
+    allocation = f"{job.min_nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.world_size} processes"
     return f"the run does not fit {allocation}: {reason}{_suggest_node_count(job, job.config, on_nodes)}"
 
 
 def _suggest_node_count(job: Job, config: Config, on_nodes: bool) -> str:
     """Return the end of an error message: the nearest number of nodes or processes on which the run can train."""
-    processes_per_unit, n_units = (
-        (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
-    )
+    processes_per_unit, n_units = (job.nproc_per_node, job.largest_node_count) if on_nodes else (1, job.world_size)
     for distance in range(1, 64):
         for count in (n_units - distance, n_units + distance):
             if count > 0 and explain_layout_error(config, count * processes_per_unit) is None:

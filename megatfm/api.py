@@ -49,9 +49,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
     """
     if isinstance(config, Config):
         if overrides:
-            raise UsageError(
-                "fit: overrides are for a file or preset; for a config use config.changed({...})"
-            )
+            raise UsageError("fit: overrides are for a file or preset; for a config use config.changed({...})")
     elif isinstance(config, str | Path):
         refuse_repeats(overrides)
         config = load_config(config, overrides)
@@ -62,9 +60,7 @@ def fit(config: Config | str | Path, *overrides: str) -> Path:
         )
     folder = run_folder(config)
     if train(config, flops_per_token, PromptSampler()) != EXIT_OK:
-        raise MegatfmError(
-            f"{folder}: was stopped by a signal, and has saved: the same call resumes from there"
-        )
+        raise MegatfmError(f"{folder}: was stopped by a signal, and has saved: the same call resumes from there")
     return folder
 
 
@@ -144,26 +140,18 @@ class Model:
         generate`. Raises UsageError for a model that does not generate text.
         """
         if not isinstance(prompt, str):
-            raise UsageError(
-                f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def ')"
-            )
+            raise UsageError(f"prompt = {prompt!r:.80} is not a string: give one, e.g. model.generate('def ')")
         if max_tokens < 1 or beams < 0:
-            raise UsageError(
-                f"max_tokens = {max_tokens}, beams = {beams}: choose 1 or more, and 0 (none) or more"
-            )
+            raise UsageError(f"max_tokens = {max_tokens}, beams = {beams}: choose 1 or more, and 0 (none) or more")
         for key, value, known in (("begin", begin, BEGIN), ("sentinel", sentinel, SENTINEL)):
             if value not in known:
                 raise UsageError(f"{key} = {value!r}: choose one of {', '.join(known)}")
         loaded = self._with_tokenizer()
         images = [image] if isinstance(image, str | Path) else image
         if beams:
-            return generate_text_beam(
-                loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel, images
-            )
+            return generate_text_beam(loaded, prompt, max_tokens, beams, length_penalty, begin, sentinel, images)
         sampling = Sampling(temperature, top_k, top_p, seed, vocab_size=loaded.tokenizer.vocab_size)
-        (text,) = generate_text(
-            loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel, images=images
-        )
+        (text,) = generate_text(loaded, prompt, sampling, max_tokens, 1, begin=begin, sentinel=sentinel, images=images)
         return text
 
     def encode(
@@ -184,9 +172,7 @@ class Model:
             self._encoder = self._make_text_encoder()
         return self._encoder.encode(sentences, pooling=pooling, normalize=normalize, batch_size=batch)
 
-    def evaluate(
-        self, sets: Mapping[str, str | Path] | None = None, *, compressors: bool = False
-    ) -> dict[str, Any]:
+    def evaluate(self, sets: Mapping[str, str | Path] | None = None, *, compressors: bool = False) -> dict[str, Any]:
         """Evaluate the run's newest checkpoint on validation sets, as `megatfm evaluate` does; return results by set.
 
         A result has `loss` and, if the loss is the text's likelihood, `bits_per_byte`. sets: folders or URLs of further
@@ -211,14 +197,10 @@ class Model:
         all. Raises UsageError.
         """
         tasks, loaded = open_tasks(files, limit), self._with_tokenizer()
-        options = (
-            read_sentence_transformer_options(self.path, self.module) if is_hf_folder(self.path) else None
-        )
+        options = read_sentence_transformer_options(self.path, self.module) if is_hf_folder(self.path) else None
         return {
             task.name: dict(
-                evaluate_questions(loaded, task, batch_size=batch, embedding_options=options).summary[
-                    "metrics"
-                ]
+                evaluate_questions(loaded, task, batch_size=batch, embedding_options=options).summary["metrics"]
             )
             for task in tasks
         }
@@ -226,15 +208,11 @@ class Model:
     def _make_text_encoder(self) -> SentenceEmbedder:
         if is_hf_folder(self.path):
             options = read_sentence_transformer_options(self.path, self.module)
-            prefix_ids = read_bos_prefix_ids(
-                self.path, tokenizer := tokenizers.load(find_tokenizer_path(self.path))
-            )
+            prefix_ids = read_bos_prefix_ids(self.path, tokenizer := tokenizers.load(find_tokenizer_path(self.path)))
             return SentenceEmbedder(self.module, tokenizer, prefix_ids=prefix_ids, **options)
         loaded = self._with_tokenizer()
         longest = loaded.config.model.position.limit or loaded.config.data.sequence_length
-        return SentenceEmbedder(
-            self.module, loaded.tokenizer, max_tokens=longest, prefix_ids=loaded.prompt_prefix_ids
-        )
+        return SentenceEmbedder(self.module, loaded.tokenizer, max_tokens=longest, prefix_ids=loaded.prompt_prefix_ids)
 
     def _with_tokenizer(self) -> TextModel:
         if self._loaded is None and (is_hf_folder(self.path) or is_electra_folder(self.path)):

@@ -143,9 +143,7 @@ def add_plugin_folders(packages: Iterable[str], folders: Sequence[Path]) -> None
     for name in {package.partition(".")[0] for package in packages}:
         if not name or name in sys.modules or importlib.util.find_spec(name) is not None:
             continue
-        candidates = (
-            folder for folder in folders if (folder / f"{name}.py").is_file() or (folder / name).is_dir()
-        )
+        candidates = (folder for folder in folders if (folder / f"{name}.py").is_file() or (folder / name).is_dir())
         if (folder := next(candidates, None)) is not None:
             sys.path.append(str(folder.resolve()))
             importlib.invalidate_caches()

@@ -64,9 +64,7 @@ def print_table(table: "Table", console: "Console | None" = None) -> None:
     if table.title:
         show(str(table.title))
     headings = [str(column.header) for column in table.columns]
-    for row, cells in zip(
-        table.rows, zip(*(column.cells for column in table.columns), strict=True), strict=True
-    ):
+    for row, cells in zip(table.rows, zip(*(column.cells for column in table.columns), strict=True), strict=True):
         first, *more_cells = map(str, cells)
         show(f"{headings[0]}: {first}" if headings[0] else first, row.style)
         for heading, text in zip(headings[1:], more_cells, strict=True):

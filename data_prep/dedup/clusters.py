@@ -135,9 +135,7 @@ class Buckets:
                 with disk_errors_as_megatfm_errors(files[0]), open(files[0], "wb") as file:
                     for row_indices in chunks:
                         signatures = self._rows.pick(row_indices)
-                        first_row = (
-                            (int(row_indices[0]), signatures[0].copy()) if first_row is None else first_row
-                        )
+                        first_row = (int(row_indices[0]), signatures[0].copy()) if first_row is None else first_row
                         is_similar = (signatures == first_row[1]).mean(axis=1) >= self._similarity
                         del signatures
                         similar = row_indices[is_similar & (row_indices != first_row[0])]
@@ -161,9 +159,7 @@ def argsort_stable(hashes: Hashes) -> RowIndices:
     order = np.argsort(hashes)
     values = hashes[order]
     is_equal = values[1:] == values[:-1]
-    in_group = np.flatnonzero(np.concatenate([[False], is_equal]) | np.concatenate([is_equal, [False]]))[
-        : len(hashes)
-    ]
+    in_group = np.flatnonzero(np.concatenate([[False], is_equal]) | np.concatenate([is_equal, [False]]))[: len(hashes)]
     if len(in_group):
         groups = np.cumsum(np.concatenate([[0], ~is_equal]))[in_group]
         order[in_group] = np.sort(groups * len(hashes) + order[in_group]) % len(hashes)
@@ -261,9 +257,7 @@ class _ClusterSearch:
 
     def _read_edges(self, chunk: int) -> Iterator[NDArray[Any]]:
         for partition in range(self._bands * self._partitioning.ranges):
-            yield from read_partition(
-                self._context.path("joined", partition), _EDGE, self._partitioning.chunks, chunk
-            )
+            yield from read_partition(self._context.path("joined", partition), _EDGE, self._partitioning.chunks, chunk)
 
     def _cluster_chunk(self, _: int, advance: UpdateProgress) -> StageResult:
         forwarded_paths = [self._context.path("passed", chunk) for chunk in range(self._partitioning.chunks)]
@@ -279,9 +273,7 @@ class _ClusterSearch:
                 edges = edges[edges[:, 1] >= begin]
                 order = np.argsort(lower[:, 1])
                 start = 0
-                for lower_chunk, count in enumerate(
-                    self._partitioning.count_by_chunk(lower[order, 1]).tolist()
-                ):
+                for lower_chunk, count in enumerate(self._partitioning.count_by_chunk(lower[order, 1]).tolist()):
                     if count:
                         with (
                             disk_errors_as_megatfm_errors(forwarded_paths[lower_chunk]),
@@ -324,9 +316,7 @@ class _ClusterSearch:
 
     def _unpack(self, packed: NDArray[Any], chunk: int) -> Edges:
         high, low = np.divmod(packed, np.uint64(self._partitioning.total))
-        return np.stack(
-            [low.astype(np.int64), high.astype(np.int64) + chunk * self._partitioning.chunk_rows], axis=1
-        )
+        return np.stack([low.astype(np.int64), high.astype(np.int64) + chunk * self._partitioning.chunk_rows], axis=1)
 
 
 def spanning_forest(edges: Edges) -> Edges:

@@ -78,17 +78,13 @@ class _RepeatSearch:
         with PartitionsWriter(self._context.path("sorted", chunk), self._partitioning.ranges) as writer:
             writer.add(records, self._partitioning.count_by_range(hashes[firsts]))
             writer.commit()
-        write_keys(
-            self._context.path("later", chunk), [self._repeat_records(repeats, first_of_repeat + begin)]
-        )
+        write_keys(self._context.path("later", chunk), [self._repeat_records(repeats, first_of_repeat + begin)])
         advance(end - begin)
         return {"later": len(repeats)}
 
     def _join(self, hash_range: int, advance: UpdateProgress) -> StageResult:
         partitioning = self._partitioning
-        parts = find_hash_ranges(
-            self._context, partitioning, self._record_dtype, partitioning.ranges, hash_range
-        )
+        parts = find_hash_ranges(self._context, partitioning, self._record_dtype, partitioning.ranges, hash_range)
         with PartitionsWriter(self._context.path("joined", hash_range), partitioning.chunks) as writer:
             bounds = partitioning.hash_bounds(hash_range)
             for hashes, row_indices, check in self._read_range(parts, *bounds):
@@ -165,9 +161,7 @@ class _RepeatSearch:
         return records
 
 
-def group_equal_keys(
-    hashes: Hashes, check: Hashes | None = None
-) -> tuple[RowIndices, RowIndices, RowIndices]:
+def group_equal_keys(hashes: Hashes, check: Hashes | None = None) -> tuple[RowIndices, RowIndices, RowIndices]:
     """Return the first row of each key, sorted by hash; all other rows; and for each of those its first row."""
     if not len(hashes):
         return (np.empty(0, np.int64),) * 3

@@ -199,9 +199,7 @@ def find_slices(path: Path, partitions: int, partition: int) -> list[tuple[int, 
     return [(begin, slice_end) for begin, slice_end in ranges if slice_end > begin]
 
 
-def read_partition(
-    path: Path, dtype: np.dtype[Any], partitions: int, partition: int
-) -> Iterator[NDArray[Any]]:
+def read_partition(path: Path, dtype: np.dtype[Any], partitions: int, partition: int) -> Iterator[NDArray[Any]]:
     """Yield the records of a partition, batch by batch."""
     for begin, end in find_slices(path, partitions, partition):
         yield read_array(path, dtype, begin, end - begin)

@@ -75,9 +75,7 @@ class _TextUnitDedup:
     row = ROW
     key_name = "keys"
 
-    def __init__(
-        self, title: str, cut: re.Pattern[str], separator: str, min_characters: int, normalize: bool
-    ) -> None:
+    def __init__(self, title: str, cut: re.Pattern[str], separator: str, min_characters: int, normalize: bool) -> None:
         self.title = title
         self._cut, self._separator = cut, separator
         self._min_characters, self._normalizes = min_characters, normalize
@@ -119,9 +117,7 @@ class _TextUnitDedup:
             keys = [_normalize(unit).replace(_BETWEEN.encode(), b"") for unit in units]
         else:
             keys = _normalize(joined).split(_BETWEEN.encode())
-        return [
-            key if len(unit) >= self._min_characters else b"" for unit, key in zip(units, keys, strict=True)
-        ]
+        return [key if len(unit) >= self._min_characters else b"" for unit, key in zip(units, keys, strict=True)]
 
 
 def _normalize(text: str) -> bytes:

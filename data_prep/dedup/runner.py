@@ -42,9 +42,7 @@ class DedupStage:
         names = pass_names(self._stages.config)
         for index, config in enumerate(self._stages.config.dedup):
             method = make_dedup_method(config)
-            dedup_pass = DedupPass(
-                self._stages, self._stages.folder_for(basis), names[index], method, self._parts
-            )
+            dedup_pass = DedupPass(self._stages, self._stages.folder_for(basis), names[index], method, self._parts)
             rows = self._compute_keys(dedup_pass, name, size, basis)
             duplicates = dedup_pass.find(rows, basis)
             result = self._remove(dedup_pass, name, size, rows, duplicates, basis)
@@ -58,12 +56,8 @@ class DedupStage:
         with self._stages.reporter.stage(stage, size) as advance:
 
             def work(part: int) -> StageResult:
-                documents = track_progress(
-                    read_documents(self._get_documents_path(dedup_pass, name, part)), advance
-                )
-                return {
-                    "rows": write_keys(dedup_pass.rows_path(part), dedup_pass.method.compute_keys(documents))
-                }
+                documents = track_progress(read_documents(self._get_documents_path(dedup_pass, name, part)), advance)
+                return {"rows": write_keys(dedup_pass.rows_path(part), dedup_pass.method.compute_keys(documents))}
 
             def join(parts: Iterable[StageResult]) -> StageResult:
                 return {"rows": [part["rows"] for part in parts]}
@@ -167,9 +161,7 @@ class DedupPass:
         marks = context.open_marks(int(begins[-1]), duplicates["each"])
         with self._stages.reporter.stage(self.out, size) as advance:
 
-            def filter_part(
-                part: int, documents: Iterator[Document], counts: StepStats
-            ) -> Iterator[Document]:
+            def filter_part(part: int, documents: Iterator[Document], counts: StepStats) -> Iterator[Document]:
                 part_marks = marks.read(int(begins[part]), int(begins[part + 1]))[:, 0]
                 return self.method.remove_duplicates(track_progress(documents, advance), part_marks, counts)
 

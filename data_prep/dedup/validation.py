@@ -47,9 +47,7 @@ class ValidationNearDuplicates:
                     ends.append(sources.size)
             sources.commit()
         write_keys(self._get_path("lines"), [np.array(ends, "<i8")])
-        part_signatures = (
-            np.fromfile(self._get_path(f"signatures.{part:05d}"), "<u4") for part in range(parts)
-        )
+        part_signatures = (np.fromfile(self._get_path(f"signatures.{part:05d}"), "<u4") for part in range(parts))
         write_keys(self._get_path("signatures"), part_signatures)
         rows, count = self._map_file("signatures", "<u4", HASHES), len(ends) - 1
         orders = (np.argsort(band_hashes(rows, band, _WIDTH), kind="stable") for band in range(BANDS))

@@ -74,9 +74,7 @@ def first_difference(recorded: Any, current: Any, key: str = "") -> str:
     if isinstance(recorded, dict) and isinstance(current, dict):
         for name in [*current, *(name for name in recorded if name not in current)]:
             if recorded.get(name) != current.get(name):
-                return first_difference(
-                    recorded.get(name), current.get(name), f"{key}.{name}" if key else name
-                )
+                return first_difference(recorded.get(name), current.get(name), f"{key}.{name}" if key else name)
     was, now = ("not set" if value is None else repr(value) for value in (recorded, current))
     return f"{key} was {was}, is {now}"
 
@@ -87,9 +85,7 @@ def _hash_file(path: str) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, lambda: blake3()).hexdigest()  # type: ignore[arg-type,return-value]
     except OSError as error:
-        raise UsageError(
-            f"{path}: can't be read ({error.strerror}): mend the path, or leave the step out"
-        ) from None
+        raise UsageError(f"{path}: can't be read ({error.strerror}): mend the path, or leave the step out") from None
 
 
 def _hash_folder(folder: str) -> dict[str, str]:

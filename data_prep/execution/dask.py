@@ -46,18 +46,14 @@ class DaskExecutor(LockExecutor):
         self._folder = folder
         return self
 
-    def run_parts(
-        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
-    ) -> None:
+    def run_parts(self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]) -> None:
         from distributed import as_completed
         from distributed.scheduler import KilledWorker
 
         self._lock_client()
         pending_parts = [part for part in range(count) if not is_done(part)]
         arguments = (self._config, str(Path.cwd()), name)
-        futures = [
-            self._client.submit(run_part, *arguments, part, pure=False, retries=2) for part in pending_parts
-        ]
+        futures = [self._client.submit(run_part, *arguments, part, pure=False, retries=2) for part in pending_parts]
         try:
             for _, error in as_completed(futures, with_results=True):
                 if error is not None:
@@ -171,9 +167,7 @@ class _DaskPreparation(LockExecutor):
                 self._changed.wait()
             return self._current_stage[1:]
 
-    def run_parts(
-        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
-    ) -> None:
+    def run_parts(self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]) -> None:
         with self._changed:
             self._current_stage = (name, is_done, work)
             self._changed.notify_all()
@@ -230,9 +224,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def dask_workers(
-    scheduler: str | None, config: PrepConfig
-) -> Iterator[Callable[[Path], DaskExecutor] | None]:
+def dask_workers(scheduler: str | None, config: PrepConfig) -> Iterator[Callable[[Path], DaskExecutor] | None]:
     """Yield the function that makes an executor over Dask's workers from a work folder; None if `scheduler` is None.
 
     Anyone who reaches a scheduler may run code on its workers, so without TLS it must be on this machine. The keys are

@@ -35,9 +35,7 @@ class Executor(Protocol):
     rank: int
     size: int
 
-    def run_parts(
-        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
-    ) -> None:
+    def run_parts(self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]) -> None:
         """Do some of the parts 0 … count − 1, each once over all processes; return when all are done."""
         ...
 
@@ -57,9 +55,7 @@ class LocalExecutor:
 
     rank = size = 1
 
-    def run_parts(
-        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
-    ) -> None:
+    def run_parts(self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]) -> None:
         for part in range(count):
             if not is_done(part):
                 work(part)
@@ -82,9 +78,7 @@ class LockExecutor:
         self.rank, self.size = rank, size
         self._folder = folder
 
-    def run_parts(
-        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
-    ) -> None:
+    def run_parts(self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]) -> None:
         first = (self.rank - 1) * count // self.size  # tasks begin at different parts, so that few meet
         pending_parts = [(first + part) % count for part in range(count)]
         while pending_parts := [part for part in pending_parts if not is_done(part)]:
@@ -133,9 +127,7 @@ class MpiExecutor:
         self._world = world
         self.rank, self.size = world.rank + 1, world.size
 
-    def run_parts(
-        self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]
-    ) -> None:
+    def run_parts(self, name: str, count: int, is_done: Callable[[int], bool], work: Callable[[int], None]) -> None:
         for part in range(self.rank - 1, count, self.size):
             if not is_done(part):
                 work(part)

@@ -113,15 +113,11 @@ class PrepSummary:
 
     def table(self) -> Table:
         """Tabulate the documents that every step kept and dropped, and the two corpora."""
-        table = Table(
-            "step", "documents", "bytes", "changed", "dropped", title=str(self.out), title_justify="left"
-        )
+        table = Table("step", "documents", "bytes", "changed", "dropped", title=str(self.out), title_justify="left")
         for column in table.columns[1:4]:
             column.justify = "right"
         for step in self.result["steps"]:
-            dropped = "; ".join(
-                f"{drop['documents']:,}: {reason}" for reason, drop in step["dropped"].items()
-            )
+            dropped = "; ".join(f"{drop['documents']:,}: {reason}" for reason, drop in step["dropped"].items())
             table.add_row(
                 step["step"],
                 f"{step['documents_out']:,}",
@@ -133,9 +129,7 @@ class PrepSummary:
         for name in ("train", "validation"):
             totals = self.result[name]
             tokens = (
-                f"{totals['tokens']:,} tokens of {totals['bytes_per_token']:.2f} bytes, "
-                if totals["tokens"]
-                else ""
+                f"{totals['tokens']:,} tokens of {totals['bytes_per_token']:.2f} bytes, " if totals["tokens"] else ""
             )
             table.add_row(
                 name,

@@ -22,9 +22,7 @@ class StageRunner:
     `folder_for(basis)` is the folder of intermediate files of the stages with this basis.
     """
 
-    def __init__(
-        self, config: PrepConfig, workspace: Workspace, reporter: Reporter, executor: Executor
-    ) -> None:
+    def __init__(self, config: PrepConfig, workspace: Workspace, reporter: Reporter, executor: Executor) -> None:
         self.config = config
         self.reporter = reporter
         self.executor = executor

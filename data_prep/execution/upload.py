@@ -65,8 +65,7 @@ class RemoteOutput:
                 )
             if foreign := self._remote.list_files():
                 raise UsageError(
-                    f"{self.url}: holds {foreign[0].name!r}, which no prep made: choose a new or an empty place as "
-                    "out"
+                    f"{self.url}: holds {foreign[0].name!r}, which no prep made: choose a new or an empty place as out"
                 )
             self.write_marker()
 
@@ -109,9 +108,7 @@ class RemoteOutput:
         except (ValueError, RecursionError):
             table = None
         if not isinstance(table, dict):
-            raise UsageError(
-                f"{self.url}: {name} is not what a prep writes: choose a new or an empty place as out"
-            )
+            raise UsageError(f"{self.url}: {name} is not what a prep writes: choose a new or an empty place as out")
         return table
 
     def has(self, name: str) -> bool:

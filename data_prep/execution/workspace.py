@@ -89,9 +89,7 @@ class Workspace:
         self.out = local_folder(config)
         self.folder = self.out / WORK_DIR
         self._remote = (
-            RemoteOutput(config.out, self.out, self.folder / "sent", OUTPUT_NAMES)
-            if "://" in config.out
-            else None
+            RemoteOutput(config.out, self.out, self.folder / "sent", OUTPUT_NAMES) if "://" in config.out else None
         )
         self.location: Path | str = self._remote.url if self._remote else self.out
         self._config = config
@@ -183,9 +181,7 @@ class Workspace:
         result: dict[str, Any] = committed["result"]
         return result
 
-    def commit(
-        self, name: str, basis: Mapping[str, Any], result: Mapping[str, Any], in_out: bool = False
-    ) -> None:
+    def commit(self, name: str, basis: Mapping[str, Any], result: Mapping[str, Any], in_out: bool = False) -> None:
         """Record that a stage is finished."""
         _write(self._commit_path(name, basis, in_out), {"basis": basis, "result": result}, indent=None)
 
@@ -248,9 +244,7 @@ class Workspace:
         # Listed first, since another task may begin at the same time.
         present = {path.name for path in self.out.iterdir()}
         names = (*OUTPUT_NAMES, RESULT_FILE)
-        expected = (
-            {WORK_DIR, *names, *(f".{name}.partial" for name in names)} if self.folder.is_dir() else set()
-        )
+        expected = {WORK_DIR, *names, *(f".{name}.partial" for name in names)} if self.folder.is_dir() else set()
         foreign = sorted(present - expected)
         if foreign:
             raise UsageError(
@@ -315,9 +309,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise MegatfmError(
-            f"{path}: can't be read ({error}): delete {path.parent} and prepare again"
-        ) from error
+        raise MegatfmError(f"{path}: can't be read ({error}): delete {path.parent} and prepare again") from error
     return value
 
 

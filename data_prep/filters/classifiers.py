@@ -53,9 +53,7 @@ class LinearClassifier:
         sizes = np.array([len(buckets) for buckets in buckets_by_text])
         rows = np.repeat(1 / np.maximum(sizes, 1), sizes)
         shape = (len(texts), 2**bits)
-        x = csr_matrix(
-            (rows, np.concatenate(buckets_by_text), np.concatenate([[0], np.cumsum(sizes)])), shape=shape
-        )
+        x = csr_matrix((rows, np.concatenate(buckets_by_text), np.concatenate([[0], np.cumsum(sizes)])), shape=shape)
         signs = np.where(labels, 1.0, -1.0)
 
         def loss(values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
@@ -105,13 +103,7 @@ class LinearClassifier:
                 f"{path}: was fitted by another version of megatfm, which takes other words from a text: fit it again"
             )
         size = len(weight)
-        if (
-            weight.ndim != 1
-            or size < 2
-            or size & (size - 1)
-            or not 1 <= ngrams <= 9
-            or not np.isfinite(weight).all()
-        ):
+        if weight.ndim != 1 or size < 2 or size & (size - 1) or not 1 <= ngrams <= 9 or not np.isfinite(weight).all():
             raise UsageError(
                 f"{path}: weight {list(weight.shape)}, ngrams {ngrams}: a power of two finite numbers, and 1 to 9 "
                 "words, are expected"
@@ -129,9 +121,7 @@ def hash_ngrams(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray
         bucket_indices = ((hashes + np.uint64(length)) % np.uint64(buckets)).astype(np.int64)
         for text_index in range(len(texts)):
             if offsets[text_index + 1] - offsets[text_index] >= length:
-                buckets_by_text[text_index].append(
-                    bucket_indices[starts[text_index] : starts[text_index + 1]]
-                )
+                buckets_by_text[text_index].append(bucket_indices[starts[text_index] : starts[text_index + 1]])
     return [np.concatenate(buckets) if buckets else np.empty(0, np.int64) for buckets in buckets_by_text]
 
 

@@ -52,9 +52,7 @@ PRIVATE_KEY = re.compile(
 )
 
 # Digits in groups with one kind of separator, that are no part of a longer number or word.
-CARD = re.compile(
-    r"[2-6](?<![\w.,+-].)(?:\d{12,18}|\d{3}(?P<by>[ -])\d{4,6}(?:(?P=by)\d{3,5}){1,3})(?![\w-]|[.,]\d)"
-)
+CARD = re.compile(r"[2-6](?<![\w.,+-].)(?:\d{12,18}|\d{3}(?P<by>[ -])\d{4,6}(?:(?P=by)\d{3,5}){1,3})(?![\w-]|[.,]\d)")
 # First digits and lengths of the large networks (ISO/IEC 7812; the networks' own tables).
 _NETWORKS = (
     (re.compile(r"4"), (13, 16, 19)),
@@ -79,9 +77,7 @@ def _make_iban_pattern() -> str:
     by_length: dict[int, list[str]] = {}
     for country_length in _LENGTHS.split():
         by_length.setdefault(int(country_length[2:]), []).append(country_length[:2])
-    return "|".join(
-        rf"(?:{'|'.join(codes)})\d\d(?: ?[A-Z0-9]){{{n - 4}}}" for n, codes in sorted(by_length.items())
-    )
+    return "|".join(rf"(?:{'|'.join(codes)})\d\d(?: ?[A-Z0-9]){{{n - 4}}}" for n, codes in sorted(by_length.items()))
 
 
 # Numbers that the Social Security Administration gives: no part of zeros, no 666, none from 900 on.
@@ -108,9 +104,7 @@ def is_iban(number: str) -> bool:
 # Each pattern begins with a few characters, so that the search for them is fast, and only where no such character
 # stands before (the look back over two), so that a long run is tried once and not at every place.
 _LOCAL, _LABEL = r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]", r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_EMAIL = re.compile(
-    rf"[A-Za-z0-9](?<!{_LOCAL}.){_LOCAL}{{0,63}}@(?:{_LABEL}\.){{1,8}}[A-Za-z]{{2,63}}(?![A-Za-z0-9])"
-)
+_EMAIL = re.compile(rf"[A-Za-z0-9](?<!{_LOCAL}.){_LOCAL}{{0,63}}@(?:{_LABEL}\.){{1,8}}[A-Za-z]{{2,63}}(?![A-Za-z0-9])")
 _PATH = re.compile(r":[\w.~-]{0,80}/")
 _FILES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".avif", ".css", ".js")
 _IPV4 = re.compile(r"[0-9](?<![\w.].)\d{0,2}\.(?:\d{1,3}\.){2}\d{1,3}(?!\w|\.\d)", re.ASCII)
@@ -253,18 +247,14 @@ class Presidio:
     def __init__(self, config: PresidioConfig) -> None:
         self._config = config
         recognizers = _list_pattern_recognizers(config.language)
-        known_entities = sorted(
-            {name for recognizer in recognizers for name in recognizer.supported_entities}
-        )
+        known_entities = sorted({name for recognizer in recognizers for name in recognizer.supported_entities})
         if unknown := [name for name in config.entities if name not in known_entities]:
             raise UsageError(
                 f"steps: presidio: no recogniser of {config.language!r} finds {unknown[0]!r} by its form; there are: "
                 f"{', '.join(known_entities)}"
             )
         entities = set(config.entities)
-        self._recognizers = [
-            recognizer for recognizer in recognizers if entities & set(recognizer.supported_entities)
-        ]
+        self._recognizers = [recognizer for recognizer in recognizers if entities & set(recognizer.supported_entities)]
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         text, entities = document.text, list(self._config.entities)

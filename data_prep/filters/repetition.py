@@ -36,9 +36,7 @@ class GopherRepetition:
     def _drop_reason(self, text: str) -> str | None:
         limits, stripped = self._config, text.strip()
         paragraphs = [
-            stripped_paragraph
-            for paragraph in stripped.split("\n\n")
-            if (stripped_paragraph := paragraph.lstrip("\n"))
+            stripped_paragraph for paragraph in stripped.split("\n\n") if (stripped_paragraph := paragraph.lstrip("\n"))
         ]
         lines = [line for line in stripped.split("\n") if line]
         for title, units, share, characters in (
@@ -153,9 +151,7 @@ class _RepeatedNgrams:
         """Return an upper bound of `top_characters` of n-grams: none is more frequent than its first words."""
         positions = self._positions[: np.searchsorted(self._positions, len(self._ends) - n)]
         lengths = self._ends[positions + n] - self._ends[positions] + n - 1
-        return max(
-            int((lengths * self._counts[: len(positions)]).max(initial=0)), self._measure_first_ngram(n)
-        )
+        return max(int((lengths * self._counts[: len(positions)]).max(initial=0)), self._measure_first_ngram(n))
 
     def _count_covered_characters(self, n: int) -> int:
         """Return the characters of all words that may be in a repeated n-gram."""

@@ -215,8 +215,6 @@ class SampleDocuments:
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
         file = document.file
-        keep = next(
-            (keep for pattern, keep in self._rate_by_path if fnmatchcase(file, pattern)), self._config.rate
-        )
+        keep = next((keep for pattern, keep in self._rate_by_path if fnmatchcase(file, pattern)), self._config.rate)
         digest = blake3(f"{self._config.seed}:{document.id}".encode()).digest(8)
         return document if int.from_bytes(digest, "big") < keep * 2**64 else "not_sampled"

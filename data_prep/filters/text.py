@@ -92,9 +92,7 @@ def fix_text(text: str) -> str:
     return "".join(lines) if changed else text
 
 
-_TAG = re.compile(
-    r"<(?:!doctype|html|head|body|div|p|br|h[1-6]|ul|ol|table|span|a)\b[^<>]{0,2000}>", re.IGNORECASE
-)
+_TAG = re.compile(r"<(?:!doctype|html|head|body|div|p|br|h[1-6]|ul|ol|table|span|a)\b[^<>]{0,2000}>", re.IGNORECASE)
 
 
 @STEPS.register("html")
@@ -150,9 +148,7 @@ class Language:
             )
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
-        label, probability = _load_identifier().classify(
-            _sample_windows(document.text, self._config.max_characters)
-        )
+        label, probability = _load_identifier().classify(_sample_windows(document.text, self._config.max_characters))
         language = str(label)
         counts.count_event(language)
         if self._keep and language not in self._keep:
@@ -168,9 +164,7 @@ def _sample_windows(text: str, characters: int) -> str:
     if len(text) <= WINDOWS * length:
         return text
     gap = (len(text) - length) / (WINDOWS - 1)
-    return "\n".join(
-        text[start : start + length] for start in (round(gap * window) for window in range(WINDOWS))
-    )
+    return "\n".join(text[start : start + length] for start in (round(gap * window) for window in range(WINDOWS)))
 
 
 class _Identifier(LanguageIdentifier):  # type: ignore[misc]

@@ -109,9 +109,7 @@ def _find_number_fault(images: Sequence[str]) -> str | None:
         return f"has {names or 'no image'}, not one image, or several with numbers as in .0.jpg and .1.jpg"
     given_numbers = [int(number) for number in numbers if number]
     if unknown := next((image for image in images if image not in EXTENSIONS), None):
-        return (
-            f"has a .{unknown}: images of a sample have the numbers 0 to {MAX_IMAGES}, without leading zeros"
-        )
+        return f"has a .{unknown}: images of a sample have the numbers 0 to {MAX_IMAGES}, without leading zeros"
     if len(set(given_numbers)) < len(given_numbers):
         return f"has two images of one number: {names}"
     return f"has {len(images)} images, over {MAX_IMAGES}" if len(images) > MAX_IMAGES else None

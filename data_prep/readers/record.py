@@ -248,13 +248,10 @@ def select_metadata(record: Any, config: ReadConfig) -> dict[str, Any]:
     if not config.metadata_keys or not isinstance(record, dict):
         return {}
     names = (
-        [name for name in record if name != config.text_key]
-        if "*" in config.metadata_keys
-        else config.metadata_keys
+        [name for name in record if name != config.text_key] if "*" in config.metadata_keys else config.metadata_keys
     )
     selected = {
-        str(name): get_nested(record, name) if "*" not in config.metadata_keys else record[name]
-        for name in names
+        str(name): get_nested(record, name) if "*" not in config.metadata_keys else record[name] for name in names
     }
     non_null = {name: value for name, value in selected.items() if value is not None}
     metadata_json = json.dumps(non_null, default=_to_text, ensure_ascii=False)

@@ -26,9 +26,7 @@ def read_token_ids(path: Path, config: ReadConfig) -> Iterator[Ids]:
         if config.format == "megatron":
             yield from _read_megatron(path, config.tokens.eos_id)
         else:
-            yield from _read_plain(
-                path, np.dtype(config.tokens.dtype).newbyteorder("<"), config.tokens.eos_id or 0
-            )
+            yield from _read_plain(path, np.dtype(config.tokens.dtype).newbyteorder("<"), config.tokens.eos_id or 0)
     except OSError as error:
         raise BadFileError(f"can't be read ({error.strerror})") from None
 
@@ -48,9 +46,7 @@ def _read_megatron(path: Path, eos_id: int | None) -> Iterator[Ids]:
     ):
         raise BadFileError(f"does not fit {index.name}: it has {length:,} bytes, and a sequence lies outside")
     data = (
-        np.memmap(path, dtype, mode="r", shape=(length // item_bytes,))
-        if length >= item_bytes
-        else np.empty(0, dtype)
+        np.memmap(path, dtype, mode="r", shape=(length // item_bytes,)) if length >= item_bytes else np.empty(0, dtype)
     )
     for first, last in pairwise(edges):
         parts = [
@@ -75,21 +71,15 @@ def _parse_index(
     count, n_edges = int(header["sequences"]), int(header["documents"])
     offset += _HEADER.itemsize
     if int(header["version"]) != 1 or int(header["dtype"]) not in _DTYPES:
-        raise BadFileError(
-            f"{path.name} is of version {header['version']}, with ids of type {header['dtype']}"
-        )
+        raise BadFileError(f"{path.name} is of version {header['version']}, with ids of type {header['dtype']}")
     # A field of modes may follow, in data of more than one kind.
     if len(data) - offset not in (12 * count + 8 * n_edges, 13 * count + 8 * n_edges):
-        raise BadFileError(
-            f"{path.name} is cut off or damaged: it has {len(data):,} bytes for {count:,} sequences"
-        )
+        raise BadFileError(f"{path.name} is cut off or damaged: it has {len(data):,} bytes for {count:,} sequences")
     sizes = np.frombuffer(data, "<i4", count, offset).astype(np.int64)
     pointers = np.frombuffer(data, "<i8", count, offset + 4 * count)
     documents = np.frombuffer(data, "<i8", n_edges, offset + 12 * count)
     if n_edges < 1 or documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
-        raise BadFileError(
-            f"{path.name} is damaged: its documents are not all of its sequences in their order"
-        )
+        raise BadFileError(f"{path.name} is damaged: its documents are not all of its sequences in their order")
     return np.dtype(_DTYPES[int(header["dtype"])]), sizes, pointers, documents
 
 

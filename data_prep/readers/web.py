@@ -48,14 +48,10 @@ def read_warc(path: Path, config: ReadConfig) -> Iterator[Record | BadRecord]:
 
 
 def _parse_record(data: bytes, unpack: Literal["none", "all"]) -> WarcRecord | None:
-    return next(
-        ArchiveIterator(io.BytesIO(data), record_types=_KINDS, parse_http=True, auto_decode=unpack), None
-    )
+    return next(ArchiveIterator(io.BytesIO(data), record_types=_KINDS, parse_http=True, auto_decode=unpack), None)
 
 
-def _extract_page(
-    key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig
-) -> Record | BadRecord:
+def _extract_page(key: str, record: WarcRecord, record_bytes: bytes, config: ReadConfig) -> Record | BadRecord:
     kind = (record.http_content_type or record.headers.get("Content-Type") or "").lower()
     if kind and not kind.startswith(_TYPES):
         return BadRecord(key, f"is no text but {kind.partition(';')[0]}")
@@ -139,9 +135,7 @@ def read_mediawiki(path: Path, config: ReadConfig) -> Iterator[Record | BadRecor
 def strip_wikitext(wikitext: str) -> str:
     """Return wikitext without templates, tables, references, files and other markup."""
     code = mwparserfromhell.parse(wikitext)
-    for link in code.filter_wikilinks(
-        matches=lambda link: str(link.title).strip().lower().startswith(_NO_PROSE)
-    ):
+    for link in code.filter_wikilinks(matches=lambda link: str(link.title).strip().lower().startswith(_NO_PROSE)):
         _remove(code, link)
     for tag in code.filter_tags(matches=lambda tag: str(tag.tag).strip().lower() in _NO_PROSE_TAGS):
         _remove(code, tag)

@@ -46,9 +46,7 @@ def read_webdataset(path: Path, config: ReadConfig) -> Iterator[Record | BadReco
     """Yield the texts of a tar's samples. Captions of images are read like any text; images themselves need the format
     `images`."""
     for key, members in read_samples(path, (*_TEXTS, "json")):
-        record: Record | BadRecord = BadRecord(
-            key, f"has no .txt and no .json with a field {config.text_key!r}"
-        )
+        record: Record | BadRecord = BadRecord(key, f"has no .txt and no .json with a field {config.text_key!r}")
         for member in members:
             candidate = _read_text(member, key, config)
             if candidate is not None and not isinstance(record, Record):

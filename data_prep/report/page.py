@@ -23,9 +23,7 @@ class Bar:
 def render_report(result: Mapping[str, Any]) -> str:
     """Return the HTML page of a `prep.json`."""
     # Autoescape: names and examples are foreign text, and no script may run.
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": format_count, "size": format_file_size}
     package = resources.files("megatfm.data_prep.report")
     styles = resources.files("megatfm") / "report" / "report.css"
@@ -51,16 +49,10 @@ def render_report(result: Mapping[str, Any]) -> str:
             for step in steps
             if step.get("found")
         ],
-        splits=[
-            (name, result[name], make_charts(result[name], images))
-            for name in SPLITS
-            if result[name]["shards"]
-        ],
+        splits=[(name, result[name], make_charts(result[name], images)) for name in SPLITS if result[name]["shards"]],
         result=result,
         settings=list(flatten_settings(result["config"])),
-        style=Markup(
-            styles.read_text(encoding="utf-8") + (package / "report.css").read_text(encoding="utf-8")
-        ),
+        style=Markup(styles.read_text(encoding="utf-8") + (package / "report.css").read_text(encoding="utf-8")),
     )
 
 
@@ -152,10 +144,7 @@ def show_whitespace(piece: str) -> str:
 def make_bars(values: Sequence[tuple[str, float]], format_value: Any = None) -> list[Bar]:
     """Return a bar for each (name, value). format_value: value → text; None: `format_number`."""
     largest = max([value for _, value in values], default=0) or 1
-    return [
-        Bar(name, (format_value or format_count)(value), round(100 * value / largest, 2))
-        for name, value in values
-    ]
+    return [Bar(name, (format_value or format_count)(value), round(100 * value / largest, 2)) for name, value in values]
 
 
 def flatten_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

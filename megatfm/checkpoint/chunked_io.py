@@ -117,9 +117,7 @@ class DirectFileWriter(FileWriter):
     def write(self, chunk: memoryview) -> None:
         data = np.frombuffer(chunk, np.uint8)
         aligned = len(data) // BLOCK_BYTES * BLOCK_BYTES
-        if aligned >= MIN_DIRECT_BYTES and not (
-            data.ctypes.data % BLOCK_BYTES or self._buffered % BLOCK_BYTES
-        ):
+        if aligned >= MIN_DIRECT_BYTES and not (data.ctypes.data % BLOCK_BYTES or self._buffered % BLOCK_BYTES):
             self._write_blocks(self._buffer[: self._buffered])
             self._write_blocks(data[:aligned])
             self._buffered, data = 0, data[aligned:]

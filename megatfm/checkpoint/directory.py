@@ -101,9 +101,7 @@ def find_checkpoint(path: str | Path) -> Path:
         )
     is_hub_name = HUB_NAME.fullmatch(str(path)) and not path.parent.exists()
     hub = f", or fetch it, if it is a model on the Hugging Face Hub: `hf download {path} --local-dir {path.name}`"
-    raise UsageError(
-        f"{path}: there is no such folder: give one with a run or checkpoint{hub if is_hub_name else ''}"
-    )
+    raise UsageError(f"{path}: there is no such folder: give one with a run or checkpoint{hub if is_hub_name else ''}")
 
 
 def find_latest_intact(folder: Path) -> Path | None:
@@ -131,9 +129,7 @@ def check_checkpoint_on_all_ranks(path: Path) -> str | None:
         return (b"", reason) if reason else (file_io.read_file(path / METADATA_FILENAME), None)
 
     raw, reason = object_collectives.run_on_rank_0(f"{path} not read", check_and_read)
-    return reason or next(
-        filter(None, object_collectives.all_gather_object(_check_share_of_files(path, raw))), None
-    )
+    return reason or next(filter(None, object_collectives.all_gather_object(_check_share_of_files(path, raw))), None)
 
 
 def _list_without_links(folder: Path) -> list[Path]:
@@ -142,9 +138,7 @@ def _list_without_links(folder: Path) -> list[Path]:
         raise MegatfmError(f"{folder} is a symbolic link to no folder: make that folder, or remove the link")
     paths = list_checkpoints(folder)
     if links := [path for path in paths if path.is_symlink()]:
-        raise MegatfmError(
-            f"{links[0]} is a symbolic link: put the checkpoint itself there, or remove the link"
-        )
+        raise MegatfmError(f"{links[0]} is a symbolic link: put the checkpoint itself there, or remove the link")
     return paths
 
 

@@ -169,11 +169,7 @@ def _read_tensors(file: file_io.HashedFile, destinations: Mapping[str, Tensor | 
     tensors, position = {}, 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         dtype, (start, end) = DTYPES[entry.dtype], entry.data_offsets
-        if (
-            start != position
-            or end - start > file.remaining
-            or end - start != prod(entry.shape) * dtype.itemsize
-        ):
+        if start != position or end - start > file.remaining or end - start != prod(entry.shape) * dtype.itemsize:
             raise ValueError(f"tensor {key} of shape {entry.shape} has invalid data_offsets {start} to {end}")
         position = end
         if key not in destinations:

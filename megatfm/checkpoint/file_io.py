@@ -144,9 +144,7 @@ class HashedFile:
                 n_bytes = self._source.read_into(target[n_read:])
                 if not n_bytes:
                     size = self.size - self.remaining + n_read
-                    raise MegatfmError(
-                        f"cannot read {self._path}: it shrank to {size} bytes while it was read"
-                    )
+                    raise MegatfmError(f"cannot read {self._path}: it shrank to {size} bytes while it was read")
                 self._hash.update(target[n_read : n_read + n_bytes])
                 n_read += n_bytes
         self.remaining -= n_read

@@ -190,31 +190,23 @@ def find_latest_local(nodes: NodeTopology) -> LocalCheckpoint | None:
             for file in files:
                 nodes_by_file[key][file].append(nodes.node_of_rank[rank])
     for key in sorted(first_holder, reverse=True):
-        raw = object_collectives.broadcast_from(
-            action, metadata.get(key, b""), first_holder[key], nodes.group
-        )
+        raw = object_collectives.broadcast_from(action, metadata.get(key, b""), first_holder[key], nodes.group)
         holders = nodes_by_file[key]
         if missing := sorted(parse_metadata(nodes.folder, raw).files.keys() - holders.keys()):
-            log.warning(
-                "step %d on the nodes is not used: no node has an intact %s", key[0], ", ".join(missing[:3])
-            )
+            log.warning("step %d on the nodes is not used: no node has an intact %s", key[0], ", ".join(missing[:3]))
             continue
         return LocalCheckpoint(key[0], raw, dict(holders))
     return None
 
 
-def fetch_missing_files(
-    nodes: NodeTopology, local: LocalCheckpoint, shards: Mapping[str, ShardedTensor]
-) -> Path:
+def fetch_missing_files(nodes: NodeTopology, local: LocalCheckpoint, shards: Mapping[str, ShardedTensor]) -> Path:
     """Fetch the files that this node's ranks need for their shards; returns the checkpoint's path on this node. A
     collective."""
     action = f"checkpoint of step {local.step} not fetched from the nodes"
     final = nodes.folder / f"step-{local.step:08d}"
     staging_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
     content = local.metadata(nodes.folder)
-    needed = object_collectives.run_on_all_ranks(
-        action, lambda: Reader(final, content, shards).files, nodes.group
-    )
+    needed = object_collectives.run_on_all_ranks(action, lambda: Reader(final, content, shards).files, nodes.group)
     missing = _find_missing_files(nodes, local, object_collectives.all_gather_object(needed, nodes.group))
     sends = [
         (
@@ -269,9 +261,7 @@ def remove_local_after(nodes: NodeTopology | None, newest: int = -1) -> None:
     object_collectives.run_on_all_ranks("node-local checkpoints not cleaned", clean, nodes.group)
 
 
-def _find_missing_files(
-    nodes: NodeTopology, local: LocalCheckpoint, needed: list[list[str]]
-) -> dict[int, set[str]]:
+def _find_missing_files(nodes: NodeTopology, local: LocalCheckpoint, needed: list[list[str]]) -> dict[int, set[str]]:
     """Return node → files that its ranks need and it lacks. needed: by rank."""
     missing: dict[int, set[str]] = defaultdict(set)
     for rank, files in enumerate(needed):
@@ -364,9 +354,7 @@ def _receive(path: Path, entry: FileEntry, sender: int, group: Group, errors: li
     try:
         size, digest = file_io.write_file(path, received_parts, entry.bytes >= file_format.DIRECT_BYTES)
         if (size, digest) != (entry.bytes, entry.blake3):
-            errors.append(
-                MegatfmError(f"{path} is damaged: what came from rank {sender} doesn't have its hash")
-            )
+            errors.append(MegatfmError(f"{path} is damaged: what came from rank {sender} doesn't have its hash"))
     except MegatfmError as error:
         errors.append(error)
         for _ in received_parts:  # the sender continues

@@ -149,9 +149,7 @@ def group_shards(shards: Mapping[str, ShardedTensor]) -> tuple[list[LocalGroup],
         if not name or name == "__metadata__":  # reserved by safetensors
             raise MegatfmError(f"a tensor can't be stored under the name {name!r}")
         if shard.tensor.dtype not in DTYPE_NAMES or shard.tensor.is_meta:
-            raise MegatfmError(
-                f"tensor {name}: {shard.tensor.dtype} on {shard.tensor.device} can't be stored"
-            )
+            raise MegatfmError(f"tensor {name}: {shard.tensor.dtype} on {shard.tensor.device} can't be stored")
         if regions := tuple(shard.pieces()):
             names[(DTYPE_NAMES[shard.tensor.dtype], tuple(shard.global_shape)), regions].append(name)
     groups = [LocalGroup(spec, tuple(members)) for (spec, _), members in names.items()]
@@ -164,10 +162,7 @@ def merge_plans(by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]]) -> tupl
     by_rank: the groups of each rank, and its pieces of them. Raises MegatfmError if ranks contradict each other or a
     tensor is incomplete.
     """
-    groups = [
-        (spec, names, _find_holders(names[0], spec, held))
-        for spec, names, held in _iter_common_groups(by_rank)
-    ]
+    groups = [(spec, names, _find_holders(names[0], spec, held)) for spec, names, held in _iter_common_groups(by_rank)]
     loads = [0] * len(by_rank)
     writers: dict[tuple[int, Region], tuple[tuple[int, int], ...]] = {}
     # Pieces with a single holder come first; replicas then balance the loads, the largest first.
@@ -180,9 +175,7 @@ def merge_plans(by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]]) -> tupl
         _, names, holders = groups[i]
         writers[i, region] = assign_evenly(loads, holders[region], len(names), -negative_size)
     return tuple(
-        PlannedGroup(
-            spec, names, tuple(PlannedPiece(region, writers[i, region]) for region in sorted(holders))
-        )
+        PlannedGroup(spec, names, tuple(PlannedPiece(region, writers[i, region]) for region in sorted(holders)))
         for i, (spec, names, holders) in enumerate(groups)
     )
 
@@ -226,17 +219,13 @@ def _find_holders(name: str, spec: TensorSpec, held: HeldRegions) -> dict[Region
         for region in regions:
             first_region, first_rank = by_offsets.setdefault(region[0], (region, rank))
             if first_region != region:
-                raise MegatfmError(
-                    f"tensor {name}: ranks {first_rank} and {rank} hold different shards at {region[0]}"
-                )
+                raise MegatfmError(f"tensor {name}: ranks {first_rank} and {rank} hold different shards at {region[0]}")
             holders[region].append(rank)
     check_cover(name, spec[1], holders)
     return holders
 
 
-def assign_evenly(
-    loads: list[int], holders: Sequence[int], n_tensors: int, size: int
-) -> tuple[tuple[int, int], ...]:
+def assign_evenly(loads: list[int], holders: Sequence[int], n_tensors: int, size: int) -> tuple[tuple[int, int], ...]:
     """Divide tensors of `size` bytes among their holders, so that the largest load is smallest; adds to `loads`.
 
     Returns (rank, number of tensors) of ranks that get any. Loads are filled up to one level (water-filling), so the

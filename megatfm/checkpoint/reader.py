@@ -26,9 +26,7 @@ from megatfm.checkpoint.sharded_tensor import Region, ShardedTensor
 from megatfm.errors import MegatfmError
 
 
-def load(
-    path: Path, tensors: Mapping[str, ShardedTensor | Tensor], *, cast: bool = False
-) -> dict[str, JsonValue]:
+def load(path: Path, tensors: Mapping[str, ShardedTensor | Tensor], *, cast: bool = False) -> dict[str, JsonValue]:
     """Fill tensors in place from a checkpoint, and return its `state`. A collective.
 
     Each rank passes the names and shards that it needs, in any sharding. Every file that a rank reads is checked
@@ -89,14 +87,10 @@ def _check_request(content: Metadata, name: str, shard: ShardedTensor, cast: boo
         raise MegatfmError(f"it has no tensor {name}")
     group, _ = content.group_and_index[name]
     if group.shape != tuple(shard.global_shape):
-        raise MegatfmError(
-            f"tensor {name} has shape {group.shape} there, but {tuple(shard.global_shape)} here"
-        )
+        raise MegatfmError(f"tensor {name} has shape {group.shape} there, but {tuple(shard.global_shape)} here")
     if group.torch_dtype != shard.tensor.dtype and not cast:
         requested = DTYPE_NAMES.get(shard.tensor.dtype, str(shard.tensor.dtype))
-        raise MegatfmError(
-            f"tensor {name} is {group.dtype} there, but {requested} here: pass cast=True to convert"
-        )
+        raise MegatfmError(f"tensor {name} is {group.dtype} there, but {requested} here: pass cast=True to convert")
 
 
 class ReadItem(NamedTuple):

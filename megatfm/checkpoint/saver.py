@@ -102,9 +102,7 @@ class Saver:
         self.pinned: Path | None = None
         """A checkpoint that retention must keep, set by the caller."""
         self._group = (
-            dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
-            if object_collectives.is_distributed()
-            else None
+            dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if object_collectives.is_distributed() else None
         )
         self.topology = NodeTopology.discover(local_dir, self._group) if local_dir else None
         self._staging = Staging()
@@ -273,9 +271,7 @@ class Saver:
             name: (b.tensor.dtype, b.global_shape, [(p.offsets, p.tensor.shape) for p in b.blocks])
             for name, b in shards.items()
         }
-        if self._write_plan is None or object_collectives.any_rank(
-            action, layout != self._planned_layout, self._group
-        ):
+        if self._write_plan is None or object_collectives.any_rank(action, layout != self._planned_layout, self._group):
             self._write_plan = None
             self._write_plan = plan_save(action, shards, self._group)
             self._planned_layout = layout

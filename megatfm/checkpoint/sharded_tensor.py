@@ -63,9 +63,7 @@ class ShardedTensor:
         if isinstance(tensor, ShardedTensor):
             return tensor
         if isinstance(tensor, DTensor):
-            raise MegatfmError(
-                "a DTensor can't be stored as it is: wrap its local tensor into a ShardedTensor"
-            )
+            raise MegatfmError("a DTensor can't be stored as it is: wrap its local tensor into a ShardedTensor")
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def pieces(self) -> list[Region]:
@@ -107,9 +105,7 @@ class FlatShardedTensor(ShardedTensor):
     flat_start: int
 
     def __post_init__(self) -> None:
-        if not (
-            self.tensor.dim() == 1 and 0 <= self.flat_start <= prod(self.block_shape) - self.tensor.numel()
-        ):
+        if not (self.tensor.dim() == 1 and 0 <= self.flat_start <= prod(self.block_shape) - self.tensor.numel()):
             raise MegatfmError(
                 f"{self.tensor.numel()} elements from {self.flat_start} on lie outside a block of shape "
                 f"{self.block_shape}"
@@ -161,14 +157,10 @@ def _iter_dense_blocks(
     row_size = prod(shape[1:])
     begin, end = -(-first // row_size), last // row_size  # rows [begin, end) are complete
     if begin > end:  # within one row
-        for offsets, sizes, start in _iter_dense_blocks(
-            shape[1:], first - end * row_size, last - end * row_size
-        ):
+        for offsets, sizes, start in _iter_dense_blocks(shape[1:], first - end * row_size, last - end * row_size):
             yield (end, *offsets), (1, *sizes), start
         return
-    for offsets, sizes, start in (
-        _iter_dense_blocks(shape[1:], first % row_size, row_size) if first % row_size else ()
-    ):
+    for offsets, sizes, start in _iter_dense_blocks(shape[1:], first % row_size, row_size) if first % row_size else ():
         yield (begin - 1, *offsets), (1, *sizes), start
     if begin < end:
         yield (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]), begin * row_size - first
@@ -176,9 +168,7 @@ def _iter_dense_blocks(
         yield (end, *offsets), (1, *sizes), end * row_size - first + start
 
 
-def check_cover(
-    name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]
-) -> None:
+def check_cover(name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
     """Raise MegatfmError unless the pieces (offsets, sizes) lie inside a tensor of `shape` and hold each element
     once."""
     regions = sorted((tuple(offsets), tuple(sizes)) for offsets, sizes in pieces)
@@ -204,12 +194,9 @@ def check_cover(
         open_regions = [region for region in open_regions if region[0][0] + region[1][0] > offsets[0]]
         for other_offsets, other_sizes in open_regions:
             if all(
-                a < b + n and b < a + m
-                for a, m, b, n in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+                a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
             ):
-                raise MegatfmError(
-                    f"tensor {name}: the pieces at {tuple(other_offsets)} and {tuple(offsets)} overlap"
-                )
+                raise MegatfmError(f"tensor {name}: the pieces at {tuple(other_offsets)} and {tuple(offsets)} overlap")
         open_regions.append((offsets, sizes))
 
 

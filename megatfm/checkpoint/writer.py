@@ -161,8 +161,7 @@ def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
         else:
             if encode_metadata(existing) != raw:
                 raise MegatfmError(
-                    f"{final} already holds another checkpoint of this step: move it away, or use another run "
-                    "directory"
+                    f"{final} already holds another checkpoint of this step: move it away, or use another run directory"
                 )
             file_io.remove_tree(staging_dir)
             return

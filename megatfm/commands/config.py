@@ -85,9 +85,7 @@ def _drop_required(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        key: _drop_required(item)
-        for key, item in schema.items()
-        if not (key == "required" and isinstance(item, list))
+        key: _drop_required(item) for key, item in schema.items() if not (key == "required" and isinstance(item, list))
     }
 
 
@@ -101,9 +99,7 @@ def _describe_sources(path_or_preset: str, overrides: Sequence[str]) -> str:
 def _describe_preset(preset: str) -> str:
     """Return the first sentence of the comment at the head of a preset."""
     text = find_config(preset)[0].read_text(encoding="utf-8")
-    comment = " ".join(
-        line.lstrip("# ") for line in text.partition("\n#\n")[0].splitlines() if line.startswith("#")
-    )
+    comment = " ".join(line.lstrip("# ") for line in text.partition("\n#\n")[0].splitlines() if line.startswith("#"))
     return comment.partition(". ")[0].rstrip(".") + "."
 
 
@@ -150,9 +146,7 @@ def _map_bash_and_zsh(function: str) -> dict[str, str]:
     return dict.fromkeys(("bash", "zsh"), function)
 
 
-def _iter_command_arguments(
-    parser: argparse.ArgumentParser, command: str = ""
-) -> Iterator[tuple[str, list[Any]]]:
+def _iter_command_arguments(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, list[Any]]]:
     """Yield each command's name and arguments. An action such as `config show` has its command's name."""
     yield (
         command,

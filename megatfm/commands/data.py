@@ -21,22 +21,14 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw training images, after all transforms of --config, into this PNG",
     )
-    show.add_argument(
-        "--config", metavar="CONFIG", help="the training config or preset that reads the images"
-    )
+    show.add_argument("--config", metavar="CONFIG", help="the training config or preset that reads the images")
     show.add_argument("--count", type=int, default=32, metavar="N", help="images to draw (32)")
     stats = actions.add_parser("stats", help="count lengths, sources and ids")
-    export = actions.add_parser(
-        "export", help="convert a corpus for other programs; the name of OUT says the format"
-    )
+    export = actions.add_parser("export", help="convert a corpus for other programs; the name of OUT says the format")
     for action in (show, stats, export):
-        action.add_argument(
-            "--tokenizer", metavar="FILE", help="tokenizer to decode with (the one in DIR/..)"
-        )
+        action.add_argument("--tokenizer", metavar="FILE", help="tokenizer to decode with (the one in DIR/..)")
     for action in (check, show, stats, export):
-        action.add_argument(
-            "dir", metavar="DIR", help="a corpus, for example corpora/quickstart/train, or its URL"
-        )
+        action.add_argument("dir", metavar="DIR", help="a corpus, for example corpora/quickstart/train, or its URL")
     export.add_argument(
         "out",
         metavar="OUT",
@@ -51,9 +43,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHERE",
         help="for shards of images: where the class of an image is stored: cls, txt or json:FIELD",
     )
-    index.add_argument(
-        "--classes", metavar="FILE", help="names of the classes, one per line (alphabetical order)"
-    )
+    index.add_argument("--classes", metavar="FILE", help="names of the classes, one per line (alphabetical order)")
     index.add_argument("--to", metavar="FOLDER", help="copy the samples there, as a megatfm corpus")
 
 
@@ -121,9 +111,7 @@ def _index_images(args: argparse.Namespace) -> str:
     from megatfm.corpus.webdataset_images import LabelRule, index_images
 
     if args.to or args.tokenizer:
-        raise UsageError(
-            "--labels: images are indexed in place: leave out --tokenizer and --to, or use `megatfm prep`"
-        )
+        raise UsageError("--labels: images are indexed in place: leave out --tokenizer and --to, or use `megatfm prep`")
     rule = LabelRule.parse(args.labels)
     return str(index_images(Path(args.dir), rule, Path(args.classes) if args.classes else None))
 
@@ -141,9 +129,7 @@ def _draw_images(args: argparse.Namespace) -> str:
         raise UsageError(
             f"--images {args.images} --count {args.count}: give a name that ends in .png, and a count of at least 1"
         )
-    config, tokenizer = open_tokenizer(
-        load_config(args.config, [f"data.train={args.dir}", "data.validation={}"])
-    )
+    config, tokenizer = open_tokenizer(load_config(args.config, [f"data.train={args.dir}", "data.validation={}"]))
     rows = open_corpora(config, tokenizer).train
     if not {"patches", "encoder_patches"} & (fields := rows.read_rows([0])).keys():
         raise UsageError(

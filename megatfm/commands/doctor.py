@@ -85,9 +85,7 @@ def _run_check(check: Callable[[], Iterator[Finding]], section: str) -> Iterator
 def check_python() -> Iterator[Finding]:
     """Check the interpreter, torch and the processor."""
     current, oldest = sys.version_info[:2], ".".join(map(str, OLDEST_PYTHON))
-    yield Finding(
-        "Python", current >= OLDEST_PYTHON, platform.python_version(), f"install {oldest}", required=True
-    )
+    yield Finding("Python", current >= OLDEST_PYTHON, platform.python_version(), f"install {oldest}", required=True)
     version = _get_version("torch")
     yield Finding(
         "torch",
@@ -99,9 +97,7 @@ def check_python() -> Iterator[Finding]:
     yield Finding("processor", True, f"{os.cpu_count()} cores, {platform.machine()}")
     if version:
         ratio = _measure_bf16_speed("cpu")
-        yield Finding(
-            "bf16 on it", ratio > 1, f"{ratio:.1f} × as fast as fp32", "train.precision=fp32 is faster here"
-        )
+        yield Finding("bf16 on it", ratio > 1, f"{ratio:.1f} × as fast as fp32", "train.precision=fp32 is faster here")
 
 
 def check_gpus() -> Iterator[Finding]:
@@ -138,9 +134,7 @@ def check_mpi() -> Iterator[Finding]:
     # In another process, since an incompatible library may crash the process that loads it.
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     ok, text = _run([sys.executable, "-c", code])
-    library = (
-        f"{_get_version('mpi4py')}, {text.split(',')[0]}" if ok else "finds no MPI library that it can load"
-    )
+    library = f"{_get_version('mpi4py')}, {text.split(',')[0]}" if ok else "finds no MPI library that it can load"
     yield Finding("mpi4py", ok, library, "make system-deps, or apt-get install libopenmpi-dev")
 
 
@@ -183,9 +177,7 @@ def check_deepspeed() -> Iterator[Finding]:
     # In another process: DeepSpeed is slow to import, and nothing else here needs it.
     ok, text = _run([sys.executable, "-W", "ignore", "-c", LIST_OPS_SCRIPT], seconds=IMPORT_SECONDS)
     rows = [line.split("|") for line in text.splitlines() if ok]
-    for name, answer, advice in (
-        row for row in rows if len(row) == 3
-    ):  # other lines are DeepSpeed's messages
+    for name, answer, advice in (row for row in rows if len(row) == 3):  # other lines are DeepSpeed's messages
         duration = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
         duration = f"would compile{duration}; megatfm never starts that"
         if any(_get_extensions_folder().glob(f"**/{name}/{name}.so")):

@@ -50,9 +50,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare the estimate with a traced step of a rank on an imaginary GPU",
     )
-    parser.add_argument(
-        "--rank", type=int, default=0, metavar="R", help="with --traced: the rank to trace (0)"
-    )
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="with --traced: the rank to trace (0)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page: memory, timeline of the schedule, scaling"
     )
@@ -77,9 +75,7 @@ def estimate_command(args: argparse.Namespace) -> int:
     sizes = [size for size in list_divisors(cluster.gpus) if size <= cluster.node.gpus]
     with estimator(config, cluster, sizes) as opened_estimator:
         estimate = (
-            _best(opened_estimator, args.json)
-            if args.search
-            else opened_estimator.estimate(opened_estimator.base)
+            _best(opened_estimator, args.json) if args.search else opened_estimator.estimate(opened_estimator.base)
         )
         if args.json:
             print(json.dumps(as_dict(estimate), indent=2))
@@ -107,9 +103,7 @@ def _calibrate(args: argparse.Namespace, precision: str) -> None:
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
     if args.calibrate.exists():
-        raise UsageError(
-            f"--calibrate {args.calibrate}: the file exists: give another name, or use it by --hardware"
-        )
+        raise UsageError(f"--calibrate {args.calibrate}: the file exists: give another name, or use it by --hardware")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
@@ -184,14 +178,10 @@ def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
     launcher, job = cli.build_launch(parser.parse_args([*launch_arguments, "--dry-run"]))
     names = [args.write]
     for name, text in launcher.render(job).items():
-        path = args.write.with_name(
-            f"{args.write.stem}.{name}" if "." in name else f"{args.write.stem}.sbatch"
-        )
+        path = args.write.with_name(f"{args.write.stem}.{name}" if "." in name else f"{args.write.stem}.sbatch")
         atomic_write(path, text)
         names.append(path)
-    print(
-        f"written: {', '.join(map(str, names))}; start it with: megatfm launch {' '.join(launch_arguments)}"
-    )
+    print(f"written: {', '.join(map(str, names))}; start it with: megatfm launch {' '.join(launch_arguments)}")
 
 
 def _print(opened_estimator: "Estimator", estimate: "Estimate") -> None:

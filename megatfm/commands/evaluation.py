@@ -34,9 +34,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="a further corpus (or its URL), besides the run's own; repeatable",
     )
-    parser.add_argument(
-        "--baselines", action="store_true", help="also show the bits per byte of gzip -9 and xz -9"
-    )
+    parser.add_argument("--baselines", action="store_true", help="also show the bits per byte of gzip -9 and xz -9")
     parser.add_argument(
         "--images",
         type=int,
@@ -66,9 +64,7 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of a task of lm-evaluation-harness; repeatable",
     )
-    tasks.add_argument(
-        "--harness-path", metavar="FOLDER", help="YAML files of further tasks of the harness (none)"
-    )
+    tasks.add_argument("--harness-path", metavar="FOLDER", help="YAML files of further tasks of the harness (none)")
     tasks.add_argument(
         "--shots",
         type=int,
@@ -106,26 +102,18 @@ def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
 def evaluate_command(args: argparse.Namespace) -> int:
     """Evaluate, print a table, and write the results into the run directory."""
     if not args.harness:
-        _refuse_options(
-            args, HARNESS_OPTIONS, "are for tasks of the harness: give --harness NAME, or leave them out"
-        )
+        _refuse_options(args, HARNESS_OPTIONS, "are for tasks of the harness: give --harness NAME, or leave them out")
     if not (args.task or args.harness):
-        _refuse_options(
-            args, TASK_OPTIONS, "are for tasks: give --task FILE or --harness NAME, or leave them out"
-        )
+        _refuse_options(args, TASK_OPTIONS, "are for tasks: give --task FILE or --harness NAME, or leave them out")
         return _evaluate_sets(args)
     if args.validation or args.baselines or args.images:
-        raise UsageError(
-            "--task, --harness: these evaluate tasks only: evaluate validation sets by a second command"
-        )
+        raise UsageError("--task, --harness: these evaluate tasks only: evaluate validation sets by a second command")
     return _evaluate_tasks(args)
 
 
 def _refuse_options(args: argparse.Namespace, options: Mapping[str, object], reason: str) -> None:
     """Raise UsageError if any of the options (name → default) differs from its default."""
-    changed = [
-        f"--{name.replace('_', '-')}" for name, default in options.items() if getattr(args, name) != default
-    ]
+    changed = [f"--{name.replace('_', '-')}" for name, default in options.items() if getattr(args, name) != default]
     if changed:
         raise UsageError(f"{', '.join(changed)}: {reason}")
 
@@ -205,9 +193,7 @@ def _evaluate_sets(args: argparse.Namespace) -> int:
         cells += [f"{100 * result['metrics'][metric]:.2f} %" for metric in metrics]
         # Only a loss that is the text's likelihood is comparable with a compressor.
         text_cells = (
-            (f"{result['bits_per_byte']:.3f}", f"{result['bytes']:,}")
-            if "bits_per_byte" in result
-            else ("–", "–")
+            (f"{result['bits_per_byte']:.3f}", f"{result['bytes']:,}") if "bits_per_byte" in result else ("–", "–")
         )
         table.add_row(name, f"{result['loss']:.4f}", *cells, *text_cells[: len(text_columns)])
         for compressor, bits_per_byte in baselines.get(name, {}).items():

@@ -44,9 +44,7 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"only tokenize, and write RUN/{RESOLVED_CONFIG}, a config for `launch`, `train` and `verify`",
     )
-    parser.add_argument(
-        "--seeds", type=int, metavar="N", help="train N runs, NAME-seed-0, …; print mean and deviation"
-    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="train N runs, NAME-seed-0, …; print mean and deviation")
     parser.add_argument(
         "--export",
         metavar="DIR",
@@ -65,9 +63,7 @@ def finetune_command(args: argparse.Namespace) -> int:
     name = _read_values(config, overrides).get("name") or f"from-{Path(args.source).absolute().name}"
     results_by_seed: list[TaskResults] = []
     for seed in seeds:
-        code, results = finetune_once(
-            args, [*args.overrides, f"name={name}-seed-{seed}", f"train.seed={seed}"]
-        )
+        code, results = finetune_once(args, [*args.overrides, f"name={name}-seed-{seed}", f"train.seed={seed}"])
         if code != EXIT_OK:
             return code
         results_by_seed += [results] if results is not None else []
@@ -79,18 +75,14 @@ def finetune_command(args: argparse.Namespace) -> int:
 
 def check_seeds(args: argparse.Namespace) -> Sequence[int]:
     """Return the seeds of `--seeds`. Raises UsageError for options that are only for a single run."""
-    overridden_keys = {
-        override.partition("=")[0].strip() for override in [args.config or "", *args.overrides]
-    }
+    overridden_keys = {override.partition("=")[0].strip() for override in [args.config or "", *args.overrides]}
     if args.seeds < 2:
         raise UsageError(f"--seeds {args.seeds}: choose 2 or more, or leave it out")
     for key in ("train.seed", "run_dir"):
         if key in overridden_keys:
             raise UsageError(f"--seeds: each run has its own {key}: leave that out")
     if args.export or args.prepare:
-        raise UsageError(
-            "--seeds: --export and --prepare are for one run: give them with train.seed=0 instead"
-        )
+        raise UsageError("--seeds: --export and --prepare are for one run: give them with train.seed=0 instead")
     return range(args.seeds)
 
 
@@ -129,18 +121,14 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
     return EXIT_OK, results
 
 
-def finetuning_config(
-    source: str | None, path: str | None, overrides: Sequence[str]
-) -> tuple[Config, Sequence[str]]:
+def finetuning_config(source: str | None, path: str | None, overrides: Sequence[str]) -> tuple[Config, Sequence[str]]:
     """Tokenize the task's files; return the complete config (head, objective, steps, …) and notes for the log.
 
     source: model to start from. path: config or preset. Raises UsageError.
     """
     path, overrides = split_config(path, overrides)
     if path is None and source is None:
-        raise UsageError(
-            "a config with a [task] is missing: give a TOML file, and a model to start from as --from"
-        )
+        raise UsageError("a config with a [task] is missing: give a TOML file, and a model to start from as --from")
     if path is not None:
         _check_has_task(path, overrides)
     placeholders = ["data.train=task", *_convert_epochs_to_steps(path, overrides)]
@@ -213,9 +201,7 @@ def print_spread(results_by_seed: "Sequence[TaskResults]") -> None:
         table.add_column(heading, justify="left" if heading == "set" else "right")
     for name in results_by_seed[0].sets:
         columns = [[results.sets[name]["loss"] for results in results_by_seed]]
-        columns += [
-            [results.sets[name]["metrics"][metric] for results in results_by_seed] for metric in names
-        ]
+        columns += [[results.sets[name]["metrics"][metric] for results in results_by_seed] for metric in names]
         cells = [f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" for values in columns]
         table.add_row(name, *cells)
     print_table(table)

@@ -43,9 +43,7 @@ def continue_from_config(
     name = f"from-{source.absolute().name}"
     overridden_keys = {override.partition("=")[0].strip() for override in overrides}
     if base_config is None and not any(key.startswith(DATA_KEYS) for key in overridden_keys):
-        raise UsageError(
-            "--from needs a corpus to train on: give data.train=CORPUS/train, or data.corpus=CORPUS"
-        )
+        raise UsageError("--from needs a corpus to train on: give data.train=CORPUS/train, or data.corpus=CORPUS")
     if is_hf_folder(source) or is_electra_folder(source):
         try:
             folder, messages = _convert_hf_once(source, base_config, [f"name={name}", *overrides], new_paths)

@@ -33,9 +33,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="image of the prompt, for a vision-language model; once for each of several",
     )
-    parser.add_argument(
-        "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (200)"
-    )
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (200)")
     _add_decoding_arguments(parser)
     parser.add_argument(
         "--bos",
@@ -105,9 +103,7 @@ def _add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_text_model(
-    path: str | Path, device: "str | torch.device", dtype: str, trust_plugins: bool
-) -> "TextModel":
+def load_text_model(path: str | Path, device: "str | torch.device", dtype: str, trust_plugins: bool) -> "TextModel":
     """Load a run, a checkpoint or a Hugging Face folder. dtype: of the weights, "auto" for the stored one."""
     from megatfm.convert.electra_pair import is_electra_folder
     from megatfm.convert.hf_checkpoint import is_hf_folder
@@ -146,9 +142,7 @@ def generate_command(args: argparse.Namespace) -> int:
         print(f"{args.prompt}{separator}{text}")
         _append_samples(loaded, args.prompt, [text])
         return 0
-    sampling = Sampling(
-        args.temperature, args.top_k, args.top_p, args.seed, vocab_size=loaded.tokenizer.vocab_size
-    )
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, vocab_size=loaded.tokenizer.vocab_size)
     show = _print_text if args.num_samples == 1 else _ignore_text
     texts = generate_text(
         loaded,
@@ -217,9 +211,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add source, target and direction of a conversion."""
-    parser.add_argument(
-        "source", metavar="SRC", help="a run, a checkpoint, or a folder in the Hugging Face format"
-    )
+    parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, or a folder in the Hugging Face format")
     parser.add_argument("target", metavar="DST", help="a new folder")
     parser.add_argument(
         "--to",
@@ -261,9 +253,7 @@ def convert_command(args: argparse.Namespace) -> int:
     from megatfm.convert.convert import convert
     from megatfm.convert.upcycle import Upcycling, upcycle
 
-    options = {
-        key: getattr(args, key) for key in Upcycling.__dataclass_fields__ if getattr(args, key) is not None
-    }
+    options = {key: getattr(args, key) for key in Upcycling.__dataclass_fields__ if getattr(args, key) is not None}
     if args.hf_config:
         from megatfm.convert.deepspeed_universal import from_universal
 
@@ -274,9 +264,7 @@ def convert_command(args: argparse.Namespace) -> int:
     if args.to == "moe":
         if "experts" not in options:
             raise UsageError("--to moe needs --experts: the number of copies, for example --experts 8")
-        first, *notes = upcycle(
-            args.source, args.target, Upcycling(**options), trust_plugins=args.trust_plugins
-        )
+        first, *notes = upcycle(args.source, args.target, Upcycling(**options), trust_plugins=args.trust_plugins)
         return _print_result(args.target, first, notes)
     if options:
         flag = min(options).replace("_", "-")

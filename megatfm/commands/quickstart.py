@@ -30,9 +30,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--corpus", metavar="DIR", help="a folder of text files, instead of Python's own sources"
-    )
+    parser.add_argument("--corpus", metavar="DIR", help="a folder of text files, instead of Python's own sources")
     parser.add_argument("--prompt", default="def ", help="prompt of the samples")
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="number of training processes (2)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the training config")
@@ -43,11 +41,7 @@ def quickstart_command(args: argparse.Namespace) -> int:
     start = time.monotonic()
     prep, overrides = _make_corpus_overrides(args.corpus)
     overridden_keys = {override.partition("=")[0].strip() for override in args.overrides}
-    defaults = [
-        override
-        for override in [NO_SHARDING, *overrides]
-        if override.partition("=")[0] not in overridden_keys
-    ]
+    defaults = [override for override in [NO_SHARDING, *overrides] if override.partition("=")[0] not in overridden_keys]
     overrides = [*defaults, *args.overrides]
     config = load_config("quickstart", overrides)
     run_dir = Path(config.run_dir or Path.cwd() / "runs" / config.name)
@@ -55,9 +49,7 @@ def quickstart_command(args: argparse.Namespace) -> int:
     launch = ["launch", "quickstart", "--nproc", str(args.nproc), *overrides]
 
     _run_subprocess("Prepare the corpus", ["prep", "quickstart-data", *prep])
-    _run_subprocess(
-        "Train, and stop half-way by a signal", launch, stop_after=config.train.steps // 2, run_dir=run_dir
-    )
+    _run_subprocess("Train, and stop half-way by a signal", launch, stop_after=config.train.steps // 2, run_dir=run_dir)
     _run_subprocess("Resume from the checkpoint", launch)
     for seed in ("0", "1"):
         _run_in_process(

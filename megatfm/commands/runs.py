@@ -51,9 +51,7 @@ def _make_table(statuses: Iterable[RunStatus]) -> "Table":
 
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "state", "step", "loss", "tokens/s", "left", "restarts", ""):
-        table.add_column(
-            heading, justify="left" if heading in ("run", "state", "") else "right", no_wrap=bool(heading)
-        )
+        table.add_column(heading, justify="left" if heading in ("run", "state", "") else "right", no_wrap=bool(heading))
     for status in statuses:
         cells = (
             status.run.name,
@@ -69,11 +67,7 @@ def _make_table(statuses: Iterable[RunStatus]) -> "Table":
 
 
 def _format_details(status: RunStatus) -> str:
-    since = (
-        f", since {time.strftime('%d %b %H:%M', time.localtime(status.state.since))}"
-        if status.state.since
-        else ""
-    )
+    since = f", since {time.strftime('%d %b %H:%M', time.localtime(status.state.since))}" if status.state.since else ""
     rows = {
         "run": str(status.run),
         "state": status.state.name + (f": {status.state.reason}" if status.state.reason else "") + since,
@@ -90,13 +84,7 @@ def _format_details(status: RunStatus) -> str:
 
 
 def _format_step(status: RunStatus) -> str:
-    return (
-        f"{status.step or 0:,} of {status.steps:,}"
-        if status.steps
-        else f"{status.step:,}"
-        if status.step
-        else ""
-    )
+    return f"{status.step or 0:,} of {status.steps:,}" if status.steps else f"{status.step:,}" if status.step else ""
 
 
 def _format_loss(status: RunStatus) -> str:
@@ -123,9 +111,7 @@ QUEUE_SECONDS = 10.0
 
 
 def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/quickstart"
-    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/quickstart")
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
     parser.add_argument(
         "-n", "--lines", type=int, default=20, metavar="N", help="print the last N lines of each file (20)"
@@ -171,9 +157,7 @@ def add_cancel_arguments(parser: argparse.ArgumentParser) -> None:
 def cancel_command(args: argparse.Namespace) -> int:
     """End the jobs and processes that train or evaluate runs, and their queued jobs. A run saves first if it can."""
     if args.all == bool(args.runs):
-        raise UsageError(
-            "name what to end: run directories or numbers of jobs, or --all for everything under runs/"
-        )
+        raise UsageError("name what to end: run directories or numbers of jobs, or --all for everything under runs/")
     if not args.all:
         for name in args.runs:
             print(

@@ -42,9 +42,7 @@ def load_training_config(args: argparse.Namespace, new_paths: NewPaths) -> Confi
     path, overrides = args.config, args.overrides
     if args.source is None:
         if path is None:
-            raise UsageError(
-                "a config is missing: give a TOML file, a run directory, a preset or --from MODEL"
-            )
+            raise UsageError("a config is missing: give a TOML file, a run directory, a preset or --from MODEL")
         return load_config(path, overrides)
     from megatfm.commands.from_model import continue_from_config  # imports torch
 
@@ -96,9 +94,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 def launch_command(args: argparse.Namespace) -> int:
     """Start the run. A model given by `--from` is converted here, once for all ranks."""
     if args.source is not None and (args.prep or args.evaluate):
-        raise UsageError(
-            f"--from is for training: leave it out, or {'--prep' if args.prep else '--evaluate'}"
-        )
+        raise UsageError(f"--from is for training: leave it out, or {'--prep' if args.prep else '--evaluate'}")
     if args.source is not None or args.config is None:
         cli.check_flags(args)  # before a model is converted in vain
     new_paths = NewPaths()

@@ -56,9 +56,7 @@ def verify_command(args: argparse.Namespace) -> int:
     if args.layouts:
         raise UsageError("--layouts is for --presets: name a layout's axes, for example parallel.tp=2")
     if not args.config:
-        raise UsageError(
-            "verify needs a CONFIG, for example `megatfm verify quickstart parallel.tp=2`, or --presets"
-        )
+        raise UsageError("verify needs a CONFIG, for example `megatfm verify quickstart parallel.tp=2`, or --presets")
     engine = [f"parallel.engine={args.engine}"] if args.engine else []
     # Before torch is imported, so that a mistake in the config is reported at once.
     config = load_config(args.config, [*args.overrides, *engine])
@@ -78,15 +76,9 @@ def verify_command(args: argparse.Namespace) -> int:
     print_table(_make_gradient_table(comparison, len(differences)))
     print_table(_make_traffic_table(comparison))
     for reason in dict.fromkeys(comparison.axes_without_closed_form.values()):
-        axes = {
-            flow.axis
-            for flow in comparison.flows
-            if comparison.axes_without_closed_form.get(flow.axis) == reason
-        }
+        axes = {flow.axis for flow in comparison.flows if comparison.axes_without_closed_form.get(flow.axis) == reason}
         if axes:
-            console.print(
-                f"The traffic over {', '.join(sorted(axes))} is not predicted: {reason}.", markup=False
-            )
+            console.print(f"The traffic over {', '.join(sorted(axes))} is not predicted: {reason}.", markup=False)
     console.print(_format_conclusion(comparison), markup=False)
     return 1 if comparison.wrong or comparison.traffic_mismatches else 0
 
@@ -145,9 +137,7 @@ def _print_summary(cases: "Sequence[PresetResult]", seconds: float) -> int:
         print(f"{case.outcome}: {case.preset} {case.layout}: {case.text}")
     n_agreeing = sum(case.outcome == "agrees" for case in cases)
     n_refused = len(cases) - n_agreeing - len(wrong)
-    print(
-        f"{n_agreeing} of {len(cases)} cases agree, {n_refused} are refused, {len(wrong)} differ; {seconds:.0f} s"
-    )
+    print(f"{n_agreeing} of {len(cases)} cases agree, {n_refused} are refused, {len(wrong)} differ; {seconds:.0f} s")
     return 1 if wrong else 0
 
 
@@ -186,9 +176,7 @@ def _make_gradient_table(comparison: "GradientComparison", n_rows: int) -> "Tabl
     def add(difference: "Difference") -> None:
         shape = "×".join(map(str, difference.shape))
         style = "bold red" if difference.is_wrong else None
-        table.add_row(
-            difference.name, shape, f"{difference.norm:.4g}", f"{difference.error:.1e}", style=style
-        )
+        table.add_row(difference.name, shape, f"{difference.norm:.4g}", f"{difference.error:.1e}", style=style)
 
     for gradient in comparison.gradients[:n_rows]:
         add(gradient)
@@ -228,17 +216,11 @@ def _make_traffic_table(comparison: "GradientComparison") -> "Table":
 def _format_conclusion(comparison: "GradientComparison") -> str:
     bound, n_gradients = comparison.bound, len(comparison.gradients)
     if not comparison.wrong and comparison.traffic_mismatches:
-        more = (
-            f" (and {len(comparison.traffic_mismatches) - 1} more)"
-            if len(comparison.traffic_mismatches) > 1
-            else ""
-        )
+        more = f" (and {len(comparison.traffic_mismatches) - 1} more)" if len(comparison.traffic_mismatches) > 1 else ""
         agreement = f"loss, norm, {n_gradients} gradients and all updates agree within {bound:g}"
         return f"DIFFERENT TRAFFIC: {agreement}, but {comparison.traffic_mismatches[0]}{more}"
     if not comparison.wrong:
-        return (
-            f"Same computation: loss, norm, {n_gradients} gradients and all updates agree within {bound:g}."
-        )
+        return f"Same computation: loss, norm, {n_gradients} gradients and all updates agree within {bound:g}."
     updates = [difference for difference in comparison.updates if difference.is_wrong]
     # Wrong gradients cause wrong updates, so gradients are reported first.
     wrong_before_updates = [difference for difference in comparison.wrong if difference not in updates]

@@ -184,9 +184,7 @@ class GQAAttentionConfig(ScaledAttention, HeadAttention):
     @property
     def tp_dims(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by key; also the key heads that are normalised together."""
-        normalised_heads = (
-            {"n_kv_heads (qk_norm = 'all_heads')": self.kv_heads} if self.qk_norm == "all_heads" else {}
-        )
+        normalised_heads = {"n_kv_heads (qk_norm = 'all_heads')": self.kv_heads} if self.qk_norm == "all_heads" else {}
         return {**super().tp_dims, **normalised_heads}
 
 

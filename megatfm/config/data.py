@@ -96,9 +96,7 @@ class DataConfig(Section):
                 else "train: field required; for example 'corpora/quickstart/train' (or several as data.mixture)"
             )
         if self.quarantine and self.mixture:
-            raise ValueError(
-                "quarantine: in a mixture this is a key of the source, data.mixture.NAME.quarantine"
-            )
+            raise ValueError("quarantine: in a mixture this is a key of the source, data.mixture.NAME.quarantine")
         if self.mixture_schedule and not self.mixture:
             raise ValueError("mixture_schedule: there is no data.mixture whose weights could change")
         for change in self.mixture_schedule:
@@ -109,9 +107,7 @@ class DataConfig(Section):
                 )
         tokens = [change.tokens for change in self.mixture_schedule]
         if sorted(set(tokens)) != tokens:
-            raise ValueError(
-                f"mixture_schedule: tokens = {tokens}: each change comes after the one before it"
-            )
+            raise ValueError(f"mixture_schedule: tokens = {tokens}: each change comes after the one before it")
         return self
 
     @model_validator(mode="after")

@@ -32,9 +32,7 @@ class DeepSpeedConfig(Section):
     json_file: PathStr | None = None
     """A DeepSpeed config that you wrote, whose tuning keys are used; keys that repeat ours must agree with them."""
 
-    INEXACT: ClassVar[str] = (
-        "inexact: what is sent is rounded to 8 bits or 4, so the run is not that of one device"
-    )
+    INEXACT: ClassVar[str] = "inexact: what is sent is rounded to 8 bits or 4, so the run is not that of one device"
 
     @property
     def offloads_to_nvme(self) -> bool:
@@ -57,9 +55,7 @@ NVME_UNSHARDED_ERROR = (
     "deepspeed.offload_parameters = 'nvme' and weights that one data rank holds whole, which DeepSpeed doesn't gather: "
     "it computes with their buffer, and gives that away before the backward pass"
 )
-NVME_UNSHARDED_HINT = (
-    "set parallel.dp_shard = 2 or more, parallel.ep to less than that, or offload_parameters = 'cpu'"
-)
+NVME_UNSHARDED_HINT = "set parallel.dp_shard = 2 or more, parallel.ep to less than that, or offload_parameters = 'cpu'"
 WHOLE_TENSOR_OPTIMIZERS = (MuonConfig, SoapConfig, AdafactorConfig, LambConfig)
 
 
@@ -103,8 +99,7 @@ def _iter_parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         yield "parallel.reduce_dtype = 'bf16', while its ZeRO reduces in float32: set parallel.reduce_dtype = 'param'"
     if parallel.comm_buffers != "torch":
         yield (
-            "parallel.comm_buffers = 'process_group', which is for FSDP2's buffers: set parallel.comm_buffers = "
-            "'torch'"
+            "parallel.comm_buffers = 'process_group', which is for FSDP2's buffers: set parallel.comm_buffers = 'torch'"
         )
     if parallel.async_tp:
         yield "parallel.async_tp, which takes compiled blocks apart: set parallel.async_tp = false"
@@ -149,9 +144,7 @@ def _iter_optimizer_problems(parallel: ParallelConfig, optimizer: OptimizerSecti
         )
 
 
-def _iter_offload_problems(
-    parallel: ParallelConfig, train: TrainConfig, offload: DeepSpeedConfig
-) -> Iterator[str]:
+def _iter_offload_problems(parallel: ParallelConfig, train: TrainConfig, offload: DeepSpeedConfig) -> Iterator[str]:
     if offload.offload_optimizer != "none" and parallel.zero == 0:
         yield "deepspeed.offload_optimizer and parallel.zero = 0: set parallel.zero = 1, 2 or 3"
     if offload.offload_optimizer == "nvme" and parallel.zero in (1, 2):

@@ -266,9 +266,7 @@ def merge_tuning_keys(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str,
             if not _matches(value, expected):
                 conflicts[f"{key} = {json.dumps(value)}"] = _explain_conflict(source, expected)
         elif unsupported:
-            if not (
-                _is_disabled(tuned, key) or (value in DISABLED_VALUES and unsupported not in FIXED_VALUES)
-            ):
+            if not (_is_disabled(tuned, key) or (value in DISABLED_VALUES and unsupported not in FIXED_VALUES)):
                 conflicts[unsupported] = f": {UNSUPPORTED_KEYS[unsupported]}"
         elif section in PASSED_SECTIONS and (section != "zero_optimization" or inner_key in PASSED_ZERO_KEYS):
             _set(merged, key, value)
@@ -276,9 +274,7 @@ def merge_tuning_keys(derived: Json, tuned: Json, fixed: Mapping[str, tuple[str,
             conflicts[key] = ": not carried"
     if conflicts:
         conflict_text = "; ".join(key + reason for key, reason in conflicts.items())
-        raise UsageError(
-            f"deepspeed.json_file: {conflict_text}: leave these out of the file, or change our keys"
-        )
+        raise UsageError(f"deepspeed.json_file: {conflict_text}: leave these out of the file, or change our keys")
     return merged
 
 

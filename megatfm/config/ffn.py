@@ -228,9 +228,7 @@ class MoEConfig(DenseFFNConfig):
                 f"top_k = {self.top_k} is more than n_experts = {self.n_experts}: choose {self.n_experts} or less"
             )
         if self.dropout:
-            raise ValueError(
-                f"dropout = {self.dropout!r} is for dense networks, experts have none: leave it out"
-            )
+            raise ValueError(f"dropout = {self.dropout!r} is for dense networks, experts have none: leave it out")
         if self.capacity_factor and self.expert_capacity:
             raise ValueError(
                 f"capacity_factor = {self.capacity_factor} and expert_capacity = {self.expert_capacity} say "
@@ -256,9 +254,7 @@ class MoEConfig(DenseFFNConfig):
         for key in router.unsupported_keys:
             value = getattr(router, key) if key in type(router).model_fields else getattr(self, key)
             if value:
-                raise ValueError(
-                    f"{key} = {value} has no meaning with router.name = {router.name!r}: leave it out"
-                )
+                raise ValueError(f"{key} = {value} has no meaning with router.name = {router.name!r}: leave it out")
         if isinstance(router, GroupedRouterSection):
             _check_groups(self, router)
         return self
@@ -283,9 +279,7 @@ class SoftMoEConfig(MoEConfig):
         } & self.model_fields_set
         for key in sorted(refused):
             if getattr(self, key) not in (None, 0, TopKRouterConfig()):
-                raise ValueError(
-                    f"{key} has no meaning with name = 'soft_moe', which chooses no experts: leave it out"
-                )
+                raise ValueError(f"{key} has no meaning with name = 'soft_moe', which chooses no experts: leave it out")
         return self
 
 
@@ -303,9 +297,7 @@ def _check_groups(experts: MoEConfig, router: GroupedRouterSection) -> None:
             f"router.n_group = {groups} does not divide n_experts = {n_experts}: the nearest that does is {nearest}"
         )
     if best > groups:
-        raise ValueError(
-            f"router.topk_group = {best} is more than router.n_group = {groups}: choose {groups} or less"
-        )
+        raise ValueError(f"router.topk_group = {best} is more than router.n_group = {groups}: choose {groups} or less")
     if experts.top_k > best * (n_experts // groups):
         raise ValueError(
             f"top_k = {experts.top_k}, but router.topk_group = {best} groups have {best * (n_experts // groups)} "

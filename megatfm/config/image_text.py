@@ -90,9 +90,7 @@ class ConnectorConfig(Section):
 def make_image_tower(model: "ModelConfig") -> "ModelConfig":
     """Return the config of the image encoder of two towers or of a vision-language model."""
     if model.vision_tower is None:
-        return model.with_changes(
-            {"family": "encoder", "text_tower": None, "contrastive": None, "vocab_size": None}
-        )
+        return model.with_changes({"family": "encoder", "text_tower": None, "contrastive": None, "vocab_size": None})
     tower = model.vision_tower
     values = {
         "family": "encoder",

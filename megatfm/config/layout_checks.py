@@ -42,10 +42,7 @@ def check_row_lengths(config: "Config") -> None:
     lengths = {
         "data.sequence_length": data.sequence_length,
         "data.target_length": data.target_length or 0,
-        **{
-            f"data.rampup[{i}].sequence_length": stage.sequence_length or 0
-            for i, stage in enumerate(data.rampup)
-        },
+        **{f"data.rampup[{i}].sequence_length": stage.sequence_length or 0 for i, stage in enumerate(data.rampup)},
     }
     for key, length in lengths.items():
         if max_length is not None and length > max_length:
@@ -132,9 +129,7 @@ def check_global_tokens(config: "Config") -> None:
 
 def check_soft_moe(config: "Config") -> None:
     """Check that models with soft mixtures of experts have tp = 1."""
-    if config.parallel.tp > 1 and any(
-        isinstance(kind.ffn, SoftMoEConfig) for kind in config.model.layer_kinds
-    ):
+    if config.parallel.tp > 1 and any(isinstance(kind.ffn, SoftMoEConfig) for kind in config.model.layer_kinds):
         raise ValueError(
             f"parallel.tp = {config.parallel.tp}: ffn.name = 'soft_moe' is not cut over tensor-parallel ranks: set "
             "parallel.tp = 1, and use dp_shard, cp, ep or pp"
@@ -261,14 +256,9 @@ def _find_cuda_graph_conflicts(config: "Config") -> dict[str, bool]:
     axes |= {"dp_shard": max(parallel.dp_shard, 1), "dp_replicate": parallel.dp_replicate}
     return {
         f"parallel.engine = {parallel.engine!r} records no CUDA graphs": parallel.engine != "native",
-        **{
-            f"parallel.{name} = {n} needs communication, which is not recorded": n > 1
-            for name, n in axes.items()
-        },
+        **{f"parallel.{name} = {n} needs communication, which is not recorded": n > 1 for name, n in axes.items()},
         "train.device = 'cpu' has no CUDA graphs": train.device == "cpu",
-        f"train.recompute = {train.recompute!r} measures the memory of each pass": train.recompute.endswith(
-            "B"
-        ),
+        f"train.recompute = {train.recompute!r} measures the memory of each pass": train.recompute.endswith("B"),
         f"objective.name = {objective!r} counts its targets on the host in each pass": (
             objective not in ("causal", "prefix")
         ),

@@ -99,9 +99,7 @@ def _with_kept_options(
 
     file_values: of the file alone, without those of the preset that it extends, whose heads are another model's.
     """
-    model, resolved_model, file_model = (
-        section.get("model") for section in (replaced_sections, values, file_values)
-    )
+    model, resolved_model, file_model = (section.get("model") for section in (replaced_sections, values, file_values))
     if not isinstance(model, Mapping) or not isinstance(resolved_model, Mapping):
         return replaced_sections
     sections = {"lora": resolved_model["lora"]} if "lora" in resolved_model else {}
@@ -110,9 +108,7 @@ def _with_kept_options(
     return {**replaced_sections, "model": {**model, **sections}}
 
 
-def _check_command(
-    path_or_preset: str | Path, config_class: type[Section], values: Mapping[str, Any]
-) -> None:
+def _check_command(path_or_preset: str | Path, config_class: type[Section], values: Mapping[str, Any]) -> None:
     """Raise UsageError with the right command if a config's sections are all those of the other config class."""
     other_class = next(candidate for candidate in COMMAND_OF if candidate is not config_class)
     unknown = [key for key in values if key not in config_class.model_fields]
@@ -170,12 +166,8 @@ def apply_overrides(config_class: type[BaseModel], values: dict[str, Any], overr
             value = FromCommandLine(text)
         if parts[-1] == "name" and len(parts) > 1:
             section = ".".join(parts[:-1])
-            overridden_keys = {
-                key.removeprefix(f"{section}.") for key in overridden if key.startswith(f"{section}.")
-            }
-            drop_stale_keys(
-                list_variants(find_type(config_class, values, parts[:-1])), table, value, overridden_keys
-            )
+            overridden_keys = {key.removeprefix(f"{section}.") for key in overridden if key.startswith(f"{section}.")}
+            drop_stale_keys(list_variants(find_type(config_class, values, parts[:-1])), table, value, overridden_keys)
         table[parts[-1]] = value
 
 
@@ -183,11 +175,7 @@ def drop_preset_vocab_size(values: Mapping[str, Any], overrides: Sequence[str]) 
     """Remove a preset's vocab_size if overrides set another tokenizer and not `model.vocab_size`."""
     overridden = {override.partition("=")[0].strip() for override in overrides}
     model = values.get("model")
-    if (
-        overridden & {CORPUS, "data.tokenizer"}
-        and "model.vocab_size" not in overridden
-        and isinstance(model, dict)
-    ):
+    if overridden & {CORPUS, "data.tokenizer"} and "model.vocab_size" not in overridden and isinstance(model, dict):
         model.pop("vocab_size", None)
 
 
@@ -239,11 +227,7 @@ def _format_error(error: ValidationError, config_class: type[BaseModel], values:
     if first["type"] == "extra_forbidden":
         known_keys = list(section.model_fields) if section else []
         our_key = FOREIGN_KEYS.get(path[-1].lower()) if config_class is Config else None
-        hint = (
-            f" (did you mean {our_key}?)"
-            if our_key and our_key != key
-            else did_you_mean(path[-1], known_keys)
-        )
+        hint = f" (did you mean {our_key}?)" if our_key and our_key != key else did_you_mean(path[-1], known_keys)
         known_text = f"known here: {', '.join(known_keys)}" if known_keys else ""
         return f"{key}: unknown key{hint}; {known_text}{n_more}"
     if first["type"] == "missing" and value is None:
@@ -330,11 +314,7 @@ def _write_inline_table(section: type[BaseModel]) -> str:
         example = next(iter(field.examples or ()), None)
         if field.is_required() and (sections := list_sections(section, key)):
             keys.append(f"{key} = {_write_inline_table(sections[0])}")
-        elif example is not None and (
-            field.is_required() or (field.default is None and isinstance(example, str))
-        ):
+        elif example is not None and (field.is_required() or (field.default is None and isinstance(example, str))):
             keys.append(f"{key} = {json.dumps(example)}")
-    keys = keys or [
-        f"name = {json.dumps(name)}" for name in [get_variant_name(section)] if isinstance(name, str)
-    ]
+    keys = keys or [f"name = {json.dumps(name)}" for name in [get_variant_name(section)] if isinstance(name, str)]
     return f"{{ {', '.join(keys)} }}" if keys else "{}"

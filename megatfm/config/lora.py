@@ -14,9 +14,7 @@ class LoRAConfig(Section):
     """Scale: the factor on B A x is alpha / rank."""
     dropout: DropProbability = 0.0
     """Dropout of A's input."""
-    targets: list[str] = Field(
-        default_factory=list, examples=[["wq", "wv"], ["decoder.layers.*.ffn.experts.w_*"]]
-    )
+    targets: list[str] = Field(default_factory=list, examples=[["wq", "wv"], ["decoder.layers.*.ffn.experts.w_*"]])
     """Patterns of the names, or ends of names, of the matrices with adapters; left out, all linear layers of the
     blocks, to which the matrices of experts don't belong."""
     trained: list[str] = Field(default_factory=list, examples=[["head.*"]])

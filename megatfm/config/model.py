@@ -137,9 +137,7 @@ class ModelConfig(Section):
             )
         if isinstance(self.position, RopeConfig):
             is_mla = isinstance(attention, MLAAttentionConfig)
-            width = (
-                attention.qk_rope_head_dim if isinstance(attention, MLAAttentionConfig) else self.head_width
-            )
+            width = attention.qk_rope_head_dim if isinstance(attention, MLAAttentionConfig) else self.head_width
             self.position.check_width("qk_rope_head_dim" if is_mla else "head_dim", width)
         if self.distinct_layers and self.distinct_layers > self.n_layers:
             raise ValueError(

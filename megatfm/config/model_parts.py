@@ -361,8 +361,7 @@ def _with_table_name(heads: Any) -> Any:
     if not isinstance(heads, Mapping):
         return heads
     return {
-        key: {"name": key, **section} if isinstance(section, Mapping) else section
-        for key, section in heads.items()
+        key: {"name": key, **section} if isinstance(section, Mapping) else section for key, section in heads.items()
     }
 
 

@@ -41,9 +41,7 @@ class ParallelConfig(Section):
     ranks with matrix multiplications, chunk by chunk."""
     pp: PositiveInt = Field(default=1, le=MAX_WIDTH)
     """Pipeline ranks, each with a share of the layers."""
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = (
-        "1f1b"
-    )
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"] = "1f1b"
     """Order of the forward and backward passes of micro-batches on pipeline ranks."""
     virtual_stages: PositiveInt | None = None
     """Stages on each pipeline rank of an interleaved schedule; left out: 2."""
@@ -117,9 +115,7 @@ class ParallelConfig(Section):
 
     def _check_expert_tp(self) -> None:
         if self.expert_tp != "by_expert" and self.tp == 1:
-            raise ValueError(
-                f"expert_tp = {self.expert_tp!r} is for tensor-parallel ranks, and tp = 1: leave it out"
-            )
+            raise ValueError(f"expert_tp = {self.expert_tp!r} is for tensor-parallel ranks, and tp = 1: leave it out")
         if self.expert_tp == "folded" and not self.sequence_parallel:
             raise ValueError(
                 "expert_tp = 'folded': without sequence_parallel, ranks of tp have no tokens of their own to send: set "

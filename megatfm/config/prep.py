@@ -148,17 +148,13 @@ class TokenizerConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        changed = [
-            name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default
-        ]
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         if self.file is not None and len(changed) > 1:
             key = next(name for name in changed if name != "file")
             raise ValueError(f"file = {self.file!r} is used as it is: leave out tokenizer.{key}, or file")
         for option, kind in (("pretokenizer", "byte-bpe"), ("lowercase", "wordpiece")):
             if option in changed and self.kind != kind:
-                raise ValueError(
-                    f"{option} is an option of kind = {kind!r}, not of {self.kind!r}: leave it out"
-                )
+                raise ValueError(f"{option} is an option of kind = {kind!r}, not of {self.kind!r}: leave it out")
         return self
 
 
@@ -220,14 +216,10 @@ class PrepConfig(Section):
             raise ValueError(f"{read}: there is no text for steps and dedup: leave them out")
         partition_by = self.split.partition_by
         if partition_by is not None and (self.read.format, partition_by) != ("images", "class"):
-            raise ValueError(
-                f"split.partition_by = {partition_by!r}: {read} knows no such field: leave it out"
-            )
+            raise ValueError(f"split.partition_by = {partition_by!r}: {read} knows no such field: leave it out")
         if self.read.format == "images":
             if self.tokenizer.file is None and self.tokenizer != TokenizerConfig():
-                raise ValueError(
-                    f"{read}: no tokenizer is trained on captions: set tokenizer.file, or leave it out"
-                )
+                raise ValueError(f"{read}: no tokenizer is trained on captions: set tokenizer.file, or leave it out")
             return self
         if self.tokenizer.file is None:
             raise ValueError(f"{read}: set tokenizer.file to the tokenizer of these ids")

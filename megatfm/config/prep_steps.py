@@ -255,9 +255,7 @@ def _parse_by_name(value: Any, info: ValidationInfo) -> Any:
         return value
     name = value.get("name") if isinstance(value, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise ValueError(
-            f"a step needs a name: {', '.join(sorted(_BY_NAME))}, or one that a plugin registers"
-        )
+        raise ValueError(f"a step needs a name: {', '.join(sorted(_BY_NAME))}, or one that a plugin registers")
     return _BY_NAME.get(name, PluginStepConfig).model_validate(value, context=info.context)
 
 

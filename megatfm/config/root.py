@@ -61,9 +61,7 @@ class Config(Section):
     def _check_parts(self) -> Self:
         reads_text = getattr(self.objective, "reads_text", not isinstance(self.objective, PluginObjective))
         if self.data.tokenizer is None and reads_text:
-            raise ValueError(
-                "data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'"
-            )
+            raise ValueError("data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'")
         family = self.model.family
         if family not in FAMILIES and not self.plugins:
             raise ValueError(

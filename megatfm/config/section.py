@@ -70,9 +70,7 @@ class Section(BaseModel):
                 continue
             for key, text in pairwise(getattr(body, "body", ())):
                 match key, text:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                        value=ast.Constant(value=str(doc))
-                    ):
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
                         docs[name] = inspect.cleandoc(doc)
         return docs
 
@@ -158,9 +156,7 @@ def _merge_into_table(
         if isinstance(old, Section):
             values[key] = _merge_into_variant(old, changes, list_variants(annotation))
         elif isinstance(old, Mapping):
-            inner = dict.fromkeys(
-                [*old, *(name.partition(".")[0] for name in changes)], get_value_type(annotation)
-            )
+            inner = dict.fromkeys([*old, *(name.partition(".")[0] for name in changes)], get_value_type(annotation))
             values[key] = _merge_into_table(old, changes, inner)
         else:
             values[key] = unflatten(changes)
@@ -187,9 +183,7 @@ def _merge_into_variant(
     name = changes.get("name", old_name)
     if name == old_name:
         return _merge_into_section(section, changes)
-    variant = next(
-        (option for option in variants if get_variant_name(option) in (name, PydanticUndefined)), None
-    )
+    variant = next((option for option in variants if get_variant_name(option) in (name, PydanticUndefined)), None)
     common = (variant.model_fields.keys() & type(section).model_fields.keys()) - {"name"} if variant else ()
     common_values = {key: getattr(section, key) for key in common}
     annotations = {key: field.annotation for key, field in variant.model_fields.items()} if variant else {}
@@ -286,9 +280,7 @@ def split_words(text: str) -> list[str]:
     depths = list(accumulate((char == "[") - (char == "]") for char in text))
     if text.startswith("[") and text.endswith("]") and depths.index(0) == len(text) - 1:
         return split_words(text[1:-1])
-    commas = [
-        i for i, (char, depth) in enumerate(zip(text, depths, strict=True)) if char == "," and depth <= 0
-    ]
+    commas = [i for i, (char, depth) in enumerate(zip(text, depths, strict=True)) if char == "," and depth <= 0]
     words = [text[start + 1 : end].strip() for start, end in pairwise([-1, *commas, len(text)])]
     return [word for word in words if word]
 
@@ -372,9 +364,7 @@ class ByName:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         *builtin_variants, plugin = list_variants(source)
-        sections = {
-            get_args(section.model_fields["name"].annotation)[0]: section for section in builtin_variants
-        }
+        sections = {get_args(section.model_fields["name"].annotation)[0]: section for section in builtin_variants}
 
         def choose(value: Any, info: ValidationInfo) -> Any:
             if isinstance(value, (*builtin_variants, plugin)):

@@ -37,9 +37,7 @@ class StagesConfig(Section):
                 "for every stage"
             )
         if max(self.heads) > MAX_WIDTH or max(self.grid) > MAX_LENGTH:
-            raise ValueError(
-                f"stages.heads = {list(self.heads)}, stages.grid = {list(self.grid)}: choose smaller"
-            )
+            raise ValueError(f"stages.heads = {list(self.heads)}, stages.grid = {list(self.grid)}: choose smaller")
         return self
 
     def map_at(self, stage: int, grid: tuple[int, int] | None = None) -> tuple[int, int]:
@@ -96,9 +94,7 @@ def check_stages(model: "ModelConfig") -> None:
         if value != allowed:
             raise ValueError(f"{key} = {value} is not {condition}, which is {allowed}: leave {key} out")
     if (model.position.name == "relative_axes") and model.attention.name != "pooled":
-        raise ValueError(
-            "position.name = 'relative_axes' is for attention.name = 'pooled': choose another position"
-        )
+        raise ValueError("position.name = 'relative_axes' is for attention.name = 'pooled': choose another position")
     for stage, heads in enumerate(stages.heads):
         if (width := model.d_model * 2**stage) % heads:
             raise ValueError(
@@ -112,9 +108,7 @@ def check_stages(model: "ModelConfig") -> None:
             f"{len(stages.layers)} stages: give one for each"
         )
     if getattr(model.embedding, "n_special_tokens", 0):
-        raise ValueError(
-            "family = 'hierarchical' has no class or register tokens: set embedding.n_class_tokens = 0"
-        )
+        raise ValueError("family = 'hierarchical' has no class or register tokens: set embedding.n_class_tokens = 0")
     if model.lm_head.name != "none":
         raise ValueError("family = 'hierarchical' has no head over a vocabulary: set lm_head.name = 'none'")
 

@@ -89,9 +89,7 @@ class TaskConfig(Section):
     """Maximal tokens of a predicted answer, in span_extraction."""
     max_question_tokens: PositiveInt = 64
     """Maximal tokens of a question, in span_extraction; `too_long` decides about longer ones."""
-    text_metrics: list[Literal["bleu", "chrf", "exact_match"]] = Field(
-        default_factory=list, examples=[["bleu"]]
-    )
+    text_metrics: list[Literal["bleu", "chrf", "exact_match"]] = Field(default_factory=list, examples=[["bleu"]])
     """Metrics of answers that are generated after training, in generation."""
     beams: PositiveInt = 1
     """Beams of the search for these answers; 1: greedy."""
@@ -136,17 +134,11 @@ class TaskConfig(Section):
                 f"class_weights: are for form = 'classification' and 'tagging', and this one is {self.form!r}: leave "
                 "class_weights out"
             )
-        if self.both_orders and (
-            not self.text_pair or self.form not in ("classification", "multilabel", "regression")
-        ):
-            raise ValueError(
-                "both_orders: is for pairs with a label: set text_pair, or leave both_orders out"
-            )
+        if self.both_orders and (not self.text_pair or self.form not in ("classification", "multilabel", "regression")):
+            raise ValueError("both_orders: is for pairs with a label: set text_pair, or leave both_orders out")
         for key, form in FORM_OF_KEY.items():
             if getattr(self, key) and self.form != form:
-                raise ValueError(
-                    f"{key}: is for form = {form!r}, and this one is {self.form!r}: leave {key} out"
-                )
+                raise ValueError(f"{key}: is for form = {form!r}, and this one is {self.form!r}: leave {key} out")
         return self
 
     @property
@@ -210,9 +202,7 @@ class EvaluationTaskConfig(Section):
                 "choices is missing: kind = 'choice' needs a template for each answer, or the name of a column"
             )
         if self.kind != "choice" and self.choices:
-            raise ValueError(
-                f"choices: kind = {self.kind!r} has none: leave them out, or set kind = 'choice'"
-            )
+            raise ValueError(f"choices: kind = {self.kind!r} has none: leave them out, or set kind = 'choice'")
         if self.kind != "choice" and (self.labels or self.unconditional_prompt is not None):
             raise ValueError(
                 f"labels, unconditional_prompt: are for kind = 'choice', not {self.kind!r}: leave them out"

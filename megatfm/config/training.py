@@ -56,13 +56,9 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check_init_sources(self) -> Self:
         if self.init_include and self.init_from is None:
-            raise ValueError(
-                "init_include chooses among the weights of train.init_from: give that, or leave it out"
-            )
+            raise ValueError("init_include chooses among the weights of train.init_from: give that, or leave it out")
         if self.init_from and self.branch_from:
-            raise ValueError(
-                "init_from takes weights, branch_from weights, optimizer and data: give one of the two"
-            )
+            raise ValueError("init_from takes weights, branch_from weights, optimizer and data: give one of the two")
         return self
 
     @model_validator(mode="after")

@@ -143,9 +143,7 @@ def list_candidates(config_json: Json) -> list[str]:
     unknown class or model_type.
     """
     architecture_names, kind = config_json.get("architectures") or [], config_json.get("model_type")
-    if not isinstance(architecture_names, list) or not all(
-        isinstance(name, str) for name in architecture_names
-    ):
+    if not isinstance(architecture_names, list) or not all(isinstance(name, str) for name in architecture_names):
         raise UsageError(f"config.json: architectures = {architecture_names!r:.80} is no list of names")
     candidates = architecture_names[:1]
     is_registered = candidates and candidates[0] in ARCHITECTURES.names()
@@ -161,9 +159,7 @@ def list_candidates(config_json: Json) -> list[str]:
     if candidates:
         kind = architecture_of[candidates[0]].model_type
         return candidates + [
-            n
-            for n, a in architecture_of.items()
-            if a.model_type == kind and a.is_base_model and n != candidates[0]
+            n for n, a in architecture_of.items() if a.model_type == kind and a.is_base_model and n != candidates[0]
         ]
     candidates = [name for name, architecture in architecture_of.items() if architecture.model_type == kind]
     if not candidates:
@@ -171,14 +167,10 @@ def list_candidates(config_json: Json) -> list[str]:
             f"config.json names neither an architecture nor a model_type that megatfm reads; there are: "
             f"{', '.join(architecture_of)}"
         )
-    return sorted(
-        candidates, key=lambda name: (architecture_of[name].is_base_model, "PreTraining" not in name)
-    )
+    return sorted(candidates, key=lambda name: (architecture_of[name].is_base_model, "PreTraining" not in name))
 
 
-def find_architecture(
-    config: ModelConfig, among: Sequence[str] | None = None
-) -> tuple[str, Architecture, Json]:
+def find_architecture(config: ModelConfig, among: Sequence[str] | None = None) -> tuple[str, Architecture, Json]:
     """Find an architecture (of `among`, if given) that stores a model; returns its name, itself and the config.json.
 
     An architecture fits if its config.json, read back, describes the same model. Raises UsageError with the nearest
@@ -202,9 +194,7 @@ def find_architecture(
             continue
         if not missing:
             return name, architecture, hf_config
-        nearest.append(
-            (n_mismatches, False, len(missing), f"the nearest, {name}, lacks {', '.join(missing)}")
-        )
+        nearest.append((n_mismatches, False, len(missing), f"the nearest, {name}, lacks {', '.join(missing)}"))
     message = min(nearest)[-1]
     raise UsageError(f"no architecture of transformers that megatfm writes stores this model: {message}")
 
@@ -223,11 +213,7 @@ def find_config_differences(config: ModelConfig, restored: ModelConfig) -> list[
     expected = list_functional_values(config, by_layer=by_layer)
     actual = list_functional_values(restored, by_layer=by_layer)
     keys = [*expected, *(key for key in actual if key.startswith("extra_heads.") and key not in expected)]
-    return [
-        f"model.{key} = {expected.get(key)!r}"
-        for key in keys
-        if not _is_close(expected.get(key), actual.get(key))
-    ]
+    return [f"model.{key} = {expected.get(key)!r}" for key in keys if not _is_close(expected.get(key), actual.get(key))]
 
 
 def list_functional_values(config: ModelConfig, *, by_layer: bool = False) -> dict[str, Any]:
@@ -242,9 +228,7 @@ def list_functional_values(config: ModelConfig, *, by_layer: bool = False) -> di
             for key, value in _name_by_layer(depth, list_functional_values(config.layer_config(depth)))
         }
     values = {
-        key: value
-        for key, value in _flatten(config.with_resolved_factors().model_dump())
-        if key not in TRAINING_ONLY
+        key: value for key, value in _flatten(config.with_resolved_factors().model_dump()) if key not in TRAINING_ONLY
     }
     values |= {
         "attention.n_kv_heads": config.attention.kv_heads,

@@ -152,9 +152,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     return ["; ".join(summary), *dict.fromkeys(notes), *note_non_finite(list(dict.fromkeys(non_finite)))]
 
 
-def open_best_checkpoint(
-    source: str | Path, *, trust_plugins: bool
-) -> tuple[Path, Mapping[str, JsonValue], Config]:
+def open_best_checkpoint(source: str | Path, *, trust_plugins: bool) -> tuple[Path, Mapping[str, JsonValue], Config]:
     """Return the best checkpoint of a run or folder, its state and its config, and import the config's plugins."""
     path = best_checkpoint(source)
     state = checkpoint.read_state(path)
@@ -244,9 +242,7 @@ def read_converted_tensors(
             non_finite += [name] * (not tensor.isfinite().all())
             yield name, tensor
     if missing:
-        raise MegatfmError(
-            f"{folder.name}: no weight mapping gives {min(missing)}: its mappings are incomplete"
-        )
+        raise MegatfmError(f"{folder.name}: no weight mapping gives {min(missing)}: its mappings are incomplete")
     folder.notes += note_non_finite(non_finite)
 
 

@@ -75,9 +75,7 @@ def from_universal(source: str | Path, target: str | Path, like: str | Path) -> 
         arguments = "THIS_FILE data.train=CORPUS/train name=NEW"
         comment = format_config_comment(f"{folder.name} of DeepSpeed", arguments)
         write_model(partial, config, folder.read_state_tensors(step), state, comment, step=step)
-    summary = (
-        f"{folder.name}, {len(list_tensor_shapes(folder.config))} tensors with Adam's state of step {step}"
-    )
+    summary = f"{folder.name}, {len(list_tensor_shapes(folder.config))} tensors with Adam's state of step {step}"
     return [summary, *folder.notes, *notes]
 
 
@@ -124,9 +122,7 @@ class UniversalFolder(HfFolder):
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Name in transformers → shape, from the model's config."""
-        tensors = {
-            name: torch.empty(shape, device="meta") for name, shape in list_tensor_shapes(self.config).items()
-        }
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in list_tensor_shapes(self.config).items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(self.rules, tensors).items()}
         return shapes | {copy: shapes[rule.hf[0]] for rule in self.rules for copy in rule.tied_names}
 

@@ -88,10 +88,7 @@ class ElectraFolder:
             if self.models[half].name != name:
                 raise UsageError(f"{self.path / half}: a {self.models[half].name}, but a {half} is a {name}")
         self.architecture, self.config = discriminator.architecture, self._make_config()
-        parts = [
-            _export(half, half_config, CLASSES[half])
-            for half, half_config in _split_config(self.config).items()
-        ]
+        parts = [_export(half, half_config, CLASSES[half]) for half, half_config in _split_config(self.config).items()]
         self.rules = [
             rule
             for part in parts
@@ -104,9 +101,7 @@ class ElectraFolder:
         """Read the tensors of a mapping under megatfm's names."""
         half = rule.megatfm[0].partition(".")[0]
         half_rule = replace(rule, megatfm=tuple(name.removeprefix(f"{half}.") for name in rule.megatfm))
-        return {
-            f"{half}.{name}": tensor for name, tensor in self.models[half].megatfm_tensors(half_rule).items()
-        }
+        return {f"{half}.{name}": tensor for name, tensor in self.models[half].megatfm_tensors(half_rule).items()}
 
     def _make_config(self) -> ModelConfig:
         discriminator, generator = (self.models[half].config for half in CLASSES)
@@ -142,9 +137,7 @@ def _split_config(config: ModelConfig) -> dict[str, ModelConfig]:
 def _export(half: str, config: ModelConfig, class_name: str) -> ExportedModel:
     name, architecture, hf_config = find_architecture(config, among=[class_name])
     rules = [
-        replace(
-            rule, megatfm=tuple(f"{'discriminator' if key in SHARED else half}.{key}" for key in rule.megatfm)
-        )
+        replace(rule, megatfm=tuple(f"{'discriminator' if key in SHARED else half}.{key}" for key in rule.megatfm))
         for rule in architecture.weight_mappings(config)
     ]
     return ExportedModel(half, name, architecture, hf_config, rules)

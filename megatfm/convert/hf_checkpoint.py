@@ -77,9 +77,7 @@ class HfFolder:
         for name, model_type in MODEL_TYPE_BY_TENSOR.items():
             if name in file_by_tensor:
                 self.json = {**self.json, "model_type": model_type}
-                return [
-                    f"its config.json names no class: taken for a {model_type}, since its files have {name}"
-                ]
+                return [f"its config.json names no class: taken for a {model_type}, since its files have {name}"]
         return []
 
     def _read_config(self, name: str) -> None:
@@ -115,9 +113,7 @@ class HfFolder:
                 raise MegatfmError(
                     f"{self.path}: {name} is in its files, but is no weight of a {self.name} that megatfm knows"
                 )
-        return [f"not read, as it belongs to no {self.name}: {_abbreviate_names(unexpected)}"] * bool(
-            unexpected
-        )
+        return [f"not read, as it belongs to no {self.name}: {_abbreviate_names(unexpected)}"] * bool(unexpected)
 
     def read_tensor(self, name: str) -> Tensor:
         """Read a tensor by its name in the mappings, into aligned memory. Raises MegatfmError."""
@@ -142,9 +138,7 @@ class HfFolder:
         try:
             return dict(zip(mapping.megatfm, mapping.from_hf(hf_tensors), strict=True))
         except (RuntimeError, ValueError, IndexError):
-            shapes = (
-                f"{name} {list(tensor.shape)}" for name, tensor in zip(mapping.hf, hf_tensors, strict=True)
-            )
+            shapes = (f"{name} {list(tensor.shape)}" for name, tensor in zip(mapping.hf, hf_tensors, strict=True))
             raise MegatfmError(
                 f"{self.path}: {', '.join(shapes)} do not fit its config.json: its widths or heads differ"
             ) from None
@@ -206,18 +200,14 @@ def write_preprocessor(folder: Path, hf_config: dict[str, Any]) -> None:
         "rescale_factor": 1 / 255,
         "do_normalize": True,
     }
-    write_json(
-        folder / PREPROCESSOR, {"image_processor_type": "ViTImageProcessor", **resize_options, **pixels}
-    )
+    write_json(folder / PREPROCESSOR, {"image_processor_type": "ViTImageProcessor", **resize_options, **pixels})
 
 
 def _read_weight_map(path: Path, name: str) -> Mapping[str, str]:
     """Return tensor name → file. name: of the architecture, for errors."""
     if (path / INDEX).is_file():
         weight_map = read_json_object(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or any(
-            Path(str(file)).name != file for file in weight_map.values()
-        ):
+        if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
             raise MegatfmError(f"{path / INDEX}: has no weight_map from tensor names to files in its folder")
         return dict(weight_map)
     if (path / WEIGHTS).is_file():
@@ -270,9 +260,7 @@ def write_weights(
     names = [WEIGHTS] if total == 1 else names
     converted = _convert_tensors(rules, read)
     for name, shard in zip(names, shards, strict=True):
-        file_io.write_file(
-            folder / name, _iter_safetensors_chunks({key: hf_tensors[key] for key in shard}, converted)
-        )
+        file_io.write_file(folder / name, _iter_safetensors_chunks({key: hf_tensors[key] for key in shard}, converted))
     size = sum(tensor.nbytes for tensor in hf_tensors.values())
     if total > 1:
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}

@@ -31,12 +31,8 @@ class Key:
     def check(self, name: str, value: Any, *, is_present: bool) -> None:
         """Raise UsageError for a value of another type, or one that megatfm doesn't support."""
         if is_present and self.allowed is None and self.kinds and not _has_type(value, self.kinds):
-            raise UsageError(
-                f"config.json: {name} = {_abbreviate_value(value)} is not {_describe_types(self.kinds)}"
-            )
-        if self.allowed is not None and not any(
-            _is_equal(value, allowed_value) for allowed_value in self.allowed
-        ):
+            raise UsageError(f"config.json: {name} = {_abbreviate_value(value)} is not {_describe_types(self.kinds)}")
+        if self.allowed is not None and not any(_is_equal(value, allowed_value) for allowed_value in self.allowed):
             allowed_values = " or ".join(repr(allowed_value) for allowed_value in self.allowed)
             absent = "" if is_present else " (the default, as the key is missing)"
             raise UsageError(
@@ -55,9 +51,7 @@ def used(default: Any, *kinds: type | None) -> Key:
 
 def supported_values(*allowed: Any, default: Any = ...) -> Key:
     """Declare a key with the values that megatfm supports; default: of transformers, if it isn't the first value."""
-    kinds = _convert_types(
-        [*(type(value) for value in allowed), *([] if default is ... else [type(default)])]
-    )
+    kinds = _convert_types([*(type(value) for value in allowed), *([] if default is ... else [type(default)])])
     return Key(allowed[0] if default is ... else default, kinds, allowed)
 
 
@@ -89,11 +83,7 @@ def resolve_hf_config(hf_config: Mapping[str, Any], keys: Mapping[str, Key], nam
     for key, declared in declared_keys.items():
         declared.check(key, values[key], is_present=key in present)
     for key, declared in keys.items():
-        if (
-            declared.alias_of
-            and key in hf_config
-            and not _is_equal(hf_config[key], values[declared.alias_of])
-        ):
+        if declared.alias_of and key in hf_config and not _is_equal(hf_config[key], values[declared.alias_of]):
             raise UsageError(
                 f"config.json: {key} = {_abbreviate_value(hf_config[key])} is another name of {declared.alias_of}, "
                 f"which is {_abbreviate_value(values[declared.alias_of])}: keep only {declared.alias_of}"
@@ -105,9 +95,7 @@ def check_table_keys(name: str, table: Mapping[str, Any], known_keys: Iterable[s
     """Raise UsageError if a table within config.json has unknown keys."""
     for key, value in table.items():
         if key not in known_keys:
-            raise UsageError(
-                f"config.json: {name}.{key} = {_abbreviate_value(value)} is not supported here: remove it"
-            )
+            raise UsageError(f"config.json: {name}.{key} = {_abbreviate_value(value)} is not supported here: remove it")
 
 
 OPTIONAL_STR = (str, type(None))

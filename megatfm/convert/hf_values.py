@@ -59,10 +59,7 @@ def write_mapped(config: ModelConfig, mapping: Mapping[str, str]) -> Json:
         "position.max_positions": config.position.limit,
         "init.std": get_init_std(config),
     }
-    return {
-        hf_key: resolved[key] if key in resolved else attrgetter(key)(config)
-        for hf_key, key in mapping.items()
-    }
+    return {hf_key: resolved[key] if key in resolved else attrgetter(key)(config) for hf_key, key in mapping.items()}
 
 
 def check_implied_values(config: Mapping[str, Any], **values: Any) -> None:
@@ -161,8 +158,7 @@ def write_layer_type_ropes(config: ModelConfig, local_theta: float) -> Json:
     """Return the key rope_parameters with one table per layer type; local_theta: of a type that no layer has."""
     layer_types = write_layer_types(config)
     tables = {
-        kind: rope_to_hf(config.layer_config(layer_types.index(kind)))["rope_parameters"]
-        for kind in set(layer_types)
+        kind: rope_to_hf(config.layer_config(layer_types.index(kind)))["rope_parameters"] for kind in set(layer_types)
     }
     absent = {"rope_type": "default", "rope_theta": local_theta}
     return {"rope_parameters": {kind: tables.get(kind, absent) for kind in (LOCAL, GLOBAL)}}
@@ -211,14 +207,10 @@ def rope_to_hf(config: ModelConfig) -> Json:
     return {"rope_parameters": parameters}
 
 
-def _convert_scaling(
-    table: Mapping[str, Any], config: Mapping[str, Any], table_name: str
-) -> RopeScaling | None:
+def _convert_scaling(table: Mapping[str, Any], config: Mapping[str, Any], table_name: str) -> RopeScaling | None:
     rope_type = table.get("rope_type", table.get("type", "default"))
     if rope_type not in ROPE_TYPES:
-        raise UsageError(
-            f"config.json: rope_type {rope_type!r} is not supported; there are: {', '.join(ROPE_TYPES)}"
-        )
+        raise UsageError(f"config.json: rope_type {rope_type!r} is not supported; there are: {', '.join(ROPE_TYPES)}")
     check_table_keys(
         table_name,
         table,
@@ -260,9 +252,7 @@ def _convert_scaling(
 
 def _get_attention_factor(table: Mapping[str, Any]) -> float | None:
     """Return YaRN's attention factor, if absent from mscale and mscale_all_dim."""
-    factor, mscale, mscale_all_dims = (
-        table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")
-    )
+    factor, mscale, mscale_all_dims = (table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     if factor is not None or not (mscale and mscale_all_dims):
         return factor
     log_factor = math.log(max(float(table["factor"]), 1.0))
@@ -291,9 +281,7 @@ def read_layer_types(hf_config: Json, global_every: int, *, first: str = LOCAL) 
 def make_layer_type_blocks(layer_types: Sequence[str], local: Json, full: Json) -> Json:
     """Return our `layer_types`, as a cycle of "local" and "global", and the section of each kind."""
     names = ["local" if layer_type == LOCAL else "global" for layer_type in layer_types]
-    cycle = next(
-        i for i in range(1, len(names) + 1) if all(a == b for a, b in zip(names[i:], names, strict=False))
-    )
+    cycle = next(i for i in range(1, len(names) + 1) if all(a == b for a, b in zip(names[i:], names, strict=False)))
     sections = {"local": local, "global": full}
     return {
         "layer_types": names[:cycle],

@@ -54,9 +54,7 @@ def load_generation_fields(path: str | Path) -> dict[str, Any]:
     try:
         tokenizer = tokenizers.load(tokenizer_file)
     except MegatfmError as error:
-        raise UsageError(
-            f"{path}: can't generate text, since megatfm can't open its tokenizer: {error}"
-        ) from None
+        raise UsageError(f"{path}: can't generate text, since megatfm can't open its tokenizer: {error}") from None
     vocab_size = folder.config.vocab_size or 0
     if tokenizer.vocab_size > vocab_size:
         raise MegatfmError(
@@ -100,9 +98,7 @@ def read_sentence_transformer_options(path: str | Path, model: nn.Module) -> dic
         options["max_tokens"] = min(max_tokens, options["max_tokens"] or max_tokens)
     if (file := folder_path / "1_Pooling" / CONFIG).is_file():
         pooling_modes = [
-            key
-            for key, value in read_json_object(file).items()
-            if key.startswith("pooling_mode_") and value is True
+            key for key, value in read_json_object(file).items() if key.startswith("pooling_mode_") and value is True
         ]
         pooling_by_mode = {
             "pooling_mode_mean_tokens": "mean",
@@ -121,8 +117,6 @@ def read_sentence_transformer_options(path: str | Path, model: nn.Module) -> dic
             raise UsageError(f"{file}: not a list of modules: {error}") from None
         supported_modules = ("Transformer", "Pooling", "Normalize")
         if unknown := [kind for kind in kinds if not kind.endswith(supported_modules)]:
-            raise UsageError(
-                f"{file}: megatfm has no module {unknown[0]}, only {', '.join(supported_modules)}"
-            )
+            raise UsageError(f"{file}: megatfm has no module {unknown[0]}, only {', '.join(supported_modules)}")
         options["normalize"] = any(kind.endswith("Normalize") for kind in kinds)
     return options

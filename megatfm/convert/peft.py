@@ -56,9 +56,7 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
     path, state, config = open_best_checkpoint(source, trust_plugins=trust_plugins)
     options = config.model.lora
     if options is None:
-        raise UsageError(
-            f"{source}: its model has no adapters (model.lora): use --to hf for all of its weights"
-        )
+        raise UsageError(f"{source}: its model has no adapters (model.lora): use --to hf for all of its weights")
     base = config.model.model_copy(update={"lora": None})
     origin = state.get("origin")
     parts = choose_exported_models(base, origin.get("name") if isinstance(origin, dict) else None)
@@ -72,9 +70,7 @@ def to_peft(source: str | Path, target: str | Path, *, trust_plugins: bool = Fal
         "task_type": next((task for end, task in TASK_TYPES.items() if part.name.endswith(end)), None),
         "fan_in_fan_out": is_transposed,
     }
-    content = {
-        PREFIX + name: t.contiguous().clone() for name, t in {**_name_factors(factors), **saved}.items()
-    }
+    content = {PREFIX + name: t.contiguous().clone() for name, t in {**_name_factors(factors), **saved}.items()}
     with new_folder(target) as folder:
         file_io.write_file(folder / ADAPTER_WEIGHTS, [memoryview(save(content, {"format": "pt"}))])
         write_json(folder / ADAPTER_CONFIG, written)
@@ -136,9 +132,7 @@ def _make_adapter_config(
 
 def _split_names(factors: Mapping[str, Factors]) -> tuple[list[str], list[str]]:
     """Divide names into those of linear layers and those of parameters that hold all experts."""
-    return [n for n, (a, _) in factors.items() if a.dim() == 2], [
-        n for n, (a, _) in factors.items() if a.dim() > 2
-    ]
+    return [n for n, (a, _) in factors.items() if a.dim() == 2], [n for n, (a, _) in factors.items() if a.dim() > 2]
 
 
 def _name_factors(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
@@ -200,12 +194,7 @@ def _get_base(state: Mapping[str, JsonValue]) -> str | None:
 
 def _collect_factors(rule: WeightMapping, trained: Mapping[str, Tensor]) -> dict[str, Factors]:
     """Return the adapters of a rule's matrices, by their names."""
-    return {
-        name: (trained[a], trained[b])
-        for name in rule.megatfm
-        for a, b in [name_factors(name)]
-        if a in trained
-    }
+    return {name: (trained[a], trained[b]) for name in rule.megatfm for a, b in [name_factors(name)] if a in trained}
 
 
 def _join_factors(rule: WeightMapping, factors: Mapping[str, Factors]) -> tuple[Factors, bool]:
@@ -235,9 +224,7 @@ def _join_factors(rule: WeightMapping, factors: Mapping[str, Factors]) -> tuple[
         except (RuntimeError, ValueError):
             break
         b, delta = (b.mT, product.mT) if transposed else (b, product)
-        if b.shape[-1] == a.shape[-2] and torch.allclose(
-            b.double() @ a.double(), delta, rtol=1e-12, atol=1e-12
-        ):
+        if b.shape[-1] == a.shape[-2] and torch.allclose(b.double() @ a.double(), delta, rtol=1e-12, atol=1e-12):
             return (a, b), transposed
     raise UsageError(
         f"model.lora.targets: transformers' {rule.hf[0]} is no reordering of rows of {', '.join(paths)}, so that its "

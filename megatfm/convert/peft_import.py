@@ -62,9 +62,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     adapter_config = read_json_object(source / ADAPTER_CONFIG)
     for key, neutral in {"peft_type": "LORA", **UNSUPPORTED}.items():
         if (value := adapter_config.get(key, neutral)) not in (neutral, None, False, {}, []):
-            raise UsageError(
-                f"{source / ADAPTER_CONFIG}: {key} = {value!r}, which adapters here don't have: {MERGE}"
-            )
+            raise UsageError(f"{source / ADAPTER_CONFIG}: {key} = {value!r}, which adapters here don't have: {MERGE}")
     opened = _open_base(source, base)
     factors, saved = _read_factors(source, opened)
     rank = max(a.shape[-2] for a, _, _ in factors.values())
@@ -86,9 +84,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
     adapters = {
         name: tensor
         for weight, (a, b, own_scale) in factors.items()
-        for name, tensor in zip(
-            name_factors(weight), _pad_rank(a, b * (own_scale / scale), rank), strict=True
-        )
+        for name, tensor in zip(name_factors(weight), _pad_rank(a, b * (own_scale / scale), rank), strict=True)
     }
     with new_folder(target) as folder:
         _write(opened, model, {**adapters, **saved}, folder, target, source)
@@ -111,9 +107,7 @@ def _pad_rank(a: Tensor, b: Tensor, rank: int) -> Factors:
     return torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
 
 
-def _read_factors(
-    source: Path, opened: HfFolder
-) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor]]:
+def _read_factors(source: Path, opened: HfFolder) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor]]:
     """Return A, B and scale by name of our weights, and other weights by name."""
     adapter_config, tensors = (
         read_json_object(source / ADAPTER_CONFIG),
@@ -126,9 +120,7 @@ def _read_factors(
     others: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith(PREFIX):
-            raise MegatfmError(
-                f"{source / ADAPTER_WEIGHTS}: {name} doesn't start with {PREFIX}: not PEFT's file"
-            )
+            raise MegatfmError(f"{source / ADAPTER_WEIGHTS}: {name} doesn't start with {PREFIX}: not PEFT's file")
         module = name.removeprefix(PREFIX)
         if module.endswith(".lora_A.weight"):
             module = module.removesuffix(".lora_A.weight")
@@ -185,8 +177,7 @@ def _check_layout(adapter_config: Mapping[str, Any], name: str, source: Path) ->
     """Raise UsageError for an adapter of experts that an older PEFT wrote, in which A and B change places."""
     version = str(adapter_config.get("peft_version") or "0")
     first, second = (
-        [int(number) for number in re.findall(r"\d+", text)[:2]]
-        for text in (version, FIRST_VERSION_OF_LAYOUT)
+        [int(number) for number in re.findall(r"\d+", text)[:2]] for text in (version, FIRST_VERSION_OF_LAYOUT)
     )
     if first < second:
         raise UsageError(
@@ -205,9 +196,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise MegatfmError(f"{path}: can't read it: {error}") from None
 
 
-def _find_rule(
-    rules: Mapping[str, WeightMapping], name: str, opened: HfFolder, source: Path
-) -> WeightMapping:
+def _find_rule(rules: Mapping[str, WeightMapping], name: str, opened: HfFolder, source: Path) -> WeightMapping:
     rule = rules.get(name) or rules.get(opened.architecture.base_model_prefix + name)
     if rule is None:
         raise UsageError(
@@ -226,9 +215,7 @@ def _scale(adapter_config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (rank**0.5 if adapter_config.get("use_rslora") else rank)
 
 
-def _split_factors(
-    rule: WeightMapping, a: Tensor, b: Tensor, source: Path
-) -> tuple[dict[str, Factors], bool]:
+def _split_factors(rule: WeightMapping, a: Tensor, b: Tensor, source: Path) -> tuple[dict[str, Factors], bool]:
     """Return megatfm's adapters of a matrix of transformers, and whether it is stored as [d_in, d_out]."""
     product = (b.double() @ a.double()) if len(rule.hf) == 1 and b.shape[-1] == a.shape[-2] else None
     for transposed in (False, True):
@@ -238,15 +225,12 @@ def _split_factors(
         except (RuntimeError, ValueError, IndexError):
             continue
         if len(parts) == len(deltas) == len(rule.megatfm) and all(
-            part.shape[-1] == a.shape[-2]
-            and torch.allclose(part.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
+            part.shape[-1] == a.shape[-2] and torch.allclose(part.double() @ a.double(), delta, rtol=1e-12, atol=1e-12)
             for part, delta in zip(parts, deltas, strict=True)
         ):
             pairs = [(a, part.contiguous()) for part in parts]
             return dict(zip(rule.megatfm, pairs, strict=True)), transposed
-    raise UsageError(
-        f"{source}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: {MERGE}"
-    )
+    raise UsageError(f"{source}: the adapter of {rule.hf[0]} is no adapter of {', '.join(rule.megatfm)}: {MERGE}")
 
 
 def _write(

@@ -165,9 +165,7 @@ class _Archive:
             self._refuse("its entries are compressed, or there twice", names)
         if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
             self._refuse("its entries claim more bytes than the file has", names)
-        byte_order = (
-            self.zip.read(f"{self.prefix}byteorder") if f"{self.prefix}byteorder" in names else b"little"
-        )
+        byte_order = self.zip.read(f"{self.prefix}byteorder") if f"{self.prefix}byteorder" in names else b"little"
         if byte_order != b"little":
             self._refuse(f"its bytes are in the order {byte_order!r:.20}, not 'little'", names)
         self._storages: dict[str, tuple[Tensor, torch.dtype]] = {}
@@ -183,9 +181,7 @@ class _Archive:
         """Return the pickle. Raises an error if one of its instructions needs more memory than its size."""
         name = f"{self.prefix}data.pkl"
         if self.zip.getinfo(name).file_size > MAX_PICKLE_BYTES:
-            raise MegatfmError(
-                f"{self.path}: its table has more than {MAX_PICKLE_BYTES:,} bytes: no model's has"
-            )
+            raise MegatfmError(f"{self.path}: its table has more than {MAX_PICKLE_BYTES:,} bytes: no model's has")
         content = self.zip.read(name)
         for code, argument, _ in pickletools.genops(content):
             if "PUT" in code.name and isinstance(argument, int) and argument > len(content):

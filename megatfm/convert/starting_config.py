@@ -31,9 +31,7 @@ TEXT_LENGTH = 256
 """Tokens of text per row besides an image's."""
 
 
-def make_starting_config(
-    target: Path, model: ModelConfig, tokenizer: str | None, length: int | None
-) -> Config:
+def make_starting_config(target: Path, model: ModelConfig, tokenizer: str | None, length: int | None) -> Config:
     """Build the config of a converted model. tokenizer: file name in `target`. length: tokens per row."""
     target = target.absolute()
     values: dict[str, Any] = {

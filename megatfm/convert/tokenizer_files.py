@@ -70,9 +70,7 @@ def export_tokenizer(
 def _copy_chat_template(path: Path, folder: Path) -> list[str]:
     """Copy the template that a run was trained with; returns a note if the file is gone."""
     if not path.is_file():
-        return [
-            f"no chat template: task.chat_template = {path} is gone: put it into the folder as {TEMPLATE_FILE}"
-        ]
+        return [f"no chat template: task.chat_template = {path} is gone: put it into the folder as {TEMPLATE_FILE}"]
     file_io.write_file(folder / TEMPLATE_FILE, [memoryview(path.read_bytes())])
     return []
 
@@ -168,9 +166,7 @@ def record_origin(source: Path, name: str, hf_config: Json, written_config: Json
         if (key in IDS or key in LABELS or DROPOUT_KEY.search(key))
         and (key not in written_config or written_config[key] != value)
     }
-    text_config, written_text_config = (
-        config.get(TEXT_CONFIG) or {} for config in (hf_config, written_config)
-    )
+    text_config, written_text_config = (config.get(TEXT_CONFIG) or {} for config in (hf_config, written_config))
     differing |= {
         f"{TEXT_CONFIG}.{key}": {"theirs": value, "ours": written_text_config.get(key)}
         for key, value in text_config.items()
@@ -204,9 +200,7 @@ def restore_origin(origin: Mapping[str, Any], written_config: Mapping[str, Any])
     origin_config = origin.get("config", {})
     text_config = written_config.get(TEXT_CONFIG) or {}
     written = {**written_config, **{f"{TEXT_CONFIG}.{key}": value for key, value in text_config.items()}}
-    return {
-        key: values["theirs"] for key, values in origin_config.items() if written.get(key) == values["ours"]
-    }
+    return {key: values["theirs"] for key, values in origin_config.items() if written.get(key) == values["ours"]}
 
 
 def move_text_ids(hf_config: Mapping[str, Any]) -> Json:
@@ -223,9 +217,7 @@ def move_text_ids(hf_config: Mapping[str, Any]) -> Json:
 def find_eos_token_ids(source: Path, hf_config: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a text by the model's files; the tokenizer's EOS comes first if it is among them."""
     file = source / GENERATION
-    ids = (read_json_object(file) if file.is_file() else {}).get(
-        "eos_token_id", hf_config.get("eos_token_id")
-    )
+    ids = (read_json_object(file) if file.is_file() else {}).get("eos_token_id", hf_config.get("eos_token_id"))
     stops = [id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
     return sorted(dict.fromkeys(stops), key=lambda id: id != tokenizer.eos)
 
@@ -239,15 +231,11 @@ def find_bos_prefix_ids(source: Path, files: Mapping[str, bytes], tokenizer: Tok
     tokenizer_config = read_json_object(file) if file.is_file() else {}
     if (content := files.get("tokenizer.json")) is not None:
         library = Library.from_str(content.decode())
-        with_special, plain = (
-            library.encode("a", add_special_tokens=is_special).ids for is_special in (True, False)
-        )
+        with_special, plain = (library.encode("a", add_special_tokens=is_special).ids for is_special in (True, False))
         starts = range(len(with_special) - len(plain) + 1)
         prefix = next((with_special[:i] for i in starts if with_special[i : i + len(plain)] == plain), [])
         if ADD_BOS_KEY not in tokenizer_config:
             return prefix
     elif ADD_BOS_KEY not in tokenizer_config:
-        tokenizer_config = {
-            ADD_BOS_KEY: str(tokenizer_config.get("tokenizer_class", "Llama")).startswith("Llama")
-        }
+        tokenizer_config = {ADD_BOS_KEY: str(tokenizer_config.get("tokenizer_class", "Llama")).startswith("Llama")}
     return [tokenizer.bos] if tokenizer_config[ADD_BOS_KEY] else []

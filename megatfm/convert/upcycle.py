@@ -51,9 +51,7 @@ class Upcycling:
         if other_names := [kind.ffn.name for kind in kinds if kind.ffn.name != "dense"]:
             raise UsageError(f"model.ffn.name = {other_names[0]!r}: only dense networks can become experts")
         if min(self.experts, self.top_k, self.granularity, self.every) < 1 or self.noise < 0:
-            raise UsageError(
-                "--experts, --top-k, --granularity and --every are 1 or more, and --noise 0 or more"
-            )
+            raise UsageError("--experts, --top-k, --granularity and --every are 1 or more, and --noise 0 or more")
         for key, d_ff in _list_widths(dense).items():
             if d_ff % self.granularity:
                 raise UsageError(
@@ -152,9 +150,7 @@ def _get_dense_name(match: re.Match[str]) -> str:
     return f"{match[1]}.w_{match[3]}.{'weight' if match[2] == 'w' else 'bias'}"
 
 
-def upcycle(
-    source: str | Path, target: str | Path, mixture: Upcycling, *, trust_plugins: bool = False
-) -> list[str]:
+def upcycle(source: str | Path, target: str | Path, mixture: Upcycling, *, trust_plugins: bool = False) -> list[str]:
     """Upcycle the dense model at `source`, a run or checkpoint, to the new folder `target`; returns notes for the user.
 
     trust_plugins: import the packages that its config names. Raises UsageError, MegatfmError; then there is no target.
@@ -175,12 +171,8 @@ def upcycle(
     except ValidationError as error:
         raise make_usage_error(f"{source}: its config doesn't go with a mixture of experts", error) from None
     shapes = list_tensor_shapes(upcycled.model)
-    kept_state: dict[str, JsonValue] = {
-        key: state[key] for key in ("tokenizer", "begins", "stop") if key in state
-    }
-    comment = (
-        f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
-    )
+    kept_state: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
+    comment = f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
     with new_folder(target) as folder:
         tensors = mixture.tensors(_LazyCheckpoint(path), shapes)
         write_model(folder, upcycled, ((f"model.{name}", t) for name, t in tensors), kept_state, comment)

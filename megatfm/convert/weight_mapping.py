@@ -182,9 +182,7 @@ def require_top_k_router(config: ModelConfig) -> TopKRouterConfig:
     return require_variant(require_dropless(config).router, TopKRouterConfig, "model.ffn.router")
 
 
-def make_top_k_moe_section(
-    hf_config: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool
-) -> Json:
+def make_top_k_moe_section(hf_config: Json, n_experts: int, d_ff: int, activation: str, *, normalise: bool) -> Json:
     """Build our section of experts, without loss coefficients: transformers' coefficient scales another sum."""
     return {
         "name": "moe",

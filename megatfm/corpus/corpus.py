@@ -43,9 +43,7 @@ class Corpus:
     zstd frames also carry checksums. `read_block_samples` verifies every byte each time.
     """
 
-    def __init__(
-        self, store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig | None = None
-    ) -> None:
+    def __init__(self, store: ShardStorage, manifest: Manifest, cache: ShardCacheConfig | None = None) -> None:
         self.store = store
         self.folder = store.folder
         self.manifest = manifest
@@ -144,8 +142,7 @@ class Corpus:
             contents = decompress_frames(compressed, sizes)
         except BadFrameError:  # decompressed one by one, to find the damaged frame and its error
             contents = [
-                self._decompress_frame(*location, data)
-                for location, data in zip(locations, compressed, strict=True)
+                self._decompress_frame(*location, data) for location, data in zip(locations, compressed, strict=True)
             ]
         return [
             list(enumerate(self._view_tokens(block, data), start=int(self.blocks[block])))
@@ -215,9 +212,7 @@ class Corpus:
                     continue
                 if entry["offset"] != offset + PAYLOAD_OFFSET:
                     raise MegatfmError(f"it should start at byte {offset} of its frame")
-                source, text_bytes, members, fields, offset = decode_sample(
-                    data, offset, key, len(tokens), dtype
-                )
+                source, text_bytes, members, fields, offset = decode_sample(data, offset, key, len(tokens), dtype)
                 if text_bytes != entry["text_bytes"]:
                     raise MegatfmError(f"its text has {text_bytes} bytes, not {entry['text_bytes']}")
             except MegatfmError as error:
@@ -238,9 +233,7 @@ class Corpus:
         key = entries["key"][row].decode("ascii", "replace")
         image_sample = read_image_files(data, starts[0], starts[1], self.shard_path(shard))
         source = f"{self.manifest.shards[shard].file}/{image_sample.key}"
-        return Sample(
-            int(self.blocks[block]) + row, key, source, 0, tokens, self._labels.apply(image_sample.files)
-        )
+        return Sample(int(self.blocks[block]) + row, key, source, 0, tokens, self._labels.apply(image_sample.files))
 
     def _decode_packed_frame(
         self, block: int, shard: int, frame: int, data: bytes, arrays: list[NDArray[Any]]
@@ -346,9 +339,7 @@ class Corpus:
             starts = PAYLOAD_OFFSET + (np.cumsum(counts) - counts) * dtype.itemsize
             header = make_npy_header(dtype, int(counts.sum()))
             if (entries["offset"] != starts).any() or not data.startswith(header, tarfile.BLOCKSIZE):
-                raise self._make_damage_error(
-                    shard, frame, f"no array of {counts.sum()} {dtype} for all its samples"
-                )
+                raise self._make_damage_error(shard, frame, f"no array of {counts.sum()} {dtype} for all its samples")
             return
         for sample, start, n in zip(
             range(first, end), entries["offset"].tolist(), entries["tokens"].tolist(), strict=True
@@ -367,9 +358,7 @@ class Corpus:
         """Return the path of a shard, or of its copy if it is remote."""
         return self.store.path(self.manifest.shards[shard])
 
-    def _make_damage_error(
-        self, shard: int, frame: int, reason: str, sample: int | None = None
-    ) -> MegatfmError:
+    def _make_damage_error(self, shard: int, frame: int, reason: str, sample: int | None = None) -> MegatfmError:
         block = int(self._first_blocks[shard]) + frame
         first = int(self.blocks[self._first_blocks[shard]])
         samples = f"samples {self.blocks[block]} to {self.blocks[block + 1] - 1}"

@@ -60,15 +60,11 @@ def export_corpus(folder: str | Path, out: str | Path, codec: Detokenizer | None
             f"{out}/ for a folder of plain .tar shards"
         )
     corpus = Corpus.open(folder)
-    for path in (
-        (out, out.with_suffix(INDEX_SUFFIX)) if out.name.endswith(IDS_SUFFIX) and not is_folder else (out,)
-    ):
+    for path in (out, out.with_suffix(INDEX_SUFFIX)) if out.name.endswith(IDS_SUFFIX) and not is_folder else (out,):
         if os.path.lexists(path):
             raise UsageError(f"{path}: is there already: choose another name")
     if needs_codec and codec is None:
-        raise UsageError(
-            f"{folder}: there is no tokenizer beside it: give the one that made the ids, --tokenizer FILE"
-        )
+        raise UsageError(f"{folder}: there is no tokenizer beside it: give the one that made the ids, --tokenizer FILE")
     with disk_errors_as_megatfm_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     if codec is None or not needs_codec:
@@ -146,9 +142,7 @@ def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
     with AtomicFile(out) as file:
         for sample in _iter_samples(corpus):
             if int(sample.tokens.max(initial=0)) > np.iinfo(dtype).max:
-                raise MegatfmError(
-                    f"{corpus.folder}: sample {sample.index} has ids over {np.iinfo(dtype).max}"
-                )
+                raise MegatfmError(f"{corpus.folder}: sample {sample.index} has ids over {np.iinfo(dtype).max}")
             file.write(np.append(sample.tokens, eos).astype(dtype).tobytes())
         # Before the ids get their name, since neither is of use without the other.
         write_whole(out.with_suffix(INDEX_SUFFIX), index)
@@ -157,9 +151,7 @@ def _write_megatron(corpus: Corpus, out: Path, eos: int) -> str:
         except MegatfmError:
             out.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
             raise
-    return (
-        f"{out} and {INDEX_SUFFIX}: {lengths.sum():,} ids of {len(lengths):,} documents, each ended by {eos}"
-    )
+    return f"{out} and {INDEX_SUFFIX}: {lengths.sum():,} ids of {len(lengths):,} documents, each ended by {eos}"
 
 
 def _make_megatron_index(lengths: NDArray[np.int64], width: int, code: int) -> bytes:

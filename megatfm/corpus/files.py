@@ -17,9 +17,7 @@ from megatfm.files import fsync_directory
 RESTORE = "restore it from a copy, or delete the folder and write the corpus again with `megatfm prep`"
 _TOO_MANY_OPEN_FILES = "raise the limit of open files, for example by `ulimit -n 65536`: the corpus is intact"
 _NO_PERMISSION = "give this user the right to read it, for example by `chmod -R u+rX` on the folder"
-_STORAGE_TROUBLE = (
-    "the disk or file server has trouble: try again later; if it persists, restore the file from a copy"
-)
+_STORAGE_TROUBLE = "the disk or file server has trouble: try again later; if it persists, restore the file from a copy"
 ADVICE = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), _TOO_MANY_OPEN_FILES),
     **dict.fromkeys((errno.EACCES, errno.EPERM), _NO_PERMISSION),
@@ -66,9 +64,7 @@ def open_descriptor(path: Path, remedy: str = RESTORE) -> int:
 
 
 def _make_unreadable_error(path: Path, error: OSError, remedy: str, location: str = "") -> MegatfmError:
-    return MegatfmError(
-        f"{path}: cannot be read{location} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}"
-    )
+    return MegatfmError(f"{path}: cannot be read{location} ({error.strerror}): {ADVICE.get(error.errno or 0, remedy)}")
 
 
 def read_at(descriptor: int, path: Path, offset: int, size: int, remedy: str = RESTORE) -> bytes:

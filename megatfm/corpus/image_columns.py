@@ -61,9 +61,7 @@ class ImageColumns:
         """Number of images of each sample [n]; an index without it is of samples with one each."""
         counts = [np.empty(0, np.int64)]
         for _, index, rows in self._tables():
-            counts.append(
-                rows["images"].astype(np.int64) if index.has_image_counts else np.ones(len(rows), np.int64)
-            )
+            counts.append(rows["images"].astype(np.int64) if index.has_image_counts else np.ones(len(rows), np.int64))
         return np.concatenate(counts)
 
     def _tables(self) -> Iterator[tuple[int, ShardIndex, NDArray[Any]]]:

@@ -157,9 +157,7 @@ class SharedIndexes(Indexes):
         disk = os.statvfs(path.parent)
         if size > disk.f_bavail * disk.f_frsize:
             raise OSError(f"{size:,} bytes don't fit on the disk of {path.parent}")
-        log.info(
-            f"writing the indexes of {n_samples:,} documents to {path}, for all processes of this machine"
-        )
+        log.info(f"writing the indexes of {n_samples:,} documents to {path}, for all processes of this machine")
         frames, hashes, kinds = [], [], []
         with _write_atomically(path) as file:
             for shard in self._manifest.shards:
@@ -169,8 +167,7 @@ class SharedIndexes(Indexes):
                 frames.append(index.frames)
                 hashes.append(np.zeros(n, "<u8") if index.frame_hashes is None else index.frame_hashes)
                 kinds.append(
-                    _HAS_HASHES * (index.frame_hashes is not None)
-                    + _HAS_PACKED_FRAMES * index.has_packed_frames
+                    _HAS_HASHES * (index.frame_hashes is not None) + _HAS_PACKED_FRAMES * index.has_packed_frames
                 )
             all_frames = np.concatenate(frames)
             first_blocks, blocks = running_sum(list(map(len, frames))), running_sum(all_frames["samples"])

@@ -47,9 +47,7 @@ def check_corpus(folder: str | Path) -> CheckReport:
         names, counts = np.unique(keys, return_counts=True)
         if counts.max() > 1:
             repeated = names[counts.argmax()].decode("ascii", "replace")
-            raise MegatfmError(
-                f"{corpus.store.path(shard)}: sample {repeated!r} is there twice: {corpus.store.remedy}"
-            )
+            raise MegatfmError(f"{corpus.store.path(shard)}: sample {repeated!r} is there twice: {corpus.store.remedy}")
         # Samples first: they locate the damage, the hash only detects it.
         for block in corpus.shard_blocks(shard_index):
             fingerprint.update(corpus.read_frame(block))
@@ -109,9 +107,7 @@ def _describe_token_shares(provenance: dict[str, Any]) -> dict[str, str]:
     """Return the largest values of each field that `megatfm prep` counted, with each one's share of all tokens."""
     shares_by_field = {}
     for name, (total, rows) in provenance.get(TOKEN_SHARES, {}).items():
-        shares = [
-            f"{value} {100 * tokens / max(1, total):.1f} %" for value, _, _, tokens in rows[:MAX_SHARES]
-        ]
+        shares = [f"{value} {100 * tokens / max(1, total):.1f} %" for value, _, _, tokens in rows[:MAX_SHARES]]
         shares_by_field[name] = ", ".join(shares) + (" and others" if len(rows) > MAX_SHARES else "")
     return shares_by_field
 
@@ -164,9 +160,7 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
     parts = [
         f"{corpus.n_samples:,} documents, {corpus.n_tokens:,} tokens, {corpus.n_text_bytes:,} bytes of text",
         _format_table(("tokens a document", "at most"), _tabulate_percentiles(lengths)),
-        _format_table(
-            ("documents of up to", "documents", "tokens", "of all tokens"), _count_by_length(lengths)
-        ),
+        _format_table(("documents of up to", "documents", "tokens", "of all tokens"), _count_by_length(lengths)),
         by_source.table(),
         *(field_counts.table() for field_counts in by_field.values()),
     ]
@@ -179,9 +173,7 @@ def tabulate_stats(folder: str | Path, decode_id: Callable[[int], str] | None = 
 
 def countable_fields(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the values to count a document by: its URL's domain, and fields that are strings, numbers or booleans."""
-    values = {
-        name: str(value) for name, value in fields.items() if isinstance(value, str | int | float | bool)
-    }
+    values = {name: str(value) for name, value in fields.items() if isinstance(value, str | int | float | bool)}
     return {"domain": get_domain(values.pop("url")), **values} if "url" in values else values
 
 

@@ -81,18 +81,14 @@ class CorpusShard(_Strict):
         if self.samples > MAX_SAMPLES_PER_BYTE * self.bytes:
             raise ValueError(f"{self.samples} samples can't lie in {self.bytes} bytes")
         if not self.foreign and not re.fullmatch(SHARD_NAME, self.file):
-            raise ValueError(
-                f"a shard is named like shard-000000.tar.zst or shard-000000.tar, not {self.file!r}"
-            )
+            raise ValueError(f"a shard is named like shard-000000.tar.zst or shard-000000.tar, not {self.file!r}")
         return self
 
     @model_serializer(mode="wrap")
     def _serialize_without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
         defaults = {"foreign": False, "files_only": False, "frame_bytes": DEFAULT_FRAME_BYTES}
-        return {
-            name: value for name, value in fields.items() if name not in defaults or value != defaults[name]
-        }
+        return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
 
     @property
     def is_raw(self) -> bool:
@@ -156,9 +152,7 @@ class Manifest(_Strict):
             if (corpora := _read_training_corpora(folder)) is not None:
                 raise UsageError(
                     f"{folder}: is a run directory, not a corpus: look at it with `megatfm status {folder}`"
-                    + "".join(
-                        f", and at what it reads with `megatfm data show {corpus}`" for corpus in corpora[:1]
-                    )
+                    + "".join(f", and at what it reads with `megatfm data show {corpus}`" for corpus in corpora[:1])
                 )
             raise UsageError(
                 f"{folder}: has no {MANIFEST}, so it is no corpus, or its writing was interrupted: "
@@ -174,11 +168,7 @@ class Manifest(_Strict):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"])) or "the file"
-            if (
-                first["loc"] == ("schema_version",)
-                and type(first["input"]) is int
-                and first["input"] > SCHEMA_VERSION
-            ):
+            if first["loc"] == ("schema_version",) and type(first["input"]) is int and first["input"] > SCHEMA_VERSION:
                 raise MegatfmError(
                     f"{path}: is of schema_version {first['input']}, and this megatfm reads {SCHEMA_VERSION}: update it"
                 ) from error

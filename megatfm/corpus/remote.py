@@ -125,9 +125,7 @@ class RemoteFolder:
         current = self.stat(file.name, file.path)
         if partial.stat().st_size != file.size or current is None or current.version != file.version:
             partial.unlink()
-            raise MegatfmError(
-                f"{self.url}: {file.name} changed while it was read: run the same command again"
-            )
+            raise MegatfmError(f"{self.url}: {file.name} changed while it was read: run the same command again")
         partial.replace(path)
 
     def upload(self, path: Path, name: str) -> RemoteFile:
@@ -215,9 +213,7 @@ def with_retries(
         except (ImportError, ValueError) as error:
             raise UsageError(f"{url}: can't be opened: {error}") from error
         except NotImplementedError as error:
-            raise UsageError(
-                f"{url}: {name} can't be {verb}: {url.partition('://')[0]}:// has no way"
-            ) from error
+            raise UsageError(f"{url}: {name} can't be {verb}: {url.partition('://')[0]}:// has no way") from error
         except (DiskError, MegatfmError):
             raise
         except Exception as error:  # every protocol has its own errors
@@ -230,9 +226,7 @@ def with_retries(
             if attempt == ATTEMPTS or isinstance(error, _PROGRAMMING_ERRORS):
                 raise MegatfmError(f"{url}: {name} can't be {verb} ({reason})") from error
             seconds = min(2.0 ** (attempt - 1), MAX_WAIT_SECONDS) * _JITTER.uniform(0.5, 1.5)
-            log.warning(
-                f"{url}: {name} can't be {verb} ({reason}): try {attempt + 1} of {ATTEMPTS} in {seconds:.1f} s"
-            )
+            log.warning(f"{url}: {name} can't be {verb} ({reason}): try {attempt + 1} of {ATTEMPTS} in {seconds:.1f} s")
             time.sleep(seconds)
 
 
@@ -240,9 +234,7 @@ def _is_refusal(error: Exception) -> bool:
     """Return True if a server, or its client library, refuses a request that no retry would change."""
     status = getattr(error, "status", None) or getattr(error, "code", None)
     is_refused = isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT
-    return (
-        is_refused or isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
-    )
+    return is_refused or isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
 
 
 def _append_remote(fs: Any, remote_path: str, partial: Path, size: int) -> None:
@@ -302,9 +294,7 @@ def _get_protocols(fs: Any) -> set[str]:
 
 def _to_remote_file(name: str, info: dict[str, Any], path: str = "") -> RemoteFile:
     if info.get("size") is None:
-        raise MegatfmError(
-            f"{path or name}: the server doesn't say how long it is, so nothing can be checked"
-        )
+        raise MegatfmError(f"{path or name}: the server doesn't say how long it is, so nothing can be checked")
     return RemoteFile(name, int(info["size"]), _get_version(info), path)
 
 

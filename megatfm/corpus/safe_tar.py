@@ -50,9 +50,7 @@ def iter_shard_samples(path: Path) -> Iterator[TokenArray]:
             return
         try:
             # The window limits zstd's memory. Of a decompression bomb, only the tar's members are read.
-            reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(
-                file, read_across_frames=True
-            )
+            reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(file, read_across_frames=True)
             yield from iter_tar_samples(io.BufferedReader(reader, 2**20), path, require_end_marker=True)
         except zstandard.ZstdError as error:
             raise MegatfmError(f"{path}: damaged, or no zstd: {error}") from error
@@ -112,9 +110,7 @@ class _Sample:
         )
 
 
-def iter_tar_members(
-    file: IO[bytes], path: Path, require_end_marker: bool
-) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+def iter_tar_members(file: IO[bytes], path: Path, require_end_marker: bool) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     """Yield every plain file of a tar with its data; skip folders.
 
     Raises a RefusedMemberError for other kinds of members, unsafe names and absurd sizes, and a MegatfmError for a

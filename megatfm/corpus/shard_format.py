@@ -89,9 +89,7 @@ def decode_sample(
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MegatfmError(f"its meta.json is not readable ({error})") from error
     if not isinstance(source, str) or type(text_bytes) is not int or not isinstance(fields, dict):
-        raise MegatfmError(
-            "its meta.json lacks a source or a number of bytes, or has fields that are no table"
-        )
+        raise MegatfmError("its meta.json lacks a source or a number of bytes, or has fields that are no table")
     if not isinstance(extensions, list) or not all(
         isinstance(extension, str) and EXTENSION.fullmatch(extension) for extension in extensions
     ):
@@ -166,9 +164,7 @@ def check_external_sample(frame: bytes, start: int, n_tokens: int, dtype: np.dty
     info = _parse_tar_header(frame, start - PAYLOAD_OFFSET, "a sample")
     size = NPY_HEADER_BYTES + n_tokens * dtype.itemsize
     if not info.isreg() or info.size != size:
-        raise MegatfmError(
-            f"at byte {start - PAYLOAD_OFFSET} of its frame lies {info.name!r} of another size or kind"
-        )
+        raise MegatfmError(f"at byte {start - PAYLOAD_OFFSET} of its frame lies {info.name!r} of another size or kind")
     return info.name
 
 

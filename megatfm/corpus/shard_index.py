@@ -192,9 +192,7 @@ class ShardIndex:
             raise MegatfmError("a frame of a plain tar has two sizes")
         claimed = np.maximum(frames["uncompressed"], frames["compressed"])
         if claimed.max() > MAX_FRAME_BYTES:
-            raise MegatfmError(
-                f"frame {claimed.argmax()} claims {claimed.max()} bytes, over {MAX_FRAME_BYTES}"
-            )
+            raise MegatfmError(f"frame {claimed.argmax()} claims {claimed.max()} bytes, over {MAX_FRAME_BYTES}")
         ends = samples["offset"] + samples["tokens"].astype(np.int64) * token_bytes
         is_outside = ends > np.repeat(frames["uncompressed"], frames["samples"])
         if is_outside.any():

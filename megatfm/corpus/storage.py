@@ -189,9 +189,7 @@ def open_storage(location: str | Path, cache: ShardCacheConfig) -> LocalStorage 
     if "://" in str(location):
         return CachedRemoteStorage(str(location).rstrip("/"), cache)
     if re.match(r"[a-z]+:", str(location)):
-        raise UsageError(
-            f"{location}: is neither a folder nor a URL that can be read: a corpus has no commands to run"
-        )
+        raise UsageError(f"{location}: is neither a folder nor a URL that can be read: a corpus has no commands to run")
     return LocalStorage(Path(location))
 
 

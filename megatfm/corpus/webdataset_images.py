@@ -159,9 +159,7 @@ def index_images(folder: Path, rule: LabelRule, classes: Path | None = None) -> 
         provenance["labels"] = {"by": rule.by, "key": rule.key}
     if names:
         provenance["classes"] = names
-    manifest = Manifest(
-        token_dtype="uint16", tokenizer_hash=NO_TOKENIZER, shards=tuple(shards), provenance=provenance
-    )
+    manifest = Manifest(token_dtype="uint16", tokenizer_hash=NO_TOKENIZER, shards=tuple(shards), provenance=provenance)
     manifest.save(folder)
     return IndexReport(manifest, folder, False)
 
@@ -217,9 +215,7 @@ def _record_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str,
         label_location = f"the field {rule.key!r} of its .json" if rule.by == "json" else "its .txt"
         raise UsageError(f"{where} has no label in {label_location}: mend it, or choose other --labels")
     if rule.by != "cls" and rule.names and label not in rule.names:
-        raise UsageError(
-            f"{where} has the label {label!r}, which is none of the {len(rule.names)} of --classes"
-        )
+        raise UsageError(f"{where} has the label {label!r}, which is none of the {len(rule.names)} of --classes")
     labels.setdefault(label, where)
 
 

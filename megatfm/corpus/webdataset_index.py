@@ -90,9 +90,7 @@ def check_not_indexed(folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     if (folder / MANIFEST).exists():
-        raise UsageError(
-            f"{folder}: already holds a {MANIFEST}, so it is indexed: look at it with `megatfm data show`"
-        )
+        raise UsageError(f"{folder}: already holds a {MANIFEST}, so it is indexed: look at it with `megatfm data show`")
 
 
 def check_index_names(paths: list[Path]) -> None:
@@ -216,8 +214,7 @@ def _read_raw_frame(
     file.seek(begin)
     data = file.read(end - begin)
     return data, [
-        sample._replace(begin=sample.begin - begin, payload=sample.payload - begin)
-        for sample in frame_samples
+        sample._replace(begin=sample.begin - begin, payload=sample.payload - begin) for sample in frame_samples
     ]
 
 

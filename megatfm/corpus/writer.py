@@ -44,9 +44,7 @@ from megatfm.corpus.shard_index import (
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.files import fsync_directory
 
-_OWN_FILE_NAME = re.compile(
-    rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial"
-)
+_OWN_FILE_NAME = re.compile(rf"{SHARD_NAME}|{INDEX_NAME}|\.({SHARD_NAME}|{INDEX_NAME}|{re.escape(MANIFEST)})\.partial")
 
 
 class ShardWriter:
@@ -118,9 +116,7 @@ class ShardWriter:
             raise MegatfmError(f"sample key {key!r}: use 1 to 80 letters, digits, '_' and '-'")
         for extension in members:
             if not EXTENSION.fullmatch(extension):
-                raise MegatfmError(
-                    f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits"
-                )
+                raise MegatfmError(f"sample {key}: member {extension!r}: use 1 to 16 small letters and digits")
         sample = Sample(0, key, source, text_bytes, self._to_stored_dtype(key, tokens), members, fields)
         pending = _PendingSample(
             sample,
@@ -170,9 +166,7 @@ class ShardWriter:
 
     def _to_stored_dtype(self, key: str, tokens: NDArray[Any]) -> NDArray[Any]:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise MegatfmError(
-                f"sample {key}: tokens are {tokens.dtype}{list(tokens.shape)}, not integers [n]"
-            )
+            raise MegatfmError(f"sample {key}: tokens are {tokens.dtype}{list(tokens.shape)}, not integers [n]")
         min_token, max_token = int(tokens.min(initial=0)), int(tokens.max(initial=0))
         if min_token < 0 or max_token > self._max_token:
             raise MegatfmError(
@@ -273,9 +267,7 @@ class _OpenShard:
             samples=len(rows),
             tokens=sum(n for _, n, _ in self._samples.values()),
             text_bytes=sum(n for _, _, n in self._samples.values()),
-            index=IndexFile(
-                file=self._index_path.name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()
-            ),
+            index=IndexFile(file=self._index_path.name, bytes=len(encoded), blake3=blake3(encoded).hexdigest()),
             frame_bytes=DEFAULT_FRAME_BYTES if self._options.compress else self._options.frame_bytes,
         )
 

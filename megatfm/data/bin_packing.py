@@ -115,9 +115,7 @@ def _choose_group(
     n = len(cumulative_lengths) - 1
     best, tried = (2.0, n, 0), begin
     for min_rows, max_rows in pairwise(GROUP_ROWS):
-        first, after = (
-            _find_group_end(cumulative_lengths, begin, capacities * rows) for rows in (min_rows, max_rows)
-        )
+        first, after = (_find_group_end(cumulative_lengths, begin, capacities * rows) for rows in (min_rows, max_rows))
         ends = np.arange(first, max(first + 1, after))
         needed = ((cumulative_lengths[ends] - cumulative_lengths[begin]) / capacities).max(axis=1)
         end = int(ends[(1 - needed / np.maximum(np.ceil(needed), 1)).argmin()])
@@ -127,9 +125,7 @@ def _choose_group(
             continue
         tried = end
         rows = count_rows(begin, end)
-        full = float((cumulative_lengths[end] - cumulative_lengths[begin]).sum()) / max(
-            1, rows * int(capacities.sum())
-        )
+        full = float((cumulative_lengths[end] - cumulative_lengths[begin]).sum()) / max(1, rows * int(capacities.sum()))
         best = min(best, (1 - full, end, rows))
         if best[0] <= TARGET_PADDING or end == n:
             break
@@ -140,8 +136,7 @@ def _find_group_end(cumulative_lengths: Volumes, begin: int, targets: NDArray[np
     """Return the first end at which the blocks from `begin` reach the target tokens on one side, else the last."""
     sides = range(cumulative_lengths.shape[1])
     ends = [
-        int(cumulative_lengths[:, side].searchsorted(cumulative_lengths[begin, side] + targets[side]))
-        for side in sides
+        int(cumulative_lengths[:, side].searchsorted(cumulative_lengths[begin, side] + targets[side])) for side in sides
     ]
     return min(max(begin + 1, min(ends)), len(cumulative_lengths) - 1)
 

@@ -84,9 +84,7 @@ def draw_contact_sheet(images: Sequence[SeenImage], columns: int = 8) -> Image.I
     sheet = Image.new("RGB", (columns * step[0] + GAP, n_rows * step[1] + GAP), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     for number, (pixels, caption) in enumerate(images):
-        left, top = (
-            GAP + at * size for at, size in zip((number % columns, number // columns), step, strict=True)
-        )
+        left, top = (GAP + at * size for at, size in zip((number % columns, number // columns), step, strict=True))
         scale = CELL / max(pixels.shape[:2])
         size = (max(1, round(pixels.shape[1] * scale)), max(1, round(pixels.shape[0] * scale)))
         # Enlarged pixels stay visible as such.

@@ -272,9 +272,7 @@ class PackedDataset:
             size = packed.n_rows
         else:
             first = block
-            block_data = read_block(
-                self.corpus, block, self._mask_quarantined(block, block + 1), needs_members
-            )
+            block_data = read_block(self.corpus, block, self._mask_quarantined(block, block + 1), needs_members)
             order = (lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None
             packed = pack_chunked(block_data, self._packing, epoch=epoch, order=order, carry_length=head)
             size = packed.sides[0].bounds[-1]

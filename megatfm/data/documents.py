@@ -131,9 +131,7 @@ class InMemoryDocuments(list[NDArray[Any]]):
         """Number of each document's images, from the names of its files."""
         from megatfm.corpus.image_size import image_extensions
 
-        return np.array(
-            [len(image_extensions(self.members(number))) for number in range(len(self))], np.int64
-        )
+        return np.array([len(image_extensions(self.members(number))) for number in range(len(self))], np.int64)
 
     def measure(self, chunk_sizes: Callable[[DocumentChunk], tuple[int, int]] | None) -> None:
         """Replace `image_sizes` by the two sizes that an objective computes for each document, if it does."""

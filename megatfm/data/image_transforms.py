@@ -28,9 +28,7 @@ Size = tuple[int, int]
 Transform = Callable[[Image.Image, Key, Size], Image.Image]
 """Changes an image that will have a size in the end; everything random is a function of the key."""
 
-TRANSFORMS: Registry[Callable[[Any, Image.Resampling], Transform]] = Registry(
-    "transform (data.images.transforms)"
-)
+TRANSFORMS: Registry[Callable[[Any, Image.Resampling], Transform]] = Registry("transform (data.images.transforms)")
 """Made as `transform(section, filter)`, with the config's section of its name, and the filter of resizes."""
 
 

@@ -188,9 +188,7 @@ def decode(data: bytes, extension: str, channels: int) -> Image.Image:
     except SampleError:
         raise
     except Image.DecompressionBombError:  # Pillow's own bound is larger
-        raise SampleError(
-            f"has a .{extension} of over {MAX_PIXELS:,} pixels: resize it before prep"
-        ) from None
+        raise SampleError(f"has a .{extension} of over {MAX_PIXELS:,} pixels: resize it before prep") from None
     except Exception as error:  # Pillow raises many kinds, down to SyntaxError
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise SampleError(f"has a .{extension} that can't be decoded ({reason})") from error

@@ -100,9 +100,7 @@ class DataLoader(Iterator[list[Fields]]):
         workers: int = 0,
         readers: ReaderGroup = SINGLE_READER,
     ) -> None:
-        self.batch_schedule = (
-            global_batch if isinstance(global_batch, BatchSchedule) else BatchSchedule(global_batch)
-        )
+        self.batch_schedule = global_batch if isinstance(global_batch, BatchSchedule) else BatchSchedule(global_batch)
         for batch in self.batch_schedule.batches:
             check_global_batch(batch, micro_batch, data_ranks)
         if any(stage.splits_per_row > 1 for stage in self.batch_schedule.warmup) and not rows.can_split_rows:
@@ -142,9 +140,7 @@ class DataLoader(Iterator[list[Fields]]):
 
     def _prefetch(self) -> None:
         """Start fetching the next steps."""
-        while len(self._ahead) < STEPS_AHEAD and (
-            self.end_position is None or self._next_position < self.end_position
-        ):
+        while len(self._ahead) < STEPS_AHEAD and (self.end_position is None or self._next_position < self.end_position):
             stage = self.batch_schedule.stage(self._next_step)
             share = stage.global_batch // self._ranks
             row_range = _RowRange(self._next_position + self._rank * share, share, stage.splits_per_row)
@@ -194,14 +190,9 @@ class DataLoader(Iterator[list[Fields]]):
         reader, n_readers = self._readers.rank, self._count_holders(row_range)
         if reader >= n_readers:
             return None
-        begin, end = (
-            row_range.first + row_range.rows * number // n_readers for number in (reader, reader + 1)
-        )
+        begin, end = (row_range.first + row_range.rows * number // n_readers for number in (reader, reader + 1))
         return self._workers.read_rows(
-            [
-                None if self.end_position is not None and at >= self.end_position else at
-                for at in range(begin, end)
-            ]
+            [None if self.end_position is not None and at >= self.end_position else at for at in range(begin, end)]
         )
 
     def _step(self, prefetched: _PrefetchedStep) -> tuple[list[Fields], float]:

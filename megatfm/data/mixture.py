@@ -115,11 +115,7 @@ class Mixture:
             for key in ("fingerprint", "rows_per_epoch", "quarantine")
             if key in source.order_config()
         }
-        shared = {
-            key: rows[key]
-            for key in rows
-            if key not in ("fingerprint", "rows_per_epoch", "quarantine", "seed")
-        }
+        shared = {key: rows[key] for key in rows if key not in ("fingerprint", "rows_per_epoch", "quarantine", "seed")}
         phases = json.dumps([[phase.position, dict(phase.weights)] for phase in self.phases])
         return (
             shared
@@ -152,9 +148,7 @@ class Mixture:
         first_turns = np.array([state.first_turn for state in self._phase_states])
         blocks, slots = np.divmod(turns - first_turns[phases], self.block)
         addresses = zip(phases.tolist(), streams.tolist(), blocks.tolist(), slots.tolist(), strict=True)
-        slot_sources = [
-            self._get_slots(phase, stream, block).sources[slot] for phase, stream, block, slot in addresses
-        ]
+        slot_sources = [self._get_slots(phase, stream, block).sources[slot] for phase, stream, block, slot in addresses]
         return np.array(slot_sources, np.int64)
 
     def read_row(self, position: int) -> Fields:

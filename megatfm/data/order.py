@@ -187,9 +187,7 @@ class RowOrder:
             units = blocks.copy()
             for unit in np.unique(units).tolist():
                 is_in_unit = units == unit
-                blocks[is_in_unit], offsets[is_in_unit] = _find(
-                    self._get_unit_table(epoch, unit), offsets[is_in_unit]
-                )
+                blocks[is_in_unit], offsets[is_in_unit] = _find(self._get_unit_table(epoch, unit), offsets[is_in_unit])
         return blocks, offsets
 
     def iter_stream_blocks(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
@@ -226,9 +224,7 @@ class RowOrder:
         turns = (np.minimum(rounds + length, (epoch + 1) * len(self)) - begin) // self.streams
         at = positions - begin
         # A round that the edge of an epoch cuts short ends with single rows.
-        return begin + np.where(
-            at < turns * self.streams, interleave(at, self.streams, np.maximum(turns, 1)), at
-        )
+        return begin + np.where(at < turns * self.streams, interleave(at, self.streams, np.maximum(turns, 1)), at)
 
     def _get_epoch_table(self, epoch: int) -> _Table:
         return self._epochs.get(epoch, partial(self._make_epoch_table, epoch))
@@ -277,9 +273,7 @@ def make_row_order(
     """Make the row order of blocks of `sizes` [n_blocks], in tokens to cut into rows of `length`, or in whole rows."""
     blocks_per_unit = -(-len(sizes) // max_units)
     starts = np.arange(0, len(sizes), blocks_per_unit)
-    unit_sizes = np.asarray(
-        sizes if blocks_per_unit == 1 else np.add.reduceat(sizes, starts, dtype=np.int64), np.int64
-    )
+    unit_sizes = np.asarray(sizes if blocks_per_unit == 1 else np.add.reduceat(sizes, starts, dtype=np.int64), np.int64)
     return RowOrder(
         unit_sizes,
         blocks_per_unit,

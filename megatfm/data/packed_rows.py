@@ -78,9 +78,7 @@ def collate(rows: Sequence[RowSources]) -> Fields:
             for block, source_row in row_sources:
                 if typed_fields:
                     block.sides[side_index].write_typed(source_row, typed_fields, row, offset)
-                offset, documents = block.sides[side_index].write_row(
-                    source_row, batch[:, row], offset, documents
-                )
+                offset, documents = block.sides[side_index].write_row(source_row, batch[:, row], offset, documents)
         fields.update(zip(side.names, batch, strict=True))
         fields.update(typed_fields)
     return fields
@@ -202,10 +200,7 @@ def _build_rows(rows: Sequence[RowSources]) -> list[list[tuple[PackedBlock, int]
     joined = lay_out_rows(sequences, cast(BinPackedRows, unbuilt[0][0]).packing)
     numbers = itertools.count()
     return [
-        [
-            (joined, next(numbers)) if isinstance(block, BinPackedRows) else (block, index)
-            for block, index in sources
-        ]
+        [(joined, next(numbers)) if isinstance(block, BinPackedRows) else (block, index) for block, index in sources]
         for sources in rows
     ]
 

@@ -149,9 +149,7 @@ def build_packing_plan(
 
 
 class _Planner:
-    def __init__(
-        self, corpus: Corpus, objective: PackingObjective, row_lengths: tuple[int, ...], seed: int
-    ) -> None:
+    def __init__(self, corpus: Corpus, objective: PackingObjective, row_lengths: tuple[int, ...], seed: int) -> None:
         self.corpus, self.objective, self.row_lengths, self.seed = corpus, objective, row_lengths, seed
 
     def plan_chunked(self) -> PackingPlan:
@@ -183,9 +181,7 @@ class _Planner:
             raise UsageError(
                 f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"
             )
-        packed_groups = list(
-            group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._count_rows, self._fits)
-        )
+        packed_groups = list(group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._count_rows, self._fits))
         groups = np.array([0, *(end for end, _ in packed_groups)])
         sizes = np.array([rows for _, rows in packed_groups])
         if self.objective.needs_other_documents:
@@ -237,9 +233,7 @@ class _Planner:
     def _warn_of_padding(self, share: float) -> Iterator[str]:
         if share > MUCH_PADDING:
             rows = " and ".join(f"{length:,}" for length in self.row_lengths)
-            reason = (
-                "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
-            )
+            reason = "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
             if self._fits and self.objective.max_tokens is not None:
                 reason = "its documents don't fill such rows, whole"
             yield (
@@ -254,9 +248,7 @@ class _Planner:
             end = max(begin + 1, int(np.searchsorted(blocks, blocks[begin] + SAMPLES_AT_ONCE, "right")) - 1)
             first = int(blocks[begin])
             images = ImageColumns(self.corpus, begin, end)
-            chunks = split_documents(
-                self.corpus.lengths(begin, end), self.objective, first, self.seed, images
-            )
+            chunks = split_documents(self.corpus.lengths(begin, end), self.objective, first, self.seed, images)
             yield begin, np.searchsorted(chunks.documents, blocks[begin : end + 1] - first), chunks
             begin = end
 

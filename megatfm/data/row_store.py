@@ -75,9 +75,7 @@ class RowStore:
     def allocate(self, rows: int) -> Fields:
         """Allocate arrays [rows, …] for the `typed` fields."""
         return {
-            name: np.empty(
-                (rows, *([self.length] if field.per == "tokens" else []), *field.shape), field.dtype
-            )
+            name: np.empty((rows, *([self.length] if field.per == "tokens" else []), *field.shape), field.dtype)
             for name, (field, _) in self.typed.items()
         }
 
@@ -99,9 +97,7 @@ class RowStore:
         begin, *ends = self.bounds[row : row + 2] or (0,)
         return begin, ends[0] - begin if ends else 0
 
-    def write_row(
-        self, row: int, target: NDArray[np.int64], offset: int = 0, documents: int = 0
-    ) -> tuple[int, int]:
+    def write_row(self, row: int, target: NDArray[np.int64], offset: int = 0, documents: int = 0) -> tuple[int, int]:
         """Write the integer fields of a row into `target` [fields, length] from `offset`, then padding.
 
         A row past the last is all padding. documents: number of documents before `offset`. Returns the end of the row,
@@ -120,14 +116,10 @@ class RowStore:
         if offset and self.as_one_document:
             positions += offset if self.is_padding is None else offset * (document_ids != PAD_DOCUMENT_ID)
         elif documents:
-            document_ids += (
-                documents if self.is_padding is None else documents * (document_ids != PAD_DOCUMENT_ID)
-            )
+            document_ids += documents if self.is_padding is None else documents * (document_ids != PAD_DOCUMENT_ID)
         return end, documents + documents_added
 
-    def _number_documents(
-        self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> int:
+    def _number_documents(self, begin: int, documents: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """Write document ids and positions of a row that starts at `begin`; return its number of documents."""
         n, ramp, starts = len(documents), _get_arange(self.length), self.starts
         if self.as_one_document:

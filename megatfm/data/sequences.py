@@ -156,9 +156,7 @@ class PackingConfig:
     def _get_pad_value(self, name: str) -> int:
         sides = self.objective.field_prefixes
         bare = name.removeprefix(sides[prefix_index(name, sides)])
-        return self.objective.padding_values.get(
-            name, {"tokens": self.pad_id, "targets": IGNORE_INDEX}.get(bare, 0)
-        )
+        return self.objective.padding_values.get(name, {"tokens": self.pad_id, "targets": IGNORE_INDEX}.get(bare, 0))
 
     def get_pad_values(self, names: Iterable[str], side: int = 0) -> dict[str, float]:
         """Return the padding value of each plain field of a side, and of the fields that packing adds."""
@@ -297,9 +295,7 @@ class PartnerDocuments:
         return self.candidates[self.candidates != self.excluded]
 
 
-def build_sequences(
-    packing: PackingConfig, chunks: ChunkTable, documents: DocumentSource, epoch: int
-) -> list[Fields]:
+def build_sequences(packing: PackingConfig, chunks: ChunkTable, documents: DocumentSource, epoch: int) -> list[Fields]:
     """Build the sequence of each chunk of documents.
 
     Documents in quarantine become padding of the same length; they have no partners. Raises a MegatfmError that names
@@ -386,9 +382,7 @@ def find_batch_build(objective: PackingObjective) -> BatchBuild | None:
     return None
 
 
-def build_batch(
-    join: BatchBuild, chunks: ChunkTable, documents: DocumentSource
-) -> Mapping[str, NDArray[np.integer]]:
+def build_batch(join: BatchBuild, chunks: ChunkTable, documents: DocumentSource) -> Mapping[str, NDArray[np.integer]]:
     """Join the documents of uncut chunks. Raises a MegatfmError if the length is not the planned one."""
     fields = join([documents[number] for number in chunks.documents.tolist()])
     for name, field in fields.items():

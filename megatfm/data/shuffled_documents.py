@@ -29,9 +29,7 @@ class ShuffledDocuments(Iterator[NumberedDocument]):
     Frames of plain tars are verified at their first use; their samples are then read one by one.
     """
 
-    def __init__(
-        self, corpus: Corpus, *, seed: int, streams: int = 64, position: int = 0, threads: int = 2
-    ) -> None:
+    def __init__(self, corpus: Corpus, *, seed: int, streams: int = 64, position: int = 0, threads: int = 2) -> None:
         self.corpus = corpus
         self.order = make_row_order(np.diff(corpus.blocks), seed=seed, streams=streams, shuffle=True)
         self.position = position
@@ -104,9 +102,7 @@ class ShuffledDocuments(Iterator[NumberedDocument]):
                 runs_of_samples.append([samples[row] for row in rows])
             else:
                 runs_of_samples.append(
-                    self._read_raw(block, rows)
-                    if self.corpus.is_uncompressed(block)
-                    else self._read_block(block, rows)
+                    self._read_raw(block, rows) if self.corpus.is_uncompressed(block) else self._read_block(block, rows)
                 )
         return runs_of_samples
 

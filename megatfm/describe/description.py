@@ -220,12 +220,9 @@ def count_optimizer_state(config: Config, model: "nn.Module", weight_bytes: int)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for group in optimizer_groups(config.optimizer, model):
         for names, options in group.parameter_groups({name: shapes[name] for name in group.names}):
-            state_shapes_by_name = {
-                n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names
-            }
+            state_shapes_by_name = {n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names}
             shapes_by_ndim = {
-                dims: _get_state_shapes(group, options, dims)
-                for dims in set(map(len, state_shapes_by_name.values()))
+                dims: _get_state_shapes(group, options, dims) for dims in set(map(len, state_shapes_by_name.values()))
             }
             state_bytes = group.state_dtype.itemsize if group.state_dtype else weight_bytes
             for name in names:

@@ -57,25 +57,17 @@ def count_rank_state(config: Config) -> RankState | None:
     if parallel.pp > 1:
         holders = plan_pipeline_split(config, model).parameter_ranks
     with _make_fake_mesh(parallel, ranks) as mesh:
-        layout = parallelize(
-            model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
-        )
+        layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method)
         holders = holders or dict.fromkeys(layout, (0,))
         zero = parallel.zero if mesh.data_ranks > 1 else 0
         count_local_elements = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}
         shard_numel = (
-            {name: _shard_size(tensor, mesh) for name, tensor in layout.items()}
-            if zero
-            else count_local_elements
+            {name: _shard_size(tensor, mesh) for name, tensor in layout.items()} if zero else count_local_elements
         )
-        gradient_numel = (
-            count_local_elements if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
-        )
+        gradient_numel = count_local_elements if _has_whole_gradients(config, zero, mesh.data_ranks) else shard_numel
         computed_numel = count_local_elements  # under ZeRO 2, gathered from shards of equal size
         if zero == 2:
-            computed_numel = {
-                name: shard_numel[name] * mesh.size(layout[name].data_axes.shard) for name in layout
-            }
+            computed_numel = {name: shard_numel[name] * mesh.size(layout[name].data_axes.shard) for name in layout}
     is_mixed = config.train.precision not in ("fp32", "fp64")
     stored_numel = count_local_elements if zero == 1 and not is_mixed else shard_numel
     states = []
@@ -88,9 +80,7 @@ def count_rank_state(config: Config) -> RankState | None:
             parameters,
             sum(stored_numel[name] for name in names) * weight_bytes + copy_bytes,
             sum(gradient_numel[name] for name in names if is_trained[name]) * weight_bytes,
-            sum(
-                optimizer.get(name, 0) * shard_numel[name] // math.prod(layout[name].shape) for name in names
-            ),
+            sum(optimizer.get(name, 0) * shard_numel[name] // math.prod(layout[name].shape) for name in names),
         )
         states.append(state)
     return max(states, key=lambda state: state.total_bytes)

@@ -109,9 +109,7 @@ def _describe_heads(model: ModelConfig) -> str:
 
 def _describe_patterns(model: ModelConfig) -> str:
     """Count blocks by attention pattern; an encoder-decoder's are the decoder's."""
-    n_layers_by_pattern = Counter(
-        _describe_pattern(model.layer_config(depth)) for depth in range(model.n_layers)
-    )
+    n_layers_by_pattern = Counter(_describe_pattern(model.layer_config(depth)) for depth in range(model.n_layers))
     if len(n_layers_by_pattern) == 1:
         return next(iter(n_layers_by_pattern))
     return ", ".join(f"{count} × {name}" for name, count in n_layers_by_pattern.items())
@@ -136,10 +134,7 @@ def _describe_position(model: ModelConfig) -> str:
             return f"learned on a grid of {rows} × {columns}"
         case T5PositionConfig(buckets=buckets, max_distance=distance):
             return f"t5, {buckets} buckets up to {distance}"
-        case (
-            ShawConfig(name=name, max_distance=distance)
-            | DebertaPositionConfig(name=name, max_distance=distance)
-        ):
+        case ShawConfig(name=name, max_distance=distance) | DebertaPositionConfig(name=name, max_distance=distance):
             return f"{name}, up to {distance} away"
     return model.position.name
 
@@ -246,9 +241,7 @@ def _suggest_warmup(config: Config) -> list[Line]:
     if config.lr_schedule.warmup_steps or not needs_warmup:
         return []
     usual = max(1, min(2000, config.train.steps // 50))
-    return [
-        ("schedule", f"no warmup: full learning rate from step 1; usual: lr_schedule.warmup_steps={usual}")
-    ]
+    return [("schedule", f"no warmup: full learning rate from step 1; usual: lr_schedule.warmup_steps={usual}")]
 
 
 def _describe_feed_forward(model: ModelConfig) -> str:
@@ -316,6 +309,5 @@ def _is_full_attention(model: ModelConfig) -> bool:
     """Return whether every block has plain full attention."""
     sections = [model, *(model.type_config(kind) for kind in model.layer_type)]
     return all(
-        section.attention.pattern.name == "full" and section.attention.name in ("gqa", "mla")
-        for section in sections
+        section.attention.pattern.name == "full" and section.attention.name in ("gqa", "mla") for section in sections
     )

@@ -92,9 +92,7 @@ def _make_functional_contexts(
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of forward pass and recomputation with functional collectives, whose results can be saved."""
     forward, recomputation = contexts()
-    return _with_functional_collectives(forward), _with_functional_collectives(
-        _SkipPartialProducts(), recomputation
-    )
+    return _with_functional_collectives(forward), _with_functional_collectives(_SkipPartialProducts(), recomputation)
 
 
 @contextmanager
@@ -159,9 +157,7 @@ class MemoryBudget:
 
 def memory_key(block: nn.Module) -> Any:
     """Return a hashable key, equal for blocks with equal activation memory: modules, patterns and weight shapes."""
-    parts = tuple(
-        (path, type(part), repr(getattr(part, "pattern", None))) for path, part in block.named_modules()
-    )
+    parts = tuple((path, type(part), repr(getattr(part, "pattern", None))) for path, part in block.named_modules())
     return parts, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
 
 

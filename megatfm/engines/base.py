@@ -100,9 +100,7 @@ class BaseEngine:
         """Build the passes of a pipeline, with a process group for each direction. A collective."""
         self.pipeline_groups = [self.mesh.group(PIPELINE), self.mesh.new_group_along(PIPELINE)]
         dtype = self.precision.compute_dtype
-        return PipelineForwardBackward(
-            model, pipeline, *self.pipeline_groups, dtype=dtype, device=self.device
-        )
+        return PipelineForwardBackward(model, pipeline, *self.pipeline_groups, dtype=dtype, device=self.device)
 
     def _set_training(self, training: bool) -> None:
         raise NotImplementedError
@@ -150,11 +148,7 @@ class BaseEngine:
     @property
     def replicated_axes(self) -> Sequence[str]:
         """See `Engine.replicated_axes`."""
-        axes = {
-            axis
-            for layout in self.layout.values()
-            for axis in self._get_replicated_data_axes(layout.data_axes)
-        }
+        axes = {axis for layout in self.layout.values() for axis in self._get_replicated_data_axes(layout.data_axes)}
         axes |= {axis for layout in self.layout.state.values() for axis in layout.data_axes.all}
         return sort_axes(axes)
 
@@ -208,9 +202,7 @@ class BaseEngine:
         losses.sum_counts()
         return losses.compute_totals()
 
-    def _iter_counted(
-        self, batches: Iterable[Arrays], losses: LossAccumulator
-    ) -> Iterator[dict[str, Tensor]]:
+    def _iter_counted(self, batches: Iterable[Arrays], losses: LossAccumulator) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's tokens of each micro-batch on the device, and count its targets."""
         for microbatch in batches:
             losses.count_local([microbatch])
@@ -290,9 +282,7 @@ def _replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -
 
 
 @torch.no_grad()
-def init_weights(
-    model: nn.Module, layout: ModelLayout, weights: Mapping[str, ShardedTensor], seed: int
-) -> None:
+def init_weights(model: nn.Module, layout: ModelLayout, weights: Mapping[str, ShardedTensor], seed: int) -> None:
     """Draw the initial values of this rank's blocks of the weights, and of its buffers."""
     threads = count_threads()
     for name, tensor, initial in iter_inits(model):
@@ -371,7 +361,5 @@ def make_optimizers(
                     "engine passes the dims that its data ranks shard as zero_dims"
                 )
         shapes = {name: block.global_shape for name, block in blocks.items()}
-        optimizers.append(
-            WholeTensorOptimizer(group, local, regions, shapes, mesh.flat_group(mesh.shard_axes))
-        )
+        optimizers.append(WholeTensorOptimizer(group, local, regions, shapes, mesh.flat_group(mesh.shard_axes)))
     return optimizers

@@ -33,8 +33,7 @@ class GlobalNorm:
     ) -> None:
         self._mesh, self._device, self.is_counted = mesh, device, is_counted
         axes = {
-            name: _find_sharded_axes(tensor_layout, sharded, shards_replicas)
-            for name, tensor_layout in layout.items()
+            name: _find_sharded_axes(tensor_layout, sharded, shards_replicas) for name, tensor_layout in layout.items()
         }
         # From the layout, which lists the full model, so that all ranks have the same axis sets.
         self.axis_sets = sorted(set(axes.values()))
@@ -145,9 +144,7 @@ class LayerStatistics:
         blocks = set(transformer_blocks(model))
         local_paths = [path for path, module in model.named_modules() if module in blocks]
         # All pipeline ranks need the blocks of the full model.
-        self._blocks = sorted(
-            {path for rank in mesh.gather_objects(local_paths, (PIPELINE,)) for path in rank}
-        )
+        self._blocks = sorted({path for rank in mesh.gather_objects(local_paths, (PIPELINE,)) for path in rank})
         self._activations: dict[str, Tensor] = {}  # path → [sum of squares, count]
         layer_of = {name: self._find_layer(name) for name in layout}
         self._layers = sorted(set(layer_of.values()))

@@ -132,9 +132,7 @@ class LossTotals:
     @property
     def loss(self) -> float:
         """Σ weight · sum / count over the terms."""
-        return sum(
-            self.loss_weights[term] * self.sums[term] / max(self.target_counts[term], 1) for term in self.sums
-        )
+        return sum(self.loss_weights[term] * self.sums[term] / max(self.target_counts[term], 1) for term in self.sums)
 
     @property
     def terms(self) -> dict[str, float]:
@@ -190,9 +188,7 @@ class OptimizerGroup:
 
     def __post_init__(self) -> None:
         if self.averaged and self.granularity != "elementwise":
-            raise ValueError(
-                "averaged weights are computed from local blocks: granularity must be 'elementwise'"
-            )
+            raise ValueError("averaged weights are computed from local blocks: granularity must be 'elementwise'")
 
     def parameter_groups(self, tensors: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
         """Return torch's parameter groups: names that share options and rate, and the group of their tensors."""

@@ -114,9 +114,7 @@ class LossAccumulator:
             for batch, sources in zip(batches, by_microbatch, strict=True):
                 losses = recorder.sum_losses_by_row(batch["targets"])
                 if losses is not None:
-                    source_sums.index_add_(
-                        0, move_to_device(torch.from_numpy(sources), losses.device), losses
-                    )
+                    source_sums.index_add_(0, move_to_device(torch.from_numpy(sources), losses.device), losses)
 
     def compute_totals(self) -> LossTotals:
         """Reduce sums and counts over all ranks; return them as totals. A collective."""

@@ -35,9 +35,7 @@ class OwnedTensors:
         self.local, self.regions, self.group = local, regions, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._first_ranks = {name: _find_first_ranks(by_rank) for name, by_rank in regions.items()}
-        self.owners = _assign_owners(
-            {name: torch.Size(shape).numel() for name, shape in shapes.items()}, self.ranks
-        )
+        self.owners = _assign_owners({name: torch.Size(shape).numel() for name, shape in shapes.items()}, self.ranks)
         self.full = {
             name: torch.zeros(tuple(shapes[name]), dtype=block.dtype, device=block.device)
             for name, block in local.items()
@@ -47,21 +45,16 @@ class OwnedTensors:
     def gather(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather the blocks of all ranks to full tensors on their owners."""
         send_buffers = [self._pack(blocks, owner) for owner in range(self.ranks)]
-        received = [
-            [name for name in self.full if self._is_sender(name, source)] for source in range(self.ranks)
-        ]
+        received = [[name for name in self.full if self._is_sender(name, source)] for source in range(self.ranks)]
         sizes = [
-            sum(_count_elements(self.regions[name][source]) for name in names)
-            for source, names in enumerate(received)
+            sum(_count_elements(self.regions[name][source]) for name in names) for source, names in enumerate(received)
         ]
         flat = self._exchange(send_buffers, sizes)
         full = {name: torch.empty_like(tensor) for name, tensor in self.full.items()}
         for source, names in enumerate(received):
             pieces = flat[source].split([_count_elements(self.regions[name][source]) for name in names])
             for name, piece in zip(names, pieces, strict=True):
-                _view_region(full[name], self.regions[name][source]).copy_(
-                    piece.view(self.regions[name][source][1])
-                )
+                _view_region(full[name], self.regions[name][source]).copy_(piece.view(self.regions[name][source][1]))
         return full
 
     def refresh(self) -> None:
@@ -73,15 +66,10 @@ class OwnedTensors:
         """Update the blocks of all ranks from the owners' full copies."""
         send_buffers = []
         for target in range(self.ranks):
-            parts = [
-                _view_region(tensor, self.regions[name][target]).reshape(-1)
-                for name, tensor in self.full.items()
-            ]
+            parts = [_view_region(tensor, self.regions[name][target]).reshape(-1) for name, tensor in self.full.items()]
             send_buffers.append(self._concatenate(parts))
         owned = [[name for name in self.local if self.owners[name] == owner] for owner in range(self.ranks)]
-        flat = self._exchange(
-            send_buffers, [sum(self.local[name].numel() for name in names) for names in owned]
-        )
+        flat = self._exchange(send_buffers, [sum(self.local[name].numel() for name in names) for names in owned])
         for names, values in zip(owned, flat, strict=True):
             pieces = values.split([self.local[name].numel() for name in names])
             for name, piece in zip(names, pieces, strict=True):
@@ -91,9 +79,7 @@ class OwnedTensors:
         return self._first_ranks[name][self.regions[name][rank]] == rank
 
     def _pack(self, blocks: Mapping[str, Tensor], owner: int) -> Tensor:
-        names = [
-            name for name in self.local if self.owners[name] == owner and self._is_sender(name, self.rank)
-        ]
+        names = [name for name in self.local if self.owners[name] == owner and self._is_sender(name, self.rank)]
         return self._concatenate([blocks[name].reshape(-1) for name in names])
 
     def _concatenate(self, parts: list[Tensor]) -> Tensor:
@@ -105,9 +91,7 @@ class OwnedTensors:
             return tuple(send_buffers)
         flat = torch.cat(send_buffers)
         received = flat.new_empty(sum(sizes))
-        dist.all_to_all_single(
-            received, flat, sizes, [part.numel() for part in send_buffers], group=self.group
-        )
+        dist.all_to_all_single(received, flat, sizes, [part.numel() for part in send_buffers], group=self.group)
         return received.split(sizes)
 
 
@@ -172,9 +156,7 @@ class TorchOptimizer:
         """
         if self.optimizer is None:
             return
-        self._previous_counters = [
-            {key: group[key] for key in self.counters} for group in self.optimizer.param_groups
-        ]
+        self._previous_counters = [{key: group[key] for key in self.counters} for group in self.optimizer.param_groups]
         if found_inf is not None:
             self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         for options in self.optimizer.param_groups:

@@ -137,9 +137,7 @@ class PipelineForwardBackward:
             self._run_schedule(batches, FeatureObjective(objective, batches), scale_loss, gradient_sync)
             return []
         gradients = FeatureGradients(self._model, features, objective, scale_loss)
-        self._run_schedule(
-            batches, FeatureObjective(objective, batches, gradients), take_feature_term, gradient_sync
-        )
+        self._run_schedule(batches, FeatureObjective(objective, batches, gradients), take_feature_term, gradient_sync)
         return [gradients.terms]
 
     def _run_schedule(
@@ -216,9 +214,7 @@ class PipelineForwardBackward:
 
         def model(**inputs: Tensor) -> Any:
             outputs, losses, features = self._model(stage, inputs, carry)
-            carried.update(
-                {name: outputs[name] if name in outputs else carry[name] for name in stage.outputs}
-            )
+            carried.update({name: outputs[name] if name in outputs else carry[name] for name in stage.outputs})
             return StageOutput(losses, features)
 
         return carried, objective(cast(nn.Module, model), batch)
@@ -263,9 +259,7 @@ class PipelineForwardBackward:
         """Return the outputs of a stage at which its backward pass starts, and their gradients (None: a loss)."""
         receive = step.output_gradients.pop((stage.index, i), None)
         received = receive.wait() if receive else {}
-        microbatch.passthrough_gradients = {
-            name: g for name, g in received.items() if name not in stage.produced
-        }
+        microbatch.passthrough_gradients = {name: g for name, g in received.items() if name not in stage.produced}
         roots: list[tuple[Tensor, Tensor | None]] = [
             (microbatch.outputs[name], g) for name, g in received.items() if name in stage.produced
         ]
@@ -294,9 +288,7 @@ class PipelineForwardBackward:
         step.pending_sends += self._send(stage.outputs, outputs, stage.index + 1, self._group)
 
     def _receive_forward(self, step: StepState, stage: PipelineStage, i: int) -> None:
-        step.inputs[stage.index, i] = self._receive(
-            stage.inputs, step.batches[i], stage.index - 1, self._group
-        )
+        step.inputs[stage.index, i] = self._receive(stage.inputs, step.batches[i], stage.index - 1, self._group)
 
     def _send_backward(self, step: StepState, stage: PipelineStage, i: int) -> None:
         specs = {name: stage.inputs[name] for name in sorted(stage.inputs_with_grad)}

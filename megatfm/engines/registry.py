@@ -36,9 +36,7 @@ class EngineRegistry(Registry[EngineFactory]):
         super().__init__("engine")
         self._features: dict[str, frozenset[Feature]] = {}
 
-    def register(
-        self, name: str, *, features: Collection[Feature] = ()
-    ) -> Callable[[EngineFactory], EngineFactory]:
+    def register(self, name: str, *, features: Collection[Feature] = ()) -> Callable[[EngineFactory], EngineFactory]:
         """Return a decorator that registers an engine. features: those of `Feature` that it supports.
 
         Raises UsageError for an unknown feature, and if another engine has the name.
@@ -94,9 +92,7 @@ def _iter_requested_features(config: Config, precision: str) -> Iterator[_Reques
     if PRECISIONS[precision].fp8:
         yield _RequestedFeature("fp8", f"train.precision = {precision!r}", "train.precision = 'bf16'")
     if train.recompute != "none":
-        yield _RequestedFeature(
-            "recompute", f"train.recompute = {train.recompute!r}", "train.recompute = 'none'"
-        )
+        yield _RequestedFeature("recompute", f"train.recompute = {train.recompute!r}", "train.recompute = 'none'")
     if train.compile not in (False, "auto"):
         yield _RequestedFeature("compile", f"train.compile = {train.compile!r}", "train.compile = false")
     if train.cuda_graphs:

@@ -59,8 +59,7 @@ class TrainState:
         loss scale as engine.KEY. Not copied."""
         averaged = self._collect_averages()
         state: StateDict = {
-            f"model.{name}": block.with_tensor(averaged.get(name, block.tensor))
-            for name, block in self.weights.items()
+            f"model.{name}": block.with_tensor(averaged.get(name, block.tensor)) for name, block in self.weights.items()
         }
         for optimizer in self.optimizers:
             for name, values in optimizer.state().items():
@@ -196,9 +195,7 @@ class ModuleState:
     that hold it.
     """
 
-    def __init__(
-        self, model: nn.Module, layout: ModelLayout, mesh: Mesh, ties: TiedParameters | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, layout: ModelLayout, mesh: Mesh, ties: TiedParameters | None = None) -> None:
         self._mesh, self._ties = mesh, ties or TiedParameters(None, mesh)
         self._modules: dict[str, tuple[CountingModule, tuple[str, ...]]] = {}
         for path, module in model.named_modules():
@@ -249,9 +246,7 @@ class ModuleState:
                 if values  # no pass reached the others, on any rank
             }
 
-            def all_reduce(
-                flat: Tensor, axes: tuple[str, ...] = axes, holders: tuple[int, ...] = holders
-            ) -> None:
+            def all_reduce(flat: Tensor, axes: tuple[str, ...] = axes, holders: tuple[int, ...] = holders) -> None:
                 self._mesh.all_reduce_(flat, axes)
                 self._ties.all_reduce(holders, flat)
 

@@ -70,11 +70,7 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
         if kind == "cuda"
         else f"{describe_processor()['cpu']}, {torch.get_num_threads()} threads"
     )
-    memory = (
-        torch.cuda.get_device_properties(device).total_memory
-        if kind == "cuda"
-        else psutil.virtual_memory().total
-    )
+    memory = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else psutil.virtual_memory().total
     table = {
         "name": name,
         "memory_gib": round(memory / GIB, 2),
@@ -193,8 +189,7 @@ def measure_link(kind: str) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     workers = [
-        context.Process(target=_exchange, args=(rank, ranks, backend, store.port, queue))
-        for rank in range(ranks)
+        context.Process(target=_exchange, args=(rank, ranks, backend, store.port, queue)) for rank in range(ranks)
     ]
     for worker in workers:
         worker.start()

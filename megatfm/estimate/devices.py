@@ -168,7 +168,5 @@ def _tables(hardware: Path | None) -> dict[str, dict[str, Any]]:
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--hardware {hardware}: can't be read: {error}") from None
     if unknown := sorted(set(added) - set(tables)):
-        raise UsageError(
-            f"--hardware {hardware}: no table {unknown[0]!r}: there are {', '.join(sorted(tables))}"
-        )
+        raise UsageError(f"--hardware {hardware}: no table {unknown[0]!r}: there are {', '.join(sorted(tables))}")
     return {name: {**table, **added.get(name, {})} for name, table in tables.items()}

@@ -121,15 +121,11 @@ class Estimator:
         profile = self.profile(config)
         weights = self.local_weights(config)
         parts_of_rank, rank_of, stages = self._stages(config, profile)
-        step = step_time(
-            config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled
-        )
+        step = step_time(config, self.cluster, profile, weights, stages, rank_of, microbatches, compiled=compiled)
         reserved = int(self.cluster.device.reserved_gib * 2**30)
         sent_bytes = {
             stage: profile.parts[indices[-1]].output_bytes
-            for stage, (indices, sender, receiver) in enumerate(
-                zip(stages, rank_of, rank_of[1:], strict=False)
-            )
+            for stage, (indices, sender, receiver) in enumerate(zip(stages, rank_of, rank_of[1:], strict=False))
             if sender != receiver
         }
         kept_bytes = kept_feature_bytes(config, profile.samples, microbatches)

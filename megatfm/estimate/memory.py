@@ -148,9 +148,7 @@ def _moments(
     trained = sum(w.local for w in weights if w.is_trained and set(w.parts) & set(parts)) or 1
     reduced = reducing = 0  # reducing: bytes of the last block's gradients in a reduce-scatter
     for index in reversed(parts):
-        reduced += sum(
-            w.local for w in weights if w.is_trained and index == w.parts[0]
-        )  # complete at its first use
+        reduced += sum(w.local for w in weights if w.is_trained and index == w.parts[0])  # complete at its first use
         if is_single_pass:
             gradients = state.gradients * min(reduced, trained) // trained
         recomputed = 0

@@ -199,9 +199,7 @@ def _dims(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tup
     if name.startswith("convolution"):
         weight, at_outputs = (inputs[1], outputs[0]) if name == "convolution" else (inputs[2], inputs[0])
         positions = at_outputs.numel() // at_outputs.shape[1]
-        products = sum(
-            x.dim() == weight.dim() for x in outputs
-        )  # backward: the input's gradient, the weight's
+        products = sum(x.dim() == weight.dim() for x in outputs)  # backward: the input's gradient, the weight's
         return products, positions, weight.shape[0], math.prod(weight.shape[1:])
     left, right = [x for x in inputs if x.dim() >= 2][-2:]
     if left.dim() == 3:

@@ -76,9 +76,7 @@ def write_estimate_page(opened: Estimator, estimate: Estimate, path: Path) -> No
 def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
     """Return the page as HTML."""
     folder = files("megatfm.estimate")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
     curve, ideal = scaling_lines([point for point in points if not point.refusal])
     return template.render(
@@ -87,9 +85,7 @@ def render_estimate(estimate: Estimate, points: Sequence[ScalePoint]) -> str:
         lines=[*heading(estimate), verdict(estimate), *speed(estimate), failure_line(estimate)],
         memory=memory_drawing(estimate),
         memory_parts=MEMORY_PARTS,
-        causes=[
-            (name, seconds, 100 * seconds / estimate.time.step) for name, seconds in causes(estimate.time)
-        ],
+        causes=[(name, seconds, 100 * seconds / estimate.time.step) for name, seconds in causes(estimate.time)],
         timeline=timeline_drawing(estimate),
         points=points,
         curve=curve,
@@ -144,10 +140,7 @@ def timeline_drawing(estimate: Estimate) -> Drawing | None:
         )
         for p in passes
     ]
-    rows = [
-        f"rank {rank}: {100 * (1 - busy / timeline.seconds):.0f} % idle"
-        for rank, busy in enumerate(timeline.busy)
-    ]
+    rows = [f"rank {rank}: {100 * (1 - busy / timeline.seconds):.0f} % idle" for rank, busy in enumerate(timeline.busy)]
     is_cut = len(passes) < len(timeline.passes)
     note = f"the first {len(passes):,} of {len(timeline.passes):,} passes" if is_cut else f"{end:.3g} s"
     return Drawing(rows, boxes, note=note)
@@ -169,9 +162,7 @@ def estimate_scaling(opened: Estimator, estimate: Estimate) -> list[ScalePoint]:
         except UsageError as error:
             points.append(ScalePoint(gpus, refusal=str(error).partition(";")[0]))
             continue
-        points.append(
-            ScalePoint(gpus, scaled.tokens_per_second, scaled.mfu[0], scaled.worst.total / GIB, scaled.fits)
-        )
+        points.append(ScalePoint(gpus, scaled.tokens_per_second, scaled.mfu[0], scaled.worst.total / GIB, scaled.fits))
     return points
 
 

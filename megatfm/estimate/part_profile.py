@@ -62,9 +62,7 @@ class PartProfile:
 
         copies: of the gradient, as multiples of its bytes; ep: ranks that share the experts.
         """
-        peaks = (
-            g.live + (copies - g.is_saved) * g.n_bytes / (ep if g.is_expert else 1) for g in self.gradients
-        )
+        peaks = (g.live + (copies - g.is_saved) * g.n_bytes / (ep if g.is_expert else 1) for g in self.gradients)
         return max(map(int, peaks), default=0)
 
     def saved_bytes(self, recompute: str, compiled: bool) -> int:
@@ -79,9 +77,7 @@ class PartProfile:
             saved = [op for op in self.forward if op.name in SAVED_BY_SELECTIVE] + sums
             written = {number: n_bytes for op in saved for number, n_bytes in op.writes.items()}
             terms = {number for op in sums for number in op.reads.keys() - op.writes.keys()}
-            return self.input_bytes + sum(
-                n_bytes for number, n_bytes in written.items() if number not in terms
-            )
+            return self.input_bytes + sum(n_bytes for number, n_bytes in written.items() if number not in terms)
         if recompute.endswith("%"):
             return int(self.compiled_bytes() * int(recompute[:-1].strip()) / 100)
         return self.compiled_bytes() if compiled else without_recompute

@@ -111,9 +111,7 @@ class LocalModel:
                     replace_forward(module, partial(_forward_predicted_tokens, module, self._fraction))
             self._expert_names = expert_names(self.model)
             self._is_zigzag = make_zigzag_predicate(self.model)
-            self.layout: ModelLayout = parallelize(
-                self.model, mesh, sequence_parallel=parallel.sequence_parallel
-            )
+            self.layout: ModelLayout = parallelize(self.model, mesh, sequence_parallel=parallel.sequence_parallel)
             for module in self.model.modules():
                 if isinstance(module, DotProductAttention):
                     module.attend_head_shard = partial(self._attend, module)  # type: ignore[method-assign]
@@ -241,9 +239,7 @@ class LocalModel:
         carry = {}
         for name, spec in written.items():
             if name in point.reads or spec.d_model is None:
-                length = (
-                    _carry_length(spec, fields) if self._is_data_dependent else lengths[token_fields[name]]
-                )
+                length = _carry_length(spec, fields) if self._is_data_dependent else lengths[token_fields[name]]
                 carry[name] = self._carried(spec, length, parts)
         return carry
 
@@ -252,9 +248,7 @@ class LocalModel:
             return torch.zeros(self._rows, length, dtype=torch.int64)
         return torch.zeros(self._rows, length // parts, spec.d_model, dtype=self._dtype, requires_grad=True)
 
-    def _inputs(
-        self, points: Sequence[SplitPoint], rows: int, cp: int
-    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def _inputs(self, points: Sequence[SplitPoint], rows: int, cp: int) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return a batch's fields, and a rank's tokens by the field that a split point processes."""
         data, model = self.config.data, self.model
         lengths = {point.token_field: data.sequence_length for point in points}

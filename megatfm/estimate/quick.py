@@ -102,9 +102,7 @@ class QuickScores:
             return np.bincount(stage_rank, values, parallel.pp).astype(np.float64)
 
         dense_sums, expert_sums, outside_sums, block = self._weight_sums(config)
-        dense, experts, outside = (
-            by_rank(by_stage(sums)) for sums in (dense_sums, expert_sums, outside_sums)
-        )
+        dense, experts, outside = (by_rank(by_stage(sums)) for sums in (dense_sums, expert_sums, outside_sums))
         forward, backward, weight_part = (
             by_rank(by_stage(sums)) for sums in (passes.forward, passes.backward, passes.weight_part)
         )
@@ -118,9 +116,7 @@ class QuickScores:
         is_sender = np.append(stage_rank[1:] != stage_rank[:-1], False)
         saved = by_rank((by_stage(passes.saved) + is_sender * passes.boundary) * in_flight)
         n_bytes = self._state_bytes(config, microbatches, dense, experts, outside, block) + saved
-        seconds = self._seconds(
-            config, microbatches, axes, passes, forward, backward, weight_part, dense, experts
-        )
+        seconds = self._seconds(config, microbatches, axes, passes, forward, backward, weight_part, dense, experts)
         reserved = self.cluster.device.reserved_gib * GIB
         return Score(seconds, float(n_bytes.max()) + passes.workspace + reserved)
 
@@ -143,9 +139,7 @@ class QuickScores:
         edp = max(1, parallel.expert_mesh_size // parallel.ep) if parallel.ep > 1 else parallel.dp_shard
         unsharded_numel = dense + experts
         shard = dense / parallel.dp_shard + experts / edp if zero else unsharded_numel
-        unsharded = (
-            zero < 2 or parallel.pp > 1 or (microbatches > 1 and parallel.grad_accumulation == "unsharded")
-        )
+        unsharded = zero < 2 or parallel.pp > 1 or (microbatches > 1 and parallel.grad_accumulation == "unsharded")
         total = (unsharded_numel if zero == 1 and not is_mixed else shard) * size
         total = total + (unsharded_numel if unsharded else shard) * size + shard * self._optimizer_bytes
         if zero < 2:
@@ -190,9 +184,7 @@ class QuickScores:
                 sharded = parallel.grad_accumulation == "sharded"
                 forward = np.maximum(forward, gather)
                 overlapped = gather + (reduce if sharded else 0.0)
-                data = (
-                    0.0 if sharded else max(0.0, reduce + gather - float(backward.max())) * (parallel.pp == 1)
-                )
+                data = 0.0 if sharded else max(0.0, reduce + gather - float(backward.max())) * (parallel.pp == 1)
                 data = reduce if parallel.pp > 1 else data
                 backward = np.maximum(backward, overlapped)
             else:
@@ -298,9 +290,7 @@ def microbatches_in_flight(
     return np.full(len(rank_of), float(min(ranks, microbatches)))
 
 
-def _running_numel(
-    weights: Sequence[LocalWeight], n: int, is_counted: Callable[[LocalWeight], bool]
-) -> Numbers:
+def _running_numel(weights: Sequence[LocalWeight], n: int, is_counted: Callable[[LocalWeight], bool]) -> Numbers:
     sizes = np.zeros(n + 1)
     for weight in weights:
         if is_counted(weight):

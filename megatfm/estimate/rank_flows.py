@@ -32,21 +32,14 @@ def rank_flows(
     add_ring_flows(flows, config, profile.samples, microbatches)
     last_parts = [profile.parts[stage[-1]] for stage in stages]
     _add_pipeline_flows(flows, axes[PIPELINE], last_parts, rank_of, rank, microbatches)
-    rank_of_part = {
-        index: stage_rank for stage, stage_rank in zip(stages, rank_of, strict=True) for index in stage
-    }
+    rank_of_part = {index: stage_rank for stage, stage_rank in zip(stages, rank_of, strict=True) for index in stage}
     _add_shared_gradients(flows, config, weights, rank_of_part, rank)
     return flows
 
 
 def parts_of(stages: Sequence[Sequence[int]], rank_of: Sequence[int], rank: int) -> list[int]:
     """Return the split points of a pipeline rank, by index."""
-    return [
-        index
-        for stage, stage_rank in zip(stages, rank_of, strict=True)
-        if stage_rank == rank
-        for index in stage
-    ]
+    return [index for stage, stage_rank in zip(stages, rank_of, strict=True) if stage_rank == rank for index in stage]
 
 
 def recomputed_operators(part: PartProfile, mode: str) -> list[Operator]:

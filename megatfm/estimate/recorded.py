@@ -19,9 +19,7 @@ from megatfm.train.profiling import SNAPSHOT_DIR
 
 FIRST_STEPS = 10
 """First steps of a run, left out of its median speed: they compile and fill caches."""
-OUT_OF_MEMORY = re.compile(
-    r"rank (\d+) is out of memory: it held ([\d.e+]+) GiB(?: and asked for ([\d.]+ \w+) more)?"
-)
+OUT_OF_MEMORY = re.compile(r"rank (\d+) is out of memory: it held ([\d.e+]+) GiB(?: and asked for ([\d.]+ \w+) more)?")
 LOG_BYTES = 2**22
 """Bytes at the end of a log that are searched for the message."""
 

@@ -47,9 +47,7 @@ class Seconds:
         return Seconds(self.matmul * times, self.attention * times, self.pointwise * times, self.host * times)
 
 
-def pass_seconds(
-    device: Device, operators: Sequence[Operator], *, compiled: bool, fp8: bool = False
-) -> Seconds:
+def pass_seconds(device: Device, operators: Sequence[Operator], *, compiled: bool, fp8: bool = False) -> Seconds:
     """Estimate the seconds of a pass's kernels, without collectives."""
     matmul = sum(matmul_seconds(device, op, fp8) for op in operators if op.kind == "matmul")
     attention = sum(attention_seconds(device, op) for op in operators if op.kind == "attention")
@@ -75,9 +73,7 @@ def elementwise_seconds(device: Device, operator: Operator) -> float:
     within = np.interp(math.log(max(operator.moved_bytes, 1)), sizes, seconds)
     beyond = max(1.0, operator.moved_bytes / math.exp(sizes[-1]))
     name = operator.name.removesuffix("_backward").removesuffix("_")
-    return float(
-        math.exp(within) * beyond * device.operators.get(operator.name, device.operators.get(name, 1.0))
-    )
+    return float(math.exp(within) * beyond * device.operators.get(operator.name, device.operators.get(name, 1.0)))
 
 
 def measured_rate(rows: Sequence[Sequence[float]], m: int, n: int, k: int) -> float:

@@ -113,9 +113,7 @@ def layouts(estimator: Estimator, refused: Counter[str]) -> Iterator[Config]:
     for parallel in _parallel_configs(base, gpus, estimator.cluster.node.gpus, refused):
         data_ranks = parallel.dp_shard * parallel.dp_replicate
         if base.train.global_batch % data_ranks:
-            refused[
-                f"train.global_batch = {base.train.global_batch} does not divide over the data ranks"
-            ] += 1
+            refused[f"train.global_batch = {base.train.global_batch} does not divide over the data ranks"] += 1
             continue
         share = base.train.global_batch // data_ranks
         for recompute in RECOMPUTE:
@@ -167,9 +165,7 @@ def _first_clause(text: str) -> str:
     return text.removeprefix("Value error, ").partition(":")[0]
 
 
-def _parallel_configs(
-    base: Config, gpus: int, gpus_per_node: int, refused: Counter[str]
-) -> Iterator[ParallelConfig]:
+def _parallel_configs(base: Config, gpus: int, gpus_per_node: int, refused: Counter[str]) -> Iterator[ParallelConfig]:
     """Yield the parallel sections that are valid by themselves."""
     has_experts = any(key.endswith("n_experts") for key in base.model.tp_dims)
     for axes in _list_axis_sizes(gpus, gpus_per_node, has_experts):

@@ -79,9 +79,7 @@ def computes_by_matmuls(
     return choose_kernel(replace(request, device="cuda")).name == "products"
 
 
-def count_fetched_tokens(
-    core: DotProductAttention, length: int, ranks: int, unit: int, *, is_zigzag: bool
-) -> int:
+def count_fetched_tokens(core: DotProductAttention, length: int, ranks: int, unit: int, *, is_zigzag: bool) -> int:
     """Return the most tokens whose keys a context-parallel rank sends for local attention in a row of one document.
 
     0 if attention is not local, so that all keys go around. unit: chunks are multiples of it.
@@ -115,9 +113,7 @@ class RMSNormStandIn(torch.autograd.Function):
         x_BTD, weight_D, scales = ctx.saved_tensors
         into_x = torch.empty_like(x_BTD) if ctx.needs_input_grad[1] else None
         into_weight = torch.empty_like(weight_D) if ctx.needs_input_grad[2] else None
-        ctx.note(
-            "rms_norm", "pointwise", 0, (gradient, x_BTD, scales), (x_BTD if into_x is None else into_x,)
-        )
+        ctx.note("rms_norm", "pointwise", 0, (gradient, x_BTD, scales), (x_BTD if into_x is None else into_x,))
         return None, into_x, into_weight
 
 
@@ -254,9 +250,7 @@ def fake_ranks(size: int, rank: int = 0) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     if dist.is_initialized():
-        raise UsageError(
-            "an estimate needs a process without a process group: run `megatfm estimate` by itself"
-        )
+        raise UsageError("an estimate needs a process without a process group: run `megatfm estimate` by itself")
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield

@@ -125,10 +125,7 @@ def step_time(
         key=lambda rank: sum(sum(times[i].total(reduces=False)) for i in parts_of(stages, rank_of, rank)),
     )
     indices = parts_of(stages, rank_of, busiest)
-    flows = [
-        rank_flows(config, profile, weights, stages, rank_of, rank, microbatches)
-        for rank in range(parallel.pp)
-    ]
+    flows = [rank_flows(config, profile, weights, stages, rank_of, rank, microbatches) for rank in range(parallel.pp)]
     boundary = max((profile.parts[stage[-1]].output_bytes for stage in stages[:-1]), default=0)
     data = _exposed_data(config, cluster, flows[busiest], axes, [times[i] for i in indices], microbatches)
     optimizer = optimizer_seconds(config, cluster, weights, indices)
@@ -140,9 +137,7 @@ def step_time(
         computed["recompute"] += microbatches * sum(times[i].total(reduces=False)[0] for i in indices)
     if parallel.pp == 1:
         if parallel.zero >= 2 and not sharded:  # the last micro-batch alone reduces
-            reducing, plain = (
-                sum(sum(times[i].total(reduces=reduces)) for i in indices) for reduces in (True, False)
-            )
+            reducing, plain = (sum(sum(times[i].total(reduces=reduces)) for i in indices) for reduces in (True, False))
             data += max(0.0, reducing - plain)
         return StepEstimate(_step(computed, 0.0, data, optimizer), flows, busiest, None, {0: 1})
     transfer = collective_seconds(axes[PIPELINE], node, "send", boundary)
@@ -340,9 +335,7 @@ def _step(computed: Mapping[str, float], bubble: float, data: float, optimizer: 
     return StepTime(**parts, bubble=bubble, optimizer=optimizer)
 
 
-def optimizer_seconds(
-    config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int]
-) -> float:
+def optimizer_seconds(config: Config, cluster: Cluster, weights: Sequence[LocalWeight], parts: Sequence[int]) -> float:
     """Estimate the seconds of the optimizer: it reads and writes state and weights, and reads and clips gradients."""
     state = rank_bytes(config, weights, parts)
     gradients = min(state.gradients, state.weights)

@@ -50,17 +50,13 @@ def heading(estimate: Estimate) -> list[str]:
 def layout_text(estimate: Estimate) -> str:
     """Return the layout in words."""
     parallel, train = estimate.config.parallel, estimate.config.train
-    sizes = {
-        axis.name: axis.size for axis in axes_of(parallel).values() if axis.name not in (EXPERT, EXPERT_SHARD)
-    }
+    sizes = {axis.name: axis.size for axis in axes_of(parallel).values() if axis.name not in (EXPERT, EXPERT_SHARD)}
     words = [describe_sizes({name: size for name, size in sizes.items() if size > 1} or {SHARD: 1})]
     words += [f"ep {parallel.ep}"] if parallel.ep > 1 else []
     words.append(f"ZeRO {parallel.zero}")
     if parallel.pp > 1:
         words.append(parallel.pp_schedule)
-    words.append(
-        f"{estimate.microbatches} micro-batch{'es' * (estimate.microbatches > 1)} of {train.micro_batch}"
-    )
+    words.append(f"{estimate.microbatches} micro-batch{'es' * (estimate.microbatches > 1)} of {train.micro_batch}")
     words.append(f'recompute "{train.recompute}"')
     words.append("compiled" if estimate.compiled else "not compiled")
     return ", ".join(words)
@@ -280,9 +276,7 @@ def _owner_lines(owners: Mapping[str, int]) -> Iterator[str]:
         sums[f"{phase}: {line}"] += n_bytes
         blocks[f"{phase}: {line}"] += layer != "-"
     for place, n_bytes in sums.most_common(OWNERS_SHOWN):
-        yield f"  {n_bytes / 1e9:8.3f} GB  {place}" + (
-            f", of {blocks[place]} blocks" if blocks[place] else ""
-        )
+        yield f"  {n_bytes / 1e9:8.3f} GB  {place}" + (f", of {blocks[place]} blocks" if blocks[place] else "")
 
 
 def recorded_lines(estimate: Estimate, recorded: Recorded) -> list[str]:
@@ -290,9 +284,7 @@ def recorded_lines(estimate: Estimate, recorded: Recorded) -> list[str]:
     lines = []
     if recorded.peak:
         modelled = estimate.memory[0].total - estimate.memory[0].reserved
-        included = (
-            "" if recorded.is_gpu else ", Python and its libraries included, at the end of a step on a CPU"
-        )
+        included = "" if recorded.is_gpu else ", Python and its libraries included, at the end of a step on a CPU"
         lines.append(
             f"recorded: {recorded.peak / GIB:.2f} GiB on rank 0 in step {recorded.peak_step}{included}; predicted for "
             f"its tensors: {modelled / GIB:.2f}"

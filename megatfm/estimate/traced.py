@@ -66,16 +66,12 @@ def run_trace(source: str, overrides: Sequence[str], gpus: int, rank: int) -> Tr
     command = [sys.executable, "-m", "megatfm.imaginary", source, "--world", str(gpus), "--rank", str(rank)]
     command += ["--steps", "2"]  # the first one makes the state of the optimizer
     try:
-        process = subprocess.run(
-            [*command, *overrides], capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )
+        process = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         raise MegatfmError(f"the traced rank took longer than {TIMEOUT} s: trace fewer layers") from None
     if process.returncode:
         lines = process.stderr.strip().splitlines() or ["no message"]
-        raise MegatfmError(
-            f"the traced rank ended with {process.returncode}: {lines[-1].removeprefix('error: ')}"
-        )
+        raise MegatfmError(f"the traced rank ended with {process.returncode}: {lines[-1].removeprefix('error: ')}")
     return Traced(json.loads(process.stdout.strip().splitlines()[-1]))
 
 
@@ -106,9 +102,7 @@ def traced_axis(name: str, axes: Mapping[str, Axis]) -> str:
     if expert.size == 1 or axes[EXPERT_SHARD].size > 1:
         return name
     if name == EXPERT:
-        same = (
-            axis.name for axis in axes.values() if (axis.size, axis.stride) == (expert.size, expert.stride)
-        )
+        same = (axis.name for axis in axes.values() if (axis.size, axis.stride) == (expert.size, expert.stride))
         return next((axis for axis in same if axis != EXPERT), EXPERT)
     joint = join_axes(axes[part] for part in name.split(" × "))
     return EXPERT if " × " in name and (joint.size, joint.stride) == (expert.size, expert.stride) else name

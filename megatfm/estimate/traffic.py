@@ -258,9 +258,7 @@ def count_all_gathers(config: Config, in_block: bool, microbatches: int) -> int:
     if in_block:
         compares_samples = isinstance(config.objective, ContrastiveObjective) and microbatches > 1
         return (2 + compares_samples) * microbatches  # once more for features without a graph
-    return microbatches * (
-        parallel.stages_per_rank if parallel.pp > 1 else 1
-    )  # each backward pass reshards them
+    return microbatches * (parallel.stages_per_rank if parallel.pp > 1 else 1)  # each backward pass reshards them
 
 
 def _buckets(weights: Sequence[LocalWeight]) -> list[list[LocalWeight]]:

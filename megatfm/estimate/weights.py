@@ -172,9 +172,7 @@ def pending_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequenc
     return waiting * (compute if is_fully_sharded else size)
 
 
-def rank_bytes(
-    config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], ahead: int = 1
-) -> RankBytes:
+def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[int], ahead: int = 1) -> RankBytes:
     """Add up the bytes of some split points on the fullest rank. ahead: blocks that are prefetched."""
     parallel, train = config.parallel, config.train
     stage_weights = [w for w in weights if any(index in parts for index in w.parts)]

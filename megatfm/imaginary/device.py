@@ -112,9 +112,7 @@ class ImaginaryGPU(TorchDispatchMode):
             return args[0].fill_(1)
         is_copy = name in ("copy_", "_to_copy")
         non_blocking = is_copy and bool(options.get("non_blocking") or (len(args) > 2 and args[2]))
-        args, options = tree_map_only(
-            Tensor, lambda x: self._fake_input(x, name, non_blocking), (args, options)
-        )
+        args, options = tree_map_only(Tensor, lambda x: self._fake_input(x, name, non_blocking), (args, options))
         if name == "add" and self._is_summing_gradients(args[0]):
             func, name = torch.ops.aten.add_.Tensor, "add_"
         out = self._run(func, name, args, options)

@@ -56,9 +56,7 @@ def build_guard(folder: Path | None = None) -> Path:
         if process.returncode:
             stderr = process.stderr
             line = next((line for line in stderr.splitlines() if "error" in line), stderr[:200])
-            raise MegatfmError(
-                f"the imaginary GPU's guard does not build with {compiler}: {line}; {WITHOUT_GUARD}"
-            )
+            raise MegatfmError(f"the imaginary GPU's guard does not build with {compiler}: {line}; {WITHOUT_GUARD}")
         Path(temporary).replace(library)
     finally:
         Path(temporary).unlink(missing_ok=True)

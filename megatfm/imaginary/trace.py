@@ -42,9 +42,7 @@ class Trace:
     seconds: float = 0.0
 
 
-def trace(
-    source: str, overrides: Sequence[str], world: int, rank: int, steps: int, microbatches: int | None
-) -> Trace:
+def trace(source: str, overrides: Sequence[str], world: int, rank: int, steps: int, microbatches: int | None) -> Trace:
     """Take steps as one rank of `world`. microbatches: at most so many in a step; None: as many as the config has.
 
     Raises UsageError for an invalid config or layout, and the engine's errors.

@@ -76,12 +76,8 @@ def generate_texts(
             prompts = _fit(prompts, room)
         items.append(NumberedPrompts(number, request, prompts))
     if n_cut:
-        log.warning(
-            "%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(items), limit
-        )
-    return map_blocks(
-        items, lambda item: item.shape, lambda block: _generate_block(loaded, block), batch_size
-    )
+        log.warning("%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(items), limit)
+    return map_blocks(items, lambda item: item.shape, lambda block: _generate_block(loaded, block), batch_size)
 
 
 def _make_prompts(loaded: TextModel, prompt: str | Sequence[int]) -> Prompts:
@@ -134,10 +130,6 @@ class TextRow:
 
     def end(self) -> str:
         """Return the text up to the first stop text."""
-        text = (
-            self.text
-            if any(stop_text in self.text for stop_text in self._stop)
-            else self.text + self._decoder.end()
-        )
+        text = self.text if any(stop_text in self.text for stop_text in self._stop) else self.text + self._decoder.end()
         positions = [position for stop_text in self._stop if (position := text.find(stop_text)) >= 0]
         return text[: min(positions, default=len(text))]

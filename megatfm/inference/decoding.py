@@ -66,9 +66,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UsageError(
-                f"temperature = {self.temperature}: choose 0 (the likeliest token) or more, e.g. 0.8"
-            )
+            raise UsageError(f"temperature = {self.temperature}: choose 0 (the likeliest token) or more, e.g. 0.8")
         if self.top_k < 0:
             raise UsageError(f"top_k = {self.top_k}: choose 0 (no limit) or more, e.g. 50")
         if not 0 < self.top_p <= 1:
@@ -136,9 +134,7 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the tokens [B] of `generate`, one position at a time."""
     prompts = tokens if isinstance(tokens, Prompts) else Prompts(list(tokens))
-    return _iter_steps(
-        DecodingState(model, prompts, max_tokens, cache=cache), sampling, max_tokens, stop_token
-    )
+    return _iter_steps(DecodingState(model, prompts, max_tokens, cache=cache), sampling, max_tokens, stop_token)
 
 
 def _iter_steps(
@@ -215,11 +211,7 @@ class DecodingState:
             raise UsageError("nothing to continue: the prompt needs a token, e.g. the tokenizer's bos")
         check_makes_text(model)
         if has_encoder(model) != (prompts.encoder is not None):
-            problem = (
-                "needs tokens for its encoder"
-                if has_encoder(model)
-                else "has no encoder: give no tokens for one"
-            )
+            problem = "needs tokens for its encoder" if has_encoder(model) else "has no encoder: give no tokens for one"
             raise UsageError(f"model.family = {config.family!r} {problem}")
         if cache and not getattr(model, "takes_cache", False):
             log.warning("family %r takes no cache: each token recomputes its prefix", config.family)
@@ -236,18 +228,14 @@ class DecodingState:
                 config.position.limit + 1 - max_length + max_tokens,
             )
             remedy = (
-                f"ask for at most {n_more}"
-                if n_more > 0
-                else f"shorten it by {prompt_tokens - config.position.limit}"
+                f"ask for at most {n_more}" if n_more > 0 else f"shorten it by {prompt_tokens - config.position.limit}"
             )
             raise UsageError(
                 f"a prompt of {prompt_tokens} tokens and {max_tokens} more, but model.position.max_positions = "
                 f"{config.position.limit}: {remedy}"
             )
         windows = [
-            depth
-            for depth in range(config.n_layers)
-            if config.layer_config(depth).attention.pattern.name != "full"
+            depth for depth in range(config.n_layers) if config.layer_config(depth).attention.pattern.name != "full"
         ]
         if prompts.prefix and cache and windows:
             raise UsageError(
@@ -256,9 +244,7 @@ class DecodingState:
                 "all of which is seen by what follows: a cache does not keep it: generate without cache"
             )
         self._body = model_without_head(model)
-        self._has_capacity = any(
-            isinstance(module, Experts) and module.has_capacity for module in model.modules()
-        )
+        self._has_capacity = any(isinstance(module, Experts) and module.has_capacity for module in model.modules())
         self.cache = KVCache(config.n_layers, max_length) if cache else None
         self.n_cached = 0
         self.images = dict(prompts.images or {})

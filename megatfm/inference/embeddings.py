@@ -68,8 +68,7 @@ class SentenceEmbedder:
                 f"choose {len(before) + len(after) + 1} or more"
             )
         encoded = [
-            self.add_special_tokens(text, before, after)
-            for text in self.tokenizer.encode_batch(texts, threads=1)
+            self.add_special_tokens(text, before, after) for text in self.tokenizer.encode_batch(texts, threads=1)
         ]
         if n_cut := sum(len(truncated) < len(text) for truncated, text in encoded):
             log.warning("%d of %d texts are cut at %d tokens", n_cut, len(texts), self.max_tokens)

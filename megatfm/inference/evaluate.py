@@ -42,9 +42,7 @@ def evaluate_run(
     """
     if not (run_dir / "config.toml").is_file():
         refuse_adapter(run_dir)
-        raise UsageError(
-            f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart"
-        )
+        raise UsageError(f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/quickstart")
     config = load_config(run_dir / "config.toml")
     import_foreign_plugins(config.plugins, run_dir, trusted=trust_plugins)
     data = config.data.model_copy(update={"validation": {**config.data.validation, **_make_absolute(sets)}})
@@ -53,8 +51,7 @@ def evaluate_run(
     config, tokenizer = open_tokenizer(config.model_copy(update={"data": data, "parallel": parallel}))
     if with_compressors and not (tokenizer and tokenizer.lossless):
         raise UsageError(
-            f"--baselines: {config.data.tokenizer} does not keep every text as it is, so nothing compares: "
-            "leave it out"
+            f"--baselines: {config.data.tokenizer} does not keep every text as it is, so nothing compares: leave it out"
         )
     checkpoint.find_checkpoint(run_dir)  # raises before the first collective
     with distributed.distributed_session(device=config.train.device) as rank:
@@ -79,9 +76,7 @@ def evaluate_run(
     baselines = {}
     if with_compressors and tokenizer:
         folders = config.data.validation.items()
-        baselines = {
-            name: measure_compressors(open_corpus(config, folder), tokenizer) for name, folder in folders
-        }
+        baselines = {name: measure_compressors(open_corpus(config, folder), tokenizer) for name, folder in folders}
     run = RunDirectory(run_dir, rank.rank)
     run.write("evaluation.json", json.dumps(evaluation, indent=2) + "\n")
     if images:

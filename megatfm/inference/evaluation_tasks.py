@@ -89,9 +89,7 @@ def open_tasks(files: Mapping[str, str | Path], limit: int = 0) -> list[Evaluati
     return [open_evaluation_task(path, name=name, limit=limit) for name, path in files.items()]
 
 
-def _run_harness(
-    loaded: TextModel, harness: HarnessTasks, limit: int, batch_size: int
-) -> dict[str, EvaluatedTask]:
+def _run_harness(loaded: TextModel, harness: HarnessTasks, limit: int, batch_size: int) -> dict[str, EvaluatedTask]:
     results = run_harness(
         loaded,
         harness.names,
@@ -141,9 +139,7 @@ def evaluate_questions(
 
 def _generate_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
     config = task.config
-    requests = [
-        TextRequest(question.prompt, config.max_tokens, tuple(config.stop)) for question in task.questions
-    ]
+    requests = [TextRequest(question.prompt, config.max_tokens, tuple(config.stop)) for question in task.questions]
     texts = generate_texts(loaded, requests, batch_size=batch_size)
     return [score_text(question, text) for question, text in zip(task.questions, texts, strict=True)]
 

@@ -99,11 +99,7 @@ class ChatPrompts:
             self.choose(True)
         assert self._template is not None
         template = self._template
-        text = (
-            template.render(messages, add_generation_prompt=True)
-            if asks
-            else template.render_unfinished(messages)
-        )
+        text = template.render(messages, add_generation_prompt=True) if asks else template.render_unfinished(messages)
         self._rendered.add(text)
         return text
 
@@ -149,13 +145,9 @@ class HarnessRequests:
         """Return log p(continuation | context) in nats, and whether the continuation is greedy, of each pair."""
         encoded = [(chat and chat.split(*pair)) or encode_continuation(self._loaded, *pair) for pair in pairs]
         truncated = [self._fit(continuation) for continuation in encoded]
-        n_cut = sum(
-            len(after.tokens) < len(before.tokens) for after, before in zip(truncated, encoded, strict=True)
-        )
+        n_cut = sum(len(after.tokens) < len(before.tokens) for after, before in zip(truncated, encoded, strict=True))
         if n_cut:
-            log.warning(
-                "%d of %d contexts are cut at their start to %d tokens", n_cut, len(encoded), self._limit
-            )
+            log.warning("%d of %d contexts are cut at their start to %d tokens", n_cut, len(encoded), self._limit)
         scored = score(self._loaded.model, truncated, batch_size=self._batch_size)
         return [(likelihood.log_probability, bool(likelihood.is_greedy)) for likelihood in scored]
 

@@ -35,9 +35,7 @@ class ImageEvaluation:
         model = getattr(engine, "model", None)
         self._model = model if isinstance(model, nn.Module) else None
         if self._model is None:
-            log.info(
-                "%s does not show its model: the evaluation leaves no confusion matrix", type(engine).__name__
-            )
+            log.info("%s does not show its model: the evaluation leaves no confusion matrix", type(engine).__name__)
         if n_images and not isinstance(engine, RunsModel):
             raise UsageError(
                 f"--images: parallel.engine = {config.parallel.engine!r} can't run its model on examples: leave it out"
@@ -90,7 +88,5 @@ def image_evaluation(config: Config, engine: Engine, n_images: int) -> ImageEval
     if isinstance(config.objective, ImageObjective):
         return ImageEvaluation(config, engine, n_images)
     if n_images:
-        raise UsageError(
-            f"--images: objective.name = {config.objective.name!r} reads no images: leave it out"
-        )
+        raise UsageError(f"--images: objective.name = {config.objective.name!r} reads no images: leave it out")
     return None

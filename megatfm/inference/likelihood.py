@@ -71,9 +71,7 @@ def encode_continuation(loaded: TextModel, context: str, continuation: str) -> C
 
 
 @torch.no_grad()
-def score(
-    model: nn.Module, continuations: Sequence[Continuation], *, batch_size: int = BATCH_SIZE
-) -> list[Likelihood]:
+def score(model: nn.Module, continuations: Sequence[Continuation], *, batch_size: int = BATCH_SIZE) -> list[Likelihood]:
     """Return the likelihood of each continuation, in their order. Collective if there is a process group.
 
     All ranks pass the same continuations and hold the same weights; each computes a share. Raises UsageError for a row
@@ -153,9 +151,7 @@ class _Scorer:
 
     def padded_lengths(self, continuation: Continuation) -> tuple[int, int, bool]:
         """Return a row's shape: padded encoder tokens, padded decoder tokens, and whether it has a prefix."""
-        n_encoder = (
-            0 if continuation.encoder is None else padded_length(len(continuation.encoder), self.limit)
-        )
+        n_encoder = 0 if continuation.encoder is None else padded_length(len(continuation.encoder), self.limit)
         return n_encoder, padded_length(len(continuation.tokens), self.limit), continuation.prefix
 
     def score_block(self, block: Sequence[Continuation]) -> list[Likelihood]:
@@ -177,8 +173,7 @@ class _Scorer:
         with without_capacity(self.model):
             logits_by_row = self._iter_logits(tokens_BT.to(device), inputs, block)
             return [
-                _compute_likelihood(logits_MV, row.targets)
-                for logits_MV, row in zip(logits_by_row, block, strict=True)
+                _compute_likelihood(logits_MV, row.targets) for logits_MV, row in zip(logits_by_row, block, strict=True)
             ]
 
     def _iter_logits(

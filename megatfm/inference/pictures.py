@@ -76,9 +76,7 @@ def rollout_gallery(
             token_indices = tokens_of_image(batch, 0, token)
             is_patch = batch["grid"][0, token_indices, 0].numpy() >= 0
             attention_TT = reached_TT[token_indices][:, token_indices[is_patch]]
-            weights = (
-                attention_TT[0] if by_class_token else attention_TT[torch.from_numpy(is_patch)].mean(0)
-            ).numpy()
+            weights = (attention_TT[0] if by_class_token else attention_TT[torch.from_numpy(is_patch)].mean(0)).numpy()
             image = pixels_at(batch, 0, token, _patch_size(config))
             label = int(batch["labels"][0, token])
             caption = "" if label == IGNORE_INDEX else f"label {_name(names, label)}"
@@ -99,9 +97,7 @@ def shade(image: Pixels, weights: NDArray[np.floating[Any]]) -> Pixels:
     return shaded
 
 
-def reconstruction_gallery(
-    model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device
-) -> Gallery:
+def reconstruction_gallery(model: nn.Module, config: Config, batches: Sequence[Batch], device: torch.device) -> Gallery:
     """Show the visible patches, the model's reconstruction, and the image, as in figure 2 of the MAE paper."""
     targets = "target_patches" if config.objective.name == "simmim" else "patches"
     pictures = []

@@ -78,9 +78,7 @@ def build_prompts(
     prefix_ids = []
     if not has_no_prefix:
         prefix_ids = (
-            [tokenizer.bos]
-            if begin == "bos" or loaded.prompt_prefix_ids is None
-            else list(loaded.prompt_prefix_ids)
+            [tokenizer.bos] if begin == "bos" or loaded.prompt_prefix_ids is None else list(loaded.prompt_prefix_ids)
         )
         prefix_ids = [] if begin == "none" else prefix_ids
         ids = [*prefix_ids, *ids] or [tokenizer.bos]  # decoding needs at least one token
@@ -99,9 +97,7 @@ def _encode_chat(loaded: "TextModel", text: str) -> list[int]:
     """
     tokenizer, task = loaded.tokenizer, loaded.config.task
     if not isinstance(tokenizer, HuggingFaceTokenizer) or loaded.tokenizer_file is None:
-        raise UsageError(
-            "a chat needs a tokenizer.json, in which special tokens are spelled: leave --chat out"
-        )
+        raise UsageError("a chat needs a tokenizer.json, in which special tokens are spelled: leave --chat out")
     if spellings := [spelling for spelling in tokenizer.reserved_spellings if spelling in text]:
         raise UsageError(f"the prompt spells the special token {spellings[0]!r}: take it out")
     template = load_chat_template(loaded.tokenizer_file, tokenizer, task.chat_template if task else None)
@@ -148,9 +144,7 @@ def prepare_prompts(
     images: Sequence[str | Path] = (),
 ) -> tuple[Prompts, int]:
     """Return the prompts on the model's device, and `max_tokens` reduced to the model's positions, with a warning."""
-    prompts = build_prompts(loaded, prompt, samples, begin, sentinel, images).to(
-        next(loaded.model.parameters()).device
-    )
+    prompts = build_prompts(loaded, prompt, samples, begin, sentinel, images).to(next(loaded.model.parameters()).device)
     length, model, data = len(prompts.tokens[0]), loaded.config.model, loaded.config.data
     has_two_rows = prompts.encoder is not None or prompts.images is not None
     trained = data.target_length if has_two_rows and data.target_length else data.sequence_length
@@ -182,10 +176,7 @@ def read_prompt_images(loaded: "TextModel", paths: Sequence[str | Path]) -> dict
         data.images, make_image_tower(model), "image_to_text", data.sequence_length, training=False
     )
     fields = [_read_image(reader, Path(path)) for path in paths]
-    batch = {
-        f"encoder_{name}": torch.cat([torch.tensor(image[name]) for image in fields])[None]
-        for name in fields[0]
-    }
+    batch = {f"encoder_{name}": torch.cat([torch.tensor(image[name]) for image in fields])[None] for name in fields[0]}
     lengths = torch.tensor([len(image["grid"]) for image in fields])
     batch["encoder_positions"] = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
     batch["encoder_documents"] = torch.arange(len(fields)).repeat_interleave(lengths)[None]
@@ -201,9 +192,7 @@ def _read_image(reader: "ImageReader", file: Path) -> dict[str, NDArray[Any]]:
         raise UsageError(f"{file}: {error}") from None
 
 
-def insert_image_tokens(
-    loaded: "TextModel", ids: Sequence[int], images: dict[str, Tensor], begin: int
-) -> list[int]:
+def insert_image_tokens(loaded: "TextModel", ids: Sequence[int], images: dict[str, Tensor], begin: int) -> list[int]:
     """Return a prompt's ids with an image token for each patch, in place of its image tokens or else after `begin` ids.
 
     Raises UsageError for a prompt with image tokens, but not one for each image.

@@ -48,15 +48,10 @@ class PromptSampler:
         loaded = _make_text_model(model, tokenizer, config, step)
         sampling = LockstepSampling(TEMPERATURE, top_p=TOP_P, vocab_size=loaded.tokenizer.vocab_size)
         n_tokens = config.evaluate.sample_tokens
-        return [
-            generate_text(loaded, prompt, sampling, n_tokens, 1)[0]
-            for prompt in config.evaluate.sample_prompts
-        ]
+        return [generate_text(loaded, prompt, sampling, n_tokens, 1)[0] for prompt in config.evaluate.sample_prompts]
 
 
-def _make_text_model(
-    model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int = 0
-) -> TextModel:
+def _make_text_model(model: nn.Module, tokenizer: Tokenizer | None, config: Config, step: int = 0) -> TextModel:
     if tokenizer is None:
         raise UsageError("evaluate.sample_prompts: the run reads no text: leave them out")
     return TextModel(model, tokenizer, config, step, None, eos_token_id=(tokenizer.eos,))

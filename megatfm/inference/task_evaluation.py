@@ -94,9 +94,7 @@ def summarise(predictions: FilePredictions, file: str) -> dict[str, Any]:
     if isinstance(predictions, SpanPredictions):
         for name, metric in (("f1", token_f1), ("exact_match", exact_match)):
             scores = predictions.scores(metric)
-            summary["intervals"][name] = bootstrap_interval(
-                lambda values, _: float(values.mean()), scores, scores
-            )
+            summary["intervals"][name] = bootstrap_interval(lambda values, _: float(values.mean()), scores, scores)
         if task.no_answer:
             summary["threshold"] = predictions.answered_up_to
         return summary
@@ -135,9 +133,7 @@ def predict_file(
         )
     config = config.model_copy(update={"task": task.model_copy(update=dict(search))})
     if task.form == "chat":
-        raise UsageError(
-            f"{run_dir}: its task, form = 'chat', has no labels to predict: use `megatfm generate`"
-        )
+        raise UsageError(f"{run_dir}: its task, form = 'chat', has no labels to predict: use `megatfm generate`")
     if not Path(file).exists():
         raise UsageError(f"{file}: there is no such file: give one with column {task.text!r}")
     collected = _predict(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
@@ -162,9 +158,7 @@ def _open_run(run_dir: Path, trust_plugins: bool) -> tuple[Config, Tokenizer]:
     """Return a run's config, with one replica per process, and its tokenizer. Raises UsageError."""
     if not (run_dir / "config.toml").is_file():
         refuse_adapter(run_dir)
-        raise UsageError(
-            f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/topics"
-        )
+        raise UsageError(f"{run_dir}: no run directory (config.toml is missing): give one, for example runs/topics")
     config = load_config(run_dir / "config.toml")
     if config.task is None:
         raise UsageError(f"{run_dir}: a run without a [task]: give one that `megatfm finetune` trained")

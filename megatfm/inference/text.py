@@ -73,9 +73,7 @@ def attach_tokenizer(model: nn.Module, source: Path) -> TextModel:
     folder = run if (run / "config.toml").is_file() else None
     tokenizer_file = tokenizers.find_tokenizer_file(run) or config.data.tokenizer
     if tokenizer_file is None:
-        raise UsageError(
-            f"{source}: was trained on no text, and has no tokenizer: there is nothing to generate"
-        )
+        raise UsageError(f"{source}: was trained on no text, and has no tokenizer: there is nothing to generate")
     tokenizer = tokenizers.load(tokenizer_file)
     if tokenizer.hash != state.get("tokenizer"):
         raise UsageError(
@@ -119,9 +117,7 @@ def _stop_ids(
     listed = [token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int]
     answer_ends = answer_end_tokens(config.task, tokenizer_file, tokenizer)
     for token in answer_ends:
-        log.warning(
-            "an answer ends at %s, the chat template's end of a turn, or at EOS", tokenizer.id_to_piece(token)
-        )
+        log.warning("an answer ends at %s, the chat template's end of a turn, or at EOS", tokenizer.id_to_piece(token))
     return tuple(dict.fromkeys([tokenizer.eos, *listed, *answer_ends]))
 
 
@@ -199,9 +195,7 @@ def generate_text(
     texts = [""] * samples
     ended = [False] * samples
     on_text(f"{prompt}\n" if begin == "chat" else prompt)
-    for tokens in stream(
-        loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.eos_token_id
-    ):
+    for tokens in stream(loaded.model, prompts, sampling, max_tokens=max_tokens, stop_token=loaded.eos_token_id):
         for row, token in enumerate(tokens.tolist()):
             new_text = "" if ended[row] else decoders[row].add([token])
             ended[row] = ended[row] or token in loaded.eos_token_id

@@ -55,9 +55,7 @@ class Block(nn.Module):
         for dropout in self.input_dropouts:
             dropout.sequence = sequence
         extras = AuxiliaryCollector()
-        y_BTD = extras.unwrap(
-            "attn", self.attn(self.attn_residual.input_norm(x_BTD), sequence, bias, None, cache)
-        )
+        y_BTD = extras.unwrap("attn", self.attn(self.attn_residual.input_norm(x_BTD), sequence, bias, None, cache))
         x_BTD = self.attn_residual.add(x_BTD, y_BTD, sequence)
         if memory_BSD is not None:
             output = self.cross(self.cross_residual.input_norm(x_BTD), sequence, None, memory_BSD, cache)

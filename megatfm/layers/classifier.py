@@ -50,9 +50,7 @@ class AttentionPool(nn.Module):
         self.n_heads = config.attention.n_heads
         self.query = nn.Parameter(torch.empty(1, d))
         self.initial, self.roles = {"query": initial("embedding", 1, d)}, {"query": "embedding"}
-        self.wq, self.wk, self.wv = (
-            Linear(d, d, initial(role, d, d), bias=True) for role in ("query", "key", "value")
-        )
+        self.wq, self.wk, self.wv = (Linear(d, d, initial(role, d, d), bias=True) for role in ("query", "key", "value"))
         self.core = PoolingAttention()
         self.wo = Linear(d, d, initial("out", d, d), bias=True)
         self.norm = make_norm(config)
@@ -94,9 +92,7 @@ class PoolingAttention(nn.Module):
         return scores_BNT[:, None].masked_fill(~is_member_BIT[:, :, None], torch.finfo(precise).min)
 
 
-def _find_members(
-    sequence: SequenceMetadata, full_sequence: SequenceMetadata, *, with_special: bool = False
-) -> Tensor:
+def _find_members(sequence: SequenceMetadata, full_sequence: SequenceMetadata, *, with_special: bool = False) -> Tensor:
     """Return boolean [B, I, T]: which tokens of a sequence are patches of each image. full_sequence: of full rows."""
     images_I1 = torch.arange(full_sequence.max_documents_per_row, device=sequence.positions.device)[:, None]
     members_BIT = _get_documents(sequence)[:, None] == images_I1
@@ -110,9 +106,7 @@ def _get_documents(sequence: SequenceMetadata) -> Tensor:
     return torch.zeros_like(sequence.positions) if sequence.documents is None else sequence.documents
 
 
-def document_index(
-    sequence: SequenceMetadata, at_M: Tensor, other_side: SequenceMetadata | None = None
-) -> Tensor:
+def document_index(sequence: SequenceMetadata, at_M: Tensor, other_side: SequenceMetadata | None = None) -> Tensor:
     """Return the index [M] of each token's document among those of all rows, `max_documents_per_row` for each row.
 
     at_M: indices of tokens, counted over all rows. other_side: metadata of these tokens, if they are on the other side
@@ -198,8 +192,7 @@ class ClassifierHead(nn.Module):
             return {self.term: loss, **n_right(logits_MC, labels_M)}
         weights_M = label_weights.flatten()[at_M].to(logits_MC.dtype)
         losses = (
-            self._compute_cross_entropy(logits_MC, labels.flatten()[at_M])
-            for labels in (labels_BT, mixed_labels)
+            self._compute_cross_entropy(logits_MC, labels.flatten()[at_M]) for labels in (labels_BT, mixed_labels)
         )
         first_M, second_M = losses
         return (weights_M * first_M + (1 - weights_M) * second_M).sum()
@@ -222,9 +215,7 @@ def n_right(logits_MC: Tensor, labels_M: Tensor) -> dict[str, Tensor]:
     """Count the images whose label is among the likeliest classes; of equal logits the lower class is likelier."""
     classes_MC = logits_MC.argsort(dim=-1, descending=True, stable=True)
     return {
-        f"top{k}": (classes_MC[:, :k] == labels_M[:, None]).any(-1).sum()
-        for k in METRICS
-        if k < logits_MC.shape[-1]
+        f"top{k}": (classes_MC[:, :k] == labels_M[:, None]).any(-1).sum() for k in METRICS if k < logits_MC.shape[-1]
     }
 
 

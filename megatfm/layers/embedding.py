@@ -17,9 +17,7 @@ from megatfm.registry import Registry
 
 # B batch, T tokens, S tokens of another row, E embedding width, D model width
 
-EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry(
-    "embedding (model.embedding.name)"
-)
+EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry("embedding (model.embedding.name)")
 """Embeddings by name, made as `EMBEDDINGS.get(name)(config, initial)`.
 
 An embedding maps a field of the batch to vectors [B, T, E], with E = `config.embedding_width`. Its attribute `reads`
@@ -131,9 +129,7 @@ class InputEmbedding(nn.Module):
         else:
             self.positions = position(config, initial) if position else None
         n_segments = config.embedding.n_segments
-        self.segments = (
-            Embedding(n_segments, width, initial("segment", n_segments, width)) if n_segments else None
-        )
+        self.segments = Embedding(n_segments, width, initial("segment", n_segments, width)) if n_segments else None
         self.norm = make_norm(config, width) if config.embedding.norm else None
         self.mask_tokens: nn.Module | None = None
         if getattr(config.embedding, "mask_token", False):
@@ -170,9 +166,7 @@ class InputEmbedding(nn.Module):
             )
         return self.table
 
-    def forward(
-        self, inputs_BT: Tensor, sequence: SequenceMetadata, segments_BT: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, inputs_BT: Tensor, sequence: SequenceMetadata, segments_BT: Tensor | None = None) -> Tensor:
         """Embed the field that `reads` names; return [B, T, D]. segments: None: all tokens are in segment 0."""
         first = self.first
         x_BTE = first(inputs_BT, sequence) if getattr(first, "takes_sequence", False) else first(inputs_BT)
@@ -187,9 +181,7 @@ class InputEmbedding(nn.Module):
         if self.positions is not None:
             x_BTE = x_BTE + self.positions(sequence).to(x_BTE.dtype)
         if self.segments is not None:
-            x_BTE = x_BTE + self.segments(
-                torch.zeros_like(sequence.positions) if segments_BT is None else segments_BT
-            )
+            x_BTE = x_BTE + self.segments(torch.zeros_like(sequence.positions) if segments_BT is None else segments_BT)
         if self.norm is not None:
             x_BTE = self.norm(x_BTE)
         if self.mask_tokens is not None and masks_last:

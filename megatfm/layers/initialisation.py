@@ -134,16 +134,12 @@ def _draw_rows(
             outliers.append(np.flatnonzero(np.abs(values) > 2) + start * width)
         first, last = max(rows.start, start), min(rows.stop, start + len(values))
         if first < last:
-            target[first - rows.start : last - rows.start] = values[
-                (slice(first - start, last - start), *columns)
-            ]
+            target[first - rows.start : last - rows.start] = values[(slice(first - start, last - start), *columns)]
     redrawn = np.concatenate(outliers) if outliers else np.empty(0, np.int64)
     while len(redrawn):
         values = generator.standard_normal(len(redrawn), dtype=np.float32)
         indices = np.unravel_index(redrawn, shape)
-        is_kept = np.all(
-            [(at >= x.start) & (at < x.stop) for at, x in zip(indices, region, strict=True)], axis=0
-        )
+        is_kept = np.all([(at >= x.start) & (at < x.stop) for at, x in zip(indices, region, strict=True)], axis=0)
         target[tuple(at[is_kept] - x.start for at, x in zip(indices, region, strict=True))] = values[is_kept]
         redrawn = redrawn[np.abs(values) > 2]
     if not isinstance(initial, Uniform):
@@ -239,9 +235,7 @@ StackKind = Literal["encoder", "decoder"]
 Initialiser = Callable[[Role, int, int], InitDistribution]
 """(role, d_in, d_out) → distribution of the initial weights. For tables: number of rows, width."""
 
-INITIALISATIONS: Registry[Callable[[ModelConfig, StackKind], Initialiser]] = Registry(
-    "initialisation (model.init)"
-)
+INITIALISATIONS: Registry[Callable[[ModelConfig, StackKind], Initialiser]] = Registry("initialisation (model.init)")
 
 
 def make_initialiser(config: ModelConfig, stack_kind: StackKind = "decoder") -> Initialiser:

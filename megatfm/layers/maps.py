@@ -22,9 +22,7 @@ class MapSequence(SequenceMetadata):
     size: the map. previous_size: the map of the previous stage. first_size: the map of the first stage.
     """
 
-    def __init__(
-        self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None
-    ) -> None:
+    def __init__(self, size: MapSize, positions: Tensor, documents: Tensor | None, rng_keys: Tensor | None) -> None:
         super().__init__(positions, documents, rng_keys=rng_keys)
         self.size = self.previous_size = self.first_size = size
         tokens, area = positions.shape[1], prod(size)

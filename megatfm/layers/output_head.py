@@ -52,9 +52,7 @@ class CrossEntropy(nn.Module):
     ) -> Tensor:
         """Return the sum. losses_M: filled with the tokens' losses. weights_M: their factors."""
         options = self.options if self.training else replace(self.options, smoothing=0.0)
-        return cross_entropy(
-            hidden_ME, weight_VE, targets_M, bias_V, options, losses_M=losses_M, weights_M=weights_M
-        )
+        return cross_entropy(hidden_ME, weight_VE, targets_M, bias_V, options, losses_M=losses_M, weights_M=weights_M)
 
 
 class RowLossRecorder:
@@ -65,9 +63,7 @@ class RowLossRecorder:
 
     def new_losses(self, targets_BT: Tensor, indices_M: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return a tensor [M] for the losses of a call. indices_M: its tokens in [B · T]; None: all of them."""
-        losses_M = targets_BT.new_zeros(
-            targets_BT.numel() if indices_M is None else len(indices_M), dtype=dtype
-        )
+        losses_M = targets_BT.new_zeros(targets_BT.numel() if indices_M is None else len(indices_M), dtype=dtype)
         self._calls.append((targets_BT, indices_M, losses_M))
         return losses_M
 
@@ -154,9 +150,7 @@ class LMHead(nn.Module):
         hidden_MD, targets_M, indices_M = hidden_BTD.flatten(0, 1), targets_BT.flatten(), None
         if self.sparse:
             # The host finds the indices, as it has to know their number.
-            indices_M = move_to_device(
-                (to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device
-            )
+            indices_M = move_to_device((to_host(targets_BT).flatten() != IGNORE).nonzero()[:, 0], targets_M.device)
             hidden_MD, targets_M = hidden_MD[indices_M], targets_M[indices_M]
         hidden_ME = self._transform_and_scale(hidden_MD)
         loss_dtype = torch.promote_types(hidden_ME.dtype, torch.float32)
@@ -173,9 +167,7 @@ class LMHead(nn.Module):
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
-HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Registry(
-    "head (model.extra_heads)"
-)
+HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Registry("head (model.extra_heads)")
 """Heads besides the language-model head, built as `head(config, section, tokens)`; tokens: the token embedding or None.
 
 A head is a module that is called with hidden vectors [B, T, D] and the fields of the batch that it `reads`, if the
@@ -252,15 +244,11 @@ class SpanBoundaryHead(nn.Module):
     def __init__(self, config: ModelConfig, section: Any, tokens: Embedding | None) -> None:
         super().__init__()
         if tokens is None:
-            raise UsageError(
-                "model.extra_heads.boundary predicts tokens: set model.embedding.name = 'tokens'"
-            )
+            raise UsageError("model.extra_heads.boundary predicts tokens: set model.embedding.name = 'tokens'")
         initial, d, width = make_initialiser(config), config.d_model, config.embedding_width
         d_in, n_positions = 2 * d + POSITION_WIDTH, MAX_SPAN_POSITIONS
         self.around = SpanBoundaryGather()
-        self.positions = Embedding(
-            n_positions, POSITION_WIDTH, initial("position", n_positions, POSITION_WIDTH)
-        )
+        self.positions = Embedding(n_positions, POSITION_WIDTH, initial("position", n_positions, POSITION_WIDTH))
         self.dense1 = Linear(d_in, d, initial("dense", d_in, d), bias=True)
         self.norm1 = make_norm(config, d)
         self.dense2 = Linear(d, width, initial("dense", d, width), bias=True)

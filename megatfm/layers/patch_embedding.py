@@ -62,9 +62,7 @@ def make_normalisation(
     if key not in _NORMALISATIONS:
         mean_C, std_C = (torch.tensor(values, dtype=torch.float64) for values in (options.mean, options.std))
         factors = 1 / (255 * std_C), -mean_C / std_C
-        scale_K, shift_K = (
-            factor.repeat_interleave(options.patch_size**2).to(device, dtype) for factor in factors
-        )
+        scale_K, shift_K = (factor.repeat_interleave(options.patch_size**2).to(device, dtype) for factor in factors)
         _NORMALISATIONS[key] = scale_K, shift_K
     return _NORMALISATIONS[key]
 

@@ -50,9 +50,7 @@ class PixelsHead(nn.Module):
         sequence: SequenceMetadata | None,
     ) -> Tensor:
         if sequence is None:
-            raise MegatfmError(
-                "the head 'pixels' needs the sequence: its model family must pass it to Model.output"
-            )
+            raise MegatfmError("the head 'pixels' needs the sequence: its model family must pass it to Model.output")
         predicted_BTK = self._to_patches(self.prediction(hidden_BSD), sequence)
         if masked_BT is None or target_BTK is None:
             return predicted_BTK
@@ -70,9 +68,7 @@ class PixelsHead(nn.Module):
         if factor == 1:
             return pixels
         if not isinstance(sequence, MapSequence):
-            raise MegatfmError(
-                "the head 'pixels' needs maps of images where its tokens stand for several patches"
-            )
+            raise MegatfmError("the head 'pixels' needs maps of images where its tokens stand for several patches")
         (height, width), (rows, columns) = sequence.size, sequence.first_size
         if (height * factor, width * factor) != (rows, columns):
             raise UsageError(

@@ -90,9 +90,7 @@ class SinusoidalPositions(nn.Module):
     def forward(self, sequence: SequenceMetadata) -> Tensor:
         """Return float64 [B, T, D]."""
         positions_BT1 = sequence.positions[..., None].double()
-        angles_BTH = positions_BT1 * compute_frequencies(
-            self.width + self.width % 2, 10_000.0, positions_BT1.device
-        )
+        angles_BTH = positions_BT1 * compute_frequencies(self.width + self.width % 2, 10_000.0, positions_BT1.device)
         table_BTD = torch.stack((angles_BTH.sin(), angles_BTH.cos()), dim=-1).flatten(-2)
         return table_BTD[..., : self.width]
 
@@ -147,9 +145,7 @@ def relative_position_bucket(distances: Tensor, n_buckets: int, farthest: int, *
         bucket, distances = (distances > 0) * n_buckets, distances.abs()
     exact = n_buckets // 2
     # In float32 and in this order, as the released code computes it: 2 of 128 distances depend on it.
-    ranges = (
-        torch.log(distances.clamp(min=1).float() / exact) / math.log(farthest / exact) * (n_buckets - exact)
-    )
+    ranges = torch.log(distances.clamp(min=1).float() / exact) / math.log(farthest / exact) * (n_buckets - exact)
     logarithmic = (exact + ranges.long()).clamp(max=n_buckets - 1)
     return bucket + torch.where(distances < exact, distances, logarithmic)
 

@@ -23,9 +23,7 @@ SIDE = 2**16
 def require_grid(sequence: SequenceMetadata) -> Tensor:
     """Return the grid [B, T, 4]. Raises MegatfmError for a batch without it."""
     if sequence.grid is None:
-        raise MegatfmError(
-            "positions on a grid of patches need the field grid: set model.embedding.name = 'patches'"
-        )
+        raise MegatfmError("positions on a grid of patches need the field grid: set model.embedding.name = 'patches'")
     return sequence.grid
 
 
@@ -55,9 +53,7 @@ class LearnedPositions2d(nn.Module):
         table_starts = torch.tensor([0, *(len(table) for table in tables)]).cumsum(0)[:-1]
         row, column, height, width = grid_BT4.long().unbind(-1)
         table_starts_S, sizes_S = (move_to_device(values, row.device) for values in (table_starts, sizes_S))
-        image_BT = torch.searchsorted(sizes_S, (height * SIDE + width).contiguous()).clamp(
-            max=len(tables) - 1
-        )
+        image_BT = torch.searchsorted(sizes_S, (height * SIDE + width).contiguous()).clamp(max=len(tables) - 1)
         n_class = 0 if self.special is None else len(self.special)
         patch_BT = table_starts_S[image_BT] + row * width + column + n_class + 1
         index_BT = torch.where(row < 0, column.clamp(max=n_class), patch_BT)
@@ -135,9 +131,7 @@ class Rope2d(nn.Module):
         if self.normalized:
             at_BT2 = 2 * math.pi * (2 * (at_BT2 + 0.5) / size_BT2 - 1)
         at_BT2 = at_BT2 * (grid_BT4[..., :1] >= 0)
-        angles_BTH = (
-            at_BT2[..., None] * compute_frequencies(self.width // 2, self.theta, at_BT2.device)
-        ).flatten(-2)
+        angles_BTH = (at_BT2[..., None] * compute_frequencies(self.width // 2, self.theta, at_BT2.device)).flatten(-2)
         return angles_BTH.cos()[:, None].to(dtype), angles_BTH.sin()[:, None].to(dtype)
 
 

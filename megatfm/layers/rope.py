@@ -92,9 +92,7 @@ def _interpolate_yarn(plain: Tensor, width: int, theta: float, scaling: YarnScal
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
-    ramp = (torch.arange(width // 2, dtype=torch.float64, device=plain.device) - first) / max(
-        last - first, 0.001
-    )
+    ramp = (torch.arange(width // 2, dtype=torch.float64, device=plain.device) - first) / max(last - first, 0.001)
     interpolated_share = ramp.clamp(0, 1)
     factor = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0)
     return plain / scaling.factor * interpolated_share + plain * (1 - interpolated_share), factor
@@ -103,8 +101,6 @@ def _interpolate_yarn(plain: Tensor, width: int, theta: float, scaling: YarnScal
 def _interpolate_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Interpolate between the plain and divided frequency by the number of rotations (Llama 3.1's released code)."""
     n_rotations = scaling.original_length * plain / (2 * math.pi)
-    kept_share = (n_rotations - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    kept_share = (n_rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept_share = kept_share.clamp(0, 1)
     return plain * kept_share + plain / scaling.factor * (1 - kept_share)

@@ -183,9 +183,7 @@ class SequenceMetadata:
     def key_indices(self) -> Tensor:
         """Token indices [S] of all keys, cached ones included."""
         device = self.positions.device
-        return self.cached(
-            "key indices", lambda: self._select_cached(torch.arange(self.length, device=device))
-        )
+        return self.cached("key indices", lambda: self._select_cached(torch.arange(self.length, device=device)))
 
     @property
     def prefix_mask(self) -> Tensor | None:

@@ -55,9 +55,7 @@ class SequenceShard(SequenceMetadata):
 
     def with_queries_at(self, key: Hashable, token_indices: Tensor) -> Self:
         """Return a shard whose queries are these tokens of the rows. key: cache key, equal for layers that share it."""
-        shard = copy.copy(
-            self.cached(("queries at", key), lambda: type(self)(self.full_sequence, token_indices))
-        )
+        shard = copy.copy(self.cached(("queries at", key), lambda: type(self)(self.full_sequence, token_indices)))
         shard.rng_keys = self.rng_keys
         return shard
 

@@ -259,9 +259,7 @@ class SpanExtractionHead(TaskHead):
         if marks is None:
             return self.classifier(self.pool(hidden_BTD))
         if sequence is None:
-            raise MegatfmError(
-                "the head 'span_extraction' needs the sequence: a family passes it to Model.output"
-            )
+            raise MegatfmError("the head 'span_extraction' needs the sequence: a family passes it to Model.output")
         assert examples is not None
         rows_N, columns_N = torch.ones_like(marks).nonzero(as_tuple=True)
         scores_NC = self.classifier(self.pool_at(hidden_BTD, rows_N, columns_N, keys, token_indices))
@@ -322,9 +320,7 @@ def _check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
             )
 
 
-def summed_loss(
-    loss: str, logits_MC: Tensor, targets: Tensor, class_weights_C: Tensor | None = None
-) -> Tensor:
+def summed_loss(loss: str, logits_MC: Tensor, targets: Tensor, class_weights_C: Tensor | None = None) -> Tensor:
     """Return the sum of a loss over labelled tokens, each the mean over its classes, in float32 at least.
 
     targets: classes [M] for cross-entropy, values [M, C] for the others. class_weights_C: of cross-entropy; None or

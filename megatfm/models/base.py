@@ -95,10 +95,7 @@ class Model(nn.Module):
         for name in self.extra_heads:
             known_fields |= {*getattr(getattr(self, name), "may_read", ())}
         sides = {get_side_prefix(name) for name in known_fields}
-        full = {
-            f"{get_side_prefix(name)}full_row_{name.removeprefix(get_side_prefix(name))}"
-            for name in known_fields
-        }
+        full = {f"{get_side_prefix(name)}full_row_{name.removeprefix(get_side_prefix(name))}" for name in known_fields}
         self.accepted = frozenset(known_fields | full | {f"{side}token_indices" for side in sides} | {"keys"})
 
     def read(self, **fields: Tensor | None) -> dict[str, Tensor]:
@@ -156,9 +153,7 @@ class Model(nn.Module):
             input_BTX = hidden_BTD
             if (depths := getattr(head, "layers", ())) and layers is not None:
                 input_BTX = torch.cat([layers[depth] for depth in depths], -1)
-            options: dict[str, Any] = {
-                field: batch[field] for field in getattr(head, "may_read", ()) if field in batch
-            }
+            options: dict[str, Any] = {field: batch[field] for field in getattr(head, "may_read", ()) if field in batch}
             if getattr(head, "takes_sequence", False):
                 options["sequence"] = sequence
             if all(field in batch for field in head.reads):

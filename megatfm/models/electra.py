@@ -83,9 +83,7 @@ class Electra(Model):
         if targets is None:
             return self.discriminator(**batch)
         if original is None or keys is None:
-            raise UsageError(
-                "training ELECTRA needs the fields `original` [B, T] and `keys` [B] besides targets"
-            )
+            raise UsageError("training ELECTRA needs the fields `original` [B, T] and `keys` [B] besides targets")
         losses = dict[str, Tensor]()
 
         if self.generator is not None:
@@ -193,9 +191,7 @@ class Discriminator(Model):
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
 
         if self.encoder is not None:
-            x_BTD, losses = self.encoder(
-                batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden
-            )
+            x_BTD, losses = self.encoder(batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden)
         if self.runs_head and (replaced is not None or not self.has_targets(batch)):
             logits = self.verdict(self.activation(self.dense(x_BTD)))[..., 0]
             if replaced is not None:

@@ -46,9 +46,7 @@ def convert_to_fp8(model: nn.Module, *, rowwise: bool) -> dict[str, Linear]:
     return linears
 
 
-def check_sharded_shapes(
-    linears: Mapping[str, Linear], full_shapes: Mapping[str, Sequence[int]], ranks: int
-) -> None:
+def check_sharded_shapes(linears: Mapping[str, Linear], full_shapes: Mapping[str, Sequence[int]], ranks: int) -> None:
     """Check the shapes of fp8 layers after tensor parallelism. full_shapes: unsharded shapes, by parameter.
 
     Raises UsageError for shards whose dims are no multiples of 16, and for replicated matrices, whose partial gradients

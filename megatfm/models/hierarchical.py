@@ -54,9 +54,7 @@ class PyramidStack(nn.Module):
         for stage, stage_config in enumerate(() if self.pools else configs[:-1]):
             norm = self.stages.merging_norm
             self.merges[str(stage)] = PatchMerging(stage_config, norm=norm, share=0.25**stage)
-        self.skip_rates = [
-            config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)
-        ]
+        self.skip_rates = [config.drop_path * depth / max(config.n_layers - 1, 1) for depth in range(config.n_layers)]
         self.norm = make_norm(config, self.widths[-1]) if config.norm.has_final_norm else None
         self.depths: Sequence[int] = range(config.n_layers)
 
@@ -155,9 +153,7 @@ def make_pooled_blocks(config: ModelConfig) -> Iterator[nn.Module]:
 def require_stages(config: ModelConfig) -> StagesConfig:
     """Return the config of the stages. Raises UsageError without it."""
     if config.stages is None:
-        raise UsageError(
-            "model.family = 'hierarchical' needs model.stages: give layers and heads of each stage"
-        )
+        raise UsageError("model.family = 'hierarchical' needs model.stages: give layers and heads of each stage")
     return config.stages
 
 
@@ -218,8 +214,6 @@ class Hierarchical(Model):
         }
         index_S, (rows, length) = maps[0].find_downsampled_indices(maps[-1].size), maps[0].positions.shape
         return {
-            name: take_columns(values, index_S)
-            if name in names and values.shape[:2] == (rows, length)
-            else values
+            name: take_columns(values, index_S) if name in names and values.shape[:2] == (rows, length) else values
             for name, values in batch.items()
         }

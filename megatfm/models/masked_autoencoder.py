@@ -67,9 +67,7 @@ class VisibleTokens(nn.Module):
         self.positions = position(decoder, initial) if position else None
         self.gather = TokenGather()
 
-    def forward(
-        self, visible: Visible, sequence: SequenceMetadata, segments_BT: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, visible: Visible, sequence: SequenceMetadata, segments_BT: Tensor | None = None) -> Tensor:
         """Return [B, T, D]."""
         visible_BSD = self.projection(visible.memory_BSD)
         at_BT = visible.find_memory_indices(sequence)
@@ -109,9 +107,7 @@ class PixelDecoderHead(nn.Module):
         self.options = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
         self.normalize = bool(config.pixel_decoder and config.pixel_decoder.normalize_targets)
         d, n_values = decoder.d_model, self.options.patch_values
-        self.prediction = Linear(
-            d, n_values, make_initialiser(decoder, "encoder")("dense", d, n_values), bias=True
-        )
+        self.prediction = Linear(d, n_values, make_initialiser(decoder, "encoder")("dense", d, n_values), bias=True)
 
     def forward(
         self,
@@ -156,9 +152,7 @@ class MaskedAutoencoder(Model):
         smaller = make_pixel_decoder_config(config)
         self.encoder = Stack(config, "encoder", embedding=InputEmbedding(config, "encoder"))
         self.memory = nn.Identity()  # tensor parallelism gathers the encoder's output here
-        self.decoder = Stack(
-            smaller, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, smaller))
-        )
+        self.decoder = Stack(smaller, "encoder", embedding=cast(InputEmbedding, VisibleTokens(config, smaller)))
         self.pixels = PixelDecoderHead(config, smaller)
         encoder_fields = (f"encoder_{name}" for name in ("patches", *sequence_fields(config)))
         self.accept("source", *sequence_fields(config), *encoder_fields, targets=("patches",))
@@ -218,9 +212,7 @@ def make_pixel_decoder_config(config: ModelConfig) -> ModelConfig:
     """Return the config of the decoder's stack. Raises UsageError without `model.pixel_decoder`."""
     decoder = config.pixel_decoder
     if not isinstance(decoder, PixelDecoderConfig):
-        raise UsageError(
-            "model.family = 'masked_autoencoder' needs a decoder: add the section [model.pixel_decoder]"
-        )
+        raise UsageError("model.family = 'masked_autoencoder' needs a decoder: add the section [model.pixel_decoder]")
     return config.with_changes(
         {
             "family": "encoder",

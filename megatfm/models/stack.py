@@ -59,9 +59,7 @@ class Stack(nn.Module):
         self.has_shared_projection = [
             kind == "encoder" and shares_projection(config.layer_config(depth)) for depth in range(n_layers)
         ]
-        self.sketch = make_layerwise_projection(
-            config, self.has_shared_projection, make_initialiser(config, kind)
-        )
+        self.sketch = make_layerwise_projection(config, self.has_shared_projection, make_initialiser(config, kind))
         self.norm = make_norm(config) if config.norm.has_final_norm else None
         self.causal = kind == "decoder"
         self.depths: Sequence[int] = range(n_layers)
@@ -178,9 +176,7 @@ class FullRow(NamedTuple):
         if f"{side}token_indices" not in batch:
             return None
         optional = (batch.get(f"{side}full_row_{name}") for name in ("documents", "prefix", "grid"))
-        return cls(
-            batch[f"{side}token_indices"], require_field(batch, f"{side}full_row_positions"), *optional
-        )
+        return cls(batch[f"{side}token_indices"], require_field(batch, f"{side}full_row_positions"), *optional)
 
 
 def make_sequence(

@@ -92,9 +92,7 @@ class Decoder(Model):
             )
         if self.head is not None and targets is not None:
             if self.runs_head and "pairs" in batch:
-                losses |= zip(
-                    PREFERENCE_TERMS, self.head(x_BTD, targets, pairs=_get_pairs(batch)), strict=True
-                )
+                losses |= zip(PREFERENCE_TERMS, self.head(x_BTD, targets, pairs=_get_pairs(batch)), strict=True)
             elif self.runs_head:
                 losses["causal"] = self.head(x_BTD, targets)
             for n in self.ahead:
@@ -293,9 +291,7 @@ class FutureHead(nn.Module):
         y_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
         if not isinstance(result, BlockOutput):
             return y_BTD
-        return BlockOutput(
-            y_BTD, result.losses, {f"layers.0.{part}": counts for part, counts in result.counts.items()}
-        )
+        return BlockOutput(y_BTD, result.losses, {f"layers.0.{part}": counts for part, counts in result.counts.items()})
 
 
 def _get_pairs(batch: Mapping[str, Tensor]) -> PairFields:

@@ -49,9 +49,7 @@ class Connector(nn.Module):
         width, d, bias = config.vision_tower.d_model, config.d_model, config.connector.bias
         initial = make_initialiser(config, "decoder")
         self.w_in = Linear(width, d, initial("dense", width, d), bias=bias)
-        self.w_out = (
-            Linear(d, d, initial("dense", d, d), bias=bias) if config.connector.name == "mlp" else None
-        )
+        self.w_out = Linear(d, d, initial("dense", d, d), bias=bias) if config.connector.name == "mlp" else None
 
     def forward(self, hidden_BSV: Tensor) -> Tensor:
         y_BSD: Tensor = self.w_in(hidden_BSV)
@@ -115,9 +113,7 @@ class VisionLanguage(Model):
         with the prefix "encoder_", and they need grid. cache: tokens before these. encoder_hidden, image_vectors,
         hidden: from the previous pipeline stage. Raises TypeError for patches of another number than image tokens.
         """
-        batch = self.read(
-            tokens=tokens, encoder_patches=encoder_patches, targets=targets, keys=keys, **fields
-        )
+        batch = self.read(tokens=tokens, encoder_patches=encoder_patches, targets=targets, keys=keys, **fields)
         sequence = make_sequence(batch, "tokens", keys=keys, cache=cache)
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
         runs_embedding = self.decoder is not None and self.decoder.embedding is not None
@@ -155,9 +151,7 @@ class VisionLanguage(Model):
             return find_patch_indices(tokens == self.image_token_id, images, self.n_special_tokens)
         is_image_BT = to_host(batch["full_row_tokens"]) == self.image_token_id
         full_images = images.full_sequence.on_host()
-        return move_to_device(
-            find_patch_indices(is_image_BT, full_images, self.n_special_tokens), tokens.device
-        )
+        return move_to_device(find_patch_indices(is_image_BT, full_images, self.n_special_tokens), tokens.device)
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs these split points only, for a pipeline stage."""

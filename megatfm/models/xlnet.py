@@ -222,9 +222,7 @@ class TwoStreamStack(nn.Module):
             SplitPoint(f"{path}.embedding", (f"{path}.embedding",), writes=content),
             SplitPoint(f"{path}.query", (f"{path}.query", f"{path}.query_dropout"), writes=query),
             *(
-                SplitPoint(
-                    f"{path}.layers.{depth}", (f"{path}.layers.{name}", f"{path}.position"), tuple(both), both
-                )
+                SplitPoint(f"{path}.layers.{depth}", (f"{path}.layers.{name}", f"{path}.position"), tuple(both), both)
                 for depth, name in enumerate(self.order)
             ),
             SplitPoint(f"{path}.norm", end, tuple(ending), ending),
@@ -284,9 +282,7 @@ class TwoStreamBlock(nn.Module):
         return extras.wrap((run_stream(x_BTD, content_stream), run_stream(g_BQD, query_stream)))
 
 
-def make_streams(
-    batch: Mapping[str, Tensor], sequence: SequenceMetadata
-) -> tuple[QueryStream, QueryStream | None]:
+def make_streams(batch: Mapping[str, Tensor], sequence: SequenceMetadata) -> tuple[QueryStream, QueryStream | None]:
     """Return the content stream, whose tokens see ranks up to their own, and the query stream of the predicted tokens,
     which sees lower ranks. Without order and targets, all tokens see one another, and there are no queries."""
     targets, row_positions = batch.get("targets"), batch.get("full_row_positions")

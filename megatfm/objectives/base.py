@@ -298,9 +298,7 @@ def find_max_chunk_tokens(
 def require_head(model: ModelConfig, head: str, objective: str) -> None:
     """Raise UsageError if an encoder lacks a head. Other families are refused with the objective."""
     if model.family == "encoder" and head not in model.extra_heads:
-        raise UsageError(
-            f"objective.name = {objective!r} needs a model with the head: add [model.extra_heads.{head}]"
-        )
+        raise UsageError(f"objective.name = {objective!r} needs a model with the head: add [model.extra_heads.{head}]")
 
 
 def make_masking_key(key: ChunkKey, name: str, static: bool = False) -> tuple[int | str, ...]:

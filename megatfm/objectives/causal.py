@@ -53,9 +53,7 @@ class Causal(Objective):
         self.special = special
         self.future = range(1, 1 + (model.n_mtp_heads if model else 0))
         weight = config.mtp_loss_weight if config else 1.0
-        self.loss_weights: Mapping[str, float] = {"causal": 1.0} | {
-            f"future_{n}": weight for n in self.future
-        }
+        self.loss_weights: Mapping[str, float] = {"causal": 1.0} | {f"future_{n}": weight for n in self.future}
 
     def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return n_tokens + 1
@@ -71,9 +69,7 @@ class Causal(Objective):
         special_dtype = np.min_scalar_type(max(self.special.bos, self.special.eos))
         dtype = np.result_type(*{document.dtype for document in documents}, special_dtype)
         bos = np.array([self.special.bos], dtype)
-        tokens = np.concatenate(
-            [tokens_or_bos for document in documents for tokens_or_bos in (bos, document)]
-        )
+        tokens = np.concatenate([tokens_or_bos for document in documents for tokens_or_bos in (bos, document)])
         targets = np.empty_like(tokens)
         targets[:-1] = tokens[1:]
         targets[np.cumsum([len(document) + 1 for document in documents]) - 1] = self.special.eos
@@ -81,9 +77,7 @@ class Causal(Objective):
 
     def target_counts(self, batch: Batch) -> dict[str, Tensor]:
         targets, documents = batch["targets"], batch.get("documents")
-        future_counts = {
-            f"future_{n}": (shift_targets(targets, documents, n) != IGNORE).sum() for n in self.future
-        }
+        future_counts = {f"future_{n}": (shift_targets(targets, documents, n) != IGNORE).sum() for n in self.future}
         return {"causal": (targets != IGNORE).sum()} | future_counts
 
 
@@ -109,9 +103,7 @@ class EncoderDecoderCausal(Objective):
 
 
 @OBJECTIVES.register("causal")
-def causal(
-    special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: RowLengths
-) -> Objective:
+def causal(special: SpecialTokens, config: CausalObjective, model: ModelConfig, row_lengths: RowLengths) -> Objective:
     """Return next-token prediction for the model's family."""
     objective_class = EncoderDecoderCausal if model.family == "encoder_decoder" else Causal
     return objective_class(special, config, model, row_lengths)
@@ -172,15 +164,11 @@ class PrefixSeq2Seq(Objective):
     def _draw_cuts(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         min_prefix = np.maximum(n_tokens - self.max_targets, 1)
         max_prefix = np.minimum(n_tokens - 1, self.max_inputs)
-        return min_prefix + randint_below(
-            np.maximum(max_prefix - min_prefix + 1, 1), rng.to_unit_interval(keys)
-        )
+        return min_prefix + randint_below(np.maximum(max_prefix - min_prefix + 1, 1), rng.to_unit_interval(keys))
 
 
 @OBJECTIVES.register("prefix")
-def prefix(
-    special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: RowLengths
-) -> Objective:
+def prefix(special: SpecialTokens, config: PrefixObjective, model: ModelConfig, row_lengths: RowLengths) -> Objective:
     """Return prefix language modelling for the model's family."""
     objective_class = PrefixSeq2Seq if model.family == "encoder_decoder" else PrefixLM
     return objective_class(special, config, model, row_lengths)

@@ -62,9 +62,7 @@ class Contrastive(Objective):
                 "objective.name = 'contrastive': a mixed image has no caption: set data.images.mixup=0 and "
                 "data.images.cutmix=0"
             )
-        self.reader: ImageReader = make_image_reader(
-            images, model, config.name, row_lengths[0], training=training
-        )
+        self.reader: ImageReader = make_image_reader(images, model, config.name, row_lengths[0], training=training)
         positions = model.text_tower.max_positions if model.text_tower else 0
         self.max_caption_tokens = min(positions, *row_lengths[1:]) if row_lengths[1:] else positions
         self.special, self.begin_token, self.pads_captions = special, config.begin_token, config.pad_captions
@@ -83,9 +81,7 @@ class Contrastive(Objective):
         image_fields = {f"encoder_{name}": field for name, field in self.reader.layout.fields.items()}
         caption_fields = {} if training else {CAPTIONS: Field("int32", (2,))}
         self.fields = {**image_fields, "tokens": Field(pad_value=special.pad), **caption_fields}
-        self._for_evaluation = partial(
-            Contrastive, special, config, model, row_lengths, images, training=False
-        )
+        self._for_evaluation = partial(Contrastive, special, config, model, row_lengths, images, training=False)
 
     def for_evaluation(self) -> Objective:
         return self._for_evaluation()

@@ -203,8 +203,7 @@ class UL2(Denoising):
         used = np.flatnonzero(weights > 0).tolist()
         rows = row_lengths[: len(self.field_prefixes)]
         self.max_tokens = min(
-            find_max_chunk_tokens(partial(self.compute_max_lengths, denoiser), rows, config.name)
-            for denoiser in used
+            find_max_chunk_tokens(partial(self.compute_max_lengths, denoiser), rows, config.name) for denoiser in used
         )
         n_tokens = np.arange(2, self.max_tokens + 1)
         max_spans = [
@@ -253,9 +252,7 @@ class UL2(Denoising):
             side_lengths = [cuts + 1, n_tokens - cuts + 1] if self.is_encoder_decoder else [n_tokens]
             lengths = np.where(n_tokens[:, None] >= 2, np.stack(side_lengths, axis=1), 0)
         else:
-            lengths = compute_corrupted_lengths(
-                n_tokens, noise_density, mean_span_length, self.is_encoder_decoder
-            )
+            lengths = compute_corrupted_lengths(n_tokens, noise_density, mean_span_length, self.is_encoder_decoder)
         if self.mode_token[mode] is not None:
             lengths[:, 0] += lengths[:, 0] > 0
         return lengths

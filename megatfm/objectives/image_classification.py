@@ -67,9 +67,7 @@ class ImageClassification(Objective):
         self.fields = {**self.reader.layout.fields, "labels": Field(pad_value=IGNORE_INDEX)}
         if self.mixing is not None:
             self.fields |= {"mixed_labels": Field(pad_value=IGNORE_INDEX), "label_weights": Field("float32")}
-        self._for_evaluation = partial(
-            ImageClassification, special, config, model, row_lengths, images, training=False
-        )
+        self._for_evaluation = partial(ImageClassification, special, config, model, row_lengths, images, training=False)
 
     def for_evaluation(self) -> Objective:
         return self._for_evaluation()
@@ -110,11 +108,7 @@ class ImageClassification(Objective):
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Return the sum of each term; accuracies only of the evaluation objective."""
         losses = dict(model(**batch).losses)
-        return {
-            term: value
-            for term, value in losses.items()
-            if term in self.loss_weights or term not in ACCURACIES
-        }
+        return {term: value for term, value in losses.items() if term in self.loss_weights or term not in ACCURACIES}
 
 
 def read_label(files: Mapping[str, bytes], n_classes: int) -> int:

@@ -90,9 +90,7 @@ class ImageToText(Objective):
         self.fields = {
             **image_fields, "tokens": Field(pad_value=special.pad), "targets": Field(pad_value=IGNORE)
         }  # fmt: skip
-        self._for_evaluation = partial(
-            ImageToText, special, config, model, row_lengths, images, training=False
-        )
+        self._for_evaluation = partial(ImageToText, special, config, model, row_lengths, images, training=False)
 
     def for_evaluation(self) -> Objective:
         return self._for_evaluation()

@@ -36,9 +36,7 @@ def make_patch_layout(model: ModelConfig, objective: str) -> "PatchLayout":
         )
     channels = getattr(embedding, "channels", 3)
     if channels not in MODES:
-        raise UsageError(
-            f"model.embedding.channels = {channels}: images are decoded to 3 channels (RGB) or 1 (grey)"
-        )
+        raise UsageError(f"model.embedding.channels = {channels}: images are decoded to 3 channels (RGB) or 1 (grey)")
     n_special = getattr(embedding, "n_special_tokens", 0)
     return PatchLayout(patch_size, channels, n_special)
 

@@ -93,16 +93,12 @@ class SentencePair(Objective):
         terms = {"masked": "targets", "sentence": "sentence_targets"}
         return {term: (batch[field] != IGNORE).sum() for term, field in terms.items()}
 
-    def make_two_segment_example(
-        self, first: TokenArray, second: TokenArray, label: int, key: ChunkKey
-    ) -> Example:
+    def make_two_segment_example(self, first: TokenArray, second: TokenArray, label: int, key: ChunkKey) -> Example:
         """Return the fields of [CLS] first [SEP] second [SEP]. Special tokens are never masked."""
         text = np.concatenate([first, second])
         inputs, targets = self.masking(text, make_masking_key(key, self.config.name, self.config.static))
         n, cut = len(text) + 3, len(first) + 1
-        fields: Example = {
-            name: np.full(n, IGNORE, np.int64) for name in ("tokens", "targets", "sentence_targets")
-        }
+        fields: Example = {name: np.full(n, IGNORE, np.int64) for name in ("tokens", "targets", "sentence_targets")}
         for name, values in (("tokens", inputs), ("targets", targets)):
             fields[name][1:cut], fields[name][cut + 1 : -1] = values[: len(first)], values[len(first) :]
         fields["tokens"][[0, cut, -1]] = self.cls, self.sep, self.sep
@@ -241,9 +237,7 @@ class SpanBoundary(Objective):
         n_spans = len(span_words)
         n_free = n_words - int(span_words.sum()) - max(n_spans - 1, 0)
         # Shuffle spans and free words: the spans' slots are a uniform choice.
-        span_slots = np.sort(
-            np.argsort(random[n_words : n_words + n_free + n_spans], kind="stable")[:n_spans]
-        )
+        span_slots = np.sort(np.argsort(random[n_words : n_words + n_free + n_spans], kind="stable")[:n_spans])
         words_before = np.cumsum(span_words) - span_words
         # A slot already counts one word for each earlier span: the word between the two.
         first_words = span_slots + words_before

@@ -53,9 +53,7 @@ class MaskedImage(Objective):
         *,
         training: bool = True,
     ) -> None:
-        self.reader: ImageReader = make_image_reader(
-            images, model, config.name, row_lengths[-1], training=training
-        )
+        self.reader: ImageReader = make_image_reader(images, model, config.name, row_lengths[-1], training=training)
         layout = self.reader.layout
         n_patches = self.reader.n_tokens - layout.n_special
         self.n_kept = int(n_patches * (1 - config.mask_ratio))

@@ -27,9 +27,7 @@ class Masking:
     whole_words: bool = False
 
     @classmethod
-    def from_config(
-        cls, config: MaskedObjective | ReplacedTokenObjective, special: SpecialTokens
-    ) -> "Masking":
+    def from_config(cls, config: MaskedObjective | ReplacedTokenObjective, special: SpecialTokens) -> "Masking":
         """Return the masking of a config's section. Raises UsageError if the tokenizer lacks a required token."""
         mask_id = special.require_token("mask", config.name)
         if isinstance(config, ReplacedTokenObjective):

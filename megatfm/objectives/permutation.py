@@ -52,9 +52,7 @@ class Permutation(Objective):
         self.loss_weights = {"permutation": 1.0}
         self.max_tokens = find_max_chunk_tokens(lambda n: n + 3, row_lengths[:1], config.name)
         # The text's start falls into a context with a probability proportional to its length.
-        self.cumulative_probs = (
-            np.cumsum(np.arange(1, config.max_span + 1)) / np.arange(1, config.max_span + 1).sum()
-        )
+        self.cumulative_probs = np.cumsum(np.arange(1, config.max_span + 1)) / np.arange(1, config.max_span + 1).sum()
 
     def sequence_lengths(self, n_tokens: Ints, keys: RandomKeys) -> Ints:
         return np.where(n_tokens > 1, n_tokens + 3, 0)
@@ -73,9 +71,7 @@ class Permutation(Objective):
         fields["tokens"][positions] = tokens
         fields["tokens"][[cut, n + 1, n + 2]] = self.sep, self.sep, self.cls
         fields["targets"][positions[chosen]] = tokens[chosen]
-        ranks = np.argsort(
-            np.argsort(random[2 * n_contexts + 2 :][: len(chosen)], kind="stable"), kind="stable"
-        )
+        ranks = np.argsort(np.argsort(random[2 * n_contexts + 2 :][: len(chosen)], kind="stable"), kind="stable")
         fields["order"][positions[chosen]] = 1 + ranks
         fields["segments"][cut + 1 :] = 1
         fields["segments"][-1] = 2

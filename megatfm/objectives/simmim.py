@@ -65,9 +65,7 @@ class SimMIM(Objective):
                 f"model.extra_heads.{HEAD}.stride = {stride}: a token stands for its patch: choose "
                 f"model.extra_heads.{HEAD}.stride = {model.embedding.patch_size}"  # type: ignore[union-attr]
             )
-        self.reader: ImageReader = make_image_reader(
-            images, model, config.name, row_lengths[0], training=training
-        )
+        self.reader: ImageReader = make_image_reader(images, model, config.name, row_lengths[0], training=training)
         layout, mask_size = self.reader.layout, config.mask_size
         if mask_size % layout.patch_size or images.size % mask_size:
             raise UsageError(

@@ -61,9 +61,7 @@ class LabelledExamples(Objective):
     needs_files = True
     fields: dict[str, Field]
 
-    def __init__(
-        self, special: SpecialTokens, name: str, model: ModelConfig, length: int, lm_weight: float
-    ) -> None:
+    def __init__(self, special: SpecialTokens, name: str, model: ModelConfig, length: int, lm_weight: float) -> None:
         self.special, self.max_tokens, self.length = special, length, length
         self.ends_in_cls = model.family == "xlnet"  # <cls> is a segment of its own there
         self.has_segments = model.embedding.n_segments > 1 or self.ends_in_cls
@@ -206,9 +204,7 @@ class MultipleChoice(LabelledExamples):
         return (batch["choice_targets"] != IGNORE).sum()
 
     def random_annotation(self, random: np.random.Generator, n: int) -> dict[str, Any]:
-        starts = np.sort(
-            np.append(0, random.choice(np.arange(1, n), int(random.integers(1, 4)), replace=False))
-        )
+        starts = np.sort(np.append(0, random.choice(np.arange(1, n), int(random.integers(1, 4)), replace=False)))
         ends = [*starts[1:].tolist(), n]
         label = int(random.integers(len(starts)))
         return {"at": [end - 1 for end in ends], "labels": [label], "starts": starts.tolist(), "second": ends}

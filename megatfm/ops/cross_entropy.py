@@ -131,9 +131,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_hidden_grad, needs_weight_grad, needs_bias_grad = needs_grad
         hidden_gradient = torch.empty_like(hidden_MD) if needs_hidden_grad else None
         weight_gradient = None
-        bias_gradient = (
-            torch.zeros_like(bias_W, dtype=precise) if bias_W is not None and needs_bias_grad else None
-        )
+        bias_gradient = torch.zeros_like(bias_W, dtype=precise) if bias_W is not None and needs_bias_grad else None
         for start in range(0, hidden_MD.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = hidden_MD[rows]
@@ -166,9 +164,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # graph is kept for another backward pass: on a CPU, new memory would cost more than the multiplication.
         is_graph_kept = keeps_graph()
         scaled = (
-            None
-            if saved is None
-            else torch.mul(saved, gradient.to(saved.dtype), out=None if is_graph_kept else saved)
+            None if saved is None else torch.mul(saved, gradient.to(saved.dtype), out=None if is_graph_kept else saved)
             for saved in ctx.saved_tensors
         )
         return *scaled, None, None, None, None, None, None, None, None
@@ -207,9 +203,7 @@ def _to_gradient(
     Vocabulary shards communicate once a chunk.
     """
     if all_gather is None and (in_place := _choose_kernel(logits)):
-        losses = in_place(
-            logits, targets_M, ignore=IGNORE, softcap=options.softcap, smoothing=options.smoothing
-        )
+        losses = in_place(logits, targets_M, ignore=IGNORE, softcap=options.softcap, smoothing=options.smoothing)
         if losses_M is not None:
             losses_M.copy_(losses)
         return losses.sum()

@@ -84,9 +84,7 @@ class _Windowed(torch.autograd.Function):
         return x_grad_MI, weight_grad_GOI, None
 
 
-def _compute_weight_gradients(
-    gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, ranges: list[RowRange]
-) -> Tensor:
+def _compute_weight_gradients(gradient_MO: Tensor, x_MI: Tensor, weight_GOI: Tensor, ranges: list[RowRange]) -> Tensor:
     """Return the weight gradients [G, O, I]."""
     weight_grad_GOI = torch.zeros_like(weight_GOI)
     for (first, last, low, high), weight_grad_OI in zip(ranges, weight_grad_GOI, strict=True):

@@ -36,9 +36,7 @@ def dropout(x: Tensor, rate: float, keys: Tensor, first: int = 0) -> Tensor:
     a shard of longer vectors.
     """
     threshold = round(rate * RATE_STEPS)
-    return (x * draw_keep_mask(keys, x.shape[-1], threshold, first)).mul_(
-        RATE_STEPS / (RATE_STEPS - threshold)
-    )
+    return (x * draw_keep_mask(keys, x.shape[-1], threshold, first)).mul_(RATE_STEPS / (RATE_STEPS - threshold))
 
 
 def draw_keep_mask(keys: Tensor, width: int, threshold: int, first: int = 0) -> Tensor:

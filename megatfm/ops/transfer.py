@@ -37,9 +37,7 @@ def align_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return all tensors aligned. If one view of a buffer needs a copy, all views are copied, to free the buffer."""
     unaligned = {_identify_storage(tensor) for tensor in tensors.values() if not is_aligned(tensor)}
     return {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        if _identify_storage(tensor) in unaligned
-        else tensor
+        name: tensor.clone(memory_format=torch.contiguous_format) if _identify_storage(tensor) in unaligned else tensor
         for name, tensor in tensors.items()
     }
 

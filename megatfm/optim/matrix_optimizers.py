@@ -118,9 +118,7 @@ def apply_updates(batch: Sequence[Update], *, in_bf16: bool = True) -> None:
     orthogonal_Emn = newton_schulz(torch.cat(stacks) if len(stacks) > 1 else stacks[0], in_bf16=in_bf16)
     parts = orthogonal_Emn.to(batch[0][0].dtype).split([len(stack) for stack in stacks])
     for step_size, pairs in groupby(zip(batch, parts, strict=True), key=lambda pair: pair[0][2]):
-        weights, directions = zip(
-            *((weight, part.view_as(weight)) for (weight, _, _), part in pairs), strict=True
-        )
+        weights, directions = zip(*((weight, part.view_as(weight)) for (weight, _, _), part in pairs), strict=True)
         torch._foreach_add_(weights, directions, alpha=step_size)
 
 
@@ -169,9 +167,7 @@ class Soap(torch.optim.Optimizer):
     updated by one step of orthogonal iteration.
     """
 
-    def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], eps: float, update_every: int
-    ) -> None:
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, update_every: int) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "every": update_every, "weight_decay": 0.0}
         super().__init__(params, {**defaults, "rotated": (True, True), "step": 0})
 

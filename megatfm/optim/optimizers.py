@@ -155,9 +155,7 @@ def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[Op
     ]
 
 
-def compute_evaluation_weights(
-    block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]
-) -> Tensor:
+def compute_evaluation_weights(block: Tensor, state: Mapping[str, Tensor], options: Mapping[str, Any]) -> Tensor:
     """Return x, from y = (1 − β₁)z + β₁x."""
     return block.lerp(state["z"], 1 - 1 / options["betas"][0])
 
@@ -243,9 +241,7 @@ def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
     decays = weight_decays(parameters, config.weight_decay)
     options = {name: {**decays[name], "scaled": p.decays} for name, p in parameters.items()}
     names, rates, stacked = list(parameters), compute_lr_scales(parameters), stacked_names(parameters)
-    return [
-        OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked_names=stacked)
-    ]
+    return [OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked_names=stacked)]
 
 
 class Lamb(torch.optim.Optimizer):

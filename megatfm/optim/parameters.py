@@ -59,16 +59,13 @@ def parameter_table(
     """
     roles = _collect_roles(model)
     if unknown := sorted(scales.keys() - roles.keys()):
-        raise MegatfmError(
-            f"there is a learning rate factor for {unknown[0]!r}, but the model has no such parameter"
-        )
+        raise MegatfmError(f"there is a learning rate factor for {unknown[0]!r}, but the model has no such parameter")
     depths = depths_below_output(list(roles))
     return {
         name: ParameterInfo(
             shape=tuple(parameter.shape),
             role=roles[name],
-            decays=roles[name] in ("matrix", "matrices")
-            or (roles[name] == "embedding" and config.decay_embeddings),
+            decays=roles[name] in ("matrix", "matrices") or (roles[name] == "embedding" and config.decay_embeddings),
             in_block=LAYER.search(name) is not None,
             lr_scale=scales.get(name, 1.0) * config.layer_decay ** depths[name],
         )

@@ -163,15 +163,11 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
     return _CopyToGroup.apply(x, group)
 
 
-def all_to_all_no_grad(
-    x: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup
-) -> Tensor:
+def all_to_all_no_grad(x: Tensor, input_splits: list[int], output_splits: list[int], group: ProcessGroup) -> Tensor:
     """All-to-all of rows, outside autograd. input_splits, output_splits: rows sent to, and received from, each rank."""
     first = x.contiguous()
     if _is_functional():
-        arrived: Tensor = _ops.wait_tensor(
-            _ops.all_to_all_single(first, output_splits, input_splits, group.group_name)
-        )
+        arrived: Tensor = _ops.wait_tensor(_ops.all_to_all_single(first, output_splits, input_splits, group.group_name))
     else:
         arrived = first.new_empty((sum(output_splits), *first.shape[1:]))
         group.alltoall_base(arrived, first, output_splits, input_splits).wait()

@@ -173,9 +173,7 @@ class _AllKeysAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out, lse = partial_attention(q, k, v, bias, dropout_keys, plan)
         packed = torch.cat([out.to(lse.dtype), lse], -1)[None]
-        (out, lse), *more_parts = (
-            part.split([v.shape[-1], 1], -1) for part in all_gather(packed, 0, cp.group)
-        )
+        (out, lse), *more_parts = (part.split([v.shape[-1], 1], -1) for part in all_gather(packed, 0, cp.group))
         for more_part in more_parts:
             out, lse = merge_partial(out, lse, *more_part)
         out, lse = block_sparse.add_sinks(out.to(q.dtype, copy=True), lse, sinks)
@@ -190,9 +188,7 @@ class _AllKeysAttention(torch.autograd.Function):
         cp: ContextParallel = ctx.cp
         bias_grad = bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[3] else None
         summed_grad = all_reduce_no_grad(g, cp.group)
-        dq, dk, dv = partial_attention_backward(
-            summed_grad, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad
-        )
+        dq, dk, dv = partial_attention_backward(summed_grad, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad)
         sinks_grad = block_sparse.compute_sinks_gradient(g, out, lse, sinks)
         bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), bias_grad, None, sinks_grad, None, None

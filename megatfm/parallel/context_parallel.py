@@ -96,9 +96,7 @@ def make_zigzag_predicate(model: nn.Module) -> Callable[[int], bool]:
 
 def _has_uneven_work(patterns: Sequence[Any], length: int) -> bool:
     """Return whether the cost of any pattern grows with the position; False for patterns that don't declare it."""
-    simplified = (
-        getattr(pattern, "simplify", lambda _, pattern=pattern: pattern)(length) for pattern in patterns
-    )
+    simplified = (getattr(pattern, "simplify", lambda _, pattern=pattern: pattern)(length) for pattern in patterns)
     return any(getattr(pattern, "has_uneven_work", False) for pattern in simplified)
 
 
@@ -213,10 +211,7 @@ class FetchPlan:
             is_needed[r, needed_indices[r]] = True
         max_fetched = max(len(needed_indices[r]) - int(is_needed[r, indices_by_rank[r]].sum()) for r in ranks)
         send = [is_needed[r, local].nonzero()[:, 0] if r != rank else no_indices for r in ranks]
-        recv = [
-            indices_by_rank[r][is_needed[rank, indices_by_rank[r]]] if r != rank else no_indices
-            for r in ranks
-        ]
+        recv = [indices_by_rank[r][is_needed[rank, indices_by_rank[r]]] if r != rank else no_indices for r in ranks]
         indices, permutation = torch.cat([local, *recv]).sort()
         return cls(cp, send, recv, indices, permutation, max_fetched, length)
 
@@ -232,9 +227,7 @@ def is_sparse_fetch(indices_by_rank: Sequence[Tensor], needed_indices: Sequence[
     needed_indices[r]: row indices of the tokens that rank r attends to, including its own.
     """
     ranks, length = len(indices_by_rank), sum(map(len, indices_by_rank))
-    max_sent = max(
-        len(needed) - len(local) for needed, local in zip(needed_indices, indices_by_rank, strict=True)
-    )
+    max_sent = max(len(needed) - len(local) for needed, local in zip(needed_indices, indices_by_rank, strict=True))
     return 2 * max_sent * ranks < (ranks - 1) * length
 
 
@@ -251,9 +244,7 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: FetchPlan) -> Tensor:
         ctx.plan = plan
-        sends = [
-            (r, x[:, :, move_to_device(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)
-        ]
+        sends = [(r, x[:, :, move_to_device(at, x.device)]) for r, at in enumerate(plan.send_indices) if len(at)]
         receives = [(r, _allocate_like(x, len(at))) for r, at in enumerate(plan.recv_indices) if len(at)]
         received = P2PExchange(plan.cp.group, sends, receives).wait()
         return torch.cat([x, *received], 2)[:, :, move_to_device(plan.permutation, x.device)]

@@ -198,9 +198,7 @@ def _open_store(env: ProcessEnvironment, timeout: timedelta) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
         return restart_store(store, env.rank, env.world_size, timeout)
     assert env.address is not None
-    return dist.TCPStore(
-        env.address, env.port, env.world_size, env.rank == 0, timeout, wait_for_workers=False
-    )
+    return dist.TCPStore(env.address, env.port, env.world_size, env.rank == 0, timeout, wait_for_workers=False)
 
 
 def restart_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -291,9 +289,7 @@ def _poll_store(store: dist.Store) -> dist.DistError | None:
     return None
 
 
-def _rendezvous_over_mpi(
-    env: ProcessEnvironment, timeout: timedelta
-) -> tuple[ProcessEnvironment, dist.Store]:
+def _rendezvous_over_mpi(env: ProcessEnvironment, timeout: timedelta) -> tuple[ProcessEnvironment, dist.Store]:
     """Broadcast the address of rank 0's store over MPI, then finalise MPI: torch needs only the store."""
     try:
         import mpi4py
@@ -349,9 +345,7 @@ def _find_reachable_address(hosts: Sequence[tuple[str, str]]) -> str:
     reason = ""
     for other_host in sorted(other_hosts - {name}):
         try:
-            for family, kind, _, _, socket_address in socket.getaddrinfo(
-                other_host, 9, type=socket.SOCK_DGRAM
-            ):
+            for family, kind, _, _, socket_address in socket.getaddrinfo(other_host, 9, type=socket.SOCK_DGRAM):
                 with socket.socket(family, kind) as probe:
                     probe.connect(socket_address)  # UDP: picks the route, sends nothing
                     address = str(probe.getsockname()[0])

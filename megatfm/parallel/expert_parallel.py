@@ -52,9 +52,7 @@ def dispatch_and_combine(expert_function: ExpertFunction, group: ProcessGroup) -
     """
     ranks = group.size()
 
-    def dispatch_run_combine(
-        rows_MD: Tensor, ends: Tensor, meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
+    def dispatch_run_combine(rows_MD: Tensor, ends: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         send_counts_PE = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1).long()
         recv_counts_PE = all_to_all(send_counts_PE, [1] * ranks, [1] * ranks, group)
         input_splits, output_splits = _read_splits(send_counts_PE, recv_counts_PE, len(rows_MD))
@@ -158,19 +156,13 @@ register_style(
 NO_COMMUNICATION = register_style(ParallelStyle("no_communication", communication=()))
 """A module that runs on each rank's local tokens."""
 
-register_style(
-    replace(GATHER_INPUT, name="gather_expert_input", expert_tp_overrides={"folded": NO_COMMUNICATION})
-)
+register_style(replace(GATHER_INPUT, name="gather_expert_input", expert_tp_overrides={"folded": NO_COMMUNICATION}))
 """Style "gather_input", unless experts are folded."""
 
-register_style(
-    replace(REDUCE_OUTPUT, name="reduce_expert_output", expert_tp_overrides={"folded": NO_COMMUNICATION})
-)
+register_style(replace(REDUCE_OUTPUT, name="reduce_expert_output", expert_tp_overrides={"folded": NO_COMMUNICATION}))
 """Style "reduce_output", unless experts are folded."""
 
-register_style(
-    replace(SPLIT_OUTPUT, name="split_kept_choices", expert_tp_overrides={"folded": NO_COMMUNICATION})
-)
+register_style(replace(SPLIT_OUTPUT, name="split_kept_choices", expert_tp_overrides={"folded": NO_COMMUNICATION}))
 """Style "split_output", unless experts are folded."""
 
 register_style(

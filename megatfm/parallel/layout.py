@@ -70,9 +70,7 @@ class TensorLayout:
 
     def has_same_shards(self, other: "TensorLayout") -> bool:
         """Return whether the same axes shard the same dims."""
-        return [(shard.axis, shard.dim) for shard in self.shards] == [
-            (shard.axis, shard.dim) for shard in other.shards
-        ]
+        return [(shard.axis, shard.dim) for shard in self.shards] == [(shard.axis, shard.dim) for shard in other.shards]
 
     @property
     def region(self) -> Region:

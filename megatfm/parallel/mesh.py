@@ -213,9 +213,7 @@ class Mesh:
     def group_names(self, *several: Sequence[str]) -> dict[str, str]:
         """Return process group name → axis, or axes joined by " × ". several: axes of flat groups. A collective."""
         names = {
-            str(self.flat_group(axes).group_name): " × ".join(
-                axis for axis in sort_axes(axes) if self.size(axis) > 1
-            )
+            str(self.flat_group(axes).group_name): " × ".join(axis for axis in sort_axes(axes) if self.size(axis) > 1)
             for axes in several
         }
         # One of several axes may be the same group as the axis alone: then the axis names it.
@@ -271,9 +269,7 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     shard = world_size // fixed if config.dp_shard == -1 else config.dp_shard
     sizes = dict(zip(AXES, (config.pp, config.dp_replicate, shard, config.cp, config.tp), strict=True))
     if math.prod(sizes.values()) != world_size:
-        requested_sizes = describe_sizes(
-            {k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1}
-        )
+        requested_sizes = describe_sizes({k: size for k, size in sizes.items() if k != SHARD or config.dp_shard != -1})
         step = fixed if config.dp_shard == -1 else fixed * shard
         nearest = step if config.dp_shard != -1 else max(1, round(world_size / step)) * step
         raise UsageError(

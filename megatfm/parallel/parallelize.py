@@ -84,9 +84,7 @@ GENERIC_PACKAGES = (
 """Packages of general-purpose modules: the plan of the enclosing module says how they are sharded."""
 
 
-def parallelize(
-    model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str = "auto"
-) -> ModelLayout:
+def parallelize(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str = "auto") -> ModelLayout:
     """Shard the model's parameters (still on the meta device), install the communication, and return the layout.
 
     Raises UsageError if a module has two styles, if it has none under tensor parallelism, or if the ranks do not divide
@@ -196,9 +194,7 @@ def match_styles(
         rows = rows_by_module.get(module, [])
         for row in rows[1:]:
             if row.style != rows[0].style:
-                raise UsageError(
-                    f"{path} has two styles in plans, {rows[0]} and {row}: keep one of these rows"
-                )
+                raise UsageError(f"{path} has two styles in plans, {rows[0]} and {row}: keep one of these rows")
         if rows:
             styles[path] = STYLES.get(rows[0].style)
         elif tensors := [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -316,9 +312,7 @@ def install_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
         if plan in FORWARDS:
             replace_forward(module, FORWARDS[plan](module, cp))
         elif plan == "all_reduce":
-            replace_forward(
-                module.get_submodule("all_reduce"), partial(_all_reduce_both_passes, group=cp.group)
-            )
+            replace_forward(module.get_submodule("all_reduce"), partial(_all_reduce_both_passes, group=cp.group))
         elif plan == "moe":
             install_moe(module, cp)
         elif plan == "soft_moe":

@@ -161,13 +161,9 @@ def _find_trained_fields(model: nn.Module, points: Sequence[SplitPoint]) -> list
     """Return the fields of the carry that depend on trained weights, before each split point and after the last."""
     trained = [frozenset[str]()]
     for point in points:
-        trains = any(
-            p.requires_grad for path in point.modules for p in model.get_submodule(path).parameters()
-        )
+        trains = any(p.requires_grad for path in point.modules for p in model.get_submodule(path).parameters())
         depends = trains or bool(trained[-1].intersection(point.reads))
-        written_hidden = {
-            name for name, field in point.writes.items() if depends and field.d_model is not None
-        }
+        written_hidden = {name for name, field in point.writes.items() if depends and field.d_model is not None}
         trained.append((trained[-1] - frozenset(point.writes)) | written_hidden)
     return trained
 
@@ -212,9 +208,7 @@ def _balance_cuts(starts: Sequence[int], costs: Sequence[float], stages: int) ->
     for _ in range(stages):
         row = [(float("inf"), 0)]
         for end in range(1, len(pieces) + 1):
-            row.append(
-                min((best[-1][start][0] + (sums[end] - sums[start]) ** 2, start) for start in range(end))
-            )
+            row.append(min((best[-1][start][0] + (sums[end] - sums[start]) ** 2, start) for start in range(end)))
         best.append(row)
     bounds, end = list[int](), len(pieces)
     for row in reversed(best[1:]):
@@ -286,9 +280,7 @@ def prune_to_stages(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
     prune(model, "")
 
 
-def activation_shape(
-    field: CarrySpec, batch: Mapping[str, torch.Tensor], sequence_shards: int
-) -> tuple[int, ...]:
+def activation_shape(field: CarrySpec, batch: Mapping[str, torch.Tensor], sequence_shards: int) -> tuple[int, ...]:
     """Return the shape of a field of the carry on a rank that holds one of `sequence_shards` shards of the sequence."""
     rows, length = batch[field.shape_of].shape[:2]
     if field.length_of is not None:

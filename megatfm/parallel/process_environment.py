@@ -82,33 +82,21 @@ def _from_torchrun(environment: Mapping[str, str]) -> ProcessEnvironment:
         return ProcessEnvironment("torchrun")
     (local_rank,) = _read_numbers(environment, "LOCAL_RANK")
     port = _read_port(environment)
-    return ProcessEnvironment(
-        "torchrun", rank, world_size, local_rank, _read_text(environment, "MASTER_ADDR"), port
-    )
+    return ProcessEnvironment("torchrun", rank, world_size, local_rank, _read_text(environment, "MASTER_ADDR"), port)
 
 
 def _from_srun(environment: Mapping[str, str]) -> ProcessEnvironment:
-    rank, world_size, local_rank = _read_numbers(
-        environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
-    )
+    rank, world_size, local_rank = _read_numbers(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     job, step = _read_numbers(environment, "SLURM_JOB_ID", "SLURM_STEP_ID")
-    address = environment.get("MASTER_ADDR") or _parse_head_node(
-        _read_text(environment, "SLURM_STEP_NODELIST")
-    )
-    port = (
-        _read_port(environment)
-        if environment.get("MASTER_PORT")
-        else FIRST_PORT + (31 * job + step) % N_PORTS
-    )
+    address = environment.get("MASTER_ADDR") or _parse_head_node(_read_text(environment, "SLURM_STEP_NODELIST"))
+    port = _read_port(environment) if environment.get("MASTER_PORT") else FIRST_PORT + (31 * job + step) % N_PORTS
     return ProcessEnvironment("srun", rank, world_size, local_rank, address, port)
 
 
 def _read_port(environment: Mapping[str, str]) -> int:
     (port,) = _read_numbers(environment, "MASTER_PORT")
     if not 0 < port < 65536:
-        raise UsageError(
-            f"MASTER_PORT={port} in the environment: ports are 1 to 65535: set another, or unset it"
-        )
+        raise UsageError(f"MASTER_PORT={port} in the environment: ports are 1 to 65535: set another, or unset it")
     return port
 
 
@@ -134,9 +122,7 @@ def _read_numbers(environment: Mapping[str, str], *names: str) -> tuple[int, ...
     for name in names:
         text = _read_text(environment, name)
         if not (text.isascii() and text.isdecimal() and len(text) < 16):
-            raise UsageError(
-                f"{name}={text[:40]!r} in the environment is not a number: unset it or mend the launcher"
-            )
+            raise UsageError(f"{name}={text[:40]!r} in the environment is not a number: unset it or mend the launcher")
         values.append(int(text))
     if len(values) > 1 and names[0].endswith(("RANK", "PROCID")) and values[0] >= values[1]:
         raise UsageError(

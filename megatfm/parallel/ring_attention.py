@@ -157,9 +157,7 @@ def ring_attention(
     dropout_keys = core.dropout.make_head_rng_keys(sequence, q.shape[1])
     plans = [block_attention_plan(core, sequence, step.key, step.key_indices, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
-    out: Tensor = _RingAttention.apply(
-        q, kv, bias, dropout_keys, sinks, plans, cp, kv_format, *kv_format.weights
-    )
+    out: Tensor = _RingAttention.apply(q, kv, bias, dropout_keys, sinks, plans, cp, kv_format, *kv_format.weights)
     return out
 
 

@@ -157,9 +157,7 @@ def _announce(env: ProcessEnvironment, text: str) -> None:
     import torch.distributed as dist
 
     with contextlib.suppress(dist.DistError, RuntimeError):
-        store = dist.TCPStore(
-            env.address, env.port, None, env.rank == 0, timedelta(seconds=10), wait_for_workers=False
-        )
+        store = dist.TCPStore(env.address, env.port, None, env.rank == 0, timedelta(seconds=10), wait_for_workers=False)
         store.set(STOPPED_KEY, text)
         if env.rank == 0:
             time.sleep(SERVE_SECONDS)

@@ -138,9 +138,7 @@ def _sum_loss(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> N
 
 
 def _sum_over_shards(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
-    module.register_forward_hook(
-        lambda _, __, output: copy_to_group(reduce_from_group(output, tp.group), tp.group)
-    )
+    module.register_forward_hook(lambda _, __, output: copy_to_group(reduce_from_group(output, tp.group), tp.group))
 
 
 def _sum_rows(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
@@ -283,9 +281,7 @@ COLWISE = register_style(ParallelStyle("colwise", dim=0, fallback=REPLICATED_KV_
 """A matrix sharded by output features; its input must be replicated (see "gather_input")."""
 
 ROWWISE = register_style(
-    ParallelStyle(
-        "rowwise", dim=1, gradient="partial_with_sp", apply=_sum_matmul, communication=("output summed",)
-    )
+    ParallelStyle("rowwise", dim=1, gradient="partial_with_sp", apply=_sum_matmul, communication=("output summed",))
 )
 """A matrix sharded by input features; its partial output is summed into the residual stream, and a bias added once."""
 
@@ -306,9 +302,7 @@ GATHER_INPUT = register_style(
 register_style(replace(GATHER_INPUT, name="gather_input_shard_heads", dim=-2))
 """Style "gather_input" of a module with vectors per head, with heads in dim -2."""
 
-register_style(
-    ParallelStyle("gather_output", apply=_gather_output, is_listed=True, communication=("output gathered",))
-)
+register_style(ParallelStyle("gather_output", apply=_gather_output, is_listed=True, communication=("output gathered",)))
 """A module whose output is gathered once for all column-wise matrices that use it."""
 
 register_style(
@@ -321,9 +315,7 @@ register_style(
 )
 """A module whose output is gathered once; each rank then looks up what its tokens need."""
 
-SEQUENCE_PARALLEL = register_style(
-    ParallelStyle("sequence_parallel", gradient="partial_with_sp", communication=())
-)
+SEQUENCE_PARALLEL = register_style(ParallelStyle("sequence_parallel", gradient="partial_with_sp", communication=()))
 """Replicated weights on the residual stream, e.g. a norm's."""
 
 SPLIT_OUTPUT = register_style(
@@ -352,9 +344,7 @@ register_style(
 register_style(ParallelStyle("sum_tokens_by_row", apply=_sum_rows, is_listed=True, communication=()))
 """A module that sums values per token over each row, here over local tokens."""
 
-register_style(
-    ParallelStyle("sum_real_tokens", apply=_sum_real_tokens, is_listed=True, communication=("loss summed",))
-)
+register_style(ParallelStyle("sum_real_tokens", apply=_sum_real_tokens, is_listed=True, communication=("loss summed",)))
 """A sum over the tokens that are no padding."""
 
 REDUCE_OUTPUT = register_style(

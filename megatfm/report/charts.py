@@ -127,9 +127,7 @@ def make_chart(
         lines=lines,
         levels=levels,
         summary="; ".join(_summarize(line) for line in lines if line.kind != "raw"),
-        n_nonfinite=sum(
-            len(line.curve.values) - len(line.curve.finite) for line in lines if line.kind != "smooth"
-        ),
+        n_nonfinite=sum(len(line.curve.values) - len(line.curve.finite) for line in lines if line.kind != "smooth"),
         is_log=not from_zero and min(values) > 0 and max(values) / min(values) > 50,
         from_zero=from_zero,
     )
@@ -201,16 +199,9 @@ def encode_png(pixels: Sequence[Sequence[tuple[int, int, int, int]]]) -> str:
     """Encode rows of RGBA pixels as a PNG data URI (ISO/IEC 15948, colour type 6)."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        )
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
     header = struct.pack(">IIBBBBB", len(pixels[0]), len(pixels), 8, 6, 0, 0, 0)
     rows = b"".join(b"\0" + bytes(value for pixel in row for value in pixel) for row in pixels)
-    file = (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(rows, 9))
-        + chunk(b"IEND", b"")
-    )
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
     return f"data:image/png;base64,{base64.b64encode(file).decode()}"

@@ -50,8 +50,7 @@ class RunComparison:
             key for run_settings in settings for key in run_settings if not key.startswith(IGNORED_SETTINGS)
         )
         rows = [
-            (key, [[run_settings[key]] if key in run_settings else [] for run_settings in settings])
-            for key in keys
+            (key, [[run_settings[key]] if key in run_settings else [] for run_settings in settings]) for key in keys
         ]
         return [
             (key, [format_setting(cell[0]) if cell else MISSING for cell in cells])
@@ -81,9 +80,7 @@ class RunComparison:
 
     def list_notes(self) -> list[str]:
         """Return notes on files that can't be read, and on columns that are left out."""
-        notes = [
-            f"{name}: {note}" for name, run in zip(self.names, self.runs, strict=True) for note in run.notes
-        ]
+        notes = [f"{name}: {note}" for name, run in zip(self.names, self.runs, strict=True) for note in run.notes]
         if self._has_different_peaks:
             peaks = "; ".join(
                 f"{name}: {run.environment.get('peak', 'not recorded')}"
@@ -129,9 +126,7 @@ class RunComparison:
             ),
             self._make_chart("Gradient norm", "before clipping, smoothed", ["grad_norm"], smoothed=True),
             self._make_chart("Learning rate", "", ["lr"], from_zero=True),
-            self._make_chart(
-                "Speed", "tokens per second, smoothed", ["tokens_per_second"], True, from_zero=True
-            ),
+            self._make_chart("Speed", "tokens per second, smoothed", ["tokens_per_second"], True, from_zero=True),
         ]
         return [chart for chart in charts if chart]
 

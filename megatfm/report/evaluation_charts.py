@@ -31,10 +31,7 @@ def make_task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None
     tasks = list(dict.fromkeys(path[1] for path in run.curves if path[0] == "tasks"))
 
     def lines(metric: str) -> list[Line]:
-        drawn = [
-            Line(name, run.get_curve("tasks", name, metric), 1 + i % 6, "dots")
-            for i, name in enumerate(tasks)
-        ]
+        drawn = [Line(name, run.get_curve("tasks", name, metric), 1 + i % 6, "dots") for i, name in enumerate(tasks)]
         return drawn + [
             Line(f"{other}, {name}", other_run.get_curve("tasks", name, metric), 6 - i % 5, "other", i + 1)
             for i, (other, other_run) in enumerate(compared.items())

@@ -54,9 +54,7 @@ def write_report(
     not a run directory, MegatfmError if the page can't be written.
     """
     run, behind = Run(Path(folder)), [Run(Path(other)) for other in compared]
-    return write_page(
-        run.folder / "report.html", render(run, behind, estimated), "free space or change permissions"
-    )
+    return write_page(run.folder / "report.html", render(run, behind, estimated), "free space or change permissions")
 
 
 def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[str]] = ()) -> str:
@@ -170,9 +168,7 @@ def list_headlines(run: Run) -> list[Headline]:
         if loss:
             headlines.append(Headline(f"Held-out loss{suffix}", f"{loss[-1]:.3f}", get_loss_unit(run)))
         headlines += [
-            Headline(
-                f"{describe_metric(metric)[0]}{suffix}", f"{100 * values[-1]:.2f} %", "of the last evaluation"
-            )
+            Headline(f"{describe_metric(metric)[0]}{suffix}", f"{100 * values[-1]:.2f} %", "of the last evaluation")
             for metric in ("top1", "accuracy")
             if (values := run.get_curve("evaluation", name, "metrics", metric).values)
         ]
@@ -213,9 +209,7 @@ def list_prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, s
             format_number(step["documents_out"]),
             format_bytes(step["bytes_out"]),
             format_number(step["changed"]),
-            "; ".join(
-                f"{format_number(drop['documents'])} {reason}" for reason, drop in step["dropped"].items()
-            ),
+            "; ".join(f"{format_number(drop['documents'])} {reason}" for reason, drop in step["dropped"].items()),
         )
         for step in prep.get("steps", [])
     ]

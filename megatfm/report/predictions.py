@@ -147,9 +147,7 @@ def _make_labels(names: Any, counts: Counts) -> list[str]:
     return known_names + [str(index) for index in range(len(known_names), n_classes)]
 
 
-def summarize(
-    name: str, counts: Counts, labels: Sequence[str], errors: Sequence[TextError] = ()
-) -> ClassResults:
+def summarize(name: str, counts: Counts, labels: Sequence[str], errors: Sequence[TextError] = ()) -> ClassResults:
     """Compute scores, confusion matrix and most frequent confusions of a set. labels: names of the classes."""
     of_label, of_predicted = Counter[int](), Counter[int]()
     for (label, predicted), count in counts.items():
@@ -188,9 +186,7 @@ def summarize(
     )
 
 
-def _make_cells(
-    counts: Counts, labels: Sequence[str], of_label: Mapping[int, int]
-) -> list[tuple[str, list[Cell]]]:
+def _make_cells(counts: Counts, labels: Sequence[str], of_label: Mapping[int, int]) -> list[tuple[str, list[Cell]]]:
     indices = range(len(labels))
     return [
         (labels[row], [_make_cell(counts.get((row, column), 0), of_label[row], row == column) for column in indices])
@@ -237,9 +233,7 @@ def list_text_errors(run: Run, name: str) -> list[TextError]:
         return []
     path = task.get(name)
     predictions = [
-        line
-        for line in run.read_lines(f"predictions/{name}.jsonl")
-        if type(line.get("row")) is int and "label" in line
+        line for line in run.read_lines(f"predictions/{name}.jsonl") if type(line.get("row")) is int and "label" in line
     ]
     if not isinstance(path, str) or not predictions:
         return []

@@ -51,9 +51,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "config.toml").is_file():
-            raise UsageError(
-                f"{folder}: not a run directory (it has no config.toml); give one such as runs/NAME"
-            )
+            raise UsageError(f"{folder}: not a run directory (it has no config.toml); give one such as runs/NAME")
         self.folder = folder
         self.notes: list[str] = []
         self.config = self._read_config()
@@ -80,17 +78,13 @@ class Run:
     @property
     def evaluated(self) -> list[str]:
         """Names of the validation sets that have results, in order of appearance."""
-        return list(
-            dict.fromkeys(path[1] for path in self.curves if len(path) == 3 and path[0] == "evaluation")
-        )
+        return list(dict.fromkeys(path[1] for path in self.curves if len(path) == 3 and path[0] == "evaluation"))
 
     @property
     def metrics(self) -> list[str]:
         """Names of the evaluations' metrics, in order of appearance."""
         return list(
-            dict.fromkeys(
-                path[3] for path in self.curves if len(path) == 4 and path[::2] == ("evaluation", "metrics")
-            )
+            dict.fromkeys(path[3] for path in self.curves if len(path) == 4 and path[::2] == ("evaluation", "metrics"))
         )
 
     @property
@@ -122,9 +116,7 @@ class Run:
         data = self.config.get("data", {})
         mixture = data.get("mixture") or {}
         sources = [(name, source.get("path")) for name, source in mixture.items()]
-        return [
-            (name, str(location)) for name, location in [("train", data.get("train")), *sources] if location
-        ]
+        return [(name, str(location)) for name, location in [("train", data.get("train")), *sources] if location]
 
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / "config.toml"
@@ -184,9 +176,7 @@ class Run:
                 continue
             samples = record.pop("samples", [])
             if isinstance(samples, list):
-                self.samples += [
-                    {**sample, "step": step} for sample in samples if isinstance(sample, Mapping)
-                ]
+                self.samples += [{**sample, "step": step} for sample in samples if isinstance(sample, Mapping)]
             for path, value in _iter_numbers(record):
                 steps, values = columns.setdefault(path, (array("q"), array("d")))
                 steps.append(step)
@@ -211,9 +201,7 @@ def _parse_json(text: str) -> Any:
         return None
 
 
-def _iter_numbers(
-    table: Mapping[str, Any], prefix: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], float]]:
+def _iter_numbers(table: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yield path and value of each number in nested objects and lists. NaN and infinities are strings in the file."""
     for key, value in table.items():
         if isinstance(value, Mapping):

@@ -97,8 +97,7 @@ class RunLines:
         """Return the curves of a metric on each validation set."""
         names = self.run.evaluated
         lines = [
-            Line(name, self.run.get_curve("evaluation", name, *key), 2 + i % 5, "dots")
-            for i, name in enumerate(names)
+            Line(name, self.run.get_curve("evaluation", name, *key), 2 + i % 5, "dots") for i, name in enumerate(names)
         ]
         return lines + [
             line for name in names for line in self.list_compared("evaluation", name, *key, name=f", {name}")
@@ -128,10 +127,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
         make_chart("Terms of the loss", "mean over their targets", terms),
         make_source_chart(run),
         make_chart("Bits per byte", "held-out text", lines.list_evaluated("bits_per_byte"), levels=levels),
-        *(
-            make_chart(*describe_metric(metric), lines.list_evaluated("metrics", metric))
-            for metric in run.metrics
-        ),
+        *(make_chart(*describe_metric(metric), lines.list_evaluated("metrics", metric)) for metric in run.metrics),
         *make_task_charts(run, lines.compared),
         *make_position_charts(run),
         make_chart("Gradient norm", "before clipping", lines.list_smoothed("gradient norm", "grad_norm")),
@@ -141,9 +137,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
             [Line("learning rate", run.get_curve("lr")), *lines.list_compared("lr")],
             from_zero=True,
         ),
-        make_chart(
-            "Speed", "tokens per second", lines.list_smoothed("speed", "tokens_per_second"), from_zero=True
-        ),
+        make_chart("Speed", "tokens per second", lines.list_smoothed("speed", "tokens_per_second"), from_zero=True),
         make_chart(
             "Utilization (MFU)",
             f"% of {run.environment.get('peak', 'what the devices could do')}",
@@ -151,9 +145,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
             from_zero=True,
         ),
         make_step_time_chart(run),
-        make_chart(
-            "Memory", "GiB", [Line("memory", scale(run.get_curve("memory_bytes"), 1 / GIB))], from_zero=True
-        ),
+        make_chart("Memory", "GiB", [Line("memory", scale(run.get_curve("memory_bytes"), 1 / GIB))], from_zero=True),
         make_mixture_chart(run),
         *make_layer_charts(run),
     )
@@ -194,9 +186,7 @@ def make_mixture_chart(run: Run) -> Chart | None:
 def make_source_chart(run: Run) -> Chart | None:
     """Return the chart of the training loss of each corpus of a mixture."""
     names = [path[1] for path in run.curves if path[0] == "loss_by_source"]
-    lines = [
-        Line(name, smooth(run.get_curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)
-    ]
+    lines = [Line(name, smooth(run.get_curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)]
     return make_chart("Training loss by source", "nats per token", lines)
 
 
@@ -229,9 +219,7 @@ def compute_time_shares(run: Run) -> list[TimeShare]:
     total = sum(seconds.values())
     if not run.get_curve("step_parts", "passes").steps or not total:
         return []
-    return [
-        TimeShare(name, part, part / total, 1 + i) for i, (name, part) in enumerate(seconds.items()) if part
-    ]
+    return [TimeShare(name, part, part / total, 1 + i) for i, (name, part) in enumerate(seconds.items()) if part]
 
 
 def _compute_step_share(run: Run, *path: str) -> Curve:
@@ -311,17 +299,13 @@ def make_expert_load_maps(run: Run) -> list[HeatMap]:
     """Return a heat map for each layer with experts, at most MAX_LAYERS, evenly spaced (`log.layer_stats_every`)."""
     layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
     charted_layers = pick_evenly(sorted(layers, key=make_natural_key), MAX_LAYERS)
-    selection = (
-        f" · {len(charted_layers)} of {len(layers)} layers" if len(charted_layers) < len(layers) else ""
-    )
+    selection = f" · {len(charted_layers)} of {len(layers)} layers" if len(charted_layers) < len(layers) else ""
     return [_make_load_map(run, layer, selection) for layer in charted_layers]
 
 
 def _make_load_map(run: Run, layer: str, selection: str) -> HeatMap:
     """Return the heat map of a layer. selection: appended to the unit."""
-    keys = sorted(
-        (path for path in run.curves if path[:3] == ("norms", layer, "load")), key=lambda path: int(path[3])
-    )
+    keys = sorted((path for path in run.curves if path[:3] == ("norms", layer, "load")), key=lambda path: int(path[3]))
     curves = [run.get_curve(*key) for key in keys]
     first, last = curves[0].steps[0], curves[0].steps[-1]
     columns = min(COLUMNS, len(curves[0].steps))
@@ -329,9 +313,7 @@ def _make_load_map(run: Run, layer: str, selection: str) -> HeatMap:
     def column_of(step: float) -> float:
         return (columns - 1) * (step - first) / max(last - first, 1)
 
-    rows = [
-        _compute_means(curve, columns, [round(column_of(step)) for step in curve.steps]) for curve in curves
-    ]
+    rows = [_compute_means(curve, columns, [round(column_of(step)) for step in curve.steps]) for curve in curves]
     height = len(rows)
     labelled_experts = range(0, height, max(1, math.ceil(height / 8)))
     ticks = choose_ticks(first, max(last, first + 1), 6)
@@ -340,9 +322,7 @@ def _make_load_map(run: Run, layer: str, selection: str) -> HeatMap:
         title=f"Load of experts, {shorten_layer_name(layer)}",
         unit=f"choices, as a multiple of the mean{selection}",
         picture=encode_png([[choose_colour(value) for value in row] for row in rows]),
-        x_ticks=[
-            Tick(100 * (column_of(step) + 0.5) / columns, format_number(step)) for step in labelled_steps
-        ],
+        x_ticks=[Tick(100 * (column_of(step) + 0.5) / columns, format_number(step)) for step in labelled_steps],
         y_ticks=[Tick(100 * (expert + 0.5) / height, str(expert)) for expert in labelled_experts],
         summary=_summarize_loads(curves),
     )

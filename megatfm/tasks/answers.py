@@ -56,17 +56,13 @@ class AnswerEncoder:
             trained = [(max(begin, 1), min(end, len(tokens))) for begin, end in spans if begin < len(tokens)]
             trained = [(begin, end) for begin, end in trained if begin < end]
             if not trained:
-                self.refuse(
-                    row_number, "no token is trained: its answer is empty, or beyond data.sequence_length"
-                )
+                self.refuse(row_number, "no token is trained: its answer is empty, or beyond data.sequence_length")
             last_answer = tokens[trained[-1][0] : trained[-1][1]]
             n_closed += bool(np.isin(last_answer, list(self.tokenizer.special.reserved)).any())
             examples.append(EncodedExample(tokens, text_bytes, {"trained": [list(span) for span in trained]}))
         return examples, self._write_notes(examples, n_cut, n_closed)
 
-    def _encode_pairs(
-        self, rows: Sequence[Row], target_length: int
-    ) -> tuple[list[EncodedExample], list[str]]:
+    def _encode_pairs(self, rows: Sequence[Row], target_length: int) -> tuple[list[EncodedExample], list[str]]:
         """Encode prefix and text for the encoder, and the answer for the decoder. The objective adds EOS to both."""
         task, tokenizer, examples, n_cut = self.task, self.tokenizer, list[EncodedExample](), 0
         texts, answers = self._read_columns(rows)
@@ -87,18 +83,14 @@ class AnswerEncoder:
             notes.append(f"{self.path}: {n_cut} of {len(rows)} examples are cut to the rows of their side")
         return examples, notes
 
-    def _check_sides(
-        self, row_number: int, pair: Sequence[NDArray[np.integer]], limits: Mapping[str, int]
-    ) -> bool:
+    def _check_sides(self, row_number: int, pair: Sequence[NDArray[np.integer]], limits: Mapping[str, int]) -> bool:
         """Whether a text or its answer must be cut. Raises UsageError where the task forbids it."""
         is_cut = False
         for side, tokens, (key, limit) in zip(("text", "answer"), pair, limits.items(), strict=True):
             if not len(tokens):
                 self.refuse(row_number, f"its {side} makes no token: take the row out")
             if limit < 1:
-                raise UsageError(
-                    f"{key} = {limit + 1}: leaves no room for text beside the end token: choose more"
-                )
+                raise UsageError(f"{key} = {limit + 1}: leaves no room for text beside the end token: choose more")
             if len(tokens) > limit and self.task.too_long == "error":
                 self.refuse(
                     row_number,
@@ -180,9 +172,7 @@ class AnswerEncoder:
         raise UsageError(f"{self.path}, row {row_number}: {reason}")
 
 
-def describe_example(
-    sample: Sample, tokenizer: Tokenizer, *, colour: bool, labels: Sequence[str] = ()
-) -> str | None:
+def describe_example(sample: Sample, tokenizer: Tokenizer, *, colour: bool, labels: Sequence[str] = ()) -> str | None:
     """Return an example's text with its trained tokens marked; None for a sample of another kind.
 
     Of labelled examples, the tokens that carry labels are marked, and the labels follow. Of span extraction, the

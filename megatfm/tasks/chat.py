@@ -49,9 +49,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(
-            value, ensure_ascii=False, **options
-        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _raise_exception
         try:
             return environment.from_string(self.source)
@@ -76,9 +74,7 @@ class ChatTemplate:
         text, words = self.render(messages), messages[-1]["content"]
         begin = text.rfind(words.strip())
         if begin < 0:
-            raise UsageError(
-                "the chat template leaves out the last message, which the answer is to go on from"
-            )
+            raise UsageError("the chat template leaves out the last message, which the answer is to go on from")
         has_spaces = text.startswith(words.lstrip(), begin)
         return text[: begin + len(words.lstrip() if has_spaces else words.strip())]
 
@@ -149,17 +145,12 @@ def load_chat_template(
             f"{folder}: the tokenizer has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE}): give "
             "a Jinja file as task.chat_template"
         )
-    roles = {
-        f"{role}_token": getattr(tokenizer, role)
-        for role in ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
-    }
+    roles = {f"{role}_token": getattr(tokenizer, role) for role in ("bos", "eos", "pad", "unk", "cls", "sep", "mask")}
     spellings = {name: tokenizer.id_to_piece(token) for name, token in roles.items() if token is not None}
     return ChatTemplate(source, spellings)
 
 
-def answer_end_tokens(
-    task: TaskConfig | None, tokenizer_file: str | Path, tokenizer: Tokenizer
-) -> tuple[int, ...]:
+def answer_end_tokens(task: TaskConfig | None, tokenizer_file: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the token that ends an answer of a model fine-tuned on conversations; none for other models."""
     if task is None or task.form not in CHAT_FORMS or not isinstance(tokenizer, HuggingFaceTokenizer):
         return ()

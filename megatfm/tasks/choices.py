@@ -107,9 +107,7 @@ class ChoiceEncoder:
         if isinstance(value, Mapping):  # ARC: {"text": [...], "label": [...]}
             value = value.get("text")
         if not isinstance(value, list) or len(value) < 2:
-            self._refuse(
-                row_number, f"column {columns[0]!r} is {value!r:.40}: give a list of two or more choices"
-            )
+            self._refuse(row_number, f"column {columns[0]!r} is {value!r:.40}: give a list of two or more choices")
         return [row_text(self.path, row_number, {columns[0]: choice}, columns[0]) for choice in value]
 
     def _label(self, row_number: int, row: Row, n_choices: int) -> int:
@@ -125,9 +123,7 @@ class ChoiceEncoder:
                 )
             choice = int(text)
         if choice >= n_choices:
-            self._refuse(
-                row_number, f"label {label_text(value)!r} is none of its {n_choices} choices: mend the row"
-            )
+            self._refuse(row_number, f"label {label_text(value)!r} is none of its {n_choices} choices: mend the row")
         return choice
 
     def _refuse(self, row_number: int, reason: str) -> NoReturn:

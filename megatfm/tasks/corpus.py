@@ -111,9 +111,7 @@ def prepare_corpus(
         "version": __version__,
         "rows": blake3(json.dumps(rows, default=str, sort_keys=True).encode()).hexdigest(),
         "tokenizer": tokenizer.hash,
-        "task": {
-            name: value for name, value in task.model_dump(mode="json").items() if name not in NOT_STORED
-        },
+        "task": {name: value for name, value in task.model_dump(mode="json").items() if name not in NOT_STORED},
         "sequence_length": sequence_length,
         "with_labels": with_labels,
         "is_causal": is_causal,
@@ -129,9 +127,7 @@ def prepare_corpus(
         if task.form == "span_extraction":
             encoder = SpanEncoder(path, task, tokenizer, sequence_length, with_labels, is_causal, ends_in_cls)
         elif task.form == "multiple_choice":
-            encoder = ChoiceEncoder(
-                path, task, tokenizer, sequence_length, with_labels, cls_index, ends_in_cls
-            )
+            encoder = ChoiceEncoder(path, task, tokenizer, sequence_length, with_labels, cls_index, ends_in_cls)
         elif task.has_head:
             encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, cls_index, ends_in_cls)
         elif reference is not None:

@@ -34,9 +34,7 @@ def read_rows(path: str | Path) -> list[Row]:
             )
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise UsageError(
-            f"{path}, line {line}: not UTF-8 at byte {error.start}: save the file as UTF-8"
-        ) from None
+        raise UsageError(f"{path}, line {line}: not UTF-8 at byte {error.start}: save the file as UTF-8") from None
     except OSError as error:
         raise UsageError(f"{path}: can't read it: {error.strerror or error}") from None
     if not rows:
@@ -53,9 +51,7 @@ def require_columns(path: str | Path, rows: Sequence[Row], columns: Mapping[str,
         listed = ", ".join(column if column == column.strip() != "" else repr(column) for column in names)
         remedy = "name one of these"
         if len(names) == 1 and (delimiters := [mark for mark in ";\t|" if mark in names[0]]):
-            remedy = (
-                f"its fields seem to be separated by {delimiters[0]!r}: save it with commas, or tabs as .tsv"
-            )
+            remedy = f"its fields seem to be separated by {delimiters[0]!r}: save it with commas, or tabs as .tsv"
         raise UsageError(f"{path}: has no column {name!r}, which {key} names; there are: {listed}: {remedy}")
 
 
@@ -73,9 +69,7 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
             if columns is None:
                 columns = fields
                 if repeated := [name for name in columns if columns.count(name) > 1]:
-                    problem = (
-                        f"names column {repeated[0]!r} twice" if repeated[0] else "has columns without a name"
-                    )
+                    problem = f"names column {repeated[0]!r} twice" if repeated[0] else "has columns without a name"
                     raise UsageError(f"{path}, line 1: {problem}: give each its own name, or take one out")
                 continue
             if len(fields) != len(columns):
@@ -98,15 +92,11 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
         values = _parse_json(path, 1, text)
     if values is None:
         values = [
-            _parse_json(path, number, line)
-            for number, line in enumerate(text.split("\n"), start=1)
-            if line.strip()
+            _parse_json(path, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
         ]
     for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
-            raise UsageError(
-                f"{path}, row {number}: is no JSON object: give one object a line, column → value"
-            )
+            raise UsageError(f"{path}, row {number}: is no JSON object: give one object a line, column → value")
         yield value
 
 
@@ -138,9 +128,7 @@ def _parse_json(path: Path, number: int, text: str) -> Any:
             json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.start + 1].encode("unicode-escape").decode()
-        raise UsageError(
-            f"{path}, line {number}: {half} is half of a character (a surrogate): mend the line"
-        ) from None
+        raise UsageError(f"{path}, line {number}: {half} is half of a character (a surrogate): mend the line") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}, line {number}: no JSON: {error}: mend the line") from None
     return content

@@ -58,9 +58,7 @@ def build_frame(tokenizer: Tokenizer, *, is_causal: bool = False, ends_in_cls: b
     """
     if is_causal:
         between = tokenizer.eos if tokenizer.sep is None else tokenizer.sep
-        return Frame(
-            (tokenizer.bos,), (between,), (tokenizer.eos if tokenizer.cls is None else tokenizer.cls,)
-        )
+        return Frame((tokenizer.bos,), (between,), (tokenizer.eos if tokenizer.cls is None else tokenizer.cls,))
     declared = getattr(tokenizer, "find_pair_template", lambda: None)()
     if declared is not None and not ends_in_cls:
         return Frame(*declared)
@@ -142,10 +140,7 @@ class RowEncoder:
         seconds: list[str] = []
         encoded_pairs: list[Tokens | None] = [None] * len(rows)
         if task.text_pair:
-            seconds = [
-                self._read_text(row_number, row, task.text_pair)
-                for row_number, row in enumerate(rows, start=1)
-            ]
+            seconds = [self._read_text(row_number, row, task.text_pair) for row_number, row in enumerate(rows, start=1)]
             encoded_pairs = [*self.tokenizer.encode_batch(seconds, THREADS)]
         read_label = LABEL_READERS[task.form]
         examples = []
@@ -162,9 +157,7 @@ class RowEncoder:
             positions = [self.cls_index % len(framed.tokens)]
             example = _make_example(framed, n_bytes, positions, [label])
             if task.both_orders and second is not None:
-                example = join_sequences(
-                    [framed, frame.wrap(second, first)], self.cls_index, label, 2 * n_bytes
-                )
+                example = join_sequences([framed, frame.wrap(second, first)], self.cls_index, label, 2 * n_bytes)
             examples.append(example)
         return examples, n_cut
 
@@ -178,9 +171,7 @@ class RowEncoder:
             word_tokens = self.tokenizer.encode_batch(spaced_words, THREADS)
             for index, tokens_of_word in enumerate(word_tokens):
                 if not len(tokens_of_word):
-                    self._refuse(
-                        row_number, f"word {index + 1}, {words[index]!r}, makes no token: take it out"
-                    )
+                    self._refuse(row_number, f"word {index + 1}, {words[index]!r}, makes no token: take it out")
             tags = self._list(row_number, row, task.label, None) if self.with_labels else []
             if self.with_labels and len(tags) != len(words):
                 self._refuse(row_number, f"has {len(words)} words and {len(tags)} tags: give each word a tag")
@@ -236,9 +227,7 @@ class RowEncoder:
         value = [] if value is None and may_be_empty else value
         if not isinstance(value, list) or not (value or may_be_empty):
             shown = "empty" if value in (None, []) else f"{value!r:.40}, no list"
-            self._refuse(
-                row_number, f"column {column!r} is {shown}: give a list of texts, or take the row out"
-            )
+            self._refuse(row_number, f"column {column!r} is {shown}: give a list of texts, or take the row out")
         return [label_text(item) for item in value or ()]
 
     def _check_length(self, row_number: int, n_tokens: int, room: int) -> bool:
@@ -292,15 +281,11 @@ def row_text(path: str, row_number: int, row: Row, column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
         shown = "empty" if value is None or isinstance(value, str) else f"{value!r:.40}, not text"
-        raise UsageError(
-            f"{path}, row {row_number}: column {column!r} is {shown}: give a text, or take the row out"
-        )
+        raise UsageError(f"{path}, row {row_number}: column {column!r} is {shown}: give a text, or take the row out")
     return value
 
 
-def join_sequences(
-    sequences: Sequence[Framed], cls_index: int, label: Any, text_bytes: int
-) -> EncodedExample:
+def join_sequences(sequences: Sequence[Framed], cls_index: int, label: Any, text_bytes: int) -> EncodedExample:
     """Return one example of several sequences in a row. Each sequence's `cls_index` token carries a score."""
     lengths = [len(framed.tokens) for framed in sequences]
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
@@ -340,14 +325,10 @@ def collect_labels(task: TaskConfig, rows: Sequence[Row]) -> list[str]:
     """Return the labels of the rows: integers first, by value, then the others by text. Raises UsageError for none."""
     names = {name for row in rows for name in list_labels(task, row)} - {""}
     if not names:
-        raise UsageError(
-            f"{task.train}: column {task.label!r} is empty: name the column of the labels in task.label"
-        )
+        raise UsageError(f"{task.train}: column {task.label!r} is empty: name the column of the labels in task.label")
     if missing := sorted(name for name in names if name.lower() == "nan"):
         raise UsageError(
             f"{task.train}: column {task.label!r} has the label {missing[0]!r}, as missing values are written: mend "
             "its rows, or name all labels in task.labels if it is one"
         )
-    return sorted(
-        names, key=lambda name: (0, int(name), name) if name.lstrip("-").isdigit() else (1, 0, name)
-    )
+    return sorted(names, key=lambda name: (0, int(name), name) if name.lstrip("-").isdigit() else (1, 0, name))

@@ -23,9 +23,7 @@ def _import_sklearn_metrics() -> Any:
     try:
         from sklearn import metrics
     except ImportError:
-        raise MegatfmError(
-            "metrics of tasks are computed by scikit-learn: `pip install megatfm[tasks]`"
-        ) from None
+        raise MegatfmError("metrics of tasks are computed by scikit-learn: `pip install megatfm[tasks]`") from None
     return metrics
 
 
@@ -153,9 +151,7 @@ def confusion_matrix(targets: Values, predicted: Values, classes: int) -> list[l
     return rows
 
 
-def per_class_scores(
-    targets: Values, predicted: Values, labels: Sequence[str]
-) -> dict[str, dict[str, float]]:
+def per_class_scores(targets: Values, predicted: Values, labels: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return label → precision, recall, F1 and number of examples."""
     columns = _import_sklearn_metrics().precision_recall_fscore_support(
         targets, predicted, labels=range(len(labels)), zero_division=0.0

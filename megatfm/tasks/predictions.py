@@ -81,9 +81,7 @@ class Predictions:
                 continue
             probabilities = {
                 label: round(float(p), 6)
-                for label, p, logit in zip(
-                    labels, self.probabilities[index], self.logits[index], strict=False
-                )
+                for label, p, logit in zip(labels, self.probabilities[index], self.logits[index], strict=False)
                 if logit > -np.inf
             }
             if form == "multilabel":

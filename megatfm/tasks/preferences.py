@@ -54,9 +54,7 @@ class PreferenceEncoder:
             rejected_start = len(chosen)
             spans = [[begin, end], [rejected_start + rejected_begin, rejected_start + rejected_end]]
             tokens = np.concatenate([chosen, rejected])
-            examples.append(
-                EncodedExample(tokens, n_chosen + n_rejected, {"trained": spans, "second": rejected_start})
-            )
+            examples.append(EncodedExample(tokens, n_chosen + n_rejected, {"trained": spans, "second": rejected_start}))
         sequences = [(tokens, span) for side in SIDES for tokens, span, _ in encoded[side]]
         scores = np.array(self.reference(sequences)).reshape(2, len(rows))
         ratios = (scores[0] - scores[1]).tolist()
@@ -69,9 +67,7 @@ class PreferenceEncoder:
             f"{self.path}: {100 * share:.0f} % of {len(rows)} chosen answers are the likelier at the start"
         ]
 
-    def _encode_side(
-        self, rows: Sequence[Row], side: str
-    ) -> list[tuple[NDArray[np.int64], tuple[int, int], int]]:
+    def _encode_side(self, rows: Sequence[Row], side: str) -> list[tuple[NDArray[np.int64], tuple[int, int], int]]:
         """Return tokens, the answer's span and bytes of each row's chosen or rejected sequence."""
         column, prompt = getattr(self.task, side), self.task.prompt
         is_chat = any(isinstance(row.get(column), list) for row in rows)

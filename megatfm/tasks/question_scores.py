@@ -63,9 +63,7 @@ def score_choices(
         "chosen": chosen,
         "log_probabilities": log_probabilities.tolist(),
     }
-    return QuestionResult(
-        values | _measure_code_length(answers[question.right], n_bytes[question.right]), record
-    )
+    return QuestionResult(values | _measure_code_length(answers[question.right], n_bytes[question.right]), record)
 
 
 def score_cloze(question: Question, answer: Likelihood, delimiter: str) -> QuestionResult:
@@ -125,11 +123,7 @@ def mean_metrics(kind: str, results: Sequence[QuestionResult]) -> dict[str, floa
     an answer.
     """
     columns = _list_columns(results)
-    metrics = {
-        name: math.fsum(column) / len(column)
-        for name, column in columns.items()
-        if name not in SUMMED_METRICS
-    }
+    metrics = {name: math.fsum(column) / len(column) for name, column in columns.items() if name not in SUMMED_METRICS}
     if BITS in columns:
         metrics["bits_per_byte"] = math.fsum(columns[BITS]) / math.fsum(columns[BYTES])
     if kind == "cloze":

@@ -105,9 +105,7 @@ class QuestionReader:
             )
         return [self._with_shots(question, examples, excludes_itself) for question in questions]
 
-    def _with_shots(
-        self, question: Question, examples: Sequence[Question], excludes_itself: bool
-    ) -> Question:
+    def _with_shots(self, question: Question, examples: Sequence[Question], excludes_itself: bool) -> Question:
         """Put solved examples before a question, drawn by its number. excludes_itself: never draw the question."""
         config = self.config
         order = rng.permutation(len(examples), config.shots_seed, "shots", question.number).tolist()
@@ -171,9 +169,7 @@ class QuestionReader:
     def _read_accepted_texts(self, number: int, row: Row) -> tuple[str, ...]:
         """Return the accepted texts."""
         value = row.get(self.config.answer)
-        texts = [
-            label_text(text) for text in (value if isinstance(value, list) else [value]) if text is not None
-        ]
+        texts = [label_text(text) for text in (value if isinstance(value, list) else [value]) if text is not None]
         if not texts or not all(texts):
             self._refuse(number, f"column {self.config.answer!r} is empty: give a text, or take the row out")
         return tuple(texts)
@@ -183,9 +179,7 @@ class QuestionReader:
             return _compile(template).render(row)
         except jinja2.TemplateError as error:
             columns = ", ".join(map(str, row))
-            self._refuse(
-                number, f"the template {template!r:.60} can't be filled in: {error}; there are: {columns}"
-            )
+            self._refuse(number, f"the template {template!r:.60} can't be filled in: {error}; there are: {columns}")
             raise AssertionError from error
 
     def _refuse(self, number: int, reason: str) -> None:

@@ -84,10 +84,7 @@ class SpanPredictions:
                 question_fields[row] = annotation
             if number in logits_by_window:
                 by_row.setdefault(row, []).append((annotation, logits_by_window[number]))
-        return [
-            self._answer_question(row, question_fields[row], windows)
-            for row, windows in sorted(by_row.items())
-        ]
+        return [self._answer_question(row, question_fields[row], windows) for row, windows in sorted(by_row.items())]
 
     def metrics(self) -> dict[str, float]:
         """Return SQuAD's F1 and exact match; with `no_answer`, also over questions with and without an answer."""
@@ -210,9 +207,7 @@ def shows_most_context(window: int, token: int, begins: Sequence[int], sizes: Se
     begins, sizes: first token and number of tokens of each window.
     """
     scores = [
-        min(token - begin, begin + size - 1 - token) + 0.01 * size
-        if begin <= token < begin + size
-        else -np.inf
+        min(token - begin, begin + size - 1 - token) + 0.01 * size if begin <= token < begin + size else -np.inf
         for begin, size in zip(begins, sizes, strict=True)
     ]
     return int(np.argmax(scores)) == window

@@ -63,12 +63,8 @@ class SpanEncoder:
             answers = self._read_answers(row_number, row, context, counts) if self.with_labels else []
             name = str(row.get(ID, row_number))
             if row_by_id.setdefault(name, row_number) != row_number:
-                self._refuse(
-                    row_number, f"has {ID} {name!r}, as row {row_by_id[name]} has: give each question its own"
-                )
-            question_tokens = self._cut_question(
-                row_number, tokenizer.encode(question).astype(np.int64), counts
-            )
+                self._refuse(row_number, f"has {ID} {name!r}, as row {row_by_id[name]} has: give each question its own")
+            question_tokens = self._cut_question(row_number, tokenizer.encode(question).astype(np.int64), counts)
             question_fields = {"id": name, "context": context, "answers": [answer.text for answer in answers]}
             examples += self._make_windows(
                 row_number, question_tokens, *encoded[context], answers, question_fields, frame
@@ -128,15 +124,11 @@ class SpanEncoder:
                 return windows
             begin += min(room, self.task.stride)
 
-    def _find_token_span(
-        self, row_number: int, offsets: NDArray[np.int64], answer: Answer
-    ) -> tuple[int, int]:
+    def _find_token_span(self, row_number: int, offsets: NDArray[np.int64], answer: Answer) -> tuple[int, int]:
         """Return the first and the last token that overlap an answer."""
         inside = (offsets[:, 1] > answer.begin) & (offsets[:, 0] < answer.end)
         if not inside.any():
-            self._refuse(
-                row_number, f"answer {answer.text:.{SHOWN}} lies in no token of the text: mend the row"
-            )
+            self._refuse(row_number, f"answer {answer.text:.{SHOWN}} lies in no token of the text: mend the row")
         indices = np.flatnonzero(inside)
         return int(indices[0]), int(indices[-1])
 
@@ -181,23 +173,17 @@ class SpanEncoder:
         listed = []
         for answer in value:
             text, start = (
-                (answer.get(key) for key in ("text", "answer_start"))
-                if isinstance(answer, Mapping)
-                else (0, 0)
+                (answer.get(key) for key in ("text", "answer_start")) if isinstance(answer, Mapping) else (0, 0)
             )
             if not isinstance(text, str) or not text.strip() or type(start) is not int or start < 0:
-                self._refuse(
-                    row_number, f"answer {answer!r:.60} lacks a text or its answer_start, a number from 0"
-                )
+                self._refuse(row_number, f"answer {answer!r:.60} lacks a text or its answer_start, a number from 0")
             listed.append((text, start))
         return listed
 
     def _write_notes(self, n_rows: int, n_windows: int, counts: Mapping[str, int]) -> list[str]:
         notes = [f"{self.path}: {n_rows:,} questions are read in {n_windows:,} windows"]
         if counts.get("cut"):
-            notes.append(
-                f"{self.path}: {counts['cut']} questions are cut to {self.task.max_question_tokens} tokens"
-            )
+            notes.append(f"{self.path}: {counts['cut']} questions are cut to {self.task.max_question_tokens} tokens")
         if counts.get("moved"):
             notes.append(
                 f"{self.path}: {counts['moved']} answers stand elsewhere than answer_start, or are spelled otherwise: "

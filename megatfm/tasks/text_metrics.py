@@ -30,9 +30,7 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 
 def token_f1(answer: str, references: Sequence[str]) -> float:
     """Largest F1 of an answer's words and those of a reference, both normalised (SQuAD)."""
-    return max(
-        _compute_word_f1(normalise_answer(answer).split(), normalise_answer(r).split()) for r in references
-    )
+    return max(_compute_word_f1(normalise_answer(answer).split(), normalise_answer(r).split()) for r in references)
 
 
 def _compute_word_f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
@@ -59,14 +57,10 @@ def best_threshold(
     return best / max(len(scores), 1), threshold
 
 
-def corpus_metric(
-    name: str, answers: Sequence[str], references: Sequence[str]
-) -> tuple[float, tuple[float, float]]:
+def corpus_metric(name: str, answers: Sequence[str], references: Sequence[str]) -> tuple[float, tuple[float, float]]:
     """Return a metric of generated texts and its 95 % bootstrap interval: BLEU and chrF of 100, exact match of 1."""
     if name == "exact_match":
-        hits = np.array(
-            [a.strip() == r.strip() for a, r in zip(answers, references, strict=True)], np.float64
-        )
+        hits = np.array([a.strip() == r.strip() for a, r in zip(answers, references, strict=True)], np.float64)
         random = np.random.default_rng(0)
         means = hits[random.integers(0, len(hits), (BLEU_SAMPLES, len(hits)))].mean(1)
         low, high = np.quantile(means, [0.025, 0.975])
@@ -84,9 +78,7 @@ def corpus_metric(
 
 def metric_signature(name: str) -> str:
     """Return what names a metric's settings in papers; of exact match its name."""
-    return (
-        name if name == "exact_match" else str(_make_sacrebleu_metric(name, score_once=True).get_signature())
-    )
+    return name if name == "exact_match" else str(_make_sacrebleu_metric(name, score_once=True).get_signature())
 
 
 def _make_sacrebleu_metric(name: str, *, score_once: bool = False) -> Any:

@@ -68,17 +68,13 @@ def list_reserved_names(sentinels: int, modes: bool, without: tuple[str, ...] = 
     return [*roles, *(SENTINEL.format(index) for index in range(sentinels)), *mode_names]
 
 
-def find_special_tokens(
-    tokens: Mapping[str, int], role_names: Mapping[str, str], source: str
-) -> SpecialTokenIds:
+def find_special_tokens(tokens: Mapping[str, int], role_names: Mapping[str, str], source: str) -> SpecialTokenIds:
     """Return the roles of a file's special tokens. tokens: text → id. role_names: role → text of its token, if stated.
 
     Roles without a token fall back as in BERT and GPT-2: `bos` to `cls` or `eos`, `eos` to `sep` or `bos`, `pad` to
     `eos`. Raises UsageError if no token can end a text.
     """
-    roles = {
-        role: _find_first_present(tokens, (role_names.get(role, ""), *names)) for role, names in ROLES.items()
-    }
+    roles = {role: _find_first_present(tokens, (role_names.get(role, ""), *names)) for role, names in ROLES.items()}
     bos, eos = roles["bos"], roles["eos"]
     bos = _find_first_known(bos, roles["cls"], eos)
     eos = _find_first_known(eos, roles["sep"], bos)
@@ -110,9 +106,7 @@ def filter_special_token_names(pieces: Iterator[str] | list[str]) -> list[str]:
     """Return the pieces that are names of roles, modes or sentinels."""
     known_names = {name for group in (*ROLES.values(), *MODES.values()) for name in group}
     return [
-        piece
-        for piece in pieces
-        if piece in known_names or SENTINEL_PATTERN.fullmatch(piece.removeprefix(SPACE_MARK))
+        piece for piece in pieces if piece in known_names or SENTINEL_PATTERN.fullmatch(piece.removeprefix(SPACE_MARK))
     ]
 
 
@@ -220,9 +214,7 @@ class Tokenizer(Protocol):
         token_ids = [int(token) for token in ids]
         beyond = [token for token in token_ids if not 0 <= token < self.vocab_size]
         if beyond:
-            raise MegatfmError(
-                f"token id {beyond[0]} is not in this tokenizer's vocabulary of {self.vocab_size}"
-            )
+            raise MegatfmError(f"token id {beyond[0]} is not in this tokenizer's vocabulary of {self.vocab_size}")
         return token_ids
 
     @property

@@ -110,9 +110,7 @@ class HuggingFaceTokenizer(Tokenizer):
         ids, offsets = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
         if not np.isin(ids, list(self._skipped_ids)).any():
             return ids, offsets
-        escaped = [
-            self._escape_reserved(ids[index : index + 1].astype(np.int32)) for index in range(len(ids))
-        ]
+        escaped = [self._escape_reserved(ids[index : index + 1].astype(np.int32)) for index in range(len(ids))]
         return np.concatenate(escaped).astype(np.int64), np.repeat(offsets, list(map(len, escaped)), axis=0)
 
     @cached_property
@@ -134,9 +132,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return None
         n = len(first.ids)
         pair = self._tokenizer.post_process(first, second, add_special_tokens=True)
-        text_positions = [
-            position for position, is_special in enumerate(pair.special_tokens_mask) if not is_special
-        ]
+        text_positions = [position for position, is_special in enumerate(pair.special_tokens_mask) if not is_special]
         if len(pair.ids) == 2 * n or len(text_positions) != 2 * n:
             return None
         before, between, after = (
@@ -145,9 +141,7 @@ class HuggingFaceTokenizer(Tokenizer):
             pair.ids[text_positions[-1] + 1 :],
         )
         single = self._tokenizer.post_process(first, add_special_tokens=True).ids
-        return (
-            (tuple(before), tuple(between), tuple(after)) if single == [*before, *first.ids, *after] else None
-        )
+        return (tuple(before), tuple(between), tuple(after)) if single == [*before, *first.ids, *after] else None
 
     def _encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -216,9 +210,7 @@ class HuggingFaceTokenizer(Tokenizer):
             or [step["type"] for step in self._list_components("decoder")] != ["ByteLevel"]
             or any(self._tokenizer.model.token_to_id(character) is None for character in _BYTE_CHARACTERS)
             or any(added_token.lstrip or added_token.rstrip for added_token in added.values())
-            or any(
-                self._tokenizer.decode([token]) != added_token.content for token, added_token in added.items()
-            )
+            or any(self._tokenizer.decode([token]) != added_token.content for token, added_token in added.items())
         ):
             return None
         result = []
@@ -273,9 +265,7 @@ def _read_roles(config: bytes | None, name: str) -> dict[str, str]:
         tokens = {role: values.get(f"{role}_token") for role in ROLES}
     except (ValueError, AttributeError, RecursionError):
         raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it") from None
-    texts = {
-        role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()
-    }
+    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
@@ -324,9 +314,7 @@ def _to_bytes(piece: str) -> bytes:
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = "<|endoftext|>"
 ROBERTA = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-CONVERT_HINT = (
-    "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json"
-)
+CONVERT_HINT = "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json"
 
 
 def convert_wordpiece(vocabulary: bytes, config: bytes | None, name: str) -> bytes:
@@ -364,9 +352,7 @@ def convert_byte_bpe(vocabulary: bytes, merges: bytes, config: bytes | None, nam
     try:
         ids = json.loads(vocabulary)
         tokenizer_config = json.loads(config) if config else {}
-        lines = [
-            line for line in merges.decode("utf-8").split("\n") if line and not line.startswith("#version")
-        ]
+        lines = [line for line in merges.decode("utf-8").split("\n") if line and not line.startswith("#version")]
         pairs = [(first, second) for first, second in (line.rstrip("\r").split(" ") for line in lines)]
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=False))
     except Exception as error:  # the library raises a bare Exception if vocabulary and merges don't fit

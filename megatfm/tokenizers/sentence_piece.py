@@ -83,9 +83,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[NDArray[np.int32]]:
         if not self.lossless:
             return [self._escape_reserved(ids) for ids in self._encode(texts, threads)]
-        ids_by_text = encode_between_metaspaces(
-            texts, lambda parts: self._encode(parts, threads), self._space_mark
-        )
+        ids_by_text = encode_between_metaspaces(texts, lambda parts: self._encode(parts, threads), self._space_mark)
         return [self._escape_reserved(ids) for ids in ids_by_text]
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -197,9 +197,7 @@ def train_byte_bpe(
         add_prefix_space=False, use_regex=pattern == "gpt2"
     )
     if pattern == "llama3":
-        pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), pre_tokenizer]
-        )
+        pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), pre_tokenizer])
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -240,9 +238,7 @@ def train_wordpiece(
         if len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str("a" + character))) == 1
     ]
     continuations = [CONTINUING_PREFIX + character for character in inner_characters]
-    trained_tokenizer = Tokenizer(
-        models.WordPiece(unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX)
-    )
+    trained_tokenizer = Tokenizer(models.WordPiece(unk_token=reserved[0], continuing_subword_prefix=CONTINUING_PREFIX))
     trained_tokenizer.pre_tokenizer = pre_tokenizer
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,

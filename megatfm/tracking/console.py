@@ -56,9 +56,7 @@ class RunLog:
             handlers: list[logging.Handler] = [self._file_handler]
             if self._has_console and self._console.is_terminal:
                 handlers.append(
-                    RichHandler(
-                        console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S"
-                    )
+                    RichHandler(console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S")
                 )
             elif self._has_console:
                 console_handler = ConsoleHandler(sys.stdout)
@@ -87,9 +85,7 @@ class RunLog:
 
     def step(self, record: Mapping[str, Any], is_due: bool) -> None:
         """Show a step's metrics: as a log line if one is due, and on a terminal in the progress bar."""
-        metrics = (
-            f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s{_format_mfu(record)}"
-        )
+        metrics = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s{_format_mfu(record)}"
         self._n_steps_done += 1
         if self._has_console and self._console.is_terminal:
             if self._progress is None:

@@ -87,9 +87,7 @@ def describe_commit(root: Path) -> dict[str, str]:
 
 
 def _run_git(root: Path, *argv: str) -> str:
-    result = subprocess.run(
-        ["git", "-C", str(root), *argv], capture_output=True, text=True, check=True, timeout=30
-    )
+    result = subprocess.run(["git", "-C", str(root), *argv], capture_output=True, text=True, check=True, timeout=30)
     return result.stdout.strip()
 
 
@@ -281,9 +279,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, device_name: st
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, clock() - start)
-    return Peak(
-        2 * MATMUL_SIZE**3 / best, f"{device_name}: measured, matmuls of {MATMUL_SIZE} × {MATMUL_SIZE}"
-    )
+    return Peak(2 * MATMUL_SIZE**3 / best, f"{device_name}: measured, matmuls of {MATMUL_SIZE} × {MATMUL_SIZE}")
 
 
 def time_matmul(dtype: torch.dtype, device: torch.device) -> float:

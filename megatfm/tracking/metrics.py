@@ -232,9 +232,7 @@ def _flatten_scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tu
         if isinstance(value, Mapping):
             yield from _flatten_scalars(value, f"{prefix}{key}/")
         elif isinstance(value, list):
-            yield from _flatten_scalars(
-                dict(zip(map(str, range(len(value))), value, strict=True)), f"{prefix}{key}/"
-            )
+            yield from _flatten_scalars(dict(zip(map(str, range(len(value))), value, strict=True)), f"{prefix}{key}/")
         elif isinstance(value, int | float) and key not in ("step", "time"):
             yield (prefix or "train/") + key, value
 

@@ -175,9 +175,7 @@ def _read_holder(file: int) -> dict[str, Any]:
         holder = json.loads(os.pread(file, 4096, 0))
     except (ValueError, RecursionError):  # empty, or its writer was killed
         return {}
-    is_valid = (
-        isinstance(holder, dict) and isinstance(holder.get("host"), str) and type(holder.get("pid")) is int
-    )
+    is_valid = isinstance(holder, dict) and isinstance(holder.get("host"), str) and type(holder.get("pid")) is int
     return holder if is_valid and 0 < holder["pid"] < 2**31 else {}
 
 

@@ -42,13 +42,9 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
     parallel = config.parallel
     # Before parallelize: stages are balanced by the costs of full modules, and tp shards weights but not these counts.
     pipeline = plan_pipeline_split(config, model) if mesh.size(PIPELINE) > 1 else None
-    layout = parallelize(
-        model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
-    )
+    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method)
     if (tp_size := mesh.size(TENSOR)) > 1:
-        check_sharded_shapes(
-            fp8_modules, {name: placement.shape for name, placement in layout.items()}, tp_size
-        )
+        check_sharded_shapes(fp8_modules, {name: placement.shape for name, placement in layout.items()}, tp_size)
     if pipeline is not None:
         prune_to_stages(model, pipeline.stages_of(mesh.rank(PIPELINE)))
         layout.table += f"\n{pipeline.format_table()}"
@@ -75,9 +71,7 @@ def build_model(config: Config) -> nn.Module:
     model = build(config.model)
     freeze(model, config.train.freeze)
     objective = config.objective
-    if isinstance(objective, PreferenceObjective) and isinstance(
-        head := getattr(model, "head", None), LMHead
-    ):
+    if isinstance(objective, PreferenceObjective) and isinstance(head := getattr(model, "head", None), LMHead):
         head.preference = Preference(objective.beta, objective.label_smoothing)
     return model
 
@@ -98,9 +92,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for name in matched:
             parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UsageError(
-            f"train.freeze = {list(patterns)} leaves no weight to train: freeze less of the model"
-        )
+        raise UsageError(f"train.freeze = {list(patterns)} leaves no weight to train: freeze less of the model")
 
 
 def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:

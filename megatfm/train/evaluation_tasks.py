@@ -182,18 +182,14 @@ class TaskEvaluator:
                     f"evaluate.tasks.{task.name}: the answer {pair.answer!r:.60} after {prompt[-40:]!r} {reason}"
                 )
             documents.append(np.array(tokens))
-            members.append(
-                {"json": f'{{"trained": [[{len(tokens) - len(answer)}, {len(tokens)}]]}}'.encode()}
-            )
+            members.append({"json": f'{{"trained": [[{len(tokens) - len(answer)}, {len(tokens)}]]}}'.encode()})
         packing = PackingConfig(objective, (length,), seed=0, pad_id=tokenizer.pad)
         return InMemoryRows(pack_in_memory(documents, packing, members=members), length)
 
     def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> dict[str, dict[str, float]]:
         """Return the metrics of each task by its name. A collective."""
         return {
-            task.name: mean_metrics(
-                task.config.kind, score_questions(task, self._score(pairs, rows, on_batch))
-            )
+            task.name: mean_metrics(task.config.kind, score_questions(task, self._score(pairs, rows, on_batch)))
             for task, pairs, rows in self._tasks
         }
 
@@ -217,10 +213,7 @@ class TaskEvaluator:
             for head in heads:
                 head.recorder = None
         losses = objective.recorder.gather()
-        return {
-            pair: Likelihood(-math.fsum(losses[index]), len(losses[index]))
-            for index, pair in enumerate(pairs)
-        }
+        return {pair: Likelihood(-math.fsum(losses[index]), len(losses[index])) for index, pair in enumerate(pairs)}
 
 
 def open_task_evaluator(engine: Engine, config: Config, tokenizer: Tokenizer | None) -> TaskEvaluator | None:

@@ -53,9 +53,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
     """
     task, family = config.task, config.model.family
     if task is None:
-        raise UsageError(
-            "the config has no [task]: say which files are trained on, for example task.train=reviews.csv"
-        )
+        raise UsageError("the config has no [task]: say which files are trained on, for example task.train=reviews.csv")
     if config.data.tokenizer is None:
         raise UsageError(
             "data.tokenizer is missing: give that of the pretrained model, or start from the model by --from"
@@ -130,9 +128,7 @@ def _make_answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
         return {"objective": {"name": "answers"}}
     objective = config.objective
     return {
-        "objective": objective.model_dump()
-        if isinstance(objective, PreferenceObjective)
-        else {"name": "preference"}
+        "objective": objective.model_dump() if isinstance(objective, PreferenceObjective) else {"name": "preference"}
     }
 
 
@@ -176,9 +172,7 @@ def _default_head_options(model: ModelConfig, form: str) -> dict[str, Any]:
         return {"pooler": "none"} | ({"bias": False} if is_pooled and form not in TASK_HEADS else {})
     has_tanh_pooler = any(isinstance(head, SentenceHeadConfig) for head in model.extra_heads.values())
     is_modernbert = model.family == "encoder" and model.position.name == "rope" and not has_tanh_pooler
-    is_electra = (
-        getattr(model.embedding, "dim", None) not in (None, model.d_model) and not model.distinct_layers
-    )
+    is_electra = getattr(model.embedding, "dim", None) not in (None, model.d_model) and not model.distinct_layers
     if is_modernbert:
         return {"pooler": "transform"}
     pooler = "gelu" if is_electra or model.attention.name in ("deberta", "deberta_v2") else "tanh"
@@ -246,9 +240,7 @@ def has_same_head(config: Config, state: Mapping[str, Any]) -> bool:
     stored_section = (saved.get("model", {}).get("extra_heads") or {}).get(name)
     head = config.model.extra_heads[name]
     section = head.model_dump(mode="json")
-    defaults = {
-        key: field.get_default(call_default_factory=True) for key, field in type(head).model_fields.items()
-    }
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in type(head).model_fields.items()}
     if stored_section is None or any(
         {**defaults, **stored_section}.get(key) != value
         for key, value in section.items()

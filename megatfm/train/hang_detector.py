@@ -189,9 +189,7 @@ class HangDetector:
             reason = f"no sign of life for {seconds:.0f} s: it was stopped, or its machine is gone"
         else:
             location = f" ({blamed[0].heartbeat.location})" if blamed[0].heartbeat.location else ""
-            reason = (
-                f"has made no progress for {seconds:.0f} s{location}; its stack is in the log of the rank"
-            )
+            reason = f"has made no progress for {seconds:.0f} s{location}; its stack is in the log of the rank"
         ranks_text = ", ".join(rank.describe() for rank in blamed[:8])
         more = f" and {len(blamed) - 8} more" if len(blamed) > 8 else ""
         return self._make_diagnosis(blamed, f"{ranks_text}{more}: {reason}", hung=True)
@@ -201,9 +199,7 @@ class HangDetector:
         silent = [rank for rank in active if now - rank.last_heartbeat_at > self.heartbeat_timeout]
         silent_ranks = {rank.rank for rank in silent}
         relays = self.relays or range(len(self._ranks))
-        return [
-            rank for rank in silent if (relay := relays[rank.rank]) == rank.rank or relay not in silent_ranks
-        ]
+        return [rank for rank in silent if (relay := relays[rank.rank]) == rank.rank or relay not in silent_ranks]
 
     def _list_active_ranks(self) -> list[_Rank]:
         return [rank for rank in self._ranks if not rank.exited and rank.failed_at is None]
@@ -211,8 +207,6 @@ class HangDetector:
     def _make_diagnosis(self, blamed: list[_Rank], text: str, hung: bool) -> Diagnosis:
         blamed_ranks = [rank.rank for rank in blamed]
         hung_ranks = set(blamed_ranks) if hung else set()
-        reporters = (
-            rank.rank for rank in self._ranks if not (rank.exited or rank.vanished or rank.rank in hung_ranks)
-        )
+        reporters = (rank.rank for rank in self._ranks if not (rank.exited or rank.vanished or rank.rank in hung_ranks))
         hosts = [rank.host for rank in blamed]
         return Diagnosis(blamed_ranks, hosts, blamed[0].heartbeat.step, text, hung, next(reporters, 0))

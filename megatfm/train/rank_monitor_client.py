@@ -106,9 +106,7 @@ class RankMonitor:
         lost_peer = error is not None and is_peer_loss(error)
         self._leaving.set()
         self._send({"heartbeat": self._make_heartbeat(time.monotonic()).__dict__})
-        self._send(
-            {"bye": True} if error is None else {"failed": _format_one_line(error), "lost_peer": lost_peer}
-        )
+        self._send({"bye": True} if error is None else {"failed": _format_one_line(error), "lost_peer": lost_peer})
         if self._hub and error is None:  # others still send their messages through this process
             self._finished.wait()
         elif self._hub or lost_peer:
@@ -119,11 +117,7 @@ class RankMonitor:
         faulthandler.cancel_dump_traceback_later()
         if self._log is not None:
             os.close(self._log)
-        if (
-            self._diagnosis
-            and self._process.rank not in self._diagnosis.ranks
-            and (error is None or lost_peer)
-        ):
+        if self._diagnosis and self._process.rank not in self._diagnosis.ranks and (error is None or lost_peer):
             time.sleep(EXIT_DELAY_OF_OTHERS_SECONDS)
             raise MegatfmError(self._diagnosis.text) from error
 
@@ -230,9 +224,7 @@ class RankMonitor:
                 last_message = now
                 self._receive()
             elif now - last_message > self._hang_timeout + 3 * self._heartbeat_interval:
-                self._diagnose_loss(
-                    self._nearest, f"no sign of life for {now - last_message:.0f} s", hung=True
-                )
+                self._diagnose_loss(self._nearest, f"no sign of life for {now - last_message:.0f} s", hung=True)
             if now >= next_heartbeat:
                 next_heartbeat = now + self._heartbeat_interval
                 self._send({"heartbeat": self._make_heartbeat(now).__dict__})
@@ -272,9 +264,7 @@ class RankMonitor:
         """Log stacks and report the diagnosis, then end this process if its main thread doesn't."""
         own_rank = self._process.rank
         if diagnosis.hung:
-            self._write(
-                f"\n{diagnosis.text}\nThe stacks of rank {own_rank}, at step {self._step}, {self._phase}:\n"
-            )
+            self._write(f"\n{diagnosis.text}\nThe stacks of rank {own_rank}, at step {self._step}, {self._phase}:\n")
             faulthandler.dump_traceback(self._get_log_file(), all_threads=True)
             dump_flight_recorder(self._get_log_file(), own_rank)
         if own_rank == diagnosis.reporter and self._report:
@@ -295,12 +285,8 @@ class RankMonitor:
             self._progress, self._last_progress = progress, now
         save_thread = self.save_thread_id() if self._phase == "save" else None
         frames = sys._current_frames()
-        is_waiting, location = _describe_thread(
-            frames.get(save_thread or self._main) or frames.get(self._main)
-        )
-        return Heartbeat(
-            self._step, self._phase, self._ticks, now - self._last_progress, is_waiting, location
-        )
+        is_waiting, location = _describe_thread(frames.get(save_thread or self._main) or frames.get(self._main))
+        return Heartbeat(self._step, self._phase, self._ticks, now - self._last_progress, is_waiting, location)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock:

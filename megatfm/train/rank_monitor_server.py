@@ -235,9 +235,7 @@ class RankMonitorServer(_Hub):
         super().__init__("megatfm-rank-monitor", set(self._relays), heartbeat_interval, token, listener, warn)
         self._unheard = set(range(len(hosts)))
         now = time.monotonic()
-        self._detector = HangDetector(
-            hosts, hang_timeout, max(4 * heartbeat_interval, 1.0), now, self._relays
-        )
+        self._detector = HangDetector(hosts, hang_timeout, max(4 * heartbeat_interval, 1.0), now, self._relays)
         self._next_diagnosis = now
         self._warn_unheard_at: float | None = now + max(UNHEARD_SECONDS, 4 * heartbeat_interval)
 
@@ -350,9 +348,7 @@ class RankMonitorRelay(_Hub):
 
     def _has_new_phase(self) -> bool:
         """Return whether the server must be told of a rank's new phase, so that a sudden death is reported with it."""
-        return any(
-            self._phases.get(rank) != heartbeat.phase for rank, (heartbeat, _) in self._heartbeats.items()
-        )
+        return any(self._phases.get(rank) != heartbeat.phase for rank, (heartbeat, _) in self._heartbeats.items())
 
     def _forward(self, now: float) -> None:
         """Send all heartbeats and events as one message; keep them if the server's buffer is full."""

@@ -179,9 +179,7 @@ class LossGuard:
         self.consecutive_skips, self.skipped = int(state.get("in_a_row", 0)), int(state.get("skipped", 0))
         self.is_in_spike = bool(state.get("leaping", False))
 
-    def guarded_step(
-        self, engine: Engine, step: int, totals: LossTotals, lr: float
-    ) -> tuple[float, str | None]:
+    def guarded_step(self, engine: Engine, step: int, totals: LossTotals, lr: float) -> tuple[float, str | None]:
         """Clip gradients and update, unless loss or gradient is not finite, or the decision log skips this step.
 
         Returns the gradient norm before clipping (NaN for a skipped step), and for a skipped step a detail for the log.
@@ -265,9 +263,7 @@ def forward_backward_with_replay(
     engine.zero_grad()
     load_rng_state_dict(rng_state, 0, engine.device)
     replayed = engine.forward_backward(microbatches, objective, **options)
-    differing = [
-        name for name, g in engine.gradients().items() if not _are_identical(first_gradients[name], g)
-    ]
+    differing = [name for name, g in engine.gradients().items() if not _are_identical(first_gradients[name], g)]
     if first.sums != replayed.sums and all(map(math.isfinite, first.sums.values())):
         differing.insert(0, "the loss")
     raise_differences(differing, f"step {step}, computed twice, differs")
@@ -287,9 +283,7 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     differing = []
     for (name, offsets), local_hash in local_hashes.items():
         # Only ranks that hold the block vote: some optimizer state exists on one rank only.
-        votes = Counter(
-            rank_hashes[name, offsets] for rank_hashes in all_hashes if (name, offsets) in rank_hashes
-        )
+        votes = Counter(rank_hashes[name, offsets] for rank_hashes in all_hashes if (name, offsets) in rank_hashes)
         majority_hash, count = votes.most_common(1)[0]
         is_tie = list(votes.values()).count(count) > 1
         if len(votes) > 1 and (is_tie or local_hash != majority_hash):

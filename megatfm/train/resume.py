@@ -119,9 +119,7 @@ def find_resume_point(
         decisions.read()
         data = local.metadata(nodes.folder).state.get("data")
         position = data.get("position") if isinstance(data, Mapping) else None
-        rollback_step = (
-            decisions.find_discarding_rollback(local.step, position) if isinstance(position, int) else None
-        )
+        rollback_step = decisions.find_discarding_rollback(local.step, position) if isinstance(position, int) else None
         if rollback_step is not None:
             log.warning(
                 "the local checkpoint of step %d is not used: the run rolled back to step %d after it was saved",
@@ -147,9 +145,7 @@ def find_branch_point(branch_from: str) -> ResumePoint:
     def find() -> Path:
         run, _, step = branch_from.rpartition("@")
         checkpoints = list_checkpoints(Path(run) / "checkpoints")
-        path = next(
-            (path for path in checkpoints if step.isdecimal() and path.name == f"step-{int(step):08d}"), None
-        )
+        path = next((path for path in checkpoints if step.isdecimal() and path.name == f"step-{int(step):08d}"), None)
         if path is None:
             steps = ", ".join(str(step_from_path(path)) for path in checkpoints) or "none"
             raise UsageError(
@@ -247,9 +243,7 @@ def check_compatible(
     return [*allowed, *precision]
 
 
-def _group_changes(
-    saved_values: Mapping[str, Any], current_values: Mapping[str, Any]
-) -> dict[str, list[str]]:
+def _group_changes(saved_values: Mapping[str, Any], current_values: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return a line for each value that differs, by its group in `ALLOWABLE_CHANGES`; other values are ignored.
 
     A group without any value in the checkpoint has a single line.
@@ -279,9 +273,7 @@ def _describe_precision_change(point: ResumePoint, current: Mapping[str, Any], i
     if old == new:
         return []
     if old in PRECISIONS and PRECISIONS[old].param_dtype != PRECISIONS[new].param_dtype:
-        old_dtype, new_dtype = (
-            str(PRECISIONS[name].param_dtype).removeprefix("torch.") for name in (old, new)
-        )
+        old_dtype, new_dtype = (str(PRECISIONS[name].param_dtype).removeprefix("torch.") for name in (old, new))
         raise UsageError(
             f"{point.path}: was saved with train.precision = {old!r}, whose weights and optimizer state are "
             f"{old_dtype}; those of {new!r} are {new_dtype}: continue with train.precision={old}, or {instead}, and "
@@ -313,9 +305,7 @@ def describe_shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:
         for name, (_, shape) in read_stored_tensors(point).items()
         if name.startswith("model.")
     }
-    all_shapes = {
-        name: shape for rank_shapes in all_gather_object(shapes) for name, shape in rank_shapes.items()
-    }
+    all_shapes = {name: shape for rank_shapes in all_gather_object(shapes) for name, shape in rank_shapes.items()}
     return find_shape_mismatch(stored, all_shapes)
 
 
@@ -336,11 +326,7 @@ def find_shape_mismatch(stored: Mapping[str, Sequence[int]], expected: Mapping[s
 def describe_hardware_changes(point: ResumePoint, machines: HardwareByRank) -> list[str]:
     """Return a line for the log if processors, threads or libraries differ from those recorded in the checkpoint."""
     changes = diff_hardware(point.state.get("machines", machines), machines)
-    return (
-        [f"other hardware or libraries ({'; '.join(changes)}): results will not be bit-identical"]
-        if changes
-        else []
-    )
+    return [f"other hardware or libraries ({'; '.join(changes)}): results will not be bit-identical"] if changes else []
 
 
 def _resolve_width_factors(values: dict[str, Any]) -> None:

@@ -40,9 +40,7 @@ def rng_state_dict(rank: int, device: torch.device) -> dict[str, Tensor]:
     return {f"rng.{rank}.{kind}": tensor for kind, tensor in generators.items()}
 
 
-def empty_rng_state_dict(
-    names: Collection[str], rank: int, world: int, device: torch.device
-) -> dict[str, Tensor]:
+def empty_rng_state_dict(names: Collection[str], rank: int, world: int, device: torch.device) -> dict[str, Tensor]:
     """Return tensors into which this rank's state can be loaded; empty if the checkpoint has no state, or was saved
     with another world size. names: tensors in the checkpoint."""
     current = rng_state_dict(rank, device)

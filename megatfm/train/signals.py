@@ -80,9 +80,7 @@ class StopSignals:
 
     def _start(self, busy: bool) -> None:
         """Start the all-reduce of the signal numbers and busy flags, and the copy of its result to the host."""
-        state = move_to_device(
-            torch.tensor([self._received or 0, int(busy)], dtype=torch.int64), self._device
-        )
+        state = move_to_device(torch.tensor([self._received or 0, int(busy)], dtype=torch.int64), self._device)
         dist.all_reduce(state, op=dist.ReduceOp.MAX)
         self._pending = DeferredReads()
         self._read_result = self._pending.defer(state)

@@ -50,9 +50,7 @@ PROBE_ELEMENTS = 2**16
 ATTEMPTS = "attempts.json"
 
 
-def preflight(
-    config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None = None
-) -> list[str]:
+def preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None = None) -> list[str]:
     """Check disks, memory and every axis of the mesh; return one line for each slow rank. A collective.
 
     Raises MegatfmError on all ranks; it names the ranks where a check failed.
@@ -64,9 +62,7 @@ def preflight(
             (run.folder / f".probe-{run.rank}").unlink()
 
 
-def _run_preflight(
-    config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None
-) -> list[str]:
+def _run_preflight(config: Config, run: RunDirectory, engine: Engine, nodes: NodeTopology | None) -> list[str]:
     problems: list[str] = []
     seconds: dict[str, float] = {}
     start = time.perf_counter()
@@ -105,13 +101,9 @@ def probe_disk(folder: Path, rank: int) -> None:
     try:
         atomic_write(probe, os.urandom(PROBE_BYTES))
         if probe.stat().st_size != PROBE_BYTES:
-            raise MegatfmError(
-                f"{probe} has {probe.stat().st_size} bytes instead of the {PROBE_BYTES} written"
-            )
+            raise MegatfmError(f"{probe} has {probe.stat().st_size} bytes instead of the {PROBE_BYTES} written")
     except OSError as error:
-        raise MegatfmError(
-            f"{folder}: can't write, sync and rename a file there: {error.strerror}"
-        ) from error
+        raise MegatfmError(f"{folder}: can't write, sync and rename a file there: {error.strerror}") from error
 
 
 def check_space(folder: Path, checkpoints: Path, state_bytes: int, keep: int, advice: str) -> None:
@@ -133,9 +125,7 @@ def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:
     try:
         nodes.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MegatfmError(
-            f"{nodes.folder}: can't create it (checkpoint.local_dir): {error.strerror}"
-        ) from error
+        raise MegatfmError(f"{nodes.folder}: can't create it (checkpoint.local_dir): {error.strerror}") from error
     probe_disk(nodes.folder, nodes.rank)
     (nodes.folder / f".probe-{nodes.rank}").unlink()
     n_ranks = len(nodes.ranks_on(nodes.node_of_rank[nodes.rank]))
@@ -181,9 +171,7 @@ def get_free_memory(device: torch.device) -> int:
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # no limit ("max"), or the other version of control groups
+        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other version of control groups
             free_bytes = min(free_bytes, int(Path(limit).read_text()) - int(Path(used).read_text()))
     return free_bytes // max(1, count_local_ranks(os.environ) or 1)
 
@@ -299,9 +287,7 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     rows_per_rank = common // data_ranks
     micro_batch = max(m for m in list_divisors(rows_per_rank) if m <= config.train.micro_batch)
     replicas = max(
-        r
-        for r in range(1, config.parallel.dp_replicate + 1)
-        if data_ranks % r == config.parallel.dp_replicate % r == 0
+        r for r in range(1, config.parallel.dp_replicate + 1) if data_ranks % r == config.parallel.dp_replicate % r == 0
     )
     changes = {
         "dp_replicate": replicas,

@@ -93,9 +93,7 @@ def train(
             branch_from = None if latest else config.train.branch_from
             branch = resume.find_branch_point(branch_from) if branch_from else None
             monitor.tick(0, "start")
-            precision = choose_precision(
-                resume.choose_stored_precision(config, latest or branch), process.device
-            )
+            precision = choose_precision(resume.choose_stored_precision(config, latest or branch), process.device)
             with explain_out_of_memory(run.folder, process.rank, process.device):
                 engine = build_engine(config, mesh, process.device, precision)
             trainer = Trainer(config, run, engine, corpora, precision, decisions, run_log, monitor, nodes)
@@ -312,9 +310,7 @@ class Trainer:
         report = load_weights(self.engine, config.train.init_from, config.train.init_include)
         if config.model.lora:
             self.provenance["base"] = identify_checkpoint(report.source)
-        if not config.train.init_include and (
-            origin := read_origin(report.source, self.corpora.tokenizer_hash)
-        ):
+        if not config.train.init_include and (origin := read_origin(report.source, self.corpora.tokenizer_hash)):
             self.provenance["origin"] = origin
         for line in report.format_table() if report.missing else ():
             log.info("%s", line)

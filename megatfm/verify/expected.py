@@ -50,9 +50,7 @@ def explain_unpredicted_axes(config: Config) -> dict[str, str]:
             "a later pass finds it gathered depends on the schedule"
         )
     if parallel.cp > 1 and (pattern := _plugin_pattern(config, model)):
-        reasons[CONTEXT] = (
-            f"the pattern {pattern!r} is a plugin's and does not declare which keys a query needs"
-        )
+        reasons[CONTEXT] = f"the pattern {pattern!r} is a plugin's and does not declare which keys a query needs"
     return reasons
 
 
@@ -103,9 +101,7 @@ class _Step:
         self.cuts: dict[str, ModuleCut] = module_cuts(model, parallel)
         self.context_shards = ContextShards(config, model, batch) if parallel.cp > 1 else None
         self.batches = self.context_shards.batches if self.context_shards else [batch]
-        self.calls_by_cp_rank = [
-            record_module_calls(config, model, shard, self.stages) for shard in self.batches
-        ]
+        self.calls_by_cp_rank = [record_module_calls(config, model, shard, self.stages) for shard in self.batches]
         # A token's experts depend on every token that it attends to, so routing needs full rows.
         self.full_row_calls = self.calls_by_cp_rank[0]
         if parallel.ep > 1 and self.context_shards:
@@ -119,8 +115,7 @@ class _Step:
         microbatch_indices = range(first_microbatch, first_microbatch + self.microbatches)
         stages = {stage.index for stage in self.stages.of_rank(position.pp)} if self.stages else {0}
         calls = [
-            [call for call in self.calls_by_cp_rank[position.cp][i] if call.stage in stages]
-            for i in microbatch_indices
+            [call for call in self.calls_by_cp_rank[position.cp][i] if call.stage in stages] for i in microbatch_indices
         ]
         ledger = ExpectedTraffic(list_group_sizes(parallel), alias_groups(config))
         first_passes = list_first_pass_calls(config, calls)
@@ -133,9 +128,7 @@ class _Step:
                 self.context_shards.add_context_traffic(ledger, i, position.cp, microbatch_calls)
                 self._add_pair_sums(ledger, microbatch_calls)
         if self.stages:
-            add_pipeline(
-                ledger, config, self.stages, position.pp, self.batches[position.cp], microbatch_indices
-            )
+            add_pipeline(ledger, config, self.stages, position.pp, self.batches[position.cp], microbatch_indices)
         rank_params = RankParameters(self.model, self.cuts, self.stages, position, parallel)
         add_weights_and_gradients(ledger, config, rank_params, calls, first_passes)
         if not self.stages or len(self.stages.stages) - 1 in stages:  # that has the features
@@ -150,12 +143,7 @@ class _Step:
             if is_a(self.model.get_submodule(call.path), "PairSums"):
                 ledger.all_reduce(CONTEXT, call.rows * slots * size)
 
-    def _peer_calls(
-        self, position: MeshPosition, microbatch: int, stages: set[int]
-    ) -> Sequence[Sequence[Call]]:
+    def _peer_calls(self, position: MeshPosition, microbatch: int, stages: set[int]) -> Sequence[Sequence[Call]]:
         """Return the expert calls of each rank that divides experts with this one."""
         indices = [peer.data_rank * self.microbatches + microbatch for peer in position.peers]
-        return [
-            [call for call in self.full_row_calls[i] if call.stage in stages and call.n_experts]
-            for i in indices
-        ]
+        return [[call for call in self.full_row_calls[i] if call.stage in stages and call.n_experts] for i in indices]

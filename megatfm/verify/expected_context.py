@@ -82,9 +82,7 @@ class ContextShards:
     def _is_zigzag(self, length: int) -> bool:
         """Return whether rows of a length are assigned in zigzag order, as later tokens see more keys."""
         return any(
-            is_imbalanced(
-                get_pattern_config(self._config, path), length, causal=has_causal_mask(self._config, path)
-            )
+            is_imbalanced(get_pattern_config(self._config, path), length, causal=has_causal_mask(self._config, path))
             for path, module in self._model.named_modules()
             if hasattr(module, "pattern") and not is_cross_attention(path)
         )
@@ -93,9 +91,7 @@ class ContextShards:
         def get_positions(name: str) -> Positions:
             return self._positions_by_rank["encoder_" if name.startswith("encoder_") else ""][rank]
 
-        shard = {
-            name: field[:, get_positions(name)] if field.ndim > 1 else field for name, field in batch.items()
-        }
+        shard = {name: field[:, get_positions(name)] if field.ndim > 1 else field for name, field in batch.items()}
         keep_lookups_inside(shard, self._config.model)
         return shard
 
@@ -112,9 +108,7 @@ class ContextShards:
         padded = F.pad(chosen_BTK, (0, 0, 0, share * ranks - slots), value=no_expert)
         return padded[:, rank * share :][:, :share]
 
-    def add_context_traffic(
-        self, ledger: ExpectedTraffic, microbatch: int, rank: int, calls: Sequence[Call]
-    ) -> None:
+    def add_context_traffic(self, ledger: ExpectedTraffic, microbatch: int, rank: int, calls: Sequence[Call]) -> None:
         """Add the bytes that a rank sends for one micro-batch."""
         traffic = RankTraffic(ledger, microbatch, rank)
         for call in calls:
@@ -190,9 +184,7 @@ class ContextShards:
             if n_received and call.has_gradient:
                 rank.ledger.send(CONTEXT, n_received * numel_per_token * self._compute_bytes)
 
-    def _add_all_keys(
-        self, rank: RankTraffic, call: Call, by_rank: list[Positions], numel_per_token: int
-    ) -> None:
+    def _add_all_keys(self, rank: RankTraffic, call: Call, by_rank: list[Positions], numel_per_token: int) -> None:
         """Add a fetch of all keys by each rank."""
         all_positions = [np.sort(np.concatenate(by_rank))] * len(by_rank)
         self._add_point_to_point(rank, call, by_rank, all_positions, numel_per_token)

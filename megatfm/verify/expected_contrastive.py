@@ -27,8 +27,7 @@ def list_first_pass_calls(config: Config, calls: Sequence[Sequence[Call]]) -> li
     if config.model.contrastive is None or (len(calls) == 1 and config.parallel.pp == 1):
         return []
     return [
-        [replace(call, has_gradient=False, in_layer=False) for call in microbatch_calls]
-        for microbatch_calls in calls
+        [replace(call, has_gradient=False, in_layer=False) for call in microbatch_calls] for microbatch_calls in calls
     ]
 
 

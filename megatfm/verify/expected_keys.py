@@ -162,9 +162,7 @@ def global_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
     match pattern:
         case LongformerPatternConfig():
             return tuple((token, token + 1) for token in pattern.global_tokens)
-        case BigBirdPatternConfig() if (
-            not causal and length > (5 + 2 * pattern.n_random_blocks) * pattern.block_size
-        ):
+        case BigBirdPatternConfig() if not causal and length > (5 + 2 * pattern.n_random_blocks) * pattern.block_size:
             if pattern.n_global_tokens:
                 return ((0, pattern.n_global_tokens),)
             last = (length - 1) // pattern.block_size * pattern.block_size
@@ -209,9 +207,7 @@ def compute_dense_mask(pattern: Any, n_heads: int, length: int) -> NDArray[Any]:
     return mask
 
 
-def count_global_queries(
-    pattern: Section, rows: MicroBatchRows, rank_of: NDArray[Any], *, causal: bool
-) -> int:
+def count_global_queries(pattern: Section, rows: MicroBatchRows, rank_of: NDArray[Any], *, causal: bool) -> int:
     """Count positions that in any row hold a global query of a document on several ranks. rank_of: position → rank."""
     is_global = np.zeros(rows.length, np.bool_)
     for row, begin, end in rows.bounds():
@@ -254,9 +250,7 @@ def find_span_boundaries(
     return looked_up
 
 
-def find_visible_tokens(
-    rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[Any]]
-) -> list[NDArray[Any]]:
+def find_visible_tokens(rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """Return the encoder's tokens that a masked autoencoder's decoder looks up, by rank.
 
     rows: fields of a micro-batch; `source` [B, T] is the index among an image's visible tokens, −1 where masked.

@@ -113,9 +113,7 @@ def _costs(config: Config, model: nn.Module, points: Sequence[Any]) -> list[floa
     predicted_share = target_fraction(config.objective)
     costs = []
     for point in points:
-        tokens = TokenCounts(
-            lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted_share
-        )
+        tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted_share)
         cost = total_cost((model.get_submodule(path) for path in point.modules), tokens)
         costs.append(cost.matmul_macs + cost.attention_macs)
     return costs
@@ -125,9 +123,7 @@ def _min_cost_bounds(starts: Sequence[int], costs: Sequence[float], stages: int)
     """Return the first split points of all stages but the first, at least cost; ties go to the earliest last stages."""
 
     def rank_division(bounds: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        stage_costs = [
-            sum(costs[first:last]) for first, last in zip((0, *bounds), (*bounds, len(costs)), strict=True)
-        ]
+        stage_costs = [sum(costs[first:last]) for first, last in zip((0, *bounds), (*bounds, len(costs)), strict=True)]
         return sum(cost**2 for cost in stage_costs), bounds[::-1]
 
     return min(combinations(starts, stages - 1), key=rank_division)

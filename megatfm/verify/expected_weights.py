@@ -167,9 +167,7 @@ def add_weights_and_gradients(
         ledger.all_reduce(
             PIPELINE, sum(parameters.count_local_elements(name) for name in tied) * size, n_ranks=len(ranks)
         )
-    partial = sum(
-        parameters.count_local_elements(name) for name in parameters.trained if parameters.is_partial(name)
-    )
+    partial = sum(parameters.count_local_elements(name) for name in parameters.trained if parameters.is_partial(name))
     ledger.all_reduce(TENSOR, partial * size, times=partial > 0)
     _add_whole_tensor_optimizers(ledger, config, parameters)
     _add_metric_reductions(ledger, config, parameters)
@@ -328,9 +326,7 @@ def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parame
             load_by_rank[owner] += sizes[name]
             if owner == own_index:
                 weight_numel += sum(
-                    parameters.count_local_elements(name, peer)
-                    for i, peer in enumerate(ranks)
-                    if i != own_index
+                    parameters.count_local_elements(name, peer) for i, peer in enumerate(ranks) if i != own_index
                 )
                 continue
             blocks = [parameters.identify_block(name, rank) for rank in ranks]

@@ -101,9 +101,7 @@ class ModuleCallRecorder:
         if is_a(module, "Experts"):
             n_experts: int = module.n_experts  # type: ignore[assignment]
             kept_choices_BTK = inputs[2].where(output[1], n_experts)
-            call = replace(
-                call, expert_index=kept_choices_BTK, n_experts=n_experts, n_tokens=first.shape[:-1].numel()
-            )
+            call = replace(call, expert_index=kept_choices_BTK, n_experts=n_experts, n_tokens=first.shape[:-1].numel())
         self._calls.append((call, self._n_saved))
 
 
@@ -128,9 +126,7 @@ class _StageOutput:
     predictions: Any
 
 
-def record_module_calls(
-    config: Config, model: nn.Module, batch: Arrays, pipeline: Stages | None
-) -> list[list[Call]]:
+def record_module_calls(config: Config, model: nn.Module, batch: Arrays, pipeline: Stages | None) -> list[list[Call]]:
     """Run the plain model on the global batch and return the calls of each micro-batch."""
     recorder, objective, rows = ModuleCallRecorder(model), objective_for(config), config.train.micro_batch
 

@@ -294,13 +294,9 @@ def _cut_of(style: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCu
 
 def is_a(module: nn.Module, name: str) -> bool:
     """Return whether a module is an instance of megatfm's class of this name, without importing the class."""
-    return any(
-        base.__name__ == name and base.__module__.startswith("megatfm.") for base in type(module).__mro__
-    )
+    return any(base.__name__ == name and base.__module__.startswith("megatfm.") for base in type(module).__mro__)
 
 
 def list_block_paths(model: nn.Module) -> list[str]:
     """Return the paths of all stacks' blocks, the units of FSDP and recomputation."""
-    return [
-        path for path, _ in model.named_modules() if path.rpartition(".")[0].rpartition(".")[2] == "layers"
-    ]
+    return [path for path, _ in model.named_modules() if path.rpartition(".")[0].rpartition(".")[2] == "layers"]

@@ -153,9 +153,7 @@ def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         grad_norm = engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
     updated = {name: sharded.tensor.detach().clone() for name, sharded in _weights(engine).items()}
-    return RankResult(
-        stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows(), _blocks(weights, updated)
-    )
+    return RankResult(stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows(), _blocks(weights, updated))
 
 
 def _weights(engine: Engine) -> dict[str, ShardedTensor]:
@@ -295,11 +293,7 @@ def _collect(processes: Sequence[RankProcess], seconds: float) -> list[Any]:
 
 def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: float) -> MegatfmError:
     """Build the error of the rank that caused the failure, rather than of those that noticed it."""
-    causes = [
-        rank
-        for rank, failure in failures.items()
-        if not any(sign in failure.text for sign in SECONDARY_ERRORS)
-    ]
+    causes = [rank for rank, failure in failures.items() if not any(sign in failure.text for sign in SECONDARY_ERRORS)]
     if not causes and silent:
         seconds_to_wait = COLLECTIVE_SECONDS if failures else seconds
         names = ", ".join(map(str, silent))
@@ -319,8 +313,4 @@ def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: floa
 def _exit_reason(process: ForkServerProcess) -> str:
     process.join(EXIT_SECONDS)
     code = process.exitcode
-    return (
-        f"the process was killed by signal {-code}"
-        if code and code < 0
-        else f"the process exited with {code}"
-    )
+    return f"the process was killed by signal {-code}" if code and code < 0 else f"the process exited with {code}"

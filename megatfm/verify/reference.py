@@ -62,9 +62,7 @@ def take_reference_step(config: Config, batch: Arrays) -> ReferenceStep:
     tensors = {field: torch.from_numpy(values) for field, values in batch.items()}
     counts = objective.target_counts(tensors)
     terms = objective(model, tensors)
-    loss = torch.stack(
-        [objective.loss_weights[term] * terms[term] / counts[term].clamp(min=1) for term in terms]
-    ).sum()
+    loss = torch.stack([objective.loss_weights[term] * terms[term] / counts[term].clamp(min=1) for term in terms]).sum()
     loss.backward()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -156,9 +154,7 @@ def take_plain_step(
     return updated
 
 
-def _step(
-    group: OptimizerGroup, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
-) -> None:
+def _step(group: OptimizerGroup, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> None:
     """Update weights in place."""
     if not weights:
         return
@@ -179,8 +175,7 @@ def _step(
     if isinstance(optimizer, NeedsShardLocations):
         origin = (0,) * 8
         locations = {
-            weight: ShardLocation(name, tuple(weight.shape), origin[: weight.dim()])
-            for name, weight in weights.items()
+            weight: ShardLocation(name, tuple(weight.shape), origin[: weight.dim()]) for name, weight in weights.items()
         }
         optimizer.set_shard_locations(locations)
     optimizer.step()

@@ -84,9 +84,7 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     if config.model.stages is not None:
         lengths["sequence_length"], side = shrink_rows(config, config.model.stages)
         images = {"images": config.data.images.model_copy(update={"size": side})}
-    rows = RowLengths(
-        *(max(filter(None, lengths_by_key.values())) for lengths_by_key in (original_lengths, lengths))
-    )
+    rows = RowLengths(*(max(filter(None, lengths_by_key.values())) for lengths_by_key in (original_lengths, lengths)))
     try:
         model = _shrink_model(
             config.model,
@@ -154,9 +152,7 @@ def _matches(config: Config, pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name, _ in build(config.model).named_parameters())
 
 
-def _shrink_model(
-    model: ModelConfig, *, head_ranks: int, shards: int, stages: int, rows: RowLengths
-) -> ModelConfig:
+def _shrink_model(model: ModelConfig, *, head_ranks: int, shards: int, stages: int, rows: RowLengths) -> ModelConfig:
     """Return the small model. head_ranks: ranks that divide heads, tp × cp. shards: ranks that divide widths."""
     kv_heads = min(model.attention.kv_heads, 2 * head_ranks)  # two per rank, so that a wrong order shows
     heads = kv_heads * (model.attention.n_heads // model.attention.kv_heads)
@@ -327,9 +323,7 @@ def objective_for(config: Config) -> Objective:
     """Build the objective with made-up special tokens; a third of the vocabulary are sentinels."""
     size = config.model.vocab_size
     if size is None and not reads_text(config.objective.name):
-        return build_objective(
-            config.objective, config.model, None, get_side_lengths(config), config.data.images
-        )
+        return build_objective(config.objective, config.model, None, get_side_lengths(config), config.data.images)
     assert size is not None
     special = SpecialTokens(
         bos=1,
@@ -342,9 +336,7 @@ def objective_for(config: Config) -> Objective:
         sentinels=range(size - 1, size - 1 - size // 3, -1),
         word_starts=np.arange(size) % 3 > 0,
     )
-    return build_objective(
-        config.objective, config.model, special, get_side_lengths(config), config.data.images
-    )
+    return build_objective(config.objective, config.model, special, get_side_lengths(config), config.data.images)
 
 
 def get_side_lengths(config: Config) -> tuple[int, ...]:
@@ -360,9 +352,7 @@ def draw_batch(config: Config, documents: Documents = "mixed") -> Arrays:
     objective, lengths = objective_for(config), get_side_lengths(config)
     seed = config.train.seed
     across = config.data.attend_across_documents
-    packing = PackingConfig(
-        objective, lengths[: len(objective.field_prefixes)], seed, attend_across_documents=across
-    )
+    packing = PackingConfig(objective, lengths[: len(objective.field_prefixes)], seed, attend_across_documents=across)
     rows = []
     for row_index in range(config.train.global_batch):
         random = np.random.Generator(rng.bit_generator(seed, "verify", row_index))

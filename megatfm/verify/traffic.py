@@ -39,9 +39,7 @@ class TrafficCounter(TorchDispatchMode):
 
     def flows(self) -> list[CollectiveTraffic]:
         """Return the traffic counted so far, sorted by axis and collective."""
-        return [
-            CollectiveTraffic(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())
-        ]
+        return [CollectiveTraffic(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -67,9 +65,7 @@ class TrafficCounter(TorchDispatchMode):
         self._bytes[key] += n_bytes
 
 
-def _ring(
-    name: str, payload_bytes: int, size: int, rank: int, arguments: Mapping[str, Any]
-) -> tuple[str, int]:
+def _ring(name: str, payload_bytes: int, size: int, rank: int, arguments: Mapping[str, Any]) -> tuple[str, int]:
     """Return the collective's common name and the bytes that each rank of a ring sends."""
     collective = name.strip("_").replace("_base", "").replace("_into_tensor", "").replace("_tensor", "")
     collective = collective.removesuffix("_coalesced")

@@ -96,9 +96,7 @@ class GradientComparison:
         return [difference for difference in differences if difference.is_wrong]
 
 
-def verify(
-    config: Config, documents: Documents = "mixed", pool: RankPool | None = None
-) -> GradientComparison:
+def verify(config: Config, documents: Documents = "mixed", pool: RankPool | None = None) -> GradientComparison:
     """Take one step of the shrunk config on one process and under its layout, both on the CPU, and compare them.
 
     Computes in float64, or float32 under an engine without float64. documents: kind of documents in each row. pool:
@@ -126,9 +124,7 @@ def verify(
         gradients=compute_gradient_differences(step.gradients, results, limits),
         updates=compute_update_differences(small, results, limits),
         loss=_worst_difference("loss", [result.loss for result in results], step.loss, limits),
-        grad_norm=_worst_difference(
-            "gradient norm", [result.grad_norm for result in results], step.grad_norm, limits
-        ),
+        grad_norm=_worst_difference("gradient norm", [result.grad_norm for result in results], step.grad_norm, limits),
         flows=_busiest_rank(results),
         expected=_max_over_ranks(expected_by_rank),
         axes_without_closed_form=unpredicted_axes,
@@ -181,9 +177,7 @@ def compute_gradient_differences(
     return _worst_first(differences)
 
 
-def compute_update_differences(
-    config: Config, results: Sequence[RankResult], limits: Limits
-) -> list[Difference]:
+def compute_update_differences(config: Config, results: Sequence[RankResult], limits: Limits) -> list[Difference]:
     """Compute ‖w − r‖ / max(‖u‖, floor·‖all u‖) of each trained weight w after the step, the worst first.
 
     r is the weight that the plain optimizer computes from the layout's gradients, and u its change. An error below
@@ -297,9 +291,7 @@ def verify_presets(
 def _verify_preset(
     preset: str, layout: str, overrides: Sequence[str], documents: Documents, pool: RankPool
 ) -> tuple[Outcome, str]:
-    layout_overrides = [
-        f"parallel.{key}={value}" for key, value in {**SINGLE_RANK, **LAYOUTS[layout]}.items()
-    ]
+    layout_overrides = [f"parallel.{key}={value}" for key, value in {**SINGLE_RANK, **LAYOUTS[layout]}.items()]
     try:
         config = load_config(preset, [*layout_overrides, *overrides])
         if config.parallel.engine == "native":

@@ -51,9 +51,7 @@ def test_adapters_of_an_encoder_and_its_head(folder: Path, capfd: pytest.Capture
     rows = lines(folder / "runs/topics/predictions/validation.jsonl")
     expected = torch.tensor([list(row["probabilities"].values()) for row in rows])
     texts = [line.rpartition(",")[0] for line in (folder / "validation.csv").read_text().splitlines()[1:]]
-    tokens = transformers.AutoTokenizer.from_pretrained(folder / "merged")(
-        texts, padding=True, return_tensors="pt"
-    )
+    tokens = transformers.AutoTokenizer.from_pretrained(folder / "merged")(texts, padding=True, return_tensors="pt")
     merged = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "merged").eval()
     with torch.no_grad():
         torch.testing.assert_close(merged(**tokens).logits.softmax(-1), expected, rtol=0, atol=2e-6)
@@ -87,16 +85,9 @@ def test_preferences_from_pairs_to_a_merged_model(folder: Path, capfd: pytest.Ca
     assert run_command("convert", "runs/topics", "plain", "--to", "megatfm") == 0
     assert run_command("finetune", "plain.toml", "--from", "plain", "name=next", "train.steps=1") == 0
     assert lines(folder / "runs/next/metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert (
-        run_command(
-            "finetune", "pairs.toml", "name=alone", "data.tokenizer=llama", 'model={family="decoder"}'
-        )
-        == 2
-    )
+    assert run_command("finetune", "pairs.toml", "name=alone", "data.tokenizer=llama", 'model={family="decoder"}') == 2
     capfd.readouterr()
-    assert (
-        run_command("finetune", "pairs.toml", "--from", "llama", "name=short", "data.sequence_length=5") == 2
-    )
+    assert run_command("finetune", "pairs.toml", "--from", "llama", "name=short", "data.sequence_length=5") == 2
     assert "pairs are not cut" in capfd.readouterr().err
 
 

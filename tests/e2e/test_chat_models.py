@@ -91,16 +91,12 @@ def test_answers_end_where_the_template_ends_them(
         assert tokenizer.convert_ids_to_tokens(tokens.tolist()) == [*answer.split(), "<|im_end|>"]
 
 
-def test_a_chat_with_a_model_without_a_template_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chat_with_a_model_without_a_template_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save_llama(tmp_path / "start", None)
     assert run_command("generate", str(tmp_path / "start"), "--chat", "--prompt", "oslo") == 2
     assert "the tokenizer has no chat template" in capfd.readouterr().err
     save_llama(tmp_path / "other")
     assert run_command("generate", str(tmp_path / "other"), "--chat", "--prompt", "oslo <|im_end|>") == 2
     assert "the prompt spells the special token '<|im_end|>': take it out" in capfd.readouterr().err
-    assert (
-        run_command("generate", str(tmp_path / "other"), "--chat", "--bos", "none", "--prompt", "oslo") == 2
-    )
+    assert run_command("generate", str(tmp_path / "other"), "--chat", "--bos", "none", "--prompt", "oslo") == 2
     assert "leave --bos out" in capfd.readouterr().err

@@ -50,8 +50,7 @@ def test_the_model_beats_the_largest_class_on_unseen_texts(folder: Path) -> None
 
 def test_the_tables_share_no_text(folder: Path) -> None:
     train, validation, test = (
-        {row["text"] for row in read_rows(folder / f"packages.{name}.csv")}
-        for name in ("train", "validation", "test")
+        {row["text"] for row in read_rows(folder / f"packages.{name}.csv")} for name in ("train", "validation", "test")
     )
     assert not train & test
     assert not train & validation

@@ -53,9 +53,7 @@ def test_what_a_user_does_with_a_run(trained, tmp_path):
     for name, result in results.items():
         assert result["bits_per_byte"] == pytest.approx(in_training[name]["bits_per_byte"], rel=1e-5)
     baselines = json.loads((trained / "baselines.json").read_text())["held-out"]
-    assert set(baselines) == {
-        f"{tool} -9, {way}" for tool in ("gzip", "xz") for way in ("per document", "joined")
-    }
+    assert set(baselines) == {f"{tool} -9, {way}" for tool in ("gzip", "xz") for way in ("per document", "joined")}
     assert baselines["xz -9, joined"] < baselines["gzip -9, joined"] < baselines["gzip -9, per document"]
     megatfm("report", trained, output=output)
     page = (trained / "report.html").read_text()
@@ -68,9 +66,7 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
     tiny = [
         "model.d_model=32", "model.ffn.d_ff=64", "model.n_layers=1", "train.steps=40", "evaluate.every=1000",
     ]  # fmt: skip
-    message = megatfm(
-        "quickstart", "--nproc", 1, "--corpus", texts, *tiny, output=tmp_path / "said", cwd=tmp_path
-    )
+    message = megatfm("quickstart", "--nproc", 1, "--corpus", texts, *tiny, output=tmp_path / "said", cwd=tmp_path)
     assert "Traceback" not in message
     assert "Warning" not in message
     stages = [line for line in message.splitlines() if line.startswith("$ megatfm ")]
@@ -115,24 +111,18 @@ def test_the_commands_of_the_tutorials_run_in_their_order_in_one_folder(texts, t
         copy.write_bytes(file.read_bytes())
     for page, expected in TUTORIALS.items():
         text = (ROOT / page).read_text(encoding="utf-8")
-        named = re.findall(
-            r"`([\w-]+\.toml)`(?:;[^`]*)?:\n\n```toml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
-        )
+        named = re.findall(r"`([\w-]+\.toml)`(?:;[^`]*)?:\n\n```toml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
         for name, content in named:
             (tmp_path / name).write_text(content, encoding="utf-8")
         blocks = "".join(re.findall(r"^```console\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
         lines = [shlex.split(line)[1:] for line in blocks.splitlines() if line.startswith("megatfm ")]
         # What verifies, and what describes a published model, is tested elsewhere.
-        lines = [
-            words for words in lines if words[0] != "verify" and not "".join(words[1:2]).startswith("llama3")
-        ]
+        lines = [words for words in lines if words[0] != "verify" and not "".join(words[1:2]).startswith("llama3")]
         assert [words[0] for words in lines] == expected, page
         for words in lines:
             less = [] if "--dry-run" in words else LESS.get(words[0], "").split()
             folder = [] if words[1:2] != ["quickstart-data"] else ["read.folder=my-texts"]
-            output = megatfm(
-                *last_of_each_key([*words, *folder, *less]), output=tmp_path / "said", cwd=tmp_path
-            )
+            output = megatfm(*last_of_each_key([*words, *folder, *less]), output=tmp_path / "said", cwd=tmp_path)
             assert "Traceback" not in output
     assert (tmp_path / "runs/quickstart/report.html").is_file()
     assert (tmp_path / "runs/mine/metrics.jsonl").is_file()
@@ -150,9 +140,7 @@ def test_gzip_and_xz_agree_with_the_programs(corpus, tmp_path):
     text = b"".join(tokenizer.decode(tokens).encode() for block in blocks for _, tokens in block)
     # zlib, which Python has, finds other matches than the gzip program: up to half a percent more bytes.
     for tool, tolerance in {"gzip": 0.01, "xz": 0.001}.items():
-        reference = subprocess.run(
-            [tool, "-9", "--stdout"], input=text, capture_output=True, check=True
-        ).stdout
+        reference = subprocess.run([tool, "-9", "--stdout"], input=text, capture_output=True, check=True).stdout
         assert actual[f"{tool} -9, joined"] == pytest.approx(8 * len(reference) / len(text), rel=tolerance)
 
 
@@ -168,9 +156,7 @@ def test_compiled_blocks_train_the_same(workers, make_config, config_file, tmp_p
     command = [sys.executable, "-m", "megatfm", "launch", config_file, "--nproc", "2", *words, *more]
     compiled = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert compiled.returncode == 0, compiled.stderr
-    for line, other in zip(
-        training_curve(tmp_path / "eager"), training_curve(tmp_path / "compiled"), strict=True
-    ):
+    for line, other in zip(training_curve(tmp_path / "eager"), training_curve(tmp_path / "compiled"), strict=True):
         assert other["loss"] == pytest.approx(line["loss"], rel=1e-9)
         assert other["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-9)
 

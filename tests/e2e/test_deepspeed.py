@@ -109,15 +109,10 @@ TROUBLE = [
 ]  # fmt: skip
 
 
-def test_skipped_steps_and_rollbacks_under_deepspeed(
-    workers: Workers, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_skipped_steps_and_rollbacks_under_deepspeed(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
     """Steps that are not finite are skipped, spikes are rolled back, and a resume repeats both."""
     words = deepspeed(*TROUBLE)
-    keys = [
-        read
-        for _, read in workers.run(train_with_faults, 2, make_config(*words, "train.steps=14", run="whole"))
-    ]
+    keys = [read for _, read in workers.run(train_with_faults, 2, make_config(*words, "train.steps=14", run="whole"))]
     faults = {rank[5]: "inf" for rank in keys} | {rank[9]: "spike" for rank in keys}
     config, run = make_config(*words), tmp_path / "run"
     for (code, read), rank in zip(workers.run(train_with_faults, 2, config, faults), keys, strict=True):
@@ -133,17 +128,13 @@ def test_skipped_steps_and_rollbacks_under_deepspeed(
     assert same_tensors(stored_weights(run, 12), last)
 
 
-def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
-    workers: Workers, make_config: MakeConfig
-) -> None:
+def test_a_step_computed_twice_that_differs_in_one_bit_is_found(workers: Workers, make_config: MakeConfig) -> None:
     config = make_config(
         *deepspeed("train.steps=4", "resilience.replay_every=3", "parallel.dp_shard=2", "evaluate.every=0")
     )
     errors = workers.run(error_after, 2, config, "gradient", 1, 3)
     assert len(set(errors)) == 1
-    assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", errors[0]), (
-        errors[0]
-    )
+    assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", errors[0]), errors[0]
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`ranks = start()`: of machines a, b and c, on which rank 2 relays what rank 3 says; ended when the test is."""
     started: list[WatchedRanks] = []
 
-    def start(
-        machines: str = "aabbc", hang_timeout: float = 30.0, failing: int | None = None
-    ) -> WatchedRanks:
+    def start(machines: str = "aabbc", hang_timeout: float = 30.0, failing: int | None = None) -> WatchedRanks:
         started.append(WatchedRanks(tmp_path, machines, hang_timeout, failing))
         return started[-1]
 
@@ -129,9 +127,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         ranks.kill()
 
 
-@pytest.mark.parametrize(
-    "machines", ["abcba", pytest.param("aabbc", marks=SLOW), pytest.param("aaa", marks=SLOW)]
-)
+@pytest.mark.parametrize("machines", ["abcba", pytest.param("aabbc", marks=SLOW), pytest.param("aaa", marks=SLOW)])
 def test_all_end_well(start: Start, machines: str) -> None:
     for code, output in start(machines).ends(60).values():
         assert code == 0, output

@@ -119,9 +119,7 @@ def test_a_decoder_s_tags_are_exported(name: str, options: dict[str, Any], folde
     )
     tokenizer = tokenizers.load(folder / "exported")
     for row, prediction in zip(rows, predicted[:9], strict=False):
-        ids = torch.tensor(
-            [[tokenizer.bos, *tokenizer.encode(" ".join(row["text"])).tolist(), tokenizer.eos]]
-        )
+        ids = torch.tensor([[tokenizer.bos, *tokenizer.encode(" ".join(row["text"])).tolist(), tokenizer.eos]])
         with torch.no_grad():
             numbers = model(ids).logits[0, 1:-1].argmax(-1).tolist()
         assert [model.config.id2label[number] for number in numbers] == prediction["labels"]
@@ -158,9 +156,7 @@ def test_a_run_goes_on_with_the_head_that_it_has(folder: Path) -> None:
     write_lines(folder / "train.jsonl", labelled_rows())
     older = 'model.extra_heads.score={name="text_classifier",pooler="none",bias=true}'
     assert run_command("finetune", "task.toml", "--from", "start", "task.epochs=1", older) == 0
-    assert (
-        run_command("finetune", "task.toml", "--from", "start", "task.epochs=2", "resume.allow=schedule") == 0
-    )
+    assert run_command("finetune", "task.toml", "--from", "start", "task.epochs=2", "resume.allow=schedule") == 0
     head = load_config(folder / "runs/task/finetune.toml").model.extra_heads["score"]
     assert (head.pooler, head.bias) == ("none", True)
     steps = [row["step"] for row in read_lines(folder / "runs/task/metrics.jsonl") if "loss" in row]

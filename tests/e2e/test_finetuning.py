@@ -114,9 +114,7 @@ def test_from_a_csv_to_an_exported_model(folder: Path, capfd: pytest.CaptureFixt
     assert read_lines(folder / "new.predictions.jsonl") == predictions
 
 
-def test_training_goes_on_from_a_head_for_the_same_labels(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_goes_on_from_a_head_for_the_same_labels(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From a folder of transformers and from a run. For as many other labels the head is drawn anew."""
     labels = {0: "animal", 1: "sharp", 2: "tool"}
     base = transformers.BertForPreTraining.from_pretrained("bert")
@@ -141,9 +139,7 @@ def test_training_goes_on_from_a_head_for_the_same_labels(
     other = transformers.BertForSequenceClassification.from_pretrained("other")
     assert not torch.equal(other.classifier.weight, classifier.classifier.weight)
     assert torch.equal(other.bert.pooler.dense.weight, classifier.bert.pooler.dense.weight)
-    assert other.config.id2label == {0: "animal", 1: "sharp", 2: "zeug"}, (
-        "not those of the folder it began from"
-    )
+    assert other.config.id2label == {0: "animal", 1: "sharp", 2: "zeug"}, "not those of the folder it began from"
 
 
 def test_a_rare_label_is_predicted_more_often_if_labels_are_balanced(folder: Path) -> None:
@@ -208,9 +204,7 @@ def test_every_form_trains_from_nothing_and_predicts(folder: Path, form: str) ->
         "task.text_pair": "", "task.test": "", "task.epochs": "1", "data.tokenizer": "bert", **more,
     }  # fmt: skip
     model = f'{TINY}, family="{family}"}}'
-    assert (
-        run_command("finetune", "task.toml", model, *(f"{key}={value}" for key, value in words.items())) == 0
-    )
+    assert run_command("finetune", "task.toml", model, *(f"{key}={value}" for key, value in words.items())) == 0
     predictions = read_lines(folder / "runs/things/predictions/validation.jsonl")
     assert [row["row"] for row in predictions] == list(range(1, 9))
     assert all(row.keys() == fields for row in predictions)

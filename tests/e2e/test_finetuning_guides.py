@@ -49,10 +49,7 @@ def write_articles(path: Path, n: int, seed: int) -> None:
     paragraphs = [
         {
             "context": row["context"],
-            "qas": [
-                {key: row[key] for key in ("id", "question", "answers")}
-                | {"is_impossible": not row["answers"]}
-            ],
+            "qas": [{key: row[key] for key in ("id", "question", "answers")} | {"is_impossible": not row["answers"]}],
         }
         for row in questions(n, seed, no_answer=0.3)
     ]
@@ -79,9 +76,7 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_articles(folder / "dev-v2.0.json", 6, 1)
     write_lines(folder / "chats.jsonl", conversations())
     write_lines(folder / "pairs.jsonl", [{"prompt": "rome", "chosen": "red lamp", "rejected": "lamp"}] * 4)
-    answers = [
-        {"question": "which key", "a": "def", "b": "class", "c": "import", "key": key} for key in "ABC"
-    ]
+    answers = [{"question": "which key", "a": "def", "b": "class", "c": "import", "key": key} for key in "ABC"]
     for name in ("questions", "train"):
         write_lines(folder / f"{name}.jsonl", answers * 2)
     (folder / "corpora" / "drafts").mkdir(parents=True)

@@ -71,9 +71,7 @@ def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_
 
 def test_what_came_with_the_model_is_there_on_the_way_back(workers, corpus, foreign, tmp_path):
     """Ids and how to generate, after training on and after a resume."""
-    about = {
-        key: json.loads((foreign / f"{key}.json").read_text()) for key in ("config", "generation_config")
-    }
+    about = {key: json.loads((foreign / f"{key}.json").read_text()) for key in ("config", "generation_config")}
     about["config"] |= {"bos_token_id": 5, "eos_token_id": [7, 9], "pad_token_id": None}
     about["generation_config"] |= {"eos_token_id": [7, 9], "top_k": 3}
     for key, values in about.items():
@@ -142,9 +140,7 @@ def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
         tmp_path / "first/checkpoints/step-00000002", None, [f"data.train={corpus}/train", "name=x"]
     )
     assert (config.name, config.train.init_from) == ("x", f"{tmp_path}/first/checkpoints/step-00000002")
-    config, _ = continue_from_config(
-        tmp_path / "first", None, [f"data.train={corpus}/validation", "train.steps=3"]
-    )
+    config, _ = continue_from_config(tmp_path / "first", None, [f"data.train={corpus}/validation", "train.steps=3"])
     assert (config.name, config.run_dir, config.data.validation) == ("from-first", None, {})
     assert (config.optimizer.name, config.data.workers, config.train.steps) == ("muon", 1, 3)
     words = [
@@ -156,9 +152,7 @@ def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
         continue_from_config(tmp_path / "first", None, ["train.steps=1"])
 
 
-def test_the_command_takes_a_model_with_and_without_a_config(
-    foreign, corpus, config_file, tmp_path, monkeypatch
-):
+def test_the_command_takes_a_model_with_and_without_a_config(foreign, corpus, config_file, tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr("megatfm.train.trainer.train", lambda config, *_: taken.append(config) or 0)
     monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)
@@ -191,9 +185,7 @@ def test_another_tokenizer_than_the_model_s_is_refused(foreign, corpus, tmp_path
     other = tmp_path / "other.json"
     other.write_bytes(megatfm.tokenizers.train_byte_bpe(["some text"] * 9, vocab_size=300))
     words = [f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train", f"data.tokenizer={other}"]
-    with pytest.raises(
-        UsageError, match=r"other\.json: not the tokenizer of .*: prepare the text with that one"
-    ):
+    with pytest.raises(UsageError, match=r"other\.json: not the tokenizer of .*: prepare the text with that one"):
         continue_from_config(foreign, None, words)
 
 
@@ -256,10 +248,7 @@ def test_context_ranks_train_like_one_process(
     plan = (tmp_path / "cut" / "plan.txt").read_text(encoding="utf-8")
     assert "mesh  dp_replicate 1 × dp_shard 1 × cp 2 × tp 1" in plan
     log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")
-    assert (
-        log.count("attention Full(causal=True), cp 2: Ulysses, each rank computes some heads of all tokens")
-        == 1
-    )
+    assert log.count("attention Full(causal=True), cp 2: Ulysses, each rank computes some heads of all tokens") == 1
     stopped = make_config("parallel.cp=2", run="stopped")
     assert workers.run(run_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [
         EXIT_REQUEUE,

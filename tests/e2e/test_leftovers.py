@@ -58,9 +58,7 @@ def test_leftovers_and_a_checkpoint_without_permission_stop_nobody(start: Start,
     assert f"{newest.name} is not used: cannot read {newest}/metadata.json: Permission denied" in log
     assert f"a leftover of a killed save could not be removed: cannot remove {stuck}" in log
     assert not partial.exists()
-    assert [event["detail"] for event in again.events() if event["event"] == "resumed"] == [
-        f"from {before.name}"
-    ]
+    assert [event["detail"] for event in again.events() if event["event"] == "resumed"] == [f"from {before.name}"]
     aside = [path for path in folder.iterdir() if path.name.startswith(".step-00000008.damaged-")]
     closed += aside
     assert len(aside) == 1, "out of the way of the one that is saved in its place"
@@ -92,9 +90,7 @@ def test_what_can_not_be_gone_on_from_says_why(start: Start, closed: list[Path])
 
 
 @pytest.mark.parametrize("successor", [False, True])
-def test_a_run_directory_that_is_taken_away_ends_the_run(
-    start: Start, tmp_path: Path, successor: bool
-) -> None:
+def test_a_run_directory_that_is_taken_away_ends_the_run(start: Start, tmp_path: Path, successor: bool) -> None:
     """The folder is not made again: whoever starts in a new folder of that name must be alone there."""
     run = start(*QUICK, "train.steps=10000")
     run.wait_for_step(3)
@@ -196,9 +192,7 @@ def test_killed_runs_of_all_layouts_and_engines_end_alike(corpus: Path, tmp_path
     by_layout = report["hits by layout"]
     assert all(sum(by_layout[layout].values()) >= 3 for layout in LAYOUTS)
     for world in (1, 2, 4):
-        hit = {
-            phase for layout, (ranks, _) in LAYOUTS.items() if ranks == world for phase in by_layout[layout]
-        }
+        hit = {phase for layout, (ranks, _) in LAYOUTS.items() if ranks == world for phase in by_layout[layout]}
         assert hit == set(PHASES), f"on {world} ranks"
 
 

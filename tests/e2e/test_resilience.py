@@ -62,11 +62,7 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, cases: lis
             )
             assert failed["ranks"] == []
             continue
-        what = (
-            "failed: ZeroDivisionError: a planted fault"
-            if how == "raises"
-            else "ended without an error message"
-        )
+        what = "failed: ZeroDivisionError: a planted fault" if how == "raises" else "ended without an error message"
         match = re.search(rf"error: rank {rank} on {HOST} at step (\d+), {SEEN_IN[phase]}: {what}", output)
         assert match, (phase, output)
         assert int(match[1]) == STEPS[phase] if how == "raises" else int(match[1]) <= STEPS[phase]
@@ -141,9 +137,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Star
     assert again.wait(60) == [EXIT_OK, EXIT_OK], again.said(0)
 
 
-def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(start: Start, tmp_path: Path) -> None:
     # Each rank stands for a node, with a disk of its own.
     often = (
         "train.steps=16", "checkpoint.every=100", "evaluate.every=0", "evaluate.max_rows=2", "log.sinks=[]",
@@ -151,12 +145,8 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
     )  # fmt: skip
     full = start(*often, run="whole")
     assert full.wait(90) == [EXIT_OK, EXIT_OK], full.said(0)
-    run = start(
-        *often, fault=Fault(-1, "tenth step", "is_killed")
-    )  # when step 6 is saved for sure, and 8 perhaps
-    assert -signal.SIGKILL in run.wait(60), run.said(
-        0
-    )  # at most one learns of the other's end before its own
+    run = start(*often, fault=Fault(-1, "tenth step", "is_killed"))  # when step 6 is saved for sure, and 8 perhaps
+    assert -signal.SIGKILL in run.wait(60), run.said(0)  # at most one learns of the other's end before its own
     assert None not in run.wait(60)
     assert not list((run.folder / "checkpoints").glob("step-*"))
     shutil.rmtree(tmp_path / "node-1")
@@ -177,9 +167,7 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(
 
 
 def test_a_rank_that_never_comes_is_named(start: Start) -> None:
-    run = start(
-        "train.hang_seconds=5", ranks=3, absent=(1,), fault=Fault(-1, "meeting", "has_little_patience")
-    )
+    run = start("train.hang_seconds=5", ranks=3, absent=(1,), fault=Fault(-1, "meeting", "has_little_patience"))
     assert run.wait(60) == [EXIT_FAILED, EXIT_FAILED]
     output = "error: rank 1 of 3 did not start within 5 s: check its log or its node\n"
     assert run.said(0).endswith(output)
@@ -216,18 +204,13 @@ def test_a_run_that_goes_on_is_locked_and_what_a_killed_one_left_is_not(start: S
     first.wait_for_step(2)
     second = start(run="run")
     assert second.wait(60) == [LOCKED, LOCKED]
-    assert (
-        f"another process is training in this run directory (process {first.processes[0].pid} on"
-        in second.said(1)
-    )
+    assert f"another process is training in this run directory (process {first.processes[0].pid} on" in second.said(1)
     assert all(process.is_alive() for process in first.processes)
     for rank in range(2):
         first.signal(rank, signal.SIGKILL)
     first.wait(20)
     assert (first.folder / "lock").read_text(), "left over"
-    assert (
-        start("train.steps=20000", 'resume.allow=["schedule"]', "evaluate.every=0").wait_for_step(1) is None
-    )
+    assert start("train.steps=20000", 'resume.allow=["schedule"]', "evaluate.every=0").wait_for_step(1) is None
 
 
 CRASHES = """
@@ -238,9 +221,7 @@ NativeEngine.forward_backward = forward_backward
 """
 
 
-def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(
-    config_file: Path, tmp_path: Path
-) -> None:
+def test_torchrun_restarts_and_the_run_gives_up_when_nothing_is_gained(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "crashes.py").write_text(CRASHES)
     words = [
         str(config_file), f"run_dir={tmp_path / 'run'}", 'plugins=["crashes"]', "resilience.max_failures=1",
@@ -284,9 +265,7 @@ def test_before_training_what_is_broken_is_named_with_its_rank(start: Start) -> 
     assert slow.wait(60) == [EXIT_OK, EXIT_OK], "slow is no reason not to train"
     output = [event["detail"] for event in slow.events() if event["event"] == "slow"]
     words = f"rank 1 on {HOST} is slow: writing and syncing a file took"
-    assert any(event.startswith(words) for event in output), (
-        output
-    )  # a busy machine may be slow elsewhere too
+    assert any(event.startswith(words) for event in output), output  # a busy machine may be slow elsewhere too
     assert not list(slow.folder.glob(".probe*"))
 
 
@@ -294,9 +273,7 @@ def test_before_training_what_is_broken_is_named_with_its_rank(start: Start) -> 
 def test_a_disk_too_small_for_the_checkpoints_is_seen_beforehand(start: Start, tmp_path: Path) -> None:
     disk = tmp_path / "run"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1M", "none", str(disk)], capture_output=True
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "none", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
     try:

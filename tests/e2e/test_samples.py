@@ -56,9 +56,7 @@ def test_samples_are_what_generate_makes_of_the_checkpoint(
         loaded = open_text_model(tmp_path / f"run/checkpoints/step-{step:08d}", dtype="float64")
         sampling = Sampling(0.8, top_p=0.95, vocab_size=loaded.tokenizer.vocab_size)
         expected = [generate_text(loaded, prompt, sampling, 9, 1)[0] for prompt in PROMPTS]
-        assert texts == [
-            {"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, expected, strict=True)
-        ]
+        assert texts == [{"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, expected, strict=True)]
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert f"step 2  sample: {repr(PROMPTS[0] + actual[2][0]['text'])[1:-1]}" in log
 
@@ -70,9 +68,7 @@ def test_sampling_does_not_touch_the_run(workers: Workers, make_config: Any, tmp
         "lr_schedule.name=constant",
     )
     workers.run(train_with_samples, 1, make_config(*SHORT, *dropout, run="with"))
-    workers.run(
-        train_with_samples, 1, make_config(*SHORT, *dropout, "evaluate.sample_prompts=[]", run="without")
-    )
+    workers.run(train_with_samples, 1, make_config(*SHORT, *dropout, "evaluate.sample_prompts=[]", run="without"))
     curves = []
     for name in ("with", "without"):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
@@ -117,9 +113,7 @@ def test_an_engine_that_can_not_generate_is_refused_by_name(workers: Workers, ma
         "evaluate.sample_prompts=['x']", "parallel.engine=deepspeed", "parallel.zero=2", "optimizer.name=adamw",
         run="run",
     )  # fmt: skip
-    with pytest.raises(
-        WorkerFailure, match=r"evaluate\.sample_prompts: parallel\.engine = 'deepspeed' does not"
-    ):
+    with pytest.raises(WorkerFailure, match=r"evaluate\.sample_prompts: parallel\.engine = 'deepspeed' does not"):
         workers.run(train_with_samples, 2, config)
 
 

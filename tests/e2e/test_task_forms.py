@@ -98,9 +98,7 @@ def test_answers_are_extracted(folder: Path, no_answer: float) -> None:
     if no_answer:
         assert test["threshold"] == results_of(folder)["validation"]["threshold"]
         assert {"no_answer_f1", "has_answer_f1"} <= test["metrics"].keys()
-    write_lines(
-        folder / "new.jsonl", [{key: one[key] for key in ("id", "question", "context")} for one in truth]
-    )
+    write_lines(folder / "new.jsonl", [{key: one[key] for key in ("id", "question", "context")} for one in truth])
     assert run_command("predict", "runs/task", "new.jsonl", "--out", "new.predictions.jsonl") == 0
     assert read_lines(folder / "new.predictions.jsonl") == rows
 
@@ -205,9 +203,7 @@ def test_texts_are_answered_by_texts(
     options = ["--beams", "3", "--length-penalty", "0"]
     assert run_command("predict", "runs/task", "new.jsonl", "--out", "three.jsonl", *options) == 0
     assert set(searches) == {(3, 1.0)}
-    assert [row["answer"] for row in read_lines(folder / "three.jsonl")] == [
-        row["answer"] for row in predictions
-    ]
+    assert [row["answer"] for row in read_lines(folder / "three.jsonl")] == [row["answer"] for row in predictions]
     assert run_command("predict", "runs/task", "new.jsonl", "--beams", "0") == 2
     assert "choose 1 or more beams" in capfd.readouterr().err
     corpus = next(iter(folder.glob("runs/task/task/*/manifest.json"))).parent
@@ -250,10 +246,7 @@ def test_what_is_trained_is_shown(folder: Path, capfd: pytest.CaptureFixture[str
         assert run_command("finetune", "task.toml", "--from", "bert", "--prepare", *words) == 0
         (corpus,) = {path.parent for path in folder.glob(f"runs/{form}/task/*/manifest.json")}
         capfd.readouterr()
-        assert (
-            run_command("data", "show", str(corpus), "--sample", "0", "--tokenizer", "bert/tokenizer.json")
-            == 0
-        )
+        assert run_command("data", "show", str(corpus), "--sample", "0", "--tokenizer", "bert/tokenizer.json") == 0
         shown = capfd.readouterr().out
         for part in expected[form]:
             assert part in shown, form
@@ -263,9 +256,7 @@ def test_what_is_trained_is_shown(folder: Path, capfd: pytest.CaptureFixture[str
 def test_exported_heads_predict_the_same(folder: Path, form: str) -> None:
     save_bert(folder / "bert", WORDS_OF_QUESTIONS)
     texts = ["lamp", "red", "Anna"]
-    rows = [
-        {"text": text, "label": label} for text, label in zip(texts, LABELS_OF_FORM[form], strict=True)
-    ] * 4
+    rows = [{"text": text, "label": label} for text, label in zip(texts, LABELS_OF_FORM[form], strict=True)] * 4
     write_lines(folder / "train.jsonl", rows)
     write_lines(folder / "validation.jsonl", rows[:3])
     words = [f"task.form={form}", "task.test=", "task.epochs=1", "--export", "exported"]
@@ -280,9 +271,7 @@ def test_exported_heads_predict_the_same(folder: Path, form: str) -> None:
     if form == "regression":
         assert described["problem_type"] == "regression"
         assert not {"id2label", "label2id"} & described.keys()
-        torch.testing.assert_close(
-            logits[:, 0], torch.tensor([row["value"] for row in predictions]), atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(logits[:, 0], torch.tensor([row["value"] for row in predictions]), atol=1e-5, rtol=0)
     elif form == "multilabel":
         assert described["problem_type"] == "multi_label_classification"
         assert described["id2label"] == {"0": "a", "1": "b"}

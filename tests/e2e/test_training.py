@@ -319,13 +319,9 @@ def test_a_sink_that_there_is_not_leaves_nothing(workers, make_config, tmp_path)
 
 
 def test_a_refused_resume_is_one_line_in_the_log(workers, make_config, tmp_path):
-    assert workers.run(run_training, 1, make_config("train.steps=1", "lr_schedule.warmup_steps=1")) == [
-        EXIT_OK
-    ]
+    assert workers.run(run_training, 1, make_config("train.steps=1", "lr_schedule.warmup_steps=1")) == [EXIT_OK]
     with pytest.raises(WorkerFailure, match=r"resume\.allow=seed"):
-        workers.run(
-            run_training, 1, make_config("train.steps=1", "lr_schedule.warmup_steps=1", "train.seed=5")
-        )
+        workers.run(run_training, 1, make_config("train.steps=1", "lr_schedule.warmup_steps=1", "train.seed=5"))
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "resume.allow=seed" in log
     assert "Traceback" not in log

@@ -78,9 +78,7 @@ def test_a_run_that_only_makes_nan_ends_with_a_clear_error(workers: Workers, mak
 ROLLBACK = ["train.steps=16", "checkpoint.keep=9", "resilience.spike=rollback", "resilience.spike_window=16"]
 
 
-def test_a_spike_is_rolled_back_and_its_data_skipped(
-    workers: Workers, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_spike_is_rolled_back_and_its_data_skipped(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
     """Every resume repeats the rollback."""
     ((_, keys),) = workers.run(train_with_faults, 1, make_config(*ROLLBACK, "train.steps=20", run="whole"))
     config, run = make_config(*ROLLBACK), tmp_path / "run"
@@ -132,27 +130,19 @@ def test_a_bit_that_flips_in_a_replica_is_found_and_its_rank_named(
     actual = rf"after step 4, replicas of one parameter differ: rank 1 on {HOST}: model\.\S*\.wo\.weight\. A processor"
     assert re.match(actual, errors[0]), errors[0]
     assert [path.name for path in (tmp_path / "flips/checkpoints").iterdir()] == ["step-00000003"]
-    sound = make_config(
-        *REPLICAS, "resilience.compare_replicas_every=1", "resilience.replay_every=2", run="sound"
-    )
+    sound = make_config(*REPLICAS, "resilience.compare_replicas_every=1", "resilience.replay_every=2", run="sound")
     assert workers.run(error_after, 3, sound, "none", 0, 0) == ["none"] * 3
 
 
-def test_a_step_computed_twice_that_differs_in_one_bit_is_found(
-    workers: Workers, make_config: MakeConfig
-) -> None:
+def test_a_step_computed_twice_that_differs_in_one_bit_is_found(workers: Workers, make_config: MakeConfig) -> None:
     config = make_config("train.steps=6", "resilience.replay_every=4", "parallel.dp_shard=2")
     errors = workers.run(error_after, 2, config, "gradient", 1, 4)
     assert len(set(errors)) == 1
-    assert re.match(rf"step 4, computed twice, differs: rank 1 on {HOST}: \S*\.wo\.weight\. A", errors[0]), (
-        errors[0]
-    )
+    assert re.match(rf"step 4, computed twice, differs: rank 1 on {HOST}: \S*\.wo\.weight\. A", errors[0]), errors[0]
 
 
 def test_two_replicas_can_not_say_which_is_wrong(workers: Workers, make_config: MakeConfig) -> None:
-    config = make_config(
-        "parallel.dp_replicate=2", "train.steps=4", "resilience.compare_replicas_every=1", run="two"
-    )
+    config = make_config("parallel.dp_replicate=2", "train.steps=4", "resilience.compare_replicas_every=1", run="two")
     errors = workers.run(error_after, 2, config, "weight", 1, 2)
     name = r"model\.\S*\.wo\.weight"
     assert re.search(rf"rank 0 on {HOST}: {name}; rank 1 on {HOST}: {name}\. A", errors[0]), errors[0]
@@ -198,9 +188,7 @@ def test_a_run_without_progress_ends_early(workers: Workers, make_config: MakeCo
     assert training_curve(tmp_path / "whole") == training_curve(tmp_path / "stopped")
 
 
-def test_a_run_with_progress_goes_to_its_end(
-    workers: Workers, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_run_with_progress_goes_to_its_end(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config("train.patience=1", "evaluate.every=4", run="learns")
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
     assert len(training_curve(tmp_path / "learns")) == 12

@@ -63,9 +63,7 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
 def test_a_folder_of_classes_of_any_shape(tmp_path: Path) -> None:
     """Native resolution, on a corpus whose labels are the names of folders."""
     for number in range(60):
-        pixels = np.random.default_rng(number).integers(
-            0, 256, (9 + number % 13, 24 - number % 11, 3), np.uint8
-        )
+        pixels = np.random.default_rng(number).integers(0, 256, (9 + number % 13, 24 - number % 11, 3), np.uint8)
         pixels[..., 1] //= 1 + 15 * (number % 2)
         out, path = io.BytesIO(), tmp_path / "photos" / ("grün", "purpur")[number % 2] / f"{number}.webp"
         Image.fromarray(pixels).save(out, "WEBP", lossless=True)

@@ -83,9 +83,7 @@ def config_of(name: str) -> dict[str, Any]:
 def curves_of(workers: Workers, name: str) -> Curves:
     """Curves of the golden steps, or of all where `make test` looks at what is learnt."""
     config = config_of(name)
-    return run(
-        workers, config, config["train"]["steps"] if name in LEARN_IN_MAKE_TEST else GOLDEN_STEPS[name]
-    )
+    return run(workers, config, config["train"]["steps"] if name in LEARN_IN_MAKE_TEST else GOLDEN_STEPS[name])
 
 
 @pytest.mark.parametrize("name", GOLDEN_STEPS)

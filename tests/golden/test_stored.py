@@ -48,9 +48,7 @@ def test_a_stored_config_keeps_its_values(path: Path) -> None:
     stored = json.loads(path.read_text())
     opened = Config.model_validate(migrate(stored)).model_dump(mode="json")
     translated = {json.dumps(old) for _, old, _ in RENAMED_VALUES}
-    assert not {
-        value for value in Counter(leaves(stored)) - Counter(leaves(opened)) if value not in translated
-    }
+    assert not {value for value in Counter(leaves(stored)) - Counter(leaves(opened)) if value not in translated}
     preset, _, variant = path.stem.partition("+")
     today = stored_config(preset, variants()[variant] if variant else [])
     resume_point = resume.ResumePoint(path, facts(stored))

@@ -49,9 +49,7 @@ BOUNDS = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
 """‖g − r‖ / max(‖r‖, 1e-2 · ‖all gradients‖): float32 as on a CPU, the others by their 8 and 11 bits."""
 
 
-WIDE = UNTIED_MODEL.with_changes(
-    {"d_model": 256, "attention.n_heads": 4, "attention.n_kv_heads": 2, "ffn.d_ff": 640}
-)
+WIDE = UNTIED_MODEL.with_changes({"d_model": 256, "attention.n_heads": 4, "attention.n_kv_heads": 2, "ffn.d_ff": 640})
 """Heads of 64, as real models have them."""
 DEEP = WIDE.with_changes({"n_layers": 4})
 """With two blocks between the first and the last."""
@@ -174,8 +172,7 @@ def recorded_passes_are_those_requested(
 ) -> None:
     """Steps of several micro-batches, of two shapes, one of them skipped."""
     requested, recorded = (
-        engine_on(device, precision, WIDE, compile_blocks=compiled, graphs=passes)
-        for passes in (None, graphs)
+        engine_on(device, precision, WIDE, compile_blocks=compiled, graphs=passes) for passes in (None, graphs)
     )
     for number in range(5):
         batch = global_batch(seed=number, rows=4, length=length * 3 // 4 if number == 3 else length)

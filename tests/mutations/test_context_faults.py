@@ -101,9 +101,7 @@ def a_document_s_boundary_is_lost_at_a_cut(patch: Patch) -> None:
     real = SequenceShard.document_ids
 
     def numbers(self: SequenceShard, **options: Any) -> Any:
-        is_cut = self.key_token_indices is not None and not torch.equal(
-            self.key_token_indices, self.token_indices
-        )
+        is_cut = self.key_token_indices is not None and not torch.equal(self.key_token_indices, self.token_indices)
         return None if is_cut else real(self, **options)
 
     patch.setattr(SequenceShard, "document_ids", numbers)
@@ -151,9 +149,7 @@ def queries_of_a_stream_count_from_the_cut(patch: Patch) -> None:
     real = xlnet.make_two_streams
 
     def streams(*args: Any) -> Any:
-        return tuple(
-            replace(item, indices_BQ=item.indices_BQ - item.indices_BQ.min()) for item in real(*args)
-        )
+        return tuple(replace(item, indices_BQ=item.indices_BQ - item.indices_BQ.min()) for item in real(*args))
 
     patch.setattr(xlnet, "make_two_streams", streams)
 

@@ -168,17 +168,13 @@ CONTEXT_FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
 def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
     """All parameters, and those that are wrong under a fault."""
     name, _ = (FAULTS | CONTEXT_FAULTS)[globals()[fault]]
-    parallel = (
-        ParallelConfig(cp=3) if globals()[fault] in CONTEXT_FAULTS else ParallelConfig(dp_shard=3, zero=1)
-    )
+    parallel = ParallelConfig(cp=3) if globals()[fault] in CONTEXT_FAULTS else ParallelConfig(dp_shard=3, zero=1)
     model, batch, _ = tower_reference(name)
     with pytest.MonkeyPatch.context() as patch:
         globals()[fault](patch)
         engine = build_engine(TOWER_MODELS[name], parallel, ADAMW)
         mesh = engine.mesh
-        engine.forward_backward(
-            tower_microbatches(batch, mesh.data_rank, mesh.data_ranks, 2), TowerObjective()
-        )
+        engine.forward_backward(tower_microbatches(batch, mesh.data_rank, mesh.data_ranks, 2), TowerObjective())
         return {name for name, _ in model.named_parameters()}, set(model_gradient_errors(engine, model))
 
 

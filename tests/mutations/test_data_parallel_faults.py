@@ -111,16 +111,12 @@ def gathered_weights_are_kept_over_a_step(patch: Patch) -> None:
 
 def the_norm_counts_copies(patch: Patch) -> None:
     real = gradients._find_sharded_axes
-    patch.setattr(
-        gradients, "_find_sharded_axes", lambda layout, sharded, replicas: real(layout, True, replicas)
-    )
+    patch.setattr(gradients, "_find_sharded_axes", lambda layout, sharded, replicas: real(layout, True, replicas))
 
 
 def the_norm_is_of_the_own_shard(patch: Patch) -> None:
     real = gradients._find_sharded_axes
-    patch.setattr(
-        gradients, "_find_sharded_axes", lambda layout, sharded, replicas: real(layout, False, replicas)
-    )
+    patch.setattr(gradients, "_find_sharded_axes", lambda layout, sharded, replicas: real(layout, False, replicas))
 
 
 def one_key_for_all_rows(patch: Patch) -> None:

@@ -127,9 +127,7 @@ def test_swapped_numbers_of_rows_are_loud(workers: Workers) -> None:
 
 
 def add_the_last_bias_everywhere(patch: Patch) -> None:
-    patch.setattr(
-        Experts, "down_bias_scale", property(lambda self: 1.0, lambda self, share: None), raising=False
-    )
+    patch.setattr(Experts, "down_bias_scale", property(lambda self: 1.0, lambda self, share: None), raising=False)
 
 
 def limit_each_part_of_a_row(patch: Patch) -> None:

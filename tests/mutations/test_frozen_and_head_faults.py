@@ -130,9 +130,7 @@ def names() -> list[str]:
 
 
 @pytest.mark.parametrize("fault", STILL, ids=lambda fault: fault.__name__)
-def test_a_frozen_weight_that_is_not_left_alone_is_found(
-    workers: Workers, fault: Callable[[Patch], None]
-) -> None:
+def test_a_frozen_weight_that_is_not_left_alone_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     kind, parallel = STILL[fault]
     actual = set().union(*workers.run(find, 2, fault.__name__, parallel))
     frozen = {name for name in names() if any(fnmatchcase(name, pattern) for pattern in FREEZE[NAME])}
@@ -141,9 +139,7 @@ def test_a_frozen_weight_that_is_not_left_alone_is_found(
 
 
 @pytest.mark.parametrize("fault", HEADS, ids=lambda fault: fault.__name__)
-def test_a_head_s_term_that_is_dropped_or_doubled_is_found(
-    workers: Workers, fault: Callable[[Patch], None]
-) -> None:
+def test_a_head_s_term_that_is_dropped_or_doubled_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     head, parallel = HEADS[fault]
     actual = set().union(*workers.run(find, 2, fault.__name__, parallel))
     local = {f"gradient {name}" for name in names() if name.startswith(f"{head}.")}

@@ -145,9 +145,7 @@ def positions_are_the_other_rank_s(patch: Patch) -> None:
     def install(module: Any, ranks: Any, layouts: Any) -> None:
         module.register_forward_hook(lambda _, __, x: ranks.split_tokens(x.roll(x.shape[1] // 2, 1)))
 
-    patch.setitem(
-        styles.STYLES._parts, "split_output", replace(styles.STYLES.get("split_output"), apply=install)
-    )
+    patch.setitem(styles.STYLES._parts, "split_output", replace(styles.STYLES.get("split_output"), apply=install))
 
 
 def shards_of_visible_patches_are_gathered_in_another_order(patch: Patch) -> None:
@@ -163,9 +161,7 @@ def shards_of_visible_patches_are_gathered_in_another_order(patch: Patch) -> Non
 
 def class_tokens_count_in_the_mean(patch: Patch) -> None:
     real = classifier._find_members
-    patch.setattr(
-        classifier, "_find_members", lambda *sides, with_special=False: real(*sides, with_special=True)
-    )
+    patch.setattr(classifier, "_find_members", lambda *sides, with_special=False: real(*sides, with_special=True))
 
 
 def an_image_is_pooled_as_the_one_before(patch: Patch) -> None:
@@ -221,9 +217,7 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
     by_rank = workers.run(wrong_gradients, max(FAULTS[fault][1].tp, 2), fault.__name__)
     parameters, result = by_rank[0][0], set().union(*(wrong for _, wrong in by_rank))
     patterns = FAULTS[fault][2]
-    expected = {
-        p for p in parameters if any(fnmatchcase(p, one) for one in patterns) and not p.endswith("wk.bias")
-    }
+    expected = {p for p in parameters if any(fnmatchcase(p, one) for one in patterns) and not p.endswith("wk.bias")}
     assert expected
     assert expected <= result, sorted(expected - result)
 

@@ -85,9 +85,7 @@ def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
 MISTRAL = shrink(load_config("mistral-7b-v0.1", ["parallel.cp=2"]))[0].model.with_changes(
     {"attention.pattern.width": 2}
 )
-SOFT = FAMILY_MODELS["albert"].with_changes(
-    {"ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 3, "dropout": 0.0}}
-)
+SOFT = FAMILY_MODELS["albert"].with_changes({"ffn": {"name": "soft_moe", "d_ff": 16, "n_experts": 3, "dropout": 0.0}})
 CP2 = ParallelConfig(cp=2, dp_shard=1)
 FAULTS: dict[Callable[[Patch], None], tuple[ModelConfig, ParallelConfig, Any, str]] = {
     a_window_reaches_eight_times_as_far: (MISTRAL, CP2, CausalObjective(), "send over cp"),

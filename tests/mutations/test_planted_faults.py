@@ -99,9 +99,7 @@ def count_only_own_targets(patch: Patch) -> None:
 
 def count_one_replica(patch: Patch) -> None:
     real = Mesh.all_reduce_
-    patch.setattr(
-        Mesh, "all_reduce_", lambda self, t, axes: real(self, t, [a for a in axes if a != "dp_replicate"])
-    )
+    patch.setattr(Mesh, "all_reduce_", lambda self, t, axes: real(self, t, [a for a in axes if a != "dp_replicate"]))
 
 
 def average_over_ranks(patch: Patch) -> None:

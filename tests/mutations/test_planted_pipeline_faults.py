@@ -68,9 +68,7 @@ def lose_the_memory_s_gradient(patch: Patch) -> None:
 
     def send(self: PipelineForwardBackward, specs: Any, carry: dict[str, Tensor], to: int, group: Any) -> Any:
         backward = to < min(self._stages)
-        inputs = {
-            n: torch.zeros_like(t) if backward and n == "encoder_hidden" else t for n, t in carry.items()
-        }
+        inputs = {n: torch.zeros_like(t) if backward and n == "encoder_hidden" else t for n, t in carry.items()}
         return real(self, specs, inputs, to, group)
 
     patch.setattr(PipelineForwardBackward, "_send", send)

@@ -33,9 +33,7 @@ def images_are_shifted_by_one_token(patch: Patch) -> None:
 
 def class_tokens_are_passed_on(patch: Patch) -> None:
     real = vision_language.find_patch_indices
-    patch.setattr(
-        vision_language, "find_patch_indices", lambda *arguments: (real(*arguments) - 1).clamp(min=0)
-    )
+    patch.setattr(vision_language, "find_patch_indices", lambda *arguments: (real(*arguments) - 1).clamp(min=0))
 
 
 def patches_of_a_row_are_read_backwards(patch: Patch) -> None:
@@ -57,9 +55,7 @@ def a_row_has_the_images_of_the_next(patch: Patch) -> None:
     patch.setattr(
         VisionLanguage,
         "forward",
-        lambda self, tokens=None, encoder_patches=None, **fields: forward(
-            self, tokens, encoder_patches, **fields
-        ),
+        lambda self, tokens=None, encoder_patches=None, **fields: forward(self, tokens, encoder_patches, **fields),
     )
 
 
@@ -200,8 +196,7 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
     expected = {
         parameter
         for parameter in parameters
-        if any(fnmatchcase(parameter, pattern) for pattern in FAULTS[fault][3])
-        and not parameter.endswith("wk.bias")
+        if any(fnmatchcase(parameter, pattern) for pattern in FAULTS[fault][3]) and not parameter.endswith("wk.bias")
     }
     assert expected
     assert expected <= result, sorted(expected - result)

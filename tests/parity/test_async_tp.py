@@ -68,9 +68,7 @@ def sent(gm: GraphModule) -> Counts:
 @contextmanager
 def in_pieces() -> Iterator[dict[str, list[Counts]]]:
     """Within, compiled blocks go through torch's pass as on a GPU; what their graphs send, by direction."""
-    warnings.simplefilter(
-        "ignore"
-    )  # torch's own: inductor's imports, and its tracer looks at .grad of what is no leaf
+    warnings.simplefilter("ignore")  # torch's own: inductor's imports, and its tracer looks at .grad of what is no leaf
     from torch._dynamo.utils import detect_fake_mode
     from torch._inductor.compile_fx import compile_fx, view_to_reshape
     from torch._inductor.fx_passes.post_grad import post_grad_passes
@@ -114,9 +112,7 @@ def in_pieces() -> Iterator[dict[str, list[Counts]]]:
 
 def step(config: ModelConfig, parallel: ParallelConfig, recomputed: str) -> dict[str, list[Counts]]:
     with warnings.catch_warnings(), in_pieces() as actual:
-        engine = build_engine(
-            config, parallel, ADAMW, recomputed=recomputed, compile_blocks=True, async_tp=True
-        )
+        engine = build_engine(config, parallel, ADAMW, recomputed=recomputed, compile_blocks=True, async_tp=True)
         batch = global_batch(seed=3)
         loss, expected = one_device_gradients(one_device(config), batch)
         stats = engine.forward_backward(microbatches(engine, batch), CAUSAL)
@@ -141,9 +137,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "recomputed", "parallel"), CASES)
-def test_blocks_send_in_pieces(
-    workers: Workers, name: str, recomputed: str, parallel: ParallelConfig
-) -> None:
+def test_blocks_send_in_pieces(workers: Workers, name: str, recomputed: str, parallel: ParallelConfig) -> None:
     """Forward before attention and the feed-forward network, and after each; backward the other way round."""
     ranks = parallel.tp * max(1, parallel.dp_shard)
     for result in workers.run(step, ranks, MODELS[name], parallel, recomputed, timeout=200.0):
@@ -168,6 +162,4 @@ def test_every_family_s_blocks_send_in_pieces(workers: Workers, name: str) -> No
     for result in workers.run(family, 2, name, timeout=280.0):
         for direction in ("forward", "backward"):
             assert result[direction]
-            assert all(
-                {"gathers in pieces", "scatters in pieces"} == item.keys() for item in result[direction]
-            )
+            assert all({"gathers in pieces", "scatters in pieces"} == item.keys() for item in result[direction])

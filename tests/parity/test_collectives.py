@@ -84,14 +84,11 @@ def check_adjoint(name: str, dim: int) -> None:
     assert left == pytest.approx(right, rel=1e-12)
     assert abs(left) > 0.1
     # The forward pass only moves and sums, so the global tensor is the same before and after.
-    before, after = (
-        global_tensor(t, form, dim, group) for t, form in ((x, forms.source), (result, forms.result))
-    )
+    before, after = (global_tensor(t, form, dim, group) for t, form in ((x, forms.source), (result, forms.result)))
     torch.testing.assert_close(after, before, rtol=1e-14, atol=1e-14)
     # Neither does the gradient change on its way back.
     before, after = (
-        global_tensor(t, form, dim, group)
-        for t, form in ((y, forms.gradient), (x_gradient, forms.source_gradient))
+        global_tensor(t, form, dim, group) for t, form in ((y, forms.gradient), (x_gradient, forms.source_gradient))
     )
     torch.testing.assert_close(after, before, rtol=1e-14, atol=1e-14)
 
@@ -121,9 +118,7 @@ def check_embedding() -> None:
     tokens = torch.arange(2 * VOCABULARY).remainder(VOCABULARY).view(3, -1)
     y = draw("replicated", (*tokens.shape, WIDTH), seed=2)
     vectors = vocab_parallel_embedding(tokens, shard, group.rank() * len(shard))
-    torch.testing.assert_close(
-        all_reduce_no_grad(vectors.detach(), group), table[tokens].detach(), rtol=0, atol=0
-    )
+    torch.testing.assert_close(all_reduce_no_grad(vectors.detach(), group), table[tokens].detach(), rtol=0, atol=0)
     torch.autograd.backward([vectors, table[tokens]], [y, y])
     torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-14, atol=0)
 
@@ -144,9 +139,7 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitOptions, with_bi
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.autograd.backward([loss, expected], [torch.tensor(0.5).double()] * 2)
     torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(
-        all_reduce_no_grad(hidden_here.grad, group), hidden.grad, rtol=1e-11, atol=1e-12
-    )
+    torch.testing.assert_close(all_reduce_no_grad(hidden_here.grad, group), hidden.grad, rtol=1e-11, atol=1e-12)
     if bias is not None and own_bias is not None:
         torch.testing.assert_close(own_bias.grad, mine(bias.grad).detach(), rtol=1e-11, atol=1e-12)
     with torch.no_grad():

@@ -111,15 +111,11 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
             objective = OBJECTIVES.get(name, CausalObjective())
             parallel = CONTEXT_LAYOUTS[ranks][which]
             parallel = parallel if parallel.ep > 1 else parallel.model_copy(update={"dp_shard": 1})
-            model = CONTEXT_MODELS[name].with_changes(
-                {"extra_heads": {"boundary": {}} if name == "bert" else {}}
-            )
+            model = CONTEXT_MODELS[name].with_changes({"extra_heads": {"boundary": {}} if name == "bert" else {}})
             recompute = "full" if "recomputed" in again else "none"
             config = traffic_config(model, objective, parallel, recompute=recompute)
             full = {"attend_across_documents": "one document" in again}
-            configs[f"{name}, {layout}"] = config.model_copy(
-                update={"data": config.data.model_copy(update=full)}
-            )
+            configs[f"{name}, {layout}"] = config.model_copy(update={"data": config.data.model_copy(update=full)})
     assert traffic_mismatches(workers, ranks, configs) == {}
 
 
@@ -200,8 +196,7 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
     gradients = {key: gradient.clone() for key, gradient in engine.gradients().items()}
     engine.step(RATE, clip=1.0)
     left = {
-        key: checkpoint.ShardedTensor.from_tensor(value).tensor.clone()
-        for key, value in engine.state_dict().items()
+        key: checkpoint.ShardedTensor.from_tensor(value).tensor.clone() for key, value in engine.state_dict().items()
     }
     return loss, gradients, left
 
@@ -210,9 +205,7 @@ def far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, flo
     """Tensors beyond the bound of gradients, relative to themselves or a millionth of all."""
     assert actual.keys() == expected.keys()
     floor = 1e-6 * torch.cat([value.flatten() for value in expected.values()]).norm()
-    away = {
-        key: float((actual[key] - value).norm() / max(value.norm(), floor)) for key, value in expected.items()
-    }
+    away = {key: float((actual[key] - value).norm() / max(value.norm(), floor)) for key, value in expected.items()}
     return {key: error for key, error in away.items() if not error <= BOUND}
 
 

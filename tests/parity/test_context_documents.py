@@ -87,13 +87,9 @@ def compare(names: Sequence[str], requested: Sequence[str], ranks: int) -> dict[
             config, model, objective, loss = one_device(name, batch)
             for way in requested:
                 local = took[name, way]
-                patch.setattr(
-                    context_attention, "_log_once", lambda _, taken, __, local=local: local.add(taken)
-                )
+                patch.setattr(context_attention, "_log_once", lambda _, taken, __, local=local: local.add(taken))
                 engine = build_engine(config, ParallelConfig(cp=ranks, cp_method=way), ADAMW)
-                rows = [
-                    {field: values[[row]] for field, values in batch.items()} for row in range(len(KINDS))
-                ]
+                rows = [{field: values[[row]] for field, values in batch.items()} for row in range(len(KINDS))]
                 stats = engine.forward_backward(rows, objective)
                 assert stats.loss == pytest.approx(loss, rel=1e-12), (name, way)
                 assert model_gradient_errors(engine, model) == {}, (name, way)
@@ -111,9 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "names", "requested"), CASES)
-def test_documents_wherever_rows_are_cut(
-    workers: Workers, ranks: int, names: list[str], requested: list[str]
-) -> None:
+def test_documents_wherever_rows_are_cut(workers: Workers, ranks: int, names: list[str], requested: list[str]) -> None:
     """And as documents have it, keys are fetched, or go round."""
     took = workers.run(compare, ranks, names, requested, ranks, timeout=180.0)
     assert all(item == took[0] for item in took), "all ranks decide alike"

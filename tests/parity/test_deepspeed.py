@@ -89,9 +89,7 @@ def test_steps_are_those_of_one_device_and_of_the_native_engine(workers: Workers
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("family", "layout"), list(grid()))
-def test_ten_steps_of_every_stage_are_those(
-    workers: Workers, family: str, layout: str, optimizer: str
-) -> None:
+def test_ten_steps_of_every_stage_are_those(workers: Workers, family: str, layout: str, optimizer: str) -> None:
     compare_all(workers, stages(family, layout, optimizer), 10)
 
 
@@ -117,9 +115,7 @@ def save_and_load(workers: Workers, folder: Path, ranks: int, cases: list[Config
         assert result == []
 
 
-@pytest.mark.parametrize(
-    "ranks", [*SAVED, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_SAVED)]
-)
+@pytest.mark.parametrize("ranks", [*SAVED, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_SAVED)])
 def test_checkpoints_go_from_native_and_back_to_the_bit(workers: Workers, tmp_path: Path, ranks: str) -> None:
     save_and_load(workers, tmp_path, int(ranks[0]), (SAVED | MORE_SAVED)[ranks])
 
@@ -169,9 +165,7 @@ MORE_IN_FILES: dict[str, list[Config]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "which", [*IN_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES)]
-)
+@pytest.mark.parametrize("which", [*IN_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES)])
 def test_what_is_in_files_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
     cases = (IN_FILES | MORE_IN_FILES)[which]
     for result in workers.run(pairs, ranks_of(cases[0]), tmp_path, cases, 4, timeout=250):

@@ -47,9 +47,7 @@ def batch() -> dict[str, Tensor]:
 def judged(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """The losses, and the tokens that the discriminator was given."""
     shown: list[Tensor] = []
-    hook = model.discriminator.encoder.embedding.register_forward_pre_hook(
-        lambda _, args: shown.append(args[0])
-    )
+    hook = model.discriminator.encoder.embedding.register_forward_pre_hook(lambda _, args: shown.append(args[0]))
     losses = model(**inputs).losses
     hook.remove()
     return losses, shown[0]
@@ -70,9 +68,7 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
 
     figures, reference = Figures(), dict[str, Tensor]()
     for part in choose_exported_models(CONFIG):
-        expected = half_of_theirs(
-            part.name, part.hf_config, to_hf(part.rules, dict(actual.named_parameters())), dtype
-        )
+        expected = half_of_theirs(part.name, part.hf_config, to_hf(part.rules, dict(actual.named_parameters())), dtype)
         generates = part.folder == "generator"
         output = expected(
             input_ids=inputs["tokens"] if generates else corrupted,
@@ -84,16 +80,12 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
         (output.loss * (1 if generates else WEIGHT)).backward()
         gradients = {name: p.grad for name, p in expected.named_parameters()}
         for rule in part.rules:
-            for name, gradient in zip(
-                rule.megatfm, rule.from_hf([gradients[n] for n in rule.hf]), strict=True
-            ):
+            for name, gradient in zip(rule.megatfm, rule.from_hf([gradients[n] for n in rule.hf]), strict=True):
                 reference[name] = reference.get(name, torch.zeros_like(gradient)) + gradient
     see_gradients(actual, reference, dtype)
 
 
-def half_of_theirs(
-    name: str, config: dict[str, object], weights: dict[str, Tensor], dtype: torch.dtype
-) -> nn.Module:
+def half_of_theirs(name: str, config: dict[str, object], weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     kind = getattr(transformers, name)
     options = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
     expected = kind(kind.config_class(**options, attn_implementation="eager")).to(dtype).eval()
@@ -134,9 +126,7 @@ def test_samples_follow_the_generator_s_distribution() -> None:
     n = 12_000
     row = {name: values[:1] for name, values in batch().items()}
     places = (row["targets"][0] != -100).nonzero()[:2, 0]
-    shares = actual.generator(row["tokens"], documents=row["documents"], segments=row["segments"]).logits[
-        0, places
-    ]
+    shares = actual.generator(row["tokens"], documents=row["documents"], segments=row["segments"]).logits[0, places]
     keys = torch.randint(0, 2**62, (n,), generator=torch.Generator().manual_seed(1))
     many = {name: values.expand(n, -1) for name, values in row.items() if name != "keys"}
     counts = torch.zeros(2, VOCABULARY)

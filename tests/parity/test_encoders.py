@@ -52,9 +52,7 @@ dtype = dtype_fixture(modeling_deberta, modeling_deberta_v2, modeling_modernbert
 
 def config_of(model: str) -> ModelConfig:
     options = MODELS[model][1]
-    return ModelConfig.from_dotted(
-        (ENCODER_OPTIONS if "attention.name" in options else BERT_ENCODER) | options
-    )
+    return ModelConfig.from_dotted((ENCODER_OPTIONS if "attention.name" in options else BERT_ENCODER) | options)
 
 
 def our_loss(losses: dict[str, Tensor], batch: dict[str, Tensor], family: str) -> Tensor:
@@ -123,9 +121,7 @@ def test_padded_rows(model: str, dtype: torch.dtype) -> None:
 
 def lone(both: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tensor | None]:
     """transformers on one document by itself."""
-    return their_logits(
-        both.reference(**{key: values[:, piece] for key, values in row.items() if key != "labels"})
-    )
+    return their_logits(both.reference(**{key: values[:, piece] for key, values in row.items() if key != "labels"}))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -103,8 +103,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def test_layouts_change_no_result(workers: Workers, folder: Path) -> None:
     cases = [
-        {f"parallel.{key}": value for key, value in layout.items()}
-        | {"train.micro_batch": 2, "train.global_batch": 4}
+        {f"parallel.{key}": value for key, value in layout.items()} | {"train.micro_batch": 2, "train.global_batch": 4}
         for layout in LAYOUTS.values()
     ]
     for results in workers.run(by_engine, 2, folder, cases):

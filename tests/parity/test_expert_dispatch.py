@@ -68,9 +68,7 @@ IDLE = {
 
 @pytest.mark.parametrize(("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR])
 def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, second_half: bool) -> None:
-    workers.run(
-        one_choice_for_all, ranks, "top-k", of_four_ranks(IDLE[ranks], ranks, second_half), timeout=180.0
-    )
+    workers.run(one_choice_for_all, ranks, "top-k", of_four_ranks(IDLE[ranks], ranks, second_half), timeout=180.0)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +95,7 @@ def moved(parallel: ParallelConfig) -> None:
     config = EXPERT_MODELS["top-k"]
     batch = family_batch(config)
     objective = objective_for(config, batch)
-    engines = [
-        build_engine(config, layout, MUON) for layout in (parallel, ParallelConfig(dp_shard=2, zero=0))
-    ]
+    engines = [build_engine(config, layout, MUON) for layout in (parallel, ParallelConfig(dp_shard=2, zero=0))]
     for engine in engines:
         for _ in range(2):
             engine.forward_backward(microbatches(engine, batch), objective)
@@ -172,9 +168,7 @@ def order_of_events() -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         for word in ("start", "wait"):
-            patch.setattr(
-                collectives._AsyncAllToAll, word, noted(word, getattr(collectives._AsyncAllToAll, word))
-            )
+            patch.setattr(collectives._AsyncAllToAll, word, noted(word, getattr(collectives._AsyncAllToAll, word)))
         for module in moe_layers(engine.model).values():
             assert module.shared is not None
             module.shared.register_forward_hook(lambda *_: events.append("shared"))
@@ -241,9 +235,7 @@ def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, second_h
         configs |= {name: traffic_of(name, list(layouts.values())[-1]) for name in ("deepseek-v3", "switch")}
     if ranks == 2:
         selective = {"recompute": "selective"}
-        configs |= {
-            f"selective, zero{z}": traffic_of("top-k", layouts[f"ep2, zero{z}"], **selective) for z in (2, 3)
-        }
+        configs |= {f"selective, zero{z}": traffic_of("top-k", layouts[f"ep2, zero{z}"], **selective) for z in (2, 3)}
         # Of what tensor-parallel ranks sum in norms over all heads, which selective recomputation keeps.
         configs["selective, tp2"] = traffic_of("deepseek-v3", tensor_parallel(0, dp_shard=1), **selective)
     assert traffic_mismatches(workers, ranks, of_four_ranks(configs, ranks, second_half)) == {}
@@ -255,9 +247,7 @@ def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(
 ) -> None:
     configs = {layout: traffic_of("top-k", parallel) for layout, parallel in EXPERT_TP_LAYOUTS[ranks].items()}
     if ranks == 4:
-        configs |= {
-            layout: traffic_of("by batch", parallel) for layout, parallel in EXPERT_CONTEXT_LAYOUTS.items()
-        }
+        configs |= {layout: traffic_of("by batch", parallel) for layout, parallel in EXPERT_CONTEXT_LAYOUTS.items()}
         limited = {"folded": "ep4 of 2 × tp2, zero3", "channels": "ep2 × tp2 by channels, zero1"}
         for way, layout in limited.items():
             configs[f"switch, {way}"] = traffic_of("switch", EXPERT_TP_LAYOUTS[4][layout], recompute="full")
@@ -268,7 +258,5 @@ def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(
             for layout in WHOLE_ROW_LAYOUTS
             for how in ("none", "full")
         }
-        configs["muon × cp"] = traffic_of(
-            "by batch", EXPERT_CONTEXT_LAYOUTS["ep4 of 2 × cp2, zero1"], optimizer=MUON
-        )
+        configs["muon × cp"] = traffic_of("by batch", EXPERT_CONTEXT_LAYOUTS["ep4 of 2 × cp2, zero1"], optimizer=MUON)
     assert traffic_mismatches(workers, ranks, of_four_ranks(configs, ranks, second_half)) == {}

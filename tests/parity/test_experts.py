@@ -40,9 +40,7 @@ from tests.support.workers import Workers
         for cell in cells(dict.fromkeys(names, expert_layouts_of(ranks)), ranks, label=f" on {ranks}")
     ],
 )
-def test_gradients_and_state_equal_one_device(
-    workers: Workers, name: str, layouts: list[str], ranks: int
-) -> None:
+def test_gradients_and_state_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: expert_layouts_of(ranks)[layout] for layout in layouts}
     assert workers.run(compare_expert_layouts, ranks, name, tried, timeout=300.0)[0] == layouts
 
@@ -87,9 +85,7 @@ def test_tensor_parallel_ranks_take_experts_in_other_ways(
     [
         ("by batch", [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout not in AGAIN]),
         ("switch", [*WHOLE_ROW_LAYOUTS]),
-        pytest.param(
-            "by batch", [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout in AGAIN], marks=SLOW
-        ),
+        pytest.param("by batch", [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout in AGAIN], marks=SLOW),
         pytest.param(
             "switch",
             [layout for layout in EXPERT_CONTEXT_LAYOUTS if layout not in WHOLE_ROW_LAYOUTS],
@@ -158,9 +154,7 @@ STATE = {"top-k": "shares", "deepseek-v3": "router.bias"}
 
 
 @pytest.mark.parametrize(("name", "layouts"), cells(dict.fromkeys(STATE, RESUMED)))
-def test_a_resumed_run_has_the_same_bits(
-    workers: Workers, tmp_path: Path, name: str, layouts: list[str]
-) -> None:
+def test_a_resumed_run_has_the_same_bits(workers: Workers, tmp_path: Path, name: str, layouts: list[str]) -> None:
     """Through a checkpoint that another layout has opened and saved as it was."""
     for i, layout in enumerate(layouts):
         stored = workers.run(resume, 2, tmp_path / str(i), name, *RESUMED[layout], timeout=180.0)[0]

@@ -104,12 +104,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_lines(folder / f"{form}.jsonl", [example(form, n) for n in range(ROWS)])
     config, _ = open_tokenizer(form_config(folder, "classification", "decoder"))
     tensors = {
-        f"model.{name}": weight.detach().float()
-        for name, weight in drawn_model(config, seed=6).named_parameters()
+        f"model.{name}": weight.detach().float() for name, weight in drawn_model(config, seed=6).named_parameters()
     }
-    checkpoint.save(
-        folder / "start" / "checkpoints", 1, tensors, {"step": 1, "config": config.model_dump(mode="json")}
-    )
+    checkpoint.save(folder / "start" / "checkpoints", 1, tensors, {"step": 1, "config": config.model_dump(mode="json")})
     return folder
 
 
@@ -143,9 +140,7 @@ def evaluate_form(folder: Path, form: str, family: str) -> list[dict[str, Any]]:
             config, tokenizer = open_tokenizer(resolve_task(config)[0])
             mesh = build_mesh(config.parallel, dist.get_world_size(), "cpu")
             engine = build_engine(config, mesh, torch.device("cpu"), "fp64")
-            result = evaluate_sets(engine, open_corpora(config, tokenizer), config, 0, lambda: None)[
-                "validation"
-            ]
+            result = evaluate_sets(engine, open_corpora(config, tokenizer), config, 0, lambda: None)["validation"]
             metrics = result.get("metrics", {})
             results.append({"rows": result["rows"], "loss": result["loss"], **metrics})
     return results
@@ -178,9 +173,7 @@ def test_every_form_has_the_same_metrics(workers: Workers, folder: Path, form: s
 def answer_form(folder: Path, family: str, beams: int) -> list[tuple[list[str], dict[str, float]]]:
     """Answer the rows of a file in batches of 1, 7 and 32, and alone each row by itself on rank 0."""
     torch.set_num_threads(1)
-    config, tokenizer = open_tokenizer(
-        form_config(folder, "generation", family, **{"data.target_length": 16})
-    )
+    config, tokenizer = open_tokenizer(form_config(folder, "generation", family, **{"data.target_length": 16}))
     task = {"task.beams": beams, "task.max_new_tokens": 7, "task.text_metrics": list(TEXT_METRICS)}
     config = config.with_changes(task)
     assert tokenizer is not None
@@ -192,9 +185,7 @@ def answer_form(folder: Path, family: str, beams: int) -> list[tuple[list[str], 
     results = []
     for batch_size in (1, 7, 32):
         answers = engine.run_model(
-            lambda model, size=batch_size: answer_rows(
-                model, tokenizer, config, "rows", rows, batch_size=size
-            )
+            lambda model, size=batch_size: answer_rows(model, tokenizer, config, "rows", rows, batch_size=size)
         )
         results.append(answers)
     references = [row["label"] for row in rows]

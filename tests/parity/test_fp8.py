@@ -86,9 +86,7 @@ def cut_matrices(rowwise: bool) -> None:
                     assert not errors, (sequence_parallel, errors)
                     continue
                 for name, g in engine.gradients().items():
-                    rounded, true = (
-                        local_block(engine, name, tensors[name]) for tensors in (expected, exact)
-                    )
+                    rounded, true = (local_block(engine, name, tensors[name]) for tensors in (expected, exact))
                     assert (g - rounded).norm() < (rounded - true).norm() + 1e-6 * true.norm(), name
 
 

@@ -40,9 +40,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(FREEZE, LAYOUTS))
-def test_the_rest_is_trained_as_on_one_device(
-    workers: Workers, name: str, layouts: list[str], ranks: int
-) -> None:
+def test_the_rest_is_trained_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
 
@@ -141,9 +139,7 @@ EXPERT_LAYOUTS = {
         "zero3, within experts": ParallelConfig(dp_shard=4),
         "ep2 of 4, zero1": ParallelConfig(dp_shard=4, ep=2, zero=1),
         "ep2 of 4, zero3": ParallelConfig(dp_shard=4, ep=2),
-        "ep2 × tp2 without sequence parallel": ParallelConfig(
-            dp_shard=2, ep=2, tp=2, sequence_parallel=False
-        ),
+        "ep2 × tp2 without sequence parallel": ParallelConfig(dp_shard=2, ep=2, tp=2, sequence_parallel=False),
         "ep2 × tp2 by channels": ParallelConfig(dp_shard=2, ep=2, tp=2, expert_tp="by_channel"),
         "ep2 of 2 × tp2, zero2": ParallelConfig(dp_shard=2, ep=2, tp=2, zero=2, expert_tp="folded"),
         "ep2 × pp2": ParallelConfig(dp_shard=2, ep=2, pp=2),
@@ -171,9 +167,7 @@ def compare_adapters(config: ModelConfig, layouts: dict[str, ParallelConfig]) ->
 
 
 @pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(MODELS, ADAPTER_LAYOUTS))
-def test_adapters_are_trained_as_on_one_device(
-    workers: Workers, name: str, layouts: list[str], ranks: int
-) -> None:
+def test_adapters_are_trained_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: ADAPTER_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_adapters, ranks, MODELS[name], tried, timeout=240.0)[0] == layouts
 
@@ -195,8 +189,6 @@ def test_three_and_five_ranks(workers: Workers, name: str, layouts: list[str], r
 
 
 @pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(EXPERT_MODELS, EXPERT_LAYOUTS))
-def test_experts_are_adapted_as_on_one_device(
-    workers: Workers, name: str, layouts: list[str], ranks: int
-) -> None:
+def test_experts_are_adapted_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: EXPERT_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_adapters, ranks, EXPERT_MODELS[name], tried, timeout=300.0)[0] == layouts

@@ -165,12 +165,8 @@ def compare_state(engine: NativeEngine, model: nn.Module) -> None:
             assert f"model.{path}.bias" in engine.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("name", "layouts", "ranks"), cells_by_ranks([*MODELS, *ROUTED], PLAIN_LAYOUTS, rounds=2)
-)
-def test_gradients_of_blocks_equal_one_device(
-    workers: Workers, name: str, layouts: list[str], ranks: int
-) -> None:
+@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks([*MODELS, *ROUTED], PLAIN_LAYOUTS, rounds=2))
+def test_gradients_of_blocks_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: PLAIN_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_blocks, ranks, name, tried, timeout=180.0)[0] == layouts
 
@@ -215,9 +211,7 @@ def test_pairs_are_those_of_one_device(layout: str, model: dict[str, Any]) -> No
     assert any(gradient.norm > 0 for gradient in actual.gradients)
 
 
-@pytest.mark.parametrize(
-    "parallel", [{"tp": 2, "dp_shard": 1}, {"dp_shard": 2, "zero": 2}], ids=["tp2", "zero2"]
-)
+@pytest.mark.parametrize("parallel", [{"tp": 2, "dp_shard": 1}, {"dp_shard": 2, "zero": 2}], ids=["tp2", "zero2"])
 def test_adapters_send_nothing_but_their_own_gradients(parallel: dict[str, Any]) -> None:
     config = preference_config(parallel, lora={"rank": 3, "targets": ["wq", "w_down"]})
     actual = verify(config.with_changes({"objective": {"name": "causal"}}))

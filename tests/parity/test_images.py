@@ -53,8 +53,7 @@ dtype = dtype_fixture(*MODULES)
 def normalised(images: list[Tensor], config: ModelConfig, dtype: torch.dtype) -> Tensor:
     """Pixel values as transformers takes them, [n, C, H, W]."""
     mean, std = (
-        torch.tensor(COMMON[f"embedding.{key}"], dtype=torch.float64)[:, None, None]
-        for key in ("mean", "std")
+        torch.tensor(COMMON[f"embedding.{key}"], dtype=torch.float64)[:, None, None] for key in ("mean", "std")
     )
     return torch.stack([(image.double() / 255 - mean) / std for image in images]).to(dtype)
 
@@ -63,9 +62,7 @@ def normalised(images: list[Tensor], config: ModelConfig, dtype: torch.dtype) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
     """A classifier's logits and loss, or a tower's last vectors; then every gradient."""
-    common = {
-        key: value for key, value in COMMON.items() if "position" not in MODELS[name] or "position" not in key
-    }
+    common = {key: value for key, value in COMMON.items() if "position" not in MODELS[name] or "position" not in key}
     config, figures = ModelConfig.from_dotted(common | MODELS[name]), Figures()
     both = pair(config, dtype, among=[name])
     images = [pixels(*SIZES[size], seed=seed) for seed in range(3)]

@@ -30,9 +30,7 @@ from tests.support.workers import Workers
 def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
     engine, reference = build_engine(config, parallel, ADAMW), one_device(config)
     for name, parameter in reference.named_parameters():
-        assert torch.equal(local_block(engine, name, parameter.detach()), engine.local[name]), (
-            f"initial {name} differs"
-        )
+        assert torch.equal(local_block(engine, name, parameter.detach()), engine.local[name]), f"initial {name} differs"
     batch = global_batch(seed=3)
     loss, expected = one_device_gradients(reference, batch)
     stats = engine.forward_backward(microbatches(engine, batch), CAUSAL)
@@ -83,9 +81,7 @@ def compare_family(name: str, layouts: list[str]) -> list[str]:
         *cells(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[4]), 4, label=" on 4"),
     ],
 )
-def test_families_have_the_gradients_of_one_device(
-    workers: Workers, name: str, layouts: list[str], ranks: int
-) -> None:
+def test_families_have_the_gradients_of_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     (compared, *_) = workers.run(compare_family, ranks, name, layouts)
     assert compared == layouts
 
@@ -97,9 +93,7 @@ BOTH = ("zero1 on 2", "zero3 on 2", "tp2", "zero1 2 × tp2", "zero3 2 × tp2")
 
 def train(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
     """Largest difference of a weight from plain torch optimizers with plain clipping, for each layout."""
-    engines = {
-        layout: build_engine(UNTIED_MODEL, DATA_AND_TENSOR_LAYOUTS[layout], optimizer) for layout in layouts
-    }
+    engines = {layout: build_engine(UNTIED_MODEL, DATA_AND_TENSOR_LAYOUTS[layout], optimizer) for layout in layouts}
     reference = one_device(UNTIED_MODEL)
     named = dict(reference.named_parameters())
     matrices = [n for n, p in named.items() if p.dim() == 2 and (optimizer.name == "muon" and "layers" in n)]
@@ -119,9 +113,7 @@ def train(layouts: Sequence[str], optimizer: AdamWConfig) -> dict[str, float]:
             torch_optimizer.step()
         for engine in engines.values():
             engine.forward_backward(microbatches(engine, batch), CAUSAL)
-            assert engine.step(optimizer.lr, optimizer.max_grad_norm) == pytest.approx(
-                float(expected_norm), rel=1e-6
-            )
+            assert engine.step(optimizer.lr, optimizer.max_grad_norm) == pytest.approx(float(expected_norm), rel=1e-6)
     return {
         layout: max(
             float((local_block(engine, n, p.detach()) - engine.local[n]).abs().max())

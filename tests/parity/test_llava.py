@@ -106,9 +106,7 @@ def test_logits_and_gradients(rows: list[list[int]], encoder: str, dtype: torch.
         tokens = texts()[number]
         expected = both.reference(input_ids=tokens[None], pixel_values=normalised([images[number]], dtype))
         figures.see_logits(logits[begin : begin + len(tokens)], expected.logits[0], dtype)
-        losses.append(
-            torch.nn.functional.cross_entropy(expected.logits[0], text_targets(tokens), reduction="sum")
-        )
+        losses.append(torch.nn.functional.cross_entropy(expected.logits[0], text_targets(tokens), reduction="sum"))
         begin += len(tokens)
     loss = both.model(**batch, targets=targets).losses["causal"]
     figures.see_logits(loss, torch.stack(losses).sum(), dtype)

@@ -44,9 +44,7 @@ dtype = dtype_fixture(modeling_big_bird, modeling_longformer)
 
 def batch_of(config: ModelConfig, length: int, rows: int = 2) -> dict[str, Tensor]:
     tokens = draw_tokens(VOCABULARY, rows, length, seed=0, low=PAD + 1)
-    labels = draw_tokens(VOCABULARY, rows, length, seed=3).where(
-        draw_tokens(3, rows, length, seed=2) == 0, -100
-    )
+    labels = draw_tokens(VOCABULARY, rows, length, seed=3).where(draw_tokens(3, rows, length, seed=2) == 0, -100)
     return {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
@@ -122,9 +120,7 @@ def test_padded_rows_of_longformer(dtype: torch.dtype) -> None:
     figures.see_gradients(both, dtype)
 
 
-@pytest.mark.parametrize(
-    ("rows", "heads", "n_random", "seed"), [(12, 4, 1, 0), (30, 3, 3, 5), (40, 2, 2, 11)]
-)
+@pytest.mark.parametrize(("rows", "heads", "n_random", "seed"), [(12, 4, 1, 0), (30, 3, 3, 5), (40, 2, 2, 11)])
 def test_random_blocks_are_theirs(rows: int, heads: int, n_random: int, seed: int) -> None:
     import numpy as np
 
@@ -134,9 +130,7 @@ def test_random_blocks_are_theirs(rows: int, heads: int, n_random: int, seed: in
     lengths, counts = expected._get_rand_attn_plan(rows * 8, 8, n_random)
     state = np.random.get_state()
     np.random.seed(seed)
-    expected_blocks = requested._bigbird_block_rand_mask_with_head(
-        rows * 8, rows * 8, 8, 8, heads, lengths, counts
-    )
+    expected_blocks = requested._bigbird_block_rand_mask_with_head(rows * 8, rows * 8, 8, 8, heads, lengths, counts)
     np.random.set_state(state)
     actual = draw_random_blocks(rows, heads, n_random, seed)
     assert torch.equal(actual[:, 1:-1], torch.from_numpy(np.stack(expected_blocks)).long())

@@ -81,9 +81,7 @@ def expected_losses(config: Config, batch: dict[str, Tensor]) -> dict[str, float
         for key, initial in getattr(module, "initial", {}).items():
             weight = getattr(module, key)
             shape = tuple(weight.shape)
-            weight.data.copy_(
-                draw(initial, config.train.seed, f"{path}.{key}", shape, (0,) * len(shape), shape)
-            )
+            weight.data.copy_(draw(initial, config.train.seed, f"{path}.{key}", shape, (0,) * len(shape), shape))
     sums, counts = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0)
     for row, source in enumerate(SOURCES.tolist()):
         inputs = {name: values[row : row + 1] for name, values in batch.items() if name != "targets"}

@@ -57,9 +57,7 @@ def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
         done: list[Action] = []
         with pytest.MonkeyPatch.context() as patch:
             for name, kind in METHODS.items():
-                patch.setattr(
-                    PipelineForwardBackward, name, noted(kind, getattr(PipelineForwardBackward, name), done)
-                )
+                patch.setattr(PipelineForwardBackward, name, noted(kind, getattr(PipelineForwardBackward, name), done))
             engine.forward_backward(batch, CAUSAL)
         assert all(torch.isfinite(g).all() for g in engine.gradients().values())
         actual[schedule] = done
@@ -79,9 +77,7 @@ def test_what_is_done_has_the_bubble_of_the_formula(workers: Workers, ranks: int
         assert done == add_send_recv(planned, rank_of), schedule
         passes = [[action for action in rank if " " not in action.kind] for rank in done]
         work = (3 if schedule in SPLITS_BACKWARD else 1) * virtual * microbatches
-        assert bubble(simulate(passes, rank_of, TIMES)) == pytest.approx((ranks - 1) / (work + ranks - 1)), (
-            schedule
-        )
+        assert bubble(simulate(passes, rank_of, TIMES)) == pytest.approx((ranks - 1) / (work + ranks - 1)), schedule
 
 
 def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: str) -> int:

@@ -63,9 +63,7 @@ def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "n
         with torch.no_grad():
             terms = objective(model.eval(), batch)
         counts = objective.target_counts(batch)
-        evaluated = sum(
-            objective.loss_weights[term] * float(terms[term]) / int(counts[term]) for term in terms
-        )
+        evaluated = sum(objective.loss_weights[term] * float(terms[term]) / int(counts[term]) for term in terms)
         assert engine.evaluate(mine, objective).loss == pytest.approx(evaluated, rel=1e-12), name
         held.append(set(engine.local))
     return held
@@ -164,9 +162,7 @@ def train(parallel: ParallelConfig, optimizer: OptimizerSection) -> float:
             one.step()
         engine.forward_backward(uneven_microbatches(engine, batch), CAUSAL)
         assert engine.step(optimizer.lr, optimizer.max_grad_norm) == pytest.approx(float(norm), rel=1e-6)
-    return max(
-        float((local_block(engine, n, named[n].detach()) - t).abs().max()) for n, t in engine.local.items()
-    )
+    return max(float((local_block(engine, n, named[n].detach()) - t).abs().max()) for n, t in engine.local.items())
 
 
 STEPS = {
@@ -305,9 +301,7 @@ def change_lengths(parallel: ParallelConfig) -> None:
     engine, model = build_engine(UNTIED_MODEL, parallel), one_device(UNTIED_MODEL)
     batch = global_batch(seed=3)
     for widths in ((12, 12, 12, 12), (7, 7, 7, 7), (5, 12, 8)):
-        mine = [
-            {key: value[2 * i : 2 * i + 2, :w] for key, value in batch.items()} for i, w in enumerate(widths)
-        ]
+        mine = [{key: value[2 * i : 2 * i + 2, :w] for key, value in batch.items()} for i, w in enumerate(widths)]
         count = sum(int((one["targets"] != -100).sum()) for one in mine)
         model.zero_grad()
         losses = [model(**one).losses["causal"] / count for one in mine]

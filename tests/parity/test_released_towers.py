@@ -43,12 +43,8 @@ dtype = dtype_fixture(modeling_clip, modeling_siglip)
 def captions(*, padded: bool) -> tuple[list[Tensor], Tensor]:
     """Random captions with an end token, and the same filled up with it as one array."""
     generator = torch.Generator().manual_seed(2)
-    texts = [
-        torch.cat([torch.randint(EOS, (n - 1,), generator=generator), torch.tensor([EOS])]) for n in LENGTHS
-    ]
-    table = torch.stack(
-        [torch.nn.functional.pad(text, (0, POSITIONS - len(text)), value=EOS) for text in texts]
-    )
+    texts = [torch.cat([torch.randint(EOS, (n - 1,), generator=generator), torch.tensor([EOS])]) for n in LENGTHS]
+    table = torch.stack([torch.nn.functional.pad(text, (0, POSITIONS - len(text)), value=EOS) for text in texts])
     return (list(table) if padded else texts), table
 
 
@@ -83,9 +79,7 @@ def test_both_towers(name: str, size: str, dtype: torch.dtype) -> None:
     normalised = torch.stack([(image.double() / 255 - mean) / std for image in images]).to(dtype)
     if name == "CLIPModel":
         both.reference.text_model.eos_token_id = EOS
-    expected = both.reference(
-        input_ids=table, pixel_values=normalised, interpolate_pos_encoding=True, return_loss=True
-    )
+    expected = both.reference(input_ids=table, pixel_values=normalised, interpolate_pos_encoding=True, return_loss=True)
     features = both.model(**batch).predictions
     logits = features["scale"] * features["images"] @ features["texts"].T + features.get("bias", 0.0)
     figures.see_logits(logits, expected.logits_per_image, dtype)

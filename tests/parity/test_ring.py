@@ -121,9 +121,7 @@ def events() -> tuple[list[str], list[str]]:
         ):
             real = getattr(owner, name)
             message = "wait" if name == "wait" else "compute"
-            patch.setattr(
-                owner, name, lambda *a, real=real, message=message: (done.append(message), real(*a))[1]
-            )
+            patch.setattr(owner, name, lambda *a, real=real, message=message: (done.append(message), real(*a))[1])
         send = ring_attention._shift
         patch.setattr(
             ring_attention,
@@ -159,9 +157,7 @@ def sums_of_parts() -> tuple[set[float], set[float]]:
             now[0] = next(size)
             return [torch.full_like(q, now[0]), torch.zeros_like(k), torch.zeros_like(v)]
 
-        def back(
-            latents: LatentKeyValues, sent: Tensor, weights: Sequence[Tensor], *remaining: Any
-        ) -> list[Tensor]:
+        def back(latents: LatentKeyValues, sent: Tensor, weights: Sequence[Tensor], *remaining: Any) -> list[Tensor]:
             return [torch.zeros_like(sent), *(torch.full_like(weight, now[0]) for weight in weights)]
 
         patch.setattr(ring_attention, "partial_attention_backward", part_backward)

@@ -170,9 +170,7 @@ def class_name(relative: str, task: str) -> str:
     return f"{relative}For{task}{'Simple' if is_simple else ''}"
 
 
-def task_inputs(
-    task: str, batch: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+def task_inputs(task: str, batch: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
     """Inputs of transformers, its labels, and the labels as we read them, for rows without padding."""
     tokens, none = batch["input_ids"], torch.full_like(batch["input_ids"], -100)
     first = torch.zeros_like(tokens, dtype=torch.bool)
@@ -210,9 +208,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     ((module, head),) = HEADS_OF_CLASS[task].items()
     if task in ("SequenceClassification", "MultipleChoice") or relative == "ModernBert":
         head = head | {"pooler": POOLERS.get(relative, "tanh"), "pooler_bias": relative != "ModernBert"}
-    options = (
-        BERT_ENCODER | RELATIVES[relative] if relative in RELATIVES else ENCODER_OPTIONS | OTHERS[relative]
-    )
+    options = BERT_ENCODER | RELATIVES[relative] if relative in RELATIVES else ENCODER_OPTIONS | OTHERS[relative]
     config = ModelConfig.from_dotted(options | BARE | {"extra_heads": {module: head}})
     name = f"{relative}For{task}"
     figures = Figures()
@@ -220,9 +216,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
         both = pair(config, torch.float64, among=[name], unused=UNREAD.get(relative, ()))
     assert type(both.reference).__name__ == name
     batch = {
-        key: value[:, :9]
-        for key, value in padded_batch(config).items()
-        if key not in ("labels", "attention_mask")
+        key: value[:, :9] for key, value in padded_batch(config).items() if key not in ("labels", "attention_mask")
     }
     reference_fields, labels, model_fields = task_inputs(task, batch)
     with doubled(torch.float64, *MODELING):
@@ -238,9 +232,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     fields = in_one_row(fields) if task == "MultipleChoice" else fields
     (total,) = both.model(**fields).losses.values()
     counted = (
-        {"MultipleChoice": 1, "TokenClassification": int((labels["labels"] >= 0).sum())}
-        if "labels" in labels
-        else {}
+        {"MultipleChoice": 1, "TokenClassification": int((labels["labels"] >= 0).sum())} if "labels" in labels else {}
     )
     loss = total / counted.get(task, len(LABELS))
     figures.see_logits(loss, expected.loss, torch.float64)
@@ -274,14 +266,10 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
         expected = both.reference(**reference_fields, **labels)
     fields = {"tokens": tokens} | ({"segments": segments["token_type_ids"]} if segments else {})
     plain = both.model(**fields).predictions[module]
-    reference = (
-        torch.stack([expected.start_logits, expected.end_logits], -1) if module == "span" else expected.logits
-    )
+    reference = torch.stack([expected.start_logits, expected.end_logits], -1) if module == "span" else expected.logits
     figures.see_logits(plain, reference.reshape(plain.shape), torch.float64)
     if task in ("SequenceClassification", "MultipleChoice"):
-        model_fields = {
-            key: values if key == "parts" else values.flip(1) for key, values in model_fields.items()
-        }
+        model_fields = {key: values if key == "parts" else values.flip(1) for key, values in model_fields.items()}
     fields |= model_fields
     (total,) = both.model(**(in_one_row(fields) if task == "MultipleChoice" else fields)).losses.values()
     undone = UNDONE_LAST.get((is_xlnet, task), ())
@@ -349,9 +337,7 @@ HEADS = {
     "choices": {"sentence": {"name": "multiple_choice", "dropout": 0.3}},
     "spans": {"span": {"name": "span_extraction", "dropout": 0.3}},
 }
-CONFIGS = {
-    name: FAMILY_MODELS["bert"].with_changes({**BARE, "extra_heads": heads}) for name, heads in HEADS.items()
-}
+CONFIGS = {name: FAMILY_MODELS["bert"].with_changes({**BARE, "extra_heads": heads}) for name, heads in HEADS.items()}
 CONFIGS["answers of a decoder"] = FAMILY_MODELS["gpt"].with_changes(
     {**BARE, "n_mtp_heads": 0, "extra_heads": {"span": {"name": "span_extraction", "dropout": 0.3}}}
 )
@@ -411,9 +397,7 @@ def collect(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
             engine.evaluate(layout_microbatches(engine, batch), objective)
         parts = [part for parts in all_gather_object(collector.parts) for part in parts]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        collected = {
-            pair: place for place, pair in enumerate(zip(*(c.tolist() for c in columns[:2]), strict=True))
-        }
+        collected = {pair: place for place, pair in enumerate(zip(*(c.tolist() for c in columns[:2]), strict=True))}
         keys = list(zip(*(c.tolist() for c in expected[:2]), strict=True))
         assert collected.keys() == set(keys), layout
         order = [collected[pair] for pair in keys]

@@ -69,14 +69,10 @@ LAYOUTS = {
     },
 }
 STAGES = {
-    2: {
-        f"pp2 {schedule}": ParallelConfig(pp=2, dp_shard=1, pp_schedule=schedule)
-        for schedule in PIPELINE_SCHEDULES
-    },
+    2: {f"pp2 {schedule}": ParallelConfig(pp=2, dp_shard=1, pp_schedule=schedule) for schedule in PIPELINE_SCHEDULES},
     4: {
         **{
-            f"pp4 {schedule}": ParallelConfig(pp=4, dp_shard=1, pp_schedule=schedule)
-            for schedule in PIPELINE_SCHEDULES
+            f"pp4 {schedule}": ParallelConfig(pp=4, dp_shard=1, pp_schedule=schedule) for schedule in PIPELINE_SCHEDULES
         },
         "pp2 × tp2": ParallelConfig(pp=2, tp=2, dp_shard=1),
         "pp2 × zero0": ParallelConfig(pp=2, dp_shard=2, zero=0),

@@ -88,8 +88,7 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(workers: Workers) -> None
         features = model.eval()(**batch).predictions
         cosines = (features["images"] @ features["texts"].T).tolist()
         before = [
-            sum(x >= row[at] and numbers[j] != numbers[at] for j, x in enumerate(row))
-            for at, row in enumerate(cosines)
+            sum(x >= row[at] and numbers[j] != numbers[at] for j, x in enumerate(row)) for at, row in enumerate(cosines)
         ]
         recalls = {f"top{k}": sum(n < k for n in before) / len(before) for k in (1, 5)}
         assert 0 < recalls["top5"] < 1

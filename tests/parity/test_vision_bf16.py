@@ -28,9 +28,7 @@ def distances(engine: NativeEngine, model: nn.Module) -> tuple[float, float]:
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     blocks = {name: local_block(engine, name, expected[name]) for name in engine.gradients()}
     errors = [(g.double() - blocks[name]).square().sum() for name, g in engine.gradients().items()]
-    return float(torch.stack(errors).sum()), float(
-        torch.stack([b.square().sum() for b in blocks.values()]).sum()
-    )
+    return float(torch.stack(errors).sum()), float(torch.stack([b.square().sum() for b in blocks.values()]).sum())
 
 
 def run_towers(name: str) -> dict[str, tuple[float, float, float]]:

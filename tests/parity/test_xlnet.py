@@ -70,9 +70,7 @@ def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     }  # fmt: skip
 
 
-def predictions(
-    both: Pair, batch: dict[str, Tensor], expected: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
+def predictions(both: Pair, batch: dict[str, Tensor], expected: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Logits at the targets, row by row, in their order in the text."""
     inputs = {name: values for name, values in batch.items() if name != "targets"}
     return both.model(**inputs).logits[batch["targets"] != IGNORE], expected[labels != IGNORE]
@@ -134,9 +132,7 @@ def test_a_prediction_depends_on_what_comes_before_it() -> None:
     perturb(model)
     actual: list[Tensor] = []
     table = model.encoder.embedding.tokens
-    table.register_forward_hook(
-        lambda _, __, output: actual.append(output.detach().requires_grad_()) or actual[-1]
-    )
+    table.register_forward_hook(lambda _, __, output: actual.append(output.detach().requires_grad_()) or actual[-1])
     inputs = {k: v for k, v in batch.items() if k != "targets"}
     logits, (order,) = model(**inputs).logits, batch["order"]
     targets = torch.nonzero(order)[:, 0].tolist()

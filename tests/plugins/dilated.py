@@ -23,9 +23,7 @@ class Dilated(AttentionPattern):
 
     def mask_mod(self, q, k, heads):
         back = q - k
-        near = (back >= 0 if self.causal else back >= -self.width * self.step) & (
-            back <= self.width * self.step
-        )
+        near = (back >= 0 if self.causal else back >= -self.width * self.step) & (back <= self.width * self.step)
         return near & (back % self.step == 0)
 
     def block_mask(self, q, k, heads):

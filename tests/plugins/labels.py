@@ -26,9 +26,7 @@ class Topic(nn.Module):
     def __init__(self, config, section, tokens):
         super().__init__()
         d = config.d_model
-        self.classifier = Linear(
-            d, section.classes, make_initialiser(config)("dense", d, section.classes), bias=True
-        )
+        self.classifier = Linear(d, section.classes, make_initialiser(config)("dense", d, section.classes), bias=True)
 
     def forward(self, hidden_BTD, in_text_BT, labels_B):
         weights_BT1 = in_text_BT[..., None].to(hidden_BTD.dtype)

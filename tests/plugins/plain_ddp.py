@@ -42,9 +42,7 @@ class DdpEngine:
         }
         init_weights(self.model, self.layout, self.blocks, train.seed)
         self.global_norm = GlobalNorm(self.layout, self.mesh, self.device, sharded=False)
-        self.layer_stats = LayerStatistics(
-            self.model, self.layout, self.mesh, self.global_norm, compiled=False
-        )
+        self.layer_stats = LayerStatistics(self.model, self.layout, self.mesh, self.global_norm, compiled=False)
         self.modules = ModuleState(self.model, self.layout, self.mesh)
         optimizers = make_optimizers(setup.optimizers, self.blocks, self.layout, self.mesh)
         self.state = TrainState({**self.blocks, **self.modules.buffers}, optimizers)
@@ -72,9 +70,7 @@ class DdpEngine:
 
     def step(self, lr, clip, *, skip=False):
         gradients = self.gradients()
-        norm = float(
-            self.global_norm.compute(gradients, found_inf=skip or not math.isfinite(self.stats.loss))
-        )
+        norm = float(self.global_norm.compute(gradients, found_inf=skip or not math.isfinite(self.stats.loss)))
         if math.isfinite(norm):
             clip_gradients(gradients, norm, clip)
             for optimizer in self.state.optimizers:
@@ -101,9 +97,7 @@ class DdpEngine:
         self.modules.reset()
 
     def layer_statistics(self):
-        return self.layer_stats.measure(
-            {name: block.tensor for name, block in self.blocks.items()}, self.gradients()
-        )
+        return self.layer_stats.measure({name: block.tensor for name, block in self.blocks.items()}, self.gradients())
 
     def weights(self):
         return self.state.weights
@@ -111,9 +105,7 @@ class DdpEngine:
     def memory_needed(self, microbatches, block_input):
         """Gradients lie in their tensors and in DDP's buckets."""
         weights = sum(block.tensor.nbytes for block in self.blocks.values())
-        return MemoryNeeds(
-            2 * weights, MOMENTS * weights, 0, len(list(transformer_blocks(self.model))) * block_input
-        )
+        return MemoryNeeds(2 * weights, MOMENTS * weights, 0, len(list(transformer_blocks(self.model))) * block_input)
 
     def process_groups(self):
         return self.mesh.group_names(self.mesh.batch_axes, self.mesh.shard_axes)

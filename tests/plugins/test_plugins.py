@@ -34,16 +34,12 @@ TESTS = {"dilated": "test_a_dilated_window", "chosen": "test_each_token_chooses_
 
 @pytest.mark.parametrize("plugin", BLOCK_PAGES)
 def test_the_page_has_the_file(plugin: str) -> None:
-    assert (
-        block_on_page(BLOCK_PAGES[plugin], "python", f"{plugin}.py") == (PLUGINS / f"{plugin}.py").read_text()
-    )
+    assert block_on_page(BLOCK_PAGES[plugin], "python", f"{plugin}.py") == (PLUGINS / f"{plugin}.py").read_text()
 
 
 @pytest.mark.parametrize("plugin", BLOCK_PAGES)
 def test_the_page_s_test_passes(plugin: str, tmp_path: Path) -> None:
-    (tmp_path / f"test_{plugin}.py").write_text(
-        block_on_page(BLOCK_PAGES[plugin], "python", f"test_{plugin}.py")
-    )
+    (tmp_path / f"test_{plugin}.py").write_text(block_on_page(BLOCK_PAGES[plugin], "python", f"test_{plugin}.py"))
     getattr(load_module(tmp_path / f"test_{plugin}.py"), TESTS[plugin])()
 
 
@@ -93,9 +89,7 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
     still = {one.name for one in actual.gradients if one.norm == 0}
     if plugin == "labels":
         assert {name for name in still if not name.endswith("bias")} == {
-            name
-            for name in moved | still
-            if name.startswith(tuple(pattern.rstrip("*") for pattern in freeze))
+            name for name in moved | still if name.startswith(tuple(pattern.rstrip("*") for pattern in freeze))
         }
         assert "topic.classifier.weight" in moved
     else:
@@ -122,13 +116,9 @@ def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> 
         "sequence_length": 64,
         "validation": {"held": str(tmp_path / "held-out")},
     }
-    config = values(
-        "vectors", data=data, train={"steps": 20, "micro_batch": 4, "precision": "fp32"}, log={"sinks": []}
-    )
+    config = values("vectors", data=data, train={"steps": 20, "micro_batch": 4, "precision": "fp32"}, log={"sinks": []})
     config["run_dir"] = str(tmp_path / "run")
-    assert workers.run(
-        train_with_plugins, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})
-    ) == [
+    assert workers.run(train_with_plugins, 2, Config.model_validate({**config, "parallel": {"dp_shard": 2}})) == [
         EXIT_OK,
         EXIT_OK,
     ]
@@ -163,9 +153,7 @@ def test_a_head_is_trained_on_weights_that_stay_to_the_bit(tmp_path: Path, worke
     del before["model"]["lm_head"], before["model"]["extra_heads"]
     before |= {"objective": {"name": "causal"}, "run_dir": str(tmp_path / "before"), "plugins": []}
     assert workers.run(train_with_plugins, 2, Config.model_validate(before)) == [EXIT_OK, EXIT_OK]
-    after = values(
-        "labels", **common, train={"steps": 12, "micro_batch": 4, "init_from": str(tmp_path / "before")}
-    )
+    after = values("labels", **common, train={"steps": 12, "micro_batch": 4, "init_from": str(tmp_path / "before")})
     after["run_dir"] = str(tmp_path / "after")
     assert workers.run(train_with_plugins, 2, Config.model_validate(after)) == [EXIT_OK, EXIT_OK]
     old = checkpoint.read_tensors(tmp_path / "before/checkpoints/step-00000002")
@@ -197,9 +185,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def config(**parallel: Any) -> Config:
     overrides = ["data.tokenizer=t", "data.train=d", 'plugins=["plain_ddp"]', "parallel.engine=ddp"]
     settings = {"zero": 0, **parallel}
-    return load_config(
-        "quickstart", [*overrides, *(f"parallel.{key}={value}" for key, value in settings.items())]
-    )
+    return load_config("quickstart", [*overrides, *(f"parallel.{key}={value}" for key, value in settings.items())])
 
 
 def test_the_page_has_the_engine() -> None:
@@ -222,9 +208,7 @@ def test_gradients_under_the_engine_are_one_process_s(layout: str) -> None:
     assert not actual.wrong
     assert not actual.traffic_mismatches
     ranks = [size for size in LAYOUTS[layout].values() if size > 1]
-    assert bool(actual.axes_without_closed_form) == bool(ranks), (
-        "what a plugin's engine sends, only its author knows"
-    )
+    assert bool(actual.axes_without_closed_form) == bool(ranks), "what a plugin's engine sends, only its author knows"
 
 
 @pytest.mark.parametrize(
@@ -278,8 +262,6 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UsageError, match=r"unknown cleaning step 'lowdness' \(did you mean 'loudness'\?\)"):
         data_prep.run(PrepConfig.model_validate({**values, "steps": [{"name": "lowdness"}]}))
     values["read"]["format"] = "fortunes"
-    with pytest.raises(
-        UsageError, match=r"read.format = 'fortunes' is no format \(did you mean 'fortune'\?\)"
-    ):
+    with pytest.raises(UsageError, match=r"read.format = 'fortunes' is no format \(did you mean 'fortune'\?\)"):
         data_prep.run(PrepConfig.model_validate(values))
     sys.modules.pop("loudness")

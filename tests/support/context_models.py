@@ -131,9 +131,7 @@ CONTEXT_LAYOUTS = {
     },
     8: {
         "zero3 × cp2 × tp2": ParallelConfig(dp_shard=2, cp=2, tp=2),
-        "zero3 × cp2 × tp2 without sequence parallel": ParallelConfig(
-            dp_shard=2, cp=2, tp=2, sequence_parallel=False
-        ),
+        "zero3 × cp2 × tp2 without sequence parallel": ParallelConfig(dp_shard=2, cp=2, tp=2, sequence_parallel=False),
         "replicas × zero3 × cp2": ParallelConfig(dp_replicate=2, dp_shard=2, cp=2),
     },
 }

@@ -99,9 +99,7 @@ class Fuzz:
             writer.finish({"a": [1, {"b": None}]})
         self.manifest = (self.good / "manifest.json").read_bytes()
         self.shard, self.index = (self.good / SHARD).read_bytes(), (self.good / INDEX).read_bytes()
-        self.tars = {
-            kind: _tar(kind) for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
-        }
+        self.tars = {kind: _tar(kind) for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)}
         self.npy = _npy(np.arange(9, dtype=np.uint16))
 
     def a_manifest(self, todo: Changes) -> None:
@@ -147,9 +145,7 @@ class Fuzz:
         expected = self.folder / "theirs"
         shutil.rmtree(expected, ignore_errors=True)
         expected.mkdir()
-        (expected / "a.tar.zst").write_bytes(
-            changed(zstandard.compress(self.tars[tarfile.USTAR_FORMAT]), todo)
-        )
+        (expected / "a.tar.zst").write_bytes(changed(zstandard.compress(self.tars[tarfile.USTAR_FORMAT]), todo))
         if not refuses(lambda: index_folder(expected, "t")):
             check_corpus(expected)
 

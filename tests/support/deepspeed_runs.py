@@ -82,9 +82,9 @@ def small(family: str, *overrides: str, **parallel: Any) -> Config:
     base += OPTIMIZERS["adamw"]
     base += [*CHANGES.get(family, []), *overrides]
     keys = {"engine": "deepspeed", **parallel}
-    return shrink(
-        load_config(FAMILIES[family], [*base, *(f"parallel.{key}={value}" for key, value in keys.items())])
-    )[0]
+    return shrink(load_config(FAMILIES[family], [*base, *(f"parallel.{key}={value}" for key, value in keys.items())]))[
+        0
+    ]
 
 
 def case(family: str, *overrides: str, **parallel: Any) -> Config:
@@ -115,9 +115,7 @@ def engine_of(config: Config, **parallel: Any) -> Engine:
 def whole(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Blocks of all ranks put together, on each of them."""
     pieces = {
-        name: [
-            (part.offsets, part.tensor.clone()) for part in engine.weights()[name].with_tensor(tensor).blocks
-        ]
+        name: [(part.offsets, part.tensor.clone()) for part in engine.weights()[name].with_tensor(tensor).blocks]
         for name, tensor in tensors.items()
     }
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -133,9 +131,7 @@ def whole(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def weights(engine: Engine) -> dict[str, Tensor]:
     """Whole weights, on each rank."""
-    return whole(
-        engine, {name: box.tensor for name, box in engine.weights().items() if name in engine.layout}
-    )
+    return whole(engine, {name: box.tensor for name, box in engine.weights().items() if name in engine.layout})
 
 
 def take(config: Config, engine: Engine, step: int) -> float:
@@ -164,9 +160,7 @@ def run(config: Config, steps: int, **parallel: Any) -> Run:
     for name, box in engine.weights().items():
         for part in box.blocks if name in engine.layout else ():
             sizes = tuple(part.tensor.shape)
-            part.tensor.add_(
-                draw_perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes)
-            )
+            part.tensor.add_(draw_perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
     engine.sync_weights()
     before = weights(engine)
     engine.forward_backward(_microbatches(config, engine, draw_batch(config)), objective_for(config))
@@ -199,9 +193,7 @@ def updates_apart(
     everything = math.hypot(*(float(gradient.norm()) for gradient in exact.values()))
     names = [name for name, gradient in exact.items() if gradient.norm() > 1e-6 * everything]
     least = 1e-5 * max(float(gradient.abs().max()) for gradient in exact.values()) if signs else -1.0
-    return apart(
-        *({name: item[name] * (exact[name].abs() > least) for name in names} for item in (one, other))
-    )
+    return apart(*({name: item[name] * (exact[name].abs() > least) for name in names} for item in (one, other)))
 
 
 def losses_apart(one: Run, other: Run) -> float:
@@ -270,9 +262,7 @@ def ranks_of(config: Config) -> int:
 
 def main() -> None:
     """Print the errors of a family and an optimizer."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("optimizer", choices=OPTIMIZERS)
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS))

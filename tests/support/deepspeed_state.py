@@ -32,14 +32,10 @@ SMALLEST = 512
 """Bytes of a weight from which on it goes to files here; DeepSpeed's own bound is 1 MiB."""
 
 
-def in_files(
-    family: str, *overrides: str, optimizer: bool = True, parameters: bool = True, **parallel: int
-) -> Config:
+def in_files(family: str, *overrides: str, optimizer: bool = True, parameters: bool = True, **parallel: int) -> Config:
     """A config that keeps nearly everything in files; `on_disk` says where."""
     words = [f"deepspeed.offload_optimizer={'nvme' if optimizer else 'none'}", "deepspeed.nvme_path=nowhere"]
-    return small(
-        family, *words, *(["deepspeed.offload_parameters=nvme"] * parameters), *overrides, **parallel
-    )
+    return small(family, *words, *(["deepspeed.offload_parameters=nvme"] * parameters), *overrides, **parallel)
 
 
 def on_disk(config: Config, folder: Path) -> Config:
@@ -60,8 +56,7 @@ def files_of(engine: Engine, folder: Path) -> list[str]:
     """Mistakes in where an engine keeps things."""
     optimizer, wrong = engine.ds_engine.optimizer, []
     swapped = {
-        path.parent.parent.name
-        for path in (folder / "nvme").glob(".megatfm-offload-*/*/zero_stage_3/*/rank*/*.swp")
+        path.parent.parent.name for path in (folder / "nvme").glob(".megatfm-offload-*/*/zero_stage_3/*/rank*/*.swp")
     }
     dtype = str(engine.precision.compute_dtype).removeprefix("torch.")
     expected = {
@@ -76,11 +71,7 @@ def files_of(engine: Engine, folder: Path) -> list[str]:
         wrong.append(f"in files are {swapped}, and not {expected}")
     for parameter in engine.parameters.values():
         size = parameter.ds_tensor.ds_numel * parameter.dtype.itemsize
-        if (
-            optimizer.params_in_nvme_and_cpu
-            and size >= SMALLEST
-            and parameter.ds_tensor.final_location != "nvme"
-        ):
+        if optimizer.params_in_nvme_and_cpu and size >= SMALLEST and parameter.ds_tensor.final_location != "nvme":
             wrong.append(f"a weight of {size} bytes a rank is in memory")
     return wrong
 

@@ -57,9 +57,7 @@ class Dense:
             inner = self.activation(up)
         return self.linear(f"{name}.w_down", inner)
 
-    def attention(
-        self, name: str, stack: str, x: Tensor, mask: Tensor, memory: Tensor | None = None
-    ) -> Tensor:
+    def attention(self, name: str, stack: str, x: Tensor, mask: Tensor, memory: Tensor | None = None) -> Tensor:
         """seen: [T, S], what each query may look at. memory: of cross-attention, which knows no positions."""
         config, local = self.config, memory is None
         source = x if memory is None else memory
@@ -70,9 +68,7 @@ class Dense:
         )
         if config.attention.qk_norm:
             q, k = (
-                y
-                / torch.sqrt((y**2).mean(-1, keepdim=True) + config.norm.eps)
-                * self[f"{name}.{part}_norm.weight"]
+                y / torch.sqrt((y**2).mean(-1, keepdim=True) + config.norm.eps) * self[f"{name}.{part}_norm.weight"]
                 for part, y in (("q", q), ("k", k))
             )
         if local and config.position.name == "rope":
@@ -139,16 +135,12 @@ class Dense:
             x = x + self[f"{stack}.embedding.positions.weight"][: len(tokens)]
         if config.position.name == "sinusoidal":
             channel = torch.arange(config.d_model)
-            angle = torch.arange(len(tokens))[:, None] / 10000 ** (
-                2 * (channel // 2).double() / config.d_model
-            )
+            angle = torch.arange(len(tokens))[:, None] / 10000 ** (2 * (channel // 2).double() / config.d_model)
             x = x + torch.where(channel % 2 == 0, angle.sin(), angle.cos())
         return x
 
     def block(self, name: str, stack: str, x: Tensor, mask: Tensor, memory: Tensor | None) -> Tensor:
-        x = self.sublayer(
-            f"{name}.attn_residual", stack, x, lambda y: self.attention(f"{name}.attn", stack, y, mask)
-        )
+        x = self.sublayer(f"{name}.attn_residual", stack, x, lambda y: self.attention(f"{name}.attn", stack, y, mask))
         if memory is not None:
             all_of_it = torch.ones(len(x), len(memory), dtype=torch.bool)
             x = self.sublayer(
@@ -185,9 +177,7 @@ class Dense:
         tied = f"{tables}.embedding.tokens" if config.embedding.tied else "head"
         x = torch.einsum("...d,vd->...v", hidden * config.head_scale, self[f"{tied}.weight"])
         x = x + self["head.bias"] if config.lm_head.bias else x
-        return (
-            config.lm_head.softcap * torch.tanh(x / config.lm_head.softcap) if config.lm_head.softcap else x
-        )
+        return config.lm_head.softcap * torch.tanh(x / config.lm_head.softcap) if config.lm_head.softcap else x
 
     def future_logits(self, hidden: Tensor, ahead: int) -> Tensor:
         """Loss of the head that looks `ahead` tokens beyond the next one."""

@@ -83,9 +83,7 @@ EXPERT_LAYOUTS = {
         "ep2 × replicas": ParallelConfig(dp_replicate=2, dp_shard=2, ep=2),
         "ep2 × replicas, zero0": ParallelConfig(dp_replicate=2, dp_shard=2, ep=2, zero=0),
         "ep2 × tp2": ParallelConfig(dp_shard=2, ep=2, tp=2),
-        "ep2 × tp2 without sequence parallel": ParallelConfig(
-            dp_shard=2, ep=2, tp=2, zero=1, sequence_parallel=False
-        ),
+        "ep2 × tp2 without sequence parallel": ParallelConfig(dp_shard=2, ep=2, tp=2, zero=1, sequence_parallel=False),
         **{
             f"ep2 × pp2, {schedule}": ParallelConfig(dp_shard=2, ep=2, pp=2, pp_schedule=schedule)
             for schedule in ("1f1b", "zbv")
@@ -118,10 +116,7 @@ EXPERT_TP_LAYOUTS = {
         "ep2 of tp2": tensor_parallel(0, dp_shard=1, ep=2, expert_tp="folded"),
     },
     4: {
-        **{
-            f"ep2 × tp2 by channels, zero{z}": tensor_parallel(z, ep=2, expert_tp="by_channel")
-            for z in (0, 1, 2, 3)
-        },
+        **{f"ep2 × tp2 by channels, zero{z}": tensor_parallel(z, ep=2, expert_tp="by_channel") for z in (0, 1, 2, 3)},
         "ep2 × tp2 by channels without sequence parallel": tensor_parallel(
             3, ep=2, expert_tp="by_channel", sequence_parallel=False
         ),
@@ -132,9 +127,7 @@ EXPERT_TP_LAYOUTS = {
         "ep4 of tp4": tensor_parallel(3, dp_shard=1, tp=4, ep=4, expert_tp="folded"),
         "ep2 of tp2 × replicas": tensor_parallel(3, dp_shard=1, dp_replicate=2, ep=2, expert_tp="folded"),
         **{
-            f"ep2 of tp2 × pp2, {s}": tensor_parallel(
-                3, dp_shard=1, pp=2, ep=2, expert_tp="folded", pp_schedule=s
-            )
+            f"ep2 of tp2 × pp2, {s}": tensor_parallel(3, dp_shard=1, pp=2, ep=2, expert_tp="folded", pp_schedule=s)
             for s in ("1f1b", "zbv")
         },
         "tp2 by channels × pp2": tensor_parallel(3, dp_shard=1, pp=2, expert_tp="by_channel"),

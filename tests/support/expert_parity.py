@@ -32,14 +32,10 @@ def initial_model(config: ModelConfig) -> nn.Module:
 
 def objective_for(config: ModelConfig, batch: dict[str, Tensor]) -> Any:
     """An objective with all terms that a model has on this batch."""
-    return objective_with_auxiliary_losses(
-        config, list(PassThroughObjective([])(initial_model(config).eval(), batch))
-    )
+    return objective_with_auxiliary_losses(config, list(PassThroughObjective([])(initial_model(config).eval(), batch)))
 
 
-def two_steps_on_one_device(
-    config: ModelConfig, batch: dict[str, Tensor]
-) -> tuple[nn.Module, Any, list[float]]:
+def two_steps_on_one_device(config: ModelConfig, batch: dict[str, Tensor]) -> tuple[nn.Module, Any, list[float]]:
     """The model with the second step's gradients, the objective, and the loss of both steps."""
     model, losses = initial_model(config).train(), []
     objective = objective_for(config, batch)
@@ -61,9 +57,7 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
     return {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
 
 
-def second_step(
-    config: ModelConfig, parallel: ParallelConfig, objective: Any
-) -> tuple[NativeEngine, list[float]]:
+def second_step(config: ModelConfig, parallel: ParallelConfig, objective: Any) -> tuple[NativeEngine, list[float]]:
     """An engine after its second forward and backward passes, and its losses."""
     batch = family_batch(config)
     engine = build_engine(config, parallel)

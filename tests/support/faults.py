@@ -16,9 +16,7 @@ Backward = Callable[..., tuple[Any, ...]]
 EVERYTHING = {"*"}
 
 
-def patch_backward(
-    patch: pytest.MonkeyPatch, function: type[torch.autograd.Function], backward: Backward
-) -> None:
+def patch_backward(patch: pytest.MonkeyPatch, function: type[torch.autograd.Function], backward: Backward) -> None:
     """Replace the backward pass of a function."""
     patch.setattr(function, "backward", staticmethod(backward))
 

@@ -59,9 +59,7 @@ class ForkedCommand:
             dict(os.environ if environment is None else environment),
             str(output),
         )
-        self.process: ForkServerProcess = context.Process(
-            target=_live, args=(program, list(map(str, words)), *place)
-        )
+        self.process: ForkServerProcess = context.Process(target=_live, args=(program, list(map(str, words)), *place))
         self.process.start()
 
     @property
@@ -176,9 +174,7 @@ def _adopt(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
                 os.close(int(name))
 
 
-def _become(
-    program: str, words: list[str], folder: str, environment: dict[str, str], safe: bool = False
-) -> NoReturn:
+def _become(program: str, words: list[str], folder: str, environment: dict[str, str], safe: bool = False) -> NoReturn:
     """`python -m program words`, with these variables in that folder; a file is run without -m. safe: with -P."""
     import torch
 

@@ -33,9 +33,7 @@ def frozen_model(config: ModelConfig, patterns: tuple[str, ...]) -> nn.Module:
     return model
 
 
-def build_frozen_engine(
-    config: ModelConfig, patterns: tuple[str, ...], parallel: ParallelConfig
-) -> NativeEngine:
+def build_frozen_engine(config: ModelConfig, patterns: tuple[str, ...], parallel: ParallelConfig) -> NativeEngine:
     """An engine of such a model."""
     return build_engine(config, parallel, build_model=lambda config: frozen_model(config, patterns))
 
@@ -45,9 +43,7 @@ def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
     patterns = FREEZE[name]
     named = dict(frozen_model(FAMILY_MODELS[name], patterns).named_parameters())
     assert all(named[n].requires_grad != any(fnmatchcase(n, one) for one in patterns) for n in named)
-    return errors_of_two_steps(
-        FAMILY_MODELS[name], lambda config: frozen_model(config, patterns), parallel, UNDECAYED
-    )
+    return errors_of_two_steps(FAMILY_MODELS[name], lambda config: frozen_model(config, patterns), parallel, UNDECAYED)
 
 
 def errors_of_two_steps(
@@ -94,14 +90,10 @@ def errors_of_two_steps(
             actual.add("norm")
         for n, local in engine.local.items():
             expected = local_block(engine, n, named[n].detach())
-            same = (
-                torch.allclose(local, expected, rtol=0, atol=1e-7) if n in trained else local.equal(expected)
-            )
+            same = torch.allclose(local, expected, rtol=0, atol=1e-7) if n in trained else local.equal(expected)
             actual |= set() if same else {f"weight {n}"}
     with_state = {
-        key.removeprefix("optimizer.").rpartition(".")[0]
-        for key in engine.state_dict()
-        if "optimizer." in key
+        key.removeprefix("optimizer.").rpartition(".")[0] for key in engine.state_dict() if "optimizer." in key
     }
     return actual | {f"state {n}" for n in with_state & named.keys() - trained.keys()}
 
@@ -125,9 +117,7 @@ DIVISIBLE = FAMILY_MODELS["llama"].with_changes(
     {"d_model": 60, "attention.n_heads": 30, "attention.n_kv_heads": 30, "ffn.d_ff": 60}
 )
 """A decoder whose sizes two, three and five ranks divide."""
-EXPERTS = DIVISIBLE.with_changes(
-    {"ffn": {"name": "moe", "n_experts": 60, "top_k": 3, "d_ff": 30, "dropout": 0.0}}
-)
+EXPERTS = DIVISIBLE.with_changes({"ffn": {"name": "moe", "n_experts": 60, "top_k": 3, "d_ff": 30, "dropout": 0.0}})
 EXPERT_TARGETS = ["experts.w_*", "wv"]
 
 

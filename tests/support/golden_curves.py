@@ -76,15 +76,11 @@ def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Te
         if objective.needs_files:
             how = PackingConfig(objective, lengths[: len(objective.field_prefixes)], seed=0)
             members = [image_files(start)]
-            rows.append(
-                pack_in_memory([np.zeros(0, np.uint16)], how, first=start, members=members).build_row(0)
-            )
+            rows.append(pack_in_memory([np.zeros(0, np.uint16)], how, first=start, members=members).build_row(0))
             continue
         documents = [document(start + i, lengths[0] // 2 - 4) for i in range(4)]
         across = config.data.attend_across_documents
-        how = PackingConfig(
-            objective, lengths[: len(objective.field_prefixes)], seed=0, attend_across_documents=across
-        )
+        how = PackingConfig(objective, lengths[: len(objective.field_prefixes)], seed=0, attend_across_documents=across)
         packed = pack_in_memory(documents, how, first=start)
         rows.append(packed.build_row(0))
     fields = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
@@ -92,9 +88,7 @@ def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Te
     return fields | {"keys": torch.from_numpy(rng.row_keys(0, positions))}
 
 
-def curves(
-    values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = None, precision: str = "fp64"
-) -> Curves:
+def curves(values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = None, precision: str = "fp64") -> Curves:
     """The whole loss, and each of its terms, step by step; of ELECTRA also the share of tokens that were replaced, of a
     mixture of experts the load of the busiest one by the mean.
 

@@ -45,9 +45,7 @@ def with_fresh_memory(model: PreTrainedModel) -> PreTrainedModel:
 
 def hf_gpt2() -> PreTrainedModel:
     """A GPT-2 of transformers."""
-    return perturbed(
-        GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=32, n_embd=24, n_layer=2, n_head=3))
-    )
+    return perturbed(GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=32, n_embd=24, n_layer=2, n_head=3)))
 
 
 def write_gpt2(folder: Path) -> Path:
@@ -119,9 +117,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 def write_model(folder: Path, name: str) -> Any:
     """Write a model of transformers, "bert" or "llama", with its tokenizer; returns the model."""
     vocabulary = [*SPECIAL, *ANIMALS, *TOOLS, *OTHER]
-    built = tokenizers.Tokenizer(
-        models.WordPiece({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]")
-    )
+    built = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     built.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     names = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL, strict=True))
@@ -194,9 +190,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def save_bert(folder: Path, words: Sequence[str], **options: Any) -> None:
     """Save a BERT of two layers with random weights, and its tokenizer of whole words."""
     vocabulary = [*MARKS, *dict.fromkeys(words)]
-    built = tokenizers.Tokenizer(
-        models.WordPiece({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]")
-    )
+    built = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
     built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     built.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     fast = transformers.PreTrainedTokenizerFast(

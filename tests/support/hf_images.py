@@ -156,9 +156,7 @@ def their_name(actual: str, layers: tuple[int, ...], *, v2: bool) -> str:
 def copy_weights(actual: nn.Module, expected: nn.Module) -> dict[str, str]:
     """Set ours to theirs; returns names of ours → theirs. Every parameter of both must have its like."""
     named, v2 = dict(expected.named_parameters()), actual.config.position.name == "log_relative_2d"
-    names = {
-        name: their_name(name, actual.config.stages.layers, v2=v2) for name, _ in actual.named_parameters()
-    }
+    names = {name: their_name(name, actual.config.stages.layers, v2=v2) for name, _ in actual.named_parameters()}
     assert sorted(names.values()) == sorted(named)
     for name, parameter in actual.named_parameters():
         parameter.data = named[names[name]].data.reshape(parameter.shape).clone()

@@ -120,8 +120,4 @@ def grid(ranks: int) -> dict[str, list[str]]:
 
 ALWAYS = ["one process", "cp2", "tp2", "tp3", "tp3 without sequence parallel"]
 """Layouts that no model goes without: a masked autoencoder's lookup can be wrong under some of these alone."""
-CASES = [
-    case
-    for ranks in LAYOUTS
-    for case in cells(grid(ranks), ranks, rounds=3, always=ALWAYS, label=f" on {ranks}")
-]
+CASES = [case for ranks in LAYOUTS for case in cells(grid(ranks), ranks, rounds=3, always=ALWAYS, label=f" on {ranks}")]

@@ -57,9 +57,7 @@ def to_batch(
         for document, number in enumerate(row):
             end = begin + lengths[number]
             batch["patches"][index, begin + n_special : end] = patches_of(images[number], side)
-            batch["grid"][index, begin:end] = torch.tensor(
-                grid_rows(*sizes[number], n_special), dtype=torch.int32
-            )
+            batch["grid"][index, begin:end] = torch.tensor(grid_rows(*sizes[number], n_special), dtype=torch.int32)
             batch["positions"][index, begin:end] = torch.arange(lengths[number])
             batch["documents"][index, begin:end] = document
             if labels is not None:

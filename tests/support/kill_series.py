@@ -103,8 +103,7 @@ class Series:
         """A run that nobody kills; returns the events of each phase by rank."""
         self._go(self.folder / "whole", None)
         return {
-            rank: Counter(json.loads((self.folder / f"events-{rank}.json").read_text()))
-            for rank in range(self.world)
+            rank: Counter(json.loads((self.folder / f"events-{rank}.json").read_text())) for rank in range(self.world)
         }
 
     def kill(self, kills: Sequence[Kill]) -> None:
@@ -180,9 +179,7 @@ class Series:
         return False
 
 
-def draw_kills(
-    phases: Sequence[str], world: int, events: Mapping[int, Mapping[str, int]], seed: str
-) -> list[Kill]:
+def draw_kills(phases: Sequence[str], world: int, events: Mapping[int, Mapping[str, int]], seed: str) -> list[Kill]:
     """Seeded kills, one in each of these phases, in an order that is drawn, in one of the first two saves."""
     draw = random.Random(seed)
     kills = []

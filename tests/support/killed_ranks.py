@@ -169,6 +169,4 @@ class Events:
 def _half(file: int, data: memoryview) -> memoryview:
     """The first half of the data; past the page cache, of its complete blocks."""
     direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
-    return data[
-        : len(data) // 2 // chunked_io.BLOCK_BYTES * chunked_io.BLOCK_BYTES if direct else len(data) // 2
-    ]
+    return data[: len(data) // 2 // chunked_io.BLOCK_BYTES * chunked_io.BLOCK_BYTES if direct else len(data) // 2]

@@ -43,17 +43,13 @@ FULL_SITE = Site(
     container=["apptainer", "exec", "--nv", "/images/torch 2.sif"], python="python3", interface="ib0",
     environment={"NCCL_IB_HCA": "mlx5"},
 )  # fmt: skip
-SMALL_SITE = Site(
-    partition="short", requeue=False, start="torchrun", cpus_per_task=2, gpus="gres", stop_seconds=60
-)
+SMALL_SITE = Site(partition="short", requeue=False, start="torchrun", cpus_per_task=2, gpus="gres", stop_seconds=60)
 
 
 def prep_job(**changes: object) -> Job:
     """A job of eight tasks that prepares the quickstart's data."""
     resolved = load_section(PrepConfig, "quickstart-data")
-    return job(
-        kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes
-    )
+    return job(kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes)
 
 
 COMMANDS = ("sbatch", "scontrol", "scancel", "squeue", "sinfo", "sacct", "srun")

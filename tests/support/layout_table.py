@@ -67,8 +67,7 @@ def layout_name(parallel: ParallelConfig) -> str:
         words.append("replicas")
     if parallel.ep > 1:
         words.append(
-            f"ep{parallel.ep}"
-            + (f" of {parallel.expert_mesh_size}" if parallel.expert_mesh_size > parallel.ep else "")
+            f"ep{parallel.ep}" + (f" of {parallel.expert_mesh_size}" if parallel.expert_mesh_size > parallel.ep else "")
         )
     if parallel.dp_shard > 1:
         words.append(f"zero{parallel.zero}")
@@ -77,9 +76,7 @@ def layout_name(parallel: ParallelConfig) -> str:
         words.append(f"cp{parallel.cp}{way}")
     if parallel.tp > 1:
         way = {"by_expert": "", "by_channel": " by channels", "folded": " folded"}[parallel.expert_tp]
-        words.append(
-            f"tp{parallel.tp}{way}" + ("" if parallel.sequence_parallel else " without sequence parallel")
-        )
+        words.append(f"tp{parallel.tp}{way}" + ("" if parallel.sequence_parallel else " without sequence parallel"))
     return " × ".join(words)
 
 
@@ -153,9 +150,7 @@ def table() -> str:
 
 def contexts_table() -> str:
     """Rows are models, columns layouts whose rows are cut."""
-    layouts = [
-        (ranks, layout_name(p)) for ranks, layout_of in CONTEXT_LAYOUTS.items() for p in layout_of.values()
-    ]
+    layouts = [(ranks, layout_name(p)) for ranks, layout_of in CONTEXT_LAYOUTS.items() for p in layout_of.values()]
     lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
     for model in CONTEXT_MODELS:
         layouts_of_model = {
@@ -202,9 +197,7 @@ def page(text: str) -> str:
         (BEGIN_CONTEXTS, contexts_table()),
         (BEGIN_IMAGES, images_table()),
     ):
-        text = re.sub(
-            f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, result=result: f"\n{result}\n", text, count=1
-        )
+        text = re.sub(f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, result=result: f"\n{result}\n", text, count=1)
     return text
 
 

@@ -100,9 +100,7 @@ def cells_by_ranks(
     return [
         case
         for ranks, names in layouts.items()
-        for case in cells(
-            dict.fromkeys(models, names), ranks, rounds=rounds, always=always, label=f" on {ranks}"
-        )
+        for case in cells(dict.fromkeys(models, names), ranks, rounds=rounds, always=always, label=f" on {ranks}")
     ]
 
 
@@ -151,9 +149,7 @@ class Busy:
     seconds: float
 
 
-def simulate(
-    actions_by_rank: Schedule, stage_to_rank: Sequence[int], seconds: Mapping[str, float]
-) -> list[Busy]:
+def simulate(actions_by_rank: Schedule, stage_to_rank: Sequence[int], seconds: Mapping[str, float]) -> list[Busy]:
     """Each rank's time. seconds: of a pass of each kind, {"F": …, "B": …, "I": …, "W": …}.
 
     Raises ValueError for an order in which a pass waits for ever.

@@ -36,9 +36,7 @@ LLAVA_MODELS = {
         {key: value for key, value in LLAVA.items() if key != "ffn.d_ff"}
         | {"ffn": {"name": "moe", "d_ff": 18, "n_experts": 6, "top_k": 2}}
     ),
-    "dropout": ModelConfig.from_dotted(
-        LLAVA | {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1}
-    ),
+    "dropout": ModelConfig.from_dotted(LLAVA | {"dropout": 0.2, "attention.dropout": 0.1, "ffn.dropout": 0.1}),
 }
 LAYOUTS = {
     1: {"one process": ParallelConfig()},
@@ -68,9 +66,7 @@ LAYOUTS = {
         "tp × pp": ParallelConfig(tp=2, pp=2),
         "tp × zero 3": ParallelConfig(tp=2, dp_shard=2),
         "cp × tp": ParallelConfig(cp=2, tp=2),
-        "cp × pp, cut behind the connector": ParallelConfig(
-            cp=2, pp=2, pp_split_points=("decoder.embedding",)
-        ),
+        "cp × pp, cut behind the connector": ParallelConfig(cp=2, pp=2, pp_split_points=("decoder.embedding",)),
         "cp × zero 3": ParallelConfig(cp=2, dp_shard=2),
     },
     5: {"cp": ParallelConfig(cp=5)},

@@ -175,9 +175,7 @@ def moe_config(**ffn: Any) -> ModelConfig:
         "top_k": 3,
         "router": {"name": "top_k", **ROUTER_LOSSES},
     } | ffn
-    return ModelConfig.from_dotted(
-        {"vocab_size": 8, "d_model": D, "n_layers": 1, "attention.n_heads": 1, "ffn": ffn}
-    )
+    return ModelConfig.from_dotted({"vocab_size": 8, "d_model": D, "n_layers": 1, "attention.n_heads": 1, "ffn": ffn})
 
 
 def build_moe(dtype: torch.dtype = torch.float64, seed: int = 0, **ffn: Any) -> MoE:

@@ -60,9 +60,7 @@ class MemoryCorpus:
     def make_documents(self, lengths: list[int]) -> list[np.ndarray]:
         """Documents of these lengths, no two tokens of which are the same."""
         starts = np.cumsum([10, *lengths])
-        return [
-            np.arange(start, start + n, dtype=np.uint32) for start, n in zip(starts, lengths, strict=False)
-        ]
+        return [np.arange(start, start + n, dtype=np.uint32) for start, n in zip(starts, lengths, strict=False)]
 
     def lengths(self, begin: int = 0, end: int | None = None) -> np.ndarray:
         end = len(self.blocks) - 1 if end is None else end

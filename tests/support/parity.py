@@ -31,9 +31,7 @@ def one_device(config: ModelConfig) -> nn.Module:
     for path, module in model.named_modules():
         for key, initial in getattr(module, "initial", {}).items():
             parameter = getattr(module, key)
-            values = draw(
-                initial, 7, f"{path}.{key}", parameter.shape, (0,) * parameter.dim(), parameter.shape
-            )
+            values = draw(initial, 7, f"{path}.{key}", parameter.shape, (0,) * parameter.dim(), parameter.shape)
             parameter.data.copy_(values)
     return model
 
@@ -75,9 +73,7 @@ def build_engine(
             model, parallel.pp_schedule, parallel.pp, parallel.stages_per_rank, lengths=ROW_LENGTHS,
             at=parallel.pp_split_points, sequence_shards=parallel.tp if parallel.sequence_parallel else 1,
         )  # fmt: skip
-    layout = parallelize(
-        model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method
-    )
+    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method)
     if pipeline is not None:
         prune_to_stages(model, pipeline.stages_of(mesh.rank("pp")))
     return NativeEngine(
@@ -140,9 +136,7 @@ def objective_with_auxiliary_losses(config: ModelConfig, terms: Iterable[str]) -
     return ObjectiveWithAuxiliaryLosses(objective, auxiliary)
 
 
-def backward_on_one_device(
-    config: ModelConfig, model: nn.Module, batch: dict[str, Tensor]
-) -> tuple[Any, float]:
+def backward_on_one_device(config: ModelConfig, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Any, float]:
     """Compute a model's gradients; returns the objective that they are of, and the loss."""
     terms = PassThroughObjective([])(model, batch)
     assert collect_auxiliary_losses(config).keys() <= terms.keys()
@@ -193,9 +187,7 @@ def model_gradient_errors(engine: NativeEngine, model: nn.Module) -> dict[str, f
 def _errors_over_bound(engine: NativeEngine, expected: Mapping[str, Tensor]) -> dict[str, float]:
     floor = 1e-6 * torch.cat([g.flatten() for g in expected.values()]).norm()
     errors = {
-        name: float(
-            (g - local_block(engine, name, expected[name])).norm() / max(expected[name].norm(), floor)
-        )
+        name: float((g - local_block(engine, name, expected[name])).norm() / max(expected[name].norm(), floor))
         for name, g in engine.gradients().items()
     }
     return {name: error for name, error in errors.items() if not error <= GRADIENT_BOUND}  # NaN is over it

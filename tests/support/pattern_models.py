@@ -142,9 +142,7 @@ def packed_batch(family: str, *, prefix: bool) -> dict[str, Tensor]:
         "positions": torch.arange(ROW_LENGTH).expand(2, -1) - first, "keys": torch.tensor([5, 6]),
     }  # fmt: skip
     if family == "encoder_decoder":
-        result |= {f"encoder_{key}": result[key] for key in ("documents", "positions")} | {
-            "encoder_tokens": draw[2]
-        }
+        result |= {f"encoder_{key}": result[key] for key in ("documents", "positions")} | {"encoder_tokens": draw[2]}
     return result | ({"prefix": torch.arange(ROW_LENGTH).expand(2, -1) < 3} if prefix else {})
 
 

@@ -146,9 +146,7 @@ class Disk:
                 new = Path(operation.new).name
                 node = visible[operation.path]
                 changes.append(_name(folder, {name: None, new: node}))
-                visible = {
-                    _moved(path, operation.path, operation.new): node for path, node in visible.items()
-                }
+                visible = {_moved(path, operation.path, operation.new): node for path, node in visible.items()}
         return changes, synced
 
 

@@ -44,9 +44,7 @@ class Ranks:
     processes: list[ForkServerProcess] = field(default_factory=list)
     started: float = 0.0
 
-    def start(
-        self, count: int, fault: Fault | None = None, absent: Sequence[int] = (), **environment: str
-    ) -> "Ranks":
+    def start(self, count: int, fault: Fault | None = None, absent: Sequence[int] = (), **environment: str) -> "Ranks":
         """Start ranks 0 … count−1, except those that are absent."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)

@@ -100,9 +100,7 @@ def pair(
     """
     actual = build(config).to(dtype)
     perturb(actual, seed)
-    state = {
-        name: t for name, t in list_checkpoint_tensors(actual).items() if not isinstance(t, nn.Parameter)
-    }
+    state = {name: t for name, t in list_checkpoint_tensors(actual).items() if not isinstance(t, nn.Parameter)}
     for i, tensor in enumerate(state.values()):
         draws = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
         tensor.copy_(0.2 * draws)
@@ -112,15 +110,11 @@ def pair(
     if config.family == "decoder" or config.position.name == "rope":
         options["pad_token_id"] = None  # whose embedding would get no gradient
     expected = (
-        kind(kind.config_class(**options, attn_implementation="eager", experts_implementation="eager"))
-        .to(dtype)
-        .eval()
+        kind(kind.config_class(**options, attn_implementation="eager", experts_implementation="eager")).to(dtype).eval()
     )
     rules = list((architecture.fused_rules or architecture.weight_mappings)(config))
     converted = to_hf(rules, list_checkpoint_tensors(actual))
-    if (
-        "lm_head.weight" in converted
-    ):  # transformers ties T5 v1.1's as long as nobody puts another in its place
+    if "lm_head.weight" in converted:  # transformers ties T5 v1.1's as long as nobody puts another in its place
         expected.lm_head.weight = nn.Parameter(expected.lm_head.weight.detach().clone())
     in_files = {
         name: name_in_files(name, architecture, converted.keys())
@@ -175,9 +169,7 @@ class Figures:
         """
         gradients = {name: p.grad for name, p in both.model.named_parameters() if p.grad is not None}
         assert gradients.keys() == dict(both.model.named_parameters()).keys()
-        local = [
-            rule for rule in both.rules if gradients.keys() >= set(rule.megatfm)
-        ]  # all but those of state
+        local = [rule for rule in both.rules if gradients.keys() >= set(rule.megatfm)]  # all but those of state
         assert {name for rule in local for name in rule.megatfm} == gradients.keys()
         converted = to_hf(local, gradients)
         reference_gradients = {name: p.grad for name, p in both.reference.named_parameters()}
@@ -193,9 +185,9 @@ class Figures:
         for name, expected in reference.items():
             error, norm = float((converted[name] - expected).norm()), float(expected.norm())
             if norm <= VANISHING * full:
-                assert name.endswith(
-                    (".key.bias", "key_global.bias", "k_proj.bias", "key_proj.bias", *undone)
-                ), f"nothing to compare for {name}"
+                assert name.endswith((".key.bias", "key_global.bias", "k_proj.bias", "key_proj.bias", *undone)), (
+                    f"nothing to compare for {name}"
+                )
                 assert error <= TOLERANCE[dtype] * full, name
                 continue
             assert error <= TOLERANCE[dtype] * norm, f"{name}: {error / norm:.1e}"

@@ -152,9 +152,7 @@ def write_reported_run(folder: Path, last_step: int = 1000) -> Path:
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
     samples = [{"prompt": PROMPT, "text": SAMPLE, "step": 1000}]
     (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
-    (run / "environment.json").write_text(
-        json.dumps({"megatfm": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"})
-    )
+    (run / "environment.json").write_text(json.dumps({"megatfm": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}))
     baselines = {"gzip -9, per document": 2.41, "xz -9, joined": 1.93}
     (run / "baselines.json").write_text(json.dumps({"stdlib": baselines}))
     return run

@@ -130,9 +130,7 @@ def tensor_of(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
     return part.tensor if isinstance(part, checkpoint.ShardedTensor) else part
 
 
-def train_and_save(
-    folder: Path, parallel: ParallelConfig, optimizer: AdamWConfig
-) -> tuple[Path, dict[str, Tensor]]:
+def train_and_save(folder: Path, parallel: ParallelConfig, optimizer: AdamWConfig) -> tuple[Path, dict[str, Tensor]]:
     """Three train_steps, a checkpoint, and two steps more; returns the weights held at the end."""
     engine = build_engine(UNTIED_MODEL, parallel, optimizer)
     train_steps(engine, 0, 3)

@@ -8,9 +8,7 @@ from pathlib import Path
 from megatfm.launchers.prolog_epilog import main
 from megatfm.launchers.record import Attempt, AttemptLog
 
-RUNNING = (
-    "JobId=7 JobState=RUNNING Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00 Partition=main NumNodes=2\n"
-)
+RUNNING = "JobId=7 JobState=RUNNING Restarts=0 RunTime=00:05:00 TimeLimit=01:00:00 Partition=main NumNodes=2\n"
 
 
 def prolog(run: Path, *, least: int = 1, limit: int = 3) -> int:

@@ -231,9 +231,7 @@ class Project:
         file = self.folder / "job.sh"
         file.write_text(f"#!/bin/bash\n{script}\n")
         log = f"--output={self.folder}/slurm-%j.log"
-        output = run(
-            "sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment
-        )
+        output = run("sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment)
         return self.cluster.job(output.strip(), self.run_dir)
 
     def command(self, *words: object) -> str:

@@ -122,9 +122,7 @@ def texts(folder: Path) -> None:
     """Documents that are the same everywhere."""
     folder.mkdir(parents=True)
     for number in range(40):
-        words = (
-            f"line {k} of text {number}: {k * number % 7} apples, {k + number} pears.\n" for k in range(12)
-        )
+        words = (f"line {k} of text {number}: {k * number % 7} apples, {k + number} pears.\n" for k in range(12))
         (folder / f"{number}.txt").write_text("".join(words))
 
 

@@ -100,9 +100,7 @@ def tower_reference(name: str) -> tuple[nn.Module, dict[str, Tensor], float]:
     model, batch = build(TOWER_MODELS[name]).double().train(), tower_batch(name)
     initialise(model, 7)
     features = model(**batch).predictions
-    loss = written_out_loss(
-        name, features["images"], features["texts"], features["scale"], features.get("bias")
-    )
+    loss = written_out_loss(name, features["images"], features["texts"], features["scale"], features.get("bias"))
     loss.backward()
     return model, batch, loss.item()
 

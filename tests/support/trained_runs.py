@@ -39,9 +39,7 @@ def padded_decoder() -> ModelConfig:
     return SMALL_DECODER.with_changes({"vocab_size": 420, "embedding.tied": True})
 
 
-def write_trained_run(
-    folder: Path, tokenizer_model: bytes, model: Decoder, objective: str = "causal"
-) -> Path:
+def write_trained_run(folder: Path, tokenizer_model: bytes, model: Decoder, objective: str = "causal") -> Path:
     """Write a run at step 30; returns its folder."""
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(tokenizer_model)
@@ -62,9 +60,7 @@ def write_trained_run(
     return folder
 
 
-def write_next_checkpoint(
-    run: Path, state: dict[str, object], tensors: dict[str, torch.Tensor] | None = None
-) -> None:
+def write_next_checkpoint(run: Path, state: dict[str, object], tensors: dict[str, torch.Tensor] | None = None) -> None:
     """A newer checkpoint, with some of its state and tensors changed."""
     old = run / "checkpoints" / "step-00000030"
     full = {**checkpoint.read_tensors(old), **(tensors or {})}

@@ -65,9 +65,7 @@ def run_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) 
 def training_curve(folder: Path) -> list[dict[str, Any]]:
     """Metrics that don't depend on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in MACHINE_DEPENDENT_KEYS} for line in lines
-    ]
+    return [{key: value for key, value in line.items() if key not in MACHINE_DEPENDENT_KEYS} for line in lines]
 
 
 def final_state(folder: Path) -> dict[str, torch.Tensor]:
@@ -121,9 +119,7 @@ def train_with_faults(config: Config, faults: Mapping[str, str] = {}) -> tuple[i
     patched, read = engine_class(config.parallel.engine), []
     genuine = patched.forward_backward
 
-    def faulty(
-        engine: Any, microbatches: Sequence[Mapping[str, Any]], objective: Any, **how: Any
-    ) -> LossTotals:
+    def faulty(engine: Any, microbatches: Sequence[Mapping[str, Any]], objective: Any, **how: Any) -> LossTotals:
         stats = genuine(engine, microbatches, objective, **how)
         read.append(batch_key(microbatches))
         fault = faults.get(read[-1])
@@ -150,9 +146,7 @@ def stored_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 def same_tensors(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
     """Whether two states have the same names and bits."""
-    return first.keys() == second.keys() and all(
-        torch.equal(value, second[name]) for name, value in first.items()
-    )
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def run_events(folder: Path, kind: str) -> list[tuple[int, str]]:
@@ -203,6 +197,4 @@ def error_after(config: Config, fault: str, rank: int, step: int) -> str:
 
 def last_output_projection(engine: Any) -> str:
     """Name of the last output projection of which this rank holds something."""
-    return [name for name, weight in engine.local.items() if name.endswith(".wo.weight") and weight.numel()][
-        -1
-    ]
+    return [name for name, weight in engine.local.items() if name.endswith(".wo.weight") and weight.numel()][-1]

@@ -158,9 +158,7 @@ def process_group(call: Call) -> Iterator[None]:
         _clear_sharding_prop_cache()
         gc.collect()
     left = len(os.listdir("/proc/self/task"))  # noqa: PTH208
-    assert left <= MOST_THREADS, (
-        f"{left} threads are left in this worker: something keeps the groups of past calls"
-    )
+    assert left <= MOST_THREADS, f"{left} threads are left in this worker: something keeps the groups of past calls"
 
 
 def answer(call: Call) -> Reply:
@@ -172,9 +170,7 @@ def answer(call: Call) -> Reply:
             return Reply(result=pickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
         trace = error.__traceback__ and error.__traceback__.tb_next
-        return Reply(
-            error="".join(traceback.format_exception(type(error), error, trace)), when=time.monotonic()
-        )
+        return Reply(error="".join(traceback.format_exception(type(error), error, trace)), when=time.monotonic())
 
 
 def serve(connection: Connection, log: str) -> None:
@@ -238,9 +234,7 @@ class Worker:
         """How the process ended."""
         self.process.join(5)
         code = self.process.exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
-        )
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
         return f"the worker process {how}\n{self.output()}"
 
     def kill(self) -> None:

@@ -171,9 +171,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
 )
-def test_no_command_fails_for_what_a_terminal_lacks(
-    folder: Path, words: list[str], code: int, message: str
-) -> None:
+def test_no_command_fails_for_what_a_terminal_lacks(folder: Path, words: list[str], code: int, message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "megatfm", *words],
         cwd=folder, env={**os.environ, **PLAIN}, capture_output=True, check=False,
@@ -200,9 +198,7 @@ def test_a_table_is_a_list_where_it_would_be_cut(width: int) -> None:
     for row in cells:
         table.add_row(*row)
     output = io.StringIO()
-    print_table(
-        table, Console(file=output, width=width, force_terminal=True, color_system=None, markup=False)
-    )
+    print_table(table, Console(file=output, width=width, force_terminal=True, color_system=None, markup=False))
     text = output.getvalue()
     longest = 12 + 1 + 9 + 1 + 16  # of each column, and a space between
     assert all(cell in text for row in cells for cell in row), text

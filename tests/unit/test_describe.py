@@ -149,9 +149,7 @@ def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.Monk
     )
     assert (target_fraction(known.objective), target_fraction(unknown.objective)) == (0.5, None)
     model = build(SMALL_ENCODER)
-    rows = [
-        compute_row_cost(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)
-    ]
+    rows = [compute_row_cost(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)]
     head = 24 * 50 * known.data.sequence_length
     assert rows[0].matmul_macs - rows[1].matmul_macs == pytest.approx((0.5 - DEFAULT_MASKED_FRACTION) * head)
 
@@ -176,9 +174,7 @@ def test_every_preset_is_described(
     printed = capsys.readouterr().out
     assert f"{actual.parameters:,}" in printed
     assert "None" not in printed
-    assert actual.tokens_per_row == actual.config.data.sequence_length + (
-        actual.config.data.target_length or 0
-    )
+    assert actual.tokens_per_row == actual.config.data.sequence_length + (actual.config.data.target_length or 0)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +249,7 @@ def test_an_optimizer_is_tried_once_for_all_tensors_of_as_many_dimensions(
     """AdamW has two groups, with weight decay and without; each training run describes its model at its start."""
     probed: list[int] = []
     genuine = description._get_state_shapes
-    monkeypatch.setattr(
-        description, "_get_state_shapes", lambda *group: probed.append(group[2]) or genuine(*group)
-    )
+    monkeypatch.setattr(description, "_get_state_shapes", lambda *group: probed.append(group[2]) or genuine(*group))
     describe(load_config("llama3-405b"))
     assert sorted(probed) == [1, 2]
 
@@ -263,9 +257,7 @@ def test_an_optimizer_is_tried_once_for_all_tensors_of_as_many_dimensions(
 def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """405 billion parameters in no memory: they are on the meta device."""
     models: list[torch.nn.Module] = []
-    monkeypatch.setattr(
-        "megatfm.train.build.build", lambda config: models.append(build(config)) or models[-1]
-    )
+    monkeypatch.setattr("megatfm.train.build.build", lambda config: models.append(build(config)) or models[-1])
     describe(load_config("llama3-405b"))
     assert all(parameter.is_meta for parameter in models[0].parameters())
 
@@ -284,9 +276,7 @@ def test_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in printed
 
 
-@pytest.mark.parametrize(
-    "options", [[], ["model.attention.n_kv_heads=1", "model.attention.head_dim=12"], LATENT]
-)
+@pytest.mark.parametrize("options", [[], ["model.attention.n_kv_heads=1", "model.attention.head_dim=12"], LATENT])
 def test_a_formula_stands_beside_what_it_gives(options: list[str]) -> None:
     actual = describe(load_config("quickstart", ["model.vocab_size=64", *options]))
     model, length = actual.config.model, actual.config.data.sequence_length

@@ -86,9 +86,7 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 CONFIGS = [
-    pytest.param(page, text, id=f"{page.name}: {text[:30]!r}")
-    for page, title, text in fences("toml")
-    if not title
+    pytest.param(page, text, id=f"{page.name}: {text[:30]!r}") for page, title, text in fences("toml") if not title
 ]
 
 
@@ -97,9 +95,7 @@ def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
     """A whole config loads as it is, a part of one over the quickstart's."""
     values = tomllib.loads(text)
     kind, preset = (
-        (PrepConfig, "quickstart-data")
-        if set(values) <= set(PrepConfig.model_fields)
-        else (Config, "quickstart")
+        (PrepConfig, "quickstart-data") if set(values) <= set(PrepConfig.model_fields) else (Config, "quickstart")
     )
     if "name" not in values and "out" not in values:
         values = overlay(tomllib.loads(find_config(preset)[0].read_text(encoding="utf-8")), values)
@@ -158,9 +154,7 @@ def test_the_reference_explains_every_key(kind: type[Config]) -> None:
 
 def test_the_reference_spells_types_and_defaults() -> None:
     text = load_module(ROOT / "docs" / "gen_reference.py").page("x", Config)
-    assert text.count('### `model.attention.pattern` with `name = "window"`') == 1, (
-        "once, whichever attention has it"
-    )
+    assert text.count('### `model.attention.pattern` with `name = "window"`') == 1, "once, whichever attention has it"
     anchors_of_page = re.findall(r"\{#([^}]+)\}", text)
     assert len(set(anchors_of_page)) == len(anchors_of_page)
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= set(anchors_of_page)
@@ -288,17 +282,13 @@ def test_who_comes_from_elsewhere_finds_every_key_that_an_error_translates() -> 
 
 def test_the_extras_are_those_of_the_package() -> None:
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "optional-dependencies"
-    ]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     table = text.partition("## Extras")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(extras)
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = set(
-        re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    )
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert {f"reference/{name}" for name in MADE} <= written
     assert listed == written - OFF_SITE
@@ -398,9 +388,9 @@ def test_adding_an_objective_works_as_its_page_says(tmp_path: Path, monkeypatch:
         torch.nn.init.normal_(parameter, std=0.02)
     (loss,) = objective(model, batch).values()
     loss.backward()
-    assert float(loss.detach()) / int(objective.target_counts(batch)["causal"]) == pytest.approx(
-        4.56, abs=0.2
-    ), "log(96)"
+    assert float(loss.detach()) / int(objective.target_counts(batch)["causal"]) == pytest.approx(4.56, abs=0.2), (
+        "log(96)"
+    )
 
 
 def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
@@ -479,10 +469,6 @@ def test_members_on_the_pages_on_extending_are_those_of_the_interfaces() -> None
 def test_percentages_are_spelled_with_a_space() -> None:
     """`24.3 %`, as in config values and on all pages, never Python's `24.3%`."""
     spelled = re.compile(r"\{[^{}]*:[^{}]*%\}|\}%")
-    files = [
-        path
-        for room in ("megatfm", "data_prep", "launchers", "slurm")
-        for path in (ROOT / room).rglob("*.py")
-    ]
+    files = [path for room in ("megatfm", "data_prep", "launchers", "slurm") for path in (ROOT / room).rglob("*.py")]
     assert spelled.search('f"{share:<13.1%}"')
     assert not [path for path in files if spelled.search(path.read_text(encoding="utf-8"))]

@@ -124,9 +124,7 @@ class House:
                     yield from self._faults(module, f"{node.name}.", node.body, self.told_of_methods(node))
 
     @staticmethod
-    def _faults(
-        module: str, prefix: str, body: list[ast.stmt], documented_elsewhere: set[str]
-    ) -> Iterator[str]:
+    def _faults(module: str, prefix: str, body: list[ast.stmt], documented_elsewhere: set[str]) -> Iterator[str]:
         for node in public(body):
             text = ast.get_docstring(node)
             if not text and node.name not in documented_elsewhere:
@@ -144,18 +142,14 @@ def test_every_public_callable_says_what_its_name_does_not() -> None:
 
 def vague_docstrings(source: str) -> list[str]:
     """Docstrings that lead with a pronoun, public or not."""
-    nodes = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, Function | ast.ClassDef | ast.Module)
-    ]
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, Function | ast.ClassDef | ast.Module)]
     texts = [ast.get_docstring(node) or "Nothing." for node in nodes]
     return [text.splitlines()[0] for text in texts if text.split()[0] in PRONOUNS]
 
 
 def test_docstrings_of_tests_name_the_thing() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
-    vague = {
-        path.name: lines for path in files if (lines := vague_docstrings(path.read_text(encoding="utf-8")))
-    }
+    vague = {path.name: lines for path in files if (lines := vague_docstrings(path.read_text(encoding="utf-8")))}
     assert len(files) > 100
     assert not vague
     assert vague_docstrings('"""What runs."""\ndef _run():\n    """Of 5 ranks."""') == [
@@ -202,7 +196,5 @@ def test_a_planted_silence_is_found(source: str, faulty: list[str]) -> None:
 
 def test_a_commands_two_functions_are_told_by_the_command_line() -> None:
     source = "def data_command(args): ...\ndef script(): ..."
-    faults = {
-        module: list(House({module: source}).faults()) for module in ("megatfm.commands.data", "megatfm.data")
-    }
+    faults = {module: list(House({module: source}).faults()) for module in ("megatfm.commands.data", "megatfm.data")}
     assert [len(lines) for lines in faults.values()] == [1, 2]

@@ -48,9 +48,7 @@ def test_a_disk_that_fails_leaves_the_old_file_and_no_draft(
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_file_and_name_are_forced_to_the_disk_in_that_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_and_name_are_forced_to_the_disk_in_that_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced, sync = list[bool](), os.fsync
 
     def noted(descriptor: int) -> None:
@@ -132,9 +130,7 @@ def test_generator_keeps_its_golden_values() -> None:
 
 def test_draws_are_the_same_in_another_process() -> None:
     code = "from megatfm import rng; print(rng.random_uint64(3, 0, 'order', 1).tolist())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == str(GOLDEN_RAW)
 
 
@@ -191,10 +187,7 @@ def test_hashes_keep_their_golden_values() -> None:
         12554490214519274839,
     ]
     assert rng.row_keys(3, np.array([0, 1])).tolist() == [163100055346747955, 5506878964348894781]
-    assert (
-        rng.ChunkKey(3, 9, 0, 1).without_epoch.tolist()
-        == rng.chunk_keys(3, np.array([0]), np.array([1])).tolist()
-    )
+    assert rng.ChunkKey(3, 9, 0, 1).without_epoch.tolist() == rng.chunk_keys(3, np.array([0]), np.array([1])).tolist()
 
 
 def test_hashes_are_uniform_and_differ() -> None:
@@ -223,14 +216,10 @@ def test_a_part_is_found_by_its_name() -> None:
     colours.register("blue")(2)
     assert (colours.get("red"), colours.names()) == (1, ["blue", "red"])
     colours.register("red")(1)  # the same part again: a plugin that is imported twice
-    with pytest.raises(
-        UsageError, match=r"^colour 'red' is registered twice: give one of them another name$"
-    ):
+    with pytest.raises(UsageError, match=r"^colour 'red' is registered twice: give one of them another name$"):
         colours.register("red")(3)
     assert colours.get("red") == 1
-    with pytest.raises(
-        UsageError, match=r"^unknown colour 'rad' \(did you mean 'red'\?\); there are: blue, red$"
-    ):
+    with pytest.raises(UsageError, match=r"^unknown colour 'rad' \(did you mean 'red'\?\); there are: blue, red$"):
         colours.get("rad")
     with pytest.raises(UsageError, match=r"^unknown colour 'x'; there are: blue, red$"):
         colours.get("x")
@@ -318,9 +307,7 @@ def test_a_plugin_is_found_without_being_installed(
     del sys.modules[name]
 
 
-def test_a_plugin_of_the_current_directory_is_found_for_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_of_the_current_directory_is_found_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint's config is read from its state: there is no file of it beside which to look."""
     monkeypatch.setattr(NORMS, "_parts", dict(NORMS._parts))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -354,9 +341,7 @@ def test_a_plugin_that_fails_is_named_with_its_line(
 
 
 def test_a_plugin_that_is_not_there() -> None:
-    with pytest.raises(
-        UsageError, match=r"^plugins: can't import 'no_such_parts' .*beside the config .*PYTHONPATH$"
-    ):
+    with pytest.raises(UsageError, match=r"^plugins: can't import 'no_such_parts' .*beside the config .*PYTHONPATH$"):
         import_plugins(["no_such_parts"])
 
 

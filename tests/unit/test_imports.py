@@ -94,9 +94,7 @@ RULES = {
 def test_packages_import_as_the_contracts_say() -> None:
     """In a process of its own: import-linter configures logging, which silences every logger that exists already."""
     linter = Path(sys.executable).parent / "lint-imports"
-    run = subprocess.run(
-        [linter, "--config", ".importlinter", "--no-cache"], cwd=ROOT, capture_output=True, text=True
-    )
+    run = subprocess.run([linter, "--config", ".importlinter", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -161,9 +159,7 @@ def test_only_the_mesh_names_its_axes() -> None:
         if not str(path.relative_to(ROOT)).startswith(NAMES_AXES)
     ]
     literals = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in files
-        for line in literal_axes(path.read_text(encoding="utf-8"))
+        f"{path.relative_to(ROOT)}:{line}" for path in files for line in literal_axes(path.read_text(encoding="utf-8"))
     ]
     assert not literals, literals
 
@@ -322,9 +318,7 @@ def test_python_torch_and_extras_are_the_project_s(lines: list[tuple[str, str]])
     arguments = dict(remaining.split("=") for remaining in of(lines, "ARG"))
     assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
     for name in arguments:
-        assert any(f"${name}" in remaining or f"${{{name}" in remaining for remaining in of(lines, "RUN")), (
-            name
-        )
+        assert any(f"${name}" in remaining or f"${{{name}" in remaining for remaining in of(lines, "RUN")), name
 
 
 def test_the_manual_shows_it() -> None:
@@ -381,9 +375,7 @@ def test_what_it_showed_is_there_afterwards(tmp_path: Path) -> None:
     displayed = tmp_path / "shown"
     displayed.mkdir()
     (displayed / "precious").write_text("kept", encoding="utf-8")
-    status, output = run(
-        tmp_path, BIND=str(displayed), PIP_INDEX_URL="https://example.org/simple", SECRET="x"
-    )
+    status, output = run(tmp_path, BIND=str(displayed), PIP_INDEX_URL="https://example.org/simple", SECRET="x")
     assert status == 3, output
     assert "shown: kept" in output
     assert "shown read-only" in output

@@ -59,9 +59,7 @@ def measure(parallel: ParallelConfig) -> tuple[int, int, int]:
     return counted["stored"] + copy, gradients, counted["optimizer"]
 
 
-@pytest.mark.parametrize(
-    "parallel", LAYOUTS, ids=lambda parallel: str(parallel.model_dump(exclude_defaults=True))
-)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda parallel: str(parallel.model_dump(exclude_defaults=True)))
 def test_a_rank_holds_what_its_engine_does(workers: Workers, parallel: ParallelConfig) -> None:
     ranks = parallel.dp_shard * parallel.dp_replicate * parallel.cp * parallel.tp * parallel.pp
     fullest = max(workers.run(measure, ranks, parallel), key=sum)
@@ -133,9 +131,7 @@ def small_config(name: str) -> Config:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_counted_activations_are_those_that_a_real_pass_keeps(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counted_activations_are_those_that_a_real_pass_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "is_host_readable", lambda tensor: False)  # experts as on a GPU
     config = small_config(name)
     model = build(config.model).train()
@@ -162,9 +158,7 @@ def test_counted_activations_are_those_that_a_real_pass_keeps(
 def test_what_goes_by_blocks_of_keys_keeps_what_a_fused_kernel_does() -> None:
     plain = small_config("decoder")
     window = plain.model.with_changes({"attention.pattern": {"name": "window", "width": 6}})
-    assert measure_block_activations(plain.model_copy(update={"model": window})) == measure_block_activations(
-        plain
-    )
+    assert measure_block_activations(plain.model_copy(update={"model": window})) == measure_block_activations(plain)
 
 
 def test_attention_with_dropout_is_counted_as_without() -> None:
@@ -173,9 +167,7 @@ def test_attention_with_dropout_is_counted_as_without() -> None:
     config = small_config("decoder")
     config = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": 2048})})
     models = [config.model.with_changes({**changes, "attention.dropout": rate}) for rate in (0.0, 0.1)]
-    plain, dropped = (
-        measure_block_activations(config.model_copy(update={"model": model})) for model in models
-    )
+    plain, dropped = (measure_block_activations(config.model_copy(update={"model": model})) for model in models)
     assert plain is not None
     assert dropped == plain
 

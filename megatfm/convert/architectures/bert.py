@@ -78,9 +78,7 @@ def read_encoder(hf_config: Json, **overrides: Any) -> ModelConfig:
         "lm_head.bias": True,
         "init.name": "bert",
     }
-    return ModelConfig.from_dotted(
-        {key: value for key, value in (common | overrides).items() if value is not None}
-    )
+    return ModelConfig.from_dotted({key: value for key, value in (common | overrides).items() if value is not None})
 
 
 def write_encoder(config: ModelConfig, **overrides: Any) -> Json:
@@ -207,9 +205,7 @@ ROBERTA_KEYS = ENCODER_KEYS | {
 
 def read_roberta(hf_config: Json) -> ModelConfig:
     if hf_config["pad_token_id"] < 0:
-        raise UsageError(
-            f"config.json: pad_token_id = {hf_config['pad_token_id']}: RoBERTa's positions begin after it"
-        )
+        raise UsageError(f"config.json: pad_token_id = {hf_config['pad_token_id']}: RoBERTa's positions begin after it")
     offset = hf_config["pad_token_id"] + 1
     return read_encoder(
         hf_config,
@@ -292,9 +288,7 @@ ALBERT_FINGERPRINT = {"family": "encoder", "position.name": "learned", "distinct
 
 def read_albert(hf_config: Json) -> ModelConfig:
     if hf_config["embedding_size"] == hf_config["hidden_size"]:
-        raise UsageError(
-            "config.json: embedding_size = hidden_size: ALBERT projects even then, and megatfm does not"
-        )
+        raise UsageError("config.json: embedding_size = hidden_size: ALBERT projects even then, and megatfm does not")
     return read_encoder(
         hf_config,
         **{
@@ -325,16 +319,12 @@ def albert_rules(config: ModelConfig) -> list[WeightMapping]:
         *rename_linear("sentence.classifier", "sop_classifier.classifier", bias=True),
     ]
     groups = (
-        with_prefix(
-            f"encoder.layers.{i}.", f"albert.encoder.albert_layer_groups.{i}.albert_layers.0.", ALBERT_BLOCK
-        )
+        with_prefix(f"encoder.layers.{i}.", f"albert.encoder.albert_layer_groups.{i}.albert_layers.0.", ALBERT_BLOCK)
         for i in range(config.distinct_layers or config.n_layers)
     )
     return [
         *embedding_rules("albert.embeddings.", copies=["predictions.decoder.weight"]),
-        *rename_linear(
-            "encoder.embedding.projection", "albert.encoder.embedding_hidden_mapping_in", bias=True
-        ),
+        *rename_linear("encoder.embedding.projection", "albert.encoder.embedding_hidden_mapping_in", bias=True),
         *(rule for group in groups for rule in group),
         *head_rules(
             "predictions.dense",

@@ -109,18 +109,12 @@ def deberta_rules(config: ModelConfig) -> list[WeightMapping]:
     return _map_model(config, block, position_norm=False)
 
 
-def _map_model(
-    config: ModelConfig, block: Sequence[WeightMapping], *, position_norm: bool
-) -> list[WeightMapping]:
+def _map_model(config: ModelConfig, block: Sequence[WeightMapping], *, position_norm: bool) -> list[WeightMapping]:
     """Map embeddings, blocks and head. block: mappings of one block. position_norm: of the table of distances."""
-    segments = map_name(
-        "encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight"
-    )
+    segments = map_name("encoder.embedding.segments.weight", "deberta.embeddings.token_type_embeddings.weight")
     copies = ["cls.predictions.decoder.weight"]
     return [
-        map_name(
-            "encoder.embedding.tokens.weight", "deberta.embeddings.word_embeddings.weight", copies=copies
-        ),
+        map_name("encoder.embedding.tokens.weight", "deberta.embeddings.word_embeddings.weight", copies=copies),
         *([segments] if config.embedding.n_segments else []),
         *rename_linear("encoder.embedding.norm", "deberta.embeddings.LayerNorm", bias=True),
         map_name("encoder.position.table.weight", "deberta.encoder.rel_embeddings.weight"),
@@ -176,9 +170,7 @@ def read_deberta_v2(hf_config: Json) -> ModelConfig:
     head_size = hf_config["hidden_size"] // hf_config["num_attention_heads"]
     check_implied_values(hf_config, attention_head_size=head_size)
     if hf_config["position_buckets"] < 1:
-        raise UsageError(
-            "config.json: position_buckets = -1 is not supported, only relative positions in buckets"
-        )
+        raise UsageError("config.json: position_buckets = -1 is not supported, only relative positions in buckets")
     return read_deberta(hf_config, "deberta_v2", **{"position.buckets": hf_config["position_buckets"]})
 
 

@@ -218,11 +218,7 @@ def write_deepseek_v3(config: ModelConfig) -> Json:
 
 def list_sparse_blocks(config: ModelConfig) -> list[ModelConfig]:
     """Return the configs of the blocks with experts."""
-    return [
-        layer
-        for layer in map(config.layer_config, range(config.n_layers))
-        if isinstance(layer.ffn, MoEConfig)
-    ]
+    return [layer for layer in map(config.layer_config, range(config.n_layers)) if isinstance(layer.ffn, MoEConfig)]
 
 
 def write_without_router(config: ModelConfig) -> Json:
@@ -304,9 +300,7 @@ def deepseek_v3_rules(config: ModelConfig, *, fused: bool = False) -> list[Weigh
             ],
         ),
         map_name("attn.kv_norm.weight", "self_attn.kv_a_layernorm.weight"),
-        WeightMapping(
-            ("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join_kv, split_kv
-        ),
+        WeightMapping(("attn.wk.weight", "attn.wv.weight"), ("self_attn.kv_b_proj.weight",), join_kv, split_kv),
         map_name("attn.wo.weight", "self_attn.o_proj.weight"),
     ]
     ffns = [_make_ffn_rules(config.layer_config(depth), fused=fused) for depth in range(config.n_layers)]

@@ -35,9 +35,7 @@ def read_electra_generator(hf_config: Json) -> ModelConfig:
 
 
 def read_electra_discriminator(hf_config: Json) -> ModelConfig:
-    return read_encoder(
-        hf_config, **{"family": "discriminator", "embedding.dim": hf_config["embedding_size"]}
-    )
+    return read_encoder(hf_config, **{"family": "discriminator", "embedding.dim": hf_config["embedding_size"]})
 
 
 def write_electra(config: ModelConfig) -> Json:
@@ -47,9 +45,7 @@ def write_electra(config: ModelConfig) -> Json:
 def electra_generator_rules(config: ModelConfig) -> list[WeightMapping]:
     return [
         *_make_encoder_rules(config, copies=["generator_lm_head.weight"]),
-        *head_rules(
-            "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"
-        ),
+        *head_rules("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"),
     ]
 
 

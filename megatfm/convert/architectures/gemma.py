@@ -119,9 +119,7 @@ def _read(hf_config: Json, extra: Json) -> ModelConfig:
         )
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         if isinstance(hf_config[key], int):
-            raise UsageError(
-                f"config.json: {key} = {hf_config[key]}: transformers takes {hf_config[key]}.0 alone"
-            )
+            raise UsageError(f"config.json: {key} = {hf_config[key]}: transformers takes {hf_config[key]}.0 alone")
     return ModelConfig.from_dotted(
         {
             **read_mapped(hf_config, CONFIG_MAPPING),
@@ -169,11 +167,7 @@ def gemma_rules(config: ModelConfig) -> list[WeightMapping]:
     block = [
         *rename_linear("attn_residual.norm", "input_layernorm"),
         *attention_rules(bias=bias),
-        *(
-            rule
-            for part in "qk" * qk_norm
-            for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")
-        ),
+        *(rule for part in "qk" * qk_norm for rule in rename_linear(f"attn.{part}_norm", f"self_attn.{part}_norm")),
         *rename_linear("attn_residual.norm_out", "post_attention_layernorm"),
         *rename_linear("ffn_residual.norm", "pre_feedforward_layernorm"),
         *dense_rules("ffn", "mlp"),

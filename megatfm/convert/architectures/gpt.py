@@ -176,9 +176,7 @@ def read_gpt1(hf_config: Json) -> ModelConfig:
 def write_gpt1(config: ModelConfig) -> Json:
     afn = next((hf_name for hf_name, name in GPT1_ACTIVATIONS.items() if name == config.ffn.activation), None)
     if afn is None:
-        raise UsageError(
-            f"model.ffn.activation = {config.ffn.activation!r} is not one that transformers has here"
-        )
+        raise UsageError(f"model.ffn.activation = {config.ffn.activation!r} is not one that transformers has here")
     return {
         **write_mapped(config, GPT_MAPPING),
         "afn": afn,

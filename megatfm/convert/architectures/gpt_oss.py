@@ -75,9 +75,7 @@ def read_gpt_oss(hf_config: Json) -> ModelConfig:
         hf_config = hf_config | {"rope_parameters": YARN}
     hf_config = set_default_theta(hf_config, THETA)
     if hf_config["head_dim"] < 1:
-        raise UsageError(
-            f"config.json: head_dim = {hf_config['head_dim']} is not supported: give one above 0"
-        )
+        raise UsageError(f"config.json: head_dim = {hf_config['head_dim']} is not supported: give one above 0")
     experts = {
         "name": "moe",
         "d_ff": hf_config["intermediate_size"],

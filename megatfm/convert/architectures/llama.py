@@ -154,9 +154,7 @@ def dense_rules(prefix: str, hf_prefix: str, *, bias: bool = False) -> list[Weig
     """Map a gated feed-forward network."""
     parts = ("gate", "up", "down")
     return [
-        rule
-        for part in parts
-        for rule in rename_linear(f"{prefix}.w_{part}", f"{hf_prefix}.{part}_proj", bias=bias)
+        rule for part in parts for rule in rename_linear(f"{prefix}.w_{part}", f"{hf_prefix}.{part}_proj", bias=bias)
     ]
 
 
@@ -204,9 +202,7 @@ def write_mistral(config: ModelConfig) -> Json:
     hf_config = write_llama(config)
     pattern = config.attention.pattern
     window = {"sliding_window": pattern.width if isinstance(pattern, WindowPatternConfig) else None}
-    return window | {
-        key: value for key, value in hf_config.items() if key not in ("attention_bias", "mlp_bias")
-    }
+    return window | {key: value for key, value in hf_config.items() if key not in ("attention_bias", "mlp_bias")}
 
 
 register_architecture(
@@ -250,15 +246,11 @@ def _read_qwen2(hf_config: Json) -> ModelConfig:
 
 def _refuse_windows(hf_config: Json) -> None:
     if LOCAL in read_layer_types(hf_config, global_every=1):
-        raise UsageError(
-            f"config.json: layer_types has {LOCAL}, but use_sliding_window is false: remove one of them"
-        )
+        raise UsageError(f"config.json: layer_types has {LOCAL}, but use_sliding_window is false: remove one of them")
 
 
 def _write_qwen2(config: ModelConfig) -> Json:
-    return {
-        key: value for key, value in write_llama(config).items() if key not in ("attention_bias", "mlp_bias")
-    }
+    return {key: value for key, value in write_llama(config).items() if key not in ("attention_bias", "mlp_bias")}
 
 
 def _make_qwen2_rules(config: ModelConfig) -> list[WeightMapping]:

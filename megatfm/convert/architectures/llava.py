@@ -159,9 +159,7 @@ def get_llava_sections(config: ModelConfig) -> tuple[VisionTowerConfig, Connecto
         raise UsageError(f"model.family = {config.family!r} reads no images beside text")
     if connector.name != "mlp" or tower.final_norm:
         key = "connector.name = 'linear'" if connector.name != "mlp" else "vision_tower.final_norm = true"
-        raise UsageError(
-            f"model.{key}: LLaVA's connector has two matrices, and its image encoder no last norm"
-        )
+        raise UsageError(f"model.{key}: LLaVA's connector has two matrices, and its image encoder no last norm")
     return tower, connector
 
 

@@ -69,9 +69,7 @@ KEYS = {
         "classifier_pooling",
         "position_embedding_type",
     ),
-    **ignored(
-        "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad", "gradient_checkpointing"
-    ),
+    **ignored("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad", "gradient_checkpointing"),
     **ignored("layer_norm_eps"),
 }
 DEFAULT_PAD_ID = 50283
@@ -182,9 +180,7 @@ def modernbert_rules(config: ModelConfig) -> list[WeightMapping]:
         *(
             rule
             for i in range(config.n_layers)
-            for rule in with_prefix(
-                f"encoder.layers.{i}.", f"model.layers.{i}.", [*attn_norm_rules * (i > 0), *block]
-            )
+            for rule in with_prefix(f"encoder.layers.{i}.", f"model.layers.{i}.", [*attn_norm_rules * (i > 0), *block])
         ),
         *norm("encoder.norm", "model.final_norm"),
         *rename_linear("head.transform.dense", "head.dense", bias=config.lm_head.transform_bias),

@@ -119,9 +119,7 @@ def register_task_class(
     architecture, module = ARCHITECTURES.get(base), head_format.module
 
     def read(hf_config: Json) -> ModelConfig:
-        config = architecture.config_from_hf(
-            {key: value for key, value in hf_config.items() if key not in keys}
-        )
+        config = architecture.config_from_hf({key: value for key, value in hf_config.items() if key not in keys})
         is_bare = unused_tensors is not None and bool(unused_tensors(hf_config, ()))
         heads = {} if is_bare else {module: head_format.read(hf_config, config)}
         return config.with_changes(
@@ -134,9 +132,7 @@ def register_task_class(
 
     def write(config: ModelConfig) -> Json:
         if config.extra_heads.keys() != {module}:
-            raise UsageError(
-                f"a {name} has one head: model.extra_heads has {', '.join(config.extra_heads) or 'none'}"
-            )
+            raise UsageError(f"a {name} has one head: model.extra_heads has {', '.join(config.extra_heads) or 'none'}")
         return {**architecture.config_to_hf(config), **head_format.write(config.extra_heads[module])}
 
     def with_head(rules: Rules) -> Rules:
@@ -160,9 +156,7 @@ def register_task_class(
         base_model_prefix=body_prefix or architecture.base_model_prefix,
         fingerprint={**architecture.fingerprint, "lm_head.name": "none"},
     )
-    register_architecture(
-        name, replace(adapted, unused_tensors=unused_tensors) if unused_tensors else adapted
-    )
+    register_architecture(name, replace(adapted, unused_tensors=unused_tensors) if unused_tensors else adapted)
 
 
 def _with_body_prefix(rule: WeightMapping, old: str, new: str) -> WeightMapping:
@@ -260,9 +254,7 @@ FAMILIES = {
     ),
     "Albert": FamilyHeads("tanh", _collect_tensors(*[HeadTensors("classifier", "albert.pooler")] * 2)),
     "Longformer": FamilyHeads("tanh", {"SequenceClassification": ROBERTA_CLASSIFIER}),
-    "BigBird": FamilyHeads(
-        "activation", {"SequenceClassification": ROBERTA_CLASSIFIER, "TokenClassification": WORDS}
-    ),
+    "BigBird": FamilyHeads("activation", {"SequenceClassification": ROBERTA_CLASSIFIER, "TokenClassification": WORDS}),
     "Deberta": FamilyHeads(
         "gelu",
         _collect_tensors(CONTEXT_POOLER),
@@ -341,9 +333,7 @@ for task, head_format, head_tensors, keys in (
     register_task_class(f"XLNetFor{task}", "XLNetLMHeadModel", head_format, head_tensors, keys)
 
 # A decoder tells the class from a text's last token, without a bias; tags and answers have biases.
-SCORE = HeadFormat(
-    "text_classifier", {"pooler": "none", "token": "last", "bias": False}, dropout="", module="score"
-)
+SCORE = HeadFormat("text_classifier", {"pooler": "none", "token": "last", "bias": False}, dropout="", module="score")
 TAGS = HeadFormat("text_classifier", {"pooler": "none", "token": "all"}, module="score")
 DECODER_ANSWERS = HeadFormat("span_extraction", {"pooler": "none", "dropout": 0.0}, "", "span")
 TAGS_DROPOUT: dict[str, Key] = {"classifier_dropout": used(0.1, float, int)}

@@ -132,9 +132,7 @@ def read_longformer(hf_config: Json) -> ModelConfig:
             f"{hf_config['num_hidden_layers']}: give one number, or one for each layer"
         )
     if len(widths) > 1:
-        raise UsageError(
-            f"config.json: attention_window = {window} differs by layer: megatfm reads one for all layers"
-        )
+        raise UsageError(f"config.json: attention_window = {window} differs by layer: megatfm reads one for all layers")
     pattern = {"name": "longformer", "width": widths.pop(), "global_tokens": hf_config[GLOBAL_TOKENS_KEY]}
     config = read_roberta(hf_config)
     return config.with_changes({"attention.name": "longformer", "attention.pattern": pattern})
@@ -157,9 +155,7 @@ def longformer_rules(config: ModelConfig) -> list[WeightMapping]:
     global_projections = [
         rule
         for megatfm_name, hf_name in (("wq", "query"), ("wk", "key"), ("wv", "value"))
-        for rule in rename_linear(
-            f"attn.{megatfm_name}_global", f"attention.self.{hf_name}_global", bias=True
-        )
+        for rule in rename_linear(f"attn.{megatfm_name}_global", f"attention.self.{hf_name}_global", bias=True)
     ]
     block = [*SELF_ATTENTION, *global_projections, *AFTER_ATTENTION]
     return [

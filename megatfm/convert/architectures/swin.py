@@ -143,9 +143,7 @@ def read_swin_v2(hf_config: Json) -> ModelConfig:
     """Read a Swin-V2. Raises UsageError if only some stages have pretrained window sizes."""
     windows = hf_config["pretrained_window_sizes"]
     if any(windows) and not all(windows):
-        raise UsageError(
-            f"config.json: pretrained_window_sizes = {windows}: give all of them, or zeros alone"
-        )
+        raise UsageError(f"config.json: pretrained_window_sizes = {windows}: give all of them, or zeros alone")
     _check_windows_by_config(hf_config)
     changes = {
         "attention.cosine": True,
@@ -236,9 +234,7 @@ def swin_rules(prefix: str, block: Sequence[WeightMapping], config: ModelConfig)
             rules += with_prefix(f"encoder.layers.{depth}.", f"{hf_prefix}blocks.{i}.", block)
             depth += 1
         for megatfm_name, name, bias in merging if stage + 1 < len(stages.layers) else ():
-            rules += rename_linear(
-                f"encoder.merges.{stage}.{megatfm_name}", f"{hf_prefix}downsample.{name}", bias=bias
-            )
+            rules += rename_linear(f"encoder.merges.{stage}.{megatfm_name}", f"{hf_prefix}downsample.{name}", bias=bias)
     return [
         *rules,
         *rename_linear("encoder.norm", f"{prefix}layernorm", bias=True),

@@ -72,9 +72,7 @@ T5_MAPPING = {
 def read_t5(hf_config: Json) -> ModelConfig:
     d_model, dropout, ffn = hf_config["d_model"], hf_config["dropout_rate"], hf_config["feed_forward_proj"]
     check_implied_values(hf_config, is_gated_act=ffn.startswith("gated-"))
-    check_implied_values(
-        hf_config, dense_act_fn="gelu_new" if ffn == GATED_GELU else ffn.removeprefix("gated-")
-    )
+    check_implied_values(hf_config, dense_act_fn="gelu_new" if ffn == GATED_GELU else ffn.removeprefix("gated-"))
     # transformers 5 has scale_decoder_outputs; in transformers 4, tie_word_embeddings implies it.
     is_scaled = hf_config["scale_decoder_outputs"]
     is_scaled = hf_config["tie_word_embeddings"] is not False if is_scaled is None else is_scaled
@@ -139,23 +137,17 @@ def t5_rules(config: ModelConfig) -> list[WeightMapping]:
     return t5_style_rules(config, ffn)
 
 
-def t5_style_rules(
-    config: ModelConfig, ffn: Callable[[int, int], list[WeightMapping]]
-) -> list[WeightMapping]:
+def t5_style_rules(config: ModelConfig, ffn: Callable[[int, int], list[WeightMapping]]) -> list[WeightMapping]:
     """Map an encoder-decoder with T5's names. ffn: (block, sublayer) → mappings of the feed-forward network."""
 
     def attention(prefix: str, hf_prefix: str) -> list[WeightMapping]:
         return [rule for part in "qkvo" for rule in rename_linear(f"{prefix}.w{part}", f"{hf_prefix}.{part}")]
 
-    def stack(
-        side: str, n_layers: int, attentions: list[WeightMapping], ffn_sublayer: int
-    ) -> list[WeightMapping]:
+    def stack(side: str, n_layers: int, attentions: list[WeightMapping], ffn_sublayer: int) -> list[WeightMapping]:
         return [
             rule
             for i in range(n_layers)
-            for rule in with_prefix(
-                f"{side}.layers.{i}.", f"{side}.block.{i}.", [*attentions, *ffn(i, ffn_sublayer)]
-            )
+            for rule in with_prefix(f"{side}.layers.{i}.", f"{side}.block.{i}.", [*attentions, *ffn(i, ffn_sublayer)])
         ]
 
     self_attention = [
@@ -300,16 +292,10 @@ def _find_sparse_layers(n_sparse: int, n_layers: int, step: int | None = None) -
 
 def write_switch(config: ModelConfig) -> Json:
     hf_config = {
-        key: value
-        for key, value in write_t5(config).items()
-        if key in SWITCH_KEYS and key != "feed_forward_proj"
+        key: value for key, value in write_t5(config).items() if key in SWITCH_KEYS and key != "feed_forward_proj"
     }
     hf_config |= {"dense_act_fn": activation_to_hf(config.ffn.activation), "router_jitter_noise": 0.0}
-    sparse = [
-        block
-        for block in map(config.layer_config, range(config.n_layers))
-        if isinstance(block.ffn, MoEConfig)
-    ]
+    sparse = [block for block in map(config.layer_config, range(config.n_layers)) if isinstance(block.ffn, MoEConfig)]
     for block in sparse[:1]:
         experts = require_variant(block.ffn, MoEConfig, "model.ffn")
         require_variant(experts.router, SwitchRouterConfig, "model.ffn.router")
@@ -372,9 +358,7 @@ register_architecture(
         read_switch,
         write_switch,
         switch_rules,
-        ignored_tensors=(
-            r"^(en|de)coder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
-        ),
+        ignored_tensors=(r"^(en|de)coder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",),
         fingerprint={"family": "encoder_decoder"},
     ),
 )

@@ -114,9 +114,7 @@ def add_text_tower(image: ModelConfig, text: Json, contrastive: Json, *, causal:
     )
 
 
-def get_tower_sections(
-    config: ModelConfig, causal: bool, loss: str
-) -> tuple[TextTowerConfig, ContrastiveConfig]:
+def get_tower_sections(config: ModelConfig, causal: bool, loss: str) -> tuple[TextTowerConfig, ContrastiveConfig]:
     """Return the sections of text tower and contrastive loss. Raises UsageError for another family or kind."""
     text, contrastive = config.text_tower, config.contrastive
     if config.family != "two_towers" or text is None or contrastive is None:
@@ -175,9 +173,7 @@ def text_rules(config: ModelConfig) -> list[WeightMapping]:
     return [
         map_name("text.embedding.tokens.weight", f"{hf_prefix}token_embedding.weight"),
         map_name("text.embedding.positions.weight", f"{hf_prefix}position_embedding.weight"),
-        *per_layer(
-            make_text_tower(config).n_layers, "text.layers.", "text_model.encoder.layers.", TOWER_BLOCK
-        ),
+        *per_layer(make_text_tower(config).n_layers, "text.layers.", "text_model.encoder.layers.", TOWER_BLOCK),
         *rename_linear("text.norm", "text_model.final_layer_norm", bias=True),
     ]
 
@@ -222,9 +218,7 @@ def siglip_model_rules(config: ModelConfig) -> list[WeightMapping]:
     return [
         *vision_rules(TOWER, make_image_tower(config)),
         add_leading_dims(f"{pool}.query", f"{hf_pool}.probe"),
-        concat(
-            [f"{name}.weight" for name in projections], f"{hf_pool}.attention.in_proj_weight", [d_model] * 3
-        ),
+        concat([f"{name}.weight" for name in projections], f"{hf_pool}.attention.in_proj_weight", [d_model] * 3),
         concat([f"{name}.bias" for name in projections], f"{hf_pool}.attention.in_proj_bias", [d_model] * 3),
         *rename_linear(f"{pool}.wo", f"{hf_pool}.attention.out_proj", bias=True),
         *rename_linear(f"{pool}.norm", f"{hf_pool}.layernorm", bias=True),

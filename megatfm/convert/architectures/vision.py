@@ -68,9 +68,7 @@ def read_side(hf_config: Json, key: str) -> int:
     """Return a side in pixels. Raises UsageError if height and width differ."""
     sides = hf_config[key] if isinstance(hf_config[key], list) else [hf_config[key]]
     if len(set(sides)) != 1:
-        raise UsageError(
-            f"config.json: {key} = {hf_config[key]}: megatfm reads square images and patches here"
-        )
+        raise UsageError(f"config.json: {key} = {hf_config[key]}: megatfm reads square images and patches here")
     return int(sides[0])
 
 
@@ -110,9 +108,7 @@ def write_vision(config: ModelConfig, mapping: dict[str, str]) -> Json:
     if not isinstance(config.position, Rope2dConfig):
         position = require_variant(config.position, LearnedPosition2dConfig, "model.position")
         if position.grid[0] != position.grid[1]:
-            raise UsageError(
-                f"model.position.grid = {list(position.grid)}: transformers has square tables alone"
-            )
+            raise UsageError(f"model.position.grid = {list(position.grid)}: transformers has square tables alone")
         side = position.grid[0]
     return {
         **write_mapped(config, COMMON_MAPPING | mapping),
@@ -129,9 +125,7 @@ def read_image_labels(hf_config: Json, pool: str) -> Json:
     contradictory counts."""
     names, count = hf_config["id2label"], hf_config["num_labels"]
     if names and count is not None and count != len(names):
-        raise UsageError(
-            f"config.json: num_labels = {count}, but id2label has {len(names)}: take one of them out"
-        )
+        raise UsageError(f"config.json: num_labels = {count}, but id2label has {len(names)}: take one of them out")
     n_classes = len(names) if names else count or 2
     return {"extra_heads.classifier.n_classes": n_classes, "extra_heads.classifier.pool": pool}
 
@@ -185,9 +179,7 @@ def map_special_tokens(names: VisionNames) -> WeightMapping:
 
 def map_position_table(hf_name: str, n_class: int, *, batched: bool) -> WeightMapping:
     """Map megatfm's positions of class tokens and patches to one table. batched: with a first dim of 1."""
-    megatfm_names = ["encoder.embedding.positions.special"] * bool(n_class) + [
-        "encoder.embedding.positions.weight"
-    ]
+    megatfm_names = ["encoder.embedding.positions.special"] * bool(n_class) + ["encoder.embedding.positions.weight"]
 
     def to_hf(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         table = torch.cat(list(tensors))

@@ -165,9 +165,7 @@ def register_dinov2(name: str, base: str, kind: str, *, registers: bool) -> None
                 f"model.ffn.d_ff = {config.ffn.d_ff}: a {name} stores a whole multiple of d_model = {config.d_model}"
             )
         embedding = require_variant(config.embedding, PatchEmbeddingConfig, "model.embedding")
-        tokens = (
-            {"num_register_tokens": embedding.n_register_tokens} if registers else {"use_mask_token": False}
-        )
+        tokens = {"num_register_tokens": embedding.n_register_tokens} if registers else {"use_mask_token": False}
         return {
             **write_vision(config, TRAINED_MAPPING),
             **tokens,

@@ -136,9 +136,7 @@ def xlnet_rules(config: ModelConfig) -> list[WeightMapping]:
     ]
     return [
         add_leading_dims("encoder.query.weight", "transformer.mask_emb", 2),
-        map_name(
-            "encoder.embedding.tokens.weight", "transformer.word_embedding.weight", copies=["lm_loss.weight"]
-        ),
+        map_name("encoder.embedding.tokens.weight", "transformer.word_embedding.weight", copies=["lm_loss.weight"]),
         *per_layer(config.n_layers, "encoder.layers.", "transformer.layer.", block),
         map_name("head.bias", "lm_loss.bias"),
     ]

@@ -98,9 +98,7 @@ class DeepSpeedEngine(BaseEngine):
         init_weights(self.model, self.layout, weights, config.train.seed)
         self.optimizer = FlatOptimizer(self.ds_engine.basic_optimizer, self.partitions, group)
         self.local = {name: block.tensor for name, block in weights.items()}
-        self._build_state(
-            self.model, weights, [self.optimizer], ties, sharded=self.zero > 0, shards_replicas=True
-        )
+        self._build_state(self.model, weights, [self.optimizer], ties, sharded=self.zero > 0, shards_replicas=True)
         self.pipeline = setup.pipeline
         self.passes = DeepSpeedForwardBackward(self.ds_engine, self.model)
         if setup.pipeline:

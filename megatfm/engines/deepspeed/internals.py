@@ -111,9 +111,7 @@ def get_min_swapped_bytes() -> int:
     return int(_import("runtime.swap_tensor.utils").MIN_AIO_BYTES)
 
 
-def register_experts(
-    parameters: Mapping[str, Any], layout: ModelLayout, mesh: Mesh, zero: int
-) -> nn.Module | None:
+def register_experts(parameters: Mapping[str, Any], layout: ModelLayout, mesh: Mesh, zero: int) -> nn.Module | None:
     """Mark the parameters of sharded experts, with the group over which their gradients are summed.
 
     Returns a module to add to DeepSpeed's model, by which it recognises experts; None if it needs none.
@@ -249,9 +247,7 @@ class ShardedPartitions(Partitions):
     """Partitions of stage 3 (runtime/zero/stage3.py), in "sub-groups" of an optimizer group that DeepSpeed updates, and
     keeps in files, one by one."""
 
-    def __init__(
-        self, engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]
-    ) -> None:
+    def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]) -> None:
         self._swapped = SwappedGroups(engine.optimizer)
         # With prefetching, a weight that is soon used twice has its file read twice at once, which fails.
         setattr(engine.optimizer.parameter_offload.param_coordinator, PREFETCH_NVME, False)
@@ -369,8 +365,7 @@ class SwappedGroups:
         paths = {id(info.compute_tensor): info.swap_path for info in self._get_info(flat).tensors}
         group = self._groups[id(flat)]
         return {
-            key: self._map(paths[id(value)], group) if id(value) in paths else value
-            for key, value in state.items()
+            key: self._map(paths[id(value)], group) if id(value) in paths else value for key, value in state.items()
         }
 
     def set_optimizer_state(self, flat: Tensor, state: Mapping[str, Tensor]) -> bool:

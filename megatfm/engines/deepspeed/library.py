@@ -30,8 +30,7 @@ from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.parallel.process_environment import read_process_environment
 
 COMPILE_QUANTIZER = (
-    "python -c 'from deepspeed.ops.op_builder import QuantizerBuilder as B; B().load()' does it, once, "
-    "or leave it out"
+    "python -c 'from deepspeed.ops.op_builder import QuantizerBuilder as B; B().load()' does it, once, or leave it out"
 )
 
 log = logging.getLogger("megatfm")
@@ -134,9 +133,7 @@ def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> N
     feature: the config keys that need it, for the message.
     """
     if device.type != "cuda":
-        raise UsageError(
-            f"{feature} on {device.type!r}: its operator needs CUDA: leave it out, or run on GPUs"
-        )
+        raise UsageError(f"{feature} on {device.type!r}: its operator needs CUDA: leave it out, or run on GPUs")
     builder = package.ops.op_builder.QuantizerBuilder()
     requirement = f"{feature} needs DeepSpeed's operator {builder.name}"
     provide_operator(builder, lambda: _load_compiled(builder, requirement, COMPILE_QUANTIZER))

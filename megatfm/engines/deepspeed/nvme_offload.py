@@ -43,9 +43,7 @@ class OffloadDirectory:
         self._lock: IO[bytes] | None = None
         way_out = "name a folder on a local disk in deepspeed.nvme_path, or set deepspeed.offload_… = 'cpu'"
         if not path.is_dir():
-            raise UsageError(
-                f"deepspeed.nvme_path = {str(path)!r} is no folder of this machine: make it, or {way_out}"
-            )
+            raise UsageError(f"deepspeed.nvme_path = {str(path)!r} is no folder of this machine: make it, or {way_out}")
         try:
             parent = _make_user_folder(path)
             with (parent / "lock").open("ab") as lock_file:

@@ -50,15 +50,11 @@ class Partitions(ABC):
     engine: DeepSpeed's. parameters: by name, frozen ones too. groups: the names in each group of the torch optimizer.
     """
 
-    def __init__(
-        self, engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]
-    ) -> None:
+    def __init__(self, engine: Any, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self._parameters: Mapping[str, Any] = parameters  # with attributes that DeepSpeed adds
         self.parts = {
-            name: self._find_part(parameters[name], group)
-            for group, names in enumerate(groups)
-            for name in names
+            name: self._find_part(parameters[name], group) for group, names in enumerate(groups) for name in names
         }
 
     def gradients(self) -> dict[str, Tensor]:
@@ -110,9 +106,7 @@ class FlatOptimizer:
     See `engines.state.StatefulOptimizer`.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, partitions: Partitions, group: OptimizerGroup
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, partitions: Partitions, group: OptimizerGroup) -> None:
         self._torch, self._partitions, self._group = optimizer, partitions, group
         self._parts = partitions.parts
         self._blocks = {name: part.weights for name, part in self._parts.items()}
@@ -177,13 +171,10 @@ class FlatOptimizer:
     def _read_state(self) -> dict[str, dict[str, Tensor]]:
         flat_tensors = {part.flat for part in self._parts.values()}
         states = {
-            flat: self._partitions.optimizer_state(flat, self._torch.state.get(flat, {}))
-            for flat in flat_tensors
+            flat: self._partitions.optimizer_state(flat, self._torch.state.get(flat, {})) for flat in flat_tensors
         }
         return {
-            name: {
-                key: part.view_in(value) if value.dim() else value for key, value in states[part.flat].items()
-            }
+            name: {key: part.view_in(value) if value.dim() else value for key, value in states[part.flat].items()}
             for name, part in self._parts.items()
         }
 

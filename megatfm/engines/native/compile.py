@@ -70,9 +70,7 @@ def keeps_attention_eager(config: Config, device: torch.device) -> bool:
     return device.type == "cpu" and config.data.sequence_length >= kernels.LONG
 
 
-def compile_all(
-    blocks: Iterable[nn.Module], *, autotune: bool, fullgraph: bool = True, async_tp: bool = False
-) -> None:
+def compile_all(blocks: Iterable[nn.Module], *, autotune: bool, fullgraph: bool = True, async_tp: bool = False) -> None:
     """Compile blocks, separately for each shape: with dynamic dims, kernels would be slower after a ramp-up of lengths.
 
     fullgraph: with attention; False under context parallelism, where attention communicates. Modules with `is_compiled
@@ -130,9 +128,7 @@ def _open_symmetric_memory(mesh: Mesh) -> None:
         memory.get_symm_mem_workspace(name, min_size=1)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise MegatfmError(
-            f"GPUs can't read one another's memory here ({reason}): {HOW_TO_DISABLE}"
-        ) from error
+        raise MegatfmError(f"GPUs can't read one another's memory here ({reason}): {HOW_TO_DISABLE}") from error
 
 
 def async_tp_options(autotune: bool) -> dict[str, Any]:

@@ -164,9 +164,7 @@ class GraphedModel:
 
     def _bind_gradients(self) -> None:
         """Put gradients into the buffers that graphs accumulate to; missing ones are 0."""
-        if without_gradient := [
-            gradient for parameter, gradient in self._gradients.items() if parameter.grad is None
-        ]:
+        if without_gradient := [gradient for parameter, gradient in self._gradients.items() if parameter.grad is None]:
             torch._foreach_zero_(without_gradient)
         for parameter, gradient in self._gradients.items():
             if parameter.grad is not None and parameter.grad is not gradient:

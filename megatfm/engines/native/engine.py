@@ -110,8 +110,7 @@ class NativeEngine(BaseEngine):
         self.local, zero_dims = self.data.local, self.data.zero_dims
         self.regions = {name: layout[name].local_region(mesh, zero_dims.get(name)) for name in self.local}
         weights = {
-            name: ShardedTensor(block, layout[name].shape, self.regions[name][0])
-            for name, block in self.local.items()
+            name: ShardedTensor(block, layout[name].shape, self.regions[name][0]) for name, block in self.local.items()
         }
         init_weights(model, layout, weights, seed)
         self.data.sync_weights(frozen=True)
@@ -124,9 +123,7 @@ class NativeEngine(BaseEngine):
             [optimizer for optimizer in self.optimizers if optimizer.can_skip] if device.type != "cpu" else []
         )
         self.has_graphs = options.graphs is not None
-        self.passes = (
-            GraphedModel(model, options.graphs) if options.graphs else SequentialForwardBackward(model)
-        )
+        self.passes = GraphedModel(model, options.graphs) if options.graphs else SequentialForwardBackward(model)
         if pipeline:
             self.passes = self._build_pipeline(model, pipeline)
 
@@ -147,9 +144,7 @@ class NativeEngine(BaseEngine):
     ) -> tuple[ForwardBackward, LossScaler, GradientSync]:
         scale_loss = losses.compute_term_weights(self.loss_scale.value if self.loss_scale else 1.0)
         # CUDA graphs were recorded without measuring hooks.
-        passes = (
-            SequentialForwardBackward(self._model) if record_activations and self.has_graphs else self.passes
-        )
+        passes = SequentialForwardBackward(self._model) if record_activations and self.has_graphs else self.passes
         return passes, scale_loss, self.data
 
     def _compare_samples(self, batches: Iterable[Batch], objective: ComparingLoss) -> Mapping[str, Tensor]:

@@ -56,9 +56,7 @@ class FullySharded:
         model.to_empty(device=device)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._parameters = dict(model.named_parameters())
-        self.zero_dims = {
-            name: layout[name].fsdp_dim for name, p in self._parameters.items() if isinstance(p, DTensor)
-        }
+        self.zero_dims = {name: layout[name].fsdp_dim for name, p in self._parameters.items() if isinstance(p, DTensor)}
         self.local = {name: _get_local(p) for name, p in self._parameters.items()}
 
     @property
@@ -107,9 +105,7 @@ class FullySharded:
             module.reshard()  # drop gathered weights, which are outdated
 
 
-def _shard(
-    model: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precision, zero_options: ZeroOptions
-) -> None:
+def _shard(model: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precision, zero_options: ZeroOptions) -> None:
     """Apply `fully_shard` to each block and to the rest of the model; within them, first to each module whose
     parameters have other data axes (experts)."""
     policy = (

@@ -156,9 +156,7 @@ class Replicated:
         self._mesh, self._precision = mesh, precision
         self._parameters = dict(model.named_parameters())
         self.sharded = zero_options.zero == 1
-        self._buffer_like = torch.empty(
-            0, dtype=zero_options.reduce_dtype or precision.param_dtype, device=device
-        )
+        self._buffer_like = torch.empty(0, dtype=zero_options.reduce_dtype or precision.param_dtype, device=device)
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p for name, p in self._parameters.items() if name not in trained}
         assigned = self._assign(trained, layout)
@@ -191,9 +189,7 @@ class Replicated:
                 if bucket.ranks > 1:
                     self.zero_dims[name] = 0
 
-    def _assign(
-        self, parameters: Mapping[str, nn.Parameter], layout: ModelLayout
-    ) -> list[tuple[Bucket, DataAxes]]:
+    def _assign(self, parameters: Mapping[str, nn.Parameter], layout: ModelLayout) -> list[tuple[Bucket, DataAxes]]:
         """Assign parameters with the same data axes to buckets; returns each with these axes."""
         by_axes: dict[DataAxes, dict[str, torch.Size]] = {}
         for name, parameter in parameters.items():
@@ -212,9 +208,7 @@ class Replicated:
 
     def start_microbatch(self, is_last: bool) -> None:
         """Before the last pass, let every bucket await the gradients of all of its parameters."""
-        self._awaited = (
-            [{self._parameters[name] for name in b.shapes} for b in self._buckets] if is_last else []
-        )
+        self._awaited = [{self._parameters[name] for name in b.shapes} for b in self._buckets] if is_last else []
 
     def start_pipeline_step(self, keep_unsharded: bool) -> None:
         """Await nothing: no pass is known to be the last."""
@@ -254,9 +248,7 @@ class Replicated:
     def _register_parameter_waits(self, model: nn.Module) -> None:
         """Let a block wait for its weights before it runs, and the model for those in no block and in compiled blocks,
         which can't wait. Any other module waits for its direct parameters, as a head may run alone."""
-        bucket_index = {
-            self._parameters[name]: i for i, bucket in enumerate(self._buckets) for name in bucket.shapes
-        }
+        bucket_index = {self._parameters[name]: i for i, bucket in enumerate(self._buckets) for name in bucket.shapes}
         weak_self = weakref.ref(self)
 
         def wait(indices: frozenset[int], *_: Any) -> None:

@@ -92,9 +92,7 @@ class DataParallel(GradientSync, Protocol):
 
 def state_size_ratio(groups: Iterable[OptimizerGroup], weights: Mapping[str, ShardedTensor]) -> float:
     """Return the size of optimizer state relative to its weight, on average over this rank's trained weights."""
-    bytes_of = {
-        name: weights[name].tensor.nbytes for group in groups for name in group.names if name in weights
-    }
+    bytes_of = {name: weights[name].tensor.nbytes for group in groups for name in group.names if name in weights}
     saved_bytes = sum(
         bytes_of[name] * (1 - group.state_dtype.itemsize / weights[name].tensor.itemsize)
         for group in groups
@@ -147,9 +145,7 @@ def memory_needed(
     if mesh.size(SHARD) == 1 and not precision.is_mixed:
         gathered = 0  # the stored weights themselves
     return MemoryNeeds(
-        gradients=trained * precision.param_dtype.itemsize
-        if zero_options.zero < 2 or is_unsharded
-        else local,
+        gradients=trained * precision.param_dtype.itemsize if zero_options.zero < 2 or is_unsharded else local,
         optimizer_state=int(MOMENTS * local * state_size),
         gathered=gathered,
         block_inputs=max_block_inputs(pipeline, mesh.rank(PIPELINE), microbatches, len(sizes)) * block_input,

@@ -192,7 +192,5 @@ def _log_kernel(
     log_once(f"attention {pattern} on {device} in {str(dtype)[6:]} runs in kernel {kernel}, {form}{cost}")
 
 
-ATTENTIONS: Registry[Callable[[ModelConfig, Initialiser, AttentionPattern], nn.Module]] = Registry(
-    "attention"
-)
+ATTENTIONS: Registry[Callable[[ModelConfig, Initialiser, AttentionPattern], nn.Module]] = Registry("attention")
 """Attention layers by name. They are called with x [B, T, D], sequence, bias, memory and cache; see `gqa.py`."""

@@ -51,11 +51,7 @@ class GroupedQueryAttention(HeadProjections):
         position = POSITIONS.get(config.position.name)
         is_rotary = position.rotary is not None and not pattern.is_cross_attention
         self.position = position.rotary(config, initial) if is_rotary and position.rotary else None
-        core = (
-            position.attention
-            if position.attention and not pattern.is_cross_attention
-            else DotProductAttention
-        )
+        core = position.attention if position.attention and not pattern.is_cross_attention else DotProductAttention
         self.core, self.pattern = core(config, initial, pattern), pattern
 
     def cost(self, tokens: TokenCounts) -> Cost:

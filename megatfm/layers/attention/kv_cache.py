@@ -44,9 +44,7 @@ class LayerCache:
         self.length = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
-    def append_compressed(
-        self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def append_compressed(self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Append keys and values that stand for several tokens each, and their positions; return all so far."""
         if self._compressed is not None:
             k, v, positions = self._compressed
@@ -94,9 +92,7 @@ def update_cache(
             "call the model without a cache, or with model.attention.pattern.name = 'full'"
         )
     first = sequence.find_initial_tokens_end(pattern.n_initial_kept) if pattern.n_initial_kept else 0
-    k_BKSH, v_BKSH = cache.update(
-        k_BKTH, v_BKTH, keeps=None if keep_all else pattern.cache_window, first=first
-    )
+    k_BKSH, v_BKSH = cache.update(k_BKTH, v_BKTH, keeps=None if keep_all else pattern.cache_window, first=first)
     return k_BKSH, v_BKSH, sequence.after_eviction(k_BKSH.shape[2], first)
 
 

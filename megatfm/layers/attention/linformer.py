@@ -40,9 +40,7 @@ KVProjections = tuple[Tensor, Tensor]
 @ATTENTIONS.register("linformer")
 def linformer(config: ModelConfig, initial: Initialiser, pattern: AttentionPattern) -> nn.Module:
     """Make Linformer attention; in the decoder of an encoder-decoder, plain grouped-query attention instead."""
-    if config.family == "encoder_decoder" and (
-        pattern.is_cross_attention or pattern.builtin_mask == "causal"
-    ):
+    if config.family == "encoder_decoder" and (pattern.is_cross_attention or pattern.builtin_mask == "causal"):
         return GroupedQueryAttention(config.with_changes({"attention": {"name": "gqa"}}), initial, pattern)
     return LinformerAttention(config, initial, pattern)
 
@@ -56,12 +54,8 @@ def make_layerwise_projection(
     config: ModelConfig, uses_projection: Sequence[bool], initial: Initialiser
 ) -> "SequenceProjection | None":
     """Make the projection that the marked layers share; None without any. Raises UsageError if their sizes differ."""
-    options = [
-        config.layer_config(depth).attention for depth, is_used in enumerate(uses_projection) if is_used
-    ]
-    linformers = [
-        require_variant(attention, LinformerAttentionConfig, "model.attention") for attention in options
-    ]
+    options = [config.layer_config(depth).attention for depth, is_used in enumerate(uses_projection) if is_used]
+    linformers = [require_variant(attention, LinformerAttentionConfig, "model.attention") for attention in options]
     if len({(attention.max_length, attention.projected_length) for attention in linformers}) > 1:
         raise UsageError(
             "model.attention.share = 'layerwise' is one projection for all layers, but model.layer_type changes "
@@ -151,8 +145,7 @@ class LinformerAttention(HeadProjections):
         """Return [B, N, T, H] for rows that are one document each."""
         tokens = k_BNTH.shape[2]
         k_BNRH, v_BNRH = (
-            project_sequence(x, weight[:tokens])
-            for x, weight in zip((k_BNTH, v_BNTH), projections, strict=True)
+            project_sequence(x, weight[:tokens]) for x, weight in zip((k_BNTH, v_BNTH), projections, strict=True)
         )
         return self._attend(q_BNTH, k_BNRH, v_BNRH, rng_keys_BNT)
 
@@ -172,10 +165,7 @@ class LinformerAttention(HeadProjections):
         chunks = q_BNTH.split(chunk_size, 2)
         rng_keys = [None] * len(chunks) if rng_keys_BNT is None else rng_keys_BNT.split(chunk_size, 2)
         return torch.cat(
-            [
-                attention_reference(q, *shared_arguments, keys)
-                for q, keys in zip(chunks, rng_keys, strict=True)
-            ],
+            [attention_reference(q, *shared_arguments, keys) for q, keys in zip(chunks, rng_keys, strict=True)],
             2,
         )
 

@@ -80,9 +80,7 @@ def _find_blocks(sequence: SequenceMetadata, factor: int, n_new: int | None) -> 
     is_first_token_BS = (positions_BT.gather(1, start_BS) == 0) & exists_BS
     inside_F = torch.arange(factor, device=start_BS.device)
     token_indices_BSF = start_BS[..., None] - factor * ~is_first_token_BS[..., None] + inside_F
-    is_local_BSF = (
-        exists_BS[..., None] & ~(is_first_token_BS[..., None] & (inside_F > 0)) & (token_indices_BSF >= 0)
-    )
+    is_local_BSF = exists_BS[..., None] & ~(is_first_token_BS[..., None] & (inside_F > 0)) & (token_indices_BSF >= 0)
     token_indices_BSF = token_indices_BSF.clamp(0, len(index_T) - 1)
     if isinstance(sequence, SequenceShard):
         n_local, local_index_T = len(sequence.token_indices), torch.full_like(index_T, -1)
@@ -238,9 +236,7 @@ class CompressedAttention(HeadProjections):
         k_BNSH, v_BNSH = self.all_reduce(torch.cat([k_BNSH, v_BNSH], -1)).chunk(2, -1)
         positions_BS = blocks.positions
         if cache is not None:
-            k_BNSH, v_BNSH, positions_BS = cache.append_compressed(
-                k_BNSH, v_BNSH, positions_BS.expand(len(x_BTD), -1)
-            )
+            k_BNSH, v_BNSH, positions_BS = cache.append_compressed(k_BNSH, v_BNSH, positions_BS.expand(len(x_BTD), -1))
         heads_BNTH = self.core(q_BNTH, k_BNSH, v_BNSH, sequence, positions_BS)
         return self.wo(heads_BNTH.transpose(1, 2).flatten(2))
 

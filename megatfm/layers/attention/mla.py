@@ -94,9 +94,7 @@ class LatentAttention(nn.Module):
         q_BNTH = torch.cat((q_BNTH, q_rope_BNTR), -1)
         latent_B1TX = torch.cat((latent_BTC[:, None], k_rope_B1TR), -1)
         if cache is None:
-            heads_BNTV = self.core(
-                q_BNTH, latent_B1TX, self.wk.compute_matrix(), self.wv.compute_matrix(), sequence
-            )
+            heads_BNTV = self.core(q_BNTH, latent_B1TX, self.wk.compute_matrix(), self.wv.compute_matrix(), sequence)
         else:
             heads_BNTV = self._attend_cached(q_BNTH, latent_B1TX, sequence, cache)
         return self.wo(heads_BNTV.transpose(1, 2).flatten(2))
@@ -111,9 +109,7 @@ class LatentAttention(nn.Module):
         2.1.2). Returns [B, N, T, V].
         """
         no_values_B1T0 = latent_B1TX[..., :0]
-        latent_B1SX, _, sequence = update_cache(
-            cache, latent_B1TX, no_values_B1T0, self.core.pattern, sequence
-        )
+        latent_B1SX, _, sequence = update_cache(cache, latent_B1TX, no_values_B1T0, self.core.pattern, sequence)
         if q_BNTH.shape[2] == 1 and not self.core.has_dropout(sequence):
             return self.core.attend_one_query(
                 q_BNTH, latent_B1SX, self.wk.compute_matrix(), self.wv.compute_matrix(), sequence
@@ -187,7 +183,5 @@ class LatentCore(DotProductAttention):
             scores_BN1S = self.options.softcap * torch.tanh(scores_BN1S / self.options.softcap)
         # A mask of None is right here: the last token sees all earlier ones.
         probabilities_BN1S = compute_probabilities(scores_BN1S, self.attention_mask(sequence, n).mask())
-        latent_BN1C = (probabilities_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(
-            1, 2
-        )
+        latent_BN1C = (probabilities_BN1S.transpose(1, 2) @ latent_B1SX[..., : -self.rope_dim]).transpose(1, 2)
         return latent_BN1C @ wv_NVC.transpose(-1, -2)

@@ -54,9 +54,7 @@ class PooledAttention(nn.Module):
         self.core = DotProductAttention(config, initial, Full())
         make_bias = POSITIONS.get(config.position.name).axis_bias
         self.position = (
-            make_bias(
-                config, initial, compute_pooled_size(size, stride), compute_pooled_size(size, kv_stride)
-            )
+            make_bias(config, initial, compute_pooled_size(size, stride), compute_pooled_size(size, kv_stride))
             if make_bias
             else None
         )
@@ -75,17 +73,13 @@ class PooledAttention(nn.Module):
         """Return [B, T, D] for the map of `sequence`; with stride 2 the input is the previous, larger map."""
         size = sequence.previous_size if self.stride > 1 else sequence.size
         x_IHWD = to_maps(x_BTD, size)
-        heads = (
-            project(x_IHWD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
-        )
+        heads = (project(x_IHWD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         pools = (self.pool_q, self.pool_k, self.pool_v)
         q_INHWC, k_INHWC, v_INHWC = (pool(tensor) for pool, tensor in zip(pools, heads, strict=True))
         bias = None if self.position is None else self.position(q_INHWC, k_INHWC.shape[2:4])
         q, k, v = (tensor.flatten(2, 3) for tensor in (q_INHWC, k_INHWC, v_INHWC))
         images = sequence.per_image() if self.core.dropout.active else sequence
-        y_INQC = (
-            self.core.attend_head_shard(self.core.dropout.shard_index, q, k, v, images, bias, FULL_MASK) + q
-        )
+        y_INQC = self.core.attend_head_shard(self.core.dropout.shard_index, q, k, v, images, bias, FULL_MASK) + q
         return self.wo(to_rows(y_INQC.transpose(1, 2).flatten(2), len(x_BTD)))
 
 
@@ -139,9 +133,7 @@ class AxisBias(nn.Module):
         """Return biases [I, N, Q, K] for pooled, unscaled queries. keys: rows and columns of the keys' map."""
         rows, columns = q_INHWC.shape[2:4]
         row_bias = torch.einsum("inhwc,hkc->inhwk", q_INHWC, _look_up_offsets(self.rows, rows, keys[0]))
-        column_bias = torch.einsum(
-            "inhwc,wkc->inhwk", q_INHWC, _look_up_offsets(self.columns, columns, keys[1])
-        )
+        column_bias = torch.einsum("inhwc,wkc->inhwk", q_INHWC, _look_up_offsets(self.columns, columns, keys[1]))
         return (row_bias[..., :, None] + column_bias[..., None, :]).flatten(4, 5).flatten(2, 3)
 
 

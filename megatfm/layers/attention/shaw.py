@@ -80,8 +80,7 @@ class ShawCore(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Attend with a slice of the queries, which are already scaled."""
         distances_TS = (
-            sequence.relative_positions(queries).clamp(-self.max_distance, self.max_distance)
-            + self.max_distance
+            sequence.relative_positions(queries).clamp(-self.max_distance, self.max_distance) + self.max_distance
         )
         index_BNTS = distances_TS.expand(*q_BNTH.shape[:2], *distances_TS.shape)
         scores_BNTS = q_BNTH @ k_BKSH.transpose(-1, -2) + (q_BNTH @ self.keys.T).gather(-1, index_BNTS)

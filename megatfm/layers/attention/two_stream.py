@@ -72,9 +72,7 @@ class QueryStream:
         distances_BQS = self.indices_BQ[:, queries, None] - indices_S + full_segments.shape[1] - 1
         segments_BQS = (self.segments.local[:, queries, None] != full_segments[:, None]).long()
         masks = [field.full[:, None] <= field.local[:, queries, None] for field in (self.order,) if field]
-        masks += [
-            field.full[:, None] == field.local[:, queries, None] for field in (self.documents,) if field
-        ]
+        masks += [field.full[:, None] == field.local[:, queries, None] for field in (self.documents,) if field]
         mask_B1QS = reduce(torch.logical_and, masks)[:, None] if masks else None
         return PairwiseInputs(mask_B1QS, distances_BQS[:, None], segments_BQS[:, None])
 
@@ -171,9 +169,7 @@ class TwoStreamAttention(nn.Module):
         rng_keys_BNQ = self.dropout.make_head_rng_keys(stream.sequence, q_BNQH.shape[1])
 
         def attend(queries: slice) -> Tensor:
-            scores_BNQS, mask_B1QS = self._compute_scores(
-                q_BNQH[:, :, queries], content, stream.make_pairs(queries)
-            )
+            scores_BNQS, mask_B1QS = self._compute_scores(q_BNQH[:, :, queries], content, stream.make_pairs(queries))
             chunk_keys = None if rng_keys_BNQ is None else rng_keys_BNQ[:, :, queries]
             probabilities_BNQS = compute_probabilities(scores_BNQS, mask_B1QS, self.dropout.rate, chunk_keys)
             return zero_blind_queries(probabilities_BNQS @ content.values, mask_B1QS)
@@ -186,17 +182,12 @@ class TwoStreamAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return scaled scores [B, N, Q, S] and the mask."""
         content_queries, position_queries, segment_queries = (
-            q_BNQH + self.scale * bias[:, None]
-            for bias in (self.content_bias, self.position_bias, self.segment_bias)
+            q_BNQH + self.scale * bias[:, None] for bias in (self.content_bias, self.position_bias, self.segment_bias)
         )
         by_distance_BNQR = position_queries @ content.positions.transpose(-1, -2)
         by_segment_BNQ2 = segment_queries @ self.segments.permute(1, 2, 0)
-        distances, segments = (
-            index.expand(-1, q_BNQH.shape[1], -1, -1) for index in (pairs.distances, pairs.segments)
-        )
-        scores_BNQS = content_queries @ content.keys.transpose(-1, -2) + by_distance_BNQR.gather(
-            -1, distances
-        )
+        distances, segments = (index.expand(-1, q_BNQH.shape[1], -1, -1) for index in (pairs.distances, pairs.segments))
+        scores_BNQS = content_queries @ content.keys.transpose(-1, -2) + by_distance_BNQR.gather(-1, distances)
         return scores_BNQS + by_segment_BNQ2.gather(-1, segments), pairs.mask
 
     def _project_heads(self, projection: nn.Module, x: Tensor) -> Tensor:

@@ -94,9 +94,7 @@ class WindowedAttention(nn.Module):
     def _score_bias(self, windows: MapWindows, sequence: MapSequence, q_INSC: Tensor) -> Tensor | None:
         """Return position biases, with −∞ between different cells, [1, N · G, S, S]; None without either."""
         device, dtype = q_INSC.device, q_INSC.dtype
-        hidden_GSS = sequence.cached(
-            ("hidden", windows, dtype), lambda: _make_cell_mask(windows, device, dtype)
-        )
+        hidden_GSS = sequence.cached(("hidden", windows, dtype), lambda: _make_cell_mask(windows, device, dtype))
         if self.position is None:
             n_heads = q_INSC.shape[1] // windows.count
             return None if hidden_GSS is None else hidden_GSS.repeat(n_heads, 1, 1)[None]
@@ -192,9 +190,7 @@ class LogRelativeBias2d(nn.Module):
         device, side = self.hidden.weight.device, windows.window
         key = windows.window, self.pretrained
         offsets_O2 = sequence.cached(("log offsets", *key), lambda: self._log_offsets(side, device))
-        index_SS = sequence.cached(
-            ("offset index", side, side), lambda: _make_offset_index(windows, side, device)
-        )
+        index_SS = sequence.cached(("offset index", side, side), lambda: _make_offset_index(windows, side, device))
         bias_ON = self.out(F.relu(self.hidden(offsets_O2.to(self.hidden.weight.dtype))))
         return LARGEST_LOG_BIAS * torch.sigmoid(F.embedding(index_SS, bias_ON).movedim(-1, 0))
 

@@ -28,9 +28,7 @@ def expert_capacity(choices_BTK: Tensor, n_experts: int, factor: float) -> int:
     return math.ceil(factor * choices_BTK.shape[1] * choices_BTK.shape[2] / n_experts)
 
 
-def find_within_capacity(
-    choices_BTK: Tensor, n_experts: int, capacity: int, *, by_position: bool = False
-) -> Tensor:
+def find_within_capacity(choices_BTK: Tensor, n_experts: int, capacity: int, *, by_position: bool = False) -> Tensor:
     """Return boolean [B, T, K], the choices within each expert's capacity (a number of choices a row).
 
     Experts take all first choices in token order, then all second choices, … (Lepikhin et al. 2021, algorithm 1).
@@ -252,18 +250,14 @@ class Experts(nn.Module):
                 full_choices_BSK, self.n_experts, capacity, by_position=self.by_position
             )
             is_within_BTK = is_within_BTK & self.split_row(is_within_BSK, sequence)
-        local_choices_M = self._index_local_experts(
-            choices_BTK.where(is_within_BTK, self.n_experts).flatten()
-        )
+        local_choices_M = self._index_local_experts(choices_BTK.where(is_within_BTK, self.n_experts).flatten())
         order_M, offs_E = sort_by_expert(local_choices_M, self.ep_size * len(self.w_up))
         rows = SortedRows(order_M, offs_E, choices_BTK.shape[-1])
         x_ND = x_BTD.flatten(0, 1)
         overlap_arguments = () if overlap_with is None else (overlap_with,)
         outputs_RD = rows.zero_undefined(self.run_experts(rows.dispatch(x_ND), offs_E, *overlap_arguments))
         outputs_RD = outputs_RD * weights_BTK.flatten().index_select(0, rows.order)[:, None]
-        return self.reduce_output(rows.combine(outputs_RD, len(x_ND)).view_as(x_BTD)), self.split_kept(
-            is_within_BTK
-        )
+        return self.reduce_output(rows.combine(outputs_RD, len(x_ND)).view_as(x_BTD)), self.split_kept(is_within_BTK)
 
     def _index_local_experts(self, choices_M: Tensor) -> Tensor:
         """Return the index of each choice among the experts that this rank reaches; −1 for other experts, or beyond."""
@@ -280,19 +274,11 @@ class Experts(nn.Module):
         if self.w_gate is None:
             inner_MF = self.activation.function(inner_MF)
         else:
-            inner_MF = self.activation(
-                self._apply_grouped_linear(rows_MD, "w_gate", self.b_gate, offs_E), inner_MF
-            )
-        b_down = (
-            self.b_down
-            if self.b_down is None or self.down_bias_scale == 1
-            else self.b_down * self.down_bias_scale
-        )
+            inner_MF = self.activation(self._apply_grouped_linear(rows_MD, "w_gate", self.b_gate, offs_E), inner_MF)
+        b_down = self.b_down if self.b_down is None or self.down_bias_scale == 1 else self.b_down * self.down_bias_scale
         return self._apply_grouped_linear(inner_MF, "w_down", b_down, offs_E)
 
-    def _apply_grouped_linear(
-        self, rows_MI: Tensor, key: str, bias_EO: Tensor | None, offs_E: Tensor
-    ) -> Tensor:
+    def _apply_grouped_linear(self, rows_MI: Tensor, key: str, bias_EO: Tensor | None, offs_E: Tensor) -> Tensor:
         outputs_MO = grouped_linear(rows_MI, getattr(self, key), offs_E)
         if (a_ErI := getattr(self, f"{key}_lora_a", None)) is not None:
             low_rank_Mr = grouped_linear(rows_MI, a_ErI, offs_E)

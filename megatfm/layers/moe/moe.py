@@ -37,9 +37,7 @@ class RowSums(nn.Module):
         return values_BTX.sum(1)
 
 
-def count_choices_by_row(
-    routing: RouterOutput, is_token_BT: Tensor, sums: Callable[[Tensor], Tensor]
-) -> Tensor:
+def count_choices_by_row(routing: RouterOutput, is_token_BT: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
     """Return [B, 1 + E]: the number of tokens of each row, and how often they chose each expert."""
     zeros_BTX = F.pad(torch.zeros_like(routing.probabilities), (0, 1))  # index E: no expert
     chosen_BTE = zeros_BTX.scatter(-1, routing.expert_indices, 1.0)[..., :-1].detach()
@@ -128,9 +126,7 @@ class MoE(nn.Module):
             self.shared = FFN(config.with_changes({"ffn": options.shared_ffn}), initial)
         # Under parallelism, sums over a rank's tokens of a row become sums over the full row here.
         self.counted, self.total, self.row_sums = nn.Identity(), nn.Identity(), RowSums()
-        self.register_buffer(
-            "shares", torch.empty(options.n_experts), persistent=options.router.aux_loss_coef > 0
-        )
+        self.register_buffer("shares", torch.empty(options.n_experts), persistent=options.router.aux_loss_coef > 0)
         self.shares: Tensor
         self.initial = {"shares": Constant(1 / options.n_experts)}
         self.observed: dict[str, Tensor] = {}
@@ -138,9 +134,7 @@ class MoE(nn.Module):
     @property
     def cp_plan(self) -> str:
         """How context parallelism treats the layer: "moe" if routing needs full rows."""
-        needs_full_rows = (
-            self.options.seq_aux_loss_coef or self.options.is_bidirectional or self.experts.has_capacity
-        )
+        needs_full_rows = self.options.seq_aux_loss_coef or self.options.is_bidirectional or self.experts.has_capacity
         return "moe" if needs_full_rows else "local"
 
     @staticmethod
@@ -153,8 +147,7 @@ class MoE(nn.Module):
             "router_z": AuxiliaryLoss(router.z_loss_coef, "tokens"),
         }
         losses |= {
-            name: AuxiliaryLoss(getattr(router, f"{name}_loss_coef"), "tokens")
-            for name in router.balance_losses
+            name: AuxiliaryLoss(getattr(router, f"{name}_loss_coef"), "tokens") for name in router.balance_losses
         }
         return {name: term for name, term in losses.items() if term.weight}
 
@@ -189,9 +182,7 @@ class MoE(nn.Module):
             losses["balance"] = load_balancing_loss(routing, is_token_BT, self.shares)
         if self.options.seq_aux_loss_coef:
             counts_BX = self.counted(count_choices_by_row(routing, is_token_BT, self.row_sums))
-            losses["sequence_balance"] = sequence_load_balancing_loss(
-                routing, is_token_BT, counts_BX, self.row_sums
-            )
+            losses["sequence_balance"] = sequence_load_balancing_loss(routing, is_token_BT, counts_BX, self.row_sums)
         if self.options.z_loss_coef:
             losses["router_z"] = z_loss(routing, is_token_BT)
         for name, values_BTE in routing.balanced.items():
@@ -220,10 +211,7 @@ class MoE(nn.Module):
             "dropped": dropped,
             "tokens": is_token_BT.sum(),
             "entropy": entropy_BT.double().sum(),
-            **{
-                f"evened {name}": quantise_counts(numbers, is_token_BT)
-                for name, numbers in routing.balanced.items()
-            },
+            **{f"evened {name}": quantise_counts(numbers, is_token_BT) for name, numbers in routing.balanced.items()},
         }
 
     def accumulate_counts(self, counts: Mapping[str, Tensor]) -> None:

@@ -198,9 +198,7 @@ class NoisyTopKRouter(Router):
             # To be chosen, an expert's score must exceed the k-th best score of the others.
             threshold_BTE = last_BT2[..., 1:].where(chosen_BTE, last_BT2[..., :1])
             balanced["load"] = torch.special.ndtr((clean_BTE - threshold_BTE) / scale_BTE)
-        return RouterOutput(
-            choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, logits_BTE.softmax(-1), balanced
-        )
+        return RouterOutput(choices_BTK, weights_BTK.to(x_BTD.dtype), logits_BTE, logits_BTE.softmax(-1), balanced)
 
     def update(self, load_E: Tensor, means: Mapping[str, Tensor]) -> None:
         for name, means_E in means.items():
@@ -343,9 +341,7 @@ class DeepSeekV2Router(Router):
         allowed_BTG.scatter_(-1, groups_BTG, True)
         scores_BTE = scores_BTGx.masked_fill(~allowed_BTG[..., None], -1).flatten(-2)
         choices_BTK = stable_topk(scores_BTE, self.top_k)
-        weights_BTK = (probabilities_BTE.gather(-1, choices_BTK) * self.options.routed_scaling_factor).to(
-            x_BTD.dtype
-        )
+        weights_BTK = (probabilities_BTE.gather(-1, choices_BTK) * self.options.routed_scaling_factor).to(x_BTD.dtype)
         return RouterOutput(choices_BTK, weights_BTK, logits_BTE, probabilities_BTE)
 
 

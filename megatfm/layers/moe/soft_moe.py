@@ -21,9 +21,7 @@ from megatfm.layers.sequence import SequenceMetadata
 class GatherSlots(nn.Module):
     """Identity; context parallelism turns means over local tokens into means over all tokens of a row."""
 
-    def forward(
-        self, slot_inputs_BXD: Tensor, scores_BNTS: Tensor, choices_BX1: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, slot_inputs_BXD: Tensor, scores_BNTS: Tensor, choices_BX1: Tensor) -> tuple[Tensor, Tensor]:
         return slot_inputs_BXD, choices_BX1
 
 
@@ -68,9 +66,7 @@ class SoftMoE(nn.Module):
         # NaN: documents that exist in other rows only.
         dispatch_weights_BNTS = scores_BNTS.softmax(2).nan_to_num(0.0)
         B, N, _, S = dispatch_weights_BNTS.shape
-        slot_inputs_BXD = torch.einsum(
-            "bnts,btd->bnsd", dispatch_weights_BNTS.to(x_BTD.dtype), x_BTD
-        ).flatten(1, 2)
+        slot_inputs_BXD = torch.einsum("bnts,btd->bnsd", dispatch_weights_BNTS.to(x_BTD.dtype), x_BTD).flatten(1, 2)
         choices_BX1 = (torch.arange(S, device=x_BTD.device) // self.slots).repeat(N).expand(B, -1)[..., None]
         slots_BXD, choices_BX1 = self.gather_slots(slot_inputs_BXD, scores_BNTS, choices_BX1)
         outputs_BXD, _ = self.experts(slots_BXD, torch.ones_like(slots_BXD[..., :1]), choices_BX1, sequence)

@@ -83,18 +83,12 @@ def plan_blocks(
         query_blocks = ((n_seen == m) & (n_masked == p)).nonzero()[:, 0]
         key_blocks = order[query_blocks][..., :m]
         if not p:
-            groups.append(
-                BlockGroup(move_to_device(query_blocks, device), move_to_device(key_blocks, device), None)
-            )
+            groups.append(BlockGroup(move_to_device(query_blocks, device), move_to_device(key_blocks, device), None))
             continue
         masked_blocks = key_blocks[..., m - p :]
-        for chosen, is_shared in _group_by_offset(
-            query_blocks % grid.rows, masked_blocks, shares_mask[query_blocks]
-        ):
+        for chosen, is_shared in _group_by_offset(query_blocks % grid.rows, masked_blocks, shares_mask[query_blocks]):
             examined = chosen[:1] if is_shared else chosen
-            group_mask = _make_masks(
-                mask, table, query_blocks[examined], masked_blocks[examined], grid, device
-            )
+            group_mask = _make_masks(mask, table, query_blocks[examined], masked_blocks[examined], grid, device)
             groups.append(
                 BlockGroup(
                     move_to_device(query_blocks[chosen], device),
@@ -122,9 +116,7 @@ def _shares_mask(mask: AttentionMask, table: Tensor, grid: BlockGrid) -> Tensor:
     return q_BQ.flatten() & ~(table & is_excluded[:, None]).flatten(1).any(1)
 
 
-def _group_by_offset(
-    query_blocks: Tensor, key_blocks: Tensor, shares_mask: Tensor
-) -> Iterator[tuple[Tensor, bool]]:
+def _group_by_offset(query_blocks: Tensor, key_blocks: Tensor, shares_mask: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """Yield the indices of each group of query blocks, and whether they share one mask.
 
     query_blocks: [R], indices in their rows. key_blocks: [R, n, P]. shares_mask: boolean [R].
@@ -203,9 +195,7 @@ def make_bands(
         if shape not in edge_masks:
             edge_masks[shape] = () if causal else _make_edge_masks(limits, *shape, device)
         for first, step, count in _iter_progressions(sorted(firsts), queries):
-            result.append(
-                Band(row, first, first + offset, queries, keys, count, step, edge_masks[shape], causal)
-            )
+            result.append(Band(row, first, first + offset, queries, keys, count, step, edge_masks[shape], causal))
     return result + [band for document in documents for band in _iter_global_bands(limits, *document, device)]
 
 
@@ -264,9 +254,7 @@ def _iter_global_bands(
         if to_global.any():
             yield Band(row, begin, first, length, count, partial_columns=((0, to_global),), accumulates=True)
         if from_global.any():
-            yield Band(
-                row, first, begin, count, length, partial_columns=((0, from_global),), accumulates=True
-            )
+            yield Band(row, first, begin, count, length, partial_columns=((0, from_global),), accumulates=True)
 
 
 def _iter_runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -56,9 +56,7 @@ def block_sparse_attention(
     # Contiguous, so that blocks of keys are gathered from views and not from a copy for each chunk.
     q, k, v = (pad_to_blocks(x, size) for x in (q_BNTH, k_BKSH, v_BKSV))
     rng_keys = None if rng_keys_BNT is None else F.pad(rng_keys_BNT, (0, -rng_keys_BNT.shape[2] % size))
-    plan = BlockAttentionPlan.build(
-        visits, size, q.shape[-1], options, zero_distance=queries - 1, is_banded=is_banded
-    )
+    plan = BlockAttentionPlan.build(visits, size, q.shape[-1], options, zero_distance=queries - 1, is_banded=is_banded)
     result: Tensor = _BlockSparse.apply(q, k, v, bias, rng_keys, sinks_N, plan)
     return result if result.shape[2] == queries else result[:, :, :queries]
 
@@ -250,9 +248,7 @@ def _iter_chunks(plan: BlockAttentionPlan, q: Tensor, k: Tensor, bias: Tensor | 
             )
             chunk = Chunk(blocks, key_blocks, heads, size, score_bias, table, distances)
             relative_bias = bias.to(q.dtype)[_index_bias(chunk, N)].unflatten(1, (heads, -1)).flatten(2, 3)
-            yield replace(
-                chunk, score_bias=relative_bias if score_bias is None else relative_bias + score_bias
-            )
+            yield replace(chunk, score_bias=relative_bias if score_bias is None else relative_bias + score_bias)
 
 
 def _index_bias(chunk: Chunk, n_heads: int) -> tuple[Tensor, Tensor]:

@@ -46,9 +46,7 @@ def flex(
 
     lengths = q_BNTH.shape[2], k_BKSH.shape[2]
     visits = mask.cached(("block mask", SIZE), lambda: block_mask(mask, *lengths))
-    run: Any = (
-        flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compile_flex_attention()
-    )
+    run: Any = flex_attention if torch.compiler.is_compiling() or not q_BNTH.is_cuda else _compile_flex_attention()
     arguments = {
         "block_mask": visits,
         "scale": options.scale,
@@ -83,9 +81,7 @@ def block_mask(mask: AttentionMask, queries: int, keys: int) -> "BlockMask":
 
     table_BnQJ, full_BnQJ = mask.block_mask(SIZE), mask.full_block_mask(SIZE)
     if keys % SIZE:
-        full_BnQJ = full_BnQJ & (
-            torch.arange(full_BnQJ.shape[-1], device=full_BnQJ.device) < full_BnQJ.shape[-1] - 1
-        )
+        full_BnQJ = full_BnQJ & (torch.arange(full_BnQJ.shape[-1], device=full_BnQJ.device) < full_BnQJ.shape[-1] - 1)
     full_BnQJ = full_BnQJ & table_BnQJ
     partial = table_BnQJ & ~full_BnQJ
 
@@ -123,14 +119,10 @@ def _add_bias(bias_NL: Tensor, total: int, score_mod: Callable[..., Tensor] | No
     return add
 
 
-def _drop_scores(
-    keys_BNT: Tensor, threshold: int, score_mod: Callable[..., Tensor] | None
-) -> Callable[..., Tensor]:
+def _drop_scores(keys_BNT: Tensor, threshold: int, score_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     def drop(score: Tensor, b: Tensor, n: Tensor, q: Tensor, k: Tensor) -> Tensor:
         score = score if score_mod is None else score_mod(score, b, n, q, k)
-        return torch.where(
-            draw_keep_mask_at(keys_BNT[b, n, q], k.to(torch.int64), threshold), score, -torch.inf
-        )
+        return torch.where(draw_keep_mask_at(keys_BNT[b, n, q], k.to(torch.int64), threshold), score, -torch.inf)
 
     return drop
 

@@ -110,9 +110,7 @@ def _supports_any(request: AttentionRequest) -> bool:
 
 def _supports_by_document(request: AttentionRequest) -> bool:
     """Not compiled, since the documents depend on the batch."""
-    has_score_changes = (
-        request.softcap or request.sinks or request.has_dense_bias or request.has_relative_bias
-    )
+    has_score_changes = request.softcap or request.sinks or request.has_dense_bias or request.has_relative_bias
     return request.device == "cpu" and request.has_dropout and not (has_score_changes or request.compiled)
 
 

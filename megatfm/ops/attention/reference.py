@@ -88,9 +88,7 @@ def compute_probabilities(
     return probabilities_BNTS if rng_keys_BNT is None else dropout(probabilities_BNTS, rate, rng_keys_BNT)
 
 
-def zero_blind_queries(
-    heads_BNTV: Tensor, mask_B1TS: Tensor | None, mask: AttentionMask = FULL_MASK
-) -> Tensor:
+def zero_blind_queries(heads_BNTV: Tensor, mask_B1TS: Tensor | None, mask: AttentionMask = FULL_MASK) -> Tensor:
     """Set the output of queries that see no key to 0, which also stops their gradients.
 
     mask: the one that `mask_B1TS` belongs to; layers with the same mask share which queries these are.

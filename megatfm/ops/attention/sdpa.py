@@ -44,11 +44,7 @@ def sdpa_attention(
         mask_tensor = _mask_bias(expand_bias(bias.to(q_BNTH.dtype), k_BKSH.shape[2]), mask_tensor, causal)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
     allowed = choose_backends(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None)
-    if (
-        allowed
-        and groups > 1
-        and not _supports_flash(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None)
-    ):
+    if allowed and groups > 1 and not _supports_flash(q_BNTH, v_BKSV.shape[-1], masked=mask_tensor is not None):
         # Only FlashAttention supports key heads shared by query heads; torch would choose no other kernel.
         k_BKSH, v_BKSV = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSV))
     width, v_width = q_BNTH.shape[-1], v_BKSV.shape[-1]

@@ -124,9 +124,7 @@ def attend_backward(
 ) -> Gradients:
     """Return the gradients of q, k and v, and of the bias if it learns. out, lse: over all keys."""
     if supports_flash(q, v, keep, plan) and not learns:
-        dq, dk, dv = flash_on_cpu_backward(
-            g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=plan.scale
-        )
+        dq, dk, dv = flash_on_cpu_backward(g, q, k, v, out, lse[..., 0], 0.0, causal, attn_mask=bias, scale=plan.scale)
         return dq, dk, dv, None
     scores, slope = _compute_scores(q, k, bias, plan)
     probabilities = scores.to(lse.dtype).sub_(lse).exp_()
@@ -234,9 +232,7 @@ def compute_tile(
         keys, values = (view_tiles(x, start, band.keys, count, band.step) for x in (k, v))
         if band.causal:
             keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (keys, values))
-        results = tile_forward(
-            _select_queries(q, first, count, band), keys, values, added, None, plan, band.causal
-        )
+        results = tile_forward(_select_queries(q, first, count, band), keys, values, added, None, plan, band.causal)
         targets = [view_tiles(x, first, band.queries, count, band.step) for x in (out, lse)]
         outputs = [_ungroup_heads(x, q.shape[1], band) for x in results]
         if band.accumulates:

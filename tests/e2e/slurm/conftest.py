@@ -38,9 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def new_project(
-    cluster: Cluster, corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Project]:
+def new_project(cluster: Cluster, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Project]:
     """`new_project(name)`: a project in a folder of its own."""
 
     def make(name: str) -> Project:

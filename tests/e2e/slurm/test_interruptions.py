@@ -97,17 +97,11 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
     slow = project.plant_fault("slow", "0.5")
     job = project.launch()
     job.until_step(7)
-    assert re.search(
-        rf"^state +RUNNING: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE
-    )
-    assert f"job {job.number} is of this run, and runs" in project.megatfm(
-        "launch", *again_words(project), code=2
-    )
+    assert re.search(rf"^state +RUNNING: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE)
+    assert f"job {job.number} is of this run, and runs" in project.megatfm("launch", *again_words(project), code=2)
     project.cluster.slurm("scancel", job.number)
     job.finish("CANCELLED", timeout=60)
-    assert re.search(
-        rf"^state +CANCELLED: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE
-    )
+    assert re.search(rf"^state +CANCELLED: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE)
     slow.unlink()
     again = project.launch()
     again.finish()
@@ -123,9 +117,7 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
 def test_a_job_that_waits_is_seen_and_cancelled(project):
     (project.folder / "site.toml").write_text('sbatch = ["--begin=now+1hour"]\n')
     job = project.launch("--site", "site.toml")
-    assert re.search(
-        rf"^state +PENDING.*: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE
-    )
+    assert re.search(rf"^state +PENDING.*: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE)
     assert project.megatfm("cancel", job.number) == f"cancelled job {job.number}\n"
     job.finish("CANCELLED")
     assert "none of its jobs is in the queue" in project.megatfm("cancel", job.run_dir, code=2)
@@ -136,9 +128,7 @@ def test_of_two_jobs_of_one_run_the_second_is_refused(alone, project):
     slow = project.plant_fault("slow", "3")  # the second may have to wait for nodes
     first = project.launch()
     first.until_step(2)
-    assert f"job {first.number} is of this run, and runs" in project.megatfm(
-        "launch", *again_words(project), code=2
-    )
+    assert f"job {first.number} is of this run, and runs" in project.megatfm("launch", *again_words(project), code=2)
     script = project.run_dir / "slurm" / "pretrain.sbatch"
     output = run("sbatch", "--parsable", script, cwd=project.folder, env=project.environment)
     second = project.cluster.job(output.strip(), project.run_dir)  # past us
@@ -199,9 +189,7 @@ def test_without_a_spare_the_run_goes_on_with_fewer(project, uninterrupted):
         assert {*job.nodes, node} == {"n7", "n8"}
         uninterrupted.finish()
         assert [line["step"] for line in training_curve(job.run_dir)] == list(range(1, STEPS + 1))
-        for one, other in zip(
-            training_curve(job.run_dir), training_curve(uninterrupted.run_dir), strict=True
-        ):
+        for one, other in zip(training_curve(job.run_dir), training_curve(uninterrupted.run_dir), strict=True):
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 

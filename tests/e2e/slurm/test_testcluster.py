@@ -74,9 +74,7 @@ def test_up_and_down_leave_no_trace():
 
 @pytest.mark.parametrize("seconds", [0.6, *(pytest.param(at, marks=pytest.mark.slow) for at in (0.2, 1.0))])
 def test_what_a_killed_up_leaves_is_cleaned(seconds):
-    process = subprocess.Popen(
-        [TESTCLUSTER / "up", *map(str, SMALL)], env=ENVIRONMENT, stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen([TESTCLUSTER / "up", *map(str, SMALL)], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     time.sleep(seconds)
     process.kill()
     process.wait()
@@ -86,9 +84,7 @@ def test_what_a_killed_up_leaves_is_cleaned(seconds):
 
 
 def test_an_interrupted_up_takes_itself_down():
-    process = subprocess.Popen(
-        [TESTCLUSTER / "up", *map(str, SMALL)], env=ENVIRONMENT, stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen([TESTCLUSTER / "up", *map(str, SMALL)], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     wait_for((FOLDER / "run" / "n1").exists, 10)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 1
@@ -115,9 +111,7 @@ def test_only_its_own_processes_are_ended():
     command("up", *SMALL)
     bystander = subprocess.Popen(["sleep", "300"])
     node = int((FOLDER / "run" / "n1").read_text())
-    (FOLDER / "run" / "n1").write_text(
-        f"{bystander.pid}\n"
-    )  # as if the pid had been given to another process
+    (FOLDER / "run" / "n1").write_text(f"{bystander.pid}\n")  # as if the pid had been given to another process
     command("down")
     assert bystander.poll() is None
     bystander.kill()
@@ -154,9 +148,7 @@ def test_who_is_not_root_is_told(program, programs):
     (programs / "id").write_text("#!/bin/sh\necho 1000\n")
     (programs / "id").chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
-    assert refusal(*program.split(), PATH=path).startswith(
-        f"run this as root, for example: sudo {TESTCLUSTER}"
-    )
+    assert refusal(*program.split(), PATH=path).startswith(f"run this as root, for example: sudo {TESTCLUSTER}")
 
 
 def test_missing_packages_are_named(programs):

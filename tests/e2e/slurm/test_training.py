@@ -32,9 +32,7 @@ def test_two_nodes_match_a_single_process(uninterrupted, alone):
 def test_a_job_evaluates_as_one_process_does(uninterrupted, project):
     uninterrupted.finish()
     file = uninterrupted.run_dir / "evaluation.json"
-    (job,) = project.submit(
-        uninterrupted.run_dir, "--evaluate", "--trust-plugins", "--nodes", 2, "--nproc", 1
-    )
+    (job,) = project.submit(uninterrupted.run_dir, "--evaluate", "--trust-plugins", "--nodes", 2, "--nproc", 1)
     job.finish()
     of_job = json.loads(file.read_text())
     file.unlink()
@@ -165,9 +163,7 @@ def test_a_node_that_fails_twice_is_excluded(project):
         pytest.skip("needs network namespaces: without them all nodes have one host name")
     cluster.until_idle()
     (project.folder / "site.toml").write_text('exclude = "n[4-8]"\n')
-    project.plant_fault(
-        "crash", "n2"
-    )  # SLURM takes idle nodes in their order: n1 and n2, until n2 is excluded
+    project.plant_fault("crash", "n2")  # SLURM takes idle nodes in their order: n1 and n2, until n2 is excluded
     job = project.launch("--site", "site.toml", nodes=2)
     record = job.finish(timeout=400)
     assert record["Restarts"] == "2"

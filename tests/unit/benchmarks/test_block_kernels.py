@@ -46,15 +46,11 @@ ADDITION = re.compile(r"triton_poi_fused_(_unsafe_view_)?add(_view)?_\d+")
 @pytest.mark.parametrize("case", BUDGETS)
 def test_what_stands_side_by_side_is_one_kernel(case: str) -> None:
     module = script("fusion")
-    forward, backward = (
-        [kernel.name for kernel in written] for written in module.list_kernels(module.load_case(case))
-    )
+    forward, backward = ([kernel.name for kernel in written] for written in module.list_kernels(module.load_case(case)))
     assert len(forward) <= BUDGETS[case][0], forward
     assert len(backward) <= BUDGETS[case][1], backward
     norms = [name for name in forward if NORM.search(name)]
     assert len(norms) == 2, "the second with the residual that it is of"
     assert "add" in norms[1]
     assert len([name for name in forward if ACTIVATION.search(name)]) == 1
-    assert len([name for name in forward if ADDITION.fullmatch(name)]) == 1, (
-        "the residual that a block ends with"
-    )
+    assert len([name for name in forward if ADDITION.fullmatch(name)]) == 1, "the residual that a block ends with"

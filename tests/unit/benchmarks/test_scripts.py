@@ -103,14 +103,10 @@ def test_attention_calls_add_to_the_result_of_the_day(tmp_path: Path) -> None:
 def test_layout_costs_are_written_as_a_dated_result(tmp_path: Path) -> None:
     """In a process of its own: it needs a process group that isn't one."""
     small = ["--widths", "64", "--layers", "2", "--tokens", "8", "--rounds", "1", "--times", "1"]
-    script = ForkedCommand(
-        [*small, "--out", tmp_path], tmp_path / "said", ROOT, program="benchmarks/parallel.py"
-    )
+    script = ForkedCommand([*small, "--out", tmp_path], tmp_path / "said", ROOT, program="benchmarks/parallel.py")
     assert script.wait(120) == 0, script.output
     (result,) = tmp_path.glob("*-parallel.md")
-    rows = [
-        line.split("|") for line in result.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
-    ]
+    rows = [line.split("|") for line in result.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     calls = {row[1].strip(): int(row[9]) for row in rows[1:]}
     # A block gathers and scatters twice each way; without sequence parallelism it sums twice each way.
     assert calls["tp2"] == 2 * 8
@@ -118,8 +114,7 @@ def test_layout_costs_are_written_as_a_dated_result(tmp_path: Path) -> None:
     # Two gathers and a reduction; stage 2 gathers once; stage 1 reduces all at once.
     assert (calls["zero3"], calls["zero2"], calls["zero1"]) == (2 * 3, 2 * 2, 1)
     ratio, with_calls, moved, held, state = (
-        {row[1].strip(): float(row[column].strip().strip("*")) for row in rows[1:]}
-        for column in (5, 6, 7, 11, 12)
+        {row[1].strip(): float(row[column].strip().strip("*")) for row in rows[1:]} for column in (5, 6, 7, 11, 12)
     )
     assert all(ratio[layout] <= with_calls[layout] for layout in ratio)
     # A quarter of the state are gradients: stage 1 reads and writes them once, the others weights, too.
@@ -197,9 +192,7 @@ def test_the_ratio_is_the_median_within_rounds_and_not_that_of_medians(common: A
 
 def test_every_item_has_its_turn_in_every_round(common: Any) -> None:
     items = "abcde"
-    assert (
-        "".join(common.alternate_order(items, 1)) == items == "".join(common.alternate_order(items, 2)[::-1])
-    )
+    assert "".join(common.alternate_order(items, 1)) == items == "".join(common.alternate_order(items, 2)[::-1])
     orders = {"".join(common.shuffle_order(items, number)) for number in range(20)}
     assert len(orders) > 10
     assert all(sorted(order) == list(items) for order in orders)

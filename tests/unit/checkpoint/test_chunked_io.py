@@ -92,9 +92,7 @@ def test_what_is_skipped_is_hashed(tmp_path: Path, reads: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 512, 4096])
-def test_reads_that_give_less_than_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
-) -> None:
+def test_reads_that_give_less_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     content, real = write_random(tmp_path / "file", SIZES[-1]), os.preadv
 
     def short(fd: int, buffers: Any, offset: int) -> int:
@@ -237,9 +235,7 @@ def read_alike_and_apart(folder: Path) -> list[list[str]]:
     return actual
 
 
-def test_what_several_ranks_of_a_machine_read_comes_through_the_page_cache(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_what_several_ranks_of_a_machine_read_comes_through_the_page_cache(workers: Workers, tmp_path: Path) -> None:
     first, second = (f"rank-0000{rank}-000.safetensors" for rank in range(2))
     assert workers.run(read_alike_and_apart, 2, tmp_path) == [
         [[first], [], [first, second]],
@@ -277,9 +273,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return actual
 
 
-def test_whole_blocks_are_written_right_out_of_the_copy(
-    tmp_path: Path, written: list[tuple[int, int]]
-) -> None:
+def test_whole_blocks_are_written_right_out_of_the_copy(tmp_path: Path, written: list[tuple[int, int]]) -> None:
     """And only what is small or no whole blocks goes through the buffer; the library reads it all."""
     tensors = {
         "a": torch.arange(5.0),
@@ -294,10 +288,7 @@ def test_whole_blocks_are_written_right_out_of_the_copy(
         saver.wait_for_save()
         start, size = saver._staging._buffer.data_ptr(), len(saver._staging._buffer)
     assert start % chunked_io.BLOCK_BYTES == 0
-    assert all(
-        address % chunked_io.BLOCK_BYTES == length % chunked_io.BLOCK_BYTES == 0
-        for address, length in written
-    )
+    assert all(address % chunked_io.BLOCK_BYTES == length % chunked_io.BLOCK_BYTES == 0 for address, length in written)
     straight = sum(length for address, length in written if start <= address < start + size)
     assert straight == tensors["large"].nbytes + tensors["other"].nbytes
     path = tmp_path / "step-00000001"

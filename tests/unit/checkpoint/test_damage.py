@@ -274,9 +274,7 @@ def check_refusal(path: Path, reason: str) -> None:
         (nest, "metadata.json"),
     ],
 )
-def test_forged_metadata_is_refused(
-    path: Path, change: Callable[[dict[str, Any]], object], reason: str
-) -> None:
+def test_forged_metadata_is_refused(path: Path, change: Callable[[dict[str, Any]], object], reason: str) -> None:
     forge(path, change)
     check_refusal(path, reason)
 

@@ -187,9 +187,7 @@ def test_nothing_gets_its_name_before_it_is_on_the_disk(tmp_path: Path) -> None:
         assert operations[0] == "open"
         assert "write" in operations
         assert operations[-1] == "fsync"
-    created = max(
-        n for n, (name, where) in enumerate(before) if name == "open" and where.startswith(f"{partial}/")
-    )
+    created = max(n for n, (name, where) in enumerate(before) if name == "open" and where.startswith(f"{partial}/"))
     assert ("fsync", partial) in before[created:]
     assert ("fsync", str(tmp_path / "run" / "checkpoints")) in after
     assert {("fsync", str(tmp_path)), ("fsync", str(tmp_path / "run"))} <= set(before)
@@ -260,15 +258,11 @@ def cut_everywhere(folder: Path, operations: list[Operation], scratch: Path) -> 
 
 
 @pytest.mark.parametrize(("world", "direct"), [(1, False), (2, False), (2, True)])
-def test_a_power_cut_leaves_the_old_or_the_new_one(
-    workers: Workers, tmp_path: Path, world: int, direct: bool
-) -> None:
+def test_a_power_cut_leaves_the_old_or_the_new_one(workers: Workers, tmp_path: Path, world: int, direct: bool) -> None:
     folder = tmp_path / "checkpoints"
     workers.run(saved, world, folder, 1)
     before = shutil.copytree(folder, tmp_path / "before")
-    operations = [
-        operation for rank in workers.run(recorded_save, world, folder, direct) for operation in rank
-    ]
+    operations = [operation for rank in workers.run(recorded_save, world, folder, direct) for operation in rank]
     assert [path.name for path in folder.iterdir()] == ["step-00000002"]
     shutil.rmtree(folder)
     before.rename(folder)

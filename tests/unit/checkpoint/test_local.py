@@ -81,9 +81,7 @@ def go_on(folder: Path, per_node: int = 1) -> int | None:
 
 
 @pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 2)])
-def test_a_lost_node_is_made_up_for_by_the_next(
-    workers: Workers, tmp_path: Path, world: int, per_node: int
-) -> None:
+def test_a_lost_node_is_made_up_for_by_the_next(workers: Workers, tmp_path: Path, world: int, per_node: int) -> None:
     workers.run(save_steps, world, tmp_path, [1, 2, 3], per_node)
     nodes = world // per_node
     for node in range(nodes):
@@ -203,9 +201,7 @@ def send(folder: Path, fault: str) -> str:
         ("in the way", "not sent: rank 1 on HOST: cannot write FOLDER/to/b: File exists"),
     ],
 )  # fmt: skip
-def test_a_file_comes_whole_or_all_say_why(
-    workers: Workers, tmp_path: Path, fault: str, message: str
-) -> None:
+def test_a_file_comes_whole_or_all_say_why(workers: Workers, tmp_path: Path, fault: str, message: str) -> None:
     first, second = workers.run(send, 2, tmp_path, fault)
     assert first == second
     assert first.removesuffix(" (also failed: rank 1)") == message.replace("HOST", HOST).replace(

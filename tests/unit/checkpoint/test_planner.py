@@ -21,9 +21,7 @@ Piece = tuple[tuple[int, ...], tuple[int, ...]]
 
 def fills(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
     """Whether every cell is in exactly one piece and no piece leaves the tensor, by looking at each cell."""
-    inside = all(
-        o + s <= n for offsets, sizes in pieces for o, s, n in zip(offsets, sizes, shape, strict=True)
-    )
+    inside = all(o + s <= n for offsets, sizes in pieces for o, s, n in zip(offsets, sizes, shape, strict=True))
     held = [
         cell
         for offsets, sizes in pieces
@@ -103,10 +101,7 @@ def test_shares_are_complete_and_near_the_best(tensors: list[tuple[int, set[int]
     assert sorted(name for name, _ in written) == sorted(names)
     assert all(rank in names[name][1] for name, rank in written)
     best = min(
-        max(
-            sum(size for (size, _), chosen in zip(tensors, choice, strict=True) if chosen == rank)
-            for rank in range(3)
-        )
+        max(sum(size for (size, _), chosen in zip(tensors, choice, strict=True) if chosen == rank) for rank in range(3))
         for choice in itertools.product(*(sorted(ranks) for _, ranks in tensors))
     )
     # List scheduling: nobody ends later than the best by more than one piece (R. L. Graham, 1966, Theorem 1),
@@ -131,9 +126,7 @@ def test_what_one_rank_has_alone_counts_against_it() -> None:
 
 def test_a_box_inside_a_larger_tensor_weighs_what_it_holds() -> None:
     """torch's own deduplication would weigh both with the whole tensor of 8000."""
-    halves = [
-        {"w": ShardedTensor(torch.zeros(size), (8000,), (at,))} for at, size in ((0, 7000), (7000, 1000))
-    ]
+    halves = [{"w": ShardedTensor(torch.zeros(size), (8000,), (at,))} for at, size in ((0, 7000), (7000, 1000))]
     both = {f"layer.{i}": ShardedTensor.from_tensor(torch.zeros(1000)) for i in range(6)}
     assert loads(planned([{**half, **both} for half in halves]), 2) == [7000, 7000]
 
@@ -164,11 +157,7 @@ def test_each_piece_is_written_once_by_one_that_holds_it(by_rank: list[dict[str,
             for region in shard.pieces():
                 holders[name, region].add(rank)
     groups = planned(by_rank)
-    written = [
-        (item.name, item.region, rank)
-        for rank in range(len(by_rank))
-        for item in WritePlan(groups, rank).items
-    ]
+    written = [(item.name, item.region, rank) for rank in range(len(by_rank)) for item in WritePlan(groups, rank).items]
     assert sorted((name, region) for name, region, _ in written) == sorted(holders)
     assert all(rank in holders[name, region] for name, region, rank in written)
     assert all(list(group.names) == sorted(group.names) for group in groups)
@@ -187,25 +176,17 @@ def layers(ranks: int, n_layers: int) -> list[dict[str, ShardedTensor]]:
 
 
 def test_a_plan_grows_with_names_and_with_ranks_but_not_with_both() -> None:
-    few, more_layers, more_ranks = (
-        planned(layers(ranks, n_layers)) for ranks, n_layers in ((8, 4), (8, 64), (64, 4))
-    )
+    few, more_layers, more_ranks = (planned(layers(ranks, n_layers)) for ranks, n_layers in ((8, 4), (8, 64), (64, 4)))
     assert [len(groups) for groups in (few, more_layers, more_ranks)] == [2, 2, 2]
-    runs = [
-        sum(len(piece.writers) for group in groups for piece in group.pieces) for groups in (few, more_layers)
-    ]
+    runs = [sum(len(piece.writers) for group in groups for piece in group.pieces) for groups in (few, more_layers)]
     assert runs == [2 * 8, 2 * 8]
     assert sum(len(piece.writers) for group in more_ranks for piece in group.pieces) == 2 * 64
     assert sum(len(group.names) for group in more_layers) == 2 * 64
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.integers(0, 60), min_size=1, max_size=5), st.integers(0, 30), st.sampled_from([0, 1, 3, 7])
-)
-def test_units_are_shared_out_as_one_by_one_to_the_emptiest(
-    loads_before: list[int], units: int, size: int
-) -> None:
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=5), st.integers(0, 30), st.sampled_from([0, 1, 3, 7]))
+def test_units_are_shared_out_as_one_by_one_to_the_emptiest(loads_before: list[int], units: int, size: int) -> None:
     expected = list(loads_before)
     for _ in range(units):
         expected[expected.index(min(expected))] += size

@@ -57,9 +57,7 @@ def cut(tensor: Tensor, parts: dict[int, tuple[int, int]]) -> ShardedTensor:
     return ShardedTensor(block.clone(), tuple(tensor.shape), tuple(offsets))
 
 
-def arrange(
-    layout: str, tensors: dict[str, Tensor], rank: int, world: int
-) -> dict[str, ShardedTensor | Tensor]:
+def arrange(layout: str, tensors: dict[str, Tensor], rank: int, world: int) -> dict[str, ShardedTensor | Tensor]:
     """A rank's tensors: rows as FSDP, columns as TP, a grid as TP × FSDP, stages as a pipeline cuts."""
     if layout == "replicated":
         return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -120,9 +118,7 @@ def test_ranks_that_share_no_name_or_few(workers: Workers, tmp_path: Path, world
 
 
 @pytest.mark.parametrize("saved", ["columns", "stages"])
-def test_what_earlier_versions_saved_loads_under_any_layout(
-    workers: Workers, tmp_path: Path, saved: str
-) -> None:
+def test_what_earlier_versions_saved_loads_under_any_layout(workers: Workers, tmp_path: Path, saved: str) -> None:
     path = workers.run(save_as, 4, tmp_path, saved)[0]
     write_schema_1(path)
     check_all_bytes(path)
@@ -158,9 +154,7 @@ def test_replicas_are_written_once_and_by_turns(workers: Workers, tmp_path: Path
 
 def test_the_layout_decides_the_bytes_and_nothing_else_does(workers: Workers, tmp_path: Path) -> None:
     first, second = (workers.run(save_as, 4, tmp_path / name, "grid")[0] for name in "ab")
-    assert {f.name: f.read_bytes() for f in first.iterdir()} == {
-        f.name: f.read_bytes() for f in second.iterdir()
-    }
+    assert {f.name: f.read_bytes() for f in first.iterdir()} == {f.name: f.read_bytes() for f in second.iterdir()}
     assert workers.run(save_as, 4, tmp_path / "a", "grid")[0] == first
 
 
@@ -186,9 +180,7 @@ def save_wrongly(folder: Path, fault: str) -> str:
     state: dict[str, object] = {"bad": (1,)} if fault == "state" and rank == 1 else {}
     if fault == "dtensor" and rank == 1:
         mesh = dist.device_mesh.DeviceMesh("cpu", [rank], _init_backend=False)
-        tensors = {
-            "w": dist.tensor.DTensor.from_local(tensor, mesh, [dist.tensor.Replicate()], run_check=False)
-        }
+        tensors = {"w": dist.tensor.DTensor.from_local(tensor, mesh, [dist.tensor.Replicate()], run_check=False)}
     try:
         save(folder, 2, tensors, state)  # type: ignore[arg-type]
     except MegatfmError as error:
@@ -241,6 +233,5 @@ def test_one_rank_s_damaged_file_stops_all(workers: Workers, tmp_path: Path) -> 
     first, second = workers.run(load_damaged, 2, path)
     assert first == second
     assert (
-        first
-        == f"checkpoint {path} not loaded: rank 1 on {HOST}: {file} is damaged: its content doesn't have its hash"
+        first == f"checkpoint {path} not loaded: rank 1 on {HOST}: {file} is damaged: its content doesn't have its hash"
     )

@@ -86,9 +86,7 @@ def change_after_save(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_changes_after_the_save_returned_is_not_in_it(
-    workers: Workers, tmp_path: Path, world: int
-) -> None:
+def test_what_changes_after_the_save_returned_is_not_in_it(workers: Workers, tmp_path: Path, world: int) -> None:
     workers.run(change_after_save, world, tmp_path)
     path = tmp_path / "step-00000001"
     check_all_bytes(path)
@@ -152,9 +150,7 @@ def test_who_waits_for_the_copy_helps_with_it(tmp_path: Path, copied: list[str])
     assert all(bool((tensor == 1).all()) for tensor in read_tensors(tmp_path / "step-00000001").values())
 
 
-def test_who_helps_and_is_interrupted_leaves_nothing_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_helps_and_is_interrupted_leaves_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, interrupted = staging._copy, threading.Event()
 
     def interrupt(*part: Any) -> None:
@@ -228,9 +224,7 @@ def full_disk(folder: Path, rank: int, mode: Any) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_failure_in_the_background_is_raised_on_all_ranks(
-    workers: Workers, tmp_path: Path, mode: str
-) -> None:
+def test_a_failure_in_the_background_is_raised_on_all_ranks(workers: Workers, tmp_path: Path, mode: str) -> None:
     (output, saved), (other, _) = workers.run(full_disk, 2, tmp_path, 1, mode)
     assert output == other
     named = r"rank 1 on \S+: cannot write .*/rank-00001-000\.safetensors: No space left on device"
@@ -314,9 +308,7 @@ def flips(genuine: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
-def test_a_disk_that_garbles_is_found_by_reading_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_garbles_is_found_by_reading_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Saver(tmp_path, verify_after_write=True, keep=1) as saving:
         saving.save(1, tensors(1), {})
         assert saving.wait_for_save() == saving.verified
@@ -368,6 +360,4 @@ def test_an_error_in_listing_old_checkpoints_does_not_undo_the_new_one(
     with Saver(tmp_path, keep=1) as saver_of_one:
         saver_of_one.save(3, tensors(3), {})
     assert steps(tmp_path) == [3]
-    assert caplog.messages == [
-        "old checkpoints could not be removed: can't list checkpoints: Input/output error"
-    ]
+    assert caplog.messages == ["old checkpoints could not be removed: can't list checkpoints: Input/output error"]

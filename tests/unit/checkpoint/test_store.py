@@ -33,9 +33,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal down to the sign of zero and the payload of NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
 def sample() -> dict[str, Tensor]:

@@ -110,9 +110,7 @@ def on_a_gpu(saver: Saver, names: set[int]) -> Iterator[Cuda]:
         yield cuda
 
 
-def test_an_update_waits_for_the_copy_and_the_host_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_waits_for_the_copy_and_the_host_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moved, turned, local = torch.zeros(4, 3), torch.zeros(3, 5).T, torch.zeros(2)
     on_device = {x.untyped_storage().data_ptr() for x in (moved, turned)}
     trains, copies, wrote = threading.Event(), threading.Event(), threading.Event()

@@ -32,9 +32,7 @@ def test_the_allocator_grows_its_segments_unless_something_is_set(name: str) -> 
     assert environment == {name: "max_split_size_mb:512"}
 
 
-def test_the_config_of_a_run_that_is_under_way_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_of_a_run_that_is_under_way_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its restarts read it."""
     config = load_config("quickstart", [f"run_dir={tmp_path}"])
     monkeypatch.setattr(training, "load_training_config", lambda *_: config)
@@ -66,9 +64,7 @@ def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_that_does_not_fit_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        run("gpt2-xl", "--gpus", "4", "--device", "a100-40gb", "train.micro_batch=16", "parallel.zero=0") == 1
-    )
+    assert run("gpt2-xl", "--gpus", "4", "--device", "a100-40gb", "train.micro_batch=16", "parallel.zero=0") == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT: every rank needs" in text
     assert "fits with" in text
@@ -145,9 +141,7 @@ def write_adapter(folder: Path, base: str | None) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_name_the_base_and_the_way_out(
-    folder: Path, command: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_name_the_base_and_the_way_out(folder: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_command(*COMMANDS[command]) == 2
     error = capfd.readouterr().err
     assert HUB in error

@@ -91,9 +91,7 @@ def test_what_it_can_t_carry_is_refused_when_the_config_is_read(overrides: list[
 
 
 def test_its_section_is_for_its_engine_alone() -> None:
-    with pytest.raises(
-        UsageError, match=r"deepspeed\.offload_optimizer is set, but parallel\.engine = 'native'"
-    ):
+    with pytest.raises(UsageError, match=r"deepspeed\.offload_optimizer is set, but parallel\.engine = 'native'"):
         config("deepspeed.offload_optimizer=cpu", engine="native")
     with pytest.raises(
         ValidationError, match=r"deepspeed\.zero_hpz_partition_size is set"
@@ -104,9 +102,7 @@ def test_its_section_is_for_its_engine_alone() -> None:
 def test_config_and_its_deepspeed_section_are_no_circle() -> None:
     """Reading a config imports nothing of what makes or merges JSON."""
     code = "import sys, megatfm.config; print('megatfm.config.deepspeed_json' in sys.modules)"
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert process.stdout == "False\n"
 
 
@@ -114,9 +110,7 @@ def test_a_config_is_read_where_its_json_is_gone(tmp_path: Path) -> None:
     removed = tmp_path / "gone.json"
     stored = config(f"deepspeed.json_file={removed}").model_dump(mode="json")
     read = Config.model_validate(stored)
-    with pytest.raises(
-        UsageError, match=r"deepspeed\.json_file = .*gone\.json' can't be read: .*No such file"
-    ):
+    with pytest.raises(UsageError, match=r"deepspeed\.json_file = .*gone\.json' can't be read: .*No such file"):
         make_deepspeed_json(read, "fp32")
     removed.write_text('{"zero_optimization": {"stage": 2}}')
     with pytest.raises(UsageError, match=r"zero_optimization\.stage = 2, but parallel\.zero = 3"):
@@ -250,9 +244,7 @@ def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_pat
         },
         "compile": {"deepcompile": True},
     }
-    assert [
-        message.partition(" and ")[0] for message in said_of(tmp_path, expected, "train.precision=bf16")
-    ] == [
+    assert [message.partition(" and ")[0] for message in said_of(tmp_path, expected, "train.precision=bf16")] == [
         "pipeline: set parallel.pp",
         "tensor_parallel: set parallel.tp",
         "optimizer.params.adam_w_mode = false, but optimizer.name = 'adamw' decays weights by themselves",

@@ -36,9 +36,7 @@ def test_what_the_file_leaves_out_is_the_preset_s(tmp_path: Path) -> None:
         tmp_path / "mine.toml",
         'extends = "gpt2"\nname = "mine"\n[model.attention]\ndropout = 0.5\n[optimizer]\nbetas = [0.5, 0.6]\n',
     )
-    changed = differences(
-        load_config("gpt2").model_dump(mode="json"), load_config(mine).model_dump(mode="json")
-    )
+    changed = differences(load_config("gpt2").model_dump(mode="json"), load_config(mine).model_dump(mode="json"))
     assert changed == {"name": "mine", "model.attention.dropout": 0.5, "optimizer.betas": [0.5, 0.6]}
 
 
@@ -106,14 +104,10 @@ def test_a_section_below_one_that_gets_another_name_goes_with_it(tmp_path: Path)
     assert dumped["position"].keys() == {"name"}
 
 
-def test_each_file_s_paths_are_relative_to_it(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_file_s_paths_are_relative_to_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (local := tmp_path / "here").mkdir()
     monkeypatch.chdir(local)
-    mine = write(
-        tmp_path / "mine" / "mine.toml", 'extends = "../configs/small.toml"\n[data]\ntokenizer = "t.model"\n'
-    )
+    mine = write(tmp_path / "mine" / "mine.toml", 'extends = "../configs/small.toml"\n[data]\ntokenizer = "t.model"\n')
     config = load_config(mine, ["run_dir=r"])
     assert config.data.train == str(file.parent / "corpus/train")
     assert config.data.tokenizer == str(mine.parent / "t.model")
@@ -172,9 +166,7 @@ def test_a_key_that_can_not_be_taken_out_is_named(tmp_path: Path, text: str, mes
 
 
 def test_a_file_extends_one_that_extends_one(file: Path, tmp_path: Path) -> None:
-    write(
-        file.parent / "b.toml", 'extends = "small.toml"\nname = "b"\n[train]\nsteps = 20\nglobal_batch = 8\n'
-    )
+    write(file.parent / "b.toml", 'extends = "small.toml"\nname = "b"\n[train]\nsteps = 20\nglobal_batch = 8\n')
     mine = write(tmp_path / "c.toml", 'extends = "configs/b.toml"\n[train]\nsteps = 30\n')
     config = load_config(mine, ["train.micro_batch=1"])
     assert config.name == "b"
@@ -196,9 +188,7 @@ def test_a_run_can_be_a_base_and_extends_is_never_stored(tmp_path: Path) -> None
     write(run / "config.toml", stored.replace("min_lr_factor", "final_ratio"))  # of an earlier version
     write(mine, 'extends = "runs/a"\n[train]\nsteps = 721\n')
     config = load_config(mine)
-    assert differences(load_config(run).model_dump(mode="json"), config.model_dump(mode="json")) == {
-        "train.steps": 721
-    }
+    assert differences(load_config(run).model_dump(mode="json"), config.model_dump(mode="json")) == {"train.steps": 721}
 
 
 def test_a_preset_s_vocabulary_goes_with_its_tokenizer(tmp_path: Path) -> None:
@@ -286,9 +276,5 @@ def test_a_preset_takes_two_files_to_read() -> None:
     for name in list_presets():
         values = tomllib.loads(find_config(name)[0].read_text(encoding="utf-8"))
         if "extends" in values:
-            assert "extends" not in tomllib.loads(
-                find_config(values["extends"])[0].read_text(encoding="utf-8")
-            ), name
-        assert "name" in values or "out" in values, (
-            f"{name}: a preset says its own name, or where its corpus goes"
-        )
+            assert "extends" not in tomllib.loads(find_config(values["extends"])[0].read_text(encoding="utf-8")), name
+        assert "name" in values or "out" in values, f"{name}: a preset says its own name, or where its corpus goes"

@@ -200,9 +200,7 @@ def test_no_torch_is_needed() -> None:
         "import sys; from megatfm.config import load_config; import megatfm.config.prep, megatfm.cli; "
         "load_config('quickstart'); print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["False", "False"]
 
 
@@ -271,10 +269,7 @@ def test_values_and_what_was_computed_before_a_key_came() -> None:
         assert migrated["parallel"] == {"cp_method": "ulysses"}
         assert migrated["model"] == {"ffn": {"kind": "one"}, "block": {"a": {"ffn": {"kind": "one"}}}}
         assert migrated["optimizer"] == {"name": name, **more}
-    assert (
-        migrate({"optimizer": {"name": "muon", "dtype": "fp32"}}, (), (), before)["optimizer"]["dtype"]
-        == "fp32"
-    )
+    assert migrate({"optimizer": {"name": "muon", "dtype": "fp32"}}, (), (), before)["optimizer"]["dtype"] == "fp32"
 
 
 @pytest.mark.parametrize("odd", [None, 3, [], {"optimizer": 3}, {"data": {"warmup": [1]}}])
@@ -313,21 +308,16 @@ def has_key(schema: dict[str, Any], path: str) -> bool:
     for part in path.split("."):
         key, _, variant = part.partition("[")
         actual = [
-            node.get("additionalProperties") if key == "*" else node.get("properties", {}).get(key)
-            for node in nodes
+            node.get("additionalProperties") if key == "*" else node.get("properties", {}).get(key) for node in nodes
         ]
         nodes = [option for item in actual if isinstance(item, dict) for option in options(item)]
         if variant:
             names = [node.get("properties", {}).get("name", {}) for node in nodes]
-            nodes = [
-                n for n, name in zip(nodes, names, strict=True) if name.get("const") == variant.rstrip("]")
-            ]
+            nodes = [n for n, name in zip(nodes, names, strict=True) if name.get("const") == variant.rstrip("]")]
     return bool(nodes)
 
 
-def test_stored_keys_are_translated_and_a_user_s_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_keys_are_translated_and_a_user_s_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal has the new name."""
     monkeypatch.setattr(key_migrations, "RENAMED_KEYS", (("optimizer.max_norm", "optimizer.max_grad_norm"),))
     text = to_toml(load_config("quickstart")).replace("\nmax_grad_norm = ", "\nmax_norm = ")

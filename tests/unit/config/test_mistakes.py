@@ -189,9 +189,7 @@ def test_several_mistakes_show_the_first_and_their_number(load: Callable[..., Co
 def test_what_is_required_is_asked_for(file: Path) -> None:
     model = "[model]\nd_model = 8\nn_layers = 1\n[model.attention]\n[model.ffn]\nd_ff = 16\n"
     file.write_text(f'name = "a"\n{model}', encoding="utf-8")
-    with pytest.raises(
-        UsageError, match=r"model\.attention\.n_heads: is required; for example 4 \(and 3 more\)$"
-    ):
+    with pytest.raises(UsageError, match=r"model\.attention\.n_heads: is required; for example 4 \(and 3 more\)$"):
         load_config(file)
 
 
@@ -200,17 +198,13 @@ def test_a_prep_config_is_held_to_its_own_keys(tmp_path: Path) -> None:
     path.write_text('out = "x"\n[read]\n', encoding="utf-8")
     with pytest.raises(UsageError, match=r"read: nothing to read: set read\.folder to a folder"):
         load_section(PrepConfig, path)
-    with pytest.raises(
-        UsageError, match=r"split\.validation = 0\.9: input should be less than or equal to 0\.5"
-    ):
+    with pytest.raises(UsageError, match=r"split\.validation = 0\.9: input should be less than or equal to 0\.5"):
         load_section(PrepConfig, path, ["read.folder=y", "split.validation=0.9"])
 
 
 @pytest.mark.parametrize("override", ["train", "=3", ".steps=3", "train..steps=3", "train.=3", " = 3"])
 def test_an_override_without_key_or_value(load: Callable[..., Config], override: str) -> None:
-    assert mistake(load, override) == (
-        f"override {override!r}: expected key=value, for example train.steps=100"
-    )
+    assert mistake(load, override) == (f"override {override!r}: expected key=value, for example train.steps=100")
 
 
 def test_an_override_below_a_value(load: Callable[..., Config]) -> None:
@@ -229,9 +223,7 @@ def test_a_file_that_is_not_toml(file: Path, content: bytes) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"most like it: t5-small, [^,]+, [^,]+; `megatfm config presets` lists all$"
-    ):
+    with pytest.raises(UsageError, match=r"most like it: t5-small, [^,]+, [^,]+; `megatfm config presets` lists all$"):
         load_config("t5-smal")
     with pytest.raises(UsageError, match=r"none\.toml: no such file$"):
         load_config(tmp_path / "none.toml")
@@ -244,9 +236,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"), [("9" * 5000, "Exceeds the limit (4300 digits)"), ("[" * 5000, "recursion depth")]
 )
-def test_what_toml_itself_can_not_take(
-    load: Callable[..., Config], file: Path, value: str, reason: str
-) -> None:
+def test_what_toml_itself_can_not_take(load: Callable[..., Config], file: Path, value: str, reason: str) -> None:
     assert reason in mistake(load, f"train.steps={value}")
     file.write_text(f"name = {value}\n")
     output = mistake(load)
@@ -261,9 +251,7 @@ def test_a_part_that_reads_a_key_which_its_section_lacks() -> None:
         {"vocab_size": 8, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8}
         | {"attention.pattern": {"name": "dilated", "step": 3}}
     )
-    with pytest.raises(
-        UsageError, match=r"^a section with name = 'dilated' lacks the key 'width', .*: give it width$"
-    ):
+    with pytest.raises(UsageError, match=r"^a section with name = 'dilated' lacks the key 'width', .*: give it width$"):
         build(config)
     with pytest.raises(UsageError, match=r"name = 'dense' lacks the key 'choices', .*: choose another part$"):
         config.ffn.choices  # noqa: B018

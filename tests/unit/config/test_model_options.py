@@ -134,29 +134,21 @@ def test_the_smallest_buckets_of_t5_are_an_order_of_distances(family: str) -> No
 
 
 def test_a_plugin_s_section_passes_through() -> None:
-    config = ModelConfig.from_dotted(
-        SMALL | {"position.name": "mine", "position.theta": 5.0, "attention.name": "ours"}
-    )
+    config = ModelConfig.from_dotted(SMALL | {"position.name": "mine", "position.theta": 5.0, "attention.name": "ours"})
     assert config.position.model_extra == {"theta": 5.0}
     assert config.attention.n_heads == 2
 
 
-@pytest.mark.parametrize(
-    ("part", "near"), [("attention", "gqaa"), ("norm", "rms_nrom"), ("position", "ropes")]
-)
+@pytest.mark.parametrize(("part", "near"), [("attention", "gqaa"), ("norm", "rms_nrom"), ("position", "ropes")])
 def test_an_unknown_name_without_a_plugin(part: str, near: str) -> None:
-    with pytest.raises(
-        UsageError, match=rf"model\.{part}\.name = '{near}': unknown \(did you mean .* plugins$"
-    ):
+    with pytest.raises(UsageError, match=rf"model\.{part}\.name = '{near}': unknown \(did you mean .* plugins$"):
         load_config("quickstart", [f"model.{part}.name={near}"])
 
 
 def test_keys_of_earlier_versions_are_told_where_they_went(tmp_path: Path) -> None:
     """All of them at once, those that hold a part's name and those of MLA's table among them."""
     with pytest.raises(ValidationError) as caught:
-        ModelConfig.model_validate(
-            {**FLAT_MODEL_KEYS, "norm": "rms_norm", "init": "t5", "latent": {"kv_lora_rank": 4}}
-        )
+        ModelConfig.model_validate({**FLAT_MODEL_KEYS, "norm": "rms_norm", "init": "t5", "latent": {"kv_lora_rank": 4}})
     (error,) = caught.value.errors()
     names = {"norm": "norm.name", "init": "init.name", "latent.kv_lora_rank": "attention.kv_lora_rank"}
     for key, place in (FLAT_MODEL_KEYS | names).items():
@@ -164,9 +156,7 @@ def test_keys_of_earlier_versions_are_told_where_they_went(tmp_path: Path) -> No
     known = set(ModelConfig.model_fields)
     assert not known & FLAT_MODEL_KEYS.keys()
     assert {place.partition(".")[0] for place in FLAT_MODEL_KEYS.values()} <= known
-    with pytest.raises(
-        UsageError, match=r"model: keys that have moved into sections: d_ff is model\.ffn\.d_ff now$"
-    ):
+    with pytest.raises(UsageError, match=r"model: keys that have moved into sections: d_ff is model\.ffn\.d_ff now$"):
         load_config("quickstart", ["model.d_ff=64"])
 
 

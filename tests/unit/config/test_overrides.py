@@ -20,9 +20,7 @@ def quickstart(*overrides: str) -> Config:
 def test_a_key_is_taken_out_and_its_default_holds() -> None:
     assert load_config("gpt2-124m").model.position.max_positions == 1024
     assert quickstart("evaluate.every=").evaluate.every == Config.model_fields["evaluate"].default.every
-    assert (
-        quickstart("~evaluate.every", "~checkpoint").checkpoint == Config.model_fields["checkpoint"].default
-    )
+    assert quickstart("~evaluate.every", "~checkpoint").checkpoint == Config.model_fields["checkpoint"].default
     assert quickstart("evaluate.every=", "evaluate.every=3").evaluate.every == 3, "in their order"
     assert quickstart("~log.wandb_project") == quickstart(), "what is not there is out already"
     with pytest.raises(UsageError, match=r"train\.steps: is required"):
@@ -55,9 +53,7 @@ def test_another_name_takes_out_what_only_the_old_one_has() -> None:
          {"name": "yarn", "factor": 32.0, "original_length": 4096, "truncate": False}),
     ],
 )  # fmt: skip
-def test_another_name_deep_in_a_config(
-    preset: str, overrides: list[str], section: str, left: dict[str, Any]
-) -> None:
+def test_another_name_deep_in_a_config(preset: str, overrides: list[str], section: str, left: dict[str, Any]) -> None:
     """The variant that the file names has the options, also where a section is one of several inside another's."""
     model: Any = load_config(preset, overrides).model
     by_python: Any = load_config(preset).model.with_changes(
@@ -93,9 +89,7 @@ def test_a_dotted_change_leaves_its_neighbours() -> None:
     assert [(source.path, source.weight) for source in heavier.values()] == [("/x", 5.0), ("/y", 2.0)]
     heads = load_config("bert-base").model.with_changes({"extra_heads.sentence.classes": 3})
     assert heads.with_changes({"extra_heads.sentence.classes": 4}).extra_heads["sentence"].classes == 4  # type: ignore[union-attr]
-    scaled = load_config("gpt-oss-20b").model.with_changes(
-        {"position.scaling": {"name": "ntk", "factor": 2.0}}
-    )
+    scaled = load_config("gpt-oss-20b").model.with_changes({"position.scaling": {"name": "ntk", "factor": 2.0}})
     assert scaled.position.scaling.name == "ntk"  # type: ignore[union-attr]
     assert scaled.with_changes({"position.scaling": None}).position.scaling is None  # type: ignore[union-attr]
 
@@ -155,9 +149,7 @@ def test_what_a_shell_makes_of_what_is_pasted_is_still_right() -> None:
         "'data.corpus=my corpora/mine'",
     ):
         (word,) = shlex.split(pasted)
-        process = subprocess.run(
-            ["bash", "-c", f"printf %s {pasted}"], capture_output=True, text=True, check=True
-        )
+        process = subprocess.run(["bash", "-c", f"printf %s {pasted}"], capture_output=True, text=True, check=True)
         assert process.stdout == word
         assert quickstart(word) != quickstart()
 
@@ -198,9 +190,7 @@ def test_a_word_stays_in_the_config_and_follows_every_width(tmp_path: Path) -> N
         assert (copy.model.embedding_scale, copy.model.head_scale) == (16.0, 1 / 16)
     numbers = config.model.with_resolved_factors()
     assert (numbers.embedding.scale, numbers.lm_head.scale) == (512**0.5, 512**-0.5)
-    with pytest.raises(
-        UsageError, match=r"model\.embedding\.scale = 'd_model': input should be a valid number"
-    ):
+    with pytest.raises(UsageError, match=r"model\.embedding\.scale = 'd_model': input should be a valid number"):
         load_config("transformer-base", ["model.embedding.scale=d_model"])
     with pytest.raises(UsageError, match=r"model\.embedding\.scale = 0: input should be greater than 0"):
         load_config("transformer-base", ["model.embedding.scale=0"])
@@ -217,10 +207,7 @@ def test_a_key_given_twice_is_refused(capsys: pytest.CaptureFixture[str], words:
 def test_a_command_that_is_none_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["trian", "quickstart"])
-    assert (
-        "COMMAND = 'trian': there is none (did you mean 'train'?); there are: 'prep'"
-        in capsys.readouterr().err
-    )
+    assert "COMMAND = 'trian': there is none (did you mean 'train'?); there are: 'prep'" in capsys.readouterr().err
 
 
 def test_another_tokenizer_brings_its_size(tmp_path: Path) -> None:

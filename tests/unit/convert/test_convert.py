@@ -108,10 +108,7 @@ def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
     """As GPT-2's files are published: without the prefix, and with the masks of attention."""
     reference = hf_gpt2()
     reference.save_pretrained(tmp_path / "theirs")
-    bare = {
-        name.removeprefix("transformer."): tensor
-        for name, tensor in folder_tensors(tmp_path / "theirs").items()
-    }
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in folder_tensors(tmp_path / "theirs").items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(bare, tmp_path / "theirs" / "model.safetensors")
     torch.testing.assert_close(
@@ -238,11 +235,7 @@ def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tm
     reference.save_pretrained(tmp_path)
     count = HF_DECODERS["deepseek-v3"][1]["num_hidden_layers"]
     edit_config(tmp_path, num_nextn_predict_layers=modules)
-    names = [
-        f"model.layers.{count + i}.{part}.weight"
-        for i in range(max(1, modules))
-        for part in ("eh_proj", "enorm")
-    ]
+    names = [f"model.layers.{count + i}.{part}.weight" for i in range(max(1, modules)) for part in ("eh_proj", "enorm")]
     edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.zeros(2) for name in names}))
     if not modules:
         with pytest.raises(MegatfmError, match=rf"{names[0]} is in its files, but is no weight of a"):
@@ -258,9 +251,7 @@ def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tm
         tmp_path,
         lambda tensors: tensors.update({f"model.layers.{count + modules}.enorm.weight": torch.zeros(2)}),
     )
-    with pytest.raises(
-        MegatfmError, match=f"{count + modules}.enorm.weight is in its files, but is no weight"
-    ):
+    with pytest.raises(MegatfmError, match=f"{count + modules}.enorm.weight is in its files, but is no weight"):
         HfFolder(tmp_path)
 
 
@@ -272,9 +263,7 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
     }  # fmt: skip
     values |= {"num_sparse_encoder_layers": 1, "encoder_sparse_step": steps[0]}
     values |= {} if steps[1] is None else {"decoder_sparse_step": steps[1]}
-    reference = transformers.SwitchTransformersForConditionalGeneration(
-        transformers.SwitchTransformersConfig(**values)
-    )
+    reference = transformers.SwitchTransformersForConditionalGeneration(transformers.SwitchTransformersConfig(**values))
     perturb(reference)
     reference.save_pretrained(tmp_path)
     edit_config(
@@ -284,16 +273,12 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
     )
     sparse = {
         side: {
-            int(name.split(".")[2])
-            for name in folder_tensors(tmp_path)
-            if name.startswith(side) and "experts" in name
+            int(name.split(".")[2]) for name in folder_tensors(tmp_path) if name.startswith(side) and "experts" in name
         }
         for side in ("encoder", "decoder")
     }
     if sparse["encoder"] != sparse["decoder"]:
-        with pytest.raises(
-            UsageError, match=r"encoder_sparse_step and decoder_sparse_step.* put experts into other"
-        ):
+        with pytest.raises(UsageError, match=r"encoder_sparse_step and decoder_sparse_step.* put experts into other"):
             HfFolder(tmp_path)
         return
     config = HfFolder(tmp_path).config

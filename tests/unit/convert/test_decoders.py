@@ -51,9 +51,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
             actual = decoder_logits(megatfm.load(tmp_path / path), is_megatfm=True)
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [
-        HF_DECODERS[name][0]
-    ]
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == [HF_DECODERS[name][0]]
     loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
@@ -74,9 +72,7 @@ def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Pa
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "other"), [("qwen3-moe", "num_experts"), ("deepseek-v3", "num_local_experts")]
-)
+@pytest.mark.parametrize(("name", "other"), [("qwen3-moe", "num_experts"), ("deepseek-v3", "num_local_experts")])
 def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_path: Path) -> None:
     """Qwen's published files have `num_experts` alone."""
     hf_decoder(name).save_pretrained(tmp_path)
@@ -193,11 +189,7 @@ def run_of(folder: Path, family: str, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         (folder / name).write_bytes(content)
     tokenizer = tokenizers.load(folder)
-    position = (
-        {"position.name": "t5", "attention.scale": 1.0, "lm_head.scale": 24**-0.5}
-        if family != "decoder"
-        else {}
-    )
+    position = {"position.name": "t5", "attention.scale": 1.0, "lm_head.scale": 24**-0.5} if family != "decoder" else {}
     model = ModelConfig.from_dotted(
         family=family, vocab_size=tokenizer.vocab_size, d_model=24, n_layers=2, **position,
         **{"attention.n_heads": 4, "ffn.d_ff": 40, "ffn.activation": "swiglu" if family == "decoder" else "relu"},
@@ -224,9 +216,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
-def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
-    family: str, kind: str, tmp_path: Path
-) -> None:
+def test_a_run_becomes_a_folder_that_transformers_uses_and_back(family: str, kind: str, tmp_path: Path) -> None:
     """Tokenizer included: the same ids, and the same text generated greedily from the same prompt."""
     run = run_of(tmp_path / "run", family, TOKENIZERS[kind]())
     convert(run, tmp_path / "theirs", "hf")
@@ -234,14 +224,10 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(
     actual = open_text_model(run)
     reference = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     for text in ("import textwrap\n    def x(self):  pass", " Größe, naïve 東京", "a  b\t\n"):
-        assert (
-            reference(text, add_special_tokens=False)["input_ids"] == actual.tokenizer.encode(text).tolist()
-        )
+        assert reference(text, add_special_tokens=False)["input_ids"] == actual.tokenizer.encode(text).tolist()
     roles = ("bos", "eos", "pad")
     assert [written[f"{r}_token_id"] for r in roles] == [getattr(actual.tokenizer, r) for r in roles]
-    assert [getattr(reference, f"{r}_token_id") for r in roles] == [
-        getattr(actual.tokenizer, r) for r in roles
-    ]
+    assert [getattr(reference, f"{r}_token_id") for r in roles] == [getattr(actual.tokenizer, r) for r in roles]
     assert written.get("max_position_embeddings", written.get("n_positions")) == 48
     if family == "encoder_decoder":
         assert written["decoder_start_token_id"] == actual.tokenizer.pad
@@ -269,10 +255,7 @@ def test_another_tokenizer_than_the_model_s_is_not_taken_along(tmp_path: Path) -
     state = checkpoint.read_state(find(run))
     checkpoint.save(run / "checkpoints", 4, checkpoint.read_tensors(find(run)), {**state, "tokenizer": None})
     output = convert(run, tmp_path / "theirs", "hf")
-    assert (
-        output[1]
-        == f"no tokenizer: step-00000004 was saved without one; {run / 'tokenizer.json'} may be another"
-    )
+    assert output[1] == f"no tokenizer: step-00000004 was saved without one; {run / 'tokenizer.json'} may be another"
     assert not (tmp_path / "theirs" / "tokenizer.json").exists()
 
 
@@ -301,9 +284,7 @@ def find(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "preset", ["t5-base", "t5-v1.1-base", "gpt2-124m", "bert-base", "xlnet-base", "mla-1b"]
-)
+@pytest.mark.parametrize("preset", ["t5-base", "t5-v1.1-base", "gpt2-124m", "bert-base", "xlnet-base", "mla-1b"])
 def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
     words = ["model.d_model=64", "model.attention.n_heads=4", "model.n_layers=2", "data.tokenizer=t"]
     words += ["model.attention.qk_nope_head_dim=16"] * (preset == "mla-1b")
@@ -341,16 +322,12 @@ def test_t5_v1_1_as_transformers_5_writes_it(tmp_path: Path) -> None:
         assert model.config.embedding.tied == shared
         with torch.no_grad():
             expected_logits = decoder_logits(expected, is_megatfm=False)
-            torch.testing.assert_close(
-                decoder_logits(model, is_megatfm=True), expected_logits, rtol=1e-5, atol=1e-5
-            )
+            torch.testing.assert_close(decoder_logits(model, is_megatfm=True), expected_logits, rtol=1e-5, atol=1e-5)
         convert(tmp_path / folder, tmp_path / f"ours-{folder}", "megatfm")
         convert(tmp_path / f"ours-{folder}", tmp_path / f"back-{folder}", "hf")
         back = getattr(transformers, kind).from_pretrained(tmp_path / f"back-{folder}").eval()
         with torch.no_grad():
-            torch.testing.assert_close(
-                decoder_logits(back, is_megatfm=False), expected_logits, rtol=1e-5, atol=1e-5
-            )
+            torch.testing.assert_close(decoder_logits(back, is_megatfm=False), expected_logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("before", "ends"), [(False, 9), (True, 11)])
@@ -393,9 +370,7 @@ def test_ids_rates_and_how_to_generate_travel(
     assert (expected_ids[0] == begin) == before
     assert loaded.eos_token_id == (9, 11)
     ids = torch.tensor([expected_ids])
-    result = transformers.GPT2LMHeadModel.from_pretrained(expected).generate(
-        ids, max_new_tokens=6, do_sample=False
-    )
+    result = transformers.GPT2LMHeadModel.from_pretrained(expected).generate(ids, max_new_tokens=6, do_sample=False)
     new = result[0, len(expected_ids) :].tolist()
     assert 1 < new.index(ends) + 1 == len(new) < 6, "it ends by that id, and not at once"
     text = loaded.tokenizer.decode(new)
@@ -410,9 +385,7 @@ def test_ids_rates_and_how_to_generate_travel(
     with pytest.raises(UsageError, match="no head over the vocabulary, and makes no text"):
         megatfm.load(expected).generate("import os")
     (expected / "tokenizer.json").unlink()
-    with pytest.raises(
-        UsageError, match="theirs: can't generate text, since megatfm can't open its tokenizer"
-    ):
+    with pytest.raises(UsageError, match="theirs: can't generate text, since megatfm can't open its tokenizer"):
         megatfm.load(expected).generate("import os")
     assert build_prompts(loaded, "import os", begin="bos").tokens[0].tolist()[0] == loaded.tokenizer.bos
     assert build_prompts(loaded, "import os", begin="none").tokens[0].tolist() == expected_ids[before:]

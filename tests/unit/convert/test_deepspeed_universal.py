@@ -255,18 +255,14 @@ def test_weights_that_are_no_numbers_are_said(
     output = "\n".join(from_universal(source, tmp_path / "ours", like))
     assert "NaN or infinity in decoder.norm.weight:" in output
     assert "NaN or infinity in decoder.norm.weight's exp_avg:" in output
-    assert "NaN or infinity in decoder.norm.weight:" in "\n".join(
-        convert(tmp_path / "ours", tmp_path / "hf", "hf")
-    )
+    assert "NaN or infinity in decoder.norm.weight:" in "\n".join(convert(tmp_path / "ours", tmp_path / "hf", "hf"))
     caplog.clear()
     load_hf_model(tmp_path / "hf")
     assert "NaN or infinity in decoder.norm.weight:" in caplog.text
 
 
 def test_a_fifo_among_safetensors_is_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({**TINY.to_dict(), "architectures": ["LlamaForCausalLM"]})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({**TINY.to_dict(), "architectures": ["LlamaForCausalLM"]}))
     os.mkfifo(tmp_path / "a.safetensors")
     (tmp_path / "like").mkdir()
     os.mkfifo(tmp_path / "like" / "config.json")

@@ -53,9 +53,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     assert hf_config_of(loaded) == hf_config_of(reference)
-    assert torch.equal(
-        first_logits(with_fresh_memory(loaded)(ENCODER_TOKENS)), first_logits(reference(ENCODER_TOKENS))
-    )
+    assert torch.equal(first_logits(with_fresh_memory(loaded)(ENCODER_TOKENS)), first_logits(reference(ENCODER_TOKENS)))
     for folder in ("theirs", "ours"):
         logits = megatfm.load(tmp_path / folder)(ENCODER_TOKENS).logits
         torch.testing.assert_close(logits, first_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
@@ -155,9 +153,7 @@ def saved(config: ModelConfig, folder: Path) -> torch.nn.Module:
         "config": make_starting_config(folder, config, None, 32).model_dump(mode="json"),
     }
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    checkpoint.write_checkpoint_from_iterator(
-        folder / "checkpoints", 0, tensors.items(), state | {"tokenizer": None}
-    )
+    checkpoint.write_checkpoint_from_iterator(folder / "checkpoints", 0, tensors.items(), state | {"tokenizer": None})
     return model.eval()
 
 
@@ -204,9 +200,7 @@ def test_the_boundary_head_is_left_out_and_that_is_said(tmp_path: Path) -> None:
     actual = saved(config, tmp_path / "ours")
     notes = convert(tmp_path / "ours", tmp_path / "back", "hf")
     (output,) = [note for note in notes if "not converted" in note]
-    assert all(
-        f"boundary.{name}" in output for name, _ in actual.boundary.named_parameters() if name != "weight"
-    )
+    assert all(f"boundary.{name}" in output for name, _ in actual.boundary.named_parameters() if name != "weight")
     assert "encoder." not in output
     expected, info = transformers.BertForMaskedLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
@@ -234,12 +228,8 @@ def test_roberta_s_positions_need_its_padding_token() -> None:
     config = ModelConfig.from_dotted(**(OURS | {"position.offset": 2}), family="encoder")
     _, _, expected = find_architecture(config)
     _check_padding(expected, {"pad_token_id": 1})
-    _check_padding(
-        find_architecture(ModelConfig.from_dotted(**OURS, family="encoder"))[2], {"pad_token_id": 3}
-    )
-    with pytest.raises(
-        UsageError, match=r"count positions from 3, .* train with model\.position\.offset = 4"
-    ):
+    _check_padding(find_architecture(ModelConfig.from_dotted(**OURS, family="encoder"))[2], {"pad_token_id": 3})
+    with pytest.raises(UsageError, match=r"count positions from 3, .* train with model\.position\.offset = 4"):
         _check_padding(expected, {"pad_token_id": 3})
 
 
@@ -254,9 +244,7 @@ def test_bare_encoders_and_downstream_folders_open(
     """Their encoder gives the same vectors; a head that is left there is said."""
     options = next(HF_ENCODERS[name] for name in HF_ENCODERS if name.startswith((f"{stem}For", f"{stem}LM")))
     kind = getattr(transformers, f"{stem}{task}")
-    reference = perturbed(
-        kind(kind.config_class(**((XLNET_OPTIONS if stem == "XLNet" else SMALL_ENCODER) | options)))
-    )
+    reference = perturbed(kind(kind.config_class(**((XLNET_OPTIONS if stem == "XLNet" else SMALL_ENCODER) | options))))
     reference.save_pretrained(tmp_path / "theirs")
     actual = megatfm.load(tmp_path / "theirs")
     expected = getattr(reference, reference.base_model_prefix) if task != "Model" else reference
@@ -281,9 +269,7 @@ def test_bare_encoders_and_downstream_folders_open(
 def test_bare_decoders_open(name: str, tmp_path: Path) -> None:
     kind = getattr(transformers, f"{name}Model")
     values = GPT_OPTIONS if name == "GPT2" else {**LLAMA_OPTIONS, "pad_token_id": 0}
-    reference = perturbed(
-        kind(kind.config_class(**values, **({"sliding_window": None} if name == "Mistral" else {})))
-    )
+    reference = perturbed(kind(kind.config_class(**values, **({"sliding_window": None} if name == "Mistral" else {}))))
     reference.save_pretrained(tmp_path)
     hidden = megatfm.load(tmp_path)(ENCODER_TOKENS).hidden
     torch.testing.assert_close(hidden, reference(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
@@ -320,9 +306,7 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
     notes = convert(tmp_path / "ours", tmp_path / "pair", "hf")
     assert any("not converted" in note and "discriminator.verdict.weight" in note for note in notes)
     for half, name in HALVES.items():
-        expected, info = getattr(transformers, name).from_pretrained(
-            tmp_path / "pair" / half, output_loading_info=True
-        )
+        expected, info = getattr(transformers, name).from_pretrained(tmp_path / "pair" / half, output_loading_info=True)
         assert not any(info.values()), info
         output = expected.eval()(ENCODER_TOKENS)
         expected_output = (
@@ -350,7 +334,5 @@ def test_a_bare_t5_opens(version: dict[str, Any], tmp_path: Path) -> None:
     for folder in ("theirs", "ours"):
         hidden = megatfm.load(tmp_path / folder)(ENCODER_TOKENS[:, :4], ENCODER_TOKENS).hidden
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
-    last_hidden_state = back(
-        input_ids=ENCODER_TOKENS, decoder_input_ids=ENCODER_TOKENS[:, :4]
-    ).last_hidden_state
+    last_hidden_state = back(input_ids=ENCODER_TOKENS, decoder_input_ids=ENCODER_TOKENS[:, :4]).last_hidden_state
     torch.testing.assert_close(last_hidden_state, expected, rtol=1e-5, atol=1e-5)

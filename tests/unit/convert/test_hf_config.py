@@ -181,14 +181,8 @@ def logits(model: Any, case: str, *, is_megatfm: bool, config: Mapping[str, Any]
     if case in HF_IMAGES:
         return image_logits(model, config.get("image_size"), is_megatfm=is_megatfm, name=case)
     if config["model_type"] in ("big_bird", "longformer"):
-        return (
-            model(LONG_TOKENS).logits
-            if is_megatfm
-            else long_encoder_logits(model, config.get(SEEN_BY_ALL, [0]))
-        )
-    if type(model).__name__.startswith(("T5", "Switch")) or (
-        is_megatfm and model.config.family == "encoder_decoder"
-    ):
+        return model(LONG_TOKENS).logits if is_megatfm else long_encoder_logits(model, config.get(SEEN_BY_ALL, [0]))
+    if type(model).__name__.startswith(("T5", "Switch")) or (is_megatfm and model.config.family == "encoder_decoder"):
         return decoder_logits(model, is_megatfm=is_megatfm)
     output = model(TOKENS)
     return output.logits if is_megatfm else first_logits(output)
@@ -207,13 +201,9 @@ def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Te
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in turns", "every value"]
-)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in turns", "every value"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_edit_is_computed_as_transformers_does_or_refused(
-    case: str, every: bool, tmp_path: Path
-) -> None:
+def test_every_edit_is_computed_as_transformers_does_or_refused(case: str, every: bool, tmp_path: Path) -> None:
     theirs_of(case).save_pretrained(tmp_path)
     if case in HF_IMAGES:
         write_pixels(tmp_path)
@@ -251,14 +241,10 @@ def test_every_edit_is_computed_as_transformers_does_or_refused(
 
 def test_every_architecture_is_edited() -> None:
     """And of those with one config.json, one whole; classes of a task are opened as their bare model."""
-    known = {
-        name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names() if not TASK_CLASSES.fullmatch(name)
-    }
+    known = {name: ARCHITECTURES.get(name) for name in ARCHITECTURES.names() if not TASK_CLASSES.fullmatch(name)}
     heads = {name: known[name].model_type for name in known if not known[name].is_base_model}
     heads = {
-        name: kind
-        for name, kind in heads.items()
-        if name not in WITH_SECTIONS and not name.endswith(MASKED_IMAGES)
+        name: kind for name, kind in heads.items() if name not in WITH_SECTIONS and not name.endswith(MASKED_IMAGES)
     }
     assert {name for name, _ in CASES.values()} == heads.keys()
     assert {heads[CASES[case][0]] for case in CASES.keys() - VARIANTS.keys()} == {*heads.values()}
@@ -293,12 +279,7 @@ def test_what_is_absent_means_what_it_means_in_transformers(name: str) -> None:
         "tie_word_embeddings",
     }
     for key, declared in keys.items():
-        if (
-            key in written
-            and not declared.is_ignored
-            and not declared.alias_of
-            and declared.default is not None
-        ):
+        if key in written and not declared.is_ignored and not declared.alias_of and declared.default is not None:
             assert declared.default == written[key], key
         elif key in written and not declared.is_ignored and key not in follows:
             assert written[key] is None, key

@@ -84,9 +84,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         if name == "CLIPVisionModel":  # whose last norm transformers keeps for the class token
             expected_answers = expected.post_layernorm(expected_answers)
         torch.testing.assert_close(actual, expected_answers, rtol=1e-5, atol=1e-5)
-    if name.startswith(
-        ("Dinov2WithRegisters", "DINOv3")
-    ):  # whose mask token transformers always has, and no pass uses
+    if name.startswith(("Dinov2WithRegisters", "DINOv3")):  # whose mask token transformers always has, and no pass uses
         return
     original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     prefix = "" if original.keys() == back.keys() else "vision_model."
@@ -108,9 +106,7 @@ def test_names_as_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["ViTModel", "Dinov2Model"])
 def test_a_backbone_without_a_classifier(kind: str, tmp_path: Path) -> None:
     """Its last vectors, from files of the backbone alone."""
-    options = {
-        key: value for key, value in SMALL.items() if "label" not in key and key != "intermediate_size"
-    }
+    options = {key: value for key, value in SMALL.items() if "label" not in key and key != "intermediate_size"}
     model = getattr(transformers, kind)
     reference = perturbed(model(model.config_class(**options, layer_norm_eps=1e-6)))
     reference.save_pretrained(tmp_path / "theirs")
@@ -120,9 +116,7 @@ def test_a_backbone_without_a_classifier(kind: str, tmp_path: Path) -> None:
     image = pixels(16, 16, seed=1)
     mean, std = opened.config.embedding.mean, opened.config.embedding.std
     expected = reference(
-        pixel_values=((image / 255.0 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])[
-            None
-        ]
+        pixel_values=((image / 255.0 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])[None]
     ).last_hidden_state
     hidden = megatfm.load(tmp_path / "ours")(**to_batch([image], 4, 1, [[0]])).hidden
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
@@ -151,9 +145,7 @@ def test_training_goes_on_at_another_resolution(tmp_path: Path, monkeypatch: pyt
         16,
     )
     assert alone.data.tokenizer is None
-    config, _ = continue_from_config(
-        tmp_path / "theirs", "quickstart-vision", [*overrides, "data.validation={}"]
-    )
+    config, _ = continue_from_config(tmp_path / "theirs", "quickstart-vision", [*overrides, "data.validation={}"])
     assert config.model.position.grid == (4, 4)
     assert (config.model.embedding.patch_size, config.data.images.size) == (4, 24)
     objective = build_objective(config.objective, config.model, None, (37,), config.data.images)
@@ -215,9 +207,7 @@ def test_names_as_in_memory_and_older_buffers(tmp_path: Path) -> None:
     expected = make_swin("Swin", tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() != expected.state_dict().keys()
     index = {
-        f"swin.encoder.layers.0.blocks.{block}.attention.self.relative_position_index": torch.zeros(
-            16, 16
-        ).long()
+        f"swin.encoder.layers.0.blocks.{block}.attention.self.relative_position_index": torch.zeros(16, 16).long()
         for block in (0, 1)
     }
     save_file(dict(expected.state_dict()) | index, tmp_path / "model.safetensors")

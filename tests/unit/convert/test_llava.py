@@ -136,18 +136,14 @@ def test_another_decoder_or_tower_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="model_type = 'qwen2'"):
         HfFolder(tmp_path)
     edit_config(tmp_path, text_config=stored["text_config"], vision_config={"model_type": "vit"})
-    with pytest.raises(
-        UsageError, match="'vit': megatfm reads LLaVA with clip_vision_model or siglip_vision_model"
-    ):
+    with pytest.raises(UsageError, match="'vit': megatfm reads LLaVA with clip_vision_model or siglip_vision_model"):
         HfFolder(tmp_path)
 
 
 def test_siglip_without_its_first_patch_is_refused(tmp_path: Path) -> None:
     write_llava(tmp_path, "siglip")
     edit_config(tmp_path, vision_feature_select_strategy="default")
-    with pytest.raises(
-        UsageError, match="'default' passes on all but the first patch of a siglip_vision_model"
-    ):
+    with pytest.raises(UsageError, match="'default' passes on all but the first patch of a siglip_vision_model"):
         HfFolder(tmp_path)
 
 
@@ -230,9 +226,7 @@ def test_two_towers_there_and_back(name: str, tmp_path: Path) -> None:
     logits = answers(expected, images, tokens)
     assert torch.equal(answers(with_fresh_memory(loaded), images, tokens), logits)
     for folder in ("theirs", "ours"):
-        torch.testing.assert_close(
-            our_logits(tmp_path / folder, images, tokens), logits, rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(our_logits(tmp_path / folder, images, tokens), logits, rtol=1e-5, atol=1e-5)
     original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in original.items())

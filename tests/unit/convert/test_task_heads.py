@@ -126,9 +126,7 @@ def test_a_pooler_that_the_class_does_not_use_is_ignored(name: str, tmp_path: Pa
     """Files of older versions of transformers hold one."""
     expected = reference_logits(save_folder(tmp_path, name))
     prefix = "bert" if name.startswith("Bert") else "roberta"
-    edit_tensors(
-        tmp_path, lambda t: t.update({f"{prefix}.pooler.dense.weight": torch.full((24, 24), torch.nan)})
-    )
+    edit_tensors(tmp_path, lambda t: t.update({f"{prefix}.pooler.dense.weight": torch.full((24, 24), torch.nan)}))
     torch.testing.assert_close(head_logits(tmp_path), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -146,9 +144,7 @@ def test_a_modernbert_that_pools_by_the_mean_opens_bare(
 
 def test_a_modernbert_s_dense_layer_may_have_a_bias(tmp_path: Path) -> None:
     expected = reference_logits(
-        save_folder(
-            tmp_path / "theirs", "ModernBertForTokenClassification", classifier_bias=True, norm_bias=False
-        )
+        save_folder(tmp_path / "theirs", "ModernBertForTokenClassification", classifier_bias=True, norm_bias=False)
     )
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
@@ -160,22 +156,16 @@ def test_a_decoder_s_head_with_a_bias_is_refused_by_name(tmp_path: Path) -> None
     save_folder(tmp_path / "theirs", "GPT2ForSequenceClassification")
     model = megatfm.load(tmp_path / "theirs")
     config = model.config.with_changes({"extra_heads.score.bias": True})
-    with pytest.raises(
-        UsageError, match=r"GPT2ForSequenceClassification, lacks model.extra_heads.score.bias = True$"
-    ):
+    with pytest.raises(UsageError, match=r"GPT2ForSequenceClassification, lacks model.extra_heads.score.bias = True$"):
         find_architecture(config)
 
 
-def test_a_head_that_the_files_lack_leaves_the_bare_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_that_the_files_lack_leaves_the_bare_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = save_folder(tmp_path, "BertForSequenceClassification")
     edit_tensors(tmp_path, lambda t: [t.pop(key) for key in list(t) if key.startswith("classifier")])
     output = megatfm.load(tmp_path)(ENCODER_TOKENS)
     assert output.predictions is None
-    torch.testing.assert_close(
-        output.hidden, model.bert(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(output.hidden, model.bert(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
     assert "opened without its head: its files lack classifier.bias" in caplog.text
 
 
@@ -188,9 +178,7 @@ def test_a_head_that_the_files_lack_leaves_the_bare_model(
         ({"problem_type": None}, "cross_entropy", 3),
     ],
 )
-def test_the_loss_is_that_of_the_problem_type(
-    options: dict[str, Any], loss: str, classes: int, tmp_path: Path
-) -> None:
+def test_the_loss_is_that_of_the_problem_type(options: dict[str, Any], loss: str, classes: int, tmp_path: Path) -> None:
     save_folder(tmp_path, "BertForSequenceClassification", **options)
     head = megatfm.load(tmp_path).config.extra_heads["sentence"]
     assert (head.loss, head.classes) == (loss, classes)

@@ -77,9 +77,7 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
         upcycle(tmp_path / "moe", tmp_path / "again", Upcycling(4))
     with pytest.raises(UsageError, match=r"--granularity 7 does not divide model\.ffn\.d_ff = \d+: choose"):
         upcycle(dense, tmp_path / "again", Upcycling(4, granularity=7))
-    with pytest.raises(
-        UsageError, match="no mixture can be made of it: ffn: top_k = 5 is more than n_experts = 4"
-    ):
+    with pytest.raises(UsageError, match="no mixture can be made of it: ffn: top_k = 5 is more than n_experts = 4"):
         upcycle(dense, tmp_path / "again", Upcycling(4, top_k=5))
     assert not (tmp_path / "again").exists()
     shapes = [
@@ -88,9 +86,7 @@ def test_a_mixture_goes_into_no_dense_model_and_the_other_way_round(dense: Path,
     ]
     with pytest.raises(UsageError, match="weights of a mixture of experts, but the model is dense"):
         match_weights(shapes[0], shapes[1], (), tmp_path / "moe")
-    with pytest.raises(
-        UsageError, match=r"`megatfm convert .*dense NEW --to moe --experts N` makes a mixture"
-    ):
+    with pytest.raises(UsageError, match=r"`megatfm convert .*dense NEW --to moe --experts N` makes a mixture"):
         match_weights(shapes[1], shapes[0], (), dense)
 
 
@@ -100,9 +96,7 @@ def test_a_config_that_goes_with_no_experts_is_a_usage_error(
     state = read_state(find_checkpoint(dense))
     values = {**state, "config": {**state["config"], "train": {**state["config"]["train"], **RECOMPILED}}}
     monkeypatch.setattr("megatfm.checkpoint.read_state", lambda _: values)
-    with pytest.raises(
-        UsageError, match=r"its config doesn't go with a mixture of experts: train\.recompute = 'full'"
-    ):
+    with pytest.raises(UsageError, match=r"its config doesn't go with a mixture of experts: train\.recompute = 'full'"):
         upcycle(dense, tmp_path / "moe", Upcycling(4))
     assert not (tmp_path / "moe").exists()
 

@@ -172,11 +172,7 @@ def test_together_gives_what_each_alone_gives(checksum: bool) -> None:
     packed = [frame(data, write_checksum=checksum) for data in CONTENTS.values()]
     sizes = list(map(len, CONTENTS.values()))
     together = [bytes(data) for data in decompress_frames(packed, sizes)]
-    assert (
-        together
-        == [decompress_frame(*item) for item in zip(packed, sizes, strict=True)]
-        == [*CONTENTS.values()]
-    )
+    assert together == [decompress_frame(*item) for item in zip(packed, sizes, strict=True)] == [*CONTENTS.values()]
 
 
 @pytest.mark.parametrize("content", [name for name in CONTENTS if name != "empty"])
@@ -280,9 +276,7 @@ def test_plain_tars_are_opened_by_webdataset_and_datasets_and_are_a_corpus(
     expected = [list(text.encode()) for text in TEXTS]
     read = list(webdataset.WebDataset(paths, shardshuffle=False).decode())
     assert [sample["tokens.npy"].tolist() for sample in read] == expected
-    assert [sample["meta.json"]["source"] for sample in read] == [
-        f"web/a.jsonl#{i}" for i in range(len(TEXTS))
-    ]
+    assert [sample["meta.json"]["source"] for sample in read] == [f"web/a.jsonl#{i}" for i in range(len(TEXTS))]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     loaded: Any = datasets.load_dataset(
         "webdataset", data_files=paths, split="train", cache_dir=str(tmp_path / "cache"), streaming=True
@@ -310,9 +304,7 @@ def test_what_can_t_be_exported_is_said_and_leaves_nothing(exported_from: Path, 
     with pytest.raises(UsageError, match="is there already"):
         export_corpus(exported_from, tmp_path / "a.jsonl", CODEC)
     for name in ("a.csv", "a.jsonl.gz", "a.JSONL", "a.idx"):
-        with pytest.raises(
-            UsageError, match=rf"{name}: \.\w+ is no format .*\.parquet or \.bin, or .*{name}/ for a"
-        ):
+        with pytest.raises(UsageError, match=rf"{name}: \.\w+ is no format .*\.parquet or \.bin, or .*{name}/ for a"):
             export_corpus(exported_from, tmp_path / name, CODEC)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

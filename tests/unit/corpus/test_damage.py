@@ -89,14 +89,10 @@ def test_a_shard_that_becomes_a_link_after_opening_is_not_followed(corpus: Corpu
     path = corpus.folder / SHARD
     shutil.move(path, tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert_refused(
-        lambda: corpus.read_block(corpus.shard_blocks(1)[0]), SHARD, "Too many levels of symbolic links"
-    )
+    assert_refused(lambda: corpus.read_block(corpus.shard_blocks(1)[0]), SHARD, "Too many levels of symbolic links")
 
 
-def test_what_many_documents_share_is_held_against_the_index(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_many_documents_share_is_held_against_the_index(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys, sources, lengths and bytes, and where they lie: changed with the consent of hashes and checksums."""
     corpus = Corpus.open(packed)
     block = corpus.shard_blocks(1)[0]
@@ -260,16 +256,12 @@ def test_an_index_that_gives_one_sample_twice_is_named(write: Write) -> None:
     folder = write([np.full(100, i, np.uint16) for i in range(300)])
     edit_index(folder, doubled)
     second = len(Corpus.open(folder).indexes[0].samples) + 1
-    assert_refused(
-        lambda: check_corpus(folder), SHARD, f"sample {second} in frame 0", "should start at byte 2048"
-    )
+    assert_refused(lambda: check_corpus(folder), SHARD, f"sample {second} in frame 0", "should start at byte 2048")
 
 
 def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     """In tar and index alike, so that each sample is what the index says."""
-    with ShardWriter(
-        tmp_path, tokenizer_hash="t", token_dtype="uint16", shard_bytes=5000, pack=False
-    ) as writer:
+    with ShardWriter(tmp_path, tokenizer_hash="t", token_dtype="uint16", shard_bytes=5000, pack=False) as writer:
         for key in ("ab", "ba", "cd", "dc"):  # two in each shard
             writer.add(key, np.arange(5, dtype=np.uint16), "", 0)
         writer.finish({})
@@ -318,9 +310,7 @@ def test_an_index_with_other_counts_is_named(folder: Path, samples: int) -> None
     assert_refused(lambda: Corpus.open(folder), "shard")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[]\n", b'{"schema_version": 2}\n', b"[" * 100_000, b"\xff\n"]
-)
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]\n", b'{"schema_version": 2}\n', b"[" * 100_000, b"\xff\n"])
 def test_an_index_that_is_none_is_named(folder: Path, content: bytes) -> None:
     replace_index(folder, zstandard.compress(content))
     assert_refused(lambda: Corpus.open(folder), INDEX)

@@ -79,9 +79,7 @@ def test_shared_ones_say_what_the_corpus_has(
         corpus.blocks[0] = 1
 
 
-def test_small_corpora_write_nothing(
-    folder: Path, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_corpora_write_nothing(folder: Path, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_cache, "SHARED_FROM_SAMPLES", 101)
     assert type(Corpus.open(folder, cache).indexes) is Indexes
     assert not cache.folder.exists()
@@ -226,9 +224,7 @@ def test_without_a_place_each_process_has_its_own(
     assert not cache.folder.is_dir() or not files(cache)
 
 
-def test_room_is_not_made_of_what_others_map(
-    folder: Path, make_documents: Any, cache: ShardCacheConfig
-) -> None:
+def test_room_is_not_made_of_what_others_map(folder: Path, make_documents: Any, cache: ShardCacheConfig) -> None:
     """Two jobs on a machine: what one maps stays while another needs room, and until the first has ended, killed."""
     opened, end = FORK.Event(), FORK.Event()
 

@@ -58,9 +58,7 @@ def test_reads_a_corpus_over_http(folder: Path, cache: ShardCacheConfig) -> None
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None: ...
 
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
-    ) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert same_corpora(Corpus.open(url, cache), Corpus.open(folder))
@@ -85,9 +83,7 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_reads_a_corpus_over_s3(
-    bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]
-) -> None:
+def test_reads_a_corpus_over_s3(bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]) -> None:
     remote = Corpus.open(bucket, cache)
     assert same_corpora(remote, Corpus.open(folder))
     assert len(fetched) == len(set(fetched)) == 2 * len(remote.manifest.shards)
@@ -156,9 +152,7 @@ def test_a_protocol_whose_package_is_missing_is_one_line(
     for protocol, package in (("s3", "s3fs"), ("gs", "gcsfs")):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
-        with pytest.raises(
-            UsageError, match=f"{protocol}://bucket/corpus: can't be opened: .*{package}"
-        ) as caught:
+        with pytest.raises(UsageError, match=f"{protocol}://bucket/corpus: can't be opened: .*{package}") as caught:
             Corpus.open(f"{protocol}://bucket/corpus", cache)
         assert "\n" not in str(caught.value)
 
@@ -253,14 +247,10 @@ def test_a_download_goes_on_where_the_connection_or_the_process_ended(
 def read_all(url: str, cache: ShardCacheConfig, start: Any, out: Any) -> None:
     corpus = Corpus.open(url, cache)
     start.wait()
-    out.put(
-        sum(int(tokens.sum()) for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number))
-    )
+    out.put(sum(int(tokens.sum()) for number in range(corpus.n_blocks) for _, tokens in corpus.read_block(number)))
 
 
-def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(
-    folder: Path, cache: ShardCacheConfig
-) -> None:
+def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path, cache: ShardCacheConfig) -> None:
     """Processes over HTTP: three at once, and before them one that is killed within its first shard."""
     requested: list[str] = []
     slow = threading.Event()
@@ -280,9 +270,7 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(
             time.sleep(0.1 if self.path.endswith(".tar.zst") else 0)  # so that all would ask for it
             super().do_GET()
 
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Counting, directory=folder)
-    ) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Counting, directory=folder)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         context = multiprocessing.get_context("forkserver")

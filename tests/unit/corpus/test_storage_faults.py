@@ -48,9 +48,7 @@ def test_a_store_that_is_away_is_waited_for_some_minutes(
     assert accesses == [len(expected) + 1]
     assert all(n / 2 <= waited <= 1.5 * n for n, waited in zip(expected, waits, strict=True))
     assert sum(expected) > 240
-    assert caplog.messages[1].startswith(
-        f"{memory}: shard-000000.tar.zst can't be read (ConnectionResetError: the"
-    )
+    assert caplog.messages[1].startswith(f"{memory}: shard-000000.tar.zst can't be read (ConnectionResetError: the")
     assert "try 3 of 10 in " in caplog.messages[1]
     _, remaining = failing_first(monkeypatch, 3)
     corpus.read_block(corpus.shard_blocks(2)[0])
@@ -96,9 +94,7 @@ def test_what_no_waiting_mends_ends_at_once(
         Corpus.open(memory, cache)
     else:
         kind = MegatfmError if isinstance(error, TypeError) else UsageError
-        assert_refused(
-            lambda: Corpus.open(memory, cache), "manifest.json can't be read", str(error), kind=kind
-        )
+        assert_refused(lambda: Corpus.open(memory, cache), "manifest.json can't be read", str(error), kind=kind)
     assert counted[0] >= accesses
     assert len(waits) == accesses - 1
 
@@ -110,9 +106,7 @@ def test_a_file_system_without_locks_is_named(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(module.fcntl, "flock", no_locks)
-    assert_refused(
-        lambda: Corpus.open(memory, cache), "can't lock files (No locks available)", "data.cache_dir"
-    )
+    assert_refused(lambda: Corpus.open(memory, cache), "can't lock files (No locks available)", "data.cache_dir")
 
 
 def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(

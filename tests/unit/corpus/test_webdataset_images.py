@@ -133,9 +133,7 @@ def batches(folder: Path, rank: int, ranks: int, position: int = 0, end: int = 6
 
 def joined(folder: Path, ranks: int, position: int = 0) -> dict[str, np.ndarray]:
     parts = [batches(folder, rank, ranks, position) for rank in range(ranks)]
-    steps = [
-        np.concatenate([p[name] for p in step]) for name in ("patches",) for step in zip(*parts, strict=True)
-    ]
+    steps = [np.concatenate([p[name] for p in step]) for name in ("patches",) for step in zip(*parts, strict=True)]
     labels = [np.concatenate([p["labels"] for p in step]) for step in zip(*parts, strict=True)]
     return {"patches": np.concatenate(steps), "labels": np.concatenate(labels)}
 
@@ -226,7 +224,5 @@ def test_a_bit_that_flips_later_is_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     corpus = Corpus.open(tmp_path / "theirs")
     corpus.read_sample(0)
-    with pytest.raises(
-        MegatfmError, match=r"imagenet1k-train-0001.tar: samples 14 to .* its hash is not the"
-    ):
+    with pytest.raises(MegatfmError, match=r"imagenet1k-train-0001.tar: samples 14 to .* its hash is not the"):
         corpus.read_sample(14)

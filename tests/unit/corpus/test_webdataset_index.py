@@ -34,9 +34,7 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tar", "frames"])
-def test_foreign_shards_are_indexed_where_they_lie(
-    tmp_path: Path, kind: str, small_frames: None, causal: Any
-) -> None:
+def test_foreign_shards_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames: None, causal: Any) -> None:
     texts = documents()
     folder = write_wds(tmp_path / "theirs", texts, kind)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -50,9 +48,7 @@ def test_foreign_shards_are_indexed_where_they_lie(
     for one, other in zip(read, texts, strict=True):
         np.testing.assert_array_equal(one, other)
     assert check_corpus(folder).samples == 40
-    assert corpus.read_sample(30).source.startswith(
-        f"some-1.tar{'.zst' if kind == 'frames' else ''}/sub/005."
-    )
+    assert corpus.read_sample(30).source.startswith(f"some-1.tar{'.zst' if kind == 'frames' else ''}/sub/005.")
     assert "40" in describe_corpus(folder)
     rows = PackedDataset(corpus, causal, sequence_length=64, seed=1)
     with DataLoader(rows, global_batch=4, micro_batch=4) as loader:
@@ -65,9 +61,7 @@ def test_foreign_shards_are_indexed_where_they_lie(
 def test_foreign_shards_are_written_again(tmp_path: Path, kind: str) -> None:
     texts = [tokens.astype(np.int64) for tokens in documents()]
     folder = write_wds(tmp_path / "theirs", texts, kind)
-    with pytest.raises(
-        UsageError, match=r"int64 or has an unusual header.*megatfm data index .*theirs --to FOLDER"
-    ):
+    with pytest.raises(UsageError, match=r"int64 or has an unusual header.*megatfm data index .*theirs --to FOLDER"):
         index_folder(folder, HASH)
     assert not (folder / "manifest.json").exists()
     done = index_folder(folder, HASH, tmp_path / "ours")
@@ -82,9 +76,7 @@ def test_foreign_shards_are_written_again(tmp_path: Path, kind: str) -> None:
 
 def test_one_frame_can_not_be_read_at_random(tmp_path: Path, small_frames: None) -> None:
     folder = write_wds(tmp_path / "theirs", documents(80), "one frame")
-    with pytest.raises(
-        UsageError, match=r"some-0\.tar\.zst: it is one zstd frame, in which nothing can be found"
-    ):
+    with pytest.raises(UsageError, match=r"some-0\.tar\.zst: it is one zstd frame, in which nothing can be found"):
         index_folder(folder, HASH)
 
 
@@ -98,9 +90,7 @@ def test_frames_that_cut_samples_are_named(tmp_path: Path) -> None:
     assert check_corpus(tmp_path / "ours").samples == 40
 
 
-def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(
-    tmp_path: Path, small_frames: None
-) -> None:
+def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(tmp_path: Path, small_frames: None) -> None:
     folder = write_wds(tmp_path / "theirs", documents(), "tar")
     index_folder(folder, HASH)
     corpus = Corpus.open(folder)
@@ -129,9 +119,7 @@ def test_later_reads_of_a_plain_tar_trust_the_first_and_checking_does_not(
     index_folder(folder, HASH)
     corpus, hashed = Corpus.open(folder), list[int]()
     real = module.hash_frame
-    monkeypatch.setattr(
-        "megatfm.corpus.corpus.hash_frame", lambda data: hashed.append(len(data)) or real(data)
-    )
+    monkeypatch.setattr("megatfm.corpus.corpus.hash_frame", lambda data: hashed.append(len(data)) or real(data))
     for _ in range(3):
         for block in range(corpus.n_blocks):
             corpus.read_block(block)
@@ -224,9 +212,7 @@ def test_what_is_hostile_is_refused_by_name(tmp_path: Path, case: str, to: bool)
         assert sorted(p.name for p in folder.iterdir()) == [words[0]]
 
 
-def test_a_bomb_is_refused_before_it_fills_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve times as large as a frame may be, though small on disk."""
     for holder in (module, safe_tar):
         monkeypatch.setattr(holder, "MAX_FRAME_BYTES", 2**25)
@@ -253,9 +239,7 @@ def test_damaged_zstd_is_named(tmp_path: Path, damage: str) -> None:
         data[40] ^= 255
     path.write_bytes(data[: len(data) - 7 if damage == "cut" else None])
     for out in (None, tmp_path / "ours"):
-        with pytest.raises(
-            MegatfmError, match=r"some-1\.tar\.zst: .*(damaged|no whole tar|cut off|not a whole tar)"
-        ):
+        with pytest.raises(MegatfmError, match=r"some-1\.tar\.zst: .*(damaged|no whole tar|cut off|not a whole tar)"):
             index_folder(folder, HASH, out)
 
 
@@ -301,9 +285,7 @@ def test_the_tokens_are_the_array_of_that_name(tmp_path: Path, packed: bool) -> 
         [member("3.npy", IDS)],
     ]  # fmt: skip
     data = tar(*(item for sample in samples for item in sample))
-    (tmp_path / ("a.tar.zst" if packed else "a.tar")).write_bytes(
-        zstandard.compress(data) if packed else data
-    )
+    (tmp_path / ("a.tar.zst" if packed else "a.tar")).write_bytes(zstandard.compress(data) if packed else data)
     index_folder(tmp_path, HASH)
     in_place = [tokens.tolist() for _, tokens in Corpus.open(tmp_path).read_block(0)]
     assert check_corpus(tmp_path).samples == 4
@@ -313,15 +295,11 @@ def test_the_tokens_are_the_array_of_that_name(tmp_path: Path, packed: bool) -> 
     assert in_place == rewritten == [[0, 1, 2, 3, 4]] * 4
 
 
-@pytest.mark.parametrize(
-    "names", [("mask.npy", "ids.npy"), ("npy", "mask.npy"), ("tokens.npy", "TOKENS.npy")]
-)
+@pytest.mark.parametrize("names", [("mask.npy", "ids.npy"), ("npy", "mask.npy"), ("tokens.npy", "TOKENS.npy")])
 def test_arrays_of_which_any_could_be_the_tokens_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
     (tmp_path / "a.tar").write_bytes(tar(GOOD, *(member(f"1.{name}", IDS) for name in names)))
     for out in (None, tmp_path / "ours"):
-        with pytest.raises(
-            UsageError, match=r"a\.tar: sample '1' at byte 1024 has several arrays \(.*KEY\.tokens"
-        ):
+        with pytest.raises(UsageError, match=r"a\.tar: sample '1' at byte 1024 has several arrays \(.*KEY\.tokens"):
             index_folder(tmp_path, HASH, out)
 
 

@@ -40,9 +40,7 @@ def test_a_corpus_has_several_shards_of_several_frames(corpus: Corpus) -> None:
     assert (corpus.lengths() == 0).any()
 
 
-def test_webdataset_reads_the_same_samples(
-    folder: Path, make_documents: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_webdataset_reads_the_same_samples(folder: Path, make_documents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_framed(url: str, *_: Any) -> Any:
         raw = Path(url.removeprefix("framed:")).read_bytes()
         with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
@@ -89,9 +87,7 @@ def test_many_documents_of_a_member_are_read_by_webdataset_and_by_us(
     assert all(len(index.frames) > 2 for index in list(corpus.indexes)[:-1])
     assert corpus.n_blocks < 15, "many documents a frame"
     for block in range(corpus.n_blocks):
-        for sample, (number, tokens) in zip(
-            corpus.read_block_samples(block), corpus.read_block(block), strict=True
-        ):
+        for sample, (number, tokens) in zip(corpus.read_block_samples(block), corpus.read_block(block), strict=True):
             assert (sample.index, sample.key, sample.source) == (number, *actual[number][:2])
             np.testing.assert_array_equal(sample.tokens, expected[number])
             np.testing.assert_array_equal(tokens, expected[number])
@@ -122,9 +118,7 @@ def test_headers_are_those_of_tarfile(name: str, size: int) -> None:
 
 
 def test_tar_reads_the_same_samples(folder: Path, make_documents: Any, tmp_path: Path) -> None:
-    probe = subprocess.run(
-        ["tar", "--zstd", "-cf", "/dev/null", "-C", tmp_path, "corpus"], capture_output=True
-    )
+    probe = subprocess.run(["tar", "--zstd", "-cf", "/dev/null", "-C", tmp_path, "corpus"], capture_output=True)
     if probe.returncode:
         pytest.skip("tar cannot read zstd here: install GNU tar ≥ 1.31 and zstd")
     names = []
@@ -287,9 +281,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(
-            MegatfmError, match=r"shard-000000\.tar\.zst: cannot be written \(File too large\)"
-        ):
+        with pytest.raises(MegatfmError, match=r"shard-000000\.tar\.zst: cannot be written \(File too large\)"):
             write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -219,15 +219,11 @@ def joined(step: list[Row]) -> Row:
 
 
 def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) -> None:
-    rows = PackedDataset(
-        corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8
-    )
+    rows = PackedDataset(corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8)
     steps = len(rows) // 8 + 3
 
     def read(position: int = 0, **options: Any) -> list[Row]:
-        fresh = PackedDataset(
-            corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8
-        )
+        fresh = PackedDataset(corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8)
         with DataLoader(fresh, global_batch=8, position=position, **options) as loader:
             return [joined(next(loader)) for _ in range(steps - position // 8)]
 
@@ -269,16 +265,12 @@ def test_a_row_as_one_document(memory_corpus: Any) -> None:
     assert row["positions"].tolist() == [*range(n), *[0] * (40 - n)]
 
 
-def test_partners_are_the_other_documents_of_the_group(
-    memory_corpus: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partners_are_the_other_documents_of_the_group(memory_corpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     partners: dict[tuple[int, int], list[list[int]]] = {}
 
     class Looking(Whole):
         def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Row:
-            read = [
-                chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))
-            ]
+            read = [chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))]
             assert [len(one) for one in read] == chunk.other_documents.lengths.tolist()
             partners[key.sample, key.chunk] = read
             return super().build_example(chunk, key)
@@ -291,9 +283,7 @@ def test_partners_are_the_other_documents_of_the_group(
     assert partners[0, 0] == partners[0, 1] == [texts[2]], "whole, and without empty ones"
     assert partners[2, 0] == [texts[0]]
     assert partners[3, 0] == []
-    assert any(
-        "1 of 6 sequences lie in groups of blocks with no other document" in note for note in rows.warnings
-    )
+    assert any("1 of 6 sequences lie in groups of blocks with no other document" in note for note in rows.warnings)
 
 
 def test_an_objective_that_says_too_much_is_named(memory_corpus: Any) -> None:

@@ -36,9 +36,7 @@ def threaded_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
         for _ in range(self._n):
             actual, expected = multiprocessing.Pipe()
-            threading.Thread(
-                target=worker_loop, args=(expected, pickle.dumps(self._own_rows)), daemon=True
-            ).start()
+            threading.Thread(target=worker_loop, args=(expected, pickle.dumps(self._own_rows)), daemon=True).start()
             self._pipes.append(actual)
             self._processes.append(Stub())
 
@@ -64,9 +62,7 @@ def rows(memory_corpus: Any, causal_type: Any) -> PackedDataset:
 @pytest.fixture(scope="module")
 def mixture(memory_corpus: Any, causal_type: Any) -> Mixture:
     sources = {
-        name: PackedDataset(
-            memory_corpus(BLOCKS[:n]), causal_type(), sequence_length=16, seed=n, streams=BATCH
-        )
+        name: PackedDataset(memory_corpus(BLOCKS[:n]), causal_type(), sequence_length=16, seed=n, streams=BATCH)
         for name, n in (("a", 9), ("b", 20))
     }
     phases = [Phase(0, {"a": 1, "b": 2}), Phase(500, {"a": 3, "b": 1})]
@@ -159,9 +155,7 @@ class Stuck:
         time.sleep(3600)
 
 
-def test_a_worker_that_hangs_is_killed_when_the_loader_closes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_hangs_is_killed_when_the_loader_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer that waits for it in another thread gets an error."""
     monkeypatch.setattr("megatfm.data.workers.END_SECONDS", 0.5)
     stuck: Any = Stuck(tmp_path / "asked")
@@ -236,9 +230,7 @@ def test_units_of_many_blocks_have_every_row_once(memory_corpus: Any) -> None:
             order = make_row_order(counts, seed=5, streams=6, shuffle=True, turn=turn, max_units=max_units)
             for epoch in (0, 2):
                 row_counts = Counter(order.find_row(epoch * len(order) + k) for k in range(len(order)))
-                assert row_counts == Counter(
-                    (epoch, b, r) for b, n in enumerate(counts.tolist()) for r in range(n)
-                )
+                assert row_counts == Counter((epoch, b, r) for b, n in enumerate(counts.tolist()) for r in range(n))
 
 
 def test_units_of_many_blocks_are_uniform(memory_corpus: Any) -> None:

@@ -18,9 +18,7 @@ from megatfm.errors import SampleError
 
 
 def noise(height: int = 21, width: int = 34, channels: int = 3, seed: int = 0) -> np.ndarray:
-    small = np.random.default_rng(seed).integers(
-        0, 256, (height // 4 + 1, width // 4 + 1, channels), np.uint8
-    )
+    small = np.random.default_rng(seed).integers(0, 256, (height // 4 + 1, width // 4 + 1, channels), np.uint8)
     return np.asarray(Image.fromarray(small.squeeze()).resize((width, height), Image.Resampling.BICUBIC))
 
 
@@ -93,9 +91,7 @@ def test_other_modes_become_rgb_or_grey() -> None:
     deep = np.arange(65_536, dtype=np.uint16).reshape(256, 256)
     actual = np.asarray(decode(stored(Image.fromarray(deep), "PNG"), "png", 1))
     np.testing.assert_array_equal(actual, np.rint(deep / 257).astype(np.uint8))
-    np.testing.assert_array_equal(
-        np.asarray(decode(stored(Image.fromarray(deep), "PNG"), "png", 3))[..., 2], actual
-    )
+    np.testing.assert_array_equal(np.asarray(decode(stored(Image.fromarray(deep), "PNG"), "png", 3))[..., 2], actual)
 
 
 def test_a_rotation_is_found_behind_other_segments() -> None:
@@ -164,9 +160,7 @@ def test_bombs_and_other_formats_are_refused() -> None:
         images.convert_mode(Image.fromarray(np.zeros((2, 2), np.float32)), 3)
 
 
-@pytest.mark.parametrize(
-    ("shape", "grown", "corner"), [((30, 50), (26, 16), (6, 1)), ((50, 30), (16, 26), (1, 6))]
-)
+@pytest.mark.parametrize(("shape", "grown", "corner"), [((30, 50), (26, 16), (6, 1)), ((50, 30), (16, 26), (1, 6))])
 def test_evaluation_cuts_out_the_centre(
     shape: tuple[int, int], grown: tuple[int, int], corner: tuple[int, int]
 ) -> None:
@@ -347,9 +341,7 @@ def test_operations_of_rand_augment() -> None:
     np.testing.assert_array_equal(run("solarize", 0.5), np.where(pixels < 128, pixels, 255 - pixels))
     np.testing.assert_array_equal(run("posterize", -1.0), pixels // 16 * 16)
     np.testing.assert_array_equal(run("equalize", 0.0), np.asarray(ImageOps.equalize(image)))
-    np.testing.assert_array_equal(
-        run("brightness", -1.0), np.asarray(ImageEnhance.Brightness(image).enhance(0.1))
-    )
+    np.testing.assert_array_equal(run("brightness", -1.0), np.asarray(ImageEnhance.Brightness(image).enhance(0.1)))
     for name in OPERATIONS:
         assert run(name, 0.8, picture(mode="L")).shape == (40, 60)
 

@@ -51,9 +51,7 @@ def write(folder: Path, n: int, *, first: int = 0, damaged: int | None = None) -
             Image.fromarray(pixels).save(out, "PNG")
             data = out.getvalue() if number != damaged else out.getvalue()[:-60]
             files = {"png": data, "cls": b"%d" % (number % 100)}
-            writer.add(
-                f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=upright_size(files)
-            )
+            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=upright_size(files))
         writer.finish({})
     return Corpus.open(folder)
 
@@ -64,9 +62,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def rows_of(corpus: Corpus, result: Objective, **options: Any) -> RowDataset:
-    return PackedDataset(
-        corpus, result, sequence_length=options.pop("row", TOKENS), seed=3, streams=10, **options
-    )
+    return PackedDataset(corpus, result, sequence_length=options.pop("row", TOKENS), seed=3, streams=10, **options)
 
 
 def batches(rows: RowDataset, ranks: int, steps: int, position: int = 0, workers: int = 0) -> list[Fields]:
@@ -260,9 +256,7 @@ def write_shapes(folder: Path, shapes: list[tuple[int, int]], compress: bool = T
             pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
             Image.fromarray(pixels).save(out, "JPEG", exif=exif)
             files = {"jpg": out.getvalue(), "cls": b"%d" % (number % 100)}
-            writer.add(
-                f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=upright_size(files)
-            )
+            writer.add(f"{number:06d}", np.zeros(0, np.uint16), "made", 0, files, image_size=upright_size(files))
         writer.finish({})
     return Corpus.open(folder)
 
@@ -321,9 +315,7 @@ def test_native_resolution_needs_sizes_in_the_index(tmp_path: Path) -> None:
 
 def test_contact_sheets_show_pixels_of_rows(corpus: Corpus) -> None:
     result = objective(row=4 * TOKENS, transforms=[], crop_pct=1.0, mixup=0.5, mix_probability=0.5)
-    rows = result.prepare_rows(
-        rows_of(corpus, result, row=4 * TOKENS, quarantine=Quarantine.parse(["3"], 70)), 1
-    )
+    rows = result.prepare_rows(rows_of(corpus, result, row=4 * TOKENS, quarantine=Quarantine.parse(["3"], 70)), 1)
     batch = rows.read_rows(range(18))
     pictures = list(iter_seen_images(batch, PATCH, [f"kind {n}" for n in range(70)]))
     assert len(pictures) == 69

@@ -60,9 +60,7 @@ def files_of(number: int) -> dict[str, bytes]:
     return {f"{place}.png": png(6 * number + place) for place in reversed(range(n_images_of(number)))}
 
 
-def write(
-    folder: Path, only: range = range(N_SAMPLES), changes: dict[int, list[int]] | None = None
-) -> Corpus:
+def write(folder: Path, only: range = range(N_SAMPLES), changes: dict[int, list[int]] | None = None) -> Corpus:
     with ShardWriter(
         folder, tokenizer_hash="none", token_dtype="uint16", frame_bytes=2**13, shard_bytes=2**15
     ) as writer:
@@ -78,9 +76,7 @@ def write(
 
 def objective(**options: Any) -> Objective:
     special = SpecialTokens(bos=BOS, eos=EOS, pad=0, vocab_size=VOCABULARY)
-    section = ImagesConfig.model_validate(
-        {"size": 8, "crop_pct": 1.0, "transforms": options.pop("transforms", [])}
-    )
+    section = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0, "transforms": options.pop("transforms", [])})
     config = ImageToTextObjective(image_placement="in_text", **options)
     return build_objective(config, ModelConfig.from_dotted(LLAVA), special, ROWS, section)
 
@@ -233,9 +229,7 @@ def test_an_objective_of_one_image_refuses_several(corpus: Corpus, tmp_path: Pat
     contrastive = build_objective(ContrastiveObjective(), model, special, ROWS, section)
     with pytest.raises(MegatfmError, match=r"has 3 images \(\.2\.png, \.1\.png, \.0\.png\), not one"):
         batches(rows_of(corpus, contrastive), 1, 2)
-    with pytest.raises(
-        UsageError, match=r"has samples of several images, and data\.images\.max_patches takes one"
-    ):
+    with pytest.raises(UsageError, match=r"has samples of several images, and data\.images\.max_patches takes one"):
         _ = ImageColumns(corpus, 0, corpus.n_blocks).image_sizes
 
 
@@ -251,9 +245,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> None:
 def prepare(folder: Path, members: dict[str, bytes]) -> Corpus:
     write_tar(folder / "in/all.tar", members)
     read = {"folder": str(folder / "in"), "format": "images"}
-    data_prep.run(
-        PrepConfig.model_validate({"out": str(folder / "out"), "read": read, "split": {"validation": 0.0}})
-    )
+    data_prep.run(PrepConfig.model_validate({"out": str(folder / "out"), "read": read, "split": {"validation": 0.0}}))
     return Corpus.open(folder / "out/train")
 
 
@@ -289,9 +281,7 @@ def prepare_folder(folder: Path, members: dict[str, bytes]) -> Corpus:
     for name, data in members.items():
         write_file(folder / "in" / name, data)
     read = {"folder": str(folder / "in"), "format": "images"}
-    data_prep.run(
-        PrepConfig.model_validate({"out": str(folder / "out"), "read": read, "split": {"validation": 0.0}})
-    )
+    data_prep.run(PrepConfig.model_validate({"out": str(folder / "out"), "read": read, "split": {"validation": 0.0}}))
     return Corpus.open(folder / "out/train")
 
 
@@ -303,9 +293,7 @@ def test_prep_takes_numbered_images_of_a_folder(tmp_path: Path) -> None:
     files |= {"d.0.png": png(7), "d.0.txt": b"own", "e.png": png(8), "e.txt": b"one", "e.0.png": png(9)}
     prepared = prepare_folder(tmp_path, files)
     samples = [prepared.read_sample(number) for number in range(prepared.n_samples)]
-    images = {
-        sample.source: {name: dict(sample.members)[name] for name in sample.members} for sample in samples
-    }
+    images = {sample.source: {name: dict(sample.members)[name] for name in sample.members} for sample in samples}
     assert images == {
         "set/a.0.png": {"0.png": png(0), "2.png": png(2), "10.png": png(10), "txt": b"three"},
         "b.0.png": {"0.png": png(3), "1.png": png(4), "json": b'{"text": "two"}'},
@@ -328,8 +316,6 @@ def test_prep_takes_numbered_images_of_a_folder(tmp_path: Path) -> None:
         ({"a.0.png": png(0), "a.1.png": png(1)[:-20]}, r"has a \.1\.png that is no whole PNG"),
     ],
 )
-def test_prep_refuses_images_of_a_folder_by_name(
-    tmp_path: Path, files: dict[str, bytes], reason: str
-) -> None:
+def test_prep_refuses_images_of_a_folder_by_name(tmp_path: Path, files: dict[str, bytes], reason: str) -> None:
     with pytest.raises(MegatfmError, match=f"a.*{reason}"):
         prepare_folder(tmp_path, {**files, "a.txt": b"text"})

@@ -47,9 +47,7 @@ class Images:
     field_prefixes = ("",)
     padding_values: Mapping[str, int] = MappingProxyType({})
     needs_other_documents, needs_files = False, True
-    fields = MappingProxyType(
-        {"pixels": Field("uint8", PIXELS, per="row"), "labels": Field(per="row", pad_value=-100)}
-    )
+    fields = MappingProxyType({"pixels": Field("uint8", PIXELS, per="row"), "labels": Field(per="row", pad_value=-100)})
     max_tokens: int | None = 10**6
 
     def sequence_lengths(self, n_tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -67,18 +65,14 @@ def vectors(number: int) -> np.ndarray:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Samples with vectors, an image and a class, in frames of a few."""
-    with ShardWriter(
-        tmp_path / "kinds", tokenizer_hash="none", token_dtype="uint16", frame_bytes=60_000
-    ) as out:
+    with ShardWriter(tmp_path / "kinds", tokenizer_hash="none", token_dtype="uint16", frame_bytes=60_000) as out:
         for number in range(40):
             members = {
                 "f32": vectors(number).tobytes(),
                 "raw": np.full(PIXELS, number, np.uint8).tobytes(),
                 "cls": b"%d" % (number % 5),
             }
-            tokens = np.zeros(
-                len(vectors(number)), np.uint16
-            )  # the index tells from these how many there are
+            tokens = np.zeros(len(vectors(number)), np.uint16)  # the index tells from these how many there are
             out.add(f"{number:03d}", tokens, "made", 0, members)
         out.finish({})
     return tmp_path / "kinds"

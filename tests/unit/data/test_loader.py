@@ -48,9 +48,7 @@ def test_rows_of_one_document_come_without_its_number(rows: PackedDataset, micro
     actual = [batch for step in steps(rows, 6, micro_batch=micro_batch, end_position=45) for batch in step]
     for number, batch in enumerate(actual):
         places = range(number * micro_batch, (number + 1) * micro_batch)
-        expected = np.stack(
-            [(rows.read_row(at) if at < 45 else rows.make_padding_row())["documents"] for at in places]
-        )
+        expected = np.stack([(rows.read_row(at) if at < 45 else rows.make_padding_row())["documents"] for at in places])
         assert ("documents" in batch) == bool(expected.any())
         np.testing.assert_array_equal(batch.get("documents", np.zeros_like(expected)), expected)
     assert 0 < sum("documents" in batch for batch in actual) < len(actual)
@@ -70,13 +68,10 @@ def test_the_share_of_padding_is_told(rows: PackedDataset) -> None:
 
 @pytest.mark.parametrize("data_ranks", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_ranks_and_micro_batches_only_divide_the_order(
-    rows: PackedDataset, data_ranks: int, micro_batch: int
-) -> None:
+def test_ranks_and_micro_batches_only_divide_the_order(rows: PackedDataset, data_ranks: int, micro_batch: int) -> None:
     n = len(rows) // 8 + 3  # into the next epoch
     ranks = [
-        steps(rows, n, micro_batch=micro_batch, data_rank=rank, data_ranks=data_ranks)
-        for rank in range(data_ranks)
+        steps(rows, n, micro_batch=micro_batch, data_rank=rank, data_ranks=data_ranks) for rank in range(data_ranks)
     ]
     for t in range(n):
         parts = [ranks[rank][t] for rank in range(data_ranks)]
@@ -89,9 +84,7 @@ def test_ranks_and_micro_batches_only_divide_the_order(
                 batch[name].shape == (micro_batch, 64) and batch[name].dtype == np.int64
                 for name in batch.keys() - {"keys"}
             )
-        np.testing.assert_array_equal(
-            np.concatenate([joined(part) for part in parts]), reference(rows, 8 * t, 8)
-        )
+        np.testing.assert_array_equal(np.concatenate([joined(part) for part in parts]), reference(rows, 8 * t, 8))
 
 
 def test_a_resume_has_the_batches_of_the_run_never_stopped(
@@ -265,9 +258,7 @@ WARMING = BatchSchedule(8, (BatchStage(2, 4, 4), BatchStage(2, 2, 2)))
 
 
 @pytest.mark.parametrize("batch", [8, 2, WARMING], ids=["8 rows", "fewer rows than readers", "warming up"])
-def test_readers_of_the_same_rows_read_each_once_and_get_all(
-    rows: PackedDataset, batch: int | BatchSchedule
-) -> None:
+def test_readers_of_the_same_rows_read_each_once_and_get_all(rows: PackedDataset, batch: int | BatchSchedule) -> None:
     n, requested, read = 7, list[int | None](), rows.read_rows
     full = steps(rows, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
 

@@ -137,9 +137,7 @@ def test_a_resume_late_in_an_epoch_reads_no_more_than_an_early_one(
     costs = []
     for share in (0.01, 0.99):
         read.clear()
-        rows = PackedDataset(
-            Corpus.open(folder), causal_type(), sequence_length=64, seed=1, plan_cache_key="kept"
-        )
+        rows = PackedDataset(Corpus.open(folder), causal_type(), sequence_length=64, seed=1, plan_cache_key="kept")
         first = int(share * len(rows))
         rows.read_rows(range(first, first + 8))
         frames = [size for file, size in read if file.endswith(".tar.zst")]
@@ -186,9 +184,7 @@ def test_every_step_has_its_length_and_nothing_is_lost(rows: PackedDataset, rank
         stage = WARMUP.stage(step)
         batches = [batch for share in shares for batch in share[step]]
         assert len(batches) == stage.global_batch
-        assert all(
-            batch["tokens"].shape == (stage.splits_per_row, 16 // stage.splits_per_row) for batch in batches
-        )
+        assert all(batch["tokens"].shape == (stage.splits_per_row, 16 // stage.splits_per_row) for batch in batches)
         read = np.concatenate([batch["tokens"].reshape(-1) for batch in batches])
         first = WARMUP.position(step)
         expected = [rows.read_row(first + i)["tokens"] for i in range(stage.global_batch)]
@@ -228,9 +224,7 @@ def test_cut_rows_are_those_of_packing_at_that_length(
             if (cut["documents"][part] == PAD_DOCUMENT_ID).all():
                 continue  # padding at the end of a block; packing at this length has no such row
             for name, field in cut.items():
-                np.testing.assert_array_equal(
-                    field[part], expected[name], err_msg=f"{name} {position} {part}"
-                )
+                np.testing.assert_array_equal(field[part], expected[name], err_msg=f"{name} {position} {part}")
 
 
 def test_whole_sequences_are_not_cut(memory_corpus: Any, causal_type: Any) -> None:

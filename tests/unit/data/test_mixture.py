@@ -76,9 +76,7 @@ def test_shares_of_batches_vary_less_than_those_of_independent_draws(
     worst = 0.0
     for seed in range(3):
         sources = {
-            name: PackedDataset(
-                memory_corpus([[7]]), causal_type(), sequence_length=8, seed=seed, streams=streams
-            )
+            name: PackedDataset(memory_corpus([[7]]), causal_type(), sequence_length=8, seed=seed, streams=streams)
             for name, _ in zip("abc", weights, strict=False)
         }
         mixture = Mixture(
@@ -121,9 +119,7 @@ def test_the_mixture_is_a_pure_function_of_seed_and_position(make_mixture: Any) 
     positions = np.random.default_rng(0).integers(0, 3000, 200)
     backwards = [other.find_source(position) for position in positions[::-1]][::-1]
     assert [one.find_source(position) for position in positions] == backwards
-    assert [make_mixture(seed=2).find_source(p) for p in range(100)] != [
-        one.find_source(p) for p in range(100)
-    ]
+    assert [make_mixture(seed=2).find_source(p) for p in range(100)] != [one.find_source(p) for p in range(100)]
 
 
 def test_ranks_and_resumes_only_divide_it(make_mixture: Any) -> None:
@@ -152,17 +148,13 @@ def test_its_identity_is_json_and_tells_mixtures_apart(make_mixture: Any) -> Non
         epoch = loader.state_dict()["epoch"]
     assert isinstance(epoch, str)
     assert epoch.startswith("a 0.")
-    assert any(
-        "mixture from row 132 on: a 10.00 %, b 0.00 %, c 90.00 %" in n for n in make_mixture().warnings
-    )
+    assert any("mixture from row 132 on: a 10.00 %, b 0.00 %, c 90.00 %" in n for n in make_mixture().warnings)
 
 
 def test_quotas_are_of_largest_remainders() -> None:
     assert largest_remainder({"a": 1, "b": 1, "c": 1}, ["a", "b", "c"], 10).tolist() == [4, 3, 3]
     assert largest_remainder({"a": 6.4, "b": 2.9, "c": 0.7}, ["a", "b", "c"], 10).tolist() == [6, 3, 1]
-    with pytest.raises(
-        UsageError, match=r"data\.mixture\.b: .* no row in a block of 10.*mixture_block_rows = 1001"
-    ):
+    with pytest.raises(UsageError, match=r"data\.mixture\.b: .* no row in a block of 10.*mixture_block_rows = 1001"):
         largest_remainder({"a": 1.0, "b": 0.001}, ["a", "b"], 10)
     with pytest.raises(UsageError, match="all weights are 0"):
         largest_remainder({"a": 0.0}, ["a"], 10)
@@ -199,9 +191,7 @@ def test_sources_of_unlike_rows_are_refused(other: FixedRows, order: int) -> Non
         match=r"data\.mixture\.[ab]: its rows have fields {.*: give all sources the same objective",
     ):
         mixture.read_rows(range(8))
-    with pytest.raises(
-        UsageError, match=r"data\.mixture: its rows have fields {"
-    ):  # of two workers, or readers
+    with pytest.raises(UsageError, match=r"data\.mixture: its rows have fields {"):  # of two workers, or readers
         join_rows([source.read_rows(range(2)) for source in sources.values()])
 
 

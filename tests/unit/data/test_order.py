@@ -89,9 +89,7 @@ def test_every_epoch_has_every_row_and_every_token_once(
         for chunk in chunks(row):
             pairs.update(zip(chunk["tokens"].tolist(), chunk["targets"].tolist(), strict=True))
     assert pairs == Counter(
-        pair
-        for ids in corpus.documents
-        for pair in zip([BOS, *ids.tolist()], [*ids.tolist(), EOS], strict=True)
+        pair for ids in corpus.documents for pair in zip([BOS, *ids.tolist()], [*ids.tolist(), EOS], strict=True)
     )
 
 
@@ -115,9 +113,7 @@ def listed(rows: PackedDataset, epoch: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("length", [32, 1500, 5000])
-def test_a_corpus_on_disk_gives_the_rows_that_its_documents_make(
-    corpus: Corpus, causal: Any, length: int
-) -> None:
+def test_a_corpus_on_disk_gives_the_rows_that_its_documents_make(corpus: Corpus, causal: Any, length: int) -> None:
     """Rows of less than a block, and of several; from documents joined and cut here by plain lists."""
     streams = 4
     rows = PackedDataset(corpus, causal, sequence_length=length, seed=5, streams=streams)
@@ -156,8 +152,7 @@ def test_documents_of_a_block_meet_in_another_order_each_epoch(memory_corpus: An
 
 def test_rows_do_not_depend_on_what_was_read_before(corpus: Corpus, causal: Any) -> None:
     rows, forgetful = (
-        PackedDataset(corpus, causal, sequence_length=64, seed=1, streams=8, cache_bytes=size)
-        for size in (2**29, 1)
+        PackedDataset(corpus, causal, sequence_length=64, seed=1, streams=8, cache_bytes=size) for size in (2**29, 1)
     )
     positions = np.random.default_rng(0).permutation(3 * len(rows))[:150].tolist()
     for position in positions:
@@ -250,9 +245,7 @@ def test_positions_and_seeds_may_be_numpy_integers(corpus: Corpus, causal: Any) 
     plain = PackedDataset(corpus, causal, sequence_length=32, seed=5)
     numpy = PackedDataset(corpus, causal, sequence_length=32, seed=np.int64(5))  # type: ignore[arg-type]
     for position in range(40):
-        np.testing.assert_array_equal(
-            plain.read_row(position)["tokens"], numpy.read_row(np.int64(position))["tokens"]
-        )
+        np.testing.assert_array_equal(plain.read_row(position)["tokens"], numpy.read_row(np.int64(position))["tokens"])
 
 
 def test_the_order_is_pinned(memory_corpus: Any, causal: Any) -> None:

@@ -66,9 +66,7 @@ def test_of_ranks_that_open_a_corpus_at_once_one_plans(folder: Path, causal: Any
     """Forked, since only processes have locks of their own."""
     context = multiprocessing.get_context("fork")
     start, plans, out = context.Barrier(3), context.Queue(), context.Queue()
-    ranks = [
-        context.Process(target=plan_together, args=(folder, causal, start, plans, out)) for _ in range(3)
-    ]
+    ranks = [context.Process(target=plan_together, args=(folder, causal, start, plans, out)) for _ in range(3)]
     for rank in ranks:
         rank.start()
     expected = places(open_rows(folder, causal, None))
@@ -135,9 +133,7 @@ def blocks_of(rows: PackedDataset, positions: range) -> set[tuple[int, int]]:
     """Epoch and number of each block in which a token of one of the rows lies."""
     actual = set()
     for slot in rows.order.find_slots(np.array(positions)):
-        begin = (
-            slot.begin + rows.order.carry_length(slot.begin) + 64 * rows.order.get_block_order(slot)[slot.row]
-        )
+        begin = slot.begin + rows.order.carry_length(slot.begin) + 64 * rows.order.get_block_order(slot)[slot.row]
         tokens = range(begin, min(begin + 64, rows.order.size))
         actual |= {(slot.epoch, rows.order.find_block(slot.epoch, at)) for at in tokens}
     return actual
@@ -214,15 +210,11 @@ def test_ids_over_31_bits_are_refused() -> None:
 
 @pytest.mark.parametrize("few", [0, 10**9])
 @pytest.mark.parametrize("length", [5, 37, 700])
-def test_many_short_documents_are_numbered_as_few_are(
-    few: int, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_short_documents_are_numbered_as_few_are(few: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against numbers and positions counted token by token."""
     monkeypatch.setattr("megatfm.data.row_store.LOOP_LIMIT", few)
     lengths = np.random.default_rng(0).integers(0, 9, 150)
-    packed = pack_in_memory(
-        [np.zeros(n, np.uint16) for n in lengths], PackingConfig(Causal(SPECIAL), (length,), 0)
-    )
+    packed = pack_in_memory([np.zeros(n, np.uint16) for n in lengths], PackingConfig(Causal(SPECIAL), (length,), 0))
     owner = np.repeat(np.arange(150), lengths + 1)
     for row in range(packed.n_rows):
         local = owner[row * length : (row + 1) * length].tolist()
@@ -308,9 +300,7 @@ def test_samples_of_verified_plain_tars_are_read_alone(
     for epoch in range(3):
         read = list(islice(samples, 100))
         places = [samples.order.find_row(100 * epoch + k) for k in range(100)]
-        assert [number for number, _ in read] == [
-            int(plain.blocks[place.block]) + place.row for place in places
-        ]
+        assert [number for number, _ in read] == [int(plain.blocks[place.block]) + place.row for place in places]
         for number, tokens in read:
             np.testing.assert_array_equal(tokens, texts[number])
             assert not tokens.flags.writeable

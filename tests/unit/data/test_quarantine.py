@@ -44,11 +44,7 @@ def padded_except(rows: PackedDataset, healthy: PackedDataset, bad: set[int]) ->
         begin = 0
         for end in starts.tolist():
             part = slice(begin, end)
-            known = [
-                owner[t]
-                for t in [*one["tokens"][part].tolist(), *one["targets"][part].tolist()]
-                if t in owner
-            ]
+            known = [owner[t] for t in [*one["tokens"][part].tolist(), *one["targets"][part].tolist()] if t in owner]
             if known and known[0] in bad:
                 blanks += end - begin
                 assert (other["tokens"][part] == 0).all()

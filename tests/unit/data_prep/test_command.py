@@ -34,9 +34,7 @@ SETTINGS = ["split.validation=0.1", "tokenizer.vocab_size=700", "tokenizer.senti
 def prep(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`prep("key=value", …)`: run the command in `tmp_path` on the corpus, into `out`."""
     monkeypatch.chdir(tmp_path)
-    return lambda *overrides: data_prep.cli(
-        ["quickstart-data", "read.folder=corpus", "out=out", *SETTINGS, *overrides]
-    )
+    return lambda *overrides: data_prep.cli(["quickstart-data", "read.folder=corpus", "out=out", *SETTINGS, *overrides])
 
 
 def test_finished_prep_is_only_reported_again(
@@ -86,9 +84,7 @@ def test_nothing_held_out_nothing_mended_and_mostly_copies(
     assert "note: 5 of 7 documents are exact copies of others" in capfd.readouterr().err
 
 
-def test_skipped_files_are_listed(
-    prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_skipped_files_are_listed(prep: Callable[..., int], corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_file(corpus / "a.png", b"\x89PNG\0")
     (corpus / "loop").symlink_to(".")
     assert prep("read.on_error=skip", "compress=false") == 0
@@ -242,11 +238,7 @@ def test_a_full_disk(
 
 
 def nothing_half_written(out: Path, complete: dict[str, str]) -> bool:
-    left = {
-        name: value
-        for name, value in file_hashes(out).items()
-        if "." not in {part[0] for part in name.split("/")}
-    }
+    left = {name: value for name, value in file_hashes(out).items() if "." not in {part[0] for part in name.split("/")}}
     return left.items() <= complete.items() and "prep.json" not in left
 
 
@@ -373,9 +365,7 @@ def test_a_corpus_of_an_earlier_version_is_the_one_that_its_config_asks_for(
 ) -> None:
     shutil.copytree(stored / "corpus", tmp_path / "out")
     version = json.loads((stored / "corpus" / "prep.json").read_text())["config"]["version"]
-    monkeypatch.setattr(
-        "megatfm.data_prep.execution.config_identity.VERSION", version
-    )  # words alone have changed
+    monkeypatch.setattr("megatfm.data_prep.execution.config_identity.VERSION", version)  # words alone have changed
     values = {
         "out": str(tmp_path / "out"),
         "read": {"folder": "/tmp/recorded/texts"},

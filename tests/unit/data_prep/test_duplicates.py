@@ -24,9 +24,7 @@ from megatfm.data_prep.documents import Document, StepStats
 from tests.support.prep_files import one_by_one
 
 MANY = 2**30
-WORDS = [
-    f"{first}{second}" for first in string.ascii_lowercase for second in ("a", "lpha", "é", "ongerthaneight")
-]
+WORDS = [f"{first}{second}" for first in string.ascii_lowercase for second in ("a", "lpha", "é", "ongerthaneight")]
 
 
 def search(name: str, **settings: Any) -> DedupMethod:
@@ -61,9 +59,7 @@ CUTS: list[tuple[int, ...]] = [(), (1, 0, 7), (20, 20, 20)]
 
 @pytest.mark.parametrize("sizes", CUTS)
 @pytest.mark.parametrize("memory", [MANY, 3000])
-def test_repeated_lines_are_removed_except_the_first(
-    tmp_path: Path, sizes: tuple[int, ...], memory: int
-) -> None:
+def test_repeated_lines_are_removed_except_the_first(tmp_path: Path, sizes: tuple[int, ...], memory: int) -> None:
     rng = random.Random(0)
     lines = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 9))) for _ in range(150)]
     lines += [line.upper() + "!" for line in lines[:40]] + ["", "  "]
@@ -85,9 +81,7 @@ def test_repeated_lines_are_removed_except_the_first(
     assert counts.documents_in == 80
     assert counts.documents_out == len(expected)
     assert counts.dropped["empty"].documents == 80 - len(expected) > 0
-    removed = sum(text.count("\n") + 1 for text in texts) - sum(
-        text.count("\n") + 1 for text in expected.values()
-    )
+    removed = sum(text.count("\n") + 1 for text in texts) - sum(text.count("\n") + 1 for text in expected.values())
     assert counts.found["repeated lines removed"] >= removed - counts.dropped["empty"].documents
 
 
@@ -189,9 +183,7 @@ def components(texts: Sequence[str], least: float, words: int) -> list[set[int]]
 
 @pytest.mark.parametrize("sizes", CUTS)
 @pytest.mark.parametrize("memory", [MANY, 5000])
-def test_near_duplicates_are_those_of_exact_similarity(
-    tmp_path: Path, sizes: tuple[int, ...], memory: int
-) -> None:
+def test_near_duplicates_are_those_of_exact_similarity(tmp_path: Path, sizes: tuple[int, ...], memory: int) -> None:
     rng = random.Random(0)
     texts: list[str] = []
     for _ in range(25):
@@ -273,9 +265,7 @@ def test_a_text_alone_and_among_others_has_one_signature() -> None:
 
 def test_signatures_are_pinned() -> None:
     """Another version of a library, or of the code, must not silently drop other documents."""
-    (signature,) = compute_signatures(
-        ["The quick brown fox jumps over the lazy dog — naïvely, as ever."], 5, 4
-    )
+    (signature,) = compute_signatures(["The quick brown fox jumps over the lazy dog — naïvely, as ever."], 5, 4)
     assert signature.tolist() == PINNED
 
 

@@ -52,11 +52,7 @@ def of_file(tmp_path: Path, keep: tuple[str, ...], **more: Any) -> PrepConfig:
 
 def fields_of(folder: Path) -> dict[str, Any]:
     corpus = Corpus.open(folder)
-    return {
-        s.source: dict(s.metadata)
-        for block in range(corpus.n_blocks)
-        for s in corpus.read_block_samples(block)
-    }
+    return {s.source: dict(s.metadata) for block in range(corpus.n_blocks) for s in corpus.read_block_samples(block)}
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -103,9 +99,7 @@ def test_named_fields_only_and_the_corpus_stays_what_it_was_without(tmp_path: Pa
 
 
 def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
-    summary = data_prep.run(
-        of_file(tmp_path, ("licence",), split={"validation": 0.2, "partition_by": "licence"})
-    )
+    summary = data_prep.run(of_file(tmp_path, ("licence",), split={"validation": 0.2, "partition_by": "licence"}))
     train = tmp_path / "out" / "train"
     assert {path.name for path in train.iterdir()} == {"mit", "cc-by", "other", "%2E.%2Fx"}
     for name in ("mit", "cc-by"):
@@ -165,15 +159,11 @@ def test_every_format_keeps_fields(tmp_path: Path) -> None:
 def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
     """All of theirs and nothing else, though a training file that comes first by name has some of it, too."""
     draw = random.Random(0)
-    records = [
-        {"url": f"{n}", "text": " ".join(f"w{draw.randrange(3000)}" for _ in range(200))} for n in range(40)
-    ]
+    records = [{"url": f"{n}", "text": " ".join(f"w{draw.randrange(3000)}" for _ in range(200))} for n in range(40)]
     training, inputs = records[:8], records[8:]
     near = {**training[3], "text": training[3]["text"] + " One more word."}
     folder = tmp_path / "in"
-    write_file(
-        folder / "a" / "train.jsonl", "\n".join(map(json.dumps, [training[2], near, *inputs])).encode()
-    )
+    write_file(folder / "a" / "train.jsonl", "\n".join(map(json.dumps, [training[2], near, *inputs])).encode())
     write_file(folder / "b" / "held.jsonl", "\n".join(map(json.dumps, training)).encode())
     values: dict[str, Any] = {
         "out": str(tmp_path / "out"),
@@ -199,8 +189,6 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             data_prep.run(PrepConfig.model_validate(again))
     dropped = {**values, "out": str(tmp_path / "none")}
-    dropped["steps"] = [
-        {"name": "metadata_filter", "field": "url", "denied": [item["url"] for item in training]}
-    ]
+    dropped["steps"] = [{"name": "metadata_filter", "field": "url", "denied": [item["url"] for item in training]}]
     with pytest.raises(UsageError, match=r"of b/\* no document is left to hold out"):
         data_prep.run(PrepConfig.model_validate(dropped))

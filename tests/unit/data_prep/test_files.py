@@ -46,8 +46,7 @@ def test_the_standard_library_without_tests_and_other_packages() -> None:
     expected = {
         str(path.relative_to(stdlib))
         for path in stdlib.rglob("*.py")
-        if not {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-        & set(path.relative_to(stdlib).parts)
+        if not {"test", "tests", "idle_test", "site-packages", "dist-packages"} & set(path.relative_to(stdlib).parts)
     }
     input_files = InputFiles(ReadConfig(builtin="python-stdlib"))
     assert {file.name for file in input_files.files} == expected

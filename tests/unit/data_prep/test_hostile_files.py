@@ -101,9 +101,7 @@ def forged(name: str, size: int, kind: bytes = tarfile.REGTYPE, **fields: bytes)
 
 def extended(record: bytes, then: bytes) -> bytes:
     """A header of POSIX.1-2001 with one record, and what it is about."""
-    return (
-        forged("x", len(record), tarfile.XHDTYPE) + record.ljust(-(-len(record) // 512) * 512, b"\0") + then
-    )
+    return forged("x", len(record), tarfile.XHDTYPE) + record.ljust(-(-len(record) // 512) * 512, b"\0") + then
 
 
 DATA = b"abc".ljust(512, b"\0")
@@ -133,9 +131,7 @@ def test_sizes_are_held_against_the_files(tmp_path: Path, case: str, packed: boo
 
 
 def test_a_record_of_a_length_of_5000_digits(tmp_path: Path) -> None:
-    (tmp_path / "a.warc").write_bytes(
-        warc().replace(b"Content-Length: ", b"Content-Length: " + b"9" * 5000, 1)
-    )
+    (tmp_path / "a.warc").write_bytes(warc().replace(b"Content-Length: ", b"Content-Length: " + b"9" * 5000, 1))
     with pytest.raises(BadFileError, match="is cut off or damaged in the header of record 1"):
         list(get_reader("warc")(tmp_path / "a.warc", ReadConfig(folder=str(tmp_path))))
 
@@ -191,9 +187,7 @@ def gzipped_tar(*members: tuple[str, int]) -> bytes:
 
 def gzipped_warc() -> bytes:
     body = gzip.compress(bytes(LONG))
-    head = (
-        f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}"
-    )
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}"
     return warc_record(
         "response", f"{head}\r\n\r\n".encode() + body, "http://x.org", "application/http; msgtype=response"
     )
@@ -266,9 +260,7 @@ def test_files_under_compression_are_as_their_library_says(suffix: str, tmp_path
     ends = {sum(map(len, packed[:number])) for number in range(len(packed) + 1)}
     for end in {*range(0, len(full), 7), *(end - 1 for end in ends if end)}:
         path.write_bytes(full[:end])
-        is_between = end in ends or (
-            suffix == ".xz" and not full[end : min(e for e in ends if e >= end)].strip(b"\0")
-        )
+        is_between = end in ends or (suffix == ".xz" and not full[end : min(e for e in ends if e >= end)].strip(b"\0"))
         with (
             contextlib.nullcontext() if is_between else pytest.raises(BadFileError),
             open_decompressed(path) as file,

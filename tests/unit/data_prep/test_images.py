@@ -138,9 +138,7 @@ def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
 
 def test_captions_become_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ["A caption of many images, 0123456789 é " * 40]
-    known = write_tokenizer(
-        tmp_path, make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=320), text)
-    )
+    known = write_tokenizer(tmp_path, make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=320), text))
     as_folder(tmp_path / "in", samples())
     data_prep.run(config(tmp_path, tokenizer={"file": str(tmp_path)}))
     captioned = 0

@@ -92,9 +92,7 @@ def test_hashes_of_a_few_ranges_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-@pytest.mark.parametrize(
-    "find", [mark_repeats, lambda rows, index: mark_near_duplicates(rows, index, 1, 0.75)]
-)
+@pytest.mark.parametrize("find", [mark_repeats, lambda rows, index: mark_near_duplicates(rows, index, 1, 0.75)])
 def test_next_to_nothing(tmp_path: Path, count: int, find: Any) -> None:
     marks, _ = marked(tmp_path, np.zeros((count, 1), "<u8"), find, 1000, (0,))
     assert marks.tolist() == [0] * count
@@ -154,9 +152,7 @@ def test_rows_that_are_alike(tmp_path: Path, sizes: tuple[int, ...], memory: int
     for _ in range(3):
         signs[np.arange(600), rng.integers(0, 12, 600)] = rng.integers(0, 2, 600)
     expected = alike_by_definition(signs, 4, 0.75)
-    marks, _ = marked(
-        tmp_path, signs, lambda rows, index: mark_near_duplicates(rows, index, 4, 0.75), memory, sizes
-    )
+    marks, _ = marked(tmp_path, signs, lambda rows, index: mark_near_duplicates(rows, index, 4, 0.75), memory, sizes)
     assert marks.tolist() == expected
     assert 0.1 < np.mean(expected) < 1
     assert Counter(path.name.split(".")[0] for path in tmp_path.iterdir())["rest"] == 0
@@ -171,9 +167,7 @@ def test_long_chain_of_near_duplicates_is_one_cluster(tmp_path: Path, memory: in
     signs[1:length:2, :4] = signs[: length - 1 : 2, :4]  # a row's first half is that of the one before it,
     signs[2:length:2, 4:] = signs[1 : length - 1 : 2, 4:]  # and its second that of the one behind it
     signs = signs[np.random.default_rng(0).permutation(len(signs))]
-    marks, _ = marked(
-        tmp_path, signs, lambda rows, index: mark_near_duplicates(rows, index, 2, 0.5), memory, (150,)
-    )
+    marks, _ = marked(tmp_path, signs, lambda rows, index: mark_near_duplicates(rows, index, 2, 0.5), memory, (150,))
     assert marks.tolist() == alike_by_definition(signs, 2, 0.5)
     assert marks.sum() == length - 1
 
@@ -247,8 +241,7 @@ ARTICLES = {
     "Chinese": "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。",
     "Japanese": "すべての人間は、生まれながらにして自由であり、かつ、尊厳と権利とについて平等である。"
     "人間は、理性と良心とを授けられており、互いに同胞の精神をもって行動しなければならない。",
-    "Thai": "มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกันในเกียรติศักดิ์และสิทธิ ต่างมีเหตุผลและมโนธรรม "
-    "และควรปฏิบัติต่อกันด้วยเจตนารมณ์แห่งภราดรภาพ",
+    "Thai": "มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกันในเกียรติศักดิ์และสิทธิ ต่างมีเหตุผลและมโนธรรม และควรปฏิบัติต่อกันด้วยเจตนารมณ์แห่งภราดรภาพ",
     "Hindi": "सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता और समानता प्राप्त है। उन्हें बुद्धि और अन्तरात्मा की "
     "देन प्राप्त है और परस्पर उन्हें भाईचारे के भाव से बर्ताव करना चाहिए।",
     "Arabic": "يولد جميع الناس أحراراً متساوين في الكرامة والحقوق. وقد وهبوا عقلاً وضميراً وعليهم أن يعامل "
@@ -350,9 +343,7 @@ def test_texts_that_differ_a_little_are_near(language: str, share: float) -> Non
     a, b, other = compute_signatures([text, "".join(letters), some_text(language, 3000, 4)], 5, 1024)
     x, y = (split(item) for item in (text, "".join(letters)))
     length = 20 if language == "Thai" else 5
-    first, second = (
-        {tuple(item[at : at + length]) for at in range(len(item) - length + 1)} for item in (x, y)
-    )
+    first, second = ({tuple(item[at : at + length]) for at in range(len(item) - length + 1)} for item in (x, y))
     exact = len(first & second) / len(first | second)
     assert abs((a == b).mean() - exact) < (0.12 if language == "Thai" else 0.05)
     assert (a == other).mean() < 0.05

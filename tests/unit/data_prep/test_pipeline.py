@@ -44,9 +44,7 @@ def test_the_splits_share_no_package_and_have_the_share(config: Make) -> None:
     summary = data_prep.run(config())
     train, validation = (shard_texts(summary.out, name) for name in ("train", "validation"))
     assert not {name.split("/")[0] for name in train} & {name.split("/")[0] for name in validation}
-    held_out, remaining = (
-        sum(len(text.encode()) for text in split.values()) for split in (validation, train)
-    )
+    held_out, remaining = (sum(len(text.encode()) for text in split.values()) for split in (validation, train))
     assert 0.05 <= held_out / (held_out + remaining) <= 0.1
     assert summary.result["held_out"]["level"] == "top-level folder"
     assert sorted({name.split("/")[0] for name in validation}) == summary.result["held_out"]["names"]
@@ -106,17 +104,14 @@ def test_the_tokenizer_never_sees_held_out_text(config: Make, corpus: Path) -> N
 
 def test_workers_and_place_change_no_byte(config: Make) -> None:
     trees = [
-        file_hashes(data_prep.run(config(out=f"out{workers}", tokenizer_threads=workers)).out)
-        for workers in (1, 2, 5)
+        file_hashes(data_prep.run(config(out=f"out{workers}", tokenizer_threads=workers)).out) for workers in (1, 2, 5)
     ]
     assert trees[0] == trees[1] == trees[2]
     assert set(trees[0]) >= {"tokenizer.model", "tokenizer.json", "prep.json", "train/manifest.json"}
     assert not any(name.startswith(".") or "/." in name for name in trees[0])
 
 
-def test_where_the_system_does_not_say_which_cores_are_ours(
-    config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_system_does_not_say_which_cores_are_ours(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As macOS doesn't."""
     monkeypatch.delattr("os.sched_getaffinity")
     assert data_prep.run(config()).result["train"]["documents"]
@@ -130,9 +125,7 @@ def test_a_sample_of_a_large_corpus_trains_the_tokenizer(config: Make) -> None:
 
 
 @pytest.mark.parametrize(("files", "level"), [(1, "part of a file"), (40, "file")])
-def test_a_corpus_without_packages_is_split_more_finely(
-    config: Make, tmp_path: Path, files: int, level: str
-) -> None:
+def test_a_corpus_without_packages_is_split_more_finely(config: Make, tmp_path: Path, files: int, level: str) -> None:
     text = (Path(json.__path__[0]) / "decoder.py").read_text().splitlines(keepends=True)
     for number in range(files):
         write_file(tmp_path / "flat" / "only" / f"{number}.py", "".join(text[number::files]).encode())
@@ -195,9 +188,7 @@ def test_out_inside_the_corpus_is_refused(config: Make, corpus: Path) -> None:
         data_prep.run(config(out=str(corpus / "out")))
 
 
-def test_a_mistake_in_the_last_stage_costs_only_that_stage(
-    config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_in_the_last_stage_costs_only_that_stage(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"tokenizer\.vocab_size = 900000: too large"):
         data_prep.run(config(tokenizer={"vocab_size": 900_000}))
     monkeypatch.setattr("megatfm.data_prep.clean.DocumentReader", None)  # reading again would fail
@@ -229,9 +220,7 @@ def test_the_preset_reads_the_standard_library() -> None:
     config = load_section(PrepConfig, "quickstart-data")
     assert config.read.builtin == "python-stdlib"
     assert config.out == str(Path.cwd() / "corpora" / "quickstart")
-    assert load_section(PrepConfig, "quickstart-data", ["read.folder=texts"]).read.folder == str(
-        Path.cwd() / "texts"
-    )
+    assert load_section(PrepConfig, "quickstart-data", ["read.folder=texts"]).read.folder == str(Path.cwd() / "texts")
 
 
 @pytest.mark.parametrize("many", [10**6, 10])
@@ -242,13 +231,9 @@ def test_no_record_lies_on_both_sides_of_the_split(
     monkeypatch.setattr("megatfm.data_prep.split.MAX_NAMES", many)
     line = "Piece {} of article {}, which is one of many words that fill a line of it.\n\n"
     records = [{"text": "".join(line.format(piece, article) for piece in range(40))} for article in range(30)]
-    write_file(
-        tmp_path / "flat" / "all.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode()
-    )
+    write_file(tmp_path / "flat" / "all.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode())
     summary = data_prep.run(
-        config(
-            read={"folder": str(tmp_path / "flat"), "max_document_bytes": 1024}, tokenizer={"vocab_size": 400}
-        )
+        config(read={"folder": str(tmp_path / "flat"), "max_document_bytes": 1024}, tokenizer={"vocab_size": 400})
     )
     train, validation = (shard_texts(summary.out, name) for name in ("train", "validation"))
     assert summary.result["held_out"]["level"] == "record"
@@ -264,8 +249,7 @@ def every_step(config: Make, corpus: Path, tmp_path: Path) -> Callable[..., Prep
     """A config with every kind of step and search, and records beside the text."""
     source = (corpus / "json" / "decoder.py").read_text()
     rows = [
-        {"text": source.replace("self", f"this{number % 3}", number), "url": "http://good.org"}
-        for number in range(4)
+        {"text": source.replace("self", f"this{number % 3}", number), "url": "http://good.org"} for number in range(4)
     ]
     rows += [{"text": f"from a bad place {number}", "url": "http://bad.com/x"} for number in range(3)]
     write_file(

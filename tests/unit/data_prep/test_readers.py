@@ -38,9 +38,7 @@ def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
     path.parent.mkdir()
     path.write_bytes(FILES[name]())
     result, read = read_documents(path)
-    texts = (
-        [f"Page {number}\n\n{text.strip()}" for number, text in enumerate(TEXTS)] if ".xml" in name else TEXTS
-    )
+    texts = [f"Page {number}\n\n{text.strip()}" for number, text in enumerate(TEXTS)] if ".xml" in name else TEXTS
     assert [document.text for document in result] == texts
     assert [document.url for document in result] == ([""] * 4 if name in WITHOUT_URL else URLS)
     assert len({document.id for document in result}) == 4
@@ -125,9 +123,7 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
     path.write_bytes(b'{"body": "x"}\n{"body": "caf\xe9"}')
-    reason = (
-        r"record 1 has no field 'text': its fields are body; name the one that holds the text: read\.text_key"
-    )
+    reason = r"record 1 has no field 'text': its fields are body; name the one that holds the text: read\.text_key"
     with pytest.raises(MegatfmError, match=rf"a\.jsonl: {reason}; mend it"):
         read_documents(path)
     with pytest.raises(MegatfmError, match=r"a\.jsonl: record 2 is not valid UTF-8: byte 13 of its line"):
@@ -222,9 +218,7 @@ def test_formats_by_name(tmp_path: Path) -> None:
     assert by_name == set(FORMATS) - {"json"}
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # warcio closes none of its buffers
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # warcio closes none of its buffers
 def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another library writes them: what HTTP allows, headers that a crawler left, and what can't be unpacked."""
     text = "Grüße from <b>a page</b> 東京\n" * 5
@@ -248,9 +242,7 @@ def test_bodies_of_answers_are_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
                 )
                 address = f"https://example.org/{number}"
                 writer.write_record(
-                    writer.create_warc_record(
-                        address, "response", payload=io.BytesIO(body), http_headers=http
-                    )
+                    writer.create_warc_record(address, "response", payload=io.BytesIO(body), http_headers=http)
                 )
             requested = StatusAndHeaders("GET / HTTP/1.1", [("Host", "example.org")], is_http_request=True)
             writer.write_record(

@@ -56,9 +56,7 @@ def small(tmp_path: Path) -> Path:
     lines = [json.dumps({"text": f"A line number {n} of some words. " * 9}) for n in range(60)]
     write_file(root / "a" / "lines.jsonl", "\n".join(lines).encode())
     for n in range(12):
-        write_file(
-            root / "b" / f"text {n}#é.txt", (f"Another text, with number {n}, is here. " * 40).encode()
-        )
+        write_file(root / "b" / f"text {n}#é.txt", (f"Another text, with number {n}, is here. " * 40).encode())
     write_file(root / "a.txt", b"a folder comes before a file of a longer name\n" * 9)
     write_file(root / ".hidden" / "x.txt", b"never read")
     write_file(root / "tests" / "y.txt", b"left out")
@@ -122,9 +120,7 @@ class KilledError(BaseException):
     """As a kill, nothing handles it."""
 
 
-def test_a_kill_at_any_upload_loses_nothing(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_upload_loses_nothing(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each file is sent, and after it was sent and before that is noted, the prep is killed once."""
     put, sent, killed = RemoteFolder.upload, list[str](), set[tuple[str, str]]()
 
@@ -239,9 +235,7 @@ class Pages(http.server.SimpleHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         path = Path(self.translate_path(self.path))
-        headers = (
-            {"Content-Type": "text/html"} if path.is_dir() else {"Accept-Ranges": "bytes", "ETag": '"1"'}
-        )
+        headers = {"Content-Type": "text/html"} if path.is_dir() else {"Accept-Ranges": "bytes", "ETag": '"1"'}
         self.answer(b"" if path.is_dir() else path.read_bytes(), headers, body=False)
 
     def answer(self, data: bytes, headers: dict[str, str], body: bool = True) -> None:
@@ -257,9 +251,7 @@ class Pages(http.server.SimpleHTTPRequestHandler):
 def web(small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     write_file(small / "above.txt", b"")
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Pages, directory=small)
-    ) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Pages, directory=small)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -312,9 +304,7 @@ def test_what_changes_while_it_is_read_and_what_cannot_be_written_is_said(
     with pytest.raises(UsageError, match=r"memory://box: b\.txt can't be written: memory:// has no way"):
         place.upload(tmp_path / "b.txt", "b.txt")
     monkeypatch.setattr(fs.__class__, "put_file", lambda self, local, there, **_: self.pipe(there, b"torn!"))
-    with pytest.raises(
-        MegatfmError, match=r"b\.txt can't be written \(OSError: what arrived is not what was sent"
-    ):
+    with pytest.raises(MegatfmError, match=r"b\.txt can't be written \(OSError: what arrived is not what was sent"):
         place.upload(tmp_path / "b.txt", "b.txt")
     fs.rm("/box", recursive=True)
 
@@ -335,9 +325,7 @@ def test_where_an_upload_shows_early_it_gets_another_name_first(
     assert [file.name for file in place.list_files()] == ["train/x"]
 
 
-def test_an_upload_in_parts_is_known_by_its_checksum(
-    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_in_parts_is_known_by_its_checksum(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PART_BYTES", 5 * 2**20)
     data = bytes(range(251)) * 50_000
     (tmp_path / "x").write_bytes(data)
@@ -352,8 +340,6 @@ def test_what_no_prep_wrote_under_its_names_is_one_line(data: bytes, tmp_path: P
     fs = fsspec.filesystem("memory")
     fs.pipe("/stranger/.prep-begun.json", data)
     away = RemoteOutput("memory://stranger", tmp_path, tmp_path / "notes", ())
-    with pytest.raises(
-        UsageError, match=r"^memory://stranger: \.prep-begun\.json is not what a prep writes: .*$"
-    ):
+    with pytest.raises(UsageError, match=r"^memory://stranger: \.prep-begun\.json is not what a prep writes: .*$"):
         away.start(overwrite=False)
     fs.rm("/stranger", recursive=True)

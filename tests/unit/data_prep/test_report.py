@@ -36,9 +36,7 @@ def test_the_statistics_are_those_of_the_shards(config: Make) -> None:
         assert result["vocabulary"]["used"] == len(uses)
         assert result["vocabulary"]["used_100_times"] == sum(count >= 100 for count in uses.values())
         assert result["vocabulary"]["size"] == made_with.vocab_size
-        assert [times for _, times in result["vocabulary"]["common"]] == [
-            times for _, times in uses.most_common(12)
-        ]
+        assert [times for _, times in result["vocabulary"]["common"]] == [times for _, times in uses.most_common(12)]
         lengths = Counter(2 ** int(np.ceil(np.log2(max(1, len(item))))) for item in ids)
         assert dict(result["lengths"]) == lengths
         assert sum(documents for _, documents, _, _ in result["sources"]) <= corpus.n_samples

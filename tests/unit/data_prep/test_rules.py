@@ -146,9 +146,7 @@ DROPPED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "why", "text"), [(name, *case) for name, cases in DROPPED.items() for case in cases]
-)
+@pytest.mark.parametrize(("name", "why", "text"), [(name, *case) for name, cases in DROPPED.items() for case in cases])
 def test_rules_drop_for_each_reason(name: str, why: str, text: str) -> None:
     step = rule(name)
     assert rule_outcome(step, text) == (None, why)
@@ -255,11 +253,7 @@ def test_decontamination_by_definition(tmp_path: Path) -> None:
         hit = False
         for sentence in map(grams, sentences):
             length = min(9, len(sentence)) if len(sentence) >= 5 else 0
-            runs = (
-                {tuple(sentence[at : at + length]) for at in range(len(sentence) - length + 1)}
-                if length
-                else set()
-            )
+            runs = {tuple(sentence[at : at + length]) for at in range(len(sentence) - length + 1)} if length else set()
             hit |= any(tuple(mine[at : at + length]) in runs for at in range(len(mine) - length + 1))
         assert (step(Document("x", text)) is None) == hit
         dropped += hit

@@ -155,9 +155,7 @@ def test_no_code_of_a_classifier_is_run(
             "AutoModelForSequenceClassification": "mine.Model",
             "AutoTokenizer": ["mine.Tokenizer", None],
         }
-        path.write_text(
-            json.dumps({**known, "model_type": "mine", "tokenizer_class": "Mine", "auto_map": auto})
-        )
+        path.write_text(json.dumps({**known, "model_type": "mine", "tokenizer_class": "Mine", "auto_map": auto}))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     is_read = kind == "code for the tokenizer"  # by its tokenizer.json, which says all
     with nullcontext() if is_read else pytest.raises(UsageError, match="can't be read as a classifier"):
@@ -226,9 +224,7 @@ def test_a_language_model_is_no_classifier(tmp_path: Path) -> None:
     write_classifier(tmp_path, 1)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertForMaskedLM(BertConfig(vocab_size=60, num_labels=1, **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(
-        UsageError, match=r"lacks the weights .*classifier.*: it was trained for something else"
-    ):
+    with pytest.raises(UsageError, match=r"lacks the weights .*classifier.*: it was trained for something else"):
         apply("x", name="classifier", folder=str(tmp_path))
 
 

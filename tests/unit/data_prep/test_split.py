@@ -33,9 +33,7 @@ sizes = st.dictionaries(st.text(min_size=1, max_size=5), st.integers(0, 1000), m
 
 
 @given(sizes=sizes, share=st.floats(0.01, 0.5), seed=st.integers(0, 5))
-def test_the_share_is_at_most_what_was_asked_and_at_least_half(
-    sizes: dict[str, int], share: float, seed: int
-) -> None:
+def test_the_share_is_at_most_what_was_asked_and_at_least_half(sizes: dict[str, int], share: float, seed: int) -> None:
     held_out = choose_held_out(sizes, share, seed)
     actual, most = sum(sizes[name] for name in held_out), share * sum(sizes.values())
     assert not held_out or most / 2 <= actual <= most
@@ -83,9 +81,7 @@ def test_packages_stay_together() -> None:
     assert sum(sides.values()) == 2
 
 
-def guarded(
-    folder: Path, held_out: Mapping[str, str], texts: Mapping[str, str], **settings: Any
-) -> StepStats:
+def guarded(folder: Path, held_out: Mapping[str, str], texts: Mapping[str, str], **settings: Any) -> StepStats:
     """Outcome of the texts, given what is held out."""
     near, counts = (
         ValidationNearDuplicates(NearDuplicatesConfig(**settings), folder),
@@ -96,15 +92,11 @@ def guarded(
         near.scan(part, documents(selected))
     assert near.index(3) == len(held_out)
     # Those who look need not be those who wrote.
-    left = list(
-        ValidationNearDuplicates(NearDuplicatesConfig(**settings), folder).drop_near(documents(texts), counts)
-    )
+    left = list(ValidationNearDuplicates(NearDuplicatesConfig(**settings), folder).drop_near(documents(texts), counts))
     assert [document.id for document in left] == [
         name
         for name in texts
-        if not any(
-            example.startswith(f"{name} ~ ") for drop in counts.dropped.values() for example in drop.examples
-        )
+        if not any(example.startswith(f"{name} ~ ") for drop in counts.dropped.values() for example in drop.examples)
     ]
     return counts
 
@@ -275,9 +267,7 @@ def test_each_class_gets_a_corpus_for_a_mixture(tmp_path: Path) -> None:
     names = {}
     for folder in (tmp_path / "out" / "train").iterdir():
         corpus = Corpus.open(folder)
-        names[unquote(folder.name)] = {
-            int(corpus.read_sample(n).members["cls"]) for n in range(corpus.n_samples)
-        }
+        names[unquote(folder.name)] = {int(corpus.read_sample(n).members["cls"]) for n in range(corpus.n_samples)}
     assert names == {"10 Euro": {0}, "birne": {1}, "other": {2}, "猫": {3}}
     with pytest.raises(ValueError, match="knows no such field"):
         PrepConfig.model_validate({"out": "x", "read": read, "split": {"partition_by": "language"}})

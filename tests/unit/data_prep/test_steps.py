@@ -78,9 +78,7 @@ _BROKEN = st.text(st.characters(max_codepoint=0x2FFF, exclude_categories=["Cs"])
 _WINDOWS = st.sampled_from(["schön – voilà", "“naïve” café…", "Ελλάδα", "żółć", "東京"]).map(
     lambda text: text.encode().decode("windows-1252", "replace")
 )
-_PLAIN = st.sampled_from(
-    ["plain words ", "\n", "\r\n", "\r", "\n\n", " ", "é", "\x85", "\u2028", "\x1b[0m", "\xa0"]
-)
+_PLAIN = st.sampled_from(["plain words ", "\n", "\r\n", "\r", "\n\n", " ", "é", "\x85", "\u2028", "\x1b[0m", "\xa0"])
 
 
 @given(st.lists(st.one_of(_BROKEN, _WINDOWS, _PLAIN, st.text(max_size=6)), max_size=25).map("".join))
@@ -164,9 +162,7 @@ def test_languages_and_probabilities_are_those_of_the_library() -> None:
     rng = random.Random(0)
     blocks = [(32, 127), (0xA0, 0x500), (0x900, 0xE00), (0x3000, 0xD7FF), (0x1F300, 0x1FAFF), (0, 32)]
     texts = ["", "a", "é", "ABC DEF", "e\u0301", "\x00" * 9]
-    texts.append(
-        "これはとてもいい本でした。ありがとうございます。"
-    )  # the longest n-grams are two such letters
+    texts.append("これはとてもいい本でした。ありがとうございます。")  # the longest n-grams are two such letters
     for _ in range(300):
         some = rng.sample(blocks, rng.randrange(1, 3))
         texts.append("".join(chr(rng.randrange(*rng.choice(some))) for _ in range(rng.randrange(40))))
@@ -240,9 +236,7 @@ LEFT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("stands", "text"), [(stands, text) for stands, some in CAUGHT.items() for text in some]
-)
+@pytest.mark.parametrize(("stands", "text"), [(stands, text) for stands, some in CAUGHT.items() for text in some])
 def test_what_redaction_catches(stands: str, text: str) -> None:
     assert rule_outcome(rule("pii"), f"It is {text}, they say.")[0] == f"It is {stands}, they say."
 

@@ -37,9 +37,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "memory": {"dedup_memory_bytes": 2**20},
     "a step": {"steps": [STEP]},
     "duplicates": {"dedup": [{"name": "minhash"}]},
-    "near duplicates": {
-        "split": {"validation": 0.2, "partition_by": "lang", "near_duplicates": {"n_grams": 2}}
-    },
+    "near duplicates": {"split": {"validation": 0.2, "partition_by": "lang", "near_duplicates": {"n_grams": 2}}},
     "tokenizer": {"tokenizer": {"kind": "byte-bpe", "vocab_size": 280, "sentinels": 0, "ul2_modes": False}},
 }
 """By name, settings that another config has."""
@@ -185,15 +183,11 @@ def test_a_task_with_another_config_is_refused_by_name(
         commit(self, *remaining, **more)
 
     monkeypatch.setattr(Workspace, "commit", waiting)
-    first = threading.Thread(
-        target=data_prep.run, args=(make("out"), None, lambda at: LockExecutor(1, 2, at))
-    )
+    first = threading.Thread(target=data_prep.run, args=(make("out"), None, lambda at: LockExecutor(1, 2, at)))
     first.start()
     assert at_work.wait(30)
     try:
-        with pytest.raises(
-            UsageError, match=rf"out: other tasks are preparing it with another config \({name}"
-        ):
+        with pytest.raises(UsageError, match=rf"out: other tasks are preparing it with another config \({name}"):
             data_prep.run(make("out", **OTHERS[other]), make_executor=lambda at: LockExecutor(2, 2, at))
         with pytest.raises(UsageError, match="another prep is working here"):
             data_prep.run(make("out"))
@@ -252,9 +246,7 @@ def test_killed_at_any_moment(config: Make, tmp_path: Path, count: int) -> None:
     rng = random.Random(count)
     # The last moments are those of the commits after the last document was written.
     lasts = sorted({*rng.sample(range(moments), count), *rng.sample(range(moments - 25, moments), 1 + count)})
-    assert run_killed_at(tmp_path, config(), [(f"killed{last}", last) for last in lasts]) == [KILLED] * len(
-        lasts
-    )
+    assert run_killed_at(tmp_path, config(), [(f"killed{last}", last) for last in lasts]) == [KILLED] * len(lasts)
     for last in lasts:
         left = file_hashes(tmp_path / f"killed{last}")
         finals = {name: left[name] for name in left if "." not in {part[0] for part in name.split("/")}}

@@ -25,9 +25,7 @@ WORDS = ["token", " ids", " of", " text", "\n", " é", " more"]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     text = "".join(random.Random(0).choices(WORDS, k=3000))
-    tokenizer = write_tokenizer(
-        folder, make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=330), [text])
-    )
+    tokenizer = write_tokenizer(folder, make_tokenizer_files(TokenizerConfig(kind="byte-bpe", vocab_size=330), [text]))
     assert tokenizer.vocab_size == 330
     return folder
 
@@ -90,9 +88,7 @@ def taken(out: Path) -> dict[str, list[int]]:
         ("megatron", lambda path, documents: by_datatrove(path, documents, 4)),
         (
             "tokens",
-            lambda path, documents: path.write_bytes(
-                np.array([i for d in documents for i in (*d, END)], "<u2")
-            ),
+            lambda path, documents: path.write_bytes(np.array([i for d in documents for i in (*d, END)], "<u2")),
         ),
     ],
 )
@@ -111,9 +107,7 @@ def test_ids_are_taken_over(
     lengths = [len(item) for item in tokenizers.load(model).token_bytes() or []]
     text = sum(lengths[token] for ids in documents for token in ids)
     assert result["train"]["text_bytes"] + result["validation"]["text_bytes"] == text
-    assert file_hashes(data_prep.run(config(tmp_path, model, format_, "again")).out) == file_hashes(
-        summary.out
-    )
+    assert file_hashes(data_prep.run(config(tmp_path, model, format_, "again")).out) == file_hashes(summary.out)
     assert data_prep.run(config(tmp_path, model, format_)).already_done
 
 

@@ -184,11 +184,7 @@ ALPHABET = [
 def texts() -> list[str]:
     """Sources of the standard library, and random strings of what is known to be hard."""
     folder = Path(sysconfig.get_path("stdlib"))
-    real = [
-        path.read_text()
-        for name in ("json", "email", "http")
-        for path in sorted((folder / name).glob("*.py"))[:8]
-    ]
+    real = [path.read_text() for name in ("json", "email", "http") for path in sorted((folder / name).glob("*.py"))[:8]]
     rng = random.Random(0)
     return [*real, "", " ", *("".join(rng.choices(ALPHABET, k=rng.randrange(1, 60))) for _ in range(1500))]
 
@@ -204,12 +200,8 @@ def tokenizer_files(
 
 
 @pytest.fixture(scope="module")
-def words(
-    texts: Sequence[str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Tokenizer, CachedWordEncoder]:
-    files = make_tokenizer_files(
-        TokenizerConfig(vocab_size=600), (text + "\r\n\r\n\f\n" for text in texts[:12])
-    )
+def words(texts: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, CachedWordEncoder]:
+    files = make_tokenizer_files(TokenizerConfig(vocab_size=600), (text + "\r\n\r\n\f\n" for text in texts[:12]))
     reference = write_tokenizer(tmp_path_factory.mktemp("words"), files)
     assert isinstance(reference, SentencePieceTokenizer)
     return reference, CachedWordEncoder(reference)
@@ -250,9 +242,7 @@ def test_words_are_cut_only_where_no_piece_goes_on(tmp_path: Path) -> None:
 @given(
     texts=st.lists(
         st.lists(
-            st.one_of(
-                st.sampled_from(ALPHABET), st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-            ),
+            st.one_of(st.sampled_from(ALPHABET), st.text(st.characters(exclude_categories=["Cs"]), max_size=8)),
             max_size=30,
         ).map("".join),
         max_size=4,
@@ -272,9 +262,7 @@ def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
     )
     values = json.loads(files["tokenizer.json"])
     added = dict(values["added_tokens"][-1], id=270, content="tool", special=False)
-    files["tokenizer.json"] = json.dumps(
-        {**values, "added_tokens": [*values["added_tokens"], added]}
-    ).encode()
+    files["tokenizer.json"] = json.dumps({**values, "added_tokens": [*values["added_tokens"], added]}).encode()
     reference = write_tokenizer(tmp_path, files)
     fast = FastEncoder(reference, tmp_path)
     texts = ["a tool here", "a text here", "toolbox"]
@@ -284,9 +272,7 @@ def test_added_tokens_that_are_no_special_ones(tmp_path: Path) -> None:
         assert np.array_equal(actual, wanted_result)
 
 
-@pytest.mark.parametrize(
-    "tokenizer_files", [KINDS[0], KINDS[2]], indirect=True, ids=("byte-bpe", "sentencepiece-bpe")
-)
+@pytest.mark.parametrize("tokenizer_files", [KINDS[0], KINDS[2]], indirect=True, ids=("byte-bpe", "sentencepiece-bpe"))
 def test_a_difference_is_found(
     tokenizer_files: tuple[Tokenizer, Path, str], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

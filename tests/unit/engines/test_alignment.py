@@ -110,9 +110,7 @@ WIDE = SoapConfig(lr=1e-2, precondition_frequency=1, max_precond_dim=64)
 
 
 @pytest.mark.parametrize("layout", ["one", "zero 1", "zero 3", "tp"])
-def test_soap_goes_on_to_the_bit_when_its_bases_turn_each_step(
-    workers: Workers, tmp_path: Path, layout: str
-) -> None:
+def test_soap_goes_on_to_the_bit_when_its_bases_turn_each_step(workers: Workers, tmp_path: Path, layout: str) -> None:
     """LAPACK gives bases by columns, a checkpoint by rows."""
     ranks, parallel = LAYOUTS[layout]
     straight = workers.run(train_and_save, ranks, tmp_path / "a", parallel, WIDE)
@@ -128,9 +126,7 @@ def initial_weights_lie_right(parallel: ParallelConfig) -> None:
     assert wrong(dict(engine.model.named_buffers())) == []
 
 
-def test_drawn_weights_and_buffers_lie_in_torchs_memory(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drawn_weights_and_buffers_lie_in_torchs_memory(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     workers.run(initial_weights_lie_right, 1, ParallelConfig())
     name = "megatfm.layers.initialisation.draw"
     monkeypatch.setattr(name, lambda *args, **kwargs: misaligned(draw(*args, **kwargs)))

@@ -80,9 +80,7 @@ DISK = ["deepspeed.nvme_path=/disk", "deepspeed.offload_parameters=nvme", "deeps
 
 def model_of(*overrides: str) -> nn.Module:
     with torch.device("meta"):
-        return build(
-            load_config("quickstart", [*BASE, "model.vocab_size=1000", "model.n_layers=4", *overrides]).model
-        )
+        return build(load_config("quickstart", [*BASE, "model.vocab_size=1000", "model.n_layers=4", *overrides]).model)
 
 
 def matrices(model: nn.Module) -> set[str]:
@@ -106,9 +104,7 @@ def test_of_a_model_with_frozen_weights_all_can_be() -> None:
     assert buffers_in_use(model, matrices(model)) == len(matrices(model))
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed")
 def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     config = load_config("quickstart", [*BASE, *DISK, "model.vocab_size=30000"])
     model = build(config.model)
@@ -135,9 +131,7 @@ def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_part_of_a_buffer_that_begins_anywhere_goes_out_and_in_to_the_bit(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_a_part_of_a_buffer_that_begins_anywhere_goes_out_and_in_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     """DeepSpeed's operator reads past the system's cache, which wants addresses of its own, and reports no failure."""
     handle, path = SyncIOHandle(block_size=1, queue_depth=1), str(tmp_path / "a" / "b" / "c" / "weights.swp")
     Path(path).parent.mkdir(parents=True)
@@ -185,9 +179,7 @@ def test_a_file_that_ends_early_and_a_disk_that_is_full_are_errors(tmp_path: Pat
     path.parent.mkdir(parents=True)
     buffer = handle.new_cpu_locked_tensor(100, torch.zeros(1)).zero_()
     handle.async_pwrite(buffer[:90], str(path), 0)
-    with pytest.raises(
-        MegatfmError, match=r"weights.swp, a file of state .*: it ends 40 bytes early: make room"
-    ):
+    with pytest.raises(MegatfmError, match=r"weights.swp, a file of state .*: it ends 40 bytes early: make room"):
         handle.async_pread(buffer, str(path), 0)
     with pytest.raises(MegatfmError, match=r"/dev/full, .*: No space left on device: .*deepspeed.nvme_path"):
         handle.async_pwrite(buffer, "/dev/full", 0)
@@ -280,11 +272,7 @@ def private_names(source: str) -> list[str]:
     constants = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
     return sorted(
         {name for name in attributes if re.match("_[a-z]", name)}
-        | {
-            text
-            for text in constants
-            if re.match(r"_[A-Z]\w+__|deepspeed\.(runtime|ops|utils|comm|moe)", text)
-        }
+        | {text for text in constants if re.match(r"_[A-Z]\w+__|deepspeed\.(runtime|ops|utils|comm|moe)", text)}
     )
 
 

@@ -151,9 +151,7 @@ def test_every_layout_counts_what_one_device_counts(workers: Workers, tmp_path: 
 
 
 @pytest.mark.parametrize("config", [DEEPER, SHARED], ids=["own", "shared"])
-def test_stages_that_share_a_module_count_together(
-    workers: Workers, tmp_path: Path, config: ModelConfig
-) -> None:
+def test_stages_that_share_a_module_count_together(workers: Workers, tmp_path: Path, config: ModelConfig) -> None:
     workers.run(compare, 2, config, build_engine, STAGES, tmp_path)
 
 
@@ -206,9 +204,7 @@ def test_a_plain_model_has_none(workers: Workers) -> None:
 
 def names_of() -> list[str]:
     return list(
-        build_engine(
-            UNTIED_MODEL.with_changes({"position.name": "alibi"}), ParallelConfig(), ADAMW
-        ).state_dict()
+        build_engine(UNTIED_MODEL.with_changes({"position.name": "alibi"}), ParallelConfig(), ADAMW).state_dict()
     )
 
 
@@ -291,16 +287,12 @@ def expected(config: ModelConfig = UNTIED_MODEL) -> dict[str, dict[str, float]]:
     return actual
 
 
-def compare_statistics(
-    config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig]
-) -> None:
+def compare_statistics(config: ModelConfig, make: Callable[..., NativeEngine], layouts: list[ParallelConfig]) -> None:
     expected_statistics = expected(config)
     for parallel in layouts:
         engine = make(config, parallel, ADAMW)
         for watches in (True, False):
-            engine.forward_backward(
-                microbatches(engine, global_batch(seed=3)), CAUSAL, record_activations=watches
-            )
+            engine.forward_backward(microbatches(engine, global_batch(seed=3)), CAUSAL, record_activations=watches)
             statistics = engine.layer_statistics()
             engine.zero_grad()
             assert statistics.keys() == expected_statistics.keys()
@@ -341,9 +333,7 @@ def compare_content() -> None:
     *earlier, last = outputs
     assert earlier
     for path in earlier:
-        assert statistics[path]["activation"] == pytest.approx(
-            float(outputs[path].square().mean() ** 0.5), rel=1e-9
-        )
+        assert statistics[path]["activation"] == pytest.approx(float(outputs[path].square().mean() ** 0.5), rel=1e-9)
     assert outputs[last] is None
     assert "activation" not in statistics[last]
 

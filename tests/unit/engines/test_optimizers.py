@@ -85,12 +85,8 @@ ELEMENTWISE = ("adamw", "lamb", "lion")
 """Whose state is that of another here, less or by another name."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[SLOW] * (name in ELEMENTWISE)) for name in OPTIMIZERS]
-)
-def test_state_goes_through_the_store_and_training_goes_on(
-    workers: Workers, tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[SLOW] * (name in ELEMENTWISE)) for name in OPTIMIZERS])
+def test_state_goes_through_the_store_and_training_goes_on(workers: Workers, tmp_path: Path, name: str) -> None:
     """From two ranks to one bit for bit, and on two as if there had been no load."""
     optimizer, layout = OPTIMIZERS[name], ParallelConfig(dp_shard=2)
     straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
@@ -129,9 +125,7 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
         assert not torch.allclose(stored, trained[name], rtol=1e-4) or not tensor.numel(), name
 
     def whole(blocks: dict[str, Tensor]) -> dict[str, Tensor]:
-        parts = engine.mesh.gather_objects(
-            {n: (engine.regions[n], t) for n, t in blocks.items()}, ("dp_shard", "tp")
-        )
+        parts = engine.mesh.gather_objects({n: (engine.regions[n], t) for n, t in blocks.items()}, ("dp_shard", "tp"))
         result = {n: torch.zeros(engine.layout[n].shape, dtype=torch.float64) for n in blocks}
         for rank in parts:
             for n, ((offsets, sizes), values) in rank.items():
@@ -172,9 +166,7 @@ def evaluate_in_between(every: bool) -> dict[str, Tensor]:
 
 
 def test_evaluating_and_saving_leave_no_trace(workers: Workers) -> None:
-    for often, never in zip(
-        *(workers.run(evaluate_in_between, 2, every) for every in (True, False)), strict=True
-    ):
+    for often, never in zip(*(workers.run(evaluate_in_between, 2, every) for every in (True, False)), strict=True):
         assert all(torch.equal(tensor, never[name]) for name, tensor in often.items())
 
 
@@ -194,9 +186,7 @@ def test_an_optimizer_that_is_not_elementwise_is_found_out() -> None:
     weight = torch.ones(3, 2)
     optimizer = ElementwiseOptimizer(OptimizerGroup(["w"], "elementwise", Rows), {"w": weight})
     optimizer.step({"w": weight.clone()}, 0.1)
-    with pytest.raises(
-        MegatfmError, match=r"state rows of w is \[3\], its block \[3, 2\].*granularity='whole_tensor'"
-    ):
+    with pytest.raises(MegatfmError, match=r"state rows of w is \[3\], its block \[3, 2\].*granularity='whole_tensor'"):
         optimizer.state()
     with pytest.raises(ValueError, match="must be 'elementwise'"):
         OptimizerGroup(["w"], "whole_tensor", Rows, averaged=lambda block, state, options: block)

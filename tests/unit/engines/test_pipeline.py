@@ -42,13 +42,9 @@ def test_a_carry_of_another_type_than_the_next_stage_takes_is_refused() -> None:
     passes._dtype = torch.bfloat16
     passes._pipeline = SimpleNamespace(stages={1: SimpleNamespace(rank=1)})  # type: ignore[assignment]
     stream = {"x": SimpleNamespace(d_model=8)}
-    with pytest.raises(
-        MegatfmError, match=r"x is torch\.float32, but the next pipeline stage expects torch\.bfloat16"
-    ):
+    with pytest.raises(MegatfmError, match=r"x is torch\.float32, but the next pipeline stage expects torch\.bfloat16"):
         passes._send(stream, {"x": torch.ones(2, 8)}, 1, None)  # type: ignore[arg-type]
-    with pytest.raises(
-        MegatfmError, match=r"is torch\.int32, but the next pipeline stage expects torch\.int64"
-    ):
+    with pytest.raises(MegatfmError, match=r"is torch\.int32, but the next pipeline stage expects torch\.int64"):
         passes._send({"x": SimpleNamespace(d_model=None)}, {"x": torch.ones(2, dtype=torch.int32)}, 1, None)  # type: ignore[dict-item, arg-type]
 
 
@@ -155,9 +151,7 @@ def test_micro_batches_add_up(parts: Parts) -> None:
         laters.append(backward_input([parts(x, memory)[0].sum()], [None], [x, memory]))
     for later in laters:
         later()
-    torch.testing.assert_close(
-        gradients(parts), {name: 3 * g for name, g in once.items()}, rtol=1e-12, atol=1e-15
-    )
+    torch.testing.assert_close(gradients(parts), {name: 3 * g for name, g in once.items()}, rtol=1e-12, atol=1e-15)
 
 
 def test_a_stage_without_inputs_does_all_of_it_later(parts: Parts) -> None:
@@ -187,9 +181,7 @@ TERMS = {"gpt": ["causal", "future_1"], "t5": ["span"]}
 
 def recomputed_gradients(name: str, parallel: ParallelConfig, how: str) -> dict[str, Tensor]:
     engine = build_engine(FAMILY_MODELS[name], parallel, ADAMW, recomputed=how)
-    engine.forward_backward(
-        microbatches(engine, family_batch(FAMILY_MODELS[name])), PassThroughObjective(TERMS[name])
-    )
+    engine.forward_backward(microbatches(engine, family_batch(FAMILY_MODELS[name])), PassThroughObjective(TERMS[name]))
     return engine.gradients()
 
 
@@ -303,9 +295,7 @@ def count_products(sequence_parallel: bool, how: str) -> tuple[set[int], int, di
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_of_products_summed_over_ranks_the_sum_alone_is_saved(
-    workers: Workers, sequence_parallel: bool
-) -> None:
+def test_of_products_summed_over_ranks_the_sum_alone_is_saved(workers: Workers, sequence_parallel: bool) -> None:
     """Llama's block has seven products; the outputs of attention and of the feed-forward network are terms of sums."""
     computed = [count for _, count, _ in workers.run(count_products, 2, sequence_parallel, "none")]
     for counts, count, errors in workers.run(count_products, 2, sequence_parallel, "selective"):
@@ -349,9 +339,7 @@ def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
         assert saved_bytes < 500_000, "two of the small ones fit, and none of the wide"
         with Products() as products:
             stage(x).sum().backward()
-        assert products.counted == 4 * 2 + 4 * 4 + 2, (
-            "both passes, and the first product of each wide block again"
-        )
+        assert products.counted == 4 * 2 + 4 * 4 + 2, "both passes, and the first product of each wide block again"
 
 
 @pytest.mark.parametrize(("text", "size"), [("2 GB", 2_000_000_000), ("1.5MB", 1_500_000), ("60 kB", 60_000)])

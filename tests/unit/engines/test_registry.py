@@ -29,9 +29,7 @@ def test_a_feature_is_refused_unless_declared(feature: str) -> None:
             continue
         with pytest.raises(UsageError) as refused:
             engines.check(config, precision)
-        assert str(refused.value).startswith(
-            f"{setting}: parallel.engine = 'plain' does not declare {feature!r}"
-        )
+        assert str(refused.value).startswith(f"{setting}: parallel.engine = 'plain' does not declare {feature!r}")
         assert str(refused.value).endswith("or parallel.engine = 'able'")
 
 

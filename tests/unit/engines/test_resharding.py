@@ -210,8 +210,6 @@ def test_gather_and_scatter(workers: Workers, ranks: int) -> None:
 def test_owners_are_shared_out_evenly(ranks: int) -> None:
     sizes = {f"layers.{i}.{part}": n for i in range(4) for part, n in (("wq", 64), ("ffn", 200), ("wk", 16))}
     owners = _assign_owners(sizes, ranks)
-    assert owners == _assign_owners(dict(reversed(sizes.items())), ranks), (
-        "ranks may list them in another order"
-    )
+    assert owners == _assign_owners(dict(reversed(sizes.items())), ranks), "ranks may list them in another order"
     loads: Sequence[int] = [sum(sizes[n] for n, owner in owners.items() if owner == r) for r in range(ranks)]
     assert max(loads) <= sum(sizes.values()) / ranks + max(sizes.values())

@@ -114,9 +114,7 @@ def route(module: nn.Module, ranks: TensorParallelGroup, layouts: Layouts) -> No
     module.forward = forward
 
 
-STYLES.register("experts on two axes")(
-    ParallelStyle("experts on two axes", shard_experts=placed, apply=route)
-)
+STYLES.register("experts on two axes")(ParallelStyle("experts on two axes", shard_experts=placed, apply=route))
 
 
 LAYOUTS = {
@@ -169,9 +167,7 @@ def rows() -> Tensor:
 def forward_backward(engine: NativeEngine) -> float:
     item = ROWS // engine.mesh.data_ranks
     mine = rows()[engine.mesh.data_rank * item :][:item]
-    return engine.forward_backward(
-        [{"x": mine[:1]}, {"x": mine[1:]}] if item > 1 else [{"x": mine}], Squares()
-    ).loss
+    return engine.forward_backward([{"x": mine[:1]}, {"x": mine[1:]}] if item > 1 else [{"x": mine}], Squares()).loss
 
 
 def compare(world: int, folder: Path) -> None:
@@ -194,9 +190,7 @@ def compare(world: int, folder: Path) -> None:
             assert error <= 1e-9 * max(expected[name].norm(), floor), (layout, name, float(error))
         actual = engine.layer_statistics()["stack.layers.0"]
         for kind, tensors in (("weight", dict(model.named_parameters())), ("gradient", expected)):
-            full = torch.cat(
-                [t.detach().flatten() for n, t in tensors.items() if n.startswith("stack.layers.0.")]
-            )
+            full = torch.cat([t.detach().flatten() for n, t in tensors.items() if n.startswith("stack.layers.0.")])
             assert actual[kind] == pytest.approx(float(full.square().mean() ** 0.5), rel=1e-9), (layout, kind)
         norm = torch.cat([g.flatten() for g in expected.values()]).norm()
         assert engine.step(1e-2, clip=0.1) == pytest.approx(float(norm), rel=1e-12), layout
@@ -208,27 +202,19 @@ def compare(world: int, folder: Path) -> None:
         compare_replicas(engine, step=1, every=1)
         checkpoint.save(folder / layout, 1, engine.state_dict(), {})
         loaded = make_engine(parallel)
-        checkpoint.load(
-            folder / layout / "step-00000001", {f"model.{n}": b for n, b in loaded.weights().items()}
-        )
+        checkpoint.load(folder / layout / "step-00000001", {f"model.{n}": b for n, b in loaded.weights().items()})
         assert all(torch.equal(block, engine.local[name]) for name, block in loaded.local.items())
 
 
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_gradients_norms_and_checkpoints_are_those_of_one_device(
-    workers: Workers, tmp_path: Path, world: int
-) -> None:
+def test_gradients_norms_and_checkpoints_are_those_of_one_device(workers: Workers, tmp_path: Path, world: int) -> None:
     workers.run(compare, world, world, tmp_path)
     # The boxes fill every tensor, once, or a save would have said so.
-    actual = {
-        layout: checkpoint.read_tensors(tmp_path / layout / "step-00000001") for layout in LAYOUTS[world]
-    }
+    actual = {layout: checkpoint.read_tensors(tmp_path / layout / "step-00000001") for layout in LAYOUTS[world]}
     shapes = {name: p.shape for name, p in Model().named_parameters()}
     first = next(iter(actual.values()))
     for layout, tensors in actual.items():
-        assert {
-            n.removeprefix("model."): t.shape for n, t in tensors.items() if n.startswith("model.")
-        } == shapes
+        assert {n.removeprefix("model."): t.shape for n, t in tensors.items() if n.startswith("model.")} == shapes
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, first[name], rtol=1e-9, atol=1e-12, msg=f"{layout}: {name}")
 

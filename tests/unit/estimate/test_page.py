@@ -59,9 +59,7 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
     assert timeline is not None
     assert len(memory.boxes) == 4 * len(MEMORY_PARTS)
     for rank, held in zip(range(4), estimate.memory, strict=True):
-        widths = [
-            box.width for box in memory.boxes[rank * len(MEMORY_PARTS) : (rank + 1) * len(MEMORY_PARTS)]
-        ]
+        widths = [box.width for box in memory.boxes[rank * len(MEMORY_PARTS) : (rank + 1) * len(MEMORY_PARTS)]]
         assert sum(memory_parts(held).values()) == held.total
         assert memory.limit is not None
         share = held.total / estimate.cluster.device.memory_bytes

@@ -78,9 +78,7 @@ def test_the_fullest_rank_is_that_of_drawn_loads(preset: str, ep: int) -> None:
 
 
 def test_experts_with_a_capacity_get_no_more() -> None:
-    config = load_config(
-        "switch-base-8", ["parallel.ep=8", "model.layer_type.sparse.ffn.capacity_factor=1.25"]
-    )
+    config = load_config("switch-base-8", ["parallel.ep=8", "model.layer_type.sparse.ffn.capacity_factor=1.25"])
     assert fullest_share(config, 64) == 1.25
 
 
@@ -130,12 +128,8 @@ def simulated(interval: float, stall: float, between: float, restart: float, see
     return done / clock
 
 
-@pytest.mark.parametrize(
-    ("interval", "stall", "between", "restart"), [(600, 30, 20000, 300), (2000, 5, 30000, 900)]
-)
-def test_the_share_is_that_of_a_simulated_run(
-    interval: float, stall: float, between: float, restart: float
-) -> None:
+@pytest.mark.parametrize(("interval", "stall", "between", "restart"), [(600, 30, 20000, 300), (2000, 5, 30000, 900)])
+def test_the_share_is_that_of_a_simulated_run(interval: float, stall: float, between: float, restart: float) -> None:
     shares = [simulated(interval, stall, between, restart, seed) for seed in range(8)]
     assert effective_share(interval, stall, between, restart) == pytest.approx(sum(shares) / 8, rel=0.01)
 
@@ -169,15 +163,11 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
     facts = {"gpu": "NVIDIA H100 80GB HBM3", "processes": "8", "machines": "1"}
     (tmp_path / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
-    steps = [
-        {"step": n, "tokens": n, "loss": 2.0, "memory_bytes": n << 30, "step_seconds": 0.5} for n in (1, 2)
-    ]
+    steps = [{"step": n, "tokens": n, "loss": 2.0, "memory_bytes": n << 30, "step_seconds": 0.5} for n in (1, 2)]
     lines = "".join(f"{json.dumps(step)}\n" for step in steps)
     (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
     (tmp_path / "logs").mkdir()
-    message = (
-        "error: rank 5 is out of memory: it held 77.3 GiB and asked for 2.50 GiB more; memory snapshot: …\n"
-    )
+    message = "error: rank 5 is out of memory: it held 77.3 GiB and asked for 2.50 GiB more; memory snapshot: …\n"
     (tmp_path / "logs" / "rank-5.log").write_text("…\n" * 9 + message, encoding="utf-8")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "rank-5.pickle").write_bytes(pickle.dumps(SNAPSHOT))
@@ -240,12 +230,8 @@ class Command:
         return os.system, ("touch ran",)
 
 
-@pytest.mark.parametrize(
-    "content", [pickle.dumps(Command()), b"", b"\x80\x04N.", pickle.dumps({"segments": 3})]
-)
-def test_a_file_that_lies_is_no_snapshot(
-    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("content", [pickle.dumps(Command()), b"", b"\x80\x04N.", pickle.dumps({"segments": 3})])
+def test_a_file_that_lies_is_no_snapshot(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rank-0.pickle").write_bytes(content)
     with pytest.raises(UsageError, match="not a memory snapshot of torch"):
@@ -253,9 +239,7 @@ def test_a_file_that_lies_is_no_snapshot(
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_report_has_the_estimate_beside_what_was_measured(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_has_the_estimate_beside_what_was_measured(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["report", str(run)])
     assert ended.value.code == 0, capsys.readouterr().err

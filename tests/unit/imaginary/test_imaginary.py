@@ -102,9 +102,7 @@ def test_what_can_not_be_traced() -> None:
         run_trace("gpt2-124m", ["parallel.tp=2"], 3, 0)
 
 
-def test_the_guard_is_built_once_and_says_what_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guard_is_built_once_and_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(MegatfmError, match=r"no g\+\+: install it, or leave --traced out"):
@@ -117,9 +115,7 @@ def test_the_guard_is_built_once_and_says_what_it_lacks(
 
 def test_the_guard_must_come_before_torch() -> None:
     code = "import torch; from megatfm.imaginary.guard import load_guard; load_guard()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
     assert "must be loaded before torch" in done.stderr
 
 

@@ -87,9 +87,7 @@ def test_greedy(model: str, seed: int) -> None:
     both = pair_of(model, seed)
     expected = [until_stop(row) for row in theirs_of(both, model, seed).tolist()]
     for cache in (True, False):
-        result = generate(
-            both.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache
-        ).tolist()
+        result = generate(both.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache).tolist()
         start = 1 if model == "t5" else max(LENGTHS)
         assert [until_stop(row[start:]) for row in result] == expected
     assert len({token for row in expected for token in row}) > 6, "texts this dull would prove nothing"
@@ -100,9 +98,7 @@ def test_greedy(model: str, seed: int) -> None:
 def test_beams(model: str, beams: int, alpha: float) -> None:
     seed = 11
     both, actual = pair_of(model, seed), []
-    expected = theirs_of(
-        both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never"
-    ).tolist()
+    expected = theirs_of(both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never").tolist()
     for cache in (True, False):
         actual = beam_search(
             both.model, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
@@ -111,9 +107,7 @@ def test_beams(model: str, beams: int, alpha: float) -> None:
         assert [item.tokens.tolist() for item in actual] == [until_stop(row) for row in expected]
     if beams > 1:
         greedy = generate(both.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP).tolist()
-        assert any(
-            until_stop(row[-NEW:]) != item.tokens.tolist() for row, item in zip(greedy, actual, strict=True)
-        )
+        assert any(until_stop(row[-NEW:]) != item.tokens.tolist() for row, item in zip(greedy, actual, strict=True))
 
 
 @pytest.mark.parametrize("penalty", [gnmt_penalty(0.6), gnmt_penalty(0.0), power(1.0), power(-1.0)])
@@ -147,9 +141,7 @@ def test_beams_go_past_ids_that_a_head_masks() -> None:
     actual = pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).model.eval()
     few = beam_search(actual, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
     hook = actual.register_forward_hook(
-        lambda _, __, output: output._replace(
-            logits=output.logits.index_fill(-1, torch.arange(20, 40), -math.inf)
-        )
+        lambda _, __, output: output._replace(logits=output.logits.index_fill(-1, torch.arange(20, 40), -math.inf))
     )
     masked = beam_search(actual, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP)
     hook.remove()

@@ -72,9 +72,7 @@ NEW = 7
 
 def build_case(parts: str, side: str) -> tuple[torch.nn.Module, Prompts]:
     family = "encoder_decoder" if side == "encoder_decoder" else "decoder"
-    model = (
-        build(ModelConfig.from_dotted(**(SMALL | (MODELS | PATTERNS)[parts]), family=family)).double().eval()
-    )
+    model = build(ModelConfig.from_dotted(**(SMALL | (MODELS | PATTERNS)[parts]), family=family)).double().eval()
     initialise_buffers(model)
     perturb(model, seed=1, scale=0.5)
     random = torch.Generator().manual_seed(2)
@@ -121,9 +119,7 @@ def test_a_row_is_what_it_is_alone_and_without_cache(parts: str, side: str) -> N
 
 def test_every_pattern_of_decoders_is_tried() -> None:
     """Beside full attention, the decoder's default, and patterns of encoders and images."""
-    message = [
-        option for kind in PATTERNS.values() for option in kind.items() if option[0].endswith("pattern")
-    ]
+    message = [option for kind in PATTERNS.values() for option in kind.items() if option[0].endswith("pattern")]
     shipped = {name for name in SHIPPED.names() if SHIPPED.get(name).__module__.startswith("megatfm.")}
     assert shipped - {"full", "longformer", "windows_2d"} == {options["name"] for _, options in message}
     with pytest.raises(UsageError, match="choose family = 'encoder'"):
@@ -144,9 +140,7 @@ def test_a_prefix_is_seen_by_all_of_it_and_nothing_made_is() -> None:
         assert (full - causal).abs().max() > 0.01 or len(prompt) == 1
 
 
-@pytest.mark.parametrize(
-    ("parts", "side"), [*(("rope", side) for side in SIDES), ("local and compressed", "decoder")]
-)
+@pytest.mark.parametrize(("parts", "side"), [*(("rope", side) for side in SIDES), ("local and compressed", "decoder")])
 def test_beams_select_all_that_belongs_to_a_row(parts: str, side: str) -> None:
     """Rows in another order, some twice, go on as themselves."""
     model, prompts = build_case(parts, side)
@@ -235,9 +229,7 @@ def test_a_cache_of_latents_holds_what_heads_are_made_of() -> None:
 
 def test_a_prefix_and_a_window_need_all_of_it() -> None:
     model, prompts = build_case("window", "prefix")
-    with pytest.raises(
-        UsageError, match=r"pattern = 'window' and a prompt as a prefix.*generate without cache"
-    ):
+    with pytest.raises(UsageError, match=r"pattern = 'window' and a prompt as a prefix.*generate without cache"):
         DecodingState(model, prompts, NEW)
     together = steps(model, prompts, cache=False)
     for row in range(len(LENGTHS)):

@@ -77,9 +77,7 @@ def test_a_folder_of_sentence_transformers_says_how(bert: Any, caplog: pytest.Lo
     folder, expected, tokenizer = bert
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
-    modules = [
-        {"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Normalize")
-    ]
+    modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Normalize")]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
     vectors = megatfm.load(folder).encode(SENTENCES)
@@ -128,9 +126,7 @@ def test_what_can_t_be_pooled(bert: Any) -> None:
     with pytest.raises(UsageError, match="batch = 0: choose 1 or more"):
         encoder.encode("a", batch=0)
     short = SentenceEmbedder(encoder.module, encoder.tokenizer, max_tokens=2)
-    with pytest.raises(
-        UsageError, match="max_tokens = 2: 2 tokens stand around a text already: choose 3 or more"
-    ):
+    with pytest.raises(UsageError, match="max_tokens = 2: 2 tokens stand around a text already: choose 3 or more"):
         short.encode("a")
     assert SentenceEmbedder(encoder.module, encoder.tokenizer, max_tokens=3).encode("abc").shape == (1, 24)
 
@@ -194,8 +190,6 @@ def test_neither_batch_nor_company_changes_a_vector(bert: Any, pooling: Any) -> 
     texts = [text * n for n in (1, 3, 5) for text in SENTENCES][:14]
     alone = torch.cat([model.encode(text, pooling=pooling) for text in texts])
     for batch in (1, 7, 32):
-        torch.testing.assert_close(
-            model.encode(texts, pooling=pooling, batch=batch), alone, rtol=2e-7, atol=1e-9
-        )
+        torch.testing.assert_close(model.encode(texts, pooling=pooling, batch=batch), alone, rtol=2e-7, atol=1e-9)
         backwards = model.encode(texts[::-1], pooling=pooling, batch=batch).flip(0)
         torch.testing.assert_close(backwards, alone, rtol=2e-7, atol=1e-9)

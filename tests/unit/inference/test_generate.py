@@ -262,9 +262,7 @@ def test_prints_the_prompt_and_what_follows(run: Path, capsys: pytest.CaptureFix
     assert samples == [{"prompt": "Größe ", "text": text, "step": 30}]
 
 
-def test_several_samples_are_kept_beside_the_first_ones(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_samples_are_kept_beside_the_first_ones(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_command(str(run), "--num-samples", "3", "--max-tokens", "12")
     run_command(str(run), "--max-tokens", "12")
     samples = [json.loads(line)["text"] for line in (run / "samples.jsonl").read_text().splitlines()]

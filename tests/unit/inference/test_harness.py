@@ -59,9 +59,7 @@ answer = "key"
 def loaded(tmp_path: Path, tokenizer_model: bytes) -> TextModel:
     """A model of 24 positions at most."""
     config = SMALL_DECODER.with_changes({"position": {"name": "learned", "max_positions": 24}})
-    return open_text_model(
-        write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
-    )
+    return open_text_model(write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32)))
 
 
 @pytest.fixture
@@ -122,9 +120,7 @@ def test_a_text_is_predicted_once_in_windows(loaded: TextModel) -> None:
             end = min(done + 24, len(tokens))
             first = max(end - 25, 0)
             with torch.no_grad():
-                logs = (
-                    loaded.model(torch.tensor([tokens[first : end - 1]])).logits[0].double().log_softmax(-1)
-                )
+                logs = loaded.model(torch.tensor([tokens[first : end - 1]])).logits[0].double().log_softmax(-1)
             total += sum(float(logs[place - 1 - first, tokens[place]]) for place in range(done, end))
             done = end
         assert result == pytest.approx(total, rel=1e-6)
@@ -162,8 +158,7 @@ def test_a_task_of_the_harness_gives_what_the_same_task_gives_here(
     task = evaluate_questions(unlimited, open_evaluation_task(tmp_path / "own.toml"))
     assert results["acc"] == pytest.approx(task.summary["metrics"]["accuracy"])
     by_characters = [
-        max(range(3), key=lambda place: record["log_probabilities"][place] / len(row["abc"[place]]))
-        == row["key"]
+        max(range(3), key=lambda place: record["log_probabilities"][place] / len(row["abc"[place]])) == row["key"]
         for record, row in zip(task.records, ROWS, strict=True)
     ]
     assert results["acc_norm"] == pytest.approx(sum(by_characters) / len(by_characters))
@@ -257,9 +252,7 @@ def test_a_chat_template_renders_as_transformers_does(tmp_path: Path, fake_harne
     assert model.loglikelihood(instances(spelled))[0][0] == pytest.approx(expected.log_probability)
 
 
-def test_a_model_without_a_chat_template_is_refused(
-    loaded: TextModel, tmp_path: Path, fake_harness: None
-) -> None:
+def test_a_model_without_a_chat_template_is_refused(loaded: TextModel, tmp_path: Path, fake_harness: None) -> None:
     with pytest.raises(UsageError, match=r"a chat template needs a decoder with a tokenizer.json"):
         harness_model(loaded).chat_template(True)
     with pytest.raises(UsageError, match=r"the tokenizer has no chat template \(chat_template.jinja"):
@@ -278,15 +271,11 @@ def test_chat_tasks_of_the_harness_give_what_its_own_model_gives(
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = write_chat_model(tmp_path / "chat")
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({**row, "ask": row["ask"][:9]}) + "\n" for row in ROWS)
-    )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "ask": row["ask"][:9]}) + "\n" for row in ROWS))
     (tmp_path / "tasks").mkdir()
     choice = HARNESS_TASK.format(rows=tmp_path / "rows.jsonl")
     generation = choice.replace("own_choice", "own_text").replace("multiple_choice", "generate_until")
-    generation = generation.partition("doc_to_choice")[0].replace(
-        "doc_to_target: key", 'doc_to_target: "{{a}}"'
-    )
+    generation = generation.partition("doc_to_choice")[0].replace("doc_to_target: key", 'doc_to_target: "{{a}}"')
     generation += "gen_prefix: the\ngeneration_kwargs: {until: [t], max_gen_toks: 4}\n"
     generation += "metric_list: [{metric: exact_match}]\n"
     (tmp_path / "tasks/choice.yaml").write_text(choice)
@@ -303,17 +292,14 @@ def test_chat_tasks_of_the_harness_give_what_its_own_model_gives(
     hf_results = evaluate(harness.HFLM(pretrained=str(folder), device="cpu", batch_size=2, dtype="float32"))
     assert actual_results["config"] is not None
     for task in ("own_choice", "own_text"):
-        for sample, expected in zip(
-            actual_results["samples"][task], hf_results["samples"][task], strict=True
-        ):
+        for sample, expected in zip(actual_results["samples"][task], hf_results["samples"][task], strict=True):
             assert sample["arguments"] == expected["arguments"]
             assert "<|im_start|>" in str(sample["arguments"])
             if task == "own_text":
                 assert sample["filtered_resps"] == expected["filtered_resps"]
                 continue
             actual, reference = (
-                torch.tensor([response[0] for response in result["filtered_resps"]])
-                for result in (sample, expected)
+                torch.tensor([response[0] for response in result["filtered_resps"]]) for result in (sample, expected)
             )
             torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
     results = run_harness(

@@ -79,9 +79,7 @@ def test_every_image_is_seen(tmp_path: Path, tokenizer_model: bytes) -> None:
 
 def test_a_prompt_names_all_of_its_images_or_none(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded, images = make_text_model(tokenizer_model, "in_text"), write_images(tmp_path)
-    with pytest.raises(
-        UsageError, match=r"the prompt names 1 images .* the number of images .* is 3: name each once"
-    ):
+    with pytest.raises(UsageError, match=r"the prompt names 1 images .* the number of images .* is 3: name each once"):
         build_prompts(loaded, f"import {PLACE}", images=images)
     with pytest.raises(UsageError, match=r"gone\.png: there is no such image"):
         build_prompts(loaded, "import", images=[*images, tmp_path / "gone.png"])

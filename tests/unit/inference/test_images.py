@@ -58,9 +58,7 @@ def test_a_perfect_model_gives_the_image_back(normalize: bool) -> None:
     """Targets computed here by hand; two images in a row, one of a single colour."""
     images = [pixels(8, 8, seed=1), torch.full((3, 8, 8), 77, dtype=torch.uint8)]
     batch = masked_batch(images, SIDE, 1, [[0, 1]], [[2], [0]], (4, 10))
-    mean, std = (
-        torch.tensor(MODEL[f"embedding.{key}"], dtype=torch.float64)[:, None, None] for key in ("mean", "std")
-    )
+    mean, std = (torch.tensor(MODEL[f"embedding.{key}"], dtype=torch.float64)[:, None, None] for key in ("mean", "std"))
     targets = []
     for image in images:
         patches = patches_of((image.double() / 255 - mean) / std, SIDE)
@@ -142,11 +140,7 @@ SIZES = [(4 + 4 * (number % 3), 8 - 4 * (number % 2)) for number in range(IMAGES
 def examples() -> tuple[torch.nn.Module, list[torch.Tensor], list[int]]:
     """A model of random weights, images of several shapes, and labels."""
     torch.manual_seed(5)
-    model = (
-        build(ModelConfig.from_dotted(CLASSIFIER | {"extra_heads.classifier.n_classes": CLASSES}))
-        .double()
-        .eval()
-    )
+    model = build(ModelConfig.from_dotted(CLASSIFIER | {"extra_heads.classifier.n_classes": CLASSES})).double().eval()
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter)
     images = [pixels(*size, seed=number) for number, size in enumerate(SIZES)]

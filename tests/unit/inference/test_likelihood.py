@@ -52,9 +52,7 @@ def draw_continuations(
         n_tokens = int(torch.randint(1, most + 1, (1,), generator=random))
         return torch.randint(1, vocabulary, (n_tokens,), generator=random).tolist()
 
-    drawn = [
-        Continuation(draw(longest), draw(6), draw(longest) if encoder else None, prefix) for _ in range(n - 1)
-    ]
+    drawn = [Continuation(draw(longest), draw(6), draw(longest) if encoder else None, prefix) for _ in range(n - 1)]
     return [*drawn, drawn[0]]
 
 
@@ -79,9 +77,7 @@ def by_hand(model: nn.Module, continuation: Continuation) -> Likelihood:
 def check(results: list[Likelihood], expected: list[Likelihood]) -> None:
     assert [r.n_tokens for r in results] == [e.n_tokens for e in expected]
     assert [r.is_greedy for r in results] == [e.is_greedy for e in expected]
-    actual, by_row = (
-        torch.tensor([r.log_probability for r in s], dtype=torch.float64) for s in (results, expected)
-    )
+    actual, by_row = (torch.tensor([r.log_probability for r in s], dtype=torch.float64) for s in (results, expected))
     torch.testing.assert_close(actual, by_row, rtol=1e-12, atol=1e-12)
 
 
@@ -181,9 +177,7 @@ def test_what_can_t_be_scored_is_refused() -> None:
 
 @pytest.mark.parametrize("objective", ["causal", "prefix"])
 def test_text_is_cut_where_the_context_ends(tmp_path: Path, tokenizer_model: bytes, objective: str) -> None:
-    run = write_trained_run(
-        tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32), objective
-    )
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32), objective)
     loaded = open_text_model(run)
     tokenizer = loaded.tokenizer
     continuation = encode_continuation(loaded, "import textwrap", " as größer")
@@ -231,20 +225,15 @@ def test_texts_of_many_prompts_are_those_of_each(tmp_path: Path, tokenizer_model
     loaded = open_text_model(write_run(tmp_path, tokenizer_model, name), dtype="float64")
     vocabulary = loaded.tokenizer.vocab_size
     alone = [
-        generate_text(loaded, prompt, Sampling(vocab_size=vocabulary), 8, 1, sentinel="never")[0]
-        for prompt in PROMPTS
+        generate_text(loaded, prompt, Sampling(vocab_size=vocabulary), 8, 1, sentinel="never")[0] for prompt in PROMPTS
     ]
     assert len(set(alone)) > 3
     letter = next(letter for letter in alone[0][1:] if letter.isprintable())
     requests = [TextRequest(prompt, 8, sampling=Sampling(vocab_size=vocabulary)) for prompt in PROMPTS]
-    stopped = [
-        TextRequest(prompt, 8, (letter, "nowhere"), Sampling(vocab_size=vocabulary)) for prompt in PROMPTS
-    ]
+    stopped = [TextRequest(prompt, 8, (letter, "nowhere"), Sampling(vocab_size=vocabulary)) for prompt in PROMPTS]
     for batch_size in (1, 3, 32):
         assert generate_texts(loaded, requests, batch_size=batch_size) == alone
-        assert generate_texts(loaded, stopped, batch_size=batch_size) == [
-            text.split(letter)[0] for text in alone
-        ]
+        assert generate_texts(loaded, stopped, batch_size=batch_size) == [text.split(letter)[0] for text in alone]
 
 
 def write_task(folder: Path, kind: str, answers: list[str], more: str = "") -> Path:
@@ -310,9 +299,7 @@ def test_ranks_and_batches_change_no_decision(
     for result in alone[1:]:
         for metric, value in first.items():
             is_sum = metric in ("bits_per_byte", "perplexity")
-            assert result.summary["metrics"][metric] == (
-                pytest.approx(value, rel=1e-12, abs=0) if is_sum else value
-            )
+            assert result.summary["metrics"][metric] == (pytest.approx(value, rel=1e-12, abs=0) if is_sum else value)
     if kind == "generation" and not shots:
         expected = [text == answer for text, answer in zip(texts, answers, strict=True)]
         assert first["exact_match"] >= sum(expected) / len(PROMPTS)

@@ -52,9 +52,7 @@ def test_megatfm_load_gives_the_model(run: Path) -> None:
     assert output.hidden.shape == (1, 3, SMALL_DECODER.d_model)
 
 
-def test_weights_of_any_precision_become_float32(
-    tmp_path: Path, tokenizer_model: bytes, model: Decoder
-) -> None:
+def test_weights_of_any_precision_become_float32(tmp_path: Path, tokenizer_model: bytes, model: Decoder) -> None:
     loaded = open_text_model(write_trained_run(tmp_path / "fp64", tokenizer_model, model))
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
 
@@ -62,9 +60,7 @@ def test_weights_of_any_precision_become_float32(
 def test_parameters_are_in_the_dtype_that_is_asked_for(tmp_path: Path, tokenizer_model: bytes) -> None:
     """A run's and a converted folder's; text can be made of them, too."""
     exact = random_model(SMALL_DECODER, torch.float32)
-    run = write_trained_run(
-        tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32).bfloat16()
-    )
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32).bfloat16())
     convert(run, tmp_path / "theirs", "hf")
     tokens = torch.tensor([[1, 5, 9, 300, 2]])
     for path in (run, tmp_path / "theirs"):
@@ -92,15 +88,11 @@ def test_importing_megatfm_needs_no_torch() -> None:
 def test_nothing_to_open(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither a checkpoint nor a run directory"):
         open_text_model(tmp_path)
-    with pytest.raises(
-        UsageError, match=r"there is no such folder: .*`hf download meta-llama/Tiny --local-dir Tiny`"
-    ):
+    with pytest.raises(UsageError, match=r"there is no such folder: .*`hf download meta-llama/Tiny --local-dir Tiny`"):
         open_text_model("meta-llama/Tiny")
     (tmp_path / "runs").mkdir()
     for gone in (tmp_path / "runs/gone", "gone"):
-        with pytest.raises(
-            UsageError, match=r"gone: there is no such folder: give one with a run or checkpoint$"
-        ):
+        with pytest.raises(UsageError, match=r"gone: there is no such folder: give one with a run or checkpoint$"):
             open_text_model(gone)
 
 
@@ -132,9 +124,7 @@ def test_a_weight_of_another_shape_is_named(run: Path) -> None:
         open_text_model(run)
 
 
-def test_weights_lie_as_fresh_ones_wherever_they_were_read(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_lie_as_fresh_ones_wherever_they_were_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit holds only so, see tests/support/uninitialized_memory.py."""
     tokens, read = torch.tensor([[1, 5, 9]]), checkpoint.read_tensors
     planted = lambda *args: {name: misaligned(tensor) for name, tensor in read(*args).items()}  # noqa: E731
@@ -150,9 +140,7 @@ def test_generating_and_sampling_reckon_in_torchs_memory(run: Path) -> None:
     loaded = open_text_model(run)
     with only_torchs_memory():
         for temperature in (0.0, 1.0):
-            generate(
-                loaded.model, torch.tensor([[1, 5, 9], [1, 7, 2]]), max_tokens=4, temperature=temperature
-            )
+            generate(loaded.model, torch.tensor([[1, 5, 9], [1, 7, 2]]), max_tokens=4, temperature=temperature)
 
 
 @pytest.fixture
@@ -185,9 +173,7 @@ def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     ],
     ids=" ".join,
 )
-def test_a_stranger_s_run_runs_no_code(
-    stranger: Path, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stranger_s_run_runs_no_code(stranger: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
@@ -215,9 +201,7 @@ def test_plugins_that_the_user_trusts_or_names_are_imported(stranger: Path, way:
 
 def test_a_checkpoint_without_a_step_is_one_line(run: Path) -> None:
     write_next_checkpoint(run, {"step": None})
-    with pytest.raises(
-        MegatfmError, match=r"step-00000031: not a checkpoint of a run: its state has no step"
-    ):
+    with pytest.raises(MegatfmError, match=r"step-00000031: not a checkpoint of a run: its state has no step"):
         open_text_model(run)
 
 
@@ -294,11 +278,7 @@ def test_a_prompt_of_a_converted_model_is_read_as_it_is(
 
     def given(loaded: TextModel) -> list[int]:
         prompts = build_prompts(loaded, TEXT, sentinel=sentinel)
-        return [
-            token
-            for token in (prompts.encoder or prompts.tokens)[0].tolist()
-            if token != loaded.tokenizer.eos
-        ]
+        return [token for token in (prompts.encoder or prompts.tokens)[0].tolist() if token != loaded.tokenizer.eos]
 
     assert given(run) == (plain if sentinel == "never" else [*plain, first])
     assert caplog.text == ""
@@ -306,9 +286,7 @@ def test_a_prompt_of_a_converted_model_is_read_as_it_is(
     assert ("put <extra_0> where text is to be filled in" in caplog.text) == (sentinel == "auto")
 
 
-def test_nothing_stands_before_the_prompt_of_an_encoder_decoder(
-    tmp_path: Path, tokenizer_model: bytes
-) -> None:
+def test_nothing_stands_before_the_prompt_of_an_encoder_decoder(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
     with pytest.raises(UsageError, match="begin = 'bos': an encoder-decoder's prompt is its encoder's"):
         build_prompts(loaded, TEXT, begin="bos")
@@ -349,9 +327,7 @@ def test_causal(tmp_path: Path, tokenizer_model: bytes) -> None:
 
 
 def test_an_encoder_makes_no_text(tmp_path: Path, tokenizer_model: bytes) -> None:
-    loaded = opened(
-        tmp_path, tokenizer_model, SMALL_DECODER.model_copy(update={"family": "encoder"}), "masked"
-    )
+    loaded = opened(tmp_path, tokenizer_model, SMALL_DECODER.model_copy(update={"family": "encoder"}), "masked")
     with pytest.raises(UsageError, match="'encoder' makes no text"):
         build_prompts(loaded, TEXT)
 
@@ -375,6 +351,4 @@ def test_no_more_than_the_positions_there_are(
     loaded = opened(tmp_path, tokenizer_model, config, "causal")
     length = 1 + len(loaded.tokenizer.encode("import"))
     generate_text_beam(loaded, "import", 40, 2, 0.6)
-    assert (
-        f"the model makes {13 - length} tokens at most, for model.position.max_positions = 12" in caplog.text
-    )
+    assert f"the model makes {13 - length} tokens at most, for model.position.max_positions = 12" in caplog.text

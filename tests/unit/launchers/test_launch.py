@@ -52,9 +52,7 @@ def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.C
     assert launch("train.steps=77", "name=my-run", "--nproc", "2") == 0
     status = json.loads(capfd.readouterr().out)
     logged = json.loads((folder / "runs" / "my-run" / "logs" / "rank-1.log").read_text())
-    assert (
-        status["arguments"] == logged["arguments"] == ["train", "quickstart", "train.steps=77", "name=my-run"]
-    )
+    assert status["arguments"] == logged["arguments"] == ["train", "quickstart", "train.steps=77", "name=my-run"]
     assert (status["RANK"], status["LOCAL_RANK"], status["WORLD_SIZE"], status["MASTER_ADDR"]) == (
         "0",
         "0",
@@ -95,9 +93,7 @@ def test_the_dry_run_of_a_local_launch_is_a_shell_script_that_does_the_same(
     assert not (folder / "owned").exists()
 
 
-def test_a_failure_is_tried_again_as_often_as_was_asked(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_is_tried_again_as_often_as_was_asked(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "fake_rank.py").write_text("import sys; open('starts', 'a').write('x'); sys.exit(3)")
     assert launch("--nproc", "1") == 1
     assert (folder / "starts").read_text() == "x"
@@ -297,9 +293,7 @@ def test_what_is_nested_too_deep_is_taken_for_damage(tmp_path: Path) -> None:
 
 def test_processes_of_a_job() -> None:
     assert job(min_nodes=2, nproc_per_node=4).world_size == 8
-    assert (
-        LocalLauncher().render(job(nproc_per_node=3))["launch.sh"].count("WORLD_SIZE=3") == 6
-    )  # and LOCAL_WORLD_SIZE
+    assert LocalLauncher().render(job(nproc_per_node=3))["launch.sh"].count("WORLD_SIZE=3") == 6  # and LOCAL_WORLD_SIZE
     assert "mpirun -n 5" in MpiLauncher().render(job(nproc_per_node=5))["launch.sh"]
 
 

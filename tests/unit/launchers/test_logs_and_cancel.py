@@ -64,9 +64,7 @@ def test_following_shows_what_comes_and_who_gets_into_trouble(make: MakeRun) -> 
     assert out.getvalue().endswith("rank 0 | the last word\n")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "\n", "a", "a\n", "a\n\nbc\n", "\n\na\r\nwith no end", "x" * 9 + "\ny\n\n\n"]
-)
+@pytest.mark.parametrize("text", ["", "\n", "a", "a\n", "a\n\nbc\n", "\n\na\r\nwith no end", "x" * 9 + "\ny\n\n\n"])
 def test_the_last_lines_are_those_of_the_whole_file(
     make: MakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
@@ -89,9 +87,7 @@ def test_following_ends_with_a_line_that_was_never_finished(make: MakeRun) -> No
     assert out.getvalue() == f"==> {log} <==\nrank 0 | killed in mid-li\n"
 
 
-def test_what_was_searched_for_trouble_is_not_read_again(
-    make: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_searched_for_trouble_is_not_read_again(make: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     log, scanner, read = make() / "logs" / "rank-1.log", ErrorScanner(), []
     search = ERROR_PATTERN.search
     seen = type("Seen", (), {"search": staticmethod(lambda text: read.append(len(text)) or search(text))})
@@ -129,9 +125,7 @@ def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
     fake_slurm.answer("squeue", "PENDING|Dependency|\n")
 
     def answer(name: str) -> None:
-        record = (
-            f"JobId=8 JobState=PENDING Command={run}/slurm/{name} WorkDir=/x StdOut={run}/logs/slurm-8.log\n"
-        )
+        record = f"JobId=8 JobState=PENDING Command={run}/slurm/{name} WorkDir=/x StdOut={run}/logs/slurm-8.log\n"
         fake_slurm.answer("scontrol-show", record)
 
     answer("pretrain.sbatch")

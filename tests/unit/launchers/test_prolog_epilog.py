@@ -57,9 +57,7 @@ def test_a_layout_that_fits_nowhere_is_a_usage_error(
     assert AttemptLog(run).attempts[-1].code == 2
 
 
-def test_a_finished_run_is_not_started(
-    run: Path, checkpoint: Commit, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_not_started(run: Path, checkpoint: Commit, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint(100)
     finish_run(run)
     assert prolog(run) == 0
@@ -219,9 +217,7 @@ def test_what_was_cancelled_or_requeued_already_is_left_alone(
 
 def test_out_of_time_while_it_saved_it_is_requeued_nonetheless(run: Path, fake_slurm: FakeSlurm) -> None:
     prolog(run)
-    fake_slurm.answer(
-        "scontrol-show", RUNNING.replace("RUNNING", "COMPLETING").replace("00:05:00", "01:00:04")
-    )
+    fake_slurm.answer("scontrol-show", RUNNING.replace("RUNNING", "COMPLETING").replace("00:05:00", "01:00:04"))
     epilog(run, 75, "--asked", "USR1")
     assert "scontrol requeue 7" in fake_slurm.calls
 
@@ -238,9 +234,7 @@ def test_a_host_that_failed_twice_is_excluded(
         "sinfo -h -N -p main -o %N\\ %t",
         "scontrol update JobId=7 ExcNodeList=n2",
     ]
-    assert fake_slurm.calls.count("scontrol update JobId=7 ExcNodeList=n2") == 1, (
-        "the first time may be chance"
-    )
+    assert fake_slurm.calls.count("scontrol update JobId=7 ExcNodeList=n2") == 1, "the first time may be chance"
     assert "n2: failed twice, so excluded from now on" in capsys.readouterr().err
     last = AttemptLog(run).attempts[-1]
     assert (last.failed_host, last.failed_rank, last.reason) == ("n2", 1, "rank 1 on n2 hangs")
@@ -299,6 +293,4 @@ def test_a_task_that_is_stopped_without_progress_is_given_up(
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")
     fake_slurm.answer("squeue", "COMPLETING|None|n1\n")
     assert main(["requeue", "--run", str(run)]) == 75, "another submission counts anew"
-    assert len([call for call in fake_slurm.calls if "requeue" in call]) == 30, (
-        "one that was cancelled stays so"
-    )
+    assert len([call for call in fake_slurm.calls if "requeue" in call]) == 30, "one that was cancelled stays so"

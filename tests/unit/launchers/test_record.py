@@ -114,9 +114,7 @@ def test_hosts_that_failed_twice_of_late_are_offenders(folder: Path) -> None:
 
 
 def test_a_damaged_or_newer_record_is_no_obstacle(folder: Path) -> None:
-    (folder / RESTARTS).write_text(
-        '[{"time": 1.0, "submission": "7", "code": 1, "ended": 2.0, "of_tomorrow": 3}]'
-    )
+    (folder / RESTARTS).write_text('[{"time": 1.0, "submission": "7", "code": 1, "ended": 2.0, "of_tomorrow": 3}]')
     assert AttemptLog(folder).count_without_progress("7") == (1, 0)
     (folder / RESTARTS).write_text('[{"time": 1')
     attempt(folder, EXIT_FAILED)

@@ -19,9 +19,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 FITS = ["train.global_batch=64", "train.micro_batch=1"]
 
 
-def test_the_dry_run_prints_the_script_and_the_config(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
+def test_the_dry_run_prints_the_script_and_the_config(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert launch(*CLUSTER_FLAGS, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
     output = capsys.readouterr()
     for line in (
@@ -72,9 +70,7 @@ def test_a_chain_is_submitted_link_by_link(
     assert "#SBATCH --dependency=afterok:4711\n" in script.read_text()
     after = [f"--dependency=afterok:4711,afterany:{number} " for number in (1, 2)]
     requested = (fake_slurm.folder / "n").read_text()
-    assert requested == "".join(f"--parsable {option}{script}\n" for option in ["", *after]), (
-        "of no other run's jobs"
-    )
+    assert requested == "".join(f"--parsable {option}{script}\n" for option in ["", *after]), "of no other run's jobs"
 
 
 def test_variables_of_the_shell_do_not_overrule_the_script(
@@ -111,17 +107,13 @@ def test_where_nothing_is_requeued_a_single_job_is_warned_about(
         *("LAUNCH_FAILED", "RECONFIG_FAIL", "A_WORD_OF_TOMORROW"),
     ],
 )  # fmt: skip
-def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(
-    folder: Path, fake_slurm: FakeSlurm, state: str
-) -> None:
+def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(folder: Path, fake_slurm: FakeSlurm, state: str) -> None:
     """The record knows one submission: status and cancel would forget the first."""
     fake_slurm.answer("sbatch", "12\n")
     assert launch("--slurm", "--chain", "2") == 0
     fake_slurm.answer("squeue", f"{state}|Resources|\n")
     for again in (("--slurm",), ("--slurm", "train.steps=700"), ("--nproc", "1")):
-        with pytest.raises(
-            UsageError, match=r"job 12 is of this run, and .*: wait for it, or end it with `meg"
-        ):
+        with pytest.raises(UsageError, match=r"job 12 is of this run, and .*: wait for it, or end it with `meg"):
             launch(*again)
     assert sum(call.startswith("sbatch") for call in fake_slurm.calls) == 2
     fake_slurm.answer("squeue", "")
@@ -143,9 +135,7 @@ def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
         fake_slurm.fail("squeue", "slurm_load_jobs error: Invalid job id specified\n")
     fake_slurm.fail(fails, "slurm_load_jobs error: Unable to contact slurm controller\n")
     for again in (("--slurm",), ("--nproc", "1")):
-        with pytest.raises(
-            UsageError, match=r"it is unknown whether job 12 still waits or runs \(.*delete .*json$"
-        ):
+        with pytest.raises(UsageError, match=r"it is unknown whether job 12 still waits or runs \(.*delete .*json$"):
             launch(*again)
     assert (run / "launch.json").read_text() == note
     assert (get_run_status(run).state.name, get_run_status(run).state.is_over) == ("UNKNOWN", False)
@@ -247,9 +237,7 @@ def name_of(folder: Path) -> str:
 def test_a_refusal_of_sbatch_is_one_line(folder: Path, fake_slurm: FakeSlurm) -> None:
     """And nothing is left of a run that was not there before."""
     fake_slurm.fail("sbatch", "sbatch: error: no such\nsbatch: error: partition\n")
-    with pytest.raises(
-        MegatfmError, match=r"^sbatch refused .*/pretrain\.sbatch: .*no such sbatch: error: partition$"
-    ):
+    with pytest.raises(MegatfmError, match=r"^sbatch refused .*/pretrain\.sbatch: .*no such sbatch: error: partition$"):
         launch("--slurm")
     assert not (folder / "runs").exists()
     (folder / "runs/quickstart").mkdir(parents=True)

@@ -37,9 +37,7 @@ FLAGS = ("job-name", "partition", "account", "qos", "constraint", "time", "start
 AS_GOOD_AS_NONE = [("job-name", ""), ("time", ""), ("nodes", "")]
 
 
-@pytest.mark.parametrize(
-    ("flag", "text"), [(f, t) for f in FLAGS for t in HOSTILE if (f, t) not in AS_GOOD_AS_NONE]
-)
+@pytest.mark.parametrize(("flag", "text"), [(f, t) for f in FLAGS for t in HOSTILE if (f, t) not in AS_GOOD_AS_NONE])
 def test_hostile_flags_are_refused(flag: str, text: str, folder: Path) -> None:
     with pytest.raises(UsageError) as error:
         launch("--slurm", f"--{flag}={text}", "--dry-run")
@@ -77,9 +75,7 @@ def test_paths_that_sbatch_would_misread_are_refused(name: str) -> None:
         SlurmLauncher(Site()).render(job(config=resolved))
 
 
-def test_a_finished_run_is_not_queued(
-    folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_not_queued(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     fake_slurm.answer("sbatch", "12\n")
     run = folder / "runs" / "quickstart"
     (run / "checkpoints" / "step-00000720").mkdir(parents=True)
@@ -94,9 +90,7 @@ def test_a_finished_run_is_not_queued(
 UP = "PartitionName={name} Default=YES State={state} MaxTime={longest} DefaultTime={usual} MaxNodes=UNLIMITED\n"
 
 
-def partition(
-    fake_slurm: FakeSlurm, longest: str = "1-00:00:00", usual: str = "NONE", state: str = "UP"
-) -> None:
+def partition(fake_slurm: FakeSlurm, longest: str = "1-00:00:00", usual: str = "NONE", state: str = "UP") -> None:
     fake_slurm.answer("scontrol-show", UP.format(name="gpu", state=state, longest=longest, usual=usual))
     fake_slurm.answer("sbatch", "12\n")
 
@@ -145,9 +139,7 @@ def test_what_would_fail_after_the_wait_is_refused_before(
         ("read.labels.table", ["read.format=images", "read.labels={by='table', table='nowhere'}"]),
     ],
 )
-def test_a_preparation_looks_for_its_files(
-    fake_slurm: FakeSlurm, folder: Path, key: str, words: list[str]
-) -> None:
+def test_a_preparation_looks_for_its_files(fake_slurm: FakeSlurm, folder: Path, key: str, words: list[str]) -> None:
     with pytest.raises(UsageError, match=rf"{re.escape(key)} = '.*/nowhere': there is no such file"):
         launch("--slurm", "--prep", f"read.folder={folder}", *words, config="quickstart-data")
 
@@ -162,9 +154,8 @@ def test_what_is_merely_worth_knowing_is_a_note(
     assert "so it has only 60 s to start and to train" in output
     (folder / "site.toml").write_text("container = ['apptainer', 'exec', 'a.sif']\n")
     assert launch("--slurm", "--site", "site.toml", "name=other", "data.train=/in/the/image") == 0
-    assert (
-        "note: data.train = '/in/the/image': there is no such file or folder; make sure that it exists"
-        in (capsys.readouterr().err)
+    assert "note: data.train = '/in/the/image': there is no such file or folder; make sure that it exists" in (
+        capsys.readouterr().err
     )
 
 
@@ -255,9 +246,7 @@ def test_the_most_nodes_on_which_it_fits() -> None:
     assert max_fitting_nodes(config, range(5, 4), 1) is None
     huge = load_config("quickstart", ["train.global_batch=2147483646", "train.micro_batch=2147483646"])
     assert "(train.micro_batch = 1073741823 would)" in str(explain_layout_error(huge, 2)), "at once"
-    assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(
-        explain_layout_error(config, 3)
-    )
+    assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(explain_layout_error(config, 3))
 
 
 def test_a_micro_batch_that_would_fit_is_told() -> None:

@@ -20,9 +20,7 @@ GPUS = {"name": "big-run", "min_nodes": 4, "nproc_per_node": 8, "gpus_per_node":
 RENDERED = {
     "pretrain.sbatch": lambda: SlurmLauncher(FULL_SITE).render(job(**GPUS)),
     "pretrain-chain.sbatch": lambda: SlurmLauncher(SMALL_SITE).render(job(**GPUS, chain_length=3)),
-    "pretrain-range.sbatch": lambda: SlurmLauncher(Site()).render(
-        job(min_nodes=2, max_nodes=4, nproc_per_node=2)
-    ),
+    "pretrain-range.sbatch": lambda: SlurmLauncher(Site()).render(job(min_nodes=2, max_nodes=4, nproc_per_node=2)),
     "data_prep.sbatch": lambda: SlurmLauncher(FULL_SITE).render(prep_job()),
     "data_prep-no-requeue.sbatch": lambda: SlurmLauncher(SMALL_SITE).render(prep_job()),
     "evaluate.sbatch": lambda: SlurmLauncher(FULL_SITE).render(job(**GPUS, kind="evaluate")),
@@ -62,9 +60,7 @@ printf '%s\\n' prolog_epilog "$@" >>"$SEEN"
 
 @pytest.mark.parametrize("text", QUOTED)
 @pytest.mark.parametrize("kind", ["train", "torchrun", "prep", "evaluate"])
-def test_what_reaches_the_shell_is_quoted(
-    folder: Path, text: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_reaches_the_shell_is_quoted(folder: Path, text: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rendered script runs in a real bash, with commands that note their arguments."""
     programs = folder / "bin"
     programs.mkdir()
@@ -78,9 +74,7 @@ def test_what_reaches_the_shell_is_quoted(
         environment={"HOSTILE": text}, container=["run", text], python=text, setup=[["prepare", text]],
         start="torchrun" if kind == "torchrun" else "srun",
     )  # fmt: skip
-    expected = (
-        prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
-    )
+    expected = prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
     script = next(iter(SlurmLauncher(site).render(expected).values()))
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(folder / "seen"), "SLURM_JOB_ID": "7",
@@ -90,9 +84,7 @@ def test_what_reaches_the_shell_is_quoted(
     assert done.stderr == ""
     arguments = (folder / "seen").read_text().splitlines()
     step = arguments[arguments.index("srun") :]
-    assert step[step.index("run") :][:5] == ["run", text, text, "-P", "-m"], (
-        "container, then the Python inside it"
-    )
+    assert step[step.index("run") :][:5] == ["run", text, text, "-P", "-m"], "container, then the Python inside it"
     assert f"HOSTILE={text}" in step
     assert arguments[arguments.index("prepare") :][:2] == ["prepare", text]
     if kind in ("train", "torchrun"):
@@ -116,11 +108,7 @@ def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[
     )
     for program in programs.iterdir():
         program.chmod(0o755)
-    script = (
-        SlurmLauncher(Site())
-        .render(job())["pretrain.sbatch"]
-        .replace(sys.executable, str(programs / "python"))
-    )
+    script = SlurmLauncher(Site()).render(job())["pretrain.sbatch"].replace(sys.executable, str(programs / "python"))
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SEEN": str(folder / "seen"),
@@ -174,9 +162,7 @@ def test_a_site_file_is_read_and_flags_win(folder: Path) -> None:
         load_site(folder / "other.toml", {})
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "slurm" / "sites").glob("*.toml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "slurm" / "sites").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_examples_of_sites_render_to_scripts(path: Path) -> None:
     site = load_site(path, {})
     assert path.read_text().startswith("# "), "says what kind of site it is"

@@ -109,9 +109,7 @@ def test_what_no_waiting_mends_is_told_with_the_way_out(
     assert get_run_status(run).state.reason == "job 7, Priority"
 
 
-def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(
-    make: MakeRun, fake_slurm: FakeSlurm
-) -> None:
+def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(make: MakeRun, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
     result = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
@@ -122,9 +120,7 @@ def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(
     )
 
 
-def test_how_far_an_array_is(
-    make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_far_an_array_is(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     run = make("made.jobs", steps=0, launcher="slurm", kind="prep", jobs=["7"], array=8)
     (run / "config.toml").unlink()
     work = run.with_name("made") / ".work"
@@ -200,9 +196,7 @@ def test_a_fifo_in_a_file_s_place_is_not_waited_for(make: MakeRun, name: str) ->
     assert get_run_status(run).state.name == "ENDED"
 
 
-def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
-    make: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_run_in_a_directory_that_can_not_be_written_to(make: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make()
 
     def refuse(path: Path, *_: object, **__: object) -> None:
@@ -216,9 +210,7 @@ def test_a_dead_run_in_a_directory_that_can_not_be_written_to(
 
 
 @pytest.mark.parametrize("pid", ["a word", None, [1], 1e400, -5])
-def test_what_others_write_badly_stops_no_look(
-    make: MakeRun, pid: object, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_others_write_badly_stops_no_look(make: MakeRun, pid: object, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(launcher="local", host=socket.gethostname(), pid=pid, started="long ago", jobs=7, array="x")
     (run / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "time": "now"}))
     record = {"step": pid, "loss": None, "step_seconds": "x", "tokens_per_second": [1]}
@@ -238,9 +230,7 @@ def test_a_number_of_a_process_that_is_used_again_is_no_run(make: MakeRun) -> No
     run = make()
     began = psutil.Process().create_time()
     for taken, word in ((began + 5, "RUNNING"), (began - 5, "ENDED")):
-        (run / "lock").write_text(
-            json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": taken})
-        )
+        (run / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": taken}))
         assert get_run_status(run).state.name == word
 
 
@@ -271,9 +261,4 @@ def test_watching_needs_no_torch(make: MakeRun) -> None:
         "    except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}
-        ).returncode
-        == 0
-    )
+    assert subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0

@@ -73,9 +73,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(*behaviours: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", LAUNCHER, str(tmp_path), *behaviours]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         wait_until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(len(behaviours))))
         return process
@@ -142,9 +140,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(
     assert signals(tmp_path, 0) == signals(tmp_path, 1) == ["SIGTERM"]
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(
-    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
     process = launch("hang", "abort")
     _, output = process.communicate(timeout=30)
     assert process.returncode == 1
@@ -167,9 +163,7 @@ def test_a_rank_that_is_stopped_is_what_the_others_ended_for(
     assert not is_running(tmp_path, 1)
 
 
-def test_a_usage_error_is_said_once_by_rank_0(
-    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_usage_error_is_said_once_by_rank_0(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
     process = launch("exit2", "exit2")
     _, output = process.communicate(timeout=30)
     assert (process.returncode, output) == (2, "rank 0 says why\n")
@@ -281,9 +275,7 @@ def test_repeated_signals_are_passed_on_once_and_a_second_interrupt_ends_all(
     assert not is_running(tmp_path, 1)
 
 
-def test_ranks_die_with_a_launcher_that_is_killed(
-    tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
     process = launch("hang", "hang")
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: not is_running(tmp_path, 0) and not is_running(tmp_path, 1))

@@ -169,9 +169,7 @@ def test_what_is_copied_is_importable_and_wins_over_the_checkout(tmp_path: Path)
     assert origin["copied_from"] == str(ROOT)
 
 
-def test_the_same_code_is_copied_once_and_other_code_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_code_is_copied_once_and_other_code_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path / "here"))
     plugin = tmp_path / "here" / "my_plugin_of_a_test.py"
@@ -194,9 +192,7 @@ def test_a_plugin_that_is_not_there_is_named() -> None:
         snapshot.collect_code(["nothing_of_this_name.part"])
 
 
-def test_what_a_plugin_imports_from_its_own_folder_goes_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_plugin_imports_from_its_own_folder_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job doesn't look into the folder that it was submitted from, where a `queue.py` would hide Python's own."""
     local = tmp_path / "here"
     (local / "helper_of_a_test").mkdir(parents=True)
@@ -210,9 +206,7 @@ def test_what_a_plugin_imports_from_its_own_folder_goes_along(
     assert more == {"plugin_of_a_test.py", "helper_of_a_test/deep.py", "further_of_a_test.py"}
 
 
-def test_a_plugin_with_a_link_to_itself_and_with_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_with_a_link_to_itself_and_with_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = tmp_path / "package_of_a_test"
     for folder in ("part", "runs/a", ".git", "part/__pycache__"):
         (local / folder).mkdir(parents=True)
@@ -225,9 +219,7 @@ def test_a_plugin_with_a_link_to_itself_and_with_runs(
     assert more == {f"package_of_a_test/{name}" for name in ("again/file.py", "part/file.py", "table.json")}
     with open(local / "part" / "weights.bin", "wb") as file:
         file.truncate(65 * 2**20)
-    with pytest.raises(
-        UsageError, match=r"holds 136 MB, .*the largest file is package_of_a_test/.*weights\.bin"
-    ):
+    with pytest.raises(UsageError, match=r"holds 136 MB, .*the largest file is package_of_a_test/.*weights\.bin"):
         snapshot.collect_code(["package_of_a_test"])
 
 
@@ -272,9 +264,7 @@ def test_what_ranks_run_finds_nothing_in_the_working_directory(folder: Path) -> 
     [(ROOT, [], ROOT), (ROOT, [ROOT], None), (ROOT / "tests", [ROOT], None)],
     ids=["working directory", "both", "PYTHONPATH"],
 )
-def test_ranks_find_a_checkout_that_nobody_installed(
-    directory: Path, paths: list[Path], expected: Path | None
-) -> None:
+def test_ranks_find_a_checkout_that_nobody_installed(directory: Path, paths: list[Path], expected: Path | None) -> None:
     """Packages on PYTHONPATH have no .pth files read, so that an editable install of megatfm is none."""
     packages = sysconfig.get_path("purelib")
     path = os.pathsep.join(map(str, [*paths, packages]))
@@ -285,8 +275,6 @@ def test_ranks_find_a_checkout_that_nobody_installed(
         PYTHONPATH=path,
     )
     assert (
-        output.count("PYTHONPATH=")
-        == output.count(f"PYTHONPATH={expected}{os.pathsep}{packages} ")
-        == bool(expected)
+        output.count("PYTHONPATH=") == output.count(f"PYTHONPATH={expected}{os.pathsep}{packages} ") == bool(expected)
     )
     assert f"{python} -P -m megatfm train quickstart" in output

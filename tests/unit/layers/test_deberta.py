@@ -79,9 +79,7 @@ def by_pairs(
             keys = [j for j in range(T) if documents[j] == documents[i]]
             scores = torch.stack(
                 [
-                    q[i, part] @ k[j, part]
-                    + q[i, part] @ k_r[delta(i, j), part]
-                    + k[j, part] @ q_r[delta(i, j), part]
+                    q[i, part] @ k[j, part] + q[i, part] @ k_r[delta(i, j), part] + k[j, part] @ q_r[delta(i, j), part]
                     for j in keys
                 ]
             ) / math.sqrt(3 * h)
@@ -144,9 +142,7 @@ def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
             for part in ("wq_position", "wk_position"):
                 getattr(block.attn, part).requires_grad_(name in recomputed)
         hooks = [
-            block.attn.register_forward_pre_hook(
-                lambda _, inputs: (*inputs[:2], inputs[2].detach(), *inputs[3:])
-            )
+            block.attn.register_forward_pre_hook(lambda _, inputs: (*inputs[:2], inputs[2].detach(), *inputs[3:]))
             for name, block in model.encoder.layers.items()
             if name not in recomputed
         ]
@@ -226,11 +222,7 @@ def by_definition(module: WindowedAttention, x_HWD: Tensor, window: int, shifted
     for at in range(rows * columns):
         neighbours = [other for other in range(rows * columns) if cells[other] == cells[at]]
         offset = (
-            (row[at] - row[neighbours] + window - 1) * (2 * window - 1)
-            + column[at]
-            - column[neighbours]
-            + window
-            - 1
+            (row[at] - row[neighbours] + window - 1) * (2 * window - 1) + column[at] - column[neighbours] + window - 1
         )
         scores = (
             torch.einsum("nh,snh->ns", q[at], k[neighbours]) / (WIDTH // HEADS) ** 0.5
@@ -247,17 +239,11 @@ def test_windows_are_cells(name: str, shifted: bool) -> None:
     """Values and gradients, of two rows of three images each."""
     (height, width), window = MAPS[name]
     module = make(window, shifted)
-    x = torch.randn(
-        2, 3 * height * width, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+    x = torch.randn(2, 3 * height * width, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(3 * height * width).expand(2, -1)
-    actual = module(
-        x.requires_grad_(), MapSequence.from_sequence(SequenceMetadata(positions), (height, width))
-    )
+    actual = module(x.requires_grad_(), MapSequence.from_sequence(SequenceMetadata(positions), (height, width)))
     maps = x.unflatten(1, (3, height, width)).flatten(0, 1)
-    expected = torch.stack([by_definition(module, one, window, shifted) for one in maps]).reshape(
-        actual.shape
-    )
+    expected = torch.stack([by_definition(module, one, window, shifted) for one in maps]).reshape(actual.shape)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
     direction = torch.randn(actual.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     inputs = [x, *module.parameters()]

@@ -122,18 +122,14 @@ def test_tied_tables_get_both_gradients() -> None:
     table, head = apart.encoder.embedding.tokens.weight.grad, apart.head.weight.grad
     assert table.norm() > 1e-3
     assert head.norm() > 1e-3
-    torch.testing.assert_close(
-        tied.encoder.embedding.tokens.weight.grad, table + head, rtol=1e-10, atol=1e-10
-    )
+    torch.testing.assert_close(tied.encoder.embedding.tokens.weight.grad, table + head, rtol=1e-10, atol=1e-10)
 
 
 def test_layer_norm_by_its_formula() -> None:
     from megatfm.layers.norm import NORMS
 
     layer = moved(NORMS.get("layer_norm")(6, 1e-2))
-    x = torch.randn(
-        3, 4, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64, requires_grad=True
-    )
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64, requires_grad=True)
     expected_norm = norm(x, layer.weight, layer.bias, 1e-2)
     torch.testing.assert_close(layer(x), expected_norm, rtol=1e-12, atol=1e-12)
     weights = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
@@ -149,12 +145,8 @@ def test_post_norm_ends_in_its_norm_and_a_stack_of_it_in_none() -> None:
     model = moved(build(config))
     block = model.encoder.layers["0"]
     x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    y = F.layer_norm(
-        x + block.attn(x, LAYOUT), (12,), *block.attn_residual.norm.parameters(), config.norm.eps
-    )
-    expected = F.layer_norm(
-        y + block.ffn(y, LAYOUT), (12,), *block.ffn_residual.norm.parameters(), config.norm.eps
-    )
+    y = F.layer_norm(x + block.attn(x, LAYOUT), (12,), *block.attn_residual.norm.parameters(), config.norm.eps)
+    expected = F.layer_norm(y + block.ffn(y, LAYOUT), (12,), *block.ffn_residual.norm.parameters(), config.norm.eps)
     torch.testing.assert_close(block(x, LAYOUT), expected, rtol=1e-12, atol=1e-12)
     assert model.encoder.norm is None
     assert torch.equal(model(TOKENS).hidden, block(model.encoder.embedding(TOKENS, LAYOUT), LAYOUT))

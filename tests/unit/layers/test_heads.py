@@ -69,9 +69,7 @@ def test_masked_tokens_through_the_transform(embedding_dim: int | None) -> None:
     )
     output = model(tokens)
     transform = model.head.transform
-    inner = norm(
-        F.gelu(F.linear(output.hidden, transform.dense.weight, transform.dense.bias)), transform.norm
-    )
+    inner = norm(F.gelu(F.linear(output.hidden, transform.dense.weight, transform.dense.bias)), transform.norm)
     logits = inner @ model.encoder.embedding.tokens.weight.T + model.head.bias
     torch.testing.assert_close(output.logits, logits, rtol=1e-12, atol=1e-12)
     expected = -sum(
@@ -150,18 +148,14 @@ def test_label_smoothing_is_for_training_only() -> None:
 
 
 def head(**options: Any) -> dict[str, Any]:
-    return {
-        "extra_heads": {"sentence": {"name": "text_classifier", "classes": 3, "pooler": "none", **options}}
-    }
+    return {"extra_heads": {"sentence": {"name": "text_classifier", "classes": 3, "pooler": "none", **options}}}
 
 
 def test_layers_are_those_of_transformers(tmp_path: Path) -> None:
     hf_model = hf_encoder("BertForMaskedLM")
     hf_model.save_pretrained(tmp_path / "bert")
     plain = load_hf_model(tmp_path / "bert")
-    config = plain.config.with_changes(
-        {**head(layers=[0, 1, -1]), "lm_head": {"name": "none", "bias": False}}
-    )
+    config = plain.config.with_changes({**head(layers=[0, 1, -1]), "lm_head": {"name": "none", "bias": False}})
     built = build(config).eval()
     initialise(built, 3)
     built.load_state_dict(plain.state_dict(), strict=False)
@@ -169,9 +163,7 @@ def test_layers_are_those_of_transformers(tmp_path: Path) -> None:
         states = hf_model(ENCODER_TOKENS, output_hidden_states=True).hidden_states
         features = torch.cat([states[0], states[1], states[-1]], -1)[:, 0]
         expected = built.sentence.classifier(features)
-        torch.testing.assert_close(
-            built(ENCODER_TOKENS).predictions["sentence"], expected, rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(built(ENCODER_TOKENS).predictions["sentence"], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -275,9 +267,7 @@ def test_loss_and_gradients_are_those_of_the_paper(smoothing: float) -> None:
     rows, beta = draw_pairs(), 0.7
     losses, margins = [], []
     for chosen, rejected, n_prompt, reference in (pair for row in rows for pair in row):
-        ratio = answer_log_probability(model, chosen, n_prompt) - answer_log_probability(
-            model, rejected, n_prompt
-        )
+        ratio = answer_log_probability(model, chosen, n_prompt) - answer_log_probability(model, rejected, n_prompt)
         # trl's DPOTrainer with label_smoothing: -logsigmoid(β h)(1 − ε) − logsigmoid(−β h) ε.
         scaled = beta * (ratio - torch.tensor(reference).double())
         losses.append(-F.logsigmoid(scaled) * (1 - smoothing) - F.logsigmoid(-scaled) * smoothing)
@@ -304,10 +294,7 @@ def test_at_the_reference_the_loss_is_log_2() -> None:
     initialise(model, 3)
     rows = []
     for row in draw_pairs():
-        ratios = [
-            [float(answer_log_probability(model, tokens, n).detach()) for tokens in pair]
-            for *pair, n, _ in row
-        ]
+        ratios = [[float(answer_log_probability(model, tokens, n).detach()) for tokens in pair] for *pair, n, _ in row]
         rows.append([(a, b, n, up - down) for (a, b, n, _), (up, down) in zip(row, ratios, strict=True)])
     with torch.no_grad():
         actual = model(**as_batch(rows)).losses

@@ -62,8 +62,7 @@ def test_packed_images_are_each_image_alone(name: str) -> None:
     labels = [number % 5 for number in range(len(images))]
     packed = to_batch(images, 4, n_special, [[0, 1], [2, 3, 4]], labels=labels, row_length=160)
     alone = [
-        to_batch([image], 4, n_special, [[0]], labels=[label])
-        for image, label in zip(images, labels, strict=True)
+        to_batch([image], 4, n_special, [[0]], labels=[label]) for image, label in zip(images, labels, strict=True)
     ]
     loss, gradients = loss_and_gradients(model, packed)
     item = [loss_and_gradients(model, one) for one in alone]
@@ -90,13 +89,10 @@ def test_special_tokens_and_raw_pixels() -> None:
     embedding = model.encoder.embedding
     actual = embedding(batch["patches"], SequenceMetadata(batch["positions"], grid=batch["grid"]))[0]
     mean, std = (
-        torch.tensor(values, dtype=torch.float64)[:, None, None]
-        for values in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+        torch.tensor(values, dtype=torch.float64)[:, None, None] for values in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     )
     kernel = embedding.patches.projection.weight.unflatten(1, (3, 4, 4))
-    convolved = F.conv2d(
-        (image.double() / 255)[None].sub(mean).div(std), kernel, embedding.patches.projection.bias, 4
-    )
+    convolved = F.conv2d((image.double() / 255)[None].sub(mean).div(std), kernel, embedding.patches.projection.bias, 4)
     special, places = embedding.patches.special, embedding.positions
     torch.testing.assert_close(actual[:2], special[:2] + places.special, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(actual[2], special[2], rtol=1e-12, atol=1e-12)
@@ -130,13 +126,9 @@ def test_mixed_and_smoothed_labels() -> None:
     """The sum over images of the mixed, smoothed cross-entropy, by hand; in evaluation labels are not smoothed."""
     model = make_model({"extra_heads.classifier.label_smoothing": 0.2})
     batch = to_batch([pixels(16, 16, seed=n) for n in range(3)], 4, 1, [[0, 1], [2]], labels=[1, 4, 2])
-    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).predictions[
-        "classifier"
-    ]
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).predictions["classifier"]
     first = batch["labels"] >= 0
-    batch["mixed_labels"] = torch.full_like(batch["labels"], -100).masked_scatter(
-        first, torch.tensor([0, 3, 2])
-    )
+    batch["mixed_labels"] = torch.full_like(batch["labels"], -100).masked_scatter(first, torch.tensor([0, 3, 2]))
     batch["label_weights"] = torch.zeros(first.shape).masked_scatter(first, torch.tensor([0.25, 1.0, 0.5]))
     plain = soft = 0.0
     for number, (label, other, weight) in enumerate([(1, 0, 0.25), (4, 3, 1.0), (2, 2, 0.5)]):

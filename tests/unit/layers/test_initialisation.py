@@ -52,9 +52,7 @@ def test_the_truncated_normal_is_the_distribution_of_its_name() -> None:
 
 @pytest.mark.parametrize("options", [SENTENCE, ELECTRA], ids=["encoder", "electra"])
 @pytest.mark.parametrize(("init", "spread"), [("bert", 0.8796), ("normal", 1.0)])
-def test_matrices_by_the_distribution_biases_0_norms_1(
-    init: str, spread: float, options: dict[str, object]
-) -> None:
+def test_matrices_by_the_distribution_biases_0_norms_1(init: str, spread: float, options: dict[str, object]) -> None:
     model = build(ModelConfig.from_dotted(**(SMALL | options), **{"init.name": init, "init.std": 0.05}))
     initialise(model, seed=1)
     kinds = set[str]()
@@ -153,9 +151,7 @@ def test_one_expert_takes_the_memory_of_few(monkeypatch: pytest.MonkeyPatch) -> 
     shape, drawn = (64, 16, 8), []
     monkeypatch.setattr("megatfm.layers.initialisation.MAX_DRAW", 2 * 16 * 8)
     real = initial_module._draw_values
-    monkeypatch.setattr(
-        initial_module, "_draw_values", lambda *inputs: (drawn.append(inputs[-1]), real(*inputs))[1]
-    )
+    monkeypatch.setattr(initial_module, "_draw_values", lambda *inputs: (drawn.append(inputs[-1]), real(*inputs))[1])
     draw(Normal(1.0), 7, NAME, shape, (9, 0, 0), (1, 16, 8))
     assert drawn == [(2, 16, 8)] * 5
 

@@ -56,6 +56,4 @@ def test_a_prefix_in_a_cache_is_kept_or_refused(pattern: dict[str, Any], refused
                 cached_logits(model, tokens_BT, prefix_BT)
         else:
             at_once = model(tokens_BT, prefix=prefix_BT).logits
-            torch.testing.assert_close(
-                cached_logits(model, tokens_BT, prefix_BT), at_once, rtol=1e-10, atol=1e-10
-            )
+            torch.testing.assert_close(cached_logits(model, tokens_BT, prefix_BT), at_once, rtol=1e-10, atol=1e-10)

@@ -129,9 +129,7 @@ def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
 def test_rows_beyond_its_length() -> None:
     layer = Block(config_of("none"), "encoder").attn
     long = LENGTH + 3
-    with pytest.raises(
-        UsageError, match=r"rows have 16 tokens, but model\.attention\.max_length = 15: shorten"
-    ):
+    with pytest.raises(UsageError, match=r"rows have 16 tokens, but model\.attention\.max_length = 15: shorten"):
         layer(torch.zeros(1, long, WIDTH), SequenceMetadata(torch.arange(long)[None]))
 
 

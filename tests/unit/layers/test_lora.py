@@ -110,8 +110,7 @@ def test_each_expert_is_that_of_its_merged_matrix(activation: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     inputs = {"x": x_BTD, **dict(experts.named_parameters())}
     gradients, expected_gradients = (
-        torch.autograd.grad(torch.tanh(y).sum(), inputs.values(), retain_graph=True)
-        for y in (actual, expected)
+        torch.autograd.grad(torch.tanh(y).sum(), inputs.values(), retain_graph=True) for y in (actual, expected)
     )
     for name, gradient, gradient_of_loop in zip(inputs, gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, gradient_of_loop, rtol=1e-11, atol=1e-11, msg=name)

@@ -113,9 +113,7 @@ def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
 def test_memory_compressed_attention_costs_matrices_and_pairs() -> None:
     cost = module_cost(Block(config_of(4), "decoder").attn, TokenCounts(LENGTH))
     assert (
-        cost.attention_macs
-        == cost.visible_attention_macs
-        == 2 * WIDTH * MemoryCompressedPattern(4).count_pairs(LENGTH)
+        cost.attention_macs == cost.visible_attention_macs == 2 * WIDTH * MemoryCompressedPattern(4).count_pairs(LENGTH)
     )
     assert cost.matmul_macs == LENGTH * (4 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // HEADS)
 
@@ -123,7 +121,5 @@ def test_memory_compressed_attention_costs_matrices_and_pairs() -> None:
 def test_prefixes_are_refused() -> None:
     layer = Block(config_of(3), "decoder").attn
     sequence = SequenceMetadata(torch.arange(5)[None], prefix=torch.arange(5)[None] < 2)
-    with pytest.raises(
-        UsageError, match=r"all tokens of a document see its prefix: use objective\.name = 'causal'"
-    ):
+    with pytest.raises(UsageError, match=r"all tokens of a document see its prefix: use objective\.name = 'causal'"):
         layer(torch.zeros(1, 5, WIDTH), sequence)

@@ -112,9 +112,7 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
     x, other = moe_inputs(dtype), moe_inputs(dtype)
     y, expected = actual(x, moe_sequence()).y, hf_layer(other)
     assert (y - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
-    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(
-        dtype
-    )
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
     y.backward(direction)
     expected.backward(direction)
     gradients = to_theirs(actual, {name: p.grad for name, p in actual.named_parameters()})
@@ -129,9 +127,7 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
 @pytest.mark.parametrize("capacity", [T, 2, 1])
 def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dtype) -> None:
     options = {"d_model": D, "d_ff": F_, "num_experts": E, "expert_capacity": capacity, "dropout_rate": 0.0}
-    arguments = transformers.SwitchTransformersConfig(
-        **options, router_dtype="float32", router_jitter_noise=0.0
-    )
+    arguments = transformers.SwitchTransformersConfig(**options, router_dtype="float32", router_jitter_noise=0.0)
     reference = modeling_switch_transformers.SwitchTransformersSparseMLP(arguments).to(dtype)
     if dtype == torch.float64:
         reference.router.dtype = dtype
@@ -185,9 +181,7 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
         }
     if top_k == 1:
         probabilities = logits.softmax(-1)
-        switch = modeling_switch_transformers.load_balancing_loss_func(
-            probabilities, probabilities.argmax(-1)
-        )
+        switch = modeling_switch_transformers.load_balancing_loss_func(probabilities, probabilities.argmax(-1))
         torch.testing.assert_close(switch * B, expected["sequence_balance"])
     assert losses.keys() == expected.keys()
     for name, term in expected.items():
@@ -232,9 +226,7 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     assert result.counts["load"].tolist() == torch.bincount(choices[real].flatten(), minlength=E).tolist()
     assert int(result.counts["dropped"]) == int((~taken[real]).sum())
     assert (int(result.counts["dropped"]) > 0) == (capacity is not None)
-    assert ("dropped" in module.statistics(result.counts)) == (capacity is not None), (
-        "else there is nothing to draw"
-    )
+    assert ("dropped" in module.statistics(result.counts)) == (capacity is not None), "else there is nothing to draw"
     p = (x @ module.router.weight.T).softmax(-1)[real]
     torch.testing.assert_close(result.counts["entropy"], -(p * p.log()).sum())
     alone = module(x[1:2], moe_sequence(rows=1))
@@ -369,15 +361,11 @@ def test_a_token_meets_its_experts_and_the_shared_ones() -> None:
 def test_blocks_compiled_around_their_experts_are_not_computed_again() -> None:
     values = load_config("mixtral-8x7b").model_dump()
     values["train"] |= {"compile": True, "recompute": "full"}
-    with pytest.raises(
-        ValidationError, match=r"train\.recompute = 'full': blocks with .* compiled around their"
-    ):
+    with pytest.raises(ValidationError, match=r"train\.recompute = 'full': blocks with .* compiled around their"):
         Config.model_validate(values)
 
 
 def test_families_whose_streams_have_no_padding_of_their_own_are_refused() -> None:
     config = moe_config()
-    with pytest.raises(
-        ValidationError, match=r"ffn\.name = 'moe' has no meaning with family = 'discriminator'"
-    ):
+    with pytest.raises(ValidationError, match=r"ffn\.name = 'moe' has no meaning with family = 'discriminator'"):
         config.with_changes({"family": "discriminator"})

@@ -87,9 +87,7 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Ten
         (torch.bfloat16, "megablocks"),
     ],
 )
-def test_the_grouped_product_is_the_loop(
-    dtype_: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_grouped_product_is_the_loop(dtype_: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grouped_gemm", types.ModuleType("grouped_gemm"))
     monkeypatch.setitem(sys.modules, "grouped_gemm.ops", types.SimpleNamespace(gmm=gmm))
     generator = torch.Generator().manual_seed(0)

@@ -30,9 +30,7 @@ PATTERN_OPTIONS: dict[str, dict[str, Any]] = {
     "full": {}, "window": {"width": 100}, "chunked": {"size": 100}, "strided": {"stride": 64},
     "fixed": {"stride": 64, "n_summary_tokens": 4}, "bigbird": {"block_size": 64, "n_random_blocks": 1},
 }  # fmt: skip
-OF_PATTERNS = {
-    name: {"attention": {"pattern": {"name": name, **more}}} for name, more in PATTERN_OPTIONS.items()
-}
+OF_PATTERNS = {name: {"attention": {"pattern": {"name": name, **more}}} for name, more in PATTERN_OPTIONS.items()}
 DECODERS: dict[str, dict[str, Any]] = {
     **OF_PATTERNS,
     "softcap and sinks": {"attention": {"softcap": 2.0, "sinks": True}},
@@ -198,9 +196,7 @@ def test_windows_of_an_image_are_all_that_is_multiplied(options: dict[str, Any])
 def test_every_part_is_tried() -> None:
     tried = [kind for kinds in FAMILIES.values() for kind in kinds.values()]
     attention = {"gqa", "windowed", *(kind.get("attention", {}).get("name", "gqa") for kind in tried)}
-    patterns = {"windows_2d"} | {
-        kind.get("attention", {}).get("pattern", {}).get("name", "full") for kind in tried
-    }
+    patterns = {"windows_2d"} | {kind.get("attention", {}).get("pattern", {}).get("name", "full") for kind in tried}
     positions = {"rope", "learned", *(kind.get("position", {}).get("name", "rope") for kind in tried)}
     assert set(own_parts(ATTENTIONS)) <= attention
     assert set(own_parts(PATTERNS)) <= patterns

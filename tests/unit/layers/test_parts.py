@@ -60,9 +60,7 @@ B, N, T, H, THETA = 2, 3, 7, 8, 1000.0
 
 
 def draw_heads(seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
-        dtype
-    )
+    return torch.randn(B, N, T, H, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def test_rope_equals_transformers() -> None:
@@ -169,9 +167,7 @@ class TestFrequencies:
         self.check(compute_scaled_frequencies(width, theta, scaling), expected)
 
     @pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.5, 8.0)])
-    def test_llama3_scaling_equals_transformers(
-        self, width: int, theta: float, low: float, high: float
-    ) -> None:
+    def test_llama3_scaling_equals_transformers(self, width: int, theta: float, low: float, high: float) -> None:
         scaling = Llama3Scaling(factor=8.0, original_length=8192, low_freq_factor=low, high_freq_factor=high)
         expected = hf_frequencies(
             "llama3", width, theta, factor=8.0, original_max_position_embeddings=8192, low_freq_factor=low,

@@ -39,10 +39,7 @@ ALL = [
     Full(causal=True),
     Near(3),
     Chunks(2),
-    *(
-        Window(left, right)
-        for left, right in ((0, 0), (2, 0), (12, 0), (11, 0), (3, 3), (2, 4), (20, 20), (20, 2))
-    ),
+    *(Window(left, right) for left, right in ((0, 0), (2, 0), (12, 0), (11, 0), (3, 3), (2, 4), (20, 20), (20, 2))),
     *(Window(6, right, step=3) for right in (0, 6)),
     *(Window(left, first=first, step=step) for left, first, step in ((2, 1, 1), (4, 6, 2), (3, 40, 1))),
     *(Chunked(size, causal) for size in (1, 4, 5, 13) for causal in BOTH),
@@ -58,9 +55,7 @@ ALL = [
 ]
 
 
-def expected_mask(
-    pattern: AttentionPattern, documents: Tensor | None, prefix: Tensor | None, head: int
-) -> Tensor:
+def expected_mask(pattern: AttentionPattern, documents: Tensor | None, prefix: Tensor | None, head: int) -> Tensor:
     """[B, T, T], asking the pattern about one pair at a time, with places counted by hand."""
     mask = torch.zeros(2, T, T, dtype=torch.bool)
     for b, q, k in torch.cartesian_prod(torch.arange(2), torch.arange(T), torch.arange(T)).tolist():
@@ -105,9 +100,7 @@ def test_masks_say_what_the_pattern_says(pattern: AttentionPattern) -> None:
 @pytest.mark.parametrize("size", [1, 4])
 def test_every_pair_lies_in_a_block_of_the_table(pattern: AttentionPattern, size: int) -> None:
     for sequence, documents, _ in layouts():
-        table = (
-            PatternMask(pattern, sequence, 0, N).block_mask(size).expand(2, N, -(-T // size), -(-T // size))
-        )
+        table = PatternMask(pattern, sequence, 0, N).block_mask(size).expand(2, N, -(-T // size), -(-T // size))
         spread = table.repeat_interleave(size, 2).repeat_interleave(size, 3)[..., :T, :T]
         mask = dense(pattern, sequence)
         assert (spread | ~mask).all()
@@ -124,9 +117,7 @@ def test_every_pair_lies_in_a_block_of_the_table(pattern: AttentionPattern, size
 def test_single_pairs_are_those_of_the_mask(pattern: AttentionPattern) -> None:
     for sequence, *_ in layouts():
         b, n, q, k = torch.meshgrid(*(torch.arange(length) for length in (2, N, T, T)), indexing="ij")
-        assert torch.equal(
-            PatternMask(pattern, sequence, 0, N).mask_mod(b, n, q, k), dense(pattern, sequence)
-        )
+        assert torch.equal(PatternMask(pattern, sequence, 0, N).mask_mod(b, n, q, k), dense(pattern, sequence))
 
 
 @pytest.mark.parametrize("pattern", ALL, ids=repr)
@@ -241,9 +232,7 @@ def test_cached_tokens_are_seen_as_before(pattern: AttentionPattern) -> None:
 def test_pairs_are_counted(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DEFAULT_BLOCK": 2, "BLOCKS_AT_ONCE": 3}.items():
         monkeypatch.setattr(f"megatfm.layers.attention.patterns.pattern.{name}", value)
-    expected = (
-        torch.stack([expected_mask(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
-    )
+    expected = torch.stack([expected_mask(pattern, None, None, head)[0] for head in range(N)]).sum().item() / N
     assert pattern.count_pairs(T, N) == expected
 
 
@@ -277,9 +266,7 @@ def test_a_memory_is_seen_by_document() -> None:
     assert torch.equal(PatternMask(CrossAttentionPattern(), sequence).block_mask(1)[:, 0], mask[:, 0])
 
 
-def test_the_kernel_of_a_kind_is_logged_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_of_a_kind_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_once, "_LOGGED", set())
     model = build(ModelConfig(vocab_size=7, d_model=8, n_layers=2, attention={"n_heads": 2}, ffn={"d_ff": 8}))
     for parameter in model.parameters():

@@ -59,9 +59,7 @@ def compare(module: Any, written_out: Any) -> dict[str, float]:
     actual: list[list[Tensor]] = []
     for by in (module, written_out):
         module.zero_grad()
-        x = torch.randn(
-            B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-        ).requires_grad_()
+        x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
         result = by(x, sequence())
         y, losses = (result.y, result.losses) if hasattr(result, "losses") else (result, {})
         outputs = y[DOCUMENTS >= 0]
@@ -94,9 +92,7 @@ def cv_squared(sums: Tensor) -> Tensor:
 @pytest.mark.parametrize("training", [True, False])
 def test_noisy_top_k(training: bool) -> None:
     """Shazeer et al. 2017, equations 3 to 11, with Φ as an integral and both losses over the whole batch."""
-    module = make(router={"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}).train(
-        training
-    )
+    module = make(router={"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}).train(training)
     router = module.router
 
     def noisy(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -111,9 +107,7 @@ def test_noisy_top_k(training: bool) -> None:
             y = y.index_put(
                 (torch.tensor(b), torch.tensor(t)), sum(gates[e] * expert(module, e, x[b, t]) for e in best)
             )
-            bars = torch.stack(
-                [torch.cat([h[:e], h[e + 1 :]]).sort(descending=True).values[1] for e in range(E)]
-            )
+            bars = torch.stack([torch.cat([h[:e], h[e + 1 :]]).sort(descending=True).values[1] for e in range(E)])
             importance.append(gates)
             load.append(0.5 * (1 + torch.erf((clean - bars) / spread / math.sqrt(2))))
         return y, torch.stack(importance), torch.stack(load), torch.stack(load).sum(0)
@@ -162,9 +156,7 @@ def test_gshard_router_equals_loops(training: bool) -> None:
             result = (1 - share) * expert(module, first, x[b, t])
             goes = not training or bool(2 * share > draws(module.router.second, b, t, 1)[0])
             went.append(goes)
-            y = y.index_put(
-                (torch.tensor(b), torch.tensor(t)), result + goes * share * expert(module, second, x[b, t])
-            )
+            y = y.index_put((torch.tensor(b), torch.tensor(t)), result + goes * share * expert(module, second, x[b, t]))
         return y
 
     compare(module, written_out)
@@ -179,9 +171,7 @@ def test_hash_router_sends_equal_tokens_to_equal_experts() -> None:
     choices = module.router(torch.zeros(B, T, D), sequence()).expert_indices
     flat = zip(TOKENS.flatten().tolist(), choices.flatten(0, 1).tolist(), strict=True)
     by_token = {token: tuple(chosen) for token, chosen in flat}
-    assert all(
-        by_token[int(TOKENS[b, t])] == tuple(choices[b, t].tolist()) for b in range(B) for t in range(T)
-    )
+    assert all(by_token[int(TOKENS[b, t])] == tuple(choices[b, t].tolist()) for b in range(B) for t in range(T))
     assert len(set(by_token.values())) > 2
     assert all(len(set(chosen)) == 2 for chosen in by_token.values())
 
@@ -290,9 +280,7 @@ def test_a_hash_knows_the_tokens_of_a_part_of_a_row() -> None:
     full = {"full_row_positions": torch.arange(T).expand(B, T), "full_row_documents": DOCUMENTS}
     part = make_sequence({"tokens": TOKENS[:, places], "token_indices": places, **full}, "tokens")
     expert_indices = module.router(torch.zeros(B, 3, D), part).expert_indices
-    assert torch.equal(
-        expert_indices, module.router(torch.zeros(B, T, D), sequence()).expert_indices[:, places]
-    )
+    assert torch.equal(expert_indices, module.router(torch.zeros(B, T, D), sequence()).expert_indices[:, places])
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,7 @@ def test_packed_documents_are_each_document_alone(model: Decoder) -> None:
         loss.backward()
         total += float(loss.detach())
         start += length
-    assert float(model(row, targets=targets, **where).losses["causal"].detach()) == pytest.approx(
-        total, rel=1e-12
-    )
+    assert float(model(row, targets=targets, **where).losses["causal"].detach()) == pytest.approx(total, rel=1e-12)
     for name, parameter in model.named_parameters():
         assert parameter.grad.norm() > 1e-3
         torch.testing.assert_close(together[name], parameter.grad, rtol=1e-10, atol=1e-10)
@@ -196,9 +194,7 @@ def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:
     values = {"vocab_size": 50, "d_model": width, "n_layers": 2, "attention.n_heads": width // 16}
     values |= {"ffn.d_ff": 2 * width, "embedding.tied": False, "init.name": "normal", "init.std": 0.1}
     values |= {"mup.base_width": BASE, **KINDS[kind](width)}
-    config = ModelConfig.from_dotted(
-        {key: value for key, value in values.items() if mup or not key.startswith("mup.")}
-    )
+    config = ModelConfig.from_dotted({key: value for key, value in values.items() if mup or not key.startswith("mup.")})
     model = build(config).double()
     initialise(model, 1)
     scales = compute_mup_lr_scales(model, config)
@@ -210,9 +206,7 @@ def changes(width: int, mup: bool, kind: str = "dense") -> dict[str, float]:
         actual: dict[str, Tensor] = {}
         for path, module in model.named_modules():
             if path.endswith((".attn", ".ffn")):
-                module.register_forward_hook(
-                    lambda module, inputs, y, path=path: actual.update({path: first(y)})
-                )
+                module.register_forward_hook(lambda module, inputs, y, path=path: actual.update({path: first(y)}))
         actual["logits"] = model.eval()(tokens).logits
         return {name: output.detach() for name, output in actual.items()}
 

@@ -104,9 +104,7 @@ def test_counts_of_both_halves(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_header_states_the_count(preset: str) -> None:
-    header = (
-        (ROOT / "megatfm" / "presets" / f"{preset}.toml").read_text(encoding="utf-8").partition("\nname")[0]
-    )
+    header = (ROOT / "megatfm" / "presets" / f"{preset}.toml").read_text(encoding="utf-8").partition("\nname")[0]
     stated = re.findall(r"\d+(?:,\d{3}){2}", header)
     counts = [f"{number:,}" for number in (COUNTS | ELECTRA)[preset] if number]
     assert counts[0] in stated
@@ -142,9 +140,7 @@ def test_batches_divide_over_the_processes_of_the_header(preset: str) -> None:
 def test_every_parameter_says_how_it_starts(preset: str) -> None:
     _, model = loaded(preset)
     named = {id(p) for _, p in model.named_parameters()}
-    initial = {
-        id(getattr(module, key)) for module in model.modules() for key in getattr(module, "initial", {})
-    }
+    initial = {id(getattr(module, key)) for module in model.modules() for key in getattr(module, "initial", {})}
     assert initial == named
 
 
@@ -195,8 +191,5 @@ def test_one_step_has_all_gradients_and_lowers_the_loss(preset: str, dtype: torc
     before = {name: float(term.detach()) for name, term in terms.items()}
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
     after = {name: float(term.detach()) for name, term in objective(model, fields).items()}
-    total = [
-        sum(objective.loss_weights[n] * s / float(counts[n]) for n, s in sums.items())
-        for sums in (before, after)
-    ]
+    total = [sum(objective.loss_weights[n] * s / float(counts[n]) for n, s in sums.items()) for sums in (before, after)]
     assert total[1] < total[0], "a step down the gradient goes down"

@@ -59,9 +59,7 @@ def test_terms_are_summed_and_counts_told_once(how: str) -> None:
     activation_checkpointing.recompute(model, blocks, how)
     output = model(TOKENS, targets=TOKENS.roll(-1, 1), documents=DOCUMENTS)
     assert len(result) == 4
-    by_token = [
-        ffn.router(x_BTD).logsumexp(-1).square() for ffn, (x_BTD, _, _) in zip(ffns, result, strict=True)
-    ]
+    by_token = [ffn.router(x_BTD).logsumexp(-1).square() for ffn, (x_BTD, _, _) in zip(ffns, result, strict=True)]
     expected = torch.stack([numbers_BT[DOCUMENTS >= 0].sum() for numbers_BT in by_token]).sum()
     torch.testing.assert_close(output.losses["router"], expected)
     sum(output.losses.values()).backward()
@@ -128,18 +126,14 @@ def test_of_the_query_stream_what_is_predicted_counts() -> None:
     loads = [int(ffn.observed["load"].sum()) for ffn in networks(model)]
     assert loads == [REAL + 4, REAL + 4, 4], "the content stream has ended before the last block"
     assert {x.shape[1] for x, _, _ in calls} == {6, 4}, "three targets, filled up to whole groups of two"
-    alone = [
-        model(**{name: value[row : row + 1] for name, value in batch.items()}).losses for row in range(2)
-    ]
+    alone = [model(**{name: value[row : row + 1] for name, value in batch.items()}).losses for row in range(2)]
     for term, value in together.items():
         torch.testing.assert_close(value, sum(one[term] for one in alone))
     objective = build_objective(PermutationObjective(), CONFIG.with_changes(XLNET), SPECIAL, (6,))
     assert int(objective.target_counts({**batch, "positions": TOKENS})["router"]) == REAL + 4
 
 
-@pytest.mark.parametrize(
-    "layout", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2, "zero": 3}], ids=["tp2", "pp2", "zero3"]
-)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2, "zero": 3}], ids=["tp2", "pp2", "zero3"])
 def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) -> None:
     """The reference takes the global batch at once, and so fills other queries up than micro-batches do."""
     data = {"train": "nowhere/train", "tokenizer": "nowhere/tokenizer.model", "sequence_length": 18}
@@ -178,9 +172,7 @@ def test_heads_that_share_a_term_add_to_it(monkeypatch: pytest.MonkeyPatch) -> N
     for model in models:
         initialise(model, 3)
     plain, more = (model(TOKENS, targets=TOKENS) for model in models)
-    torch.testing.assert_close(
-        more.losses["causal"], plain.losses["causal"] + 5 * plain.hidden.square().sum()
-    )
+    torch.testing.assert_close(more.losses["causal"], plain.losses["causal"] + 5 * plain.hidden.square().sum())
 
 
 def test_terms_that_contradict_one_another_are_refused() -> None:
@@ -229,9 +221,7 @@ def test_turned_positions_differ_by_block() -> None:
     model = build(ModelConfig.from_dotted({**SMALL, **KINDS, "layer_type.far": {}}))
     initialise(model, 3)
     other = build(
-        ModelConfig.from_dotted(
-            {**SMALL, **KINDS, "layer_type.far": {}, "layer_type.near.position.theta": 10_000.0}
-        )
+        ModelConfig.from_dotted({**SMALL, **KINDS, "layer_type.far": {}, "layer_type.near.position.theta": 10_000.0})
     )
     other.load_state_dict(model.state_dict())
     tokens = torch.arange(12).view(2, 6)
@@ -250,7 +240,5 @@ def test_some_blocks_without_a_shared_bias() -> None:
 
 
 def test_a_stack_s_encoding_for_one_kind_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match=r"^model.layer_type.a.position: t5 is shared by all blocks of a stack"
-    ):
+    with pytest.raises(UsageError, match=r"^model.layer_type.a.position: t5 is shared by all blocks of a stack"):
         build(ModelConfig.from_dotted({**SMALL, "layer_types": ["a"], "layer_type.a.position.name": "t5"}))

@@ -55,9 +55,7 @@ def inputs_of(family: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", WITH_HEADS)
-def test_targets_of_additional_heads_alone_give_their_losses(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_of_additional_heads_alone_give_their_losses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one process as in a pipeline, whose last stage has both heads."""
     monkeypatch.setitem(HEADS._parts, "classes", SentenceHead)
     heads = {name: {"name": "classes", "classes": 2} for name in ("topic", "other")}
@@ -67,9 +65,7 @@ def test_targets_of_additional_heads_alone_give_their_losses(
     assert without.logits is not None
     assert without.predictions.keys() == {"topic", "other"}
     output = model(**inputs, sentence_targets=CLASSES)
-    expected = nn.functional.cross_entropy(
-        without.predictions["topic"], torch.ones(2).long(), reduction="sum"
-    )
+    expected = nn.functional.cross_entropy(without.predictions["topic"], torch.ones(2).long(), reduction="sum")
     torch.testing.assert_close(output.losses["topic"], expected)
     assert output.losses.keys() == {"topic", "other"}
     assert output.logits is None
@@ -113,9 +109,7 @@ def test_a_missing_input_is_named() -> None:
         model_of("decoder")(targets=TOKENS)
 
 
-@pytest.mark.parametrize(
-    "family", ["encoder", "discriminator", "electra", "xlnet", "encoder_decoder", "decoder"]
-)
+@pytest.mark.parametrize("family", ["encoder", "discriminator", "electra", "xlnet", "encoder_decoder", "decoder"])
 def test_every_stack_gets_the_starts_of_documents(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For kernels that take packed rows: `cu_seqlens` reaches each attention."""
     model, starts = model_of(family), torch.tensor([0, 6, 12, 12], dtype=torch.int32)
@@ -124,9 +118,7 @@ def test_every_stack_gets_the_starts_of_documents(family: str, monkeypatch: pyte
         if name.endswith(".attn") and family != "xlnet":
             module.register_forward_pre_hook(lambda _, inputs: reached.append(inputs[1].uniform_cu_seqlens()))
         elif name.endswith(".attn"):
-            module.register_forward_pre_hook(
-                lambda _, inputs: reached.append(inputs[2].sequence.uniform_cu_seqlens())
-            )
+            module.register_forward_pre_hook(lambda _, inputs: reached.append(inputs[2].sequence.uniform_cu_seqlens()))
     batch = {**inputs_of(family), "cu_seqlens": starts, "documents": torch.zeros_like(TOKENS)}
     if family == "encoder_decoder":
         batch["encoder_cu_seqlens"] = starts
@@ -186,9 +178,7 @@ def test_documents_that_come_late_belong_to_the_later_tokens() -> None:
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1]])
     logits = model(TOKENS, documents=documents, positions=torch.arange(6).expand(2, 6)).logits
     model(TOKENS[:, :3], cache=cache)
-    parts = [
-        model(TOKENS[:, i : i + 1], documents=documents[:, i : i + 1], cache=cache).logits for i in (3, 4, 5)
-    ]
+    parts = [model(TOKENS[:, i : i + 1], documents=documents[:, i : i + 1], cache=cache).logits for i in (3, 4, 5)]
     torch.testing.assert_close(torch.cat(parts, 1), logits[:, 3:])
 
 

@@ -68,9 +68,7 @@ def compare(actual: Any, size: tuple[int, int]) -> None:
     expected = F.cross_entropy(logits, torch.tensor(labels), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
     del batch["labels"]
-    torch.testing.assert_close(
-        actual(**batch).predictions["classifier"], logits, rtol=TOLERANCE, atol=TOLERANCE
-    )
+    torch.testing.assert_close(actual(**batch).predictions["classifier"], logits, rtol=TOLERANCE, atol=TOLERANCE)
     loss.backward()
     expected.backward()
     see_gradients(actual, dict(reference.named_parameters()), names)
@@ -88,9 +86,7 @@ def see_gradients(actual: Any, expected: dict[str, Any], names: dict[str, str]) 
 
 def roll_the_wrong_way(patch: pytest.MonkeyPatch) -> None:
     right = torch.Tensor.roll
-    patch.setattr(
-        torch.Tensor, "roll", lambda x, shifts, dims: right(x, tuple(-shift for shift in shifts), dims)
-    )
+    patch.setattr(torch.Tensor, "roll", lambda x, shifts, dims: right(x, tuple(-shift for shift in shifts), dims))
 
 
 def leave_out_the_region_mask(patch: pytest.MonkeyPatch) -> None:
@@ -114,9 +110,7 @@ def hide_padding(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "fault", [roll_the_wrong_way, leave_out_the_region_mask, swap_the_order_of_merging, hide_padding]
 )
-def test_planted_faults_are_found(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of odd sides, since half of an even one is as far to the left as to the right."""
     fault(monkeypatch)
     with pytest.raises(AssertionError):
@@ -224,8 +218,7 @@ def attention(x_HWD: Tensor, heads: int, p: Weights, name: str, stride: int, kv_
     )
     (h, w), (kh, kw) = q.shape[1:3], k.shape[1:3]
     rows, columns = (
-        table(p[f"{name}.position.{axis}"], *sides)
-        for axis, sides in (("rows", (h, kh)), ("columns", (w, kw)))
+        table(p[f"{name}.position.{axis}"], *sides) for axis, sides in (("rows", (h, kh)), ("columns", (w, kw)))
     )
     out = []
     for r in range(h):
@@ -255,9 +248,7 @@ def logits(image_CHW: Tensor, model: nn.Module, p: Weights) -> Tensor:
     """Logits of one normalised image."""
     stages, kv_stride, depth = model.config.stages, model.config.attention.kv_stride, 0
     name = "encoder.embedding.overlapping_patches"
-    x = F.conv2d(image_CHW[None], p[f"{name}.weight"], p[f"{name}.bias"], stride=4, padding=3)[0].permute(
-        1, 2, 0
-    )
+    x = F.conv2d(image_CHW[None], p[f"{name}.weight"], p[f"{name}.bias"], stride=4, padding=3)[0].permute(1, 2, 0)
     for stage, (layers, heads) in enumerate(zip(stages.layers, stages.heads, strict=True)):
         kv_stride = max(kv_stride // 2, 1) if stage else kv_stride
         for number in range(layers):
@@ -293,9 +284,7 @@ def test_mvit_is_the_paper(case: str) -> None:
         torch.stack([logits(one, actual, parameters) for one in inputs]), labels, reduction="sum"
     )
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
-    gradients, expected_gradients = (
-        torch.autograd.grad(value, [*parameters.values()]) for value in (loss, expected)
-    )
+    gradients, expected_gradients = (torch.autograd.grad(value, [*parameters.values()]) for value in (loss, expected))
     full = float(torch.stack([gradient.norm() for gradient in expected_gradients]).norm())
     for name, one, other in zip(parameters, gradients, expected_gradients, strict=True):
         of_keys = name.endswith(("attn.wk.bias", "pool_k.norm.bias"))  # which softmax undoes, or nearly

@@ -99,9 +99,7 @@ def test_transformers_mae(normalize: bool) -> None:
     """Two images in one row and one in another: loss, pixels and every gradient, as of three in theirs."""
     model, expected = make_pair(normalize=normalize)
     images = [pixels(20, 20, seed=seed) for seed in range(3)]
-    mean, std = (
-        torch.tensor(v, dtype=torch.float64)[:, None, None] for v in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-    )
+    mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
     values = torch.stack([(image.double() / 255 - mean) / std for image in images])
     noise = torch.ones(3, 25)
     for number in range(3):
@@ -140,9 +138,7 @@ CONFIGS = {
 ROWS = [[0, 1, 2], [3], [2, 0]]
 
 
-def draws_of(
-    model: nn.Module, batch: dict[str, Tensor], keys: Tensor, n_images: int
-) -> dict[str, list[Tensor]]:
+def draws_of(model: nn.Module, batch: dict[str, Tensor], keys: Tensor, n_images: int) -> dict[str, list[Tensor]]:
     """Factors [B, images] of each sublayer, which must be the same for all tokens of an image."""
     draws: dict[str, list[Tensor]] = {}
 

@@ -111,11 +111,7 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_places_of_tokens_are_copied_so_too() -> None:
     """Places of rows that are cut over ranks count, too, in each layer and pass."""
     folder = Path(parallel.__file__).parent
-    actual = [
-        path.name
-        for path in folder.glob("*.py")
-        if re.search(r"\.to\([\w.]*device\)", path.read_text("utf-8"))
-    ]
+    actual = [path.name for path in folder.glob("*.py") if re.search(r"\.to\([\w.]*device\)", path.read_text("utf-8"))]
     assert actual == []
 
 

@@ -66,21 +66,15 @@ def refusal(pattern: str, part: str) -> str | None:
     """The refusal where the two don't go together."""
     encoder = PARTS[part].get("family") == "encoder"
     if pattern == "first" and encoder:
-        return (
-            "pattern.initial_tokens = 2: in an encoder, initial tokens would not see the whole.*leave it out"
-        )
+        return "pattern.initial_tokens = 2: in an encoder, initial tokens would not see the whole.*leave it out"
     if part in ALL_TOKENS:
         return rf"pattern = '{PATTERN[pattern]['name']}': attention.name = '.*' supports full attention only: leave the"
     if part == "longformer" and pattern != "longformer":
         return "attention.name = 'longformer' needs model.attention.pattern.name = 'longformer'"
     if pattern == "longformer" and not encoder:
-        return (
-            "pattern.name = 'longformer' has global tokens, which see later tokens.*choose family = 'encoder'"
-        )
+        return "pattern.name = 'longformer' has global tokens, which see later tokens.*choose family = 'encoder'"
     if pattern == "first" and part == "encoder-decoder":
-        return (
-            "pattern.initial_tokens = 2: in an encoder, initial tokens would not see the whole.*leave it out"
-        )
+        return "pattern.initial_tokens = 2: in an encoder, initial tokens would not see the whole.*leave it out"
     return None
 
 

@@ -34,9 +34,7 @@ def masks_of(count: int) -> Tensor:
     return squares.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 
-def masked_rows(
-    images: list[Tensor], masks: Tensor, rows: list[list[int]], n_special: int = 0
-) -> dict[str, Tensor]:
+def masked_rows(images: list[Tensor], masks: Tensor, rows: list[list[int]], n_special: int = 0) -> dict[str, Tensor]:
     """A batch whose masked patches are zero, with their pixels as targets."""
     batch = to_batch(images, PATCH, n_special, rows)
     batch["masked"] = torch.zeros(batch["patches"].shape[:2], dtype=torch.uint8)

@@ -48,9 +48,7 @@ def test_packed_is_each_pair_alone(name: str) -> None:
                 torch.testing.assert_close(features[kind][at], one[kind][0], rtol=1e-12, atol=1e-12)
             at += 1
     assert at == len(features["images"])
-    torch.testing.assert_close(
-        features["texts"].norm(dim=1), torch.ones(at, dtype=torch.float64), rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(features["texts"].norm(dim=1), torch.ones(at, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 def test_the_factor_has_a_bound() -> None:

@@ -26,9 +26,7 @@ def test_every_token_is_predicted_once(document: list[int], dtype: type, build_o
 
 
 def test_the_term_is_a_sum_over_counted_targets_and_knows_documents(build_one: Any) -> None:
-    model = build(
-        ModelConfig(vocab_size=11, d_model=8, n_layers=1, attention={"n_heads": 2}, ffn={"d_ff": 8})
-    ).double()
+    model = build(ModelConfig(vocab_size=11, d_model=8, n_layers=1, attention={"n_heads": 2}, ffn={"d_ff": 8})).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     first, second = build_one(OBJECTIVE, np.array([7, 8])), build_one(OBJECTIVE, np.array([9]))
@@ -44,9 +42,7 @@ def test_the_term_is_a_sum_over_counted_targets_and_knows_documents(build_one: A
         chosen = torch.from_numpy(document["targets"])
         nats -= float(logits.log_softmax(-1)[torch.arange(len(chosen)), chosen].sum().detach())
     terms = OBJECTIVE(model, batch)
-    assert (
-        terms.keys() == OBJECTIVE.loss_weights.keys() == OBJECTIVE.target_counts(batch).keys() == {"causal"}
-    )
+    assert terms.keys() == OBJECTIVE.loss_weights.keys() == OBJECTIVE.target_counts(batch).keys() == {"causal"}
     assert float(terms["causal"].detach()) == pytest.approx(nats, rel=1e-12)
     assert int(OBJECTIVE.target_counts(batch)["causal"]) == 5
 
@@ -79,9 +75,7 @@ def test_an_encoder_decoder_models_the_text_alone(make_objective: Any, build_one
 BOS, EOS, PAD, IGNORE = 1, 2, 0, -100
 
 
-def test_a_decoder_predicts_everything_after_its_prefix(
-    make_objective: Any, make_text: Any, build_one: Any
-) -> None:
+def test_a_decoder_predicts_everything_after_its_prefix(make_objective: Any, make_text: Any, build_one: Any) -> None:
     result, tokens = make_objective("prefix", rows=(64,)), make_text(63)
     assert result.max_tokens == 63
     full = [BOS, *tokens.tolist(), EOS]
@@ -91,9 +85,7 @@ def test_a_decoder_predicts_everything_after_its_prefix(
         assert fields["tokens"].tolist() == full[:-1]
         n = int(fields["prefix"].sum())
         assert fields["prefix"].tolist() == [1] * n + [0] * (64 - n)
-        assert fields["targets"].tolist() == [IGNORE] * (n - 1) + full[n:], (
-            "the prefix' last token predicts the next"
-        )
+        assert fields["targets"].tolist() == [IGNORE] * (n - 1) + full[n:], "the prefix' last token predicts the next"
         prefixes.append(n)
     counts = np.bincount(prefixes, minlength=65)
     assert counts[0] == 0
@@ -127,9 +119,7 @@ def test_an_encoder_decoder_gets_both_parts(
 def test_planned_lengths_are_those_of_any_epoch(make_objective: Any, make_text: Any, build_one: Any) -> None:
     result = make_objective("prefix", family="encoder_decoder", rows=(64, 64))
     for n in (2, 3, 17, 63):
-        lengths = {
-            len(build_one(result, make_text(n), sample=3, epoch=epoch)["targets"]) for epoch in range(4)
-        }
+        lengths = {len(build_one(result, make_text(n), sample=3, epoch=epoch)["targets"]) for epoch in range(4)}
         assert len(lengths) == 1
     keys = chunk_keys(0, np.arange(5), np.zeros(5))
     assert result.sequence_lengths(np.array([0, 1, 2, 5, 63]), keys).min(1).tolist()[:3] == [0, 0, 2]

@@ -23,9 +23,7 @@ KEY = ChunkKey(0, 0, 0, 0)
 def objective(lengths: tuple[int, ...] = (10, 30), images: Any = None, **options: Any) -> Objective:
     """Build the objective for images of 8 × 8 pixels, with a class token and 4 patches."""
     section = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0, **(images or {})})
-    return build_objective(
-        ImageToTextObjective(**options), ModelConfig.from_dotted(LLAVA), SPECIAL, lengths, section
-    )
+    return build_objective(ImageToTextObjective(**options), ModelConfig.from_dotted(LLAVA), SPECIAL, lengths, section)
 
 
 def png() -> bytes:

@@ -103,9 +103,7 @@ def test_grey_images_have_one_channel() -> None:
 )
 def test_samples_that_cannot_be_used_are_named(files: dict[str, bytes], message: str) -> None:
     with pytest.raises(MegatfmError, match=message):
-        pack_in_memory(
-            [np.zeros(0, np.uint16)], PackingConfig(objective(), (40,), 0), first=7, members=[files]
-        )
+        pack_in_memory([np.zeros(0, np.uint16)], PackingConfig(objective(), (40,), 0), first=7, members=[files])
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
@@ -241,9 +239,7 @@ def contrastive_objective(
     lengths: tuple[int, ...] = (10, 14), images: Mapping[str, Any] | None = None, **options: Any
 ) -> Objective:
     section = ImagesConfig.model_validate({"size": 8, "crop_pct": 1.0, **(images or {})})
-    return build_objective(
-        ContrastiveObjective(**options), ModelConfig.from_dotted(TOWERS), SPECIAL, lengths, section
-    )
+    return build_objective(ContrastiveObjective(**options), ModelConfig.from_dotted(TOWERS), SPECIAL, lengths, section)
 
 
 def png(seed: int = 0) -> bytes:
@@ -308,8 +304,7 @@ def test_a_batch_is_what_the_model_reads() -> None:
     ):
         rows = pack_in_memory(captions, PackingConfig(one, (10, 14), 0), members=members)
         batch = {
-            name: torch.from_numpy(np.stack([rows.build_row(n)[name] for n in range(2)]))
-            for name in rows.build_row(0)
+            name: torch.from_numpy(np.stack([rows.build_row(n)[name] for n in range(2)])) for name in rows.build_row(0)
         }
         losses = one(model, batch)
         assert losses.keys() == terms == one.loss_weights.keys()
@@ -318,9 +313,7 @@ def test_a_batch_is_what_the_model_reads() -> None:
     numbers = features["captions"]
     assert numbers[0] == numbers[2] != numbers[1]
     cosines = features["images"] @ features["texts"].T
-    is_found = [
-        all(cosines[i, j] < cosines[i, i] for j in range(3) if numbers[j] != numbers[i]) for i in range(3)
-    ]
+    is_found = [all(cosines[i, j] < cosines[i, i] for j in range(3) if numbers[j] != numbers[i]) for i in range(3)]
     assert losses["top1"] == sum(is_found)
     assert losses["top5"] == 3
 
@@ -333,9 +326,7 @@ def test_a_batch_is_what_the_model_reads() -> None:
         ({"png": png()[:60]}, [5], "sample 7 has a .png that can't be decoded"),
     ],
 )
-def test_pairs_that_cannot_be_used_are_named(
-    files: dict[str, bytes], caption: list[int], message: str
-) -> None:
+def test_pairs_that_cannot_be_used_are_named(files: dict[str, bytes], caption: list[int], message: str) -> None:
     how = PackingConfig(contrastive_objective(), (10, 14), 0)
     with pytest.raises(MegatfmError, match=message):
         pack_in_memory([np.array(caption, np.uint16)], how, first=7, members=[files])
@@ -360,6 +351,4 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_text_alone_is_no_input() -> None:
     with pytest.raises(UsageError, match=r"reads text: set data\.tokenizer"):
-        build_objective(
-            ContrastiveObjective(), ModelConfig.from_dotted(TOWERS), None, (10, 14), ImagesConfig()
-        )
+        build_objective(ContrastiveObjective(), ModelConfig.from_dotted(TOWERS), None, (10, 14), ImagesConfig())

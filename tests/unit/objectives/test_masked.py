@@ -90,9 +90,7 @@ def test_whole_words_are_masked_as_a_whole(
     assert within(chosen, n, 0.15)
 
 
-def test_static_masks_are_the_same_in_every_epoch(
-    make_objective: Any, make_text: Any, build_one: Any
-) -> None:
+def test_static_masks_are_the_same_in_every_epoch(make_objective: Any, make_text: Any, build_one: Any) -> None:
     tokens = make_text(200)
     for static in (False, True):
         result = make_objective("masked", static=static)
@@ -106,9 +104,7 @@ def test_sequences_fit_rows_and_nothing_makes_none(make_objective: Any) -> None:
     result = make_objective("masked", rows=(64,))
     assert result.max_tokens == 62
     assert result.sequence_lengths(np.array([62, 1, 0]), np.zeros(3, np.uint64)).tolist() == [64, 3, 0]
-    with pytest.raises(
-        UsageError, match=r"data\.sequence_length = 2 is too short for objective\.name = 'masked'"
-    ):
+    with pytest.raises(UsageError, match=r"data\.sequence_length = 2 is too short for objective\.name = 'masked'"):
         make_objective("masked", rows=(2,))
 
 
@@ -121,17 +117,13 @@ def test_what_is_missing_is_named(make_objective: Any, make_model: Any, special:
     with pytest.raises(
         UsageError, match=r"'masked' predicts tokens, and a model with .*: set model\.lm_head\.name=linear"
     ):
-        make_objective(
-            "masked", model_config=make_model("encoder").with_changes({"lm_head": {"name": "none"}})
-        )
+        make_objective("masked", model_config=make_model("encoder").with_changes({"lm_head": {"name": "none"}}))
     with pytest.raises(UsageError, match=r"'masked' does not train model\.family = 'decoder', but encoder"):
         make_objective("masked", family="decoder")
     wordless = replace(special, word_starts=None)
     with pytest.raises(UsageError, match=r"objective\.whole_words = true needs to know where words begin"):
         make_objective("masked", special=wordless, whole_words=True)
-    with pytest.raises(
-        UsageError, match=r"objective\.name = 'span_boundary' needs to know where words begin"
-    ):
+    with pytest.raises(UsageError, match=r"objective\.name = 'span_boundary' needs to know where words begin"):
         make_objective("span_boundary", special=wordless)
 
 
@@ -162,9 +154,7 @@ def test_the_terms_and_their_counts(make_objective: Any) -> None:
         "generator": 1,
         "discriminator": 3,
     }
-    assert make_objective("replaced_token", discriminator_weight=10).loss_weights[
-        "discriminator"
-    ] == pytest.approx(10)
+    assert make_objective("replaced_token", discriminator_weight=10).loss_weights["discriminator"] == pytest.approx(10)
 
 
 # --------------------------------------------------------------------------------- spans and their boundaries
@@ -241,13 +231,9 @@ def test_short_texts_work(make_objective: Any, make_text: Any, build_one: Any, n
     assert max(masked) <= n
 
 
-def test_spans_lie_anywhere_and_at_both_ends_alike(
-    make_objective: Any, make_text: Any, build_one: Any
-) -> None:
+def test_spans_lie_anywhere_and_at_both_ends_alike(make_objective: Any, make_text: Any, build_one: Any) -> None:
     result, tokens = make_objective("span_boundary"), make_text(100)
-    counts = sum(
-        (build_one(result, tokens, sample=i)["targets"][1:-1] != IGNORE).astype(int) for i in range(2000)
-    )
+    counts = sum((build_one(result, tokens, sample=i)["targets"][1:-1] != IGNORE).astype(int) for i in range(2000))
     share = counts / 2000
     assert share[20:80].min() > 0.12
     assert share[20:80].max() < 0.2
@@ -356,7 +342,5 @@ def test_permutations_differ_by_epoch(make_objective: Any, make_text: Any, build
 def test_counts_are_the_targets(make_objective: Any, make_text: Any, build_one: Any) -> None:
     result = make_objective("permutation")
     fields = build_one(result, make_text(60))
-    (count,) = result.target_counts(
-        {name: torch.from_numpy(values)[None] for name, values in fields.items()}
-    ).values()
+    (count,) = result.target_counts({name: torch.from_numpy(values)[None] for name, values in fields.items()}).values()
     assert int(count) == (fields["order"] > 0).sum() > 0

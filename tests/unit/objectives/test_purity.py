@@ -56,9 +56,7 @@ def digest(fields: dict[str, np.ndarray]) -> bytes:
     return hashed.digest()
 
 
-def build_objective(
-    make_objective: Any, name: str, family: str, rows: tuple[int, int] = (96, 64)
-) -> Objective:
+def build_objective(make_objective: Any, name: str, family: str, rows: tuple[int, int] = (96, 64)) -> Objective:
     return make_objective(name, family=family, rows=rows if family == "encoder_decoder" else rows[:1])
 
 
@@ -79,9 +77,7 @@ def test_what_is_drawn_is_pinned(make_objective: Any, make_text: Any, name: str,
         for sample in range(8):
             hashed.update(
                 digest(
-                    objective.build_example(
-                        DocumentChunk(make_text(n), remaining), ChunkKey(12, 1, sample, sample % 3)
-                    )
+                    objective.build_example(DocumentChunk(make_text(n), remaining), ChunkKey(12, 1, sample, sample % 3))
                 )
             )
     assert hashed.hexdigest()[:16] == PINNED[name, family]
@@ -90,14 +86,10 @@ def test_what_is_drawn_is_pinned(make_objective: Any, make_text: Any, name: str,
 @ALL
 def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, family: str) -> None:
     """Neither the order of building, nor what was built before, nor the instance; and inputs stay as they are."""
-    keys = [
-        ChunkKey(5, epoch, sample, chunk) for epoch in range(2) for sample in range(6) for chunk in range(2)
-    ]
+    keys = [ChunkKey(5, epoch, sample, chunk) for epoch in range(2) for sample in range(6) for chunk in range(2)]
     remaining = Others([make_text(50, 1), make_text(9, 2)])
     one, two = (build_objective(make_objective, name, family) for _ in range(2))
-    tokens = make_text(40).astype(
-        np.int64
-    )  # of the type that sequences have, so that nothing copies it by chance
+    tokens = make_text(40).astype(np.int64)  # of the type that sequences have, so that nothing copies it by chance
     tokens.flags.writeable = False
     forwards = [digest(one.build_example(DocumentChunk(tokens, remaining), key)) for key in keys]
     backwards = [digest(two.build_example(DocumentChunk(tokens, remaining), key)) for key in reversed(keys)]
@@ -105,9 +97,7 @@ def test_the_key_alone_decides(make_objective: Any, make_text: Any, name: str, f
     if name != "causal":
         examples = set(forwards)
         assert len(examples) > len(keys) / 3, "samples and chunks differ, and but for planned cuts epochs"
-        other_seed = {
-            digest(one.build_example(DocumentChunk(tokens, remaining), key._replace(seed=6))) for key in keys
-        }
+        other_seed = {digest(one.build_example(DocumentChunk(tokens, remaining), key._replace(seed=6))) for key in keys}
         assert len(examples & other_seed) < len(keys) / 2
 
 
@@ -131,9 +121,7 @@ def test_lengths_are_kept_and_fit(
 ) -> None:
     objective = build_objective(make_objective, name, family)
     n = round(share * (objective.max_tokens or 200))
-    planned = objective.sequence_lengths(
-        np.array([n]), chunk_keys(seed, np.array([sample]), np.array([1]))
-    ).reshape(-1)
+    planned = objective.sequence_lengths(np.array([n]), chunk_keys(seed, np.array([sample]), np.array([1]))).reshape(-1)
     assert len(planned) == len(objective.field_prefixes)
     assert (planned > 0).all() or (planned == 0).all()
     if objective.max_tokens is not None:
@@ -167,10 +155,7 @@ def test_no_rank_or_resume_changes_a_batch(
     def joined(step: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         sides = [name.removesuffix("tokens") for name in step[0] if name in ("tokens", "encoder_tokens")]
         # Numbers of documents are left out where every row is one.
-        full = [
-            {f"{side}documents": np.zeros_like(batch[f"{side}tokens"]) for side in sides} | batch
-            for batch in step
-        ]
+        full = [{f"{side}documents": np.zeros_like(batch[f"{side}tokens"]) for side in sides} | batch for batch in step]
         return {name: np.concatenate([batch[name] for batch in full]) for name in full[0]}
 
     with loader(micro_batch=4) as full, loader(micro_batch=1, position=8) as resumed:

@@ -19,9 +19,7 @@ def t5_counts(length: int, density: float, mean: float) -> tuple[int, int]:
     return noise, max(round(noise / mean), 1)
 
 
-def t5_inputs_and_targets(
-    tokens: list[int], is_noise: list[bool], sentinels: list[int]
-) -> tuple[list[int], list[int]]:
+def t5_inputs_and_targets(tokens: list[int], is_noise: list[bool], sentinels: list[int]) -> tuple[list[int], list[int]]:
     """One token after the other: a run of noise becomes the next sentinel in the input, a run of what stays becomes
     it in the target."""
 
@@ -47,9 +45,7 @@ def noise_of(tokens: np.ndarray, inputs: np.ndarray, sentinels: set[int]) -> lis
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 30, 99, 100, 400, 568])
 @pytest.mark.parametrize(("rate", "mean"), [(0.15, 3.0), (0.5, 3.0), (0.15, 64.0), (0.3, 1.0)])
-def test_inputs_and_targets_are_t5s(
-    make_objective: Any, build_one: Any, n: int, rate: float, mean: float
-) -> None:
+def test_inputs_and_targets_are_t5s(make_objective: Any, build_one: Any, n: int, rate: float, mean: float) -> None:
     special = SpecialTokens(bos=1, eos=EOS, pad=PAD, vocab_size=5000, sentinels=range(4999, 4599, -1))
     result = make_objective(
         "span_corruption", rows=(600, 600), special=special, noise_density=rate, mean_noise_span_length=mean
@@ -89,9 +85,7 @@ def t5_segmentation(rng: np.random.Generator, n_items: int, n_segments: int) -> 
     return np.bincount(np.cumsum(np.concatenate([[0], starts]))).tolist()
 
 
-def test_spans_are_distributed_as_t5s(
-    make_objective: Any, make_text: Any, build_one: Any, special: Any
-) -> None:
+def test_spans_are_distributed_as_t5s(make_objective: Any, make_text: Any, build_one: Any, special: Any) -> None:
     """Lengths of spans over a million tokens, against its segmentation drawn from another generator (χ², two samples;
     the bound is six standard deviations)."""
     result, rng = make_objective("span_corruption", rows=(512, 128)), np.random.default_rng(0)
@@ -136,9 +130,7 @@ def test_too_few_sentinels_name_the_number_that_is_needed(make_objective: Any) -
 
 
 def test_the_decoders_row_must_have_a_length(make_objective: Any) -> None:
-    with pytest.raises(
-        UsageError, match=r"fills two rows: set data\.target_length, .* data\.target_length=128"
-    ):
+    with pytest.raises(UsageError, match=r"fills two rows: set data\.target_length, .* data\.target_length=128"):
         make_objective("span_corruption", rows=(512,))
 
 
@@ -172,9 +164,7 @@ def test_the_seven_denoisers_have_their_shares(make_objective: Any, build_one: A
             "each token once"
         )
         if one[0] == "S":
-            assert (
-                fields["encoder_tokens"][1:-1].tolist() + fields["targets"][:-1].tolist() == tokens.tolist()
-            )
+            assert fields["encoder_tokens"][1:-1].tolist() + fields["targets"][:-1].tolist() == tokens.tolist()
             ends.append(len(fields["targets"]) - 1)
     assert actual.keys() == SETTINGS.keys()
     for one, share in SETTINGS.items():
@@ -185,9 +175,7 @@ def test_the_seven_denoisers_have_their_shares(make_objective: Any, build_one: A
 
 
 def test_weights_choose_among_them(make_objective: Any, build_one: Any) -> None:
-    result = make_objective(
-        "ul2", rows=(512, 512), r_denoiser_weight=1, x_denoiser_weight=0, s_denoiser_weight=3
-    )
+    result = make_objective("ul2", rows=(512, 512), r_denoiser_weight=1, x_denoiser_weight=0, s_denoiser_weight=3)
     modes = [kind(build_one(result, np.arange(200, 400), sample=i), 200)[0] for i in range(1000)]
     assert set(modes) == {"R", "S"}
     assert abs(modes.count("S") - 750) < 5 * 187.5**0.5
@@ -220,9 +208,7 @@ def test_all_lengths_fit_and_are_kept(
     assert (result.sequence_lengths(np.full(200, 1), keys) == 0).all()
 
 
-def test_the_denoiser_is_the_same_in_every_epoch_and_the_spans_are_not(
-    make_objective: Any, build_one: Any
-) -> None:
+def test_the_denoiser_is_the_same_in_every_epoch_and_the_spans_are_not(make_objective: Any, build_one: Any) -> None:
     result, tokens = make_objective("ul2", rows=(512, 512)), np.arange(200, 400)
     for sample in range(20):
         epochs = [build_one(result, tokens, sample=sample, epoch=epoch) for epoch in range(3)]

@@ -182,9 +182,7 @@ def parts(fields: dict[str, np.ndarray]) -> tuple[list[int], list[int], int]:
     return tokens[1:first], tokens[first + 1 : last], int(fields["sentence_targets"][0])
 
 
-def test_next_sentences_are_next_and_random_ones_from_another_document(
-    make_objective: Any, build_one: Any
-) -> None:
+def test_next_sentences_are_next_and_random_ones_from_another_document(make_objective: Any, build_one: Any) -> None:
     result, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 240)
     other_block = Block([50, 45, 30, 50])
     labels, partners, cuts = [], [], ([], [])
@@ -213,9 +211,7 @@ def test_next_sentences_are_next_and_random_ones_from_another_document(
 
 
 @pytest.mark.parametrize("ends_document", [True, False])
-def test_ends_of_documents_do_not_tell_the_label(
-    make_objective: Any, build_one: Any, ends_document: bool
-) -> None:
+def test_ends_of_documents_do_not_tell_the_label(make_objective: Any, build_one: Any, ends_document: bool) -> None:
     """A full stop at the end of B would: B is the end of its document in both cases, or in neither."""
     result, text, block = (
         make_objective("next_sentence", **NO_MASK),
@@ -226,9 +222,7 @@ def test_ends_of_documents_do_not_tell_the_label(
     lasts = {documents[-1] for documents in block.documents}
     places = set()
     for sample in range(2_000):
-        _, b, label = parts(
-            build_one(result, text, sample=sample, partners=block, ends_document=ends_document)
-        )
+        _, b, label = parts(build_one(result, text, sample=sample, partners=block, ends_document=ends_document))
         if label:
             assert not firsts & set(b)
             assert (b[-1] in lasts) == ends_document
@@ -238,19 +232,13 @@ def test_ends_of_documents_do_not_tell_the_label(
 
 @pytest.mark.parametrize("lengths", [[3], [1, 2], [40, 3], [1000]])
 @pytest.mark.parametrize("n", [2, 3, 30])
-def test_short_partners_decide_the_cut(
-    make_objective: Any, build_one: Any, lengths: list[int], n: int
-) -> None:
+def test_short_partners_decide_the_cut(make_objective: Any, build_one: Any, lengths: list[int], n: int) -> None:
     result, text = make_objective("next_sentence", **NO_MASK), np.arange(200, 200 + n)
-    lengths_of_parts = {
-        parts(build_one(result, text, sample=i, partners=Block(lengths)))[2] for i in range(200)
-    }
+    lengths_of_parts = {parts(build_one(result, text, sample=i, partners=Block(lengths)))[2] for i in range(200)}
     assert lengths_of_parts == {0, 1}
 
 
-def test_alone_in_a_block_there_are_only_positives(
-    make_objective: Any, make_text: Any, build_one: Any
-) -> None:
+def test_alone_in_a_block_there_are_only_positives(make_objective: Any, make_text: Any, build_one: Any) -> None:
     result = make_objective("next_sentence")
     labels = {parts(build_one(result, make_text(30), sample=i))[2] for i in range(200)}
     assert labels == {0}
@@ -294,7 +282,5 @@ def test_a_model_without_a_sentence_head_is_refused(make_objective: Any, make_mo
         UsageError, match=r"'next_sentence' needs a model with the head: add \[model\.extra_heads\.sentence\]"
     ):
         make_objective("next_sentence", model_config=plain)
-    without = make_objective(
-        "sentence_order", model_config=make_model("encoder", **{"embedding.n_segments": 0})
-    )
+    without = make_objective("sentence_order", model_config=make_model("encoder", **{"embedding.n_segments": 0}))
     assert "segments" not in without.build_example(DocumentChunk(np.arange(200, 210)), ChunkKey(0, 0, 0, 0))

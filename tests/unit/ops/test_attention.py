@@ -20,9 +20,7 @@ EARLIER = Full(causal=True)
 
 
 def chosen_attention(q: Tensor, k: Tensor, v: Tensor, pattern_mask: AttentionMask = CAUSAL_MASK) -> Tensor:
-    kernel = choose_kernel(
-        AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False)
-    )
+    kernel = choose_kernel(AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False))
     return kernel.run(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
 

@@ -48,9 +48,7 @@ def layouts(rows: int = B) -> Iterator[SequenceMetadata]:
         yield SequenceMetadata(positions, documents, prefix=prefix.expand(rows, T))
 
 
-def inputs(
-    kv_heads: int = N, queries: int = T, width: int = H, dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
+def inputs(kv_heads: int = N, queries: int = T, width: int = H, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(kv_heads)
     shapes = [(B, N, queries, H), (B, kv_heads, T, H), (B, kv_heads, T, width)]
     return [
@@ -77,9 +75,7 @@ def compare(
     )
     if bias is not None and bias.requires_grad:
         tensors = [*tensors, bias]
-    y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
-        expected.dtype
-    )
+    y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(expected.dtype)
     result = (actual, *torch.autograd.grad(actual, tensors, y))
     right = (expected, *torch.autograd.grad(expected, tensors, y))
     least = 1e-2 * max(x.norm() for x in right)
@@ -100,9 +96,7 @@ def test_blocks_of_queries_that_see_all_are_tiles(kv_heads: int) -> None:
     tensors = [x[:, :, :length].detach().requires_grad_() for x in inputs(kv_heads)]
     layout = SequenceMetadata(torch.arange(length).expand(B, -1))
     pattern_mask = PatternMask(BigBird(4, 1, 0, N), layout, 0, N)
-    visits, *_ = block_sparse._plan_visits(
-        pattern_mask, tensors[0], tensors[1], has_dropout=False, fused=True
-    )
+    visits, *_ = block_sparse._plan_visits(pattern_mask, tensors[0], tensors[1], has_dropout=False, fused=True)
     wide = [visit for visit in visits if isinstance(visit, block_plan.Band)]
     assert sorted((band.row, band.first_query, band.queries, band.keys) for band in wide) == [
         (row, first, 4, length) for row in range(B) for first in (0, length - 4)
@@ -135,10 +129,7 @@ def test_biases_by_distance_with_all_else(pattern: AttentionPattern) -> None:
     )
     tensors = [*inputs(2, width=6), sinks.requires_grad_()]
     for layout in layouts():
-        assert (
-            compare(tensors, PatternMask(pattern, layout, 0, N), variant, KEYS, biases().requires_grad_())
-            < 1e-13
-        )
+        assert compare(tensors, PatternMask(pattern, layout, 0, N), variant, KEYS, biases().requires_grad_()) < 1e-13
 
 
 def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
@@ -172,10 +163,7 @@ def test_what_may_differ_from_plain_attention(
     for layout in layouts():
         assert compare(inputs(2, width=width), PatternMask(pattern, layout, 0, N), variant, keys) < 1e-13
         sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
-        assert (
-            compare([*inputs(2, width=width), sinks], PatternMask(pattern, layout, 0, N), variant, keys)
-            < 1e-13
-        )
+        assert compare([*inputs(2, width=width), sinks], PatternMask(pattern, layout, 0, N), variant, keys) < 1e-13
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
@@ -216,9 +204,7 @@ def test_in_lower_precision(dtype: torch.dtype) -> None:
     expected = torch.autograd.grad(attention_reference(*exact, pattern_mask), exact, y)
 
     def errors(function) -> list[float]:  # type: ignore[no-untyped-def]
-        result = torch.autograd.grad(
-            function(*tensors, pattern_mask, None, PLAIN, None), tensors, y.to(dtype)
-        )
+        result = torch.autograd.grad(function(*tensors, pattern_mask, None, PLAIN, None), tensors, y.to(dtype))
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(result, expected, strict=True)]
 
     for blocked_error, reference in zip(
@@ -237,9 +223,7 @@ def test_what_is_held_grows_with_the_length_and_not_with_its_square() -> None:
 
     for pattern in (Window(40), Full(causal=True), Chunked(40, causal=True), Window(40, first=3)):
         for packed in (False, True):
-            short, long = (
-                held(n, pattern, torch.arange(n)[None] // 100 if packed else None) for n in (1000, 2000)
-            )
+            short, long = (held(n, pattern, torch.arange(n)[None] // 100 if packed else None) for n in (1000, 2000))
             assert long <= 2.2 * short + 2 * SIZE * SIZE
 
 
@@ -279,9 +263,7 @@ def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: py
     right = (
         block_sparse.block_sparse_attention(q, k, v, pattern_mask, None, PLAIN, None)
         if heads == N
-        else block_sparse.block_sparse_attention(
-            q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None
-        )
+        else block_sparse.block_sparse_attention(q, k, v, PatternMask(pattern, layout, 0, heads), None, PLAIN, None)
     )
     torch.testing.assert_close(right, attention_reference(q, k, v, PatternMask(pattern, layout, 0, heads)))
     wrong = block_sparse.block_sparse_attention(q, k, v, broken, None, PLAIN, None)
@@ -292,13 +274,7 @@ def test_faults_are_found(fault: str, pattern: AttentionPattern, monkeypatch: py
 def test_faults_of_bands_are_found(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """A side one token too long, a chunk too long, a token that sees all forgotten; and documents that are lost."""
     layout = SequenceMetadata(torch.arange(T).expand(B, -1), DOCUMENTS)
-    wrong = (
-        {"left": 11}
-        if pattern == Window(10)
-        else {"chunk": 21}
-        if pattern.band.chunk
-        else {"global_tokens": (0,)}
-    )
+    wrong = {"left": 11} if pattern == Window(10) else {"chunk": 21} if pattern.band.chunk else {"global_tokens": (0,)}
     pattern_mask = PatternMask(pattern, layout, 0, N)
     assert compare(inputs(2), pattern_mask) < 1e-13
     assert pattern_mask.bands(fused=True)

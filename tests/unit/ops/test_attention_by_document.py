@@ -102,7 +102,4 @@ def test_many_short_documents_are_left_to_all_pairs(monkeypatch: pytest.MonkeyPa
 def test_dropout_in_packed_rows_chooses_documents(changes: dict[str, Any], name: str) -> None:
     q, k, _ = random_inputs(2)
     request = {"options": AttentionOptions(dropout=0.1), "has_dropout": True, **changes}
-    assert (
-        choose_kernel(AttentionRequest.from_inputs(q, k, PatternMask(Full(), packed()), **request)).name
-        == name
-    )
+    assert choose_kernel(AttentionRequest.from_inputs(q, k, PatternMask(Full(), packed()), **request)).name == name

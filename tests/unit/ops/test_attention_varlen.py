@@ -57,9 +57,7 @@ def by_documents(
         ahead = torch.arange(end - begin) - torch.arange(end - begin)[:, None]
         left, right = window_size
         mask = (ahead >= -left if left >= 0 else ahead == ahead) & (ahead <= right if right >= 0 else True)
-        result.append(
-            F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa).transpose(0, 1)
-        )
+        result.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
     return torch.cat(result)
 
 
@@ -80,9 +78,7 @@ def sequence(documents: Tensor | None = DOCUMENTS, **options: Any) -> SequenceMe
     return SequenceMetadata(torch.arange(T).expand(B, T), documents, cu_seqlens=starts, **options)
 
 
-def case(
-    pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any
-) -> AttentionRequest:
+def case(pattern_mask: PatternMask, dtype: torch.dtype = torch.bfloat16, **requested: Any) -> AttentionRequest:
     """A request for long rows on a GPU."""
     rows = AttentionRequest.from_inputs(
         *heads()[:2],
@@ -115,11 +111,7 @@ def test_documents_end_to_end_are_the_reference(pattern: AttentionPattern, docum
 def test_there_is_room_for_a_fixed_number_of_documents() -> None:
     """The shape follows from that of the batch, so that nothing is compiled again; short documents need more room."""
     few, many = np.zeros((2, 1024), np.int64), np.arange(2 * 1024).reshape(2, 1024) // 200
-    assert (
-        len(compute_cu_seqlens(few))
-        == len(compute_cu_seqlens(many))
-        == 2 + 2048 // varlen.MIN_DOCUMENT_LENGTH + 1
-    )
+    assert len(compute_cu_seqlens(few)) == len(compute_cu_seqlens(many)) == 2 + 2048 // varlen.MIN_DOCUMENT_LENGTH + 1
     assert compute_cu_seqlens(few)[:3].tolist() == [0, 1024, 2048]
     assert compute_cu_seqlens(many)[-1] == 2048
     single = compute_cu_seqlens(np.arange(2 * 1024).reshape(2, 1024))
@@ -208,9 +200,7 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pattern_mask = PatternMask(Full(causal=True), sequences)
-        assert AttentionRequest.from_inputs(
-            q, k, pattern_mask, AttentionOptions(), has_dropout=False
-        ).is_varlen
+        assert AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False).is_varlen
         return varlen.varlen(q, k, v, pattern_mask, None, AttentionOptions(), None)
 
     inputs = (x.detach().bfloat16() for x in heads())
@@ -223,18 +213,12 @@ def test_varlen_attention_is_one_operator_of_a_compiled_block(monkeypatch: pytes
 def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_gpu: Any = type(
-        "On", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": (B, N, T, 64)}
-    )
+    on_gpu: Any = type("On", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16, "shape": (B, N, T, 64)})
     assert sdpa.choose_backends(on_gpu, 64, masked=True) == [SDPBackend.EFFICIENT_ATTENTION]
     assert SDPBackend.MATH not in sdpa.choose_backends(on_gpu, 64, masked=False)
     on_gpu.shape = (B, N, T, 20)
     with caplog.at_level(logging.WARNING, "megatfm"):
-        assert (
-            sdpa.choose_backends(on_gpu, 20, masked=False)
-            == sdpa.choose_backends(on_gpu, 20, masked=False)
-            == []
-        )
+        assert sdpa.choose_backends(on_gpu, 20, masked=False) == sdpa.choose_backends(on_gpu, 20, masked=False) == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "all scores are held at once" in caplog.text
 
@@ -294,10 +278,7 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     random = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, n, 5, w, generator=random).to(dtype)
-        for n, w in ((4, width), (2, width), (2, of_values))
-    )
+    q, k, v = (torch.randn(1, n, 5, w, generator=random).to(dtype) for n, w in ((4, width), (2, width), (2, of_values)))
     fused = sdpa.sdpa_attention(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
     expected = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     torch.testing.assert_close(fused.double(), expected, rtol=2e-2, atol=2e-2)
@@ -306,9 +287,7 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_dropped_probabilities_in_two_passes(
-    rate: float, sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_probabilities_in_two_passes(rate: float, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, with FlexAttention's contract written out: on a CPU it has no backward pass."""
     monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex_by_products)
     monkeypatch.setattr("megatfm.ops.attention.flex.MIN_VALUE_WIDTH", 2)
@@ -318,9 +297,7 @@ def test_dropped_probabilities_in_two_passes(
     wanted_of = [*inputs, *([score] if score is not None else [])]
     pattern_mask = PatternMask(Full(causal=True), sequence())
     result = flex(*inputs, pattern_mask, None, variant, keys, score)
-    expected = attention_reference(
-        *inputs, PatternMask(Full(causal=True), sequence()), None, variant, keys, score
-    )
+    expected = attention_reference(*inputs, PatternMask(Full(causal=True), sequence()), None, variant, keys, score)
     torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-12)
     y = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(*(torch.autograd.grad(x, wanted_of, y) for x in (result, expected)), strict=True):

@@ -68,9 +68,7 @@ def test_blind_queries(name: str, dtype: torch.dtype, bound: float) -> None:
     of_pairs = by_distance.unfold(-1, S, 1).flip(-2)
     bias = {"": None, "pairs": of_pairs[None], "distances": by_distance}[form]
     rng_keys = torch.arange(B * N * T).view(B, N, T) if drops else None
-    inputs = (
-        [q, k, v] if run is flex else [x.requires_grad_() for x in (q, k, v)]
-    )  # flex has no gradients on a CPU
+    inputs = [q, k, v] if run is flex else [x.requires_grad_() for x in (q, k, v)]  # flex has no gradients on a CPU
     out = run(
         *inputs, DenseMask(dense=mask[:, None], block_size=4), bias, AttentionOptions(dropout=0.25 if drops else 0.0),
         rng_keys,
@@ -122,7 +120,5 @@ def test_blocks_that_see_all_beside_blocks_that_see_nothing(monkeypatch: pytest.
     assert (out[:, :, 8:] == 0).all()
     expected = torch.nn.functional.scaled_dot_product_attention(q[:, :, :8], k, v)
     torch.testing.assert_close(out[:, :, :8], expected)
-    for actual, plain in zip(
-        *(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected)), strict=True
-    ):
+    for actual, plain in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected)), strict=True):
         torch.testing.assert_close(actual, plain)

@@ -40,9 +40,7 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
 
 @pytest.mark.parametrize("chunk", [1, 4, 12, 13, 14, 512])
 @pytest.mark.parametrize("scale", [1.0, 500.0])  # 500: exp would overflow
-@pytest.mark.parametrize(
-    "variant", [PLAIN, LogitOptions(2.5), LogitOptions(None, 0.1), LogitOptions(2.5, 0.1)]
-)
+@pytest.mark.parametrize("variant", [PLAIN, LogitOptions(2.5), LogitOptions(None, 0.1), LogitOptions(2.5, 0.1)])
 def test_values_and_gradients(chunk: int, scale: float, variant: LogitOptions) -> None:
     hidden, weight, targets = inputs(torch.float64, scale)
     bias = None if variant == PLAIN else torch.linspace(-1, 1, V, dtype=torch.float64).requires_grad_()
@@ -100,9 +98,7 @@ class AsLargeAsTheWeights(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         known = {t.data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        self.made += (
-            isinstance(result, Tensor) and result.shape == self.shape and result.data_ptr() not in known
-        )
+        self.made += isinstance(result, Tensor) and result.shape == self.shape and result.data_ptr() not in known
         return result
 
 
@@ -139,9 +135,7 @@ def test_a_target_beyond_the_vocabulary_is_not_a_number() -> None:
     assert cross_entropy(hidden, weight, targets).isnan()
 
 
-with_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"
-)
+with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
 
 
 @with_triton
@@ -168,11 +162,7 @@ def test_chunks_follow_memory_on_a_gpu() -> None:
     tokens = module.choose_chunk(on_gpu, 50257)
     assert tokens % module.ROW_ALIGNMENT == 0
     held = tokens * module.pad_row_length(50257) * 2
-    assert (
-        module.LOGITS_BYTES - module.ROW_ALIGNMENT * module.pad_row_length(50257) * 2
-        < held
-        <= module.LOGITS_BYTES
-    )
+    assert module.LOGITS_BYTES - module.ROW_ALIGNMENT * module.pad_row_length(50257) * 2 < held <= module.LOGITS_BYTES
     assert module.choose_chunk(on_gpu, 2**30) == module.ROW_ALIGNMENT
     assert module.pad_row_length(50257) == 50304
 
@@ -205,9 +195,7 @@ class ThreadRing:
 def features(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Unit vectors of `n` images and captions."""
     generator = torch.Generator().manual_seed(seed)
-    images, texts = (
-        F.normalize(torch.randn(n, 5, generator=generator, dtype=torch.float64), dim=1) for _ in range(2)
-    )
+    images, texts = (F.normalize(torch.randn(n, 5, generator=generator, dtype=torch.float64), dim=1) for _ in range(2))
     return images, texts
 
 
@@ -262,9 +250,7 @@ def test_a_ring_is_one_rank(kind: Any, lengths: tuple[int, ...]) -> None:
         mine = [x.detach()[begin : begin + lengths[rank]].requires_grad_() for x in (images, texts)]
         leaves = [*mine, *(x.detach().requires_grad_() for x in inputs[2:])]
         options = LossOptions(kind, rings[rank], chunk=2)
-        loss = contrastive_loss(
-            leaves[0], leaves[1], leaves[2], leaves[3] if bias is not None else None, options
-        )
+        loss = contrastive_loss(leaves[0], leaves[1], leaves[2], leaves[3] if bias is not None else None, options)
         results[rank] = loss.detach(), torch.autograd.grad(loss, leaves)
 
     threads = [Thread(target=run, args=(rank,)) for rank in range(len(lengths))]

@@ -81,9 +81,7 @@ def test_compiled_it_draws_the_same() -> None:
 
 def test_steps_wrap_as_one_product_does() -> None:
     generator = torch.Generator().manual_seed(0)
-    values = torch.cat(
-        [torch.arange(-9, 999), torch.randint(-(2**63), 2**63 - 1, (9999,), generator=generator)]
-    )
+    values = torch.cat([torch.arange(-9, 999), torch.randint(-(2**63), 2**63 - 1, (9999,), generator=generator)])
     assert torch.equal(keyed_random._multiply_golden(values), values * GOLDEN)
 
 
@@ -196,9 +194,7 @@ def test_every_element_of_a_product_is_as_near_as_its_factors(rowwise: bool, kin
     bound = errors * left.abs() @ right.abs().T
     # Half the distance between subnormals of a factor, times the other.
     for x, other, of in ((left, right.T, kind), (right, left.T, E4M3)):
-        tiny = (
-            torch.finfo(of).smallest_normal * HALF_STEP[of] * compute_scales(x, rowwise, torch.finfo(of).max)
-        )
+        tiny = torch.finfo(of).smallest_normal * HALF_STEP[of] * compute_scales(x, rowwise, torch.finfo(of).max)
         part = tiny.double().expand(x.shape) @ ((1 + errors) * other.abs())
         bound = bound + (part if x is left else part.T)
     assert ((actual - left @ right.T).abs() <= bound).all()

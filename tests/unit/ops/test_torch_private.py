@@ -23,9 +23,7 @@ from megatfm.ops.log_once import constant_when_compiled
 def test_flash_attention_of_a_cpu_and_its_gradients() -> None:
     random = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(1, 2, 5, 8, generator=random, dtype=torch.float64) for _ in range(4))
-    mask = torch.zeros(1, 1, 5, 5, dtype=torch.float64).masked_fill(
-        torch.ones(5, 5).triu(1).bool(), -torch.inf
-    )
+    mask = torch.zeros(1, 1, 5, 5, dtype=torch.float64).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     scores = leaves[0] @ leaves[1].mT * 0.3 + mask
     expected = scores.softmax(-1) @ leaves[2]

@@ -60,9 +60,9 @@ def test_cross_entropy_reads_no_unwritten_memory(rows: int, vocabulary: int, dty
 
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, pattern_mask: PatternMask) -> Tensor:
-    return choose_kernel(
-        AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False)
-    ).run(q, k, v, pattern_mask, None, AttentionOptions(), None)
+    return choose_kernel(AttentionRequest.from_inputs(q, k, pattern_mask, AttentionOptions(), has_dropout=False)).run(
+        q, k, v, pattern_mask, None, AttentionOptions(), None
+    )
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, pattern_mask: PatternMask) -> Tensor:

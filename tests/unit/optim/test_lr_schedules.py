@@ -153,9 +153,7 @@ def test_a_block_s_hashes_are_those_of_its_place_in_the_whole() -> None:
     assert not torch.isin(hash_elements(12, shape, (0, 0, 0), shape, cpu), full).any()
 
 
-def stepped(
-    weight: Tensor, gradients: list[Tensor], place: ShardLocation | None, **options: Any
-) -> BF16StateAdamW:
+def stepped(weight: Tensor, gradients: list[Tensor], place: ShardLocation | None, **options: Any) -> BF16StateAdamW:
     optimizer = BF16StateAdamW([{"params": [weight], **options}], lr=1e-2, betas=BETAS, eps=1e-8)
     if place:
         optimizer.set_shard_locations({weight: place})
@@ -234,9 +232,7 @@ class Plain(nn.Module):
         self.linear = nn.Linear(3, 5).double()
 
 
-@pytest.mark.parametrize(
-    "config", [AdamWConfig(lr=0.1, ema_decay=DECAY), LionConfig(lr=0.1, ema_decay=DECAY)]
-)
+@pytest.mark.parametrize("config", [AdamWConfig(lr=0.1, ema_decay=DECAY), LionConfig(lr=0.1, ema_decay=DECAY)])
 def test_the_average_is_its_formula(config: OptimizerSection) -> None:
     """From the weights after the first step on; a skipped step moves nothing; the weights are the optimizer's own."""
     model = Plain()
@@ -250,8 +246,7 @@ def test_the_average_is_its_formula(config: OptimizerSection) -> None:
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         gradients = {
-            name: torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            for name, p in model.named_parameters()
+            name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in model.named_parameters()
         }
         for one in (plain, averaged):
             one.step({name: gradient.clone() for name, gradient in gradients.items()}, 0.1)
@@ -261,9 +256,7 @@ def test_the_average_is_its_formula(config: OptimizerSection) -> None:
             expected[name] = DECAY * before + (1 - DECAY) * weight.detach()
     torch.testing.assert_close(averaged.averaged(), expected, rtol=1e-12, atol=1e-12)
     if averaged.can_skip:
-        averaged.step(
-            {name: torch.full_like(e, torch.inf) for name, e in expected.items()}, 0.1, torch.ones(())
-        )
+        averaged.step({name: torch.full_like(e, torch.inf) for name, e in expected.items()}, 0.1, torch.ones(()))
         torch.testing.assert_close(averaged.averaged(), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -307,9 +300,7 @@ def averages(parallel: ParallelConfig) -> tuple[set[str], float]:
     worst = 0.0
     for name, box in saved.items():
         at = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.tensor.shape, strict=True))
-        worst = max(
-            worst, float((box.tensor - expected[name][at]).abs().max()) if box.tensor.numel() else 0.0
-        )
+        worst = max(worst, float((box.tensor - expected[name][at]).abs().max()) if box.tensor.numel() else 0.0)
     return set(saved), worst
 
 

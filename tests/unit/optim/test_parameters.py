@@ -170,15 +170,11 @@ def test_mup_s_rates_multiply_those_of_the_layers() -> None:
 @pytest.mark.parametrize("name", ["muon", "soap", "adafactor", "lamb"])
 def test_mup_is_refused_where_its_rules_do_not_hold(name: str) -> None:
     config: Any = TypeAdapter(OptimizerConfig).validate_python({"name": name, "lr": 0.01})
-    with pytest.raises(
-        UsageError, match=rf"optimizer\.name = '{name}' sizes its updates by the whole tensor"
-    ):
+    with pytest.raises(UsageError, match=rf"optimizer\.name = '{name}' sizes its updates by the whole tensor"):
         optimizer_groups(config, model(mup={"base_width": 8}))
 
 
-@pytest.mark.parametrize(
-    "name", ["adamw", "muon", "soap", "adafactor", "lamb", "lion", "schedule_free_adamw"]
-)
+@pytest.mark.parametrize("name", ["adamw", "muon", "soap", "adafactor", "lamb", "lion", "schedule_free_adamw"])
 def test_every_optimizer_obeys_roles_and_rates(name: str) -> None:
     """A step with and one without decay, or with a rate of its own, differ only where they should."""
 

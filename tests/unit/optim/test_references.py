@@ -30,10 +30,7 @@ Weights = dict[str, Tensor]
 
 def start() -> Weights:
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name, (shape, _) in SHAPES.items()
-    }
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, (shape, _) in SHAPES.items()}
 
 
 def gradients(weights: Weights, step: int) -> Weights:
@@ -177,9 +174,7 @@ def test_adafactor_s_decay_is_that_of_the_rate() -> None:
     for name, (shape, role) in SHAPES.items():
         moved = []
         for weight_decay in (0.0, 0.5):
-            config = OPTIMIZER_SECTION.validate_python(
-                {"name": "adafactor", "lr": RATE, "weight_decay": weight_decay}
-            )
+            config = OPTIMIZER_SECTION.validate_python({"name": "adafactor", "lr": RATE, "weight_decay": weight_decay})
             info = ParameterInfo(shape, role, role != "vector", True)
             (group,) = OPTIMIZERS.get("adafactor")(config, {name: info})
             weights = {name: start()[name]}
@@ -219,9 +214,7 @@ def test_lamb_with_a_norm_of_zero(zero: str) -> None:
     (group,) = OPTIMIZERS.get("lamb")(config, {"w": ParameterInfo((2, 2), "matrix", True, True)})
     weight = torch.zeros(2, 2) if zero == "weight" else torch.ones(2, 2)
     before = weight.clone()
-    TorchOptimizer(group, {"w": weight}).step(
-        {"w": torch.full((2, 2), 0.0 if zero == "gradient" else 1.0)}, 0.1
-    )
+    TorchOptimizer(group, {"w": weight}).step({"w": torch.full((2, 2), 0.0 if zero == "gradient" else 1.0)}, 0.1)
     assert torch.allclose(before - weight, torch.full((2, 2), 0.0 if zero == "gradient" else 0.1), rtol=1e-5)
 
 
@@ -339,9 +332,7 @@ def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.Monke
         optimizer.step()
         reference.step()
         for weight, several in zip(mine, expected, strict=True):
-            torch.testing.assert_close(
-                weight.view(-1, *weight.shape[-2:]), torch.stack(several), rtol=0, atol=4e-4
-            )
+            torch.testing.assert_close(weight.view(-1, *weight.shape[-2:]), torch.stack(several), rtol=0, atol=4e-4)
 
 
 def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,9 +386,7 @@ def test_muon_s_iteration_in_the_weights_type() -> None:
         torch.testing.assert_close(orthogonal[0], u * s @ vt, rtol=0, atol=1e-12)
         near = x * (1 + 1e-9 * torch.randn(shape, generator=generator, dtype=torch.float64))
         changes = [
-            float(
-                (matrix_optimizers.newton_schulz(near.float()[None], in_bf16=how).float() - other).abs().max()
-            )
+            float((matrix_optimizers.newton_schulz(near.float()[None], in_bf16=how).float() - other).abs().max())
             for how, other in ((False, orthogonal.float()), (True, orthogonal.float()))
         ]
         assert changes[0] < 1e-4 < 1e-3 < changes[1]

@@ -105,9 +105,7 @@ def test_image_models_that_need_full_rows_are_refused_with_the_reason(
         check_context_plans(model)
 
 
-@pytest.mark.parametrize(
-    "model_name", ["class", "mean", "attention", "rotary", "mae", "simmim", *TOWER_MODELS]
-)
+@pytest.mark.parametrize("model_name", ["class", "mean", "attention", "rotary", "mae", "simmim", *TOWER_MODELS])
 def test_image_models_without_such_modules_pass_the_check(model_name: str) -> None:
     with torch.device("meta"):
         check_context_plans(build((IMAGE_MODELS | TOWER_MODELS)[model_name]))
@@ -129,9 +127,7 @@ FAMILY = {
     "answers": "llama", "prefix": "llama",
 }  # fmt: skip
 """Others train a BERT."""
-SECTIONS = {
-    section.model_fields["name"].default: section for section in vars(objective).values() if shipped(section)
-}
+SECTIONS = {section.model_fields["name"].default: section for section in vars(objective).values() if shipped(section)}
 
 
 def small(name: str) -> Config:
@@ -193,9 +189,7 @@ def compare_cuts(batch: dict[str, torch.Tensor], *, folded: bool) -> None:
 
 def test_a_field_that_is_not_one_a_token_is_refused() -> None:
     batch = {"positions": torch.arange(8).expand(2, -1), "patches": torch.zeros(2, 5, 3)}
-    with pytest.raises(
-        UsageError, match=r"'patches' \[2, 5, 3\] does not have one value for each of 8 tokens"
-    ):
+    with pytest.raises(UsageError, match=r"'patches' \[2, 5, 3\] does not have one value for each of 8 tokens"):
         split_batch(batch, cast(ContextParallel, Here(0, 2, folded=False)))
 
 

@@ -142,9 +142,7 @@ def test_ranks_that_never_come(program: str) -> None:
     assert code == 1
     output = [line for line in lines if line.startswith("MegatfmError")]
     assert len(output) == 1
-    assert output[0].startswith(
-        "MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s"
-    )
+    assert output[0].startswith("MegatfmError: rank 1 of 2 could not meet the others at 127.0.0.1:9 within 1 s")
 
 
 def test_the_time_that_rank_0_has_waited_already_counts() -> None:
@@ -185,9 +183,7 @@ def test_one_rank_looks_for_those_that_never_came_and_tells_the_others(
     def arrive(rank: int) -> None:
         store: Any = CountingStore(server.port, counts)
         try:
-            _wait_for_all_ranks(
-                store, ProcessEnvironment("srun", rank, 9), timedelta(seconds=0.5), time.monotonic()
-            )
+            _wait_for_all_ranks(store, ProcessEnvironment("srun", rank, 9), timedelta(seconds=0.5), time.monotonic())
         except MegatfmError as error:
             errors.append(str(error))
 
@@ -272,9 +268,7 @@ def test_where_the_others_reach_rank_0(
     assert _find_reachable_address(hosts) == "10.0.0.1"
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Attempted to get default timeout for nccl backend"
-)  # torch built for a CPU
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl backend")  # torch built for a CPU
 def test_groups_that_are_made_later_have_the_run_s_timeout() -> None:
     """Groups that are split from another, too: torch asks the same function for them."""
     usual = [c10d._get_default_timeout(c10d.Backend(name)) for name in ("gloo", "nccl")]

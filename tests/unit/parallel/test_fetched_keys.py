@@ -118,9 +118,7 @@ def test_a_fetch_is_sparse_below_half_of_the_other_tokens() -> None:
         needed = needed_by(Full(causal=True), row)
         by_rank = [set(needed[at].any(0).nonzero()[:, 0].tolist()) - set(at.tolist()) for at in dealt]
         needs = [find_reachable_keys(Full(causal=True), row, at) for at in dealt]
-        result = [
-            FetchPlan.build(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)
-        ]
+        result = [FetchPlan.build(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)]
         most = max(map(len, by_rank))
         littles.add(is_sparse_fetch(dealt, needs))
         assert is_sparse_fetch(dealt, needs) == (most < ROW_LENGTH * (ranks - 1) / ranks / 2)
@@ -205,9 +203,7 @@ def part(rows: int) -> tuple[list[int], list[int], list[list[float]]]:
     from megatfm.parallel.collectives import TensorParallelGroup
     from megatfm.parallel.mesh import TENSOR, build_mesh
 
-    ranks = TensorParallelGroup(
-        build_mesh(ParallelConfig(tp=2), 2, "cpu").group(TENSOR), sequence_parallel=True
-    )
+    ranks = TensorParallelGroup(build_mesh(ParallelConfig(tp=2), 2, "cpu").group(TENSOR), sequence_parallel=True)
     tokens_BT1 = torch.arange(rows * LENGTH).view(rows, LENGTH, 1).double()
     tokens = ranks.split_tokens(tokens_BT1)
     assert tokens.shape == (rows, LENGTH // 2, 1)

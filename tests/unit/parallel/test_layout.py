@@ -166,10 +166,7 @@ def test_a_pattern_matches_segment_by_segment(pattern: str, matched: list[str]) 
             self.w1.norm, self.w2[0].norm = nn.LayerNorm(2), nn.LayerNorm(2)
 
     model = Matched()
-    assert (
-        sorted(name for name, style in match_styles(model, complete=False).items() if style == COLWISE)
-        == matched
-    )
+    assert sorted(name for name, style in match_styles(model, complete=False).items() if style == COLWISE) == matched
     cuts = module_cuts(model, ParallelConfig(tp=2))
     assert sorted(name for name, module_cut in cuts.items() if module_cut.dim == 0) == matched
 
@@ -196,9 +193,7 @@ def test_a_buffer_needs_a_row_too() -> None:
             super().__init__()
             self.register_buffer("table", torch.ones(2))
 
-    with pytest.raises(
-        UsageError, match=r'^blocks\.0\.table has no style, .* class Slopes .* \(\("", STYLE\),\),'
-    ):
+    with pytest.raises(UsageError, match=r'^blocks\.0\.table has no style, .* class Slopes .* \(\("", STYLE\),\),'):
         match_styles(Around(Slopes()))
 
 
@@ -232,9 +227,7 @@ def test_a_style_that_there_is_not() -> None:
     class Wrong(Around):
         tp_plan = (("blocks.0", "colwis"),)
 
-    with pytest.raises(
-        UsageError, match=r"unknown style of a plan 'colwis' \(did you mean 'colwise'\?\); there are: "
-    ):
+    with pytest.raises(UsageError, match=r"unknown style of a plan 'colwis' \(did you mean 'colwise'\?\); there are: "):
         match_styles(Wrong(nn.Linear(2, 2)))
 
 
@@ -280,9 +273,7 @@ def test_a_tensor_of_too_few_dims_needs_a_style_that_knows_its_gradient(workers:
     """Under "colwise" each rank's gradient of a scalar is that of its own channels."""
     for style in ("colwise", "shard_last_dim"):
         (message,) = set(workers.run(lay_a_scalar, 2, style))
-        assert message.startswith(
-            f"blocks.0.scale has 0 dims, too few for the plan's style {style!r} to shard"
-        )
+        assert message.startswith(f"blocks.0.scale has 0 dims, too few for the plan's style {style!r} to shard")
     assert set(workers.run(lay_a_scalar, 2, "replicated_partial_grad")) == {"('tp',) (8, 4)"}
     assert set(workers.run(lay_a_scalar, 2, "rowwise")) == {"('tp',) (8, 2)"}
 
@@ -346,8 +337,5 @@ def test_the_decoder_s_plan(workers: Workers, sequence_parallel: bool) -> None:
 
 
 def test_the_last_rank_holds_less_of_a_vocabulary_that_does_not_divide(workers: Workers) -> None:
-    boxes = [
-        layout["decoder.embedding.tokens.weight"].region
-        for layout, *_ in workers.run(lay_decoder, 2, 31, True)
-    ]
+    boxes = [layout["decoder.embedding.tokens.weight"].region for layout, *_ in workers.run(lay_decoder, 2, 31, True)]
     assert boxes == [((0, 0), (16, 8)), ((16, 0), (15, 8))]

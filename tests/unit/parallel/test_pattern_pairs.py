@@ -127,17 +127,14 @@ def test_a_pattern_is_refused_or_compared(name: str, way: str) -> None:
     accept(sections, way)
     if way == "ep":  # which positions there are is nothing to experts
         sections = {key: value for key, value in sections.items() if not key.startswith("position")}
-    of_attention = {
-        kind for kind in attention_kinds(ModelConfig.from_dotted(**sections)) if kind[0] == "attention"
-    }
+    of_attention = {kind for kind in attention_kinds(ModelConfig.from_dotted(**sections)) if kind[0] == "attention"}
     if way in AXES:
         assert of_attention <= proven(way)
 
 
 def test_every_pattern_is_here() -> None:
     actual = {
-        ModelConfig.from_dotted(**sections).layer_config(0).attention.pattern.name
-        for sections in MODELS.values()
+        ModelConfig.from_dotted(**sections).layer_config(0).attention.pattern.name for sections in MODELS.values()
     }
     shipped = {name for name in PATTERNS.names() if PATTERNS.get(name).__module__.startswith("megatfm.")}
     # Windows of maps are for images alone; other tests may have imported them.

@@ -174,18 +174,14 @@ def start() -> Iterator[Start]:
     """`start(rank, stops=0)`: a rank of two. alone: as on a node of its own, where no other rank is to be seen."""
     port, started = str(free_port()), []
 
-    def start(
-        rank: int, stops: int = -1, requested: int = 0, *, alone: bool = False
-    ) -> "subprocess.Popen[str]":
+    def start(rank: int, stops: int = -1, requested: int = 0, *, alone: bool = False) -> "subprocess.Popen[str]":
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0" if alone else str(rank)}
         command = [sys.executable, "-c", PROGRAM, str(stops), str(requested)]
         if alone:  # below a process of its own, as below a node's launcher
             command = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *command, "alone"]
         started.append(
-            subprocess.Popen(
-                command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-            )
+            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
         )
         return started[-1]
 

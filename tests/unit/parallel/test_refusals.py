@@ -34,9 +34,7 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
     parallel = config.parallel
     ranks = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.tp
     sizes = axis_sizes(parallel, processes or ranks)
-    check_global_batch(
-        config.train.global_batch, config.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"]
-    )
+    check_global_batch(config.train.global_batch, config.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"])
     with torch.device("meta"):
         model = build(config.model)
     for path, planned in match_styles(model, complete=parallel.tp > 1).items():

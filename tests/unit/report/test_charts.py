@@ -24,9 +24,7 @@ def curve(values: list[float]) -> Curve:
 
 
 def test_a_wide_range_is_drawn_on_a_logarithmic_axis() -> None:
-    wide, narrow = (
-        make_chart("Norm", "", [Line("norm", curve(values))]) for values in ([0.01, 1, 100], [4, 2, 1])
-    )
+    wide, narrow = (make_chart("Norm", "", [Line("norm", curve(values))]) for values in ([0.01, 1, 100], [4, 2, 1]))
     assert wide is not None
     assert narrow is not None
     assert (wide.data["log"], narrow.data["log"]) == (True, False)
@@ -180,12 +178,8 @@ def test_loads_of_experts_are_maps(run: Path) -> None:
     replace_metrics(run, with_loads(3, loads))
     page = report_page(run)
     maps = [a for tag, a in page.tags if tag == "img"]
-    assert [str(a["alt"]).split(",")[:2] for a in maps] == [
-        ["Load of experts", f" decoder {i}"] for i in range(3)
-    ]
-    assert str(maps[0]["alt"]).endswith(
-        "Busiest: expert 2 with 2.5 at step 40; idlest: expert 0 with 0 at step 40"
-    )
+    assert [str(a["alt"]).split(",")[:2] for a in maps] == [["Load of experts", f" decoder {i}"] for i in range(3)]
+    assert str(maps[0]["alt"]).endswith("Busiest: expert 2 with 2.5 at step 40; idlest: expert 0 with 0 at step 40")
     picture = base64.b64decode(str(maps[0]["src"]).removeprefix("data:image/png;base64,"))
     with Image.open(io.BytesIO(picture)) as image:
         assert image.size == (40, 4)
@@ -203,9 +197,7 @@ def test_many_steps_share_columns_and_many_layers_are_told(run: Path) -> None:
         }
         for step in range(1, 321)
     ]
-    replace_metrics(
-        run, [*lines, {"step": 321, "loss": 3.0, "norms": {"decoder.layers.0": {"load": ["NaN"]}}}]
-    )
+    replace_metrics(run, [*lines, {"step": 321, "loss": 3.0, "norms": {"decoder.layers.0": {"load": ["NaN"]}}}])
     page = report_page(run)
     maps = [str(a["alt"]) for tag, a in page.tags if tag == "img"]
     assert len(maps) == 12

@@ -23,9 +23,7 @@ def runs(tmp_path: Path) -> list[Path]:
     one = write_reported_run(tmp_path, 200)
     other = tmp_path / "runs" / "slower"
     write_reported_run(tmp_path / "b", 100).rename(other)
-    config = (
-        (one / "config.toml").read_text().replace("lr = 3e-3", "lr = 1e-3").replace("synthetic", "slower")
-    )
+    config = (one / "config.toml").read_text().replace("lr = 3e-3", "lr = 1e-3").replace("synthetic", "slower")
     (other / "config.toml").write_text(config)
     return [one, other]
 
@@ -36,9 +34,7 @@ def test_the_table_tells_what_differs_and_what_was_reached(
     with pytest.raises(SystemExit) as left:
         main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")])
     assert left.value.code == 0
-    lines = {
-        line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.split()
-    }
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.split()}
     assert lines["optimizer.lr"] == ["0.003", "0.001"]
     assert lines["steps"] == ["200", "100"]
     assert not any(key.startswith(("name", "model.")) for key in lines)
@@ -74,13 +70,9 @@ def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: l
     one, other = ((run / "config.toml") for run in runs)
     text = one.read_text()
     one.write_text(text.replace("lr = 3e-3", "lr = 1.230e-4").replace("clip = 1.0", "clip = 1"))
-    changed = text.replace("lr = 3e-3", "lr = 1.234e-4").replace(
-        "betas = [0.9, 0.95]", "betas = [0.9, 0.950001]"
-    )
+    changed = text.replace("lr = 3e-3", "lr = 1.234e-4").replace("betas = [0.9, 0.95]", "betas = [0.9, 0.950001]")
     other.write_text(
-        changed.replace("weight_decay = 0.1", 'weight_decay = "0.1"').replace(
-            "[parallel]", "[parallel]\npp = 1"
-        )
+        changed.replace("weight_decay = 0.1", 'weight_decay = "0.1"').replace("[parallel]", "[parallel]\npp = 1")
     )
     assert RunComparison.read(runs).list_differences() == [
         ("optimizer.lr", ["0.000123", "0.0001234"]),
@@ -90,9 +82,7 @@ def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: l
     ]
 
 
-def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(
-    runs: list[Path], tmp_path: Path
-) -> None:
+def test_the_page_has_a_line_for_every_run_and_needs_nothing_from_outside(runs: list[Path], tmp_path: Path) -> None:
     page = Page(write_comparison(RunComparison.read(runs), tmp_path / "c.html"))
     titles = [chart.split(",")[0] for chart in page.charts()]
     assert titles == [
@@ -111,9 +101,7 @@ def test_utilization_of_unlike_peaks_is_not_compared(
 ) -> None:
     for run in runs:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        (run / "metrics.jsonl").write_text(
-            "".join(json.dumps({**line, "mfu": 0.42}) + "\n" for line in lines)
-        )
+        (run / "metrics.jsonl").write_text("".join(json.dumps({**line, "mfu": 0.42}) + "\n" for line in lines))
     place = RunComparison.read(runs).collect_results().columns.index("MFU")
 
     def compare(*peaks: str) -> tuple[list[str], list[str]]:
@@ -207,9 +195,7 @@ def test_points_ticks_and_levels_lie_on_the_same_axes(run: Path, tmp_path: Path)
     assert list(labels(plots["Loss"], "x")) == ["step 0", "20", "40", "60", "80", "100"]
     norm, ticks = points(plots["Gradient norm"], "smooth"), labels(plots["Gradient norm"], "y")
     assert list(ticks) == ["0.01", "0.1", "1", "10", "100"]
-    assert [y for _, y in norm] == pytest.approx(
-        [10 * ticks[value] for value in ("0.01", "1", "100")], abs=0.1
-    )
+    assert [y for _, y in norm] == pytest.approx([10 * ticks[value] for value in ("0.01", "1", "100")], abs=0.1)
     (speed,) = re.findall(r'<path class="smooth c1" d="([^"]+)"', plots["Speed"])
     assert speed.count("M") == 2, "a step without a number breaks the line"
     assert list(labels(plots["Bits per byte"], "level")) == ["c 2.01 · b 2", "a 1"]
@@ -220,26 +206,19 @@ def test_points_ticks_and_levels_lie_on_the_same_axes(run: Path, tmp_path: Path)
 
 def points(plot: str, kind: str) -> list[tuple[float, float]]:
     paths = re.findall(rf'<path class="{kind} c\d" d="([^"]*)"', plot)
-    return [
-        (float(x), float(y)) for path in paths for x, y in re.findall(r"[ML]([\d.e+-]+),([\d.e+-]+)", path)
-    ]
+    return [(float(x), float(y)) for path in paths for x, y in re.findall(r"[ML]([\d.e+-]+),([\d.e+-]+)", path)]
 
 
 def labels(plot: str, kind: str) -> dict[str, float]:
     """Text → percent from the left or the top."""
-    return {
-        text: float(at)
-        for at, text in re.findall(rf'<span class="{kind}" style="\w+: ([\d.]+)%;">([^<]*)<', plot)
-    }
+    return {text: float(at) for at, text in re.findall(rf'<span class="{kind}" style="\w+: ([\d.]+)%;">([^<]*)<', plot)}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_matrices_and_pictures_are_drawn(run: Path, tmp_path: Path) -> None:
     """A matrix of 20 classes is a picture, which the page's own policy lets through, and so are galleries."""
     counts = [[label, (label + 1) % 20 if label % 4 == 0 else label, 3] for label in range(20)]
-    (run / "confusion.json").write_text(
-        json.dumps({"step": 1, "sets": {"held out": {"labels": [], "counts": counts}}})
-    )
+    (run / "confusion.json").write_text(json.dumps({"step": 1, "sets": {"held out": {"labels": [], "counts": counts}}}))
     (run / "pictures").mkdir()
     Image.new("RGB", (5, 4), "red").save(run / "pictures" / "a-00.png")
     gallery = {

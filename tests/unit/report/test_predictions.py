@@ -49,9 +49,7 @@ def test_scores_and_matrix_against_scikit_learn(n_classes: int) -> None:
         assert [[cell.count for cell in row] for _, row in result.cells] == matrix.tolist()
         return
     assert len(result.worst) == 10
-    assert max(row.f1 for row in result.worst) <= min(
-        row.f1 for row in result.scores if row not in result.worst
-    )
+    assert max(row.f1 for row in result.worst) <= min(row.f1 for row in result.scores if row not in result.worst)
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(result.picture.partition(",")[2]))))
     np.testing.assert_array_equal(pixels[..., 3] > 0, matrix > 0)
     blue = pixels[..., 2].astype(int) > pixels[..., 0]
@@ -68,9 +66,7 @@ def test_a_class_without_examples_and_one_never_predicted() -> None:
 
 
 def write_images(run: Path, labels: list[str], counts: Any) -> None:
-    (run / "confusion.json").write_text(
-        json.dumps({"step": 7, "sets": {EVIL: {"labels": labels, "counts": counts}}})
-    )
+    (run / "confusion.json").write_text(json.dumps({"step": 7, "sets": {EVIL: {"labels": labels, "counts": counts}}}))
 
 
 def picture(colour: str) -> bytes:

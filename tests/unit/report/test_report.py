@@ -59,9 +59,7 @@ def test_texts_of_others_stay_texts(run: Path) -> None:
     (run / "plan.txt").write_text(evil)
     (run / "environment.json").write_text(json.dumps({evil: evil}))
     (run / "baselines.json").write_text(json.dumps({evil: {evil: 2.0}}))
-    replace_metrics(
-        run, [{"step": 1, "loss": 2.0, "evaluation": {evil: {"loss": 2.0, "bits_per_byte": 1.0}}}]
-    )
+    replace_metrics(run, [{"step": 1, "loss": 2.0, "evaluation": {evil: {"loss": 2.0, "bits_per_byte": 1.0}}}])
     page = report_page(run)
     assert page.count("script") == 1
     assert page.count("img") == 0
@@ -270,9 +268,7 @@ def test_steps_turn_into_tokens_and_hours(run: Path) -> None:
     steps, tokens, hours = axes
     assert (steps[0], steps[-1], tokens[-1]) == (0, 1000, 1000 * 32 * 512)
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    assert hours[-1] == pytest.approx(
-        sum(json.loads(line)["step_seconds"] for line in lines) / 3600, abs=1e-5
-    )
+    assert hours[-1] == pytest.approx(sum(json.loads(line)["step_seconds"] for line in lines) / 3600, abs=1e-5)
     assert 400 <= len(steps) <= 1001
 
 
@@ -294,9 +290,7 @@ def test_a_mixture_has_its_shares_over_the_steps(run: Path) -> None:
     config = (run / "config.toml").read_text()
     train = re.search(r'train = "(.*)"', config)
     assert train
-    sources = ", ".join(
-        f'{name} = {{ path = "{train[1]}", weight = {n} }}' for name, n in (("code", 3), ("prose", 1))
-    )
+    sources = ", ".join(f'{name} = {{ path = "{train[1]}", weight = {n} }}' for name, n in (("code", 3), ("prose", 1)))
     mixture = f"mixture = {{ {sources} }}"
     later = f"mixture_schedule = [{{ tokens = {500 * 32 * 512}, weights = {{ code = 1, prose = 1 }} }}]"
     (run / "config.toml").write_text(config.replace(train[0], f"{mixture}\n{later}"))

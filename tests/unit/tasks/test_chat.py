@@ -51,9 +51,7 @@ def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module", params=["chatml", "llama"])
-def both(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Tokenizer, Any, str]:
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any, str]:
     """Ours, transformers' and the file of a byte-level tokenizer with a chat template."""
     folder = tmp_path_factory.mktemp(request.param)
     built = library.Tokenizer(models.BPE())
@@ -66,9 +64,7 @@ def both(
     texts = ["the user and the assistant said hi to the user\n" * 5]
     built.train_from_iterator(
         texts,
-        trainers.BpeTrainer(
-            vocab_size=320, special_tokens=marks, initial_alphabet=alphabet, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=320, special_tokens=marks, initial_alphabet=alphabet, show_progress=False),
     )
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token="</s>")
     fast.chat_template = {"chatml": CHATML, "llama": LLAMA}[request.param]
@@ -89,9 +85,7 @@ def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -
 def test_tokens_and_mask_are_those_of_transformers(both: tuple[Tokenizer, Any, str], chat: int) -> None:
     ours, theirs, file = both
     said = messages(*CHATS[chat])
-    expected = theirs.apply_chat_template(
-        said, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    expected = theirs.apply_chat_template(said, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     ((example,), _) = encoder(ours, file).encode([{"messages": said}])
     assert example.tokens.tolist() == expected["input_ids"]
     mask = np.zeros(len(example.tokens), int)
@@ -103,9 +97,7 @@ def test_tokens_and_mask_are_those_of_transformers(both: tuple[Tokenizer, Any, s
     line_end = ours.encode("\n").tolist()
     extra = example.tokens[(mask == 1) & (marked == 0)].tolist()
     assert extra == (
-        line_end * sum(role == "assistant" for role, _ in CHATS[chat])
-        if "im_start" in theirs.chat_template
-        else []
+        line_end * sum(role == "assistant" for role, _ in CHATS[chat]) if "im_start" in theirs.chat_template else []
     )
 
 
@@ -176,9 +168,7 @@ def test_templates_that_refuse_or_rewrite_are_named(both: tuple[Tokenizer, Any, 
             encoder(ours, file).encode([{"messages": messages(("system", "s"), ("assistant", "b"))}])
     rewriting = tmp_path / "rewriting.jinja"
     rewriting.write_text("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(
-        UsageError, match="x, row 1: the chat template renders the messages before message 2 otherwise"
-    ):
+    with pytest.raises(UsageError, match="x, row 1: the chat template renders the messages before message 2 otherwise"):
         encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
     rewriting.write_text("{% for m in messages %}")
     with pytest.raises(UsageError, match="no Jinja template"):

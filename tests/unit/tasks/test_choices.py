@@ -67,9 +67,7 @@ def test_a_decoder_reads_text_and_question_before_the_choice(bert: Path) -> None
     for part, choice in zip(parts, ROW["choices"], strict=True):
         first, last = (tokenizer.encode(text).tolist() for text in ("the old lamp where was", choice))
         assert part.tolist() == [tokenizer.bos, *first, tokenizer.sep, *last, tokenizer.cls]
-    assert example.annotation["at"] == [
-        at - 1 for at in (*example.annotation["starts"][1:], len(example.tokens))
-    ]
+    assert example.annotation["at"] == [at - 1 for at in (*example.annotation["starts"][1:], len(example.tokens))]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +153,4 @@ def test_a_pair_in_both_orders_is_two_texts(bert: Path) -> None:
     assert example.tokens.tolist() == ways[0] + ways[1]
     assert example.annotation == {"at": [0, 7], "labels": [1], "starts": [0, 7], "second": [5, 10]}
     with pytest.raises(UsageError, match=r"has 22 tokens, more than data\.sequence_length = 20"):
-        RowEncoder("x.csv", config, tokenizer, 20, True, 0).encode(
-            [row | {"text": "the old lamp was red and new"}]
-        )
+        RowEncoder("x.csv", config, tokenizer, 20, True, 0).encode([row | {"text": "the old lamp was red and new"}])

@@ -103,9 +103,7 @@ def test_the_longer_text_is_cut_first() -> None:
         ({"text": "cat " * 20}, {}, "row 2: has 22 tokens, more than data.sequence_length = 12"),
     ],
 )
-def test_bad_rows_are_named(
-    tmp_path: Path, row: Mapping[str, Any], config: dict[str, Any], message: str
-) -> None:
+def test_bad_rows_are_named(tmp_path: Path, row: Mapping[str, Any], config: dict[str, Any], message: str) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
     with pytest.raises(UsageError, match=f"x.csv.*{message}"):
         RowEncoder("x.csv", task(**config), tokenizer, 12, True, 0).encode(rows_of({}, row))
@@ -200,9 +198,7 @@ def test_a_tokenizer_without_marks_is_refused(tmp_path: Path) -> None:
         build_frame(tokenizers.load(tmp_path / "tokenizer.json"))
 
 
-def encode(
-    tmp_path: Path, rows: list[Mapping[str, Any]], length: int = 16, cls_index: int = 0, **values: Any
-) -> list:
+def encode(tmp_path: Path, rows: list[Mapping[str, Any]], length: int = 16, cls_index: int = 0, **values: Any) -> list:
     tokenizer = save_tokenizer(tmp_path, "bert")
     return RowEncoder("x", task(**values), tokenizer, length, True, cls_index).encode(rows)[0]
 
@@ -301,9 +297,7 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
 
 
 def test_a_missing_column_is_named_with_those_there_are() -> None:
-    with pytest.raises(
-        UsageError, match=r"no column 'sentence', which task.text names; there are: text, label"
-    ):
+    with pytest.raises(UsageError, match=r"no column 'sentence', which task.text names; there are: text, label"):
         require_columns("a.csv", ROWS, {"task.text": "sentence"})
     with pytest.raises(UsageError, match=r"there are: text, ' label', '': name one of these"):
         require_columns("a.csv", [{"text": "a", " label": "b", "": "c"}], {"task.label": "label"})

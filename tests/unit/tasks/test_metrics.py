@@ -26,9 +26,7 @@ def test_metrics_of_two_classes() -> None:
     actual = {name: metric(TARGETS, PREDICTED) for name, metric in table.items()}
     assert actual["accuracy"] == pytest.approx(4 / 8)
     assert actual["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
-    assert actual["f1_macro"] == pytest.approx(
-        (2 * tp / (2 * tp + fp + fn) + 2 * tn / (2 * tn + fp + fn)) / 2
-    )
+    assert actual["f1_macro"] == pytest.approx((2 * tp / (2 * tp + fp + fn) + 2 * tn / (2 * tn + fp + fn)) / 2)
     product = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
     assert actual["matthews"] == pytest.approx((tp * tn - fp * fn) / product**0.5)
     assert metrics.confusion_matrix(TARGETS, PREDICTED, 3) == [[1, 2, 0], [2, 3, 0], [0, 0, 0]]
@@ -47,9 +45,7 @@ def test_the_interval_covers_what_it_says() -> None:
     random, inside = np.random.default_rng(3), 0
     for _ in range(200):
         predicted = (random.random(100) < 0.7).astype(np.int64)
-        low, high = metrics.bootstrap_interval(
-            metrics.accuracy, np.ones(100, np.int64), predicted, samples=200
-        )
+        low, high = metrics.bootstrap_interval(metrics.accuracy, np.ones(100, np.int64), predicted, samples=200)
         inside += low <= 0.7 <= high
     assert 0.95 - 5 * (0.95 * 0.05 / 200) ** 0.5 < inside / 200 <= 1
     same = [metrics.bootstrap_interval(metrics.accuracy, TARGETS, PREDICTED) for _ in range(2)]
@@ -213,9 +209,7 @@ def test_chrf_is_that_of_popovic() -> None:
     for n in range(1, 7):
         hits = guessed = n_reference = 0
         for hypothesis, reference in zip(HYPOTHESES, REFERENCES, strict=True):
-            hypothesis_grams, reference_grams = (
-                n_grams(text.replace(" ", ""), n) for text in (hypothesis, reference)
-            )
+            hypothesis_grams, reference_grams = (n_grams(text.replace(" ", ""), n) for text in (hypothesis, reference))
             hits += sum((hypothesis_grams & reference_grams).values())
             guessed, n_reference = (
                 guessed + sum(hypothesis_grams.values()),

@@ -26,9 +26,7 @@ ROWS = [
     {"ask": f"Größe {number}?", "a": "ja", "b": "東京", "key": "AB"[number % 2], "all": ["x", "y z"]}
     for number in range(7)
 ]
-CHOICE = (
-    'data = "rows.jsonl"\nprompt = "Q: {{ ask }}\\nA:"\nchoices = ["{{ a }}", "{{ b }}"]\nanswer = "key"\n'
-)
+CHOICE = 'data = "rows.jsonl"\nprompt = "Q: {{ ask }}\\nA:"\nchoices = ["{{ a }}", "{{ b }}"]\nanswer = "key"\n'
 LABELS = 'labels = ["A", "B"]\n'
 
 
@@ -91,9 +89,7 @@ def test_solved_examples_are_others_and_depend_on_the_question_alone(tmp_path: P
         assert question.number not in used
         assert len(shots) == sum(len(solved[number]) for number in used)
     assert len({question.prompt[:20] for question in questions}) > 1, "each question draws its own"
-    assert [q.prompt for q in open_evaluation_task(path, limit=3).questions] == [
-        q.prompt for q in questions[:3]
-    ]
+    assert [q.prompt for q in open_evaluation_task(path, limit=3).questions] == [q.prompt for q in questions[:3]]
     other = open_evaluation_task(write_task(tmp_path, path.read_text() + "shots_seed = 1\n"))
     assert [q.prompt for q in other.questions] != [q.prompt for q in questions]
 
@@ -189,9 +185,7 @@ def test_bits_per_byte_are_of_all_and_accuracies_means() -> None:
     questions = [Question(n, "", (" ab", " abcd"), right=right) for n, right in enumerate((0, 1, 1))]
     results = [
         score_choices(question, [Likelihood(number, 1) for number in log_probabilities], " ")
-        for question, log_probabilities in zip(
-            questions, ([-1.0, -2.0], [-3.0, -5.0], [-9.0, -7.0]), strict=True
-        )
+        for question, log_probabilities in zip(questions, ([-1.0, -2.0], [-3.0, -5.0], [-9.0, -7.0]), strict=True)
     ]
     summary = summarise_results(task("choice"), results)
     assert summary["metrics"]["accuracy"] == pytest.approx(2 / 3)
@@ -204,13 +198,10 @@ def test_bits_per_byte_are_of_all_and_accuracies_means() -> None:
 def test_a_cloze_is_right_where_each_token_is_the_likeliest() -> None:
     question = Question(0, "", (" word",))
     results = [
-        score_cloze(question, Likelihood(-nats, 2, is_greedy), " ")
-        for nats, is_greedy in ((1.0, True), (3.0, False))
+        score_cloze(question, Likelihood(-nats, 2, is_greedy), " ") for nats, is_greedy in ((1.0, True), (3.0, False))
     ]
     metrics = summarise_results(task("cloze"), results)["metrics"]
-    assert metrics == pytest.approx(
-        {"accuracy": 0.5, "bits_per_byte": 4 / math.log(2) / 8, "perplexity": math.exp(2)}
-    )
+    assert metrics == pytest.approx({"accuracy": 0.5, "bits_per_byte": 4 / math.log(2) / 8, "perplexity": math.exp(2)})
 
 
 @pytest.mark.parametrize(
@@ -224,9 +215,7 @@ def test_a_cloze_is_right_where_each_token_is_the_likeliest() -> None:
         (("one two two",), "two two three", 0, 2 / 3),
     ],
 )
-def test_texts_are_compared_as_squad_does(
-    accepted: tuple[str, ...], text: str, exact_match: float, f1: float
-) -> None:
+def test_texts_are_compared_as_squad_does(accepted: tuple[str, ...], text: str, exact_match: float, f1: float) -> None:
     """SQuAD's script drops punctuation of ASCII alone."""
     values = score_text(Question(0, "", accepted=accepted), text).values
     assert values == pytest.approx({"exact_match": exact_match, "f1": f1})
@@ -235,9 +224,7 @@ def test_texts_are_compared_as_squad_does(
 def test_a_rank_counts_from_one() -> None:
     results = [score_rank(Question(n, ""), rank) for n, rank in enumerate((1, 10, 20))]
     metrics = mean_metrics("retrieval", results)
-    assert metrics == pytest.approx(
-        {"recall_at_1": 1 / 3, "recall_at_10": 2 / 3, "reciprocal_rank": 1.15 / 3}
-    )
+    assert metrics == pytest.approx({"recall_at_1": 1 / 3, "recall_at_10": 2 / 3, "reciprocal_rank": 1.15 / 3})
 
 
 def test_ranks_give_scikit_learn_s_recall_and_mrr() -> None:

@@ -92,9 +92,7 @@ def test_labels_point_at_the_answer_or_at_the_first_token(bert: Path, length: in
         ("Ⅳ. Henry", "IV.", 0, 0, True),
     ],
 )
-def test_answers_are_found_where_they_stand(
-    context: str, text: str, start: int, begin: int, moved: bool
-) -> None:
+def test_answers_are_found_where_they_stand(context: str, text: str, start: int, begin: int, moved: bool) -> None:
     answer, is_moved = find_answer(context, text, start)
     assert answer is not None
     assert (answer.begin, is_moved) == (begin, moved)
@@ -176,9 +174,7 @@ def test_special_tokens_that_a_text_spells_are_text(bert: Path) -> None:
 
 def test_a_file_of_squad_is_read(tmp_path: Path) -> None:
     asked = {"id": "1", "question": "where ?", "answers": [{"text": "Bern", "answer_start": 3}]}
-    content = (
-        '{"version": "1.1",\n "data": [{"title": "T", "paragraphs": [{"context": "in Bern", "qas": [%s]}]}]}'
-    )
+    content = '{"version": "1.1",\n "data": [{"title": "T", "paragraphs": [{"context": "in Bern", "qas": [%s]}]}]}'
     (tmp_path / "dev.json").write_text(content % json.dumps(asked))
     assert read_rows(tmp_path / "dev.json") == [{"title": "T", "context": "in Bern", **asked}]
     (tmp_path / "bad.json").write_text('{"data": [{"paragraphs": [{"qas": [{}]}]}]}')
@@ -265,21 +261,15 @@ def test_the_best_answer_is_the_best_over_all_windows(tmp_path: Path) -> None:
         assert (best.begin, best.end) == span
         assert best.score == pytest.approx(scores[span])
         assert question.best == rows[question.row]["context"][span[0] : span[1]]
-        assert [c.score for c in question.candidates] == sorted(
-            (c.score for c in question.candidates), reverse=True
-        )
+        assert [c.score for c in question.candidates] == sorted((c.score for c in question.candidates), reverse=True)
 
 
 def test_no_answer_is_scored_by_the_first_token_of_the_least_window(tmp_path: Path) -> None:
     answered, _ = predictions(tmp_path, 2)
 
     for question in answered.questions:
-        numbers = [
-            number for number, facts in read_annotations(answered.corpus) if facts["row"] == question.row
-        ]
-        firsts = [
-            float(answered.logits[answered.examples == number][0].astype(float).sum()) for number in numbers
-        ]
+        numbers = [number for number, facts in read_annotations(answered.corpus) if facts["row"] == question.row]
+        firsts = [float(answered.logits[answered.examples == number][0].astype(float).sum()) for number in numbers]
         assert question.null_score == pytest.approx(min(firsts))
 
 

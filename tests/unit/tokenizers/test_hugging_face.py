@@ -17,9 +17,7 @@ from tests.support.tokenizer_cases import ODD_TEXTS
 transformers = pytest.importorskip("transformers")
 
 FAMILIES = ("gpt2", "roberta", "bert", "t5", "llama2")
-any_text = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(ODD_TEXTS)).map(
-    "".join
-)
+any_text = st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(ODD_TEXTS)).map("".join)
 File = dict[str, Any]
 
 
@@ -27,8 +25,7 @@ File = dict[str, Any]
 def pairs(folders: dict[str, Path]) -> dict[str, tuple[Tokenizer, Any]]:
     """Ours and transformers', of each folder."""
     return {
-        name: (load(folder), transformers.AutoTokenizer.from_pretrained(folder))
-        for name, folder in folders.items()
+        name: (load(folder), transformers.AutoTokenizer.from_pretrained(folder)) for name, folder in folders.items()
     }
 
 
@@ -49,9 +46,7 @@ def test_real_text_has_the_ids_of_transformers(
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=100, deadline=None)
 @given(text=any_text)
-def test_odd_text_has_the_ids_of_transformers(
-    pairs: dict[str, tuple[Tokenizer, Any]], family: str, text: str
-) -> None:
+def test_odd_text_has_the_ids_of_transformers(pairs: dict[str, tuple[Tokenizer, Any]], family: str, text: str) -> None:
     """But where a text spells a piece that unigram models can't tell from a reserved one: there ours spells on."""
     actual, reference = pairs[family]
     expected = reference(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -68,9 +63,7 @@ def test_odd_text_has_the_ids_of_transformers(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_roles_are_those_of_transformers(pairs: dict[str, tuple[Tokenizer, Any]], family: str) -> None:
     actual, expected = pairs[family]
-    roles = {
-        role: getattr(expected, f"{role}_token_id") for role in ("bos", "eos", "pad", "mask", "cls", "sep")
-    }
+    roles = {role: getattr(expected, f"{role}_token_id") for role in ("bos", "eos", "pad", "mask", "cls", "sep")}
     fallbacks = {"bos": roles["cls"] or roles["eos"], "eos": roles["sep"], "pad": roles["eos"]}
     for role, token in roles.items():
         assert getattr(actual, role) == (fallbacks.get(role) if token is None else token), role
@@ -100,9 +93,7 @@ def test_ids_that_begin_a_word(pairs: dict[str, tuple[Tokenizer, Any]], texts: l
             assert starts[ids].tolist() == [a != b for a, b in zip([None, *word_ids], word_ids, strict=False)]
         else:
             words = [b for a, b in zip(" " + text, text, strict=False) if a == " "]
-            assert starts[ids].sum() == len(words) - (
-                family in ("gpt2", "roberta")
-            )  # no mark before the first
+            assert starts[ids].sum() == len(words) - (family in ("gpt2", "roberta"))  # no mark before the first
 
 
 def test_unigram_pieces_that_look_reserved_are_spelled_out(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:

@@ -69,9 +69,7 @@ def test_reserved_ids_are_where_they_are_said_to_be(trained: Own, kind: str) -> 
     roles = ("bos", "eos", "pad", "mask", "cls", "sep")
     for role, name in zip(roles, names.get(kind, names["sentencepiece"]), strict=True):
         assert tokenizer.id_to_piece(getattr(tokenizer, role)) == name
-    assert [tokenizer.id_to_piece(token) for token in tokenizer.sentinels] == [
-        f"<extra_{n}>" for n in range(8)
-    ]
+    assert [tokenizer.id_to_piece(token) for token in tokenizer.sentinels] == [f"<extra_{n}>" for n in range(8)]
     modes = {} if kind == "sentencepiece" else {"R": "<R>", "S": "<S>", "X": "<X>"}
     assert {letter: tokenizer.id_to_piece(token) for letter, token in tokenizer.modes.items()} == modes
     assert tokenizer.special.unused == ()

@@ -203,9 +203,7 @@ def test_roles_by_name(tokens: str, expected: dict[str, object]) -> None:
 
 
 def test_what_the_file_says_goes_before_usual_names() -> None:
-    special_tokens = find_special_tokens(
-        ids("<s> </s> <stop> <blank>"), {"eos": "<stop>", "mask": "<blank>"}, "x"
-    )
+    special_tokens = find_special_tokens(ids("<s> </s> <stop> <blank>"), {"eos": "<stop>", "mask": "<blank>"}, "x")
     assert (special_tokens.bos, special_tokens.eos, special_tokens.mask, special_tokens.unused) == (
         0,
         2,
@@ -215,10 +213,7 @@ def test_what_the_file_says_goes_before_usual_names() -> None:
 
 
 def test_a_token_that_ends_texts_is_not_unknown() -> None:
-    assert (
-        find_special_tokens(ids("<|endoftext|>"), {"unk": "<|endoftext|>", "eos": "<|endoftext|>"}, "x").unk
-        is None
-    )
+    assert find_special_tokens(ids("<|endoftext|>"), {"unk": "<|endoftext|>", "eos": "<|endoftext|>"}, "x").unk is None
 
 
 @pytest.mark.parametrize("tokens", ["", "<unk> <pad> <mask>"])
@@ -231,16 +226,12 @@ def test_names_of_our_own() -> None:
     actual = "<s> </s> <pad> <mask> <cls> <sep> <extra_0> <extra_1> <R> <S> <X>"
     assert " ".join(list_reserved_names(2, True)) == actual
     assert list_reserved_names(0, False, without=("bos", "eos", "pad")) == ["<mask>", "<cls>", "<sep>"]
-    special_tokens = find_special_tokens(
-        {name: n for n, name in enumerate(list_reserved_names(2, True))}, {}, "x"
-    )
+    special_tokens = find_special_tokens({name: n for n, name in enumerate(list_reserved_names(2, True))}, {}, "x")
     assert special_tokens.unused == ()
 
 
 def test_candidates_are_what_could_be_reserved() -> None:
-    assert filter_special_token_names(
-        ["a", "<s>", "<extra_id_7>", "▁<extra_3>", "<extra_>", "[NLU]", "<0x00>"]
-    ) == [
+    assert filter_special_token_names(["a", "<s>", "<extra_id_7>", "▁<extra_3>", "<extra_>", "[NLU]", "<0x00>"]) == [
         "<s>",
         "<extra_id_7>",
         "▁<extra_3>",

@@ -158,9 +158,7 @@ def test_every_process_trains_the_same(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("kind", TRAIN)
-def test_training_a_json_tokenizer_is_silent(
-    texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_a_json_tokenizer_is_silent(texts: list[str], kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     TRAIN[kind](texts[:1], vocab_size=500)
     assert capfd.readouterr() == ("", "")
 
@@ -179,9 +177,7 @@ def test_wordpiece_encodes_as_berts_own_class(texts: list[str]) -> None:
     for lowercase in (True, False):
         file = train_wordpiece(texts, vocab_size=900, sentinels=4, lowercase=lowercase)
         tokenizer = HuggingFaceTokenizer(file)
-        reference = transformers.BertTokenizer(
-            vocab=json.loads(file)["model"]["vocab"], do_lower_case=lowercase
-        )
+        reference = transformers.BertTokenizer(vocab=json.loads(file)["model"]["vocab"], do_lower_case=lowercase)
         for text in (*texts, "Größe, naïve [MASK] 東京 İ don't 🗼"):
             ids = reference(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
             assert tokenizer.encode(text).tolist() == ids
@@ -193,10 +189,7 @@ def test_wordpiece_learns_whole_words_and_what_continues_them(texts: list[str]) 
         vocab = json.loads(train_wordpiece(texts, vocab_size=900, lowercase=lowercase))["model"]["vocab"]
         assert sorted(vocab.values()) == list(range(900))
         assert {"the", "def", "##ing", "self", "(", "_", "京", "##e"} <= set(vocab)
-        assert (
-            any(piece != piece.lower() and "<" not in piece and "[" not in piece for piece in vocab)
-            != lowercase
-        )
+        assert any(piece != piece.lower() and "<" not in piece and "[" not in piece for piece in vocab) != lowercase
         assert "##(" not in vocab, "signs are words of their own"
 
 

@@ -104,9 +104,7 @@ def test_instruction_sets_are_told_by_what_came_and_went() -> None:
     assert hardware.diff_hardware(having("avx avx2 fma"), having("avx avx2 amx_tile")) == [
         "instruction sets: without fma, with amx_tile"
     ]
-    assert hardware.diff_hardware(having("avx avx512f"), having("avx")) == [
-        "instruction sets: without avx512f"
-    ]
+    assert hardware.diff_hardware(having("avx avx512f"), having("avx")) == ["instruction sets: without avx512f"]
 
 
 def kinds_here() -> dict[str, object]:

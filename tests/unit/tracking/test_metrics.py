@@ -78,9 +78,7 @@ def test_a_lost_record_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "it will lack the steps up to 5" in caplog.text
 
 
-def test_a_branch_has_no_record_of_what_another_run_did(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_branch_has_no_record_of_what_another_run_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     MetricsLog(RunInfo(tmp_path, first_step=5, is_branch=True)).close()
     assert not caplog.messages
 
@@ -94,9 +92,7 @@ def test_a_step_is_never_written_twice(tmp_path: Path) -> None:
 
 def test_numbers_that_json_lacks_stay_readable_and_strict(tmp_path: Path) -> None:
     log = MetricsLog(RunInfo(tmp_path))
-    log.write(
-        training_record(1, float("nan")) | {"evaluation": {"a": {"loss": float("inf")}}, "x": [-float("inf")]}
-    )
+    log.write(training_record(1, float("nan")) | {"evaluation": {"a": {"loss": float("inf")}}, "x": [-float("inf")]})
     log.close()
 
     def refuse(constant: str) -> None:
@@ -222,9 +218,7 @@ def wandb_records(file: Path) -> tuple[str, list[dict[str, str]]]:
         if record.HasField("run"):
             run_id = record.run.run_id
         if record.HasField("history"):
-            history.append(
-                {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            )
+            history.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
     return run_id, history
 
 
@@ -295,9 +289,7 @@ def test_half_a_character_is_written_as_json_escapes_it(tmp_path: Path) -> None:
     assert json.loads(line)["detail"] == "a prompt of \udcff"
 
 
-def test_a_record_that_ends_before_the_checkpoint_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_that_ends_before_the_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_steps(RunInfo(tmp_path), 1, 3)
     MetricsLog(RunInfo(tmp_path, first_step=5)).close()
     assert caplog.messages == [f"{tmp_path / 'metrics.jsonl'} ends at step 3: it will lack the steps up to 5"]

@@ -76,9 +76,7 @@ def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
         enter(RunDirectory(tmp_path / "file" / "a", 0))
 
 
-def refuse(
-    run: RunDirectory, error: Exception, *, steps: int = 0, leave: str | None = None, delay: float = 0
-) -> None:
+def refuse(run: RunDirectory, error: Exception, *, steps: int = 0, leave: str | None = None, delay: float = 0) -> None:
     """Fail as training does: after what is written before the first step, or after some."""
     with run, RunLog(run, steps=1):
         if run.is_main:
@@ -154,9 +152,7 @@ def test_checkpoints_and_logs_may_be_links_to_a_disk_of_their_own(
     for file in ("config.toml", "lock"):
         enter(RunDirectory(tmp_path / "run", 0))  # a file of that name alone makes no run
         (target.parent / file).touch()
-    with pytest.raises(
-        UsageError, match=rf"run/{name} is a symbolic link into another run, {target.parent}, .*: link"
-    ):
+    with pytest.raises(UsageError, match=rf"run/{name} is a symbolic link into another run, {target.parent}, .*: link"):
         enter(RunDirectory(tmp_path / "run", 0))
 
 
@@ -231,9 +227,7 @@ def test_another_tokenizer_takes_the_place_of_the_old_one_s(tmp_path: Path, conf
         assert len(list((tmp_path / "a").glob("tokenizer*"))) == 1
 
 
-def test_a_file_that_can_not_be_written_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_can_not_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 8)
     run = RunDirectory(tmp_path, 0)
     run.write("plan.txt", "old")

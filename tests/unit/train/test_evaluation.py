@@ -41,9 +41,7 @@ TEXTS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tokenizer.model and a corpus of several frames, so of several blocks of rows."""
     folder = tmp_path_factory.mktemp("corpus")
-    model = tokenizers.train_sentencepiece(
-        [inspect.getsource(json.decoder), *TEXTS], vocab_size=400, sentinels=2
-    )
+    model = tokenizers.train_sentencepiece([inspect.getsource(json.decoder), *TEXTS], vocab_size=400, sentinels=2)
     (folder / "tokenizer.model").write_bytes(model)
     tokenizer = tokenizers.SentencePieceTokenizer(model)
     with ShardWriter(
@@ -90,9 +88,7 @@ def model_of(folder: Path) -> Decoder:
     for path, module in model.named_modules():
         for key, initial in getattr(module, "initial", {}).items():
             weight = getattr(module, key)
-            weight.data = draw(
-                initial, 5, f"{path}.{key}", weight.shape, (0,) * weight.dim(), weight.shape
-            ).double()
+            weight.data = draw(initial, 5, f"{path}.{key}", weight.shape, (0,) * weight.dim(), weight.shape).double()
     return model
 
 
@@ -160,9 +156,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "micro_batch"), CASES)
-def test_bits_per_byte(
-    workers: Workers, folder: Path, ranks: int, parallel: dict[str, Any], micro_batch: int
-) -> None:
+def test_bits_per_byte(workers: Workers, folder: Path, ranks: int, parallel: dict[str, Any], micro_batch: int) -> None:
     nats, count = by_hand(folder)
     n_bytes = sum(len(text.encode()) for text in TEXTS)
     assert n_bytes == Corpus.open(folder / "validation").n_text_bytes
@@ -186,9 +180,7 @@ def test_the_first_rows_alone(workers: Workers, folder: Path) -> None:
     assert workers.run(evaluated, 1, folder, {}, 2, 10**6)[0] == everything
 
 
-def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_vocabulary(
-    workers: Workers, folder: Path
-) -> None:
+def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_vocabulary(workers: Workers, folder: Path) -> None:
     result = workers.run(evaluated_uniform, 1, folder)[0]
     assert result["loss"] == pytest.approx(math.log(400), rel=1e-12)
     expected = result["tokens"] * math.log2(400) / sum(len(text.encode()) for text in TEXTS)
@@ -222,10 +214,7 @@ def test_other_objectives_give_their_terms_and_no_bits_per_byte(workers: Workers
     assert both.keys() == {"loss", "terms", "tokens", "rows"}
     assert both["terms"] == pytest.approx({"masked": math.log(400), "sentence": math.log(2)}, rel=1e-12)
     assert both["loss"] == pytest.approx(math.log(800), rel=1e-12)
-    assert (
-        format_result(both)
-        == f"loss {math.log(800):.4f}, masked {math.log(400):.4f}, sentence {math.log(2):.4f}"
-    )
+    assert format_result(both) == f"loss {math.log(800):.4f}, masked {math.log(400):.4f}, sentence {math.log(2):.4f}"
 
 
 def evaluated_uniform(folder: Path) -> dict[str, Any]:
@@ -270,9 +259,7 @@ def test_a_corpus_behind_a_url_is_no_folder_here(tmp_path: Path, monkeypatch: py
     ("batch", "few"),
     [(8, False), (96, False), (256, False), (257, True), (269, True), (514, True), (7919, True)],
 )
-def test_a_batch_with_few_divisors_is_told_with_one_that_has_more(
-    folder: Path, batch: int, few: bool
-) -> None:
+def test_a_batch_with_few_divisors_is_told_with_one_that_has_more(folder: Path, batch: int, few: bool) -> None:
     result = config(folder)
     train = result.train.model_copy(update={"global_batch": batch, "micro_batch": 2})
     note = note_few_streams(result.model_copy(update={"train": train}))

@@ -125,8 +125,7 @@ def test_the_cause_of_a_failure_beats_its_victims(
     diagnosis = given(detector, 1.1 + CAUSE_WINDOW_SECONDS)
     assert (diagnosis.ranks, diagnosis.hosts, diagnosis.hung, diagnosis.reporter) == ([3], ["n1"], False, 0)
     assert (
-        diagnosis.text
-        == "rank 3 on n1 at step 7, step: ended without an error message: it was killed, or it crashed"
+        diagnosis.text == "rank 3 on n1 at step 7, step: ended without an error message: it was killed, or it crashed"
     )
 
 
@@ -190,9 +189,7 @@ def test_of_a_node_that_is_silent_the_rank_is_blamed_through_which_the_others_ar
     assert given(detector, 10.2).ranks == [3], "only the one behind it"
 
 
-@pytest.mark.parametrize(
-    "ranks", [[], [0], [3], [0, 1, 2, 3], [1, 3, 4, 5, 9], [5, 4, 3], [7, 7, 8]], ids=str
-)
+@pytest.mark.parametrize("ranks", [[], [0], [3], [0, 1, 2, 3], [1, 3, 4, 5, 9], [5, 4, 3], [7, 7, 8]], ids=str)
 def test_a_diagnosis_comes_back_from_json(ranks: list[int]) -> None:
     diagnosis = Diagnosis(ranks, [f"n{rank // 4}" for rank in ranks], 3, "they hang", True, 2)
     assert Diagnosis.from_dict(json.loads(json.dumps(diagnosis.to_dict()))) == diagnosis
@@ -249,9 +246,7 @@ def test_on_a_cpu_there_is_nothing_to_record(monkeypatch: pytest.MonkeyPatch, tm
     assert (tmp_path / "log").read_bytes() == b""
 
 
-def test_what_nccl_recorded_is_read_from_nccl_s_own_recorder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_nccl_recorded_is_read_from_nccl_s_own_recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The one of other backends, which every build of torch has, knows nothing of NCCL's collectives."""
     requested: list[dict[str, bool]] = []
 

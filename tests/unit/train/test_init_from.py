@@ -48,14 +48,10 @@ def test_the_table_tells_what_is_taken_drawn_and_left() -> None:
 
 def test_another_family_is_told_apart_from_other_sizes() -> None:
     expected = {name.replace("decoder.", "encoder."): shape for name, shape in BODY.items()}
-    with pytest.raises(
-        UsageError, match=r"of another model\.family \(decoder, head; here encoder\): choose that"
-    ):
+    with pytest.raises(UsageError, match=r"of another model\.family \(decoder, head; here encoder\): choose that"):
         match_weights(expected, STORED, [], SOURCE)
     wider = {name: (*shape[:-1], 16) for name, shape in STORED.items()}
-    with pytest.raises(
-        UsageError, match=r"use the weights of a model of the same sizes, or choose its sizes$"
-    ):
+    with pytest.raises(UsageError, match=r"use the weights of a model of the same sizes, or choose its sizes$"):
         match_weights(wider, STORED, [], SOURCE)
 
 

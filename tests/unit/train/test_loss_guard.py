@@ -42,12 +42,8 @@ def carried_out(loss_guard: LossGuard, engine: Engine, step: int, loss: float, g
     return output is None
 
 
-@pytest.mark.parametrize(
-    ("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.inf), (2.0, math.nan)]
-)
-def test_what_is_not_finite_leaves_the_weights_and_is_counted(
-    tmp_path: Path, loss: float, gradient: float
-) -> None:
+@pytest.mark.parametrize(("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.inf), (2.0, math.nan)])
+def test_what_is_not_finite_leaves_the_weights_and_is_counted(tmp_path: Path, loss: float, gradient: float) -> None:
     loss_guard, engine = guard(tmp_path), Engine()
     assert carried_out(loss_guard, engine, 1, 2.0, 1.0)
     loss_guard.observe(2.0)
@@ -122,10 +118,7 @@ def spikes(loss_guard: LossGuard, losses: list[float]) -> list[int]:
 
 def test_a_spike_is_found_once_and_noise_and_descent_are_not(tmp_path: Path) -> None:
     assert spikes(guard(tmp_path), noise(0, 500)) == []
-    assert (
-        spikes(guard(tmp_path), [10 * math.exp(-step / 50) + loss for step, loss in enumerate(noise(1, 500))])
-        == []
-    )
+    assert spikes(guard(tmp_path), [10 * math.exp(-step / 50) + loss for step, loss in enumerate(noise(1, 500))]) == []
     losses = noise(2, 300)
     losses[200:204] = [9.0, 8.0, 8.5, 9.0]
     assert spikes(guard(tmp_path), losses) == [200], "the steps after it belong to it"
@@ -169,9 +162,7 @@ def test_the_memory_goes_through_a_checkpoint(tmp_path: Path) -> None:
     copy.load_state_dict(json.loads(json.dumps(loss_guard.state_dict())))
     assert copy.state_dict() == loss_guard.state_dict()
     assert (
-        [loss_guard.observe(loss) for loss in (9.0, 3.0)]
-        == [copy.observe(loss) for loss in (9.0, 3.0)]
-        != [None, None]
+        [loss_guard.observe(loss) for loss in (9.0, 3.0)] == [copy.observe(loss) for loss in (9.0, 3.0)] != [None, None]
     )
     old = guard(tmp_path)
     old.load_state_dict({})

@@ -37,17 +37,13 @@ def test_a_probe_leaves_a_file_for_rank_0_to_find(tmp_path: Path) -> None:
 
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / ".probe-3").mkdir()  # root may write where permissions forbid it
-    with pytest.raises(
-        MegatfmError, match=rf"{tmp_path}: can't write, sync and rename a file there: Is a directory"
-    ):
+    with pytest.raises(MegatfmError, match=rf"{tmp_path}: can't write, sync and rename a file there: Is a directory"):
         probe_disk(tmp_path, 3)
     with pytest.raises(MegatfmError, match="No such file"):
         probe_disk(tmp_path / "gone", 3)
 
 
-def test_room_is_needed_for_what_is_kept_and_what_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_is_needed_for_what_is_kept_and_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def free(size: float) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
 
@@ -86,9 +82,7 @@ def test_a_node_s_disk_holds_its_share_and_that_of_the_node_before(
 def test_a_node_s_disk_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "run"
-    with pytest.raises(
-        MegatfmError, match=rf"^{folder}: can't create it \(checkpoint\.local_dir\): Not a directory$"
-    ):
+    with pytest.raises(MegatfmError, match=rf"^{folder}: can't create it \(checkpoint\.local_dir\): Not a directory$"):
         check_local_disk(NodeTopology(folder, 0, (0,), None), 1)
 
 
@@ -196,9 +190,7 @@ def test_errors_that_are_not_of_memory_pass(tmp_path: Path) -> None:
         raise RuntimeError("shapes don't match")
 
 
-def test_a_run_on_cpus_asks_no_gpu_of_its_host_what_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_cpus_asks_no_gpu_of_its_host_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU would show 0 GiB, and leave a snapshot, though the run does not use it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 0)
@@ -212,9 +204,7 @@ def test_a_run_on_cpus_asks_no_gpu_of_its_host_what_it_holds(
 
 def wide_head(tp: int) -> Config:
     """Rows whose attention costs as much as the blocks' products, and a vocabulary that costs several blocks."""
-    config, _ = shrink(
-        load_config("llama3-8b", [f"parallel.tp={tp}", "parallel.pp=3", "parallel.dp_shard=1"])
-    )
+    config, _ = shrink(load_config("llama3-8b", [f"parallel.tp={tp}", "parallel.pp=3", "parallel.dp_shard=1"]))
     model = config.model.with_changes({"n_layers": 9, "vocab_size": 4096})
     data = config.data.model_copy(update={"sequence_length": 512})
     return config.model_copy(update={"model": model, "data": data})

@@ -37,9 +37,7 @@ class Cluster:
         self.server.start()
         self.upstream = JsonConnection(dial(self.listeners[0]))
         self.upstream.send({"rank": 2, "token": token})
-        self.relay = RankMonitorRelay(
-            [2, 3, 4], hang_timeout, interval, "secret", self.listeners[1], self.upstream
-        )
+        self.relay = RankMonitorRelay([2, 3, 4], hang_timeout, interval, "secret", self.listeners[1], self.upstream)
         self.relay.start()
         self.ranks = [JsonConnection(dial(self.listeners[rank >= 2])) for rank in range(len(HOSTS))]
         for rank, line in enumerate(self.ranks):

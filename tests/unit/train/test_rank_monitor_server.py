@@ -135,9 +135,7 @@ def test_a_rank_that_never_comes_is_named(open_hub: Callable[..., Connect]) -> N
     ],
     ids=["token", "none", "http", "list", "endless", "surrogate", "too high", "no number", "no rank"],
 )  # fmt: skip
-def test_strangers_are_shown_the_door_and_change_nothing(
-    open_hub: Callable[..., Connect], sent_bytes: bytes
-) -> None:
+def test_strangers_are_shown_the_door_and_change_nothing(open_hub: Callable[..., Connect], sent_bytes: bytes) -> None:
     connect = open_hub(1)
     rank = connect(0)
     stranger = connect()

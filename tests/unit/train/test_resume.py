@@ -130,9 +130,7 @@ def test_another_precision_is_said_or_refused(was: str, now: str, goes_on: bool)
         assert allowed == [f"precision: {was} → {now}"]
         assert resume.changes_that_may_fix_skips(allowed) == allowed
         return
-    with pytest.raises(
-        UsageError, match=r"'fp64', whose .* are float64; those of 'fp32' are float32: continue with"
-    ):
+    with pytest.raises(UsageError, match=r"'fp64', whose .* are float64; those of 'fp32' are float32: continue with"):
         resume.check_compatible(resume_point, state(precision=now), ["model"])
 
 
@@ -145,9 +143,7 @@ def test_the_diff_says_what_was_and_what_is() -> None:
 
 def test_a_checkpoint_of_a_flat_model_section_says_where_its_keys_are_now() -> None:
     before = change(state(), "config.model", {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16})
-    with pytest.raises(
-        UsageError, match=r"d_ff is model\.ffn\.d_ff now\): .* train\.init_from=.*step-00000005$"
-    ):
+    with pytest.raises(UsageError, match=r"d_ff is model\.ffn\.d_ff now\): .* train\.init_from=.*step-00000005$"):
         resume.check_compatible(resume.ResumePoint(PATH, before), state(), ["model"])
 
 
@@ -195,9 +191,7 @@ def test_what_a_converted_checkpoint_never_had_is_said_once() -> None:
     resume_point = resume.ResumePoint(PATH, converted)
     allowed = resume.check_compatible(resume_point, state(), ["data", "tokenizer"])
     assert allowed == ["data: none there", "tokenizer: none there"]
-    with pytest.raises(
-        UsageError, match=r"differs: data: none there; tokenizer: none there\. .*allow=data,tokenizer$"
-    ):
+    with pytest.raises(UsageError, match=r"differs: data: none there; tokenizer: none there\. .*allow=data,tokenizer$"):
         resume.check_compatible(resume_point, state(), [])
 
 
@@ -279,9 +273,7 @@ def test_a_node_local_folder_is_an_absolute_path(tmp_path: Path, local: str) -> 
         resume.discover_nodes(Config.model_validate(values), RunDirectory(tmp_path, 0))
 
 
-def test_a_node_local_folder_is_named_once_per_run_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_local_folder_is_named_once_per_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATFM_LOCAL", str(tmp_path / "disk"))
     values = change(change(VALUES, "checkpoint.local_dir", "$MEGATFM_LOCAL"), "checkpoint.local_every", 5)
     config = Config.model_validate(values)
@@ -322,9 +314,7 @@ def test_another_kind_of_machine_is_told_and_goes_on() -> None:
     ],
 )
 def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> None:
-    with pytest.raises(
-        MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*{key.split('.')[-1]}"
-    ):
+    with pytest.raises(MegatfmError, match=rf"step-00000005: not a checkpoint of a run: .*{key.split('.')[-1]}"):
         resume.ResumePoint(PATH, change(state(), key, value))
 
 
@@ -337,9 +327,7 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
         ({"a": [2], "b": [3]}, {"a": (2,)}, "b is [3] there alone"),
     ],
 )
-def test_what_does_not_fit(
-    stored: dict[str, list[int]], expected: dict[str, list[int]], message: str
-) -> None:
+def test_what_does_not_fit(stored: dict[str, list[int]], expected: dict[str, list[int]], message: str) -> None:
     assert resume.find_shape_mismatch(stored, expected) == message
 
 
@@ -378,7 +366,5 @@ def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
     ]
 
 
-def test_what_the_nodes_hold_of_a_future_that_was_left_is_not_gone_on_with(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_what_the_nodes_hold_of_a_future_that_was_left_is_not_gone_on_with(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(saved_on_nodes_around_a_rollback, 1, tmp_path) == [["6 at 24", "none", "4 at 28"]]

@@ -51,10 +51,7 @@ def one_rank_is_asked(who: int, number: int) -> list[tuple[str | None, bool]]:
 
 @pytest.mark.parametrize("name", STOP_SIGNALS)
 def test_all_ranks_agree_when_one_gets_the_signal(workers: Workers, name: signal.Signals) -> None:
-    assert (
-        workers.run(one_rank_is_asked, 2, 1, name)
-        == [[(None, True), (name.name, False), (name.name, False)]] * 2
-    )
+    assert workers.run(one_rank_is_asked, 2, 1, name) == [[(None, True), (name.name, False), (name.name, False)]] * 2
 
 
 def agreed_a_step_later(number: int) -> list[tuple[str | None, bool]]:
@@ -241,9 +238,7 @@ def start(folder: Path, restarts: int, step: int, agent: str = "none") -> None:
 def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path: Path) -> None:
     start(tmp_path, 0, 0)
     start(tmp_path, 1, 0)
-    with pytest.raises(
-        NoProgressError, match=r"2 restarts in a row saved no checkpoint after step 0"
-    ) as caught:
+    with pytest.raises(NoProgressError, match=r"2 restarts in a row saved no checkpoint after step 0") as caught:
         start(tmp_path, 2, 0)
     assert caught.value.exit_code == NO_PROGRESS == 76
 
@@ -346,9 +341,7 @@ def replayed_with_draws() -> list[float]:
     rows = {key: value[2 * dist.get_rank() :][:2] for key, value in global_batch(seed=1).items()}
     losses = []
     for step in (1, 2, 3):
-        losses.append(
-            forward_backward_with_replay(engine, [rows], Drawing(), step, replay_every=step % 2).loss
-        )
+        losses.append(forward_backward_with_replay(engine, [rows], Drawing(), step, replay_every=step % 2).loss)
         engine.zero_grad()
     return losses
 

@@ -103,18 +103,14 @@ def test_rows_in_parts_are_the_same(pool: RankPool, name: str, overrides: list[s
     ],
     ids=["experts on all ranks of two axes", "a batch that predicts nothing", "averaged weights"],
 )  # fmt: skip
-def test_rare_cases_are_the_same(
-    pool: RankPool, name: str, overrides: list[str], documents: Documents
-) -> None:
+def test_rare_cases_are_the_same(pool: RankPool, name: str, overrides: list[str], documents: Documents) -> None:
     comparison = verify(load_config(name, overrides), documents, pool)
     assert not comparison.wrong
     assert not comparison.traffic_mismatches
 
 
 def test_a_generator_s_heads_are_dealt_too() -> None:
-    with pytest.raises(
-        UsageError, match=r"1 query and 1 key heads .* can't be divided over parallel\.cp = 2"
-    ):
+    with pytest.raises(UsageError, match=r"1 query and 1 key heads .* can't be divided over parallel\.cp = 2"):
         load_config("electra-small", ["parallel.cp=2", "parallel.cp_method=ulysses"])
 
 
@@ -141,9 +137,7 @@ SIMMIM = [
     ids=["attention pool", "masked autoencoder", "simmim"],
 )
 def test_images_in_parts_are_the_same(pool: RankPool, preset: str, overrides: list[str], ranks: int) -> None:
-    comparison = verify(
-        load_config(preset, [*overrides, f"parallel.cp={ranks}", "parallel.dp_shard=1"]), pool=pool
-    )
+    comparison = verify(load_config(preset, [*overrides, f"parallel.cp={ranks}", "parallel.dp_shard=1"]), pool=pool)
     assert not comparison.wrong
     assert comparison.expected
     assert not comparison.traffic_mismatches
@@ -253,9 +247,7 @@ def test_the_layout_is_the_same_computation_with_the_expected_traffic(pool: Rank
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-def test_a_frozen_block_before_a_trained_part_of_its_stage_is_not_predicted(
-    pool: RankPool, schedule: str
-) -> None:
+def test_a_frozen_block_before_a_trained_part_of_its_stage_is_not_predicted(pool: RankPool, schedule: str) -> None:
     """Gradients are compared all the same."""
     layout = ["parallel.pp=2", f"parallel.pp_schedule={schedule}", "parallel.dp_shard=2"]
     comparison = verify(load_config("llava-1.5-7b", [*layout, FROZEN]), pool=pool)

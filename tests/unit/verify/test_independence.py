@@ -45,9 +45,7 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_nothing_comes_from_what_is_checked(path: Path) -> None:
     assert not {name for name in imports(path) if name.startswith(CHECKED)}
-    requested = {
-        node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
-    }
+    requested = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
     assert not requested & THEIRS
 
 
@@ -64,9 +62,7 @@ def test_the_table_has_all_classes_that_cut_or_send() -> None:
         if "tp_plan" in vars(kind) and kind.__module__ == module.__name__
     }
     silent = {"local_token_dropout", "local_shard_dropout"}
-    missing = {
-        name for name, rows in classes.items() if {kind for _, kind in rows} - silent
-    } - CLASS_STYLES.keys()
+    missing = {name for name, rows in classes.items() if {kind for _, kind in rows} - silent} - CLASS_STYLES.keys()
     assert not missing, f"megatfm/verify/module_cuts.py: CLASS_STYLES needs what {missing} send"
     assert not CLASS_STYLES.keys() - classes.keys()
     assert {kind for rows in CLASS_STYLES.values() for _, kind in rows} <= STYLE_CUTS.keys()
@@ -91,9 +87,7 @@ def small(name: str, *overrides: str) -> Config:
 )
 def test_stages_are_those_of_the_engine(name: str) -> None:
     for schedule, ranks in (("1f1b", 2), ("1f1b", 3), ("zbv", 2), ("interleaved", 2)):
-        config = small(
-            name, f"parallel.pp={ranks}", f"parallel.pp_schedule={schedule}", "parallel.dp_shard=1"
-        )
+        config = small(name, f"parallel.pp={ranks}", f"parallel.pp_schedule={schedule}", "parallel.dp_shard=1")
         with torch.device("meta"):
             model = build_model(config)
         actual, reference = divide_into_stages(config, model), plan_pipeline_split(config, model)

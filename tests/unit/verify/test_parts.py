@@ -53,10 +53,7 @@ def test_shrinking_keeps_ratios_and_remainders(tp: int, dp_shard: int) -> None:
     assert (model.vocab_size - 128256) % shards == (model.ffn.d_ff - 28672) % shards == 0
     assert small.data.sequence_length % tp == 0
     assert model.embedding.tied == LLAMA.embedding.tied
-    assert (
-        sum(np.prod(shape) for shape in [(model.vocab_size, model.d_model), (model.ffn.d_ff, model.d_model)])
-        < 1e6
-    )
+    assert sum(np.prod(shape) for shape in [(model.vocab_size, model.d_model), (model.ffn.d_ff, model.d_model)]) < 1e6
     assert "model.n_layers 80 → 2" in words
     Config.model_validate(small.model_dump())  # still a valid config
 
@@ -108,8 +105,7 @@ def test_rows_are_filled_with_the_kind_of_documents_that_is_asked_for() -> None:
 
 def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> RankResult:
     boxes = {
-        name: [((offsets, tuple(block.shape)), block.double().numpy())]
-        for name, (offsets, block) in blocks.items()
+        name: [((offsets, tuple(block.shape)), block.double().numpy())] for name, (offsets, block) in blocks.items()
     }
     return RankResult(loss=1.0, grad_norm=1.0, blocks=boxes, flows=[])
 
@@ -230,9 +226,7 @@ def test_patterns_shrink_with_the_row(name: str) -> None:
     assert not any("{" in change for change in changes), "changes are said key by key"
     with torch.device("meta"):
         patterns = {
-            module.pattern
-            for module in build(small.model).modules()
-            if isinstance(module, DotProductAttention)
+            module.pattern for module in build(small.model).modules() if isinstance(module, DotProductAttention)
         }
     assert small.data.sequence_length is not None
     assert any(pattern.simplify(small.data.sequence_length).builtin_mask is None for pattern in patterns)

@@ -140,9 +140,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[GradientComparison]:
     """Results of the command's calls of `verify`."""
     results: list[GradientComparison] = []
-    monkeypatch.setattr(
-        "megatfm.verify.verify.verify", lambda *args: results.append(verify(*args)) or results[-1]
-    )
+    monkeypatch.setattr("megatfm.verify.verify.verify", lambda *args: results.append(verify(*args)) or results[-1])
     return results
 
 
@@ -158,15 +156,11 @@ def test_tensor_parallelism_is_the_same_and_moves_what_it_should(
     assert "Same computation" in printed
     # Korthikanti et al. 2022: 8bsh(t−1)/t elements per layer and micro-batch, and one pair each way at both ends.
     model = comparison.config.model
-    residual = (
-        2 * 64 * model.d_model * 8 // 2
-    )  # bytes that a ring of two sends of one float64 residual stream
+    residual = 2 * 64 * model.d_model * 8 // 2  # bytes that a ring of two sends of one float64 residual stream
     half = 2 * (4 * model.n_layers + 2) * residual // 1
     flows = {flow.collective: flow for flow in comparison.flows if flow.axis == "tp"}
     loss = 2 * 4 * (2 * 64) * 8  # in both micro-batches one message of four numbers a token
-    assert flows["all_gather"] == CollectiveTraffic(
-        "tp", "all_gather", 2 * (4 * model.n_layers + 2) + 2, half + loss
-    )
+    assert flows["all_gather"] == CollectiveTraffic("tp", "all_gather", 2 * (4 * model.n_layers + 2) + 2, half + loss)
     assert flows["reduce_scatter"].sent_bytes == half
 
 
@@ -179,9 +173,7 @@ def test_sharded_data_parallelism_moves_its_gradients_once(
 ) -> None:
     assert run_command(tmp_path) == 0  # dp_shard = −1 becomes 2
     [comparison] = comparisons
-    parameters = sum(
-        one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in comparison.gradients
-    )
+    parameters = sum(one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in comparison.gradients)
     flows = {flow.collective: flow for flow in comparison.flows if flow.axis == "dp_shard"}
     assert flows["reduce_scatter"].sent_bytes == parameters * 8 // 2
 
@@ -242,9 +234,7 @@ def test_a_needless_sum_beside_recomputed_blocks_is_found(tmp_path: Path, plant,
         ("adjoint_dropped", ["parallel.tp=2", "parallel.sequence_parallel=false"], "decoder.layers."),
     ],
 )
-def test_a_planted_fault_is_found(
-    tmp_path: Path, plant, comparisons, capsys, fault, overrides, named
-) -> None:
+def test_a_planted_fault_is_found(tmp_path: Path, plant, comparisons, capsys, fault, overrides, named) -> None:
     assert run_command(tmp_path, plant(fault), *overrides) == 1
     [comparison] = comparisons
     worst = comparison.gradients[0]
@@ -301,9 +291,7 @@ def test_needless_traffic_is_found_though_gradients_are_right(
     ("fault", "collective"),
     [("frozen_weights_are_gathered", "all_gather"), ("frozen_gradients_travel", "reduce_scatter")],
 )
-def test_traffic_of_frozen_weights_is_found(
-    tmp_path: Path, plant, comparisons, fault: str, collective: str
-) -> None:
+def test_traffic_of_frozen_weights_is_found(tmp_path: Path, plant, comparisons, fault: str, collective: str) -> None:
     sharing = ["parallel.dp_shard=2", "parallel.zero=1", 'train.freeze=["decoder.layers.0.*"]']
     assert run_command(tmp_path, plant(fault), *sharing) == 1
     [comparison] = comparisons

@@ -65,9 +65,7 @@ def run_command(*words: str) -> int:
     return verify_command(parser.parse_args(list(words)))
 
 
-def test_the_table_and_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_and_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--presets", "gpt2-124m,gpt2-xl", "parallel.zero=1", "--layouts", "dp2,tp2")
     assert run_command(*words) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -76,9 +74,7 @@ def test_the_table_and_the_exit_code(
         ["gpt2-124m", "agrees", "agrees"],
         ["gpt2-xl", "agrees", "refused"],
     ]
-    assert printed[3].startswith(
-        "refused: gpt2-xl tp2: parallel.tp = 2 does not divide model.attention.n_heads = 25"
-    )
+    assert printed[3].startswith("refused: gpt2-xl tp2: parallel.tp = 2 does not divide model.attention.n_heads = 25")
     assert printed[4].startswith("3 of 4 cases agree, 1 are refused, 0 differ; ")
     monkeypatch.setattr("megatfm.verify.verify.compute_expected_traffic", lambda *_: [{}, {}])
     assert run_command("--presets", "gpt2-124m", "--layouts", "dp2") == 1

@@ -72,9 +72,7 @@ class BigBird(AttentionPattern):
         rows = -(-length // self.block)
         if not self.n_random or rows == self.rows:
             return self
-        return replace(
-            self, rows=rows, random_table=draw_random_blocks(rows, self.n_heads, self.n_random, self.layer)
-        )
+        return replace(self, rows=rows, random_table=draw_random_blocks(rows, self.n_heads, self.n_random, self.layer))
 
     def at_depth(self, depth: int) -> Self:
         return replace(self, layer=depth)

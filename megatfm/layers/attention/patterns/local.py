@@ -202,9 +202,7 @@ class Chunked(AttentionPattern):
         return is_same_block & (k <= q) if self.causal else is_same_block
 
     def block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
-        may_share_block = (k.last // self.size >= q.first // self.size) & (
-            k.first // self.size <= q.last // self.size
-        )
+        may_share_block = (k.last // self.size >= q.first // self.size) & (k.first // self.size <= q.last // self.size)
         return may_share_block & (k.first <= q.last) if self.causal else may_share_block
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
@@ -274,9 +272,7 @@ class Strided(_CausalByOption):
 
     def full_block_mask(self, q: BlockBounds, k: BlockBounds, heads: Tensor) -> Tensor:
         min_distance, max_distance = q.first - k.last, q.last - k.first
-        return (max_distance < self.stride) & (
-            min_distance >= 0 if self.causal else min_distance > -self.stride
-        )
+        return (max_distance < self.stride) & (min_distance >= 0 if self.causal else min_distance > -self.stride)
 
 
 @PATTERNS.register("strided")

@@ -42,11 +42,7 @@ class PatternMask:
         sequence = self._sequence
         alone = sequence.is_full_sequence and not sequence.cached_length and sequence.prefix_mask is None
         has_boundaries = sequence.documents is None or sequence.cu_seqlens is not None
-        return (
-            self._pattern.window
-            if alone and has_boundaries and not self._pattern.is_cross_attention
-            else None
-        )
+        return self._pattern.window if alone and has_boundaries and not self._pattern.is_cross_attention else None
 
     def cu_seqlens(self) -> Tensor:
         return self._sequence.uniform_cu_seqlens()
@@ -65,9 +61,7 @@ class PatternMask:
         positions_q, positions_k = pattern.positions(sequence)
         row = b if len(positions_q) > 1 else b * 0
         lengths = pattern.lengths(sequence).expand(len(positions_q), positions_q.shape[1])[row, q]
-        is_visible = pattern.mask_mod_for_lengths(
-            positions_q[row, q], positions_k[row, k], n + self._heads[0], lengths
-        )
+        is_visible = pattern.mask_mod_for_lengths(positions_q[row, q], positions_k[row, k], n + self._heads[0], lengths)
         if sequence.prefix_mask is not None:
             is_visible = is_visible | sequence.prefix_mask[b, k]
         documents = sequence.document_ids(of_memory=pattern.is_cross_attention)
@@ -130,9 +124,7 @@ def find_reachable_keys(pattern: AttentionPattern, row: SequenceMetadata, query_
         first, last = int(run[0]), int(run[-1]) + 1
         for row_index, start, end in _split_documents(row, first, last):
             length = end - start
-            for begin, stop in _find_key_ranges(
-                pattern, max(first - start, 0), min(last - start, length), length
-            ):
+            for begin, stop in _find_key_ranges(pattern, max(first - start, 0), min(last - start, length), length):
                 is_needed[start + max(begin, 0) : start + min(stop, length)] = True
             if in_prefix is not None:
                 is_needed[start:end] |= in_prefix[row_index % len(in_prefix), start:end]
@@ -147,9 +139,7 @@ def _find_key_ranges(pattern: AttentionPattern, first: int, last: int, length: i
     return ((0, length if pattern.sees_later else last),)
 
 
-def find_global_queries(
-    pattern: AttentionPattern, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]
-) -> Tensor:
+def find_global_queries(pattern: AttentionPattern, row: SequenceMetadata, indices_by_rank: Sequence[Tensor]) -> Tensor:
     """Return the token indices, ascending, of global queries in documents that span several ranks.
 
     row and indices_by_rank (the token indices of each rank): in host memory.

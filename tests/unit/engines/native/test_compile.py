@@ -74,9 +74,7 @@ def test_attention_that_is_left_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, 
     by_mask, served, real = loss_gradients(model, inputs), [], nn.Module.compile
     blocked = next(kernel for kernel in kernels.KERNELS if kernel.name == "blocks")
     run = replace(blocked, run=lambda *inputs: (served.append(True), blocked.run(*inputs))[1])
-    monkeypatch.setattr(
-        kernels, "KERNELS", tuple(run if item is blocked else item for item in kernels.KERNELS)
-    )
+    monkeypatch.setattr(kernels, "KERNELS", tuple(run if item is blocked else item for item in kernels.KERNELS))
     monkeypatch.setattr(kernels, "LONG", 1)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **inputs: real(self, **inputs, backend="eager"))
     compile_all(model.decoder.layers.values(), autotune=False, fullgraph=False)

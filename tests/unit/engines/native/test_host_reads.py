@@ -28,9 +28,7 @@ from tests.support.workers import Workers
 MOE = TIED_MODEL.with_changes({"ffn": {"name": "moe", "n_experts": 4, "top_k": 2, "d_ff": 48}})
 
 
-def waits_of_a_step(
-    model: ModelConfig, parallel: ParallelConfig, precision: str, early: bool
-) -> tuple[list[str], int]:
+def waits_of_a_step(model: ModelConfig, parallel: ParallelConfig, precision: str, early: bool) -> tuple[list[str], int]:
     """Host waits, and reads of assembled tensors, in a step that is clipped. early: which the device may skip by
     itself, as a GPU does, whose rows of experts nobody looks at."""
     engine = build_engine(model, parallel, ADAMW, precision=precision)
@@ -136,11 +134,7 @@ class Device(HostWaits):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         on_device = any(self.holds(x) for x in tree_leaves((args, kwargs)))
-        result = (
-            super().__torch_dispatch__(func, types, args, kwargs)
-            if on_device
-            else func(*args, **(kwargs or {}))
-        )
+        result = super().__torch_dispatch__(func, types, args, kwargs) if on_device else func(*args, **(kwargs or {}))
         if on_device:
             self.put(tree_leaves(result))
         return result
@@ -194,9 +188,7 @@ def waits_of_rows(name: str, parallel: ParallelConfig, known: bool) -> list[str]
         ("patterns of encoders, rows of 11 tokens", ParallelConfig(cp=2)),
     ],
 )
-def test_the_host_waits_for_nothing_that_it_knows(
-    workers: Workers, name: str, parallel: ParallelConfig
-) -> None:
+def test_the_host_waits_for_nothing_that_it_knows(workers: Workers, name: str, parallel: ParallelConfig) -> None:
     assert workers.run(waits_of_rows, 2, name, parallel, True) == [[], []]
 
 
@@ -263,8 +255,7 @@ change makes them fewer, lower them here. `torch.compile` fuses most of a block'
 def test_a_step_asks_for_no_more_than_its_budget(workers: Workers, model: str, precision: str) -> None:
     config = {"gpt2": GPT2, "llama": UNTIED_MODEL}[model]
     (two,), (four,) = (
-        workers.run(launches, 1, config.with_changes({"n_layers": n}), ParallelConfig(), precision)
-        for n in (2, 4)
+        workers.run(launches, 1, config.with_changes({"n_layers": n}), ParallelConfig(), precision) for n in (2, 4)
     )
     block, step = BUDGETS[model, precision]
     assert (four[0].total() - two[0].total()) / (2 * MICRO_BATCHES) <= block, four[0] - two[0]

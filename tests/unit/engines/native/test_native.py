@@ -78,9 +78,7 @@ def one_bad_gradient(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(
-    workers: Workers, value: float
-) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(workers: Workers, value: float) -> None:
     workers.run(one_bad_gradient, 2, value)
 
 
@@ -118,9 +116,7 @@ def test_state_goes_through_the_store_bit_for_bit(
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_training_goes_on_after_a_load_as_without(
-    workers: Workers, tmp_path: Path, optimizer: AdamWConfig
-) -> None:
+def test_training_goes_on_after_a_load_as_without(workers: Workers, tmp_path: Path, optimizer: AdamWConfig) -> None:
     layout = ParallelConfig(dp_shard=2, zero=1)
     straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
     path = straight[0][0]
@@ -151,12 +147,8 @@ def train_without_sentences(layouts: list[ParallelConfig]) -> None:
     del batch["sentence_targets"]
     for parallel in layouts:
         engine = build_engine(config, parallel)
-        with pytest.raises(
-            MegatfmError, match=r"no loss depends on sentence\.\S+, .* \(4 of the weights here\)"
-        ):
-            engine.forward_backward(
-                uneven_microbatches(engine, batch), PassThroughObjective(["masked", "boundary"])
-            )
+        with pytest.raises(MegatfmError, match=r"no loss depends on sentence\.\S+, .* \(4 of the weights here\)"):
+            engine.forward_backward(uneven_microbatches(engine, batch), PassThroughObjective(["masked", "boundary"]))
 
 
 def test_weights_that_no_loss_depends_on_are_named(workers: Workers) -> None:
@@ -172,9 +164,7 @@ def engines_end(layouts: list[ParallelConfig]) -> None:
         data = weakref.ref(engine.data)
         del engine
         gc.collect()
-        assert data() is None, (
-            f"{parallel}: something out of the collector's sight keeps it, and with it all weights"
-        )
+        assert data() is None, f"{parallel}: something out of the collector's sight keeps it, and with it all weights"
 
 
 def test_an_engine_that_nobody_needs_is_freed(workers: Workers) -> None:
@@ -223,9 +213,7 @@ def misused(parallel: ParallelConfig) -> None:
         three = len(counted)
         engine.evaluate(several, CAUSAL)
     assert len(counted) - three == three, "as often for one batch as for three"
-    assert full.target_counts == {
-        name: 3 * n for name, n in engine.evaluate(several, CAUSAL).target_counts.items()
-    }
+    assert full.target_counts == {name: 3 * n for name, n in engine.evaluate(several, CAUSAL).target_counts.items()}
 
 
 def test_a_pass_is_followed_by_its_step_and_an_evaluation_has_batches(workers: Workers) -> None:

@@ -138,9 +138,7 @@ def read_by_hand() -> None:
         assert len(data._pending_parameters) == len(data._buckets) > 4
         attention = list(transformer_blocks(module))[3].attn
         names = [
-            name
-            for name, p in module.named_parameters()
-            if any(p is parameter for parameter in attention.parameters())
+            name for name, p in module.named_parameters() if any(p is parameter for parameter in attention.parameters())
         ]
         with torch.no_grad():
             for part in attention.children():
@@ -179,9 +177,7 @@ def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor],
 
     def noted(params: Any, *remaining: Any) -> Any:
         module = params[0]._module_info.module
-        actual.extend(
-            f"g{n}" for n, block in enumerate(transformer_blocks(engine.model)) if module in block.modules()
-        )
+        actual.extend(f"g{n}" for n, block in enumerate(transformer_blocks(engine.model)) if module in block.modules())
         return gather(params, *remaining)
 
     def runs(what: str) -> Any:
@@ -241,9 +237,7 @@ def allocated(able: bool) -> tuple[set[str], list[str]]:
             patch.setattr(type(backend), "supports_tensor_alloc", lambda *_: True)
             unset = lambda _, size, **kind: torch.full((size,), torch.nan, **kind)  # noqa: E731
             patch.setattr(type(backend), "allocate_tensor", unset)
-        engine: NativeEngine = build_engine(
-            DEEP, ParallelConfig(dp_shard=2, comm_buffers="process_group"), ADAMW
-        )
+        engine: NativeEngine = build_engine(DEEP, ParallelConfig(dp_shard=2, comm_buffers="process_group"), ADAMW)
         engine.forward_backward(microbatches(engine, global_batch(seed=4)), CAUSAL)
         assert all(gradient.isfinite().all() for gradient in engine.gradients().values())
     logging.getLogger("megatfm").removeHandler(handler)
@@ -254,9 +248,7 @@ def allocated(able: bool) -> tuple[set[str], list[str]]:
         for group in module._get_fsdp_state()._fsdp_param_groups
     ]
     assert len(groups) == LAYERS + 1
-    return {
-        type(item).__name__ for g in groups for item in (g._all_gather_comm, g._reduce_scatter_comm)
-    }, output
+    return {type(item).__name__ for g in groups for item in (g._all_gather_comm, g._reduce_scatter_comm)}, output
 
 
 def test_a_group_allocates_what_it_sends_where_it_can(workers: Workers) -> None:
@@ -272,6 +264,5 @@ def test_a_group_that_cannot_says_so(workers: Workers) -> None:
     for kinds, result in workers.run(allocated, 2, False):
         assert not any("ProcessGroup" in kind for kind in kinds)
         assert result == [
-            "parallel.comm_buffers = 'process_group': gloo can't allocate memory for cpu: torch allocates "
-            "the buffers"
+            "parallel.comm_buffers = 'process_group': gloo can't allocate memory for cpu: torch allocates the buffers"
         ]

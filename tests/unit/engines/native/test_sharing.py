@@ -68,9 +68,7 @@ SHAPES = st.dictionaries(
 
 
 @given(SHAPES, st.integers(1, 4), st.sampled_from([1, 20, 1000]))
-def test_packing_and_unpacking_lose_nothing(
-    shapes: dict[str, tuple[int, ...]], ranks: int, most: int
-) -> None:
+def test_packing_and_unpacking_lose_nothing(shapes: dict[str, tuple[int, ...]], ranks: int, most: int) -> None:
     tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
     back = {name: torch.zeros(shape) for name, shape in shapes.items()}
     buckets = list(assign_buckets(shapes, ranks, most))
@@ -142,9 +140,7 @@ def test_half_the_bytes_and_one_rounding(workers: Workers) -> None:
 
 
 def test_micro_batches_are_not_added_up_in_it() -> None:
-    with pytest.raises(
-        ValueError, match=r"zero = 3 would also add up micro-batches in bf16: set grad_accumulation"
-    ):
+    with pytest.raises(ValueError, match=r"zero = 3 would also add up micro-batches in bf16: set grad_accumulation"):
         ParallelConfig(reduce_dtype="bf16")
 
 
@@ -179,9 +175,7 @@ def compare_memory() -> None:
         psi = actual["stored"] * (1 if zero == 0 else 2) // 4
         assert output.optimizer_state == actual["optimizer"], zero
         assert output.gradients == (actual["whole gradients"] or 4 * psi), zero
-        one_pass = needs(
-            config(parallel, ROWS // 2), build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16")
-        )
+        one_pass = needs(config(parallel, ROWS // 2), build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16"))
         assert one_pass.gradients == (actual["whole gradients"] or actual["gradients"]), zero
         largest = max(
             sum(p.numel() for p in b.parameters())
@@ -226,9 +220,7 @@ def test_a_block_more_keeps_its_input_more(workers: Workers) -> None:
         ("1f1b", 0, 6, 4), ("1f1b", 3, 6, 1), ("1f1b", 0, 2, 2),
     ],
 )  # fmt: skip
-def test_a_pipeline_rank_holds_several_microbatches(
-    schedule: str, rank: int, microbatches: int, expected: int
-) -> None:
+def test_a_pipeline_rank_holds_several_microbatches(schedule: str, rank: int, microbatches: int, expected: int) -> None:
     pipeline = Pipeline(schedule, ranks=4, stages_per_rank=1, stages=(), parameter_ranks={})
     assert max_block_inputs(pipeline, rank, microbatches, n_blocks=3) == 3 * expected
 

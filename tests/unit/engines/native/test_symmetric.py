@@ -62,9 +62,7 @@ def test_a_cpu_has_none() -> None:
 
 def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    with pytest.raises(
-        UsageError, match=r"torch .* without NCCL, .* install torch 2\.11 or newer for CUDA, or set"
-    ):
+    with pytest.raises(UsageError, match=r"torch .* without NCCL, .* install torch 2\.11 or newer for CUDA, or set"):
         enable_symmetric_memory(mesh(), GPU)
 
 
