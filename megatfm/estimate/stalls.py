@@ -32,7 +32,7 @@ MAX_VIOLATION = {"deepseek_v3": 0.04, "hash": 0.0, "expert_choice": 0.0}
 """Load of the fullest expert over the mean, minus 1, by router (Wang et al. 2024, arXiv 2408.15664, table 2: "MaxVio"
 of their 1B model with biases; hash and expert-choice routers are even but for chance)."""
 AUX_LOSS_MAX_VIOLATION = 0.72
-"""The same with an auxiliary loss, which all other routers have."""
+"""Violation with an auxiliary loss, which all other routers have."""
 MEASURED_EXPERTS = 64
 """Experts of the models in that table."""
 GPU_MTBF_YEARS = 50_000 / 24 / 365.25

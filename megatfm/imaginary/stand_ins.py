@@ -16,15 +16,14 @@ FUSED = ("fused", "varlen", "flex")
 
 
 class _Fused(torch.autograd.Function):
-    """Fused kernel: saves q, k, v, its output, in which a token's heads are neighbours, and a float32 a query."""
+    """Fused kernel: saves q, k, v, its output, in which a token's heads are neighbours, a float32 a query, and biases."""
 
     @staticmethod
-    def forward(ctx, q_BNTH, k_BKSH, v_BKSH, note):  # type: ignore[no-untyped-def]
+    def forward(ctx, q_BNTH, k_BKSH, v_BKSH, note, *biases):  # type: ignore[no-untyped-def]
         rows, heads, length, _ = q_BNTH.shape
         out_BNTV = q_BNTH.new_empty(rows, length, heads, v_BKSH.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(
-            q_BNTH, k_BKSH, v_BKSH, out_BNTV, q_BNTH.new_empty(rows, heads, length, dtype=torch.float32)
-        )
+        lse_BNT = q_BNTH.new_empty(rows, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, *biases, out_BNTV, lse_BNT)
         ctx.note = note
         note()
         return out_BNTV
@@ -32,7 +31,12 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         ctx.note()
-        return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
+        *inputs, _, _ = ctx.saved_tensors
+        q, k, v, *biases = (
+            torch.empty_like(x) if needed else None
+            for x, needed in zip(inputs, ctx.needs_input_grad[:3] + ctx.needs_input_grad[4:], strict=True)
+        )
+        return q, k, v, None, *biases
 
 
 @contextmanager
@@ -51,13 +55,6 @@ def _run(gpu: ImaginaryGPU, name: str, q: Tensor, k: Tensor, v: Tensor, *args: A
     def note() -> None:
         gpu.kernels[gpu.memory.phase, f"attention by {name}"] += 1
 
-    out: Tensor = _Fused.apply(q, k, v, note)
-    return _with_gradients(out, args)
-
-
-def _with_gradients(out: Tensor, args: Any) -> Tensor:
-    """Connect other inputs with gradients, such as biases and sinks, to the graph."""
-    for extra in args:
-        if isinstance(extra, Tensor) and extra.requires_grad:
-            out = out + 0 * extra.sum().to(out.dtype)
+    biases = [x for x in args if isinstance(x, Tensor)]
+    out: Tensor = _Fused.apply(q, k, v, note, *biases)
     return out
