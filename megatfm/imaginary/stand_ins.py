@@ -16,7 +16,7 @@ FUSED = ("fused", "varlen", "flex")
 
 
 class _Fused(torch.autograd.Function):
-    """Fused kernel: saves q, k, v, its output, in which a token's heads are neighbours, a float32 a query, and biases."""
+    """Fused kernel: saves q, k, v, biases, its output, in which a token's heads are neighbours, a float32 a query."""
 
     @staticmethod
     def forward(ctx, q_BNTH, k_BKSH, v_BKSH, note, *biases):  # type: ignore[no-untyped-def]
