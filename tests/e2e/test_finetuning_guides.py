@@ -10,7 +10,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.test_chat_models import conversations, save_llama
+from tests.support.chat_models import conversations, save_llama
 from tests.support.documentation import FENCE, ROOT
 from tests.support.forked_commands import ForkedCommand, megatfm
 from tests.support.hf_folders import (
