@@ -8,8 +8,10 @@ other work on the machine disturbs little. What a call measures is added to the 
 be made by several calls, of `--parts`, `--lengths`, `--dtypes` and `--only` (beginnings of cases' names).
 
 speed: how many times as fast as dense attention. flat: microseconds a token at all lengths, which take turns, and their
-ratio to the shortest. packed: rows of documents against one document of the same tokens. linformer, peers: see
-`attention_layers.py`. memory: bytes beside the inputs at several lengths, each in a process of its own."""
+ratio to the shortest. packed: rows of documents against one document of the same tokens. linformer: it against full
+attention, fused or not. peers: transformers' layers for long rows against ours. memory: bytes beside the inputs at
+several lengths, each in a process of its own.
+"""
 
 import argparse
 import json
@@ -22,22 +24,30 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import attention_layers as layers
 import common
 import torch
 import torch.nn.functional as F
-from attention_layers import HEADS, WIDTH, Case
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatfm.config import ModelConfig
 from megatfm.layers.attention.patterns import AttentionPattern
 from megatfm.layers.attention.patterns.bigbird import BigBird
 from megatfm.layers.attention.patterns.local import Chunked, Full, Longformer, Window
 from megatfm.layers.attention.patterns.mask import PatternMask
+from megatfm.layers.block import Block
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import block_sparse
-from megatfm.ops.attention.reference import AttentionOptions
+from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 from megatfm.train.profiling import keep_freed_memory
 
+HEADS, WIDTH, RANK = 2, 64, 128
+D_MODEL = HEADS * WIDTH
+ALL_AT_ONCE = 4096
+"""Tokens of a row above which attention that is not fused is computed by a quarter of so many queries at a time, lest
+its scores fill the memory."""
+
+Case = Callable[..., Tensor]
+CaseWithInputs = tuple[Case, Sequence[Tensor]]
 WINDOW, DOCUMENT = 512, 1000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MASKED = 4096
@@ -92,6 +102,135 @@ def draw_inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(1, HEADS, length, WIDTH, dtype=dtype).requires_grad_() for _ in range(3)]
 
 
+def make_layer(length: int, **changes: object) -> nn.Module:
+    """Build the attention of an encoder, with random weights."""
+    config = {
+        "family": "encoder", "vocab_size": 7, "d_model": D_MODEL, "n_layers": 1, "attention.n_heads": HEADS,
+        "attention.bias": True, "position.name": "none", "ffn.d_ff": 8, **changes,
+    }  # fmt: skip
+    attention: nn.Module = Block(ModelConfig.from_dotted(config), "encoder").attn
+    with torch.no_grad():
+        for weight in attention.parameters():
+            weight.normal_(std=0.05)
+    return attention
+
+
+def make_linformer(length: int, dtype: torch.dtype) -> CaseWithInputs:
+    """Return Linformer attention of heads, and inputs: heads and the projections along the sequence."""
+    options = {
+        "attention.name": "linformer",
+        "attention.max_length": length,
+        "attention.projected_length": RANK,
+    }
+    attn = make_layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
+    sketches = attn.of_keys.weight, attn.of_values.weight
+    return lambda q, k, v, *projections: attn._attend_documents(projections, q, k, v, None), [
+        *draw_inputs(length, dtype),
+        *sketches,
+    ]
+
+
+class _ByQueries(torch.autograd.Function):
+    """Unfused attention of a block of queries at a time; its gradients are computed with its output."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        outputs, gradients = [], [torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)]
+        for at in range(0, q.shape[2], ALL_AT_ONCE // 4):
+            part = slice(at, at + ALL_AT_ONCE // 4)
+            with torch.enable_grad():
+                qc, kc, vc = (x.detach().requires_grad_() for x in (q[:, :, part], k, v))
+                out = attention_reference(qc, kc, vc)
+                gradients[0][:, :, part], *part_gradients = torch.autograd.grad(out, (qc, kc, vc), torch.ones_like(out))
+            for total, part_gradient in zip(gradients[1:], part_gradients, strict=True):
+                total += part_gradient
+            outputs.append(out.detach())
+        ctx.save_for_backward(*gradients)
+        return torch.cat(outputs, 2)
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+        """The gradients for a gradient of ones."""
+        return ctx.saved_tensors
+
+
+def attend_unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_reference(q, k, v) if q.shape[2] <= ALL_AT_ONCE else _ByQueries.apply(q, k, v)
+
+
+def make_transformers_longformer(length: int, dtype: torch.dtype) -> CaseWithInputs:
+    from transformers import LongformerConfig
+    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+    config = LongformerConfig(
+        hidden_size=D_MODEL, num_attention_heads=HEADS, attention_window=[512], num_hidden_layers=1,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    attention = LongformerSelfAttention(config, 0).to(dtype)
+    mask = torch.zeros(1, length, dtype=dtype)
+    mask[0, 0] = 1
+    at = {"is_index_masked": mask < 0, "is_index_global_attn": mask > 0, "is_global_attn": True}
+    return lambda x, *_: attention(x, attention_mask=mask, **at)[0], draw_layer_inputs(attention, length, dtype)
+
+
+def make_transformers_bigbird(length: int, dtype: torch.dtype) -> CaseWithInputs:
+    from transformers import BigBirdConfig
+    from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
+
+    config = BigBirdConfig(
+        hidden_size=D_MODEL, num_attention_heads=HEADS, max_position_embeddings=length, num_hidden_layers=1,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    attention = BigBirdBlockSparseAttention(config, seed=0).to(dtype)
+    blocked, band, of_queries, of_keys = BigBirdModel.create_masks_for_block_sparse_attn(
+        torch.ones(1, length, dtype=dtype), config.block_size
+    )
+    return (
+        lambda x, *_: attention(x, band, of_queries, of_keys, blocked, blocked)[0],
+        draw_layer_inputs(attention, length, dtype),
+    )
+
+
+def make_layer_case(pattern: dict[str, object], length: int, dtype: torch.dtype, name: str = "gqa") -> CaseWithInputs:
+    attention = make_layer(length, **{"attention.name": name, "attention.pattern": pattern}).to(dtype)
+    sequence = SequenceMetadata(torch.arange(length)[None])
+    return lambda x, *_: attention(x, sequence), draw_layer_inputs(attention, length, dtype)
+
+
+def draw_layer_inputs(module: nn.Module, length: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(1, length, D_MODEL, dtype=dtype).requires_grad_(), *module.parameters()]
+
+
+LAYERS: dict[str, Callable[[int, torch.dtype], CaseWithInputs]] = {
+    "transformers' longformer layer": make_transformers_longformer,
+    "longformer layer": lambda length, dtype: make_layer_case(
+        {"name": "longformer", "width": 512, "global_tokens": [0]}, length, dtype, "longformer"
+    ),
+    "transformers' bigbird layer": make_transformers_bigbird,
+    "bigbird layer": lambda length, dtype: make_layer_case({"name": "bigbird"}, length, dtype),
+}
+MEMORY_CASES = ("linformer 128", *LAYERS)
+
+
+def make_compared_cases(part: str, length: int, dtype: torch.dtype) -> dict[str, CaseWithInputs]:
+    """Return the cases of a part. linformer: it and full attention, fused or not; peers: layers with projections."""
+    if part == "peers":
+        return {name: make(length, dtype) for name, make in LAYERS.items()}
+    tensors = draw_inputs(length, dtype)
+    return {
+        "linformer 128": make_linformer(length, dtype),
+        "unfused": (attend_unfused, tensors),
+        "fused": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), tensors),
+    }
+
+
+def make_memory_case(name: str, length: int) -> CaseWithInputs | None:
+    """Return Linformer or a layer by name; None for a pattern."""
+    if name == "linformer 128":
+        return make_linformer(length, torch.float32)
+    return LAYERS[name](length, torch.float32) if name in LAYERS else None
+
+
 def time_passes(case: Case, tensors: Sequence[Tensor]) -> float:
     """Return the CPU seconds of a forward and a backward pass; wall time would include other work."""
     start = time.thread_time()
@@ -137,7 +276,7 @@ def measure_flatness(args: argparse.Namespace, name: str, case: str) -> dict[str
     timed = {}
     for length in args.lengths:
         case_and_inputs = (
-            layers.make_linformer(length, DTYPES[name])
+            make_linformer(length, DTYPES[name])
             if case == "linformer 128"
             else (make_cases(length)[case], draw_inputs(length, DTYPES[name]))
         )
@@ -169,7 +308,7 @@ def measure_packed(args: argparse.Namespace, name: str, length: int) -> dict[str
 def measure_peak_memory(name: str, length: int) -> int:
     """Return the peak memory of a case beside its inputs, in bytes (VmHWM, reset before)."""
     torch.set_num_threads(1)
-    case, tensors = layers.make_memory_case(name, length) or (
+    case, tensors = make_memory_case(name, length) or (
         make_cases(length)[name],
         draw_inputs(length, torch.float32),
     )
@@ -189,7 +328,7 @@ def measure_parts(args: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
     """Measure all parts; yield keys of the figures in the results, and the figures."""
     for part in args.parts:
         if part == "memory":
-            for name in (*make_cases(MASKED), *layers.MEMORY_CASES):
+            for name in (*make_cases(MASKED), *MEMORY_CASES):
                 for length in args.lengths if args.wanted(name) else ():
                     if "mask" not in name or length <= MASKED:
                         yield [part, name, str(length)], run_in_new_process(measure_peak_memory, name, length)
@@ -205,7 +344,7 @@ def measure_parts(args: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
                     {"speed": measure_speed, "packed": measure_packed}[part](args, dtype, length),
                 )
             for length in args.lengths if part in ("linformer", "peers") else ():
-                layers_compared = layers.make_compared_cases(part, length, DTYPES[dtype])
+                layers_compared = make_compared_cases(part, length, DTYPES[dtype])
                 chosen = {key: case for key, case in layers_compared.items() if args.wanted(key)}
                 times = time_rounds(
                     {key: lambda case=case: time_passes(*case) for key, case in chosen.items()}, args.rounds

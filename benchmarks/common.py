@@ -28,11 +28,25 @@ Item = TypeVar("Item")
 Step = Callable[[], object]
 Side = Callable[[], dict[str, float]]
 """A function that takes a step and returns its seconds by clock."""
+Run = Callable[[argparse.Namespace], None]
+Part = Callable[[argparse.ArgumentParser], Run]
+"""A function that declares arguments, and returns what runs with them."""
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser whose help is a script's docstring, line by line."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def run_part(description: str | None, parts: Mapping[str, Part], arguments: Sequence[str] | None = None) -> None:
+    """Run the part of a script that the first argument names."""
+    parser = make_parser(description)
+    commands = parser.add_subparsers(metavar="PART", required=True)
+    for name, add in parts.items():
+        command = commands.add_parser(name)
+        command.set_defaults(run=add(command))
+    args = parser.parse_args(arguments)
+    args.run(args)
 
 
 def make_output_folder(path: str) -> Path:

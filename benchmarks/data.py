@@ -2,43 +2,53 @@
 
     python benchmarks/data.py --corpus FOLDER --places TEXTS --out benchmarks/results
 
-The corpus (see `data_corpus.py`) is made in `--corpus` at the first run, which takes minutes, and taken from there
-later. The contenders take turns in a random order within each round; everything is shuffled but for the raw ones. Raw
-ones, samples and rows of megatfm are of the whole corpus; the webdataset library and Streaming, which are slower, read
-the first shards of it, whole, so that nothing they have read ahead is left uncounted. "With opening" opens the corpus
-each time: manifest, indexes and their checks. Rows are packed: int64 tokens, targets, documents and
-positions. Rounds end after `--seconds`, but there are five.
+The corpus is made in `--corpus` at the first run, which takes minutes, and taken from there later: texts of this
+machine (see `texts.py`) and of `--places` (Debian's linux-source, unpacked, has 1.3 GB), each once, tokenized by a
+SentencePiece model that is trained on a part of it, the same samples for every contender. The contenders take turns in
+a random order within each round; everything is shuffled but for the raw ones. Raw ones, samples and rows of megatfm are
+of the whole corpus; the webdataset library and Streaming, which are slower, read the first shards of it, whole, so that
+nothing they have read ahead is left uncounted. "With opening" opens the corpus each time: manifest, indexes and their
+checks. Rows are packed: int64 tokens, targets, documents and positions. Rounds end after `--seconds`, but there are
+five.
 
 `--mosaic FOLDER` is where
 `pip install --target FOLDER --no-deps mosaicml-streaming Brotli zstd python-snappy cramjam catalogue xxhash pillow` put
 that library, which asks for an older NumPy than megatfm's.
 """
 
+import importlib.machinery
+import io
 import json
 import mmap
 import os
 import platform
+import random
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import common
 import numpy as np
+import sentencepiece
 import webdataset as wds
 import zstandard
-from data_corpus import VOCABULARY, import_mosaic, make_mds_subset, write_corpora
+from texts import iter_texts
 
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.shard_index import ShardIndex
+from megatfm.corpus.webdataset_index import index_folder
+from megatfm.corpus.writer import ShardWriter
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.data.shuffled_documents import ShuffledDocuments
 from megatfm.objectives.base import SpecialTokens
 from megatfm.objectives.causal import Causal
 
+VOCABULARY = 8000
 LENGTH, BATCH = 2048, 32
 LEAST_ROUNDS = 5
 N_SLOW_SHARDS = 2
@@ -207,6 +217,89 @@ def format_table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str
         f"A trainer whose step of {BATCH} rows takes 50 ms waits {1e3 * waited:.2f} ms a step for its data.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def tokenize(documents: list[str]) -> Iterator[np.ndarray]:
+    """Yield the uint16 tokens of each document."""
+    model, sample = io.BytesIO(), random.Random(0).sample(documents, min(len(documents), 300))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in sample for line in text.splitlines()[:400] if len(line) < 2000),
+        model_writer=model,
+        vocab_size=VOCABULARY,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        num_threads=os.cpu_count(),
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    for start in range(0, len(documents), 512):
+        for ids in processor.encode(documents[start : start + 512], num_threads=os.cpu_count()):
+            yield np.array(ids, np.uint16)
+
+
+def write_corpora(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> None:
+    """Write the same samples for every contender, and their numbers into facts.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    start, documents = time.perf_counter(), list(iter_texts(int(megabytes * 1e6), places))
+    random.Random(0).shuffle(documents)
+    size, tokens = sum(len(text.encode()) for text in documents), 0
+    (folder / "tars").mkdir()
+    with (
+        ShardWriter(folder / "ours", tokenizer_hash="t", token_dtype="uint16", shard_bytes=2**26) as writer,
+        wds.ShardWriter(str(folder / "tars/%06d.tar"), maxsize=2**26, maxcount=10**9, verbose=0) as tars,
+    ):
+        reference = None
+        if mosaic:
+            from streaming import MDSWriter
+
+            reference = MDSWriter(out=str(folder / "mds"), columns={"tokens": "ndarray:uint16"}, size_limit=2**26)
+        for i, ids in enumerate(tokenize(documents)):
+            tokens += len(ids)
+            writer.add(f"{i:09d}", ids, "text", len(documents[i].encode()))
+            tars.write({"__key__": f"{i:09d}", "tokens.npy": ids})
+            if reference is not None:
+                reference.write({"tokens": ids})
+        writer.finish({})
+        if reference is not None:
+            reference.finish()
+    index_folder(folder / "tars", "t")  # for `.tar` without compression
+    facts = {
+        "documents": len(documents),
+        "bytes": size,
+        "tokens": tokens,
+        "seconds": time.perf_counter() - start,
+    }
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def make_mds_subset(folder: Path, shards: int) -> Path:
+    """Return a folder with the first of MosaicML's shards as a data set."""
+    full, part = folder / "mds", folder / f"mds-{shards}"
+    if not part.exists():
+        part.mkdir()
+        index = json.loads((full / "index.json").read_text())
+        index["shards"] = index["shards"][:shards]
+        for shard in index["shards"]:
+            name = shard["raw_data"]["basename"]
+            (part / name).hardlink_to(full / name)
+        (part / "index.json").write_text(json.dumps(index))
+    return part
+
+
+def import_mosaic(folder: str) -> None:
+    """Let `import streaming` find the library, with stubs of torchvision, which it needs for images only."""
+    sys.path.append(folder)
+    names = (
+        "torchvision",
+        "torchvision.datasets",
+        "torchvision.transforms",
+        "torchvision.transforms.functional",
+    )
+    for name in names:
+        module: Any = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.VisionDataset, module.to_tensor = object, None
+        sys.modules[name] = module
 
 
 def main() -> None:

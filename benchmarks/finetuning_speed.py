@@ -1,6 +1,6 @@
 """Examples a second of `megatfm finetune` against Hugging Face's Trainer: same model, files, threads and precision.
 
-    python benchmarks/debian_texts.py texts
+    python benchmarks/texts.py debian texts
     python benchmarks/finetuning_speed.py texts --rounds 3 --out benchmarks/results
 
 A BERT with random weights is fine-tuned on one pass over a file of examples of at most 128 tokens, by each side in a
@@ -36,7 +36,7 @@ TASKS = {
 def main() -> None:
     """Write the model and the files; time both sides in turns; write the page."""
     parser = common.make_parser(__doc__)
-    parser.add_argument("texts", type=Path, nargs="?", help="folder that debian_texts.py wrote")
+    parser.add_argument("texts", type=Path, nargs="?", help="folder that texts.py wrote")
     parser.add_argument("--examples", type=int, default=1200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--row", type=int, default=256, help="data.sequence_length that is aimed at, in tokens")

@@ -2,7 +2,7 @@
 
     python benchmarks/prep.py --megabytes 1000 --rounds 10 --out benchmarks/results
 
-The text is what the machine has (see `data_corpus.py`): documentation, manuals, the sources of Python and its packages,
+The text is what the machine has (see `texts.py`): documentation, manuals, the sources of Python and its packages,
 and what `--places` hold besides, each text once. Every round of a stage gets text that no round had before, so that
 nothing is timed on a repeated corpus; encoders start cold, in processes of their own, with a tokenizer trained on 8 MB.
 CPU seconds of one thread; medians of rounds.
@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import common
-from data_corpus import iter_texts
+from texts import iter_texts
 
 PIECE = 8192
 FILTERS = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "pii", "language")

@@ -1,25 +1,36 @@
-"""Does pretraining help on real tasks? Small models, fine-tuned after pretraining and from random weights.
+"""Does pretraining help on real tasks? Small models, pretrained here: fine-tuned, or shown solved examples.
 
-    python benchmarks/debian_texts.py texts
-    python benchmarks/tasks_help.py texts --work runs/tasks-help --out benchmarks/results [--only encoder-1000 …]
+    python benchmarks/texts.py debian texts
+    python benchmarks/tasks_help.py finetune texts --work runs/tasks-help --out benchmarks/results [--only …]
+    python benchmarks/tasks_help.py few-shot texts --work runs/few-shot --corpus runs/tasks-help/corpus \
+        --out benchmarks/results
 
-The texts are descriptions of Debian packages; the labels are sections of the archive, or whether two texts belong to
-one package. A model pretrains on the training texts without their labels; then every comparison fine-tunes each of its
-arms once per seed with `megatfm finetune`, all with the same labels, passes and learning rate. Nothing is chosen by a
-result: the last checkpoint is evaluated on the test file. A page lists the metric of each arm as mean ± sample standard
-deviation over seeds. Finished runs are kept in WORK: the same command continues.
+finetune: models fine-tuned after pretraining, against random weights. The texts are descriptions of Debian packages;
+the labels are sections of the archive, or whether two texts belong to one package. A model pretrains on the training
+texts without their labels; then every comparison fine-tunes each of its arms once per seed with `megatfm finetune`, all
+with the same labels, passes and learning rate. Nothing is chosen by a result: the last checkpoint is evaluated on the
+test file. A page lists the metric of each arm as mean ± sample standard deviation over seeds. Finished runs are kept in
+WORK: the same command continues.
+
+few-shot: zero to two solved examples in the prompt, against model size: which text goes on? Decoders of several widths
+pretrain on the same descriptions, all on the same tokens. A question shows the beginning of a description of the test
+file, and four texts that may go on: its own, and those of three packages of the same section. `megatfm evaluate` picks
+the likeliest by byte; chance is 0.25. Shots are solved questions before it.
 """
 
 import argparse
 import json
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import common
+
+# ------------------------------------------------------------------------------------------------- finetune
 
 ARCHITECTURE = ("model.n_layers=2", "data.sequence_length=64")
 TRAINING = (
@@ -87,10 +98,8 @@ COMPARISONS: Mapping[str, Comparison] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    """Prepare, pretrain and compare, as far as it isn't done yet; rewrite the page after every run."""
-    parser = common.make_parser(__doc__)
-    parser.add_argument("texts", type=Path, help="folder that debian_texts.py wrote")
+def add_finetune(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("texts", type=Path, help="folder that texts.py wrote")
     parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder for runs")
     parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
     parser.add_argument("--page", default="tasks-help", help="its name, after the date")
@@ -102,7 +111,11 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4, help="pairs are learnt with 2")
     parser.add_argument("--vocab", type=int, default=4096, help="size of the tokenizer's vocabulary")
     parser.add_argument("--lr", type=float, default=1e-3, help="of fine-tuning, for all arms")
-    args = parser.parse_args()
+    return run_finetune
+
+
+def run_finetune(args: argparse.Namespace) -> None:
+    """Prepare, pretrain and compare, as far as it isn't done yet; rewrite the page after every run."""
     chosen = {name: COMPARISONS[name] for name in args.only}
     for comparison in chosen.values():
         write_labelled_subset(args.texts, args.work, comparison)
@@ -197,10 +210,10 @@ def format_page(scores: Mapping[str, Mapping[str, Sequence[float]]], args: argpa
     lines = [
         f"# Fine-tuning with and without pretraining, {common.today()}",
         "",
-        f"`benchmarks/tasks_help.py`: models of 2 layers, d_model {args.width}, {args.heads} heads; {args.steps} steps "
-        f"of pretraining by Muon on 64 rows of 64 tokens, on one thread of {common.get_cpu_name()}; fine-tuning by "
-        f"AdamW at a learning rate of {args.lr:g} for all arms, on the first 64 tokens of each text, one subset of "
-        "labels for all seeds, the last checkpoint. The metric is accuracy on the test file.",
+        f"`benchmarks/tasks_help.py finetune`: models of 2 layers, d_model {args.width}, {args.heads} heads; "
+        f"{args.steps} steps of pretraining by Muon on 64 rows of 64 tokens, on one thread of {common.get_cpu_name()}; "
+        f"fine-tuning by AdamW at a learning rate of {args.lr:g} for all arms, on the first 64 tokens of each text, "
+        "one subset of labels for all seeds, the last checkpoint. The metric is accuracy on the test file.",
         "",
         "| Comparison | Task, labels, passes | Arm | Mean ± sd | Seeds |",
         "|---|---|---|---|---|",
@@ -215,5 +228,113 @@ def format_page(scores: Mapping[str, Mapping[str, Sequence[float]]], args: argpa
     return "\n".join(lines)
 
 
+# ------------------------------------------------------------------------------------------------- few-shot
+
+WIDTHS = (32, 64, 128, 192)
+SHOTS = (0, 1, 2)
+CHARACTERS = 140
+"""Longest beginning, and longest continuation."""
+
+
+def add_few_shot(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("texts", type=Path, help="folder that texts.py wrote")
+    parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder of the runs")
+    parser.add_argument("--corpus", type=Path, required=True, help="what the part finetune prepared: its WORK/corpus")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--questions", type=int, default=500)
+    return run_few_shot
+
+
+def run_few_shot(args: argparse.Namespace) -> None:
+    """Pretrain as far as it isn't done, evaluate each size with each number of shots, write the page."""
+    questions = list(make_questions(args.texts / "topics.test.jsonl"))[: args.questions]
+    page = common.Page(
+        common.make_dated_path(args.out, "few-shot.md"),
+        f"# Which text goes on: shots against model size, {common.today()}",
+        "",
+        f"`benchmarks/tasks_help.py few-shot`: decoders of 2 layers, {args.steps} steps of 16 rows of 256 tokens, one "
+        f"thread of {common.get_cpu_name()}; {len(questions)} questions with 4 choices of one section. Accuracy by "
+        "bits per byte, with its 95 % interval; bits per byte of the right texts.",
+        "",
+        "| d_model | Shots | Accuracy | Interval | Bits per byte |",
+        "|---|---|---|---|---|",
+    )
+    (args.work / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    for shots in SHOTS:
+        (args.work / f"shots-{shots}.toml").write_text(
+            'kind = "choice"\ndata = "questions.jsonl"\nprompt = "{{ beginning }}"\nchoices = "choices"\n'
+            f'answer = "answer"\nshots = {shots}\n'
+        )
+    for width in WIDTHS:
+        results = evaluate(args, pretrain_decoder(args, width))
+        for shots in SHOTS:
+            result = results[f"shots-{shots}"]
+            accuracy, interval = (
+                result["metrics"]["accuracy_per_byte"],
+                result["intervals"]["accuracy_per_byte"],
+            )
+            page.add(
+                f"| {width} | {shots} | {accuracy:.3f} | {interval[0]:.3f} – {interval[1]:.3f} "
+                f"| {result['metrics']['bits_per_byte']:.3f} |"
+            )
+
+
+def make_questions(path: Path) -> Iterator[dict[str, object]]:
+    """Yield a question for each description that has a word boundary at its middle."""
+    halves: dict[str, list[tuple[str, str]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        text = " ".join(row["text"].split())
+        middle = text.find(" ", min(len(text) // 2, CHARACTERS))
+        if middle > 0:
+            pair = text[:middle], text[middle + 1 :][:CHARACTERS]
+            halves.setdefault(row["label"], []).append(pair)
+    draw = random.Random(0)
+    questions = []
+    for pairs in halves.values():
+        for i, (beginning, continuation) in enumerate(pairs):
+            others = [text for j, (_, text) in enumerate(pairs) if j != i and text != continuation]
+            if len(others) >= 3:
+                choices = [continuation, *draw.sample(others, 3)]
+                draw.shuffle(choices)
+                questions.append({"beginning": beginning, "choices": choices, "answer": choices.index(continuation)})
+    draw.shuffle(questions)
+    yield from questions
+
+
+def pretrain_decoder(args: argparse.Namespace, width: int) -> Path:
+    """Pretrain a decoder, as far as it isn't done; return its run."""
+    folder = args.work / f"decoder-{width}"
+    if not (folder / "done").exists():
+        common.run_megatfm(
+            *("train", "quickstart", f"name=decoder-{width}", f"run_dir={folder}", "model.n_layers=2"),
+            *(
+                f"model.d_model={width}",
+                f"model.ffn.d_ff={3 * width}",
+                f"model.attention.n_heads={width // 16}",
+            ),
+            *(f"data.train={args.corpus}/train", f'data.validation={{held-out="{args.corpus}/validation"}}'),
+            *(
+                f"data.tokenizer={args.corpus}/tokenizer.json",
+                f"train.steps={args.steps}",
+                "evaluate.every=500",
+            ),
+            *('optimizer={name="adamw", lr=3e-3}', "lr_schedule.warmup_steps=100", "train.micro_batch=16"),
+            *("train.precision=fp32", "log.sinks=[]"),
+        )
+        (folder / "done").touch()
+    return folder
+
+
+def evaluate(args: argparse.Namespace, run: Path) -> dict[str, Any]:
+    """Return the results of every number of shots."""
+    tasks = [word for shots in SHOTS for word in ("--task", str(args.work / f"shots-{shots}.toml"))]
+    common.run_megatfm("evaluate", str(run), *tasks)
+    return json.loads((run / "evaluation_tasks.json").read_text())["tasks"]
+
+
+PARTS = {"finetune": add_finetune, "few-shot": add_few_shot}
+
 if __name__ == "__main__":
-    main()
+    common.run_part(__doc__, PARTS)

@@ -1,6 +1,6 @@
 """A small Transformer of 2017 learns to translate: BLEU and chrF against the number of beams and the length penalty.
 
-    python benchmarks/debian_texts.py texts --language de
+    python benchmarks/texts.py debian texts --language de
     python benchmarks/translation.py texts --work runs/translation --out benchmarks/results
 
 English and German paragraphs of Debian's package descriptions, translated by people; packages of one source lie in one
@@ -24,7 +24,7 @@ SEARCHES = ((1, 0.6), (2, 0.6), (4, 0.6), (8, 0.6), (16, 0.6), (4, 0.0), (4, 1.0
 def main() -> None:
     """Train as far as it isn't done, translate by each search, and write the page."""
     parser = common.make_parser(__doc__)
-    parser.add_argument("texts", type=Path, help="folder that debian_texts.py wrote")
+    parser.add_argument("texts", type=Path, help="folder that texts.py wrote")
     parser.add_argument("--work", type=common.make_output_folder, required=True, help="folder of the run")
     parser.add_argument("--out", type=common.make_output_folder, help="folder of the dated page")
     parser.add_argument("--epochs", type=int, default=4)

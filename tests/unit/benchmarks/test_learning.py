@@ -108,7 +108,7 @@ def test_the_script_writes_a_dated_result(tmp_path: Path, task: str, length: int
 
 @pytest.fixture(scope="module")
 def worth() -> Any:
-    return script("context_worth")
+    return script("context")
 
 
 class Seen(nn.Module):

@@ -25,23 +25,32 @@ from tests.support.workers import Workers
 
 ROOT = Path(__file__).parents[3]
 OURS = ("megatfm", "tests")
-SMALL = {
-    "checkpoint.py": "FOLDER/disk --gigabytes 0.01 --rounds 1 --ranks 1 --out FOLDER/result.json",
-    "context_traffic.py": "--rows 2048 --ranks 2 3 --draws 1",
-    "initial.py": "--threads 1 --rounds 1",
-    "layer_statistics.py": "--widths 64 --rounds 2 --out FOLDER",
-    "moe.py": "--rounds 1 --warmup 1 --width 128 --d-ff 64 --layers 1 --rows 1 --length 64 --dtypes fp32",
-    "moe_flips.py": "--precisions fp32 --ranks 2 --batches 1 --out FOLDER/result.md",
-    "newton_schulz.py": "--rounds 1",
-    "objectives.py": "--documents 640 --rows 64 --out FOLDER",
-    "padding.py": "--tokens 200000 --longest 2048",
-    "prep.py": "--megabytes 3 --rounds 1 --vocabulary 1000 --out FOLDER",
-    "vision_loader.py": "--images 32 --rounds 1 --out FOLDER",
-    "zoo_speed.py": "--rounds 1 --rows 1 --length 32 --models bert-base --dtypes fp32 --states eager",
-}
+SMALL = (
+    "checkpoint.py FOLDER/disk --gigabytes 0.01 --rounds 1 --ranks 1 --out FOLDER/result.json",
+    "compiled_kernels.py resources",
+    "context.py traffic --rows 2048 --ranks 2 3 --draws 1",
+    "control_plane.py checkpoint --ranks 64 --replicas 1 --layers 2 --out FOLDER",
+    "control_plane.py ranks --ranks 16 --out FOLDER",
+    "model_speed.py generation --rounds 1 --width 64 --layers 1 --vocabulary 100 --out FOLDER/result.md",
+    "model_speed.py passes --rounds 1 --rows 1 --length 32 --models bert-base --dtypes fp32 --states eager",
+    "moe.py --rounds 1 --warmup 1 --width 128 --d-ff 64 --layers 1 --rows 1 --length 64 --dtypes fp32",
+    "moe_routing.py flips --precisions fp32 --ranks 2 --batches 1 --out FOLDER/result.md",
+    "packing.py memory --documents 1000",
+    "packing.py objectives --documents 640 --rows 64 --out FOLDER",
+    "packing.py padding --tokens 200000 --longest 2048",
+    "prep.py --megabytes 3 --rounds 1 --vocabulary 1000 --out FOLDER",
+    "step_parts.py initial --threads 1 --rounds 1",
+    "step_parts.py layer-statistics --widths 64 --rounds 2 --out FOLDER",
+    "step_parts.py newton-schulz --rounds 1",
+    "texts.py letters FOLDER",
+    "training_step.py gpt2 --rounds 1 --pairs 1 --rows 1 --length 16 --precisions fp32 --memory alike --states eager"
+    " --set model.n_layers=1",
+    "training_step.py images --rounds 1 --rows 1 --precisions fp32 --theirs transformers --memory alike",
+    "vision_loader.py --images 32 --rounds 1 --out FOLDER",
+)
 
 
-def test_what_they_import_is_there() -> None:
+def test_imports_of_scripts_exist() -> None:
     """Also within functions, which nothing looks at before they run."""
     paths, checked = sorted((ROOT / "benchmarks").glob("*.py")), 0
     for path in paths:
@@ -58,24 +67,24 @@ def test_what_they_import_is_there() -> None:
 
 def test_their_configs_have_the_keys_of_today() -> None:
     """Configs that no test trains load, too."""
-    learns, moe, zoo, engines = map(script, ("attention_learns", "moe_learns", "zoo_learns", "engines"))
+    learns, small, engines = map(script, ("attention_learns", "quickstart_learns", "engines"))
     for positions in ("learned", "none"):
         for model in learns.make_models(256, 16, positions).values():
             ModelConfig.from_dotted({**learns.SMALL, "vocab_size": 7, **model})
-    for section in moe.MODELS.values():
-        load_config("quickstart-moe", moe.make_overrides(section, ROOT, 1200, 0, ROOT))
-    for preset in zoo.MODELS:
-        load_config(preset, zoo.make_overrides(preset, ROOT, 1500, ROOT))
+    for section in small.NETWORKS.values():
+        load_config("quickstart-moe", small.make_network_overrides(section, ROOT, 1200, 0, ROOT))
+    for preset in small.PRESETS:
+        load_config(preset, small.make_preset_overrides(preset, ROOT, 1500, ROOT))
     for words in engines.CASES.values():
         for engine in engines.ENGINES:
             engines.load_case(engine, words, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_benchmarks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", SMALL, ids=lambda call: " ".join(call.split()[:2]))
+def test_benchmarks_run(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    words = SMALL[name].replace("FOLDER", str(tmp_path)).split()
+    name, *words = call.replace("FOLDER", str(tmp_path)).split()
     command = ForkedCommand(words, tmp_path / "said", ROOT, program=f"benchmarks/{name}")
     assert command.wait(300) == 0, command.output
 
@@ -125,7 +134,7 @@ def test_layout_costs_are_written_as_a_dated_result(tmp_path: Path) -> None:
     assert state["zero1"] > state["zero2"] == state["zero3"], "stage 1 has whole weights"
 
 
-memory: Any = script("corpus_memory")
+packing: Any = script("packing")
 
 
 def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +144,8 @@ def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest
         "data.packing_plan.SAMPLES_AT_ONCE": 2**12,
     }.items():
         monkeypatch.setattr(f"megatfm.{name}", value)
-    monkeypatch.setattr(memory, "SHARD_DOCUMENTS", 10_000)
-    memory.write_corpus(tmp_path, 200_000)
+    monkeypatch.setattr(packing, "SHARD_DOCUMENTS", 10_000)
+    packing.write_corpus(tmp_path, 200_000)
     Corpus.open(tmp_path)  # what is imported and cached meanwhile doesn't count
     tracemalloc.start()
     corpus = Corpus.open(tmp_path)
@@ -144,7 +153,7 @@ def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest
     peaks = []
     for max_tokens in (None, 2047):
         tracemalloc.reset_peak()
-        planned = build_packing_plan(corpus, memory.ObjectiveStub(max_tokens), [2048], 0)
+        planned = build_packing_plan(corpus, packing.ObjectiveStub(max_tokens), [2048], 0)
         peaks.append(tracemalloc.get_traced_memory()[1])
     tracemalloc.stop()
     assert corpus.n_samples == 200_000
@@ -306,7 +315,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert outcomes["generate"] == "exit 0"
 
 
-def test_what_is_missing_is_found_with_what_that_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_found_with_their_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("gpu_packages")
     assert module.find_missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
     assert module.find_missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]

@@ -1,8 +1,9 @@
-"""Labelled texts that every Debian machine with a network can make: the descriptions of Debian's packages.
+"""Texts that other benchmarks read: descriptions of Debian's packages, documents of letters, files of this machine.
 
-    python benchmarks/debian_texts.py OUT [--language de]
+    python benchmarks/texts.py debian OUT [--language de]
+    python benchmarks/texts.py letters OUT
 
-Writes OUT/KIND.{train,validation,test}.jsonl:
+debian: labelled texts that every Debian machine with a network can make. Writes OUT/KIND.{train,validation,test}.jsonl:
 
     topics       {"text", "label"}: a description, and its section of the archive
     pairs        {"first", "second", "label"}: a synopsis and a description, of one package ("same") or two ("other")
@@ -10,13 +11,31 @@ Writes OUT/KIND.{train,validation,test}.jsonl:
 
 The hash of a source package's name decides the split, so packages of one source never lie in two. apt-get fetches the
 lists into a temporary folder. Descriptions are under the licences of their packages: don't commit the files.
+
+letters: texts whose pairs a small model learns to tell apart, documents of eight letters, drawn from two of their own.
+
+    python benchmarks/tasks_help.py finetune letters --only pairs-200 pairs-2000 --vocab 300 --heads 2 --steps 300 \
+        --work runs/letters --out benchmarks/results --page pairs-help
+
+reads them in debian's place:
+
+    OUT/topics.train.jsonl                      {"text"}: a document, to pretrain on
+    OUT/pairs.{train,validation,test}.jsonl     {"first", "second", "label"}: half a document, and its other half
+                                                ("same") or half of another ("other")
+
+`iter_texts` yields manuals, documentation and Python sources of this machine, each file once (deduplicated by hash).
 """
 
+import argparse
+import gzip
 import hashlib
 import json
+import os
 import random
 import re
+import string
 import subprocess
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +43,9 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import common
+from blake3 import blake3
+
+# --------------------------------------------------------------------------------------------------- debian
 
 MIN_CHARACTERS, MIN_TEXTS_OF_SECTION = 120, 300
 SAME_SECTION_SHARE = 0.98
@@ -37,12 +59,14 @@ class Package(NamedTuple):
     description: str
 
 
-def main() -> None:
-    """Fetch the lists, and write all files."""
-    parser = common.make_parser(__doc__)
+def add_debian(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("out", type=common.make_output_folder)
     parser.add_argument("--language", help="of translations, for example de")
-    args = parser.parse_args()
+    return run_debian
+
+
+def run_debian(args: argparse.Namespace) -> None:
+    """Fetch the lists, and write all files."""
     packages, translations = read_packages(args.language)
     rows = [("topics", *row) for row in iter_topics(packages)] + [("pairs", *row) for row in iter_pairs(packages)]
     rows += [("translation", *row) for row in translations]
@@ -164,5 +188,82 @@ def iter_translations(
                 yield package, {"source": source, "target": target}
 
 
+# -------------------------------------------------------------------------------------------------- letters
+
+N_DOCUMENTS, N_LETTERS = 20_000, 8
+N_PAIRS = {"train": 10_000, "validation": 2_000, "test": 2_000}
+
+
+def add_letters(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("out", type=common.make_output_folder)
+    return run_letters
+
+
+def run_letters(args: argparse.Namespace) -> None:
+    """Write all files."""
+    folder: Path = args.out
+    draw = random.Random(0)
+    write_rows(folder / "topics.train.jsonl", ({"text": " ".join(make_document(draw))} for _ in range(N_DOCUMENTS)))
+    for split, n_pairs in N_PAIRS.items():
+        write_rows(folder / f"pairs.{split}.jsonl", iter_letter_pairs(draw, n_pairs))
+
+
+def make_document(draw: random.Random) -> list[str]:
+    """Draw the letters of a document."""
+    return draw.choices(draw.sample(string.ascii_lowercase, 2), k=N_LETTERS)
+
+
+def iter_letter_pairs(draw: random.Random, count: int) -> Iterator[dict[str, str]]:
+    """Yield pairs of halves, of one document or of two."""
+    for _ in range(count):
+        first, other = make_document(draw), make_document(draw)
+        is_same = draw.random() < 0.5
+        second = (first if is_same else other)[N_LETTERS // 2 :]
+        label = "same" if is_same else "other"
+        yield {"first": " ".join(first[: N_LETTERS // 2]), "second": " ".join(second), "label": label}
+
+
+def write_rows(path: Path, rows: Iterator[dict[str, str]]) -> None:
+    """Write a file of JSON lines."""
+    common.write_text(path, "\n".join(map(json.dumps, rows)))
+
+
+# -------------------------------------------------------------------------------------------- files of this machine
+
+PLACES = ("/usr/share/doc", "/usr/share/man", sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+KINDS = {
+    "", ".c", ".cpp", ".css", ".cuh", ".h", ".hpp", ".html", ".js", ".md", ".py", ".pyi", ".rst", ".toml", ".txt",
+}  # fmt: skip
+
+
+def iter_texts(most: int, places: list[str]) -> Iterator[str]:
+    """Yield distinct texts of files, up to `most` bytes."""
+    digests, total = set[bytes](), 0
+    for place in (*PLACES, *places):
+        for folder, folders, names in os.walk(place):
+            folders.sort()
+            for name in sorted(names):
+                path = Path(folder, name)
+                plain = name.removesuffix(".gz")
+                is_manual = folder.startswith("/usr/share/man")
+                if not (is_manual or Path(plain).suffix in KINDS) or path.is_symlink() or not path.is_file():
+                    continue
+                data = path.read_bytes()
+                try:
+                    text = (gzip.decompress(data) if name.endswith(".gz") else data).decode()
+                except (UnicodeDecodeError, OSError, EOFError):
+                    continue
+                digest = blake3(text.encode()).digest()
+                if digest in digests or not text.strip():  # no tokens, which Streaming does not take
+                    continue
+                digests.add(digest)
+                total += len(text.encode())
+                yield text
+                if total >= most:
+                    return
+
+
+PARTS = {"debian": add_debian, "letters": add_letters}
+
 if __name__ == "__main__":
-    main()
+    common.run_part(__doc__, PARTS)

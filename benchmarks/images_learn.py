@@ -1,14 +1,19 @@
-"""Do small models of images learn in CPU minutes, and does a masked autoencoder help where labels are few?
+"""Do small models of images learn in CPU minutes, with labels, with few of them, or with captions?
 
-    python benchmarks/vision_learns.py IMAGES --work runs/vision-learns --out benchmarks/results
+    python benchmarks/images_learn.py labels IMAGES --work runs/vision-learns --out benchmarks/results
+    python benchmarks/images_learn.py captions IMAGES --work runs/captions --out benchmarks/results
 
-IMAGES: a folder with train.tar, validation.tar and test.tar of square grey images, 32 pixels a side, with a .cls each,
-as the webdataset library writes them. A ViT and a Swin transformer learn all training images. Then a masked autoencoder
-learns without labels, once, and its encoder and a new one are trained on a few images of each class over several
-seeds. Each of the two takes the learning rate, of those in --scales, that is best on the validation images with the
-first seed.
-Each run is `megatfm train` on one thread, its figure top-1 accuracy on test.tar. Runs that the work folder holds are
-not repeated. CPU seconds are those of the whole command, evaluation included.
+IMAGES: a folder with train.tar, validation.tar and test.tar of square grey images, 32 pixels a side, with a .cls (for
+captions a .txt) each, as the webdataset library writes them. Runs that the work folder holds are not repeated. CPU
+seconds are those of the whole command, evaluation included.
+
+labels: a ViT and a Swin transformer learn all training images. Then a masked autoencoder learns without labels, once,
+and its encoder, against a new one, is trained on a few images of each class over several seeds. Each of the two takes
+the learning rate, of those in --scales, that is best on the validation images with the first seed. Each run is `megatfm
+train` on one thread, its figure top-1 accuracy on test.tar.
+
+captions: an image and a text encoder train on all training images. Then images of the test set look for their caption
+among those of groups of 100 pairs, against one in a hundred by chance.
 """
 
 import argparse
@@ -24,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import common
+
+# --------------------------------------------------------------------------------------------------- labels
 
 SIZE = 32
 CLASSIFIER = (
@@ -73,7 +80,7 @@ def read_samples(path: Path) -> Iterator[tuple[str, bytes, bytes]]:
     yield from ((key, parts["png"], parts["cls"]) for key, parts in files.items())
 
 
-def prepare(plan: Plan) -> dict[str, int]:
+def prepare_corpora(plan: Plan) -> dict[str, int]:
     """Prepare three corpora in random order, and of each seed one with a few images of each class; return counts."""
     counts = {}
     for name in ("train", "validation", "test"):
@@ -83,11 +90,11 @@ def prepare(plan: Plan) -> dict[str, int]:
         prepare_corpus(plan, name, samples)
         if name == "train":
             for seed in range(3):
-                counts[f"few-{seed}"] = prepare_corpus(plan, f"few-{seed}", few(samples, plan.per_class, seed))
+                counts[f"few-{seed}"] = prepare_corpus(plan, f"few-{seed}", choose_few(samples, plan.per_class, seed))
     return counts
 
 
-def few(samples: list[tuple[str, bytes, bytes]], per_class: int, seed: int) -> list[tuple[str, bytes, bytes]]:
+def choose_few(samples: list[tuple[str, bytes, bytes]], per_class: int, seed: int) -> list[tuple[str, bytes, bytes]]:
     """So many samples of each class."""
     shuffled = random.Random(seed).sample(samples, len(samples))
     counts: dict[bytes, int] = defaultdict(int)
@@ -149,14 +156,12 @@ def train_on_few(plan: Plan, name: str, scale: float, seed: int, words: Sequence
     return train(plan, f"{name}-{scale:g}", f"few-{seed}", plan.few_steps, seed, *VIT_4, *rates, *words)
 
 
-def best_scale(plan: Plan, name: str, scales: Sequence[float], words: Sequence[str]) -> float:
+def find_best_scale(plan: Plan, name: str, scales: Sequence[float], words: Sequence[str]) -> float:
     """Return the scale of the learning rates that is best on the validation images with the first seed."""
     return max(scales, key=lambda scale: train_on_few(plan, name, scale, 0, words)["held_out"])
 
 
-def main() -> None:
-    """Train all models, one after the other, and write the table."""
-    parser = common.make_parser(__doc__)
+def add_labels(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("images", type=Path)
     parser.add_argument("--work", type=Path, default=Path("runs/vision-learns"))
     parser.add_argument("--out", type=common.make_output_folder)
@@ -167,26 +172,30 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of the comparison with few labels (3)")
     parser.add_argument("--supervised-seeds", type=int, default=2)
     parser.add_argument("--scales", type=float, nargs="+", default=[1, 0.3, 0.1], help="of the preset's learning rates")
-    args = parser.parse_args()
+    return run_labels
+
+
+def run_labels(args: argparse.Namespace) -> None:
+    """Train all models, one after the other, and write the table."""
     plan = Plan(args.work, args.images, args.steps, args.pretraining_steps, args.few_steps, args.per_class)
-    counts = prepare(plan)
+    counts = prepare_corpora(plan)
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     runs["mae"].append(train(plan, "mae", "train", plan.pretraining_steps, 0, *MAE))
     start = (f"train.init_from={plan.work / 'mae-0'}", "train.init_include=encoder.*")
     for name, words in {"scratch": (), "pretrained": start}.items():
-        scale = best_scale(plan, name, args.scales, words)
+        scale = find_best_scale(plan, name, args.scales, words)
         for seed in range(args.seeds):
             runs[name].append(train_on_few(plan, name, scale, seed, words))
             runs[name][-1]["scale"] = scale
     for seed in range(args.supervised_seeds):
         runs["vit"].append(train(plan, "vit", "train", plan.steps, seed, *VIT_8))
         runs["swin"].append(train(plan, "swin", "train", plan.steps, seed, *SWIN))
-    text = report(args, counts, runs)
+    text = format_report(args, counts, runs)
     print(text)
     common.write_text(common.make_dated_path(args.out, "vision-learns.md"), text)
 
 
-def report(args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[str, list[dict[str, Any]]]) -> str:
+def format_report(args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[str, list[dict[str, Any]]]) -> str:
     """The table."""
     titles = {
         "vit": ("ViT, patches of 8, 4 layers, d_model 128", "all labels"),
@@ -211,7 +220,7 @@ def report(args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[st
     return "\n".join([
         f"# Small models of images, {common.today()}",
         "",
-        f"`python benchmarks/vision_learns.py IMAGES --steps {args.steps} --pretraining-steps "
+        f"`python benchmarks/images_learn.py labels IMAGES --steps {args.steps} --pretraining-steps "
         f"{args.pretraining_steps} --few-steps {args.few_steps} --per-class {args.per_class}`, one thread of a shared "
         "machine.",
         f"{counts['train']:,} training and {counts['test']:,} test images. Rows of 64 images a step. Top-1 accuracy on "
@@ -226,5 +235,160 @@ def report(args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[st
     ])  # fmt: skip
 
 
+# ------------------------------------------------------------------------------------------------- captions
+
+GROUP = 100
+CONFIG = """
+name = "captions"
+[model]
+family = "two_towers"
+d_model = 96
+n_layers = 4
+attention = { n_heads = 4, bias = true }
+ffn = { d_ff = 384, activation = "gelu", bias = true }
+norm = { name = "layer_norm" }
+embedding = { name = "patches", patch_size = 4, channels = 1, mean = [0.5], std = [0.5] }
+position = { name = "learned_2d", grid = [8, 8] }
+lm_head = { name = "none" }
+init = { name = "xavier" }
+text_tower = { d_model = 96, n_layers = 2, n_heads = 4, d_ff = 384, max_positions = 32 }
+contrastive = { width = 64, max_scale = 100.0 }
+[objective]
+name = "contrastive"
+[data]
+sequence_length = 65
+target_length = 32
+[data.images]
+size = 32
+crop_pct = 1.0
+transforms = [{ name = "random_crop", padding = 2 }]
+[optimizer]
+name = "adamw"
+lr = 1e-3
+[lr_schedule]
+warmup_steps = 100
+[train]
+global_batch = 128
+micro_batch = 128
+precision = "fp32"
+[checkpoint]
+every = 1000000
+[evaluate]
+every = 1000000
+"""
+
+
+def read_pairs(path: Path) -> list[tuple[str, bytes, bytes]]:
+    """Return key, image and caption of each sample, in random order."""
+    files: dict[str, bytes] = {}
+    with tarfile.open(path) as tar:
+        for member in tar:
+            if content := tar.extractfile(member):
+                files[member.name] = content.read()
+    keys = sorted({name.partition(".")[0] for name in files})
+    random.Random(0).shuffle(keys)
+    return [(key, files[f"{key}.png"], files[f"{key}.txt"]) for key in keys]
+
+
+def prepare_pairs(work: Path, name: str, pairs: list[tuple[str, bytes, bytes]]) -> None:
+    """Write pairs as a tar and prepare it, unless that was done before."""
+    folder = work / "tars" / name
+    if (work / "corpora" / name / "prep.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / "pairs.tar", "w") as tar:
+        for key, image, caption in pairs:
+            add_file(tar, f"{key}.png", image)
+            add_file(tar, f"{key}.txt", caption)
+    config = work / f"{name}.toml"
+    config.write_text(
+        f'out = "{work}/corpora/{name}"\n[read]\nfolder = "{folder}"\nformat = "images"\n'
+        f'[split]\nvalidation = 0\n[tokenizer]\nfile = "{work}/corpora/text/tokenizer.model"\n'
+    )
+    common.run_megatfm("prep", str(config))
+
+
+def train_tokenizer(work: Path, pairs: list[tuple[str, bytes, bytes]]) -> None:
+    """Train a tokenizer on the captions, unless that was done before."""
+    folder = work / "text"
+    if not (work / "corpora" / "text" / "prep.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "captions.txt").write_bytes(b"\n".join(caption for _, _, caption in pairs))
+        words = (
+            f"read.folder={folder}",
+            f"out={work}/corpora/text",
+            "tokenizer.vocab_size=800",
+            "split.validation=0",
+        )
+        common.run_megatfm("prep", "quickstart-data", *words)  # fmt: skip
+
+
+def train_towers(work: Path, groups: list[str], steps: int, seed: int) -> dict[str, float]:
+    """Train once; return the mean of top1 and top5 over all groups, and CPU seconds."""
+    folder = work / f"towers-{seed}"
+    result = folder / "learned.json"
+    if not result.exists():
+        config = work / "towers.toml"
+        config.write_text(CONFIG)
+        sets = ",".join(f"{group}='{work}/corpora/{group}/train'" for group in groups)
+        seconds = common.run_megatfm(
+            *("train", str(config), f"name={folder.name}", f"run_dir={folder}", f"train.seed={seed}"),
+            *(f"train.steps={steps}", f"data.train={work}/corpora/train/train"),
+            *(f"data.tokenizer={work}/corpora/text/tokenizer.model", f"data.validation={{{sets}}}"),
+        )
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        metrics = [values["metrics"] for values in lines[-1]["evaluation"].values()]
+        means = {name: statistics.mean(group[name] for group in metrics) for name in ("top1", "top5")}
+        result.write_text(json.dumps({**means, "cpu_seconds": round(seconds)}))
+    figures: dict[str, float] = json.loads(result.read_text())
+    print(seed, figures, flush=True)
+    return figures
+
+
+def add_captions(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("runs/captions"))
+    parser.add_argument("--out", type=common.make_output_folder)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seeds", type=int, default=3)
+    return run_captions
+
+
+def run_captions(args: argparse.Namespace) -> None:
+    """Prepare, train with each seed, write the page."""
+    work = args.work.absolute()
+    pairs = read_pairs(args.images / "train.tar")
+    train_tokenizer(work, pairs)
+    prepare_pairs(work, "train", pairs)
+    tested = read_pairs(args.images / "test.tar")
+    groups = [f"group_{i}" for i in range(len(tested) // GROUP)]
+    for i, group in enumerate(groups):
+        prepare_pairs(work, group, tested[i * GROUP : (i + 1) * GROUP])
+    runs = [train_towers(work, groups, args.steps, seed) for seed in range(args.seeds)]
+    page = common.Page(
+        common.make_dated_path(args.out, "captions-learn.md"),
+        *format_heading(args, len(pairs), len(groups)),
+        "| Seed | Own caption first, % | among the first five, % | CPU s |",
+        "|---|---|---|---|",
+    )
+    for seed, figures in enumerate(runs):
+        page.add(f"| {seed} | {100 * figures['top1']:.1f} | {100 * figures['top5']:.1f} | {figures['cpu_seconds']} |")
+
+
+def format_heading(args: argparse.Namespace, n_pairs: int, n_groups: int) -> list[str]:
+    """Return the lines above the table."""
+    return [
+        f"# Captions found among {GROUP}, {common.today()}",
+        "",
+        f"`benchmarks/images_learn.py captions IMAGES --steps {args.steps}`: an image encoder of 4 layers and a text "
+        "encoder of 2, d_model 96, features of 64 numbers; CLIP's loss over 128 pairs a step, "
+        f"{n_pairs:,} training pairs, one thread of {common.get_cpu_name()}. Images of typefaces that are not among "
+        f"the training images look for their caption among {GROUP}; mean of {n_groups} groups. By chance: 1 and 5 %.",
+        "",
+    ]
+
+
+PARTS = {"labels": add_labels, "captions": add_captions}
+
 if __name__ == "__main__":
-    main()
+    common.run_part(__doc__, PARTS)

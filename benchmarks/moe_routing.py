@@ -1,22 +1,35 @@
-"""Share of tokens that are routed to other experts on another layout, because sums over ranks round in another order.
+"""Routers of a mixture of experts: how a layout changes their choices, and how each learns and balances.
 
-    PYTHONPATH=. python benchmarks/moe_flips.py --out benchmarks/results/DATE-moe-flips.md
+    PYTHONPATH=. python benchmarks/moe_routing.py flips --out benchmarks/results/DATE-moe-flips.md
+    PYTHONPATH=. python benchmarks/moe_routing.py routers --out benchmarks/results/DATE-moe-routers.md
 
-The model is one of `tests/parity/test_experts.py`, without dropout: two of four blocks have 12 experts, of which 2 are
-chosen, with initial weights, whose probabilities nearly tie: the worst case. Tokens are drawn anew for each batch. A
-token of a block counts where its set of experts isn't that of data ranks alone, as many as the layout has ranks.
+flips: share of tokens that are routed to other experts on another layout, because sums over ranks round in another
+order. The model is one of `tests/parity/test_experts.py`, without dropout: two of four blocks have 12 experts, of which
+2 are chosen, with initial weights, whose probabilities nearly tie: the worst case. Tokens are drawn anew for each
+batch. A token of a block counts where its set of experts isn't that of data ranks alone, as many as the layout has
+ranks.
+
+routers: every router against a dense model on made-up documents, in float64: a table that any CPU makes again. The
+model and its documents are those of `tests/golden/test_preset_curves.py`: 60 steps of 1,024 tokens, each of which
+follows from the one before seven times in eight. A model that knows a document's topic alone reaches ln 16 = 2.77.
+Loss: the next token's, without terms of balance, the mean of the last 10 steps. Busiest: the load of the busiest expert
+of any block by the mean, over the last 24 steps: their mean, and the highest. Active weights are those of the dense
+model, but for the router's; a capacity is a row's.
 """
 
-import importlib
+import argparse
+import statistics
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import common
 import torch
 from torch import Tensor, nn
 
-from megatfm.config import ModelConfig, ParallelConfig
+from megatfm.config import ModelConfig, ParallelConfig, load_config
 from megatfm.layers.sequence import SequenceMetadata
+from megatfm.parallel import distributed
 from tests.support.batches import family_batch
 from tests.support.expert_models import (
     EXPERT_CONTEXT_LAYOUTS,
@@ -26,8 +39,11 @@ from tests.support.expert_models import (
     TP2,
 )
 from tests.support.expert_parity import moe_layers, objective_for
+from tests.support.golden_curves import MOE_PRESET, SMALL_MOE, curves
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
+
+# ---------------------------------------------------------------------------------------------------- flips
 
 DATA_RANKS = "data ranks"
 LAYOUTS: dict[int, dict[str, ParallelConfig]] = {
@@ -120,19 +136,21 @@ def format_rows(choices_of_ranks: list[Mapping[str, Choices]], ranks: int, preci
     return lines
 
 
-def main() -> None:
-    """Print a table, and write it with --out."""
-    parser = common.make_parser(__doc__)
+def add_flips(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--out", type=common.make_output_file)
-    args = parser.parse_args()
+    return run_flips
+
+
+def run_flips(args: argparse.Namespace) -> None:
+    """Print a table, and write it with --out."""
     page = common.Page(
         args.out,
         f"# Routes that differ between layouts, {common.today()}",
         "",
-        f"`python benchmarks/moe_flips.py`, whose head says what is counted; torch {torch.__version__}, gloo.",
+        f"`python benchmarks/moe_routing.py flips`, whose head says what is counted; torch {torch.__version__}, gloo.",
         "",
         "| Numbers | Ranks | Layout | Tokens with other experts | % |",
         "|---|---|---|---|---|",
@@ -144,5 +162,76 @@ def main() -> None:
             page.add(*format_rows(choices_of_ranks, ranks, precision))
 
 
+# -------------------------------------------------------------------------------------------------- routers
+
+D_FF = 64
+"""Width of the dense network."""
+WARM = 36
+"""Steps that do not count for the balance."""
+
+
+make_moe = partial(common.make_moe_section, D_FF)
+"""A section of experts with as many active weights as the dense network."""
+
+EVEN = {"name": "deepseek_v3", "bias_update_rate": 0.01}
+TOP_K = {"name": "top_k", "aux_loss_coef": 0.1}
+NETWORKS: dict[str, dict[str, object]] = {
+    "dense": {"d_ff": D_FF},
+    "`deepseek_v3`, `bias_update_rate` 0.01": make_moe(EVEN),
+    "`top_k`, `balance` 0.1": make_moe(TOP_K),
+    "`top_k`, `balance` 0.01": make_moe({"name": "top_k", "aux_loss_coef": 0.01}),
+    "`top_k`, `sequence_balance` 0.1": make_moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
+    "`top_k`, nothing that balances": make_moe({"name": "top_k"}),
+    "`top_k`, `balance` 0.1, `capacity` 1.25": make_moe(TOP_K, capacity_factor=1.25),
+    "`switch`, `balance` 0.1, `capacity` 1.25": make_moe(
+        {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity_factor=1.25
+    ),
+    "`gshard`, `balance` 0.1": make_moe({"name": "gshard", "aux_loss_coef": 0.1}),
+    "`noisy_top_k`, `importance`, `load` 0.1": make_moe(
+        {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
+    ),
+    "`hash`": make_moe({"name": "hash"}),
+    "`deepseek_v3`, 16 experts of half the width, 4 chosen": make_moe(EVEN, experts=16, top_k=4),
+    "`deepseek_v3`, one shared, one of 8 chosen": make_moe(EVEN, top_k=1, n_shared_experts=1),
+}
+
+
+def measure_row(name: str, ffn: Mapping[str, object]) -> str:
+    """Train, and make a row of the table."""
+    small = [f"{key}={value}" for key, value in SMALL_MOE.items() if not key.startswith("model.ffn")]
+    config = load_config(MOE_PRESET, [f"model.ffn={common.format_toml(ffn)}", *small])
+    metrics = curves(config.model_dump())
+    loads = metrics.get("busiest", [])[WARM:]
+    cells = (
+        name,
+        f"{statistics.fmean(metrics.get('causal', metrics['loss'])[-10:]):.3f}",
+        f"{statistics.fmean(loads):.2f}, {max(loads):.2f}" if loads else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def add_routers(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--out", type=common.make_output_file)
+    return run_routers
+
+
+def run_routers(args: argparse.Namespace) -> None:
+    """Train all, print a table and write it."""
+    page = common.Page(
+        args.out,
+        f"# Routers on made-up documents, {common.today()}",
+        "",
+        f"`python benchmarks/moe_routing.py routers`, torch {torch.__version__}, float64.",
+        "",
+        "| Feed-forward network | Loss, nats a token | Busiest: mean, highest |",
+        "|---|---|---|",
+    )
+    with distributed.distributed_session(device="cpu"):
+        for name, ffn in NETWORKS.items():
+            page.add(measure_row(name, ffn))
+
+
+PARTS = {"flips": add_flips, "routers": add_routers}
+
 if __name__ == "__main__":
-    importlib.import_module("benchmarks.moe_flips").main()  # where ranks, which import it, find its functions
+    common.run_part(__doc__, PARTS)

@@ -1,0 +1,345 @@
+"""Estimated times of steps, against this machine's and against published runs.
+
+    OMP_NUM_THREADS=1 python benchmarks/estimate.py calibrate --rounds 10
+    python benchmarks/estimate.py published > benchmarks/results/DATE-estimate-published.md
+
+calibrate: how well a calibrated table tells times of products whose shapes are not in it, and of a whole step, on this
+machine. Products of the table and held-out ones are measured in turns. A step of a small GPT-2 by the engine is
+measured in CPU seconds, beside the estimate with a table that is measured before and after it.
+
+published: row by row with the error of each. PTD-P: Narayanan et al. 2021 (arXiv 2104.04473), table 1, on Selene (DGX
+A100 80 GB). Llama 3 405B: Grattafiori et al. 2024 (arXiv 2407.21783), table 4, on H100 at 700 W. The last column sets
+the device's rate of products so that the first row comes out; the other rows are predicted with it.
+
+What a paper does not tell is set so: PTD-P's micro-batch and number of virtual stages are those that the estimate takes
+for fastest among 1, 2, 4, 8 and 1f1b, interleaved 2 to 5. Its attention was not fused: what reading and writing the
+scores takes is added by a closed form (`compute_unfused_seconds`). Its FLOP/s count recomputation (its equation 3);
+Llama's MFU does not.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import common
+import torch
+import torch.distributed as dist
+
+from megatfm.config import Config, load_config
+from megatfm.errors import UsageError
+from megatfm.estimate.calibrate import (
+    DTYPES,
+    Clock,
+    _matmul,
+    matmul_shapes,
+    measure_device,
+    write_table,
+)
+from megatfm.estimate.devices import NODE, Cluster, load_cluster
+from megatfm.estimate.estimator import Estimate, Estimator, estimator
+from megatfm.estimate.roofline import measured_rate
+from megatfm.imaginary.step import batches_of
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine
+from megatfm.train.profiling import keep_freed_memory
+from megatfm.verify.shrink import objective_for
+
+# ------------------------------------------------------------------------------------------------ calibrate
+
+STEP = [
+    *("model.n_layers=4", "model.d_model=384", "model.attention.n_heads=6", "model.ffn.d_ff=1536"),
+    *("data.sequence_length=512", "train.micro_batch=4", "train.global_batch=4", "train.device=cpu"),
+    *("parallel.zero=0", "train.compile=false"),
+]
+
+
+def draw_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
+    """Shapes, of multiples of 16, drawn between the smallest and the largest of the table's sizes."""
+    draw, largest = (
+        random.Random(seed),
+        max(matmul_shapes("cpu"), key=lambda shape: shape[0] * shape[1] * shape[2]),
+    )
+    most, shapes = largest[0] * largest[1] * largest[2], list[tuple[int, int, int]]()
+    while len(shapes) < count:
+        m, n, k = (16 * round(2 ** draw.uniform(6, 11) / 16) for _ in range(3))
+        if m * n * k <= most:
+            shapes.append((m, n, k))
+    return shapes
+
+
+def measure_products(precision: str, rounds: int, count: int) -> None:
+    """Print the errors of held-out products."""
+    device, known, others = torch.device("cpu"), matmul_shapes("cpu"), draw_shapes(count, 3)
+    functions = [_matmul(shape, DTYPES[precision], device) for shape in (*known, *others)]
+    seconds = Clock(device).fastest(functions, rounds)
+    table = [[*shape, t] for shape, t in zip(known, seconds, strict=False)]
+    errors = []
+    for (m, n, k), measured in zip(others, seconds[len(known) :], strict=True):
+        errors.append(2 * m * n * k / measured_rate(table, m, n, k) / measured - 1)
+    ordered = sorted(abs(error) for error in errors)
+    worst = max(errors, key=abs)
+    print(
+        f"{precision}: {len(known)} products in the table, {count} held out: error "
+        f"{100 * statistics.median(errors):+.1f} % in the median, "
+        f"without sign {100 * statistics.median(ordered):.1f} %, "
+        f"ninth decile {100 * ordered[int(0.9 * count)]:.1f} %, worst {100 * worst:+.0f} %"
+    )
+
+
+def measure_step(config: Config, rounds: int) -> float:
+    """CPU seconds of the engine's step, the least of several."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.device("cpu")
+    keep_freed_memory(device)
+    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), device, config.train.precision)
+    objective, batches = objective_for(config), batches_of(config, 1, None)
+
+    def step() -> None:
+        engine.forward_backward(batches, objective)
+        engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
+
+    seconds = Clock(device).fastest([step], rounds)[0]
+    dist.destroy_process_group()
+    return seconds
+
+
+def estimate_step(config: Config) -> tuple[float, dict[str, float]]:
+    """Seconds of the estimate with a table that is measured now."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "here.toml"
+        write_table(measure_device(torch.device("cpu"), config.train.precision), path)
+        with estimator(config, load_cluster(NODE, 1, hardware=path)) as opened:
+            estimate = opened.estimate(opened.base)
+    return estimate.time.step, vars(estimate.time)
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--held-out", type=int, default=40)
+    return run_calibrate
+
+
+def run_calibrate(args: argparse.Namespace) -> None:
+    """Print both tables."""
+    for precision in DTYPES:
+        measure_products(precision, args.rounds, args.held_out)
+    for precision in DTYPES:
+        config = load_config("gpt2-124m", [*STEP, f"train.precision={precision}"])
+        before, causes = estimate_step(config)
+        measured = measure_step(config, args.rounds)
+        after, _ = estimate_step(config)
+        parts = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in causes.items() if seconds > 1e-3)
+        print(
+            f"{precision} step: measured {1e3 * measured:.0f} ms, estimated {1e3 * before:.0f} before and "
+            f"{1e3 * after:.0f} after ({100 * ((before + after) / 2 / measured - 1):+.0f} %): {parts}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ published
+
+GPT = [
+    "data.sequence_length=2048",
+    "parallel.zero=0",
+    "parallel.sequence_parallel=false",
+    "train.recompute=full",
+]
+SCORE_PASSES = 18
+"""Times that scores are read or written: 5 in a forward pass, which recomputation repeats, and 8 in a backward pass."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run. tflops: of a GPU."""
+
+    name: str
+    heads: int
+    width: int
+    layers: int
+    tp: int
+    pp: int
+    gpus: int
+    batch: int
+    tflops: float
+
+
+PTD_P = (
+    Row("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
+    Row("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138),
+    Row("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142),
+    Row("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135),
+    Row("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138),
+    Row("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    Row("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    Row("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    Row("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163),
+    Row("1008.0B", 160, 25600, 128, 8, 64, 3072, 3072, 163),
+)
+LLAMA = (
+    ("8,192 GPUs, rows of 8,192", 8192, ["parallel.pp=16", "train.global_batch=2048"], 430),
+    ("16,384 GPUs, rows of 8,192", 16384, ["parallel.pp=16", "train.global_batch=2048"], 400),
+    (
+        "16,384 GPUs, rows of 131,072, cp 16",
+        16384,
+        ["parallel.pp=16", "parallel.cp=16", "train.global_batch=128", "data.sequence_length=131072"],
+        380,
+    ),
+)
+
+
+def make_gpt_config(row: Row) -> Config:
+    """The model and layout of a row of table 1."""
+    return load_config(
+        "gpt3-xl",
+        [
+            f"model.d_model={row.width}",
+            f"model.n_layers={row.layers}",
+            f"model.attention.n_heads={row.heads}",
+            "model.attention.head_dim=" + str(row.width // row.heads),
+            "model.attention.pattern.name=full",
+            f"model.ffn.d_ff={4 * row.width}",
+            "model.vocab_size=51200",
+            f"parallel.tp={row.tp}",
+            f"parallel.pp={row.pp}",
+            "parallel.dp_shard=-1",
+            f"train.global_batch={row.batch}",
+            "train.micro_batch=1",
+            *GPT,
+        ],
+    )
+
+
+def iter_variants(row: Row) -> Iterator[dict[str, object]]:
+    """Settings that the paper leaves open."""
+    for micro_batch in (1, 2, 4, 8):
+        yield {"train.micro_batch": micro_batch}
+        for virtual in (2, 3, 4, 5) if row.pp > 1 else ():
+            yield {
+                "train.micro_batch": micro_batch,
+                "parallel.pp_schedule": "interleaved",
+                "parallel.virtual_stages": virtual,
+            }
+
+
+def compute_unfused_seconds(row: Row, estimate: Estimate) -> float:
+    """Time in which scores [rows, heads, T, T] in 16 bits pass through memory."""
+    train, device = estimate.config.train, estimate.cluster.device
+    scores = train.micro_batch * row.heads // row.tp * 2048**2 * 2
+    layers = row.layers / row.pp * estimate.microbatches
+    return layers * SCORE_PASSES * scores / (device.memory_bandwidth * device.memory_efficiency)
+
+
+def compute_published_flops(row: Row) -> float:
+    """FLOPs of a step by the paper's equation 3, with recomputation."""
+    s, v, h, n = 2048, 51200, row.width, row.layers
+    return 96 * row.batch * s * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h))
+
+
+def find_fastest(opened: Estimator, row: Row) -> tuple[float, Estimate] | None:
+    """The variant with the shortest step among those that fit."""
+    found: list[tuple[float, Estimate]] = []
+    for changes in iter_variants(row):
+        try:
+            estimate = opened.estimate(opened.base.with_changes(changes))
+        except (UsageError, ValueError):
+            continue
+        if estimate.fits:
+            found.append((estimate.time.step + compute_unfused_seconds(row, estimate), estimate))
+    return min(found, key=lambda pair: pair[0], default=None)
+
+
+def calibrate_cluster(cluster: Cluster, row: Row, measured: float) -> float:
+    """The efficiency of products with which a row comes out as measured, by bisection."""
+    low, high = 0.3, 1.0
+    with estimator(make_gpt_config(row), cluster) as opened:
+        for _ in range(12):
+            middle = (low + high) / 2
+            opened.cluster = scale_efficiency(cluster, middle)
+            best = find_fastest(opened, row)
+            assert best is not None
+            if compute_published_flops(row) / best[0] / row.gpus / 1e12 < measured:
+                low = middle
+            else:
+                high = middle
+    return (low + high) / 2
+
+
+def scale_efficiency(cluster: Cluster, share: float) -> Cluster:
+    """A cluster whose devices multiply at another share of their peak."""
+    return replace(cluster, device=replace(cluster.device, matmul_efficiency=share))
+
+
+def print_ptd_p() -> None:
+    """Print table 1 of PTD-P, as is and with the rate of its first row."""
+    share = calibrate_cluster(load_cluster("a100", PTD_P[0].gpus), PTD_P[0], PTD_P[0].tflops)
+    print(f"| PTD-P, table 1 | GPUs | layout | published | as is | error | rate of row 1 ({share:.3f}) | error |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    errors: tuple[list[float], list[float]] = [], []
+    for row in PTD_P:
+        cluster, cells = load_cluster("a100", row.gpus), []
+        layout = ""
+        with estimator(make_gpt_config(row), cluster) as opened:
+            for place, one in enumerate((cluster, scale_efficiency(cluster, share))):
+                opened.cluster = one
+                best = find_fastest(opened, row)
+                if best is None:
+                    cells.append("does not fit | ")
+                    continue
+                seconds, estimate = best
+                tflops = compute_published_flops(row) / seconds / row.gpus / 1e12
+                errors[place].append(tflops / row.tflops - 1)
+                cells.append(f"{tflops:.0f} | {100 * errors[place][-1]:+.1f} %")
+                layout = format_layout(row, estimate)
+        print(f"| {row.name} | {row.gpus:,} | {layout} | {row.tflops} | {' | '.join(cells)} |", flush=True)
+    for name, found in zip(("As is", "Rate of row 1, the nine others"), (errors[0], errors[1][1:]), strict=True):
+        sizes = [abs(error) for error in found]
+        print(f"\n{name}: median error {100 * median(sizes):.1f} %, largest {100 * max(sizes):.1f} %.")
+
+
+def format_layout(row: Row, estimate: Estimate) -> str:
+    """A row's layout, and what was chosen of it."""
+    parallel = estimate.config.parallel
+    virtual = f" × {parallel.stages_per_rank} stages" if parallel.stages_per_rank > 1 else ""
+    return f"tp {row.tp}, pp {row.pp}{virtual}, micro-batch {estimate.config.train.micro_batch}"
+
+
+def print_llama() -> None:
+    """Print table 4 of Llama 3; stages, which the paper gives, are interleaved, ZeRO 2 keeps gathered weights."""
+    print("\n| Llama 3 405B, table 4 | published | as is | error |\n|---|---|---|---|", flush=True)
+    for name, gpus, overrides, published in LLAMA:
+        words = [
+            "parallel.tp=8",
+            "parallel.dp_shard=-1",
+            "parallel.zero=2",
+            "train.micro_batch=1",
+            *overrides,
+        ]
+        words += ["parallel.grad_accumulation=unsharded", "parallel.pp_schedule=interleaved"]
+        with estimator(load_config("llama3-405b", words), load_cluster("h100", gpus)) as opened:
+            estimate = opened.estimate(opened.base)
+        tflops = estimate.mfu[0] * estimate.cluster.device.peak("bf16") / 1e12
+        error = 100 * (tflops / published - 1)
+        print(f"| {name} | {published} | {tflops:.0f} | {error:+.1f} % |", flush=True)
+
+
+def add_published(parser: argparse.ArgumentParser) -> common.Run:
+    return run_published
+
+
+def run_published(args: argparse.Namespace) -> None:
+    """Print both tables."""
+    print("# Estimates against published runs\n")
+    how = "`python benchmarks/estimate.py published`; what papers leave open, see its head"
+    print(f"TFLOP/s a GPU, {common.today()}: {how}.\n")
+    print_ptd_p()
+    print_llama()
+
+
+PARTS = {"calibrate": add_calibrate, "published": add_published}
+
+if __name__ == "__main__":
+    common.run_part(__doc__, PARTS)

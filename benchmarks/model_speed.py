@@ -1,0 +1,244 @@
+"""Speed of models against transformers' on this CPU: forward and backward passes, and generation.
+
+    python benchmarks/model_speed.py passes --rounds 10 --threads 2 --out benchmarks/results/DATE-zoo-speed.json
+    python benchmarks/model_speed.py generation --rounds 10 --out benchmarks/results/DATE-generation.md
+
+Rounds are interleaved in one process, and sides alternate who goes first. A figure is the median over all rounds of
+(transformers' seconds / megatfm's seconds): above 1, megatfm is faster; by the clock on the wall, and by the
+processor's over all threads, which other work on the machine disturbs less. Absolute times mean nothing by themselves.
+
+passes: GPT-2 124M and BERT-base against transformers' (its sdpa path). Both sides have the same dtype, threads, batch,
+targets and compile state, and random weights.
+
+generation: greedy, from batched prompts, against `transformers.generate`. A GPT-2 of transformers with random weights
+is written to a folder, and megatfm opens that. Prompts of uneven lengths are padded at their left; both sides have a
+key-value cache, take the likeliest token and never end early, so that they do the same number of steps. Both must make
+the same tokens.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from platform import python_version
+
+import common
+import torch
+import transformers
+from common import Page, Step, compare, get_cpu_name, make_output_file, make_side, summarize, today
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import __version__ as transformers_version
+
+from megatfm.config import load_config
+from megatfm.convert.load import load_hf_model
+from megatfm.inference.decoding import Prompts, generate
+from megatfm.layers.initialisation import initialise
+from megatfm.models import build
+
+# --------------------------------------------------------------------------------------------------- passes
+
+Loss = Callable[[], torch.Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def make_gpt2_losses(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
+    """Return both sides' next-token loss of all tokens; transformers shifts the targets itself."""
+    config = transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    reference = prepare_model(
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), dtype, compiled
+    )
+    model = prepare_model(build_without_dropout("gpt2-124m"), dtype, compiled)
+    tokens = torch.randint(0, 50257, (rows, length + 1))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return (
+        lambda: model(inputs, targets=targets).losses["causal"] / targets.numel(),
+        lambda: reference(input_ids=inputs, labels=inputs).loss,
+    )
+
+
+def make_bert_losses(rows: int, length: int, dtype: torch.dtype, compiled: bool) -> tuple[Loss, Loss]:
+    """Return both sides' loss of masked tokens (15 %) and next-sentence prediction."""
+    config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    reference = transformers.BertForPreTraining._from_config(config, attn_implementation="sdpa")
+    reference = prepare_model(reference, dtype, compiled)
+    model = prepare_model(build_without_dropout("bert-base"), dtype, compiled)
+    tokens = torch.randint(0, 30522, (rows, length))
+    targets = tokens.where(torch.rand(rows, length) < 0.15, -100)
+    sentence = torch.full_like(tokens, -100)
+    sentence[:, 0] = torch.arange(rows) % 2
+
+    def step_of_ours() -> torch.Tensor:
+        losses = model(tokens, targets=targets, sentence_targets=sentence).losses
+        return losses["masked"] / (targets >= 0).sum() + losses["sentence"] / rows
+
+    return (
+        step_of_ours,
+        lambda: reference(input_ids=tokens, labels=targets, next_sentence_label=torch.arange(rows) % 2).loss,
+    )
+
+
+MODELS = {"gpt2-124m": make_gpt2_losses, "bert-base": make_bert_losses}
+
+
+def build_without_dropout(preset: str) -> nn.Module:
+    overrides = [f"model.{rate}=0" for rate in ("dropout", "attention.dropout", "ffn.dropout")]
+    model = build(load_config(preset, overrides).model)
+    initialise(model, 0)
+    return model
+
+
+def prepare_model(model: nn.Module, dtype: torch.dtype, compiled: bool) -> nn.Module:
+    model = model.to(dtype).train()
+    return torch.compile(model) if compiled else model  # type: ignore[return-value]
+
+
+def make_pass(loss: Loss) -> Step:
+    """Return a function that runs a forward and a backward pass."""
+    return lambda: loss().backward()
+
+
+def add_passes(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--states", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
+    parser.add_argument("--out", type=common.make_output_file)
+    return run_passes
+
+
+def run_passes(args: argparse.Namespace) -> None:
+    """Run what the arguments ask for; print a table and write it."""
+    torch.set_num_threads(args.threads)
+    results = []
+    for name in args.models:
+        for dtype in args.dtypes:
+            for state in args.states:
+                torch.manual_seed(0)
+                torch._dynamo.reset()
+                actual, expected = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
+                figures = summarize(compare(make_side(make_pass(actual)), make_side(make_pass(expected)), args.rounds))
+                row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **figures}
+                results.append(row)
+                print(
+                    "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()),
+                    flush=True,
+                )
+    if args.out:
+        facts = {
+            "date": common.today(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": python_version(),
+            "processor": get_cpu_name(instructions=True),
+            "threads": args.threads,
+            "rows": args.rows,
+            "length": args.length,
+            "rounds": args.rounds,
+        }
+        common.write_json(args.out, {**facts, "results": results}, indent=2)
+
+
+# ----------------------------------------------------------------------------------------------- generation
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: how many prompts, their lengths from and to, and how many tokens follow."""
+
+    rows: int
+    shortest: int
+    longest: int
+    new_tokens: int
+
+    def draw_prompts(self, vocabulary: int) -> list[Tensor]:
+        """Draw prompts of evenly spread lengths."""
+        random = torch.Generator().manual_seed(0)
+        lengths = torch.linspace(self.shortest, self.longest, self.rows).round().int().tolist()
+        return [torch.randint(1, vocabulary, (length,), generator=random) for length in lengths]
+
+
+CASES = (Case(8, 16, 64, 32), Case(32, 16, 64, 24), Case(8, 200, 256, 16), Case(1, 32, 32, 32))
+
+
+def make_sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
+    """Return a function for each side, which returns the new tokens [rows, new_tokens]."""
+    reference = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa").eval()
+    model, prompts = load_hf_model(folder), case.draw_prompts(reference.config.vocab_size)
+    longest = max(map(len, prompts))
+    ids, mask = (torch.zeros(case.rows, longest, dtype=torch.int64) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+
+    def by_transformers() -> Tensor:
+        tokens = reference.generate(
+            ids, attention_mask=mask, max_new_tokens=case.new_tokens, min_new_tokens=case.new_tokens,
+            do_sample=False, num_beams=1, pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        return tokens[:, longest:]
+
+    def by_megatfm() -> Tensor:
+        return generate(model, Prompts(prompts), max_tokens=case.new_tokens)[:, longest:]
+
+    return {"transformers": by_transformers, "megatfm": by_megatfm}
+
+
+def measure_ratios(folder: Path, case: Case, rounds: int) -> dict[str, float]:
+    """Return the median, the lowest and the highest ratio by each clock. Raises AssertionError where tokens differ."""
+    both = make_sides(folder, case)
+    assert torch.equal(both["transformers"](), both["megatfm"]()), "the sides generate different tokens"
+    return summarize(compare(make_side(both["megatfm"]), make_side(both["transformers"]), rounds))
+
+
+def add_generation(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--out", type=make_output_file)
+    return run_generation
+
+
+def run_generation(args: argparse.Namespace) -> None:
+    """Run all cases, and print or write a table."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=args.vocabulary, n_positions=512, n_embd=args.width, n_layer=args.layers, n_head=args.width // 64,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    page = Page(
+        args.out,
+        f"# Greedy generation against transformers, {today()}",
+        "",
+        f"{get_cpu_name()}, {torch.get_num_threads()} threads, other work on the machine: load "
+        f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. torch {torch.__version__}, "
+        f"transformers {transformers_version}.",
+        f"GPT-2 of {args.layers} layers, width {args.width}, {args.vocabulary:,} tokens, float32. {args.rounds} "
+        "interleaved rounds.",
+        "Ratio: transformers' seconds / megatfm's, median (lowest to highest) over rounds.",
+        "",
+        "| Prompts | Tokens of a prompt | New tokens | Processor's seconds | Seconds on the wall |",
+        "|---|---|---|---|---|",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        GPT2LMHeadModel(config).save_pretrained(folder)
+        for case in CASES:
+            measured = measure_ratios(Path(folder), case, args.rounds)
+            cells = [
+                f"{measured[clock]:.2f} ({measured[f'{clock}_lowest']:.2f} to {measured[f'{clock}_highest']:.2f})"
+                for clock in ("cpu", "wall")
+            ]
+            page.add(
+                f"| {case.rows} | {case.shortest} to {case.longest} | {case.new_tokens} | {cells[0]} | {cells[1]} |"
+            )
+
+
+PARTS = {"passes": add_passes, "generation": add_generation}
+
+if __name__ == "__main__":
+    common.run_part(__doc__, PARTS)

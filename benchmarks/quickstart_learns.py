@@ -1,0 +1,256 @@
+"""Small models on the quickstart's corpus: experts against a dense network, and presets of the zoo.
+
+    megatfm prep quickstart-data tokenizer.vocab_size=512 out=corpora/quickstart-512
+    python benchmarks/quickstart_learns.py moe --out benchmarks/results/DATE-moe-learns.md
+    megatfm prep quickstart-data
+    python benchmarks/quickstart_learns.py zoo --out benchmarks/results/DATE-zoo-learns.md
+
+moe: a small mixture of experts, against the dense model of equally many active parameters. All are the preset
+`quickstart-moe`, see the same tokens in the same order, and differ in the feed-forward network alone. A token goes
+through as many weights of experts as of the dense network; a learned router adds `n_experts` · `d_model` weights a
+block. Busiest is the load of the busiest expert as a multiple of the mean, over the steps after warm-up and over
+blocks: the mean, and the highest in one step and block. The loss is the next token's, without terms that balance.
+
+zoo: a small GPT, BERT, T5 and ELECTRA, each its preset, made small. The table holds each term of the loss on held-out
+text, in nats, after STEPS steps. A cross-entropy over the vocabulary is to be seen beside the entropy of the held-out
+tokens' frequencies, which a model reaches that has learnt nothing else. The corpus is the standard library of the
+Python that made it, so figures differ between machines. The curves that must repeat are those of `tests/golden`, on
+text that is the same everywhere.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from platform import python_version
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import common
+import numpy as np
+import torch
+
+from megatfm.config import load_config
+from megatfm.corpus.corpus import Corpus
+from megatfm.describe import describe
+
+# ------------------------------------------------------------------------------------------------------ moe
+
+D_FF = 128
+"""Width of the dense network."""
+QUIET = ("log.sinks=[]", "log.layer_stats_every=4", "evaluate.every=0", "checkpoint.every=100000")
+WARM = 0.2
+"""Share of the steps that counts as warm-up for the balance."""
+
+
+make_moe = partial(common.make_moe_section, D_FF)
+"""A section of experts with as many active weights as the dense network."""
+
+EVEN = {"name": "deepseek_v3", "bias_update_rate": 0.01}
+NETWORKS: dict[str, dict[str, object] | None] = {
+    "dense": None,
+    "`top_k`, `balance` 0.05": make_moe({"name": "top_k", "aux_loss_coef": 0.05}),
+    "`deepseek_v3`, `bias_update_rate` 0.01": make_moe(EVEN),
+    "`top_k`, `balance` 0.1": make_moe({"name": "top_k", "aux_loss_coef": 0.1}),
+    "`top_k`, no balance": make_moe({"name": "top_k"}),
+    "`switch`, `balance` 0.1, `capacity` 1.25": make_moe(
+        {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity_factor=1.25
+    ),
+    "`hash`": make_moe({"name": "hash"}),
+    "`deepseek_v3`, 32 experts of a quarter, 8 chosen": make_moe(EVEN, experts=32, top_k=8),
+    "`deepseek_v3`, one shared and one chosen": make_moe(EVEN, top_k=1, n_shared_experts=1),
+    "`top_k`, `sequence_balance` 0.1": make_moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
+    "`top_k`, `balance` 0.1, `capacity` 1.25": make_moe({"name": "top_k", "aux_loss_coef": 0.1}, capacity_factor=1.25),
+    "`gshard`, `balance` 0.1": make_moe({"name": "gshard", "aux_loss_coef": 0.1}),
+    "`noisy_top_k`, `importance`, `load` 0.1": make_moe(
+        {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
+    ),
+}
+
+
+class Outcome(NamedTuple):
+    """The outcome of a run."""
+
+    active: int
+    parameters: int
+    loss: float
+    loads: list[float]
+    dropped: float
+
+
+def make_network_overrides(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> list[str]:
+    """Return the overrides of a run."""
+    section = {"d_ff": D_FF} if ffn is None else ffn
+    return [
+        *QUIET, f"model.ffn={common.format_toml(section)}", f"train.steps={steps}", f"train.seed={seed}",
+        f"run_dir={run}", f"data.corpus={corpora}",
+    ]  # fmt: skip
+
+
+def train(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> Outcome:
+    """Train in a separate process unless that is done, and read metrics.jsonl."""
+    words = make_network_overrides(ffn, corpora, steps, seed, run)
+    record = run / "metrics.jsonl"
+    if not record.exists() or '"evaluation"' not in record.read_text():
+        subprocess.run([sys.executable, "-m", "megatfm", "train", "quickstart-moe", *words], check=True)
+    lines: list[dict[str, Any]] = [json.loads(line) for line in record.read_text().splitlines()]
+    layers = [
+        layer
+        for line in lines
+        if line["step"] > WARM * steps
+        for layer in line.get("norms", {}).values()
+        if "load_max" in layer
+    ]
+    counts, held_out = describe(load_config("quickstart-moe", words)), lines[-1]["evaluation"]["validation"]
+    return Outcome(
+        counts.active,
+        counts.parameters,
+        held_out.get("terms", {}).get("causal", held_out["loss"]),
+        [layer["load_max"] for layer in layers],
+        statistics.fmean(layer["dropped"] for layer in layers) if layers else 0.0,
+    )
+
+
+def format_row(name: str, seeds: list[Outcome], dense: list[Outcome]) -> str:
+    """Format a row of the table."""
+    losses = [outcome.loss for outcome in seeds]
+    loads = [load for outcome in seeds for load in outcome.loads]
+    better = [expected.loss - run.loss for run, expected in zip(seeds, dense, strict=True)]
+    cells = (
+        name,
+        f"{seeds[0].parameters / 1e6:.2f}",
+        f"{seeds[0].active / 1e6:.3f}",
+        " ".join(f"{loss:.3f}" for loss in losses),
+        " ".join(f"{gain:+.3f}" for gain in better),
+        f"{statistics.fmean(loads):.2f}, {max(loads):.2f}" if loads else "",
+        f"{100 * statistics.fmean(outcome.dropped for outcome in seeds):.1f}" if loads else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def add_moe(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart-512"))
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--models", nargs="+", default=list(NETWORKS), help="names, or their beginnings")
+    parser.add_argument("--out", type=common.make_output_file)
+    parser.add_argument("--runs", type=Path, help="keep runs in this folder, and take those that are there")
+    return run_moe
+
+
+def run_moe(args: argparse.Namespace) -> None:
+    """Train all, print a table and write it."""
+    chosen = [
+        name for name in NETWORKS if name == "dense" or any(name.startswith(beginning) for beginning in args.models)
+    ]
+    outcomes: dict[str, list[Outcome]] = {}
+    page = common.Page(
+        args.out,
+        f"# Small mixtures of experts on the quickstart's corpus, {common.today()}",
+        "",
+        f"`python benchmarks/quickstart_learns.py moe --steps {args.steps} --seeds {' '.join(map(str, args.seeds))}`, "
+        f"torch {torch.__version__},",
+        f"the standard library of Python {python_version()}. One figure a seed. Parameters in millions.",
+        "",
+        "| Feed-forward network | Parameters | Active | Held-out loss, nats | Better than dense by | "
+        "Busiest: mean, highest | Dropped, % |",
+        "|---|---|---|---|---|---|---|",
+    )
+    with TemporaryDirectory() as folder:
+        runs_folder, every = args.runs or Path(folder), list(NETWORKS)
+        for name in chosen:
+            folders = [runs_folder / f"{every.index(name)}-{seed}" for seed in args.seeds]
+            outcomes[name] = [
+                train(NETWORKS[name], args.corpus.resolve(), args.steps, seed, run)
+                for seed, run in zip(args.seeds, folders, strict=True)
+            ]
+            page.add(format_row(name, outcomes[name], outcomes["dense"]))
+
+
+# ------------------------------------------------------------------------------------------------------ zoo
+
+SMALL = (
+    "model.vocab_size=4096", "model.d_model=64", "model.n_layers=2", "model.attention.n_heads=2", "model.ffn.d_ff=256",
+    "model.dropout=0", "model.attention.dropout=0", "data.sequence_length=128", "optimizer.lr=3e-3",
+    "lr_schedule.warmup_steps=50", "train.global_batch=16", "train.micro_batch=16", "train.precision=fp32",
+    "log.sinks=[]",
+)  # fmt: skip
+PRESETS: dict[str, tuple[str, ...]] = {
+    "gpt2-124m": (),
+    "bert-base": (),
+    "t5-base": ("data.target_length=64",),
+    "electra-small": (
+        "model.embedding.dim=32", "model.generator.d_model=32", "model.generator.d_ff=128",
+        "model.generator.n_heads=1",
+    ),
+}  # fmt: skip
+
+
+def compute_entropy(corpus: Path) -> float:
+    """Return the entropy of a corpus's token frequencies, in nats."""
+    opened = Corpus.open(corpus)
+    counts = sum(
+        np.bincount(tokens, minlength=4096)
+        for number in range(opened.n_blocks)
+        for _, tokens in opened.read_block(number)
+    )
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def make_preset_overrides(preset: str, corpora: Path, steps: int, run: Path) -> list[str]:
+    """Return the overrides of a run."""
+    return [
+        *SMALL, *PRESETS[preset], f"train.steps={steps}", f"run_dir={run}", f"data.train={corpora}/train",
+        f"data.validation={{ held-out = '{corpora}/validation' }}", f"data.tokenizer={corpora}/tokenizer.model",
+    ]  # fmt: skip
+
+
+def train_and_evaluate(preset: str, corpora: Path, steps: int, run: Path) -> dict[str, float]:
+    """Train in a separate process; return each loss term on held-out text after the last step."""
+    words = make_preset_overrides(preset, corpora, steps, run)
+    subprocess.run([sys.executable, "-m", "megatfm", "train", preset, *words], check=True)
+    result = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["held-out"]
+    return result.get("terms") or {"loss": result["loss"]}
+
+
+def add_zoo(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--corpus", type=Path, default=Path("corpora/quickstart"))
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--out", type=common.make_output_file)
+    return run_zoo
+
+
+def run_zoo(args: argparse.Namespace) -> None:
+    """Train all, print a table and write it."""
+    corpora, rows = args.corpus.resolve(), list[str]()
+    known = compute_entropy(corpora / "validation")
+    with TemporaryDirectory() as folder:
+        for preset in PRESETS:
+            for term, loss in train_and_evaluate(preset, corpora, args.steps, Path(folder) / preset).items():
+                rows.append(f"| `{preset}` | {term} | {loss:.3f} |")
+    page = "\n".join(
+        [
+            f"# Small models of the zoo on the quickstart's corpus, {common.today()}",
+            "",
+            f"`python benchmarks/quickstart_learns.py zoo --steps {args.steps}`, torch {torch.__version__}; the text",
+            f"is the standard library of Python {python_version()}. The "
+            f"held-out tokens' frequencies alone: {known:.3f} nats.",
+            "",
+            "| Preset, made small | Term | Held-out loss, nats |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+    print(page)
+    common.write_text(args.out, page)
+
+
+PARTS = {"moe": add_moe, "zoo": add_zoo}
+
+if __name__ == "__main__":
+    common.run_part(__doc__, PARTS)
