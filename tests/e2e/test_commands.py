@@ -43,7 +43,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_what_a_user_does_with_a_run(trained, tmp_path):
+def test_a_trained_run_generates_evaluates_and_exports(trained, tmp_path):
     output = tmp_path / "said"
     sampled = megatfm("generate", trained, "--prompt", "def ", "--max-tokens", 20, "--seed", 1, output=output)
     assert sampled.startswith("def ")
@@ -188,7 +188,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(tmp_path, monkeypatch, capfd, wo
     assert not (tmp_path / "runs/quickstart/checkpoints").exists()
 
 
-def test_whoever_reads_the_output_may_stop(tmp_path):
+def test_a_closed_output_ends_the_command_silently(tmp_path):
     reads, writes = os.pipe()
     os.close(reads)
     command = [sys.executable, "-m", "megatfm", "config", "schema"]

@@ -69,7 +69,7 @@ def test_a_run_goes_on_from_a_hugging_face_folder(workers, corpus, foreign, tmp_
         continue_from_config(foreign, None, [f"run_dir={tmp_path / 'other'}", *words[1:]])
 
 
-def test_what_came_with_the_model_is_there_on_the_way_back(workers, corpus, foreign, tmp_path):
+def test_settings_of_a_foreign_model_survive_training_and_export(workers, corpus, foreign, tmp_path):
     """Ids and how to generate, after training on and after a resume."""
     about = {key: json.loads((foreign / f"{key}.json").read_text()) for key in ("config", "generation_config")}
     about["config"] |= {"bos_token_id": 5, "eos_token_id": [7, 9], "pad_token_id": None}

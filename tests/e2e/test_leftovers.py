@@ -73,7 +73,7 @@ CLOSED = {
 }
 
 
-def test_what_can_not_be_gone_on_from_says_why(start: Start, closed: list[Path]) -> None:
+def test_unreadable_leftovers_say_why_a_run_can_not_go_on(start: Start, closed: list[Path]) -> None:
     first = start(*QUICK, "train.steps=4")
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     for name, message in CLOSED.items():

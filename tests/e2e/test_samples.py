@@ -220,7 +220,7 @@ def test_the_command_leaves_results_in_the_run(
         (["--task", "x.toml", "--limit", "-1"], "limit = -1: choose 1 or more"),
     ],
 )
-def test_what_the_command_refuses(
+def test_wrong_options_of_evaluate_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -220,7 +220,7 @@ LABELS_OF_FORM = {
 }
 
 
-def test_what_is_trained_is_shown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_form_of_task_shows_its_trained_examples(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save_bert(folder / "bert", WORDS_OF_QUESTIONS)
     forms = {
         "classification": {"text": "the lamp", "label": "good"},

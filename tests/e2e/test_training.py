@@ -218,7 +218,7 @@ def test_weights_of_another_run_start_a_fresh_one(workers, make_config, tmp_path
     assert training_curve(tmp_path / "second")[0]["step"] == 1
 
 
-def test_what_a_run_leaves(workers, make_config, tmp_path):
+def test_a_run_directory_holds_metrics_config_and_profile(workers, make_config, tmp_path):
     config = make_config("log.profile=2:4", 'log.sinks=["tensorboard"]', "train.steps=6", run="left")
     workers.run(run_training, 1, config)
     run = tmp_path / "left"
@@ -253,7 +253,7 @@ def test_what_a_run_leaves(workers, make_config, tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_does_not_fit_is_one_clear_usage_error(workers, make_config, tmp_path, overrides, ranks, words):
+def test_a_config_that_does_not_fit_is_one_clear_usage_error(workers, make_config, tmp_path, overrides, ranks, words):
     for kind, message in workers.run(error_of, ranks, make_config(*overrides, run="bad")):
         assert kind == UsageError.__name__, message
         assert "\n" not in message

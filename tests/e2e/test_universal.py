@@ -117,6 +117,6 @@ def test_weights_and_adam_s_state_go_over_to_the_bit(
     assert {t.item() for name, t in after.items() if name.endswith(".step")} == {float(STEPS + 1)}
 
 
-def test_what_is_no_universal_checkpoint_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_universal_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"ds_to_universal --input_folder \S+/global_stepN"):
         from_universal(tmp_path, tmp_path / "new", tmp_path)

@@ -98,7 +98,7 @@ def check_adjoint(name: str, dim: int) -> None:
     ("name", "dim"),
     [(name, dim) for name, forms in COLLECTIVES.items() for dim in range(2 if forms.cuts else 1)],
 )
-def test_the_adjoint(workers: Workers, name: str, dim: int, ranks: int) -> None:
+def test_a_collective_s_backward_is_its_adjoint(workers: Workers, name: str, dim: int, ranks: int) -> None:
     workers.run(check_adjoint, ranks, name, dim)
 
 

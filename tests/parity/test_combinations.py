@@ -71,7 +71,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("position", "mask", "parts"), CASES)
-def test_trains(position: str, mask: str, parts: list[tuple[str, str, str]]) -> None:
+def test_each_combination_of_parts_trains(position: str, mask: str, parts: list[tuple[str, str, str]]) -> None:
     for norm_position, norm, activation in parts:
         config = combination(norm_position, norm, activation, position, mask).with_changes(SMALL)
         model, result = make(config), batch(config, mask)

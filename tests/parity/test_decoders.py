@@ -281,7 +281,7 @@ def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> Fi
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_padded_rows(model: str, dtype: torch.dtype) -> None:
+def test_padded_rows_of_decoders_equal_transformers(model: str, dtype: torch.dtype) -> None:
     figures = compare_decoder(model, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
@@ -357,7 +357,7 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
 
 
 @pytest.mark.parametrize("model", ENCODER_DECODERS)
-def test_padded_pairs(model: str, dtype: torch.dtype) -> None:
+def test_padded_pairs_of_encoder_decoders_equal_transformers(model: str, dtype: torch.dtype) -> None:
     figures = compare_encoder_decoder(model, dtype)
     assert figures.logits > 0
     assert figures.compared > 40

@@ -141,7 +141,7 @@ MORE_OFFLOADED: dict[str, tuple[int, list[Config]]] = {
 
 
 @pytest.mark.parametrize("which", [*OFFLOADED, pytest.param("more", marks=pytest.mark.slow)])
-def test_what_is_offloaded_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
+def test_offloading_to_the_host_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
     steps, cases = (OFFLOADED | MORE_OFFLOADED)[which]
     for result in workers.run(pairs, 2, tmp_path, cases, steps, timeout=250):
         assert result == []
@@ -166,7 +166,7 @@ MORE_IN_FILES: dict[str, list[Config]] = {
 
 
 @pytest.mark.parametrize("which", [*IN_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES)])
-def test_what_is_in_files_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
+def test_offloading_to_files_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
     cases = (IN_FILES | MORE_IN_FILES)[which]
     for result in workers.run(pairs, ranks_of(cases[0]), tmp_path, cases, 4, timeout=250):
         assert result == []

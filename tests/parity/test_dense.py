@@ -146,7 +146,7 @@ def test_every_activation_with_every_norm(activation: str) -> None:
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_parts_together(parts: str) -> None:
+def test_combined_parts_equal_the_dense_reference(parts: str) -> None:
     config = ModelConfig.from_dotted(**(SMALL_DENSE | PARTS[parts]))
     compare(config, "pairs" if config.family == "encoder_decoder" else "causal")
 

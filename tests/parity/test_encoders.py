@@ -111,7 +111,7 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_padded_rows(model: str, dtype: torch.dtype) -> None:
+def test_padded_rows_of_encoders_equal_transformers(model: str, dtype: torch.dtype) -> None:
     figures = compare(model, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20

@@ -150,7 +150,7 @@ def refused(folder: Path, changes: dict[str, Any]) -> str:
         ({"evaluate.tasks": {"text": "text.toml"}}, "evaluate.tasks.text: kind = 'generation' has no likelihood"),
     ],
 )  # fmt: skip
-def test_what_can_t_be_evaluated_is_refused(
+def test_a_task_that_a_layout_can_not_evaluate_is_refused(
     workers: Workers, folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     task = (folder / "cloze.toml").read_text().replace("cloze", "generation")

@@ -56,7 +56,7 @@ def test_the_rest_is_trained_as_on_one_device(workers: Workers, name: str, layou
     ],
     ids=["zero0", "zero1", "zero2", "zbv", "pp2 × zero3"],
 )
-def test_nothing_is_sent_of_them(parallel: dict[str, Any]) -> None:
+def test_gradients_of_frozen_weights_are_not_sent(parallel: dict[str, Any]) -> None:
     """Every byte is one that the closed forms expect, and these leave frozen gradients out."""
     model = {
         "vocab_size": 512, "d_model": 64, "n_layers": 4, "attention": {"n_heads": 4}, "ffn": {"d_ff": 128},

@@ -60,7 +60,7 @@ def normalised(images: list[Tensor], config: ModelConfig, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", MODELS)
-def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
+def test_image_models_equal_transformers(name: str, size: str, dtype: torch.dtype) -> None:
     """A classifier's logits and loss, or a tower's last vectors; then every gradient."""
     common = {key: value for key, value in COMMON.items() if "position" not in MODELS[name] or "position" not in key}
     config, figures = ModelConfig.from_dotted(common | MODELS[name]), Figures()

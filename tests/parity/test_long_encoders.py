@@ -93,7 +93,7 @@ def test_rows_of_several_lengths(model: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_by_blocks(model: str) -> None:
+def test_block_sparse_kernels_of_long_encoders_equal_transformers(model: str) -> None:
     with (
         doubled(torch.float64, modeling_big_bird, modeling_longformer),
         mock.patch.object(kernels, "LONG", 1),

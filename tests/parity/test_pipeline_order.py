@@ -65,7 +65,7 @@ def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_done_has_the_bubble_of_the_formula(workers: Workers, ranks: int) -> None:
+def test_schedules_have_the_bubble_of_the_formula(workers: Workers, ranks: int) -> None:
     """Whole backward passes: (p − 1) / (v·m + p − 1); split ones, where F = I = W: (p − 1) / (3·v·m + p − 1)."""
     by_rank = workers.run(one_step, ranks, PIPELINE_SCHEDULES, ranks)
     microbatches = 2 * ranks

@@ -81,12 +81,12 @@ def check(workers: Workers, ranks: int, names: Sequence[str], parallel: Parallel
 
 
 @pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES), rounds=2))
-def test_two_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
+def test_schedules_on_two_ranks_equal_one_device(workers: Workers, schedule: str, names: list[str]) -> None:
     check(workers, 2, names, ParallelConfig(pp=2, pp_schedule=schedule))
 
 
 @pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES)))
-def test_four_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
+def test_schedules_on_four_ranks_equal_one_device(workers: Workers, schedule: str, names: list[str]) -> None:
     check(workers, 4, names, ParallelConfig(pp=4, pp_schedule=schedule))
 
 
@@ -269,7 +269,7 @@ def refuse(name: str, parallel: ParallelConfig, message: str) -> None:
         build_engine(FAMILY_MODELS[name], parallel)
 
 
-def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
+def test_a_model_that_cannot_be_split_is_refused_in_a_line(workers: Workers) -> None:
     with pytest.raises(UsageError, match=r"parallel\.pp = 2: .* no `split_points` for pipeline stages: set"):
         split_into_stages(nn.Linear(2, 2), "1f1b", 2, 1, lengths=ROW_LENGTHS)
     many = ParallelConfig(pp=2, pp_schedule="interleaved", virtual_stages=5)

@@ -67,7 +67,7 @@ def text_rows(texts: list[Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", MODELS)
-def test_both_towers(name: str, size: str, dtype: torch.dtype) -> None:
+def test_both_towers_equal_transformers(name: str, size: str, dtype: torch.dtype) -> None:
     config, figures = ModelConfig.from_dotted(COMMON | MODELS[name]), Figures()
     both = pair(config, dtype, among=[name])
     images = [pixels(*SIZES[size], seed=seed) for seed in range(len(LENGTHS))]

@@ -220,7 +220,7 @@ def test_gradients_under_the_engine_are_one_process_s(layout: str) -> None:
         ({"dp_shard": 2, "zero": 3}, r"^parallel\.engine = 'ddp' with .*parallel\.zero = 3"),
     ],
 )  # fmt: skip
-def test_what_it_can_t_carry_is_refused(parallel: dict[str, Any], message: str) -> None:
+def test_a_layout_that_a_plugin_s_engine_can_t_carry_is_refused(parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         verify(config(**parallel))
 

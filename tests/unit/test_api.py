@@ -105,7 +105,7 @@ def test_evaluation_is_what_the_command_leaves(
     assert actual["more"]["compressors"]["gzip -9, per document"] > 1
 
 
-def test_what_can_not_be_done_is_one_line(run: Path, tmp_path: Path) -> None:
+def test_wrong_calls_of_the_api_are_one_line(run: Path, tmp_path: Path) -> None:
     config = megatfm.load_config(run)
     assert isinstance(config, Config)
     with pytest.raises(UsageError, match=r"config\.changed"):

@@ -31,16 +31,19 @@ from tests.plugins import plugin
 VOCABULARY = ["model.vocab_size=4096"]  # what the quickstart's tokenizer has
 
 
-@pytest.mark.parametrize(
-    ("preset", "parameters"),
-    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800)],
-)
-def test_counts_are_exact(preset: str, parameters: int) -> None:
+ONE_OF_EACH_KIND = {
+    "albert-base", "bigbird-base", "clip-b32", "deberta-base", "deberta-v3-base", "deepseek-v2-lite", "electra-small",
+    "gemma3-1b", "gpt2-124m", "llava-1.5-7b", "longformer-base", "mae-b16", "mistral-7b-v0.1", "mixtral-8x7b",
+    "modernbert-base", "mvitv2-t", "prefix-lm-base", "swin-t", "swinv2-t", "switch-base-8", "t-dmca", "t5-small",
+    "transformer-base", "vit-s16", "xlnet-base",
+}  # fmt: skip
+"""A preset for each family with its kinds of attention, pattern, network and positions."""
+
+
+@pytest.mark.parametrize(("preset", "parameters"), [("llama3-8b", 8_030_261_248), ("llama3-405b", 405_853_388_800)])
+def test_counts_of_parameters_are_exact(preset: str, parameters: int) -> None:
     actual = describe(load_config(preset))
-    assert actual.parameters == parameters
-    assert actual.embedding + actual.non_embedding == parameters
-    header = Path("megatfm/presets", f"{preset}.toml")
-    assert f"{parameters:,}" in (Path(__file__).resolve().parents[2] / header).read_text(encoding="utf-8")
+    assert actual.parameters == parameters == actual.embedding + actual.non_embedding
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
@@ -61,41 +64,16 @@ SMALL = {"d_model": 24, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 40}
 SMALL_ENCODER = ModelConfig.from_dotted({**SMALL, "family": "encoder", "vocab_size": 50})
 FAMILIES = {
     "decoder": {"attention.n_kv_heads": 2},
-    "latent": {
-        "attention.name": "mla",
-        "attention.kv_lora_rank": 7,
-        "attention.q_lora_rank": 9,
-        "attention.qk_rope_head_dim": 6,
-        "attention.v_head_dim": 3,
-    },
-    "encoder": {
-        "family": "encoder",
-        "lm_head.name": "transform",
-        "embedding.n_segments": 2,
-        "position.name": "learned",
-        "position.max_positions": 32,
-    },
-    "albert": {
-        "family": "encoder",
-        "n_layers": 4,
-        "distinct_layers": 2,
-        "embedding.dim": 8,
-        "embedding.tied": False,
-    },
+    "latent": {"attention.name": "mla", "attention.kv_lora_rank": 7, "attention.q_lora_rank": 9,
+               "attention.qk_rope_head_dim": 6, "attention.v_head_dim": 3},
+    "encoder": {"family": "encoder", "lm_head.name": "transform", "embedding.n_segments": 2,
+                "position.name": "learned", "position.max_positions": 32},
+    "albert": {"family": "encoder", "n_layers": 4, "distinct_layers": 2, "embedding.dim": 8, "embedding.tied": False},
     "shaw": {"position.name": "shaw", "position.max_distance": 5, "attention.n_kv_heads": 2},
-    "deberta": {
-        "family": "encoder",
-        "attention.name": "deberta",
-        "position.name": "deberta",
-        "position.max_distance": 6,
-    },
-    "deberta v3": {
-        "family": "encoder",
-        "attention.name": "deberta_v2",
-        "position.name": "deberta_v2",
-        "position.buckets": 4,
-        "position.max_distance": 7,
-    },
+    "deberta": {"family": "encoder", "attention.name": "deberta", "position.name": "deberta",
+                "position.max_distance": 6},
+    "deberta v3": {"family": "encoder", "attention.name": "deberta_v2", "position.name": "deberta_v2",
+                   "position.buckets": 4, "position.max_distance": 7},
     "xlnet": {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl"},
     "shared xlnet": {"family": "xlnet", "attention.name": "two_stream", "position.name": "transformer_xl",
                      "n_layers": 4, "distinct_layers": 2},
@@ -161,7 +139,11 @@ def test_heads_of_masked_models_see_masked_tokens_alone() -> None:
         assert often.matmul_parameters - rare.matmul_parameters == pytest.approx(0.2 * head, rel=0.05)
 
 
-@pytest.mark.parametrize("preset", [name for name in list_presets() if not name.startswith("quickstart")])
+def preset_case(preset: str) -> object:
+    return pytest.param(preset, marks=() if preset in ONE_OF_EACH_KIND else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("preset", [preset_case(name) for name in list_presets() if not name.startswith("quickstart")])
 def test_every_preset_is_described(
     preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +236,7 @@ def test_an_optimizer_is_tried_once_for_all_tensors_of_as_many_dimensions(
     assert sorted(probed) == [1, 2]
 
 
-def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_allocates_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """405 billion parameters in no memory: they are on the meta device."""
     models: list[torch.nn.Module] = []
     monkeypatch.setattr("megatfm.train.build.build", lambda config: models.append(build(config)) or models[-1])
@@ -262,7 +244,7 @@ def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(parameter.is_meta for parameter in models[0].parameters())
 
 
-def test_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_prints_sizes_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_describe_arguments(parser)
     assert describe_command(parser.parse_args(["llama3-8b", "train.steps=2000"])) == 0

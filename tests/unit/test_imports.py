@@ -245,7 +245,7 @@ def test_every_model_with_images_has_a_row() -> None:
 
 
 def test_cases_follow_the_parametrization() -> None:
-    schedules = [case["schedule"] for case in cases(test_pipelines.test_two_ranks)]
+    schedules = [case["schedule"] for case in cases(test_pipelines.test_schedules_on_two_ranks_equal_one_device)]
     assert set(schedules) == set(PIPELINE_SCHEDULES)
     assert {parallel.pp_schedule for _, parallel in pipelines() if parallel.pp == 4} == set(schedules)
 
@@ -291,7 +291,7 @@ def test_its_instructions_are_docker_s(lines: list[tuple[str, str]]) -> None:
     assert json.loads(of(lines, "CMD")[0])[0] in PROJECT["project"]["scripts"]
 
 
-def test_what_is_copied_is_there_and_is_all_that_an_install_needs(lines: list[tuple[str, str]]) -> None:
+def test_the_dockerfile_copies_what_an_install_needs(lines: list[tuple[str, str]]) -> None:
     copied = {source for remaining in of(lines, "COPY") for source in shlex.split(remaining)[:-1]}
     for source in copied:
         assert (ROOT / source).exists(), source
@@ -368,7 +368,7 @@ def test_the_script_refuses_with_a_reason(tmp_path: Path) -> None:
         assert folder in output
 
 
-def test_what_it_showed_is_there_afterwards(tmp_path: Path) -> None:
+def test_a_bare_machine_s_mounts_survive_its_removal(tmp_path: Path) -> None:
     """Also where a command fails, which is when a machine is removed with everything still mounted."""
     if not can_mount():
         pytest.skip("needs root, and a machine that lets it mount")

@@ -72,7 +72,7 @@ def collect_from_holders() -> list[list[str]]:
     return [broadcast_each(mine, holders) for holders in (1, 2, 3)]
 
 
-def test_what_the_first_ranks_have_is_told_to_all(workers: Workers) -> None:
+def test_objects_of_the_first_ranks_reach_all(workers: Workers) -> None:
     held = ["of 0", "of 1", "of 2"]
     assert workers.run(collect_from_holders, 3) == [[held[:1], held[:2], held]] * 3
 
@@ -112,7 +112,7 @@ def unsendable() -> list[str]:
     return output
 
 
-def test_what_can_not_be_sent_is_an_error_of_all_ranks(workers: Workers) -> None:
+def test_an_object_that_can_not_be_sent_is_an_error_of_all_ranks(workers: Workers) -> None:
     for result in workers.run(unsendable, 3):
         assert "nothing" not in result
         assert all("lost each other" not in words for words in result)

@@ -155,7 +155,7 @@ def test_counted_activations_are_those_that_a_real_pass_keeps(name: str, monkeyp
     assert measure_block_activations(config) == (sum(sizes), inputs + max(sizes))
 
 
-def test_what_goes_by_blocks_of_keys_keeps_what_a_fused_kernel_does() -> None:
+def test_block_sparse_attention_keeps_as_much_as_a_fused_kernel() -> None:
     plain = small_config("decoder")
     window = plain.model.with_changes({"attention.pattern": {"name": "window", "width": 6}})
     assert measure_block_activations(plain.model_copy(update={"model": window})) == measure_block_activations(plain)
@@ -172,5 +172,5 @@ def test_attention_with_dropout_is_counted_as_without() -> None:
     assert dropped == plain
 
 
-def test_what_can_not_be_counted_is_said() -> None:
+def test_activations_that_can_not_be_counted_are_none() -> None:
     assert measure_block_activations(load_config("longformer-base", ["model.vocab_size=50"])) is None

@@ -77,7 +77,7 @@ def test_requeued_in_the_middle(alone, project):
     assert_same_run(job.run_dir, alone)
 
 
-def test_preempted(alone, project):
+def test_a_preempted_job_goes_on_to_the_same_curve(alone, project):
     slow = project.plant_fault("slow", "0.3")
     job = project.launch("--partition", "low")
     job.until_step(7)
@@ -124,7 +124,7 @@ def test_a_job_that_waits_is_seen_and_cancelled(project):
 
 
 @pytest.mark.slow  # what `launch` says is above, and the lock in tests/e2e/test_resilience.py
-def test_of_two_jobs_of_one_run_the_second_is_refused(alone, project):
+def test_a_second_job_of_a_run_is_refused(alone, project):
     slow = project.plant_fault("slow", "3")  # the second may have to wait for nodes
     first = project.launch()
     first.until_step(2)

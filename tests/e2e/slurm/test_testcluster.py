@@ -73,7 +73,7 @@ def test_up_and_down_leave_no_trace():
 
 
 @pytest.mark.parametrize("seconds", [0.6, *(pytest.param(at, marks=pytest.mark.slow) for at in (0.2, 1.0))])
-def test_what_a_killed_up_leaves_is_cleaned(seconds):
+def test_leftovers_of_a_killed_up_are_cleaned(seconds):
     process = subprocess.Popen([TESTCLUSTER / "up", *map(str, SMALL)], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     time.sleep(seconds)
     process.kill()
@@ -144,7 +144,7 @@ def programs(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("program", ["up", "down", "node kill n1"])
-def test_who_is_not_root_is_told(program, programs):
+def test_a_user_who_is_not_root_is_refused(program, programs):
     (programs / "id").write_text("#!/bin/sh\necho 1000\n")
     (programs / "id").chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
@@ -168,7 +168,7 @@ def test_missing_packages_are_named(programs):
         ("node kill n1", "n1: no such node"),
     ],
 )
-def test_what_can_not_be_is_one_clear_line(words, reason):
+def test_wrong_arguments_are_one_clear_line(words, reason):
     assert refusal(*words.split()).startswith(reason)
 
 

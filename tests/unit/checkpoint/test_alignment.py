@@ -39,7 +39,7 @@ def wrong(tensors: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if lies_wrong(tensor)]
 
 
-def test_what_a_file_gives(tmp_path: Path) -> None:
+def test_tensors_of_a_file_are_aligned(tmp_path: Path) -> None:
     entry = file_format.write_safetensors(tmp_path / "x.safetensors", TENSORS)
     read = file_format.read_safetensors(tmp_path / "x.safetensors", entry, dict.fromkeys(TENSORS))
     assert wrong(read) == []
@@ -47,7 +47,7 @@ def test_what_a_file_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_what_a_checkpoint_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+def test_tensors_of_a_checkpoint_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if direct:
         monkeypatch.setattr(file_format, "DIRECT_BYTES", 1)
     path = checkpoint.write_checkpoint_from_iterator(tmp_path, 1, TENSORS.items(), {})

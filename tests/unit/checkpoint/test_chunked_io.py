@@ -82,7 +82,7 @@ def test_a_file_is_read_as_it_is(tmp_path: Path, reads: list[bool], size: int, t
     assert readers() == []
 
 
-def test_what_is_skipped_is_hashed(tmp_path: Path, reads: list[bool]) -> None:
+def test_skipped_bytes_are_hashed(tmp_path: Path, reads: list[bool]) -> None:
     content = write_random(tmp_path / "file", SIZES[-1])
     with file_io.HashedFile(tmp_path / "file", direct=True) as file:
         file.skip(100)
@@ -184,7 +184,7 @@ def test_filesystems_that_can_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("cached_pages", "direct"),
     [([1, 1, 1], False), ([1, 1, errno.EAGAIN], True), ([errno.EAGAIN], True), ([errno.EOPNOTSUPP], True)],
 )
-def test_what_the_page_cache_has_is_read_from_there(
+def test_cached_pages_are_read_from_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_pages: list[int], direct: bool
 ) -> None:
     monkeypatch.undo()
@@ -235,7 +235,7 @@ def read_alike_and_apart(folder: Path) -> list[list[str]]:
     return actual
 
 
-def test_what_several_ranks_of_a_machine_read_comes_through_the_page_cache(workers: Workers, tmp_path: Path) -> None:
+def test_files_that_several_local_ranks_read_come_through_the_page_cache(workers: Workers, tmp_path: Path) -> None:
     first, second = (f"rank-0000{rank}-000.safetensors" for rank in range(2))
     assert workers.run(read_alike_and_apart, 2, tmp_path) == [
         [[first], [], [first, second]],

@@ -170,7 +170,7 @@ def test_a_renamed_or_linked_checkpoint_is_not_used(path: Path, caplog: pytest.L
     assert "step-00000008 is not used: it is a symbolic link" in caplog.text
 
 
-def test_who_will_save_there_is_told_of_links_at_once(path: Path, tmp_path: Path) -> None:
+def test_links_in_a_checkpoint_folder_are_refused_at_start(path: Path, tmp_path: Path) -> None:
     path.with_name("step-00000008").symlink_to(path)
     with pytest.raises(MegatfmError, match=r"step-00000008 is a symbolic link: put the checkpoint itself"):
         find_latest_intact(path.parent)
@@ -350,6 +350,6 @@ def test_the_store_is_read_without_its_tensors(path: Path) -> None:
     assert read_names(path) == {"w": (torch.float32, (4, 6)), "b": (torch.int64, (6,))}
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(MegatfmError, match=r"cannot read .*metadata\.json: No such file"):
         read_state(tmp_path / "step-00000001")

@@ -92,7 +92,7 @@ def test_later_checkpoints_neither_go_nor_count(tmp_path: Path) -> None:
     assert steps(tmp_path) == [3, 8, 9]
 
 
-def test_what_can_not_be_removed_is_said(
+def test_an_old_checkpoint_that_can_not_be_removed_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_ranks_share_the_reading(workers: Workers, tmp_path: Path) -> None:
     assert "none of its 2 checkpoints is intact" in str(first)
 
 
-def test_what_was_damaged_and_put_aside_goes_once_a_later_one_is_verified(
+def test_a_damaged_checkpoint_is_removed_once_a_later_one_is_verified(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save_step(tmp_path, 5)
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     assert steps(tmp_path) == [3, 5]
 
 
-def test_what_is_quoted_of_a_file_is_short(tmp_path: Path) -> None:
+def test_quotes_of_damaged_metadata_are_short(tmp_path: Path) -> None:
     path = save_step(tmp_path, 3)
     for key, value in (("x" * 10**6, 1), ("step", "y" * 10**6), ("schema_version", "z" * 10**6)):
         content = metadata.read_metadata(path).model_dump() | {key: value}
@@ -312,7 +312,7 @@ def save_and_load(folder: Path, patience: float) -> tuple[str, list[float]]:
         file_io.NFS_VISIBILITY_SECONDS = 10.0
 
 
-def test_what_is_seen_late_is_waited_for(workers: Workers, tmp_path: Path) -> None:
+def test_a_file_that_is_visible_late_is_waited_for(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(save_and_load, 2, tmp_path, 10.0) == [
         ("step-00000001", [1.0] * 4),
         ("step-00000001", [0.0] * 4),
@@ -320,7 +320,7 @@ def test_what_is_seen_late_is_waited_for(workers: Workers, tmp_path: Path) -> No
     assert find_latest(tmp_path, hashes=True) == tmp_path / "step-00000001"
 
 
-def test_but_not_for_ever(workers: Workers, tmp_path: Path) -> None:
+def test_the_wait_for_a_late_file_ends(workers: Workers, tmp_path: Path) -> None:
     """And so the test above would fail without the wait."""
     (output, _), (other, _) = workers.run(save_and_load, 2, tmp_path, 0.0)
     assert output == other

@@ -106,7 +106,7 @@ def test_a_folder_gets_its_name_when_all_of_its_node_have_left_it(workers: Worke
     assert workers.run(go_on, 4, tmp_path, 2) == [1] * 4
 
 
-def test_what_no_node_has_whole_is_not_used(workers: Workers, tmp_path: Path) -> None:
+def test_a_local_checkpoint_that_no_node_has_intact_is_not_used(workers: Workers, tmp_path: Path) -> None:
     workers.run(save_steps, 2, tmp_path, [1, 2])
     name = "step-00000002/rank-00000-000.safetensors"
     for node in range(2):

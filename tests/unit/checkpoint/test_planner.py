@@ -114,7 +114,7 @@ def test_many_equal_replicas_are_shared_evenly() -> None:
     assert loads(planned([tensors] * 4), 4) == [5000] * 4
 
 
-def test_what_one_rank_has_alone_counts_against_it() -> None:
+def test_tensors_of_one_rank_count_towards_its_load() -> None:
     shared = {f"layer.{i}": ShardedTensor.from_tensor(torch.zeros(1000)) for i in range(6)}
     alone = {"own": ShardedTensor.from_tensor(torch.zeros(3000))}
     assert loads(planned([{**shared, **alone}, shared, shared]), 3) == [
@@ -231,6 +231,6 @@ def test_a_flat_shard_is_saved_and_read_like_a_box(tmp_path: Path) -> None:
     checkpoint.sharded_tensor.check_cover("w", (6, 10), pieces)
 
 
-def test_what_lies_outside_is_refused() -> None:
+def test_a_flat_shard_outside_its_block_is_refused() -> None:
     with pytest.raises(MegatfmError, match=r"^3 elements from 10 on lie outside a block of shape \(3, 4\)$"):
         FlatShardedTensor(torch.zeros(3), (3, 4), (0, 0), (3, 4), 10)

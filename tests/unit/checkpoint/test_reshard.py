@@ -118,7 +118,7 @@ def test_ranks_that_share_no_name_or_few(workers: Workers, tmp_path: Path, world
 
 
 @pytest.mark.parametrize("saved", ["columns", "stages"])
-def test_what_earlier_versions_saved_loads_under_any_layout(workers: Workers, tmp_path: Path, saved: str) -> None:
+def test_checkpoints_of_earlier_versions_load_under_any_layout(workers: Workers, tmp_path: Path, saved: str) -> None:
     path = workers.run(save_as, 4, tmp_path, saved)[0]
     write_schema_1(path)
     check_all_bytes(path)

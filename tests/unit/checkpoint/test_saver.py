@@ -86,7 +86,7 @@ def change_after_save(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_changes_after_the_save_returned_is_not_in_it(workers: Workers, tmp_path: Path, world: int) -> None:
+def test_changes_after_a_save_returned_are_not_in_it(workers: Workers, tmp_path: Path, world: int) -> None:
     workers.run(change_after_save, world, tmp_path)
     path = tmp_path / "step-00000001"
     check_all_bytes(path)
@@ -139,7 +139,7 @@ def halves(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
     return {name: torch.full((1000,), float(step)) for name in "ab"}
 
 
-def test_who_waits_for_the_copy_helps_with_it(tmp_path: Path, copied: list[str]) -> None:
+def test_a_thread_that_waits_for_the_copy_helps_with_it(tmp_path: Path, copied: list[str]) -> None:
     held = halves(1)
     with Saver(tmp_path) as saving:
         saving.save(1, held, {})
@@ -150,7 +150,7 @@ def test_who_waits_for_the_copy_helps_with_it(tmp_path: Path, copied: list[str])
     assert all(bool((tensor == 1).all()) for tensor in read_tensors(tmp_path / "step-00000001").values())
 
 
-def test_who_helps_and_is_interrupted_leaves_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_helper_leaves_nothing_uncopied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, interrupted = staging._copy, threading.Event()
 
     def interrupt(*part: Any) -> None:

@@ -208,7 +208,7 @@ def test_load_with_cast_converts_dtypes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_can_not_be_stored(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
+def test_tensors_that_can_not_be_stored_are_refused(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
     with pytest.raises(MegatfmError, match=message):
         save(tmp_path, 1, tensors, {})
     assert list(tmp_path.iterdir()) == []

@@ -155,7 +155,7 @@ def test_an_update_waits_for_the_copy_and_the_host_for_nothing(tmp_path: Path, m
     assert cuda.registered == []
 
 
-def test_what_is_here_needs_no_stream(tmp_path: Path) -> None:
+def test_tensors_of_the_host_need_no_stream(tmp_path: Path) -> None:
     with Saver(tmp_path) as saver, on_a_gpu(saver, set()) as cuda:
         saver.save(1, {"here": torch.ones(2)}, {})
         saver.wait_for_save()

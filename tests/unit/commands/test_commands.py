@@ -70,7 +70,7 @@ def test_a_run_that_does_not_fit_says_what_to_change(capsys: pytest.CaptureFixtu
     assert "fits with" in text
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*CONFIG, "--gpus", "2", "--json") == 0
     parsed = json.loads(capsys.readouterr().out)
     assert parsed["step_seconds"] == pytest.approx(sum(parsed["causes"].values()))
@@ -89,7 +89,9 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (("--hardware", "missing.toml"), "can't be read"),
     ],
 )  # fmt: skip
-def test_what_is_refused(words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_of_estimate_are_refused(
+    words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*CONFIG, *words) == 2
     assert text in capsys.readouterr().err
 
@@ -194,7 +196,7 @@ def findings(look: str) -> dict[str, Finding]:
     return {one.name: one for one in doctor._run_check(doctor.SECTIONS[look], look)}
 
 
-def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_that_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor_command(ARGS) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == list(doctor.SECTIONS)

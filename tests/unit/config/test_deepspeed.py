@@ -22,7 +22,7 @@ def config(*overrides: str, engine: str = "deepspeed") -> Config:
     return load_config("quickstart", [*BASE, f"parallel.engine={engine}", *overrides])
 
 
-def test_what_is_derived() -> None:
+def test_deepspeed_json_follows_from_the_config() -> None:
     derived = make_deepspeed_json(config("parallel.zero=2", "train.precision=bf16"), "bf16")
     assert derived["zero_optimization"] == {"stage": 2, "compute_grad_norm": False}
     assert derived["bf16"] == {"enabled": True}
@@ -83,7 +83,7 @@ def test_what_is_derived() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_it_can_t_carry_is_refused_when_the_config_is_read(overrides: list[str], message: str) -> None:
+def test_options_that_deepspeed_can_t_carry_are_refused_on_reading(overrides: list[str], message: str) -> None:
     with pytest.raises(UsageError) as actual:
         config(*overrides)
     assert message in str(actual.value)
@@ -220,7 +220,7 @@ def test_a_json_for_hugging_face_s_trainer_is_taken_but_for_its_scheduler(tmp_pa
     assert actual["steps_per_print"] == 2000
 
 
-def test_what_is_switched_off_asks_for_nothing(tmp_path: Path) -> None:
+def test_features_of_deepspeed_that_are_off_are_accepted(tmp_path: Path) -> None:
     expected = {
         "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
         "compile": {"deepcompile": False},

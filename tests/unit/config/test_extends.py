@@ -31,7 +31,7 @@ def differences(one: Any, other: Any, path: str = "") -> dict[str, Any]:
     return {} if one == other else {path[1:]: other}
 
 
-def test_what_the_file_leaves_out_is_the_preset_s(tmp_path: Path) -> None:
+def test_keys_that_a_file_leaves_out_are_the_preset_s(tmp_path: Path) -> None:
     mine = write(
         tmp_path / "mine.toml",
         'extends = "gpt2"\nname = "mine"\n[model.attention]\ndropout = 0.5\n[optimizer]\nbetas = [0.5, 0.6]\n',

@@ -273,7 +273,7 @@ def test_values_and_what_was_computed_before_a_key_came() -> None:
 
 
 @pytest.mark.parametrize("odd", [None, 3, [], {"optimizer": 3}, {"data": {"warmup": [1]}}])
-def test_what_is_no_config_stays_as_it_is(odd: Any) -> None:
+def test_migration_leaves_values_that_are_no_config(odd: Any) -> None:
     assert migrate(odd, RENAMED, (), ()) == odd
 
 

@@ -169,7 +169,7 @@ def test_a_sequence_that_the_ranks_cannot_share(load: Callable[..., Config]) -> 
          "step: leave it out"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_with_a_pipeline(
+def test_options_that_exclude_a_pipeline_are_refused_with_it(
     load: Callable[..., Config], file: Path, overrides: list[str], line: str
 ) -> None:
     load(*overrides)  # without stages it does
@@ -186,7 +186,7 @@ def test_several_mistakes_show_the_first_and_their_number(load: Callable[..., Co
     assert mistake(load, "train.steps=0", "train.seed=-1", "model.ffn.d_ff=0").endswith("(and 2 more)")
 
 
-def test_what_is_required_is_asked_for(file: Path) -> None:
+def test_a_missing_required_key_is_named_with_an_example(file: Path) -> None:
     model = "[model]\nd_model = 8\nn_layers = 1\n[model.attention]\n[model.ffn]\nd_ff = 16\n"
     file.write_text(f'name = "a"\n{model}', encoding="utf-8")
     with pytest.raises(UsageError, match=r"model\.attention\.n_heads: is required; for example 4 \(and 3 more\)$"):
@@ -236,7 +236,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"), [("9" * 5000, "Exceeds the limit (4300 digits)"), ("[" * 5000, "recursion depth")]
 )
-def test_what_toml_itself_can_not_take(load: Callable[..., Config], file: Path, value: str, reason: str) -> None:
+def test_invalid_toml_is_named_with_its_file(load: Callable[..., Config], file: Path, value: str, reason: str) -> None:
     assert reason in mistake(load, f"train.steps={value}")
     file.write_text(f"name = {value}\n")
     output = mistake(load)
@@ -321,7 +321,7 @@ def test_the_example_of_a_missing_section_is_a_section(file: Path, section: str)
         (["parallel.engine=deepspeed"], "parallel.async_tp, which takes compiled blocks apart"),
     ],
 )  # fmt: skip
-def test_what_ranks_do_not_send_in_pieces_is_refused(
+def test_async_tp_is_refused_where_nothing_is_sent_in_pieces(
     load: Callable[..., Config], overrides: list[str], why: str
 ) -> None:
     inputs = ["parallel.async_tp=true", "parallel.tp=2"]
@@ -342,7 +342,9 @@ def test_what_ranks_do_not_send_in_pieces_is_refused(
         (["train.recompute=2 GB"], "train.recompute = '2 GB' measures the memory of each pass"),
     ],
 )
-def test_what_has_no_graphs_is_refused(load: Callable[..., Config], overrides: list[str], why: str) -> None:
+def test_cuda_graphs_are_refused_where_there_are_none(
+    load: Callable[..., Config], overrides: list[str], why: str
+) -> None:
     assert load("train.cuda_graphs=true").train.cuda_graphs
     message = mistake(load, "train.cuda_graphs=true", *overrides)
     assert f"train.cuda_graphs = true: {why}" in message

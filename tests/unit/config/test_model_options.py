@@ -73,7 +73,7 @@ def test_an_option_that_its_part_has_not(options: dict[str, Any], key: str) -> N
         ({"position.name": "learned"}, "position.max_positions"),
     ],
 )
-def test_what_a_part_needs(options: dict[str, Any], key: str) -> None:
+def test_required_options_of_a_part_are_asked_for(options: dict[str, Any], key: str) -> None:
     assert refused(options) == (key, "Field required")
 
 
@@ -195,7 +195,7 @@ def test_dotted_keys_and_tables_meet() -> None:
          "choose data.sequence_length = 255, or model.attention.max_length = 256"),
     ],
 )  # fmt: skip
-def test_what_a_model_can_not_turn_or_place_is_refused_before_the_queue(
+def test_positions_that_a_model_can_not_have_are_refused_on_loading(
     preset: str, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(UsageError) as caught:

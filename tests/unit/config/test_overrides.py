@@ -142,7 +142,7 @@ def test_a_list_of_words_needs_no_quotes() -> None:
     assert quickstart("resume.allow=data,seed").resume.allow == ["data", "seed"]
 
 
-def test_what_a_shell_makes_of_what_is_pasted_is_still_right() -> None:
+def test_pasted_overrides_survive_the_shell() -> None:
     for pasted in (
         "resume.allow=data,model",
         'resume.allow=["data","model"]',

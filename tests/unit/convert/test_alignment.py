@@ -54,7 +54,7 @@ def test_a_model_lies_as_a_fresh_one(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits[1], logits[0])
 
 
-def test_what_is_read_of_a_folder_is_no_part_of_the_files_map(tmp_path: Path) -> None:
+def test_tensors_of_a_foreign_folder_are_aligned(tmp_path: Path) -> None:
     """Rules reckon with it before it becomes a weight."""
     theirs_of("gpt1").save_pretrained(tmp_path)
     shift(tmp_path / "model.safetensors")

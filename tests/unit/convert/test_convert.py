@@ -53,7 +53,7 @@ def run(*words: str) -> int:
 
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("shards", ["5GB", "9KB"])
-def test_there_and_back(make: Callable[[], Any], shards: str, tmp_path: Path) -> None:
+def test_gpt2_survives_conversion_there_and_back(make: Callable[[], Any], shards: str, tmp_path: Path) -> None:
     """Files that transformers wrote become ours, and files from which transformers loads the same model."""
     expected = make()
     expected.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
@@ -140,7 +140,7 @@ def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(
+def test_a_damaged_foreign_folder_is_named(
     spoil: Callable[[Path], Any] | dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """spoil: changed keys of config.json, or a function of the folder."""
@@ -340,7 +340,9 @@ def test_long_encoders_there_and_back(name: str, tmp_path: Path) -> None:
         ("LongformerForMaskedLM", {"attention_window": [4]}, r"\[4\] has 1 widths, but num_hidden_layers = 2"),
     ],
 )  # fmt: skip
-def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_options_of_long_encoders_that_megatfm_lacks_are_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     hf_long_encoder(name).save_pretrained(tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(UsageError, match=message):

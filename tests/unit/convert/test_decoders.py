@@ -41,7 +41,7 @@ TEXTS = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
 
 
 @pytest.mark.parametrize("name", HF_DECODERS)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_decoders_survive_conversion_there_and_back(name: str, tmp_path: Path) -> None:
     reference = hf_decoder(name)
     reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
@@ -127,7 +127,9 @@ def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path
         ),
     ],
 )
-def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_options_of_decoders_that_megatfm_lacks_are_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     hf_decoder(name).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -177,7 +179,7 @@ def test_rope_in_old_and_new_config_files(keys: dict[str, Any], theta: float, sc
         ({"position.scaling": {"name": "ntk", "factor": 2.0}}, "model.position.scaling"),
     ],
 )
-def test_what_they_lack_is_refused(changes: dict[str, Any], lacks: str) -> None:
+def test_options_of_decoders_that_transformers_lacks_are_refused(changes: dict[str, Any], lacks: str) -> None:
     config = ModelConfig.from_dotted(
         vocab_size=60, d_model=24, n_layers=2, **changes, **{"attention.n_heads": 4, "ffn.d_ff": 40}
     )
@@ -302,7 +304,7 @@ def test_a_preset_made_smaller_can_be_exported(preset: str) -> None:
         ("xlnet-base", ["model.d_model=65", "model.attention.n_heads=5"]),
     ],
 )
-def test_what_transformers_could_not_open_or_run_is_not_written(preset: str, words: list[str]) -> None:
+def test_a_decoder_that_transformers_could_not_run_is_not_exported(preset: str, words: list[str]) -> None:
     words += ["model.attention.head_dim=16"] * (preset == "llama3-8b")
     with pytest.raises(UsageError, match=r"does not divide hidden_size|only even widths run"):
         find_architecture(load_config(preset, words).model)

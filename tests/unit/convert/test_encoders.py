@@ -41,7 +41,7 @@ from tests.support.reference_gradients import perturb
 
 
 @pytest.mark.parametrize("name", HF_ENCODERS)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_encoders_survive_conversion_there_and_back(name: str, tmp_path: Path) -> None:
     """Files that transformers wrote become ours, and files from which transformers loads the same model."""
     reference = hf_encoder(name)
     reference.save_pretrained(tmp_path / "theirs")
@@ -122,7 +122,9 @@ def test_legacy_false_is_the_same_head(tmp_path: Path) -> None:
         ("XLNetLMHeadModel", {"clamp_len": 7}, "clamp_len = 7"),
     ],
 )  # fmt: skip
-def test_what_we_lack_is_refused(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_options_of_encoders_that_megatfm_lacks_are_refused(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     hf_encoder(name).save_pretrained(tmp_path)
     edit_config(tmp_path, **change)
     with pytest.raises(UsageError, match=message):
@@ -276,7 +278,7 @@ def test_bare_decoders_open(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HF_ENCODERS)
-def test_what_names_no_architecture_is_known_by_its_files(name: str, tmp_path: Path) -> None:
+def test_a_folder_without_an_architecture_is_recognised_by_its_weights(name: str, tmp_path: Path) -> None:
     reference = hf_encoder(name)
     reference.save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=None)

@@ -260,7 +260,7 @@ def test_sections_of_towers_that_are_absent_mean_what_they_mean_in_transformers(
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES.names() if name not in WITH_SECTIONS])
-def test_what_is_absent_means_what_it_means_in_transformers(name: str) -> None:
+def test_absent_keys_of_config_json_mean_transformers_defaults(name: str) -> None:
     """And every key that transformers writes is declared."""
     written = json.loads(json.dumps(getattr(transformers, name).config_class().to_dict()))
     keys = ARCHITECTURES.get(name).all_keys()

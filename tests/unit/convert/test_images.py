@@ -58,7 +58,7 @@ def answers(expected: Any, image: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_image_models_survive_conversion_there_and_back(name: str, tmp_path: Path) -> None:
     """Files that transformers wrote become ours, and files from which transformers loads the same model."""
     expected = make(name, tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
@@ -223,7 +223,9 @@ def test_names_as_in_memory_and_older_buffers(tmp_path: Path) -> None:
         ({"hidden_size": 16}, "hidden_size = 16 is not supported, only 32"),
     ],
 )
-def test_what_is_not_read_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_options_of_image_models_that_are_not_read_are_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     make_swin("Swin", tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(UsageError, match=message):

@@ -82,7 +82,7 @@ def our_answer(folder: Path, encoder: str = "clip") -> Tensor:
 
 @pytest.mark.parametrize("encoder", ENCODERS)
 @pytest.mark.parametrize("layer", [-2, -1, 2])
-def test_there_and_back(layer: int, encoder: str, tmp_path: Path) -> None:
+def test_llava_survives_conversion_there_and_back(layer: int, encoder: str, tmp_path: Path) -> None:
     """The blocks above `vision_feature_layer` are left out, named, and the answer is the same; so is SigLIP's pool."""
     expected = answer(write_llava(tmp_path / "theirs", encoder, vision_feature_layer=layer))
     assert len(HfFolder(tmp_path / "theirs").config.model_dump()["vision_tower"]["embedding"]["mean"]) == 3
@@ -122,7 +122,9 @@ def test_released_names_are_read(tmp_path: Path) -> None:
         ({"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu'"),
     ],
 )
-def test_what_is_lacking_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_options_of_llava_that_megatfm_lacks_are_refused(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
     write_llava(tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(UsageError, match=message):

@@ -219,7 +219,7 @@ def test_other_weights_that_are_trained(tmp_path: Path) -> None:
         ({"base_model_name_or_path": None}, "its model is in no folder here: .*doesn't name"),
     ],
 )
-def test_what_is_no_adapter_of_ours_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_adapters_that_megatfm_lacks_are_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     adapter(hf_llama(), tmp_path, ["q_proj"])
     path = tmp_path / "adapter" / ADAPTER_CONFIG
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

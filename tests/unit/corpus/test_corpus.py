@@ -290,7 +290,7 @@ def test_plain_tars_are_opened_by_webdataset_and_datasets_and_are_a_corpus(
             assert tokens.tolist() == expected[number]
 
 
-def test_what_can_t_be_exported_is_said_and_leaves_nothing(exported_from: Path, tmp_path: Path) -> None:
+def test_a_corpus_that_can_t_be_exported_leaves_no_file(exported_from: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no tokenizer beside it"):
         export_corpus(exported_from, tmp_path / "a.jsonl", None)
     other = Detokenizer(lambda tokens: "x" * (len(tokens) + 1), EOS)

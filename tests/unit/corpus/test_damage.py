@@ -5,7 +5,7 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +49,7 @@ def test_too_many_open_files_are_no_damage(folder: Path) -> None:
     ("number", "advice"),
     [(errno.EIO, "try again later"), (errno.EACCES, "the right to read"), (errno.ENXIO, "restore it")],
 )  # fmt: skip
-def test_what_can_not_be_read_is_told_what_helps(
+def test_read_errors_of_the_system_come_with_advice(
     folder: Path, number: int, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> bytes:
@@ -92,7 +92,7 @@ def test_a_shard_that_becomes_a_link_after_opening_is_not_followed(corpus: Corpu
     assert_refused(lambda: corpus.read_block(corpus.shard_blocks(1)[0]), SHARD, "Too many levels of symbolic links")
 
 
-def test_what_many_documents_share_is_held_against_the_index(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_frames_are_checked_against_the_index(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys, sources, lengths and bytes, and where they lie: changed with the consent of hashes and checksums."""
     corpus = Corpus.open(packed)
     block = corpus.shard_blocks(1)[0]
@@ -180,70 +180,49 @@ def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
     assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", "no array")
 
 
-def shifted(frames: np.ndarray, samples: np.ndarray) -> None:
-    samples["offset"][3] += 2
+def put(column: str, changes: Mapping[int, int], *, adds: bool = True) -> Change:
+    """Return a change of an index: what is added to places of a column, such as `samples.offset`, or put there."""
+    table, _, field = column.partition(".")
+
+    def change(frames: np.ndarray, samples: np.ndarray) -> None:
+        values = {"frames": frames, "samples": samples}[table][field]
+        for place, value in changes.items():
+            values[place] = adds * int(values[place]) + value
+
+    return change
 
 
-def longer(frames: np.ndarray, samples: np.ndarray) -> None:
-    samples["tokens"][3] += 1
-    samples["tokens"][4] -= 1
-
-
-def outside(frames: np.ndarray, samples: np.ndarray) -> None:
-    samples["offset"][3] = 2**31
-
-
-def before(frames: np.ndarray, samples: np.ndarray) -> None:
-    samples["offset"][0] = 5
-
-
-def odd(frames: np.ndarray, samples: np.ndarray) -> None:
-    samples["offset"][3] += 1
-
-
-def absurd(frames: np.ndarray, samples: np.ndarray) -> None:
-    frames["uncompressed"][1] = MAX_FRAME_BYTES + 1
-
-
-def too_small(frames: np.ndarray, samples: np.ndarray) -> None:
-    frames["uncompressed"][1] = 4
-
-
-def uneven(frames: np.ndarray, samples: np.ndarray) -> None:
-    frames["compressed"][1] += 1
-    frames["compressed"][2] -= 1
-
-
-def regrouped(frames: np.ndarray, samples: np.ndarray) -> None:
-    frames["samples"][1] += 1
-    frames["samples"][2] -= 1
-
-
-def emptied(frames: np.ndarray, samples: np.ndarray) -> None:
+def merge_frames(frames: np.ndarray, samples: np.ndarray) -> None:
     frames["samples"][1] += frames["samples"][2]
     frames["samples"][2] = 0
 
 
-def fewer(frames: np.ndarray, samples: np.ndarray) -> None:
-    frames["samples"][2] -= 1
+IMPOSSIBLE = {
+    "a sample outside": put("samples.offset", {3: 2**31}, adds=False),
+    "a sample before all": put("samples.offset", {0: 5}, adds=False),
+    "an odd offset": put("samples.offset", {3: 1}),
+    "an absurd frame": put("frames.uncompressed", {1: MAX_FRAME_BYTES + 1}, adds=False),
+    "too small a frame": put("frames.uncompressed", {1: 4}, adds=False),
+    "an empty frame": merge_frames,
+    "fewer samples": put("frames.samples", {2: -1}),
+}
+DISAGREEING = {
+    "a moved sample": put("samples.offset", {3: 2}),
+    "longer and shorter samples": put("samples.tokens", {3: 1, 4: -1}),
+    "other text bytes": put("samples.text_bytes", {3: 1, 4: -1}),
+    "a longer and a shorter frame": put("frames.compressed", {1: 1, 2: -1}),
+    "regrouped samples": put("frames.samples", {1: 1, 2: -1}),
+    "another key": lambda frames, samples: samples["key"].__setitem__(3, b"../../"),
+}
 
 
-def renamed(frames: np.ndarray, samples: np.ndarray) -> None:
-    samples["key"][3] = b"../../"
-
-
-def other_bytes(frames: np.ndarray, samples: np.ndarray) -> None:
-    samples["text_bytes"][3] += 1
-    samples["text_bytes"][4] -= 1
-
-
-@pytest.mark.parametrize("change", [outside, absurd, too_small, emptied, fewer, before, odd])
+@pytest.mark.parametrize("change", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_an_index_that_cannot_be_true_is_named_at_opening(folder: Path, change: Change) -> None:
     edit_index(folder, change)
     assert_refused(lambda: Corpus.open(folder), INDEX)
 
 
-@pytest.mark.parametrize("change", [shifted, longer, uneven, regrouped, renamed, other_bytes])
+@pytest.mark.parametrize("change", DISAGREEING.values(), ids=DISAGREEING)
 def test_an_index_that_disagrees_with_its_shard_is_named(folder: Path, change: Change) -> None:
     edit_index(folder, change)
     assert_refused(lambda: check_corpus(folder), SHARD)

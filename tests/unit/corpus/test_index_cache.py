@@ -111,7 +111,7 @@ def test_ranks_at_once_write_one_file(
     assert len(files(cache)) == 1
 
 
-def test_who_dies_while_writing_leaves_it_to_the_next(
+def test_a_process_that_dies_while_writing_leaves_the_index_to_the_next(
     folder: Path, make_documents: Any, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(descriptor: int) -> None:
@@ -331,7 +331,7 @@ def test_threads_make_different_values_together_and_the_same_one_once() -> None:
     assert actual[0] is actual[2] is actual[4]
 
 
-def test_what_is_forgotten_is_made_again_and_frees_its_bytes() -> None:
+def test_an_evicted_entry_is_made_again_and_frees_its_bytes() -> None:
     cache: ByteCache[str, bytes] = ByteCache(limit=20, size_of=len)
     one, two = cache.get("a", lambda: bytes(10)), cache.get("b", lambda: bytes(10))
     cache.evict("a")

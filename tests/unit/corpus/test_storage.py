@@ -175,7 +175,7 @@ def test_the_cache_is_bounded_and_what_went_comes_again(
 
 
 @pytest.mark.parametrize("change", ["flipped", "longer", "shorter"])
-def test_what_arrives_damaged_is_never_kept(
+def test_a_shard_that_arrives_damaged_is_never_cached(
     memory: str, cache: ShardCacheConfig, fetched: list[str], change: str
 ) -> None:
     fs, path = fsspec.filesystem("memory"), f"/bucket/corpus/{SHARD}"
@@ -312,7 +312,7 @@ def test_ranks_fetch_a_file_once_and_a_killed_download_harms_nobody(folder: Path
         ("memory://nowhere", "there is no manifest"),
     ],
 )
-def test_what_is_no_place_of_a_corpus_is_refused(url: str, reason: str, cache: ShardCacheConfig) -> None:
+def test_urls_that_are_no_place_of_a_corpus_are_refused(url: str, reason: str, cache: ShardCacheConfig) -> None:
     with pytest.raises(UsageError, match=reason):
         Corpus.open(url, cache)
 

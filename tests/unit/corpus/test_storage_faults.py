@@ -86,7 +86,7 @@ class NoCredentialsError(Exception):
     ],
     ids=str,
 )
-def test_what_no_waiting_mends_ends_at_once(
+def test_permanent_errors_of_storage_are_not_retried(
     memory: str, cache: ShardCacheConfig, monkeypatch: pytest.MonkeyPatch, error: Exception, accesses: int
 ) -> None:
     counted, waits = failing_first(monkeypatch, 2, error)

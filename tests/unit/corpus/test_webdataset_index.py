@@ -192,7 +192,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("to", [False, True])
-def test_what_is_hostile_is_refused_by_name(tmp_path: Path, case: str, to: bool) -> None:
+def test_hostile_tars_are_refused_by_name(tmp_path: Path, case: str, to: bool) -> None:
     data, reason = HOSTILE[case]
     folder = tmp_path / "theirs"
     folder.mkdir()

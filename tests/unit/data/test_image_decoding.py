@@ -120,7 +120,7 @@ def png_of(color_type: int, depth: int, height: int, width: int, rows: bytes) ->
 
 
 @pytest.mark.parametrize(("color_type", "n_colors", "has_alpha"), [(2, 3, False), (6, 3, True), (4, 1, True)])
-def test_of_16_bits_in_colour_the_upper_8_are_taken(color_type: int, n_colors: int, has_alpha: bool) -> None:
+def test_colours_of_16_bits_keep_their_upper_8(color_type: int, n_colors: int, has_alpha: bool) -> None:
     values = np.arange(65_536).reshape(256, 256)
     channels = [values] * n_colors + [np.full_like(values, 65_535)] * has_alpha
     pixels = np.stack(channels, axis=-1).astype(">u2")
@@ -130,7 +130,7 @@ def test_of_16_bits_in_colour_the_upper_8_are_taken(color_type: int, n_colors: i
 
 
 @pytest.mark.parametrize("kind", ["png", "webp"])
-def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
+def test_an_animation_is_its_first_frame(kind: str) -> None:
     frames = [Image.fromarray(noise(seed=n)) for n in range(3)]
     options: dict[str, Any] = {"lossless": True} if kind == "webp" else {}
     data = stored(frames[0], images.PILLOW_FORMATS[kind], save_all=True, append_images=frames[1:], **options)

@@ -149,7 +149,7 @@ def test_batches_are_the_same_however_they_are_read(folder: Path, kind: type, wo
             assert mixed[field].dtype == values.dtype
 
 
-def test_what_is_in_quarantine_is_padding(folder: Path) -> None:
+def test_quarantined_samples_are_padding(folder: Path) -> None:
     corpus = Corpus.open(folder)
     for kind, empty in ((Vectors, {"vectors": 0}), (Images, {"pixels": 0, "labels": -100})):
         rows = PackedDataset(corpus, kind(), sequence_length=16, seed=3, shuffle=False)

@@ -277,7 +277,7 @@ def test_readers_of_the_same_rows_read_each_once_and_get_all(rows: PackedDataset
     assert len(requested) == len(set(requested)), "a row that was read twice"
 
 
-def test_what_one_reader_raises_all_do(rows: PackedDataset) -> None:
+def test_an_error_of_one_reader_is_raised_by_all(rows: PackedDataset) -> None:
     read = rows.read_rows
 
     def failing(positions: Sequence[int | None]) -> Batch:

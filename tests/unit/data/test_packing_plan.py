@@ -62,7 +62,7 @@ def plan_together(folder: Path, objective: Any, start: Any, plans: Any, out: Any
     out.put(places(open_rows(folder, objective)))
 
 
-def test_of_ranks_that_open_a_corpus_at_once_one_plans(folder: Path, causal: Any) -> None:
+def test_one_of_several_ranks_plans_the_rows(folder: Path, causal: Any) -> None:
     """Forked, since only processes have locks of their own."""
     context = multiprocessing.get_context("fork")
     start, plans, out = context.Barrier(3), context.Queue(), context.Queue()

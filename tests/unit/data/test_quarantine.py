@@ -25,7 +25,7 @@ def test_ranges_are_sorted_and_joined() -> None:
 
 
 @pytest.mark.parametrize("entry", ["", "x", "-3", "5-3", "31", "3-31", "1e3", "3 - 4", "9" * 40])
-def test_what_is_no_range_of_the_corpus_is_refused(entry: str) -> None:
+def test_entries_that_are_no_range_of_the_corpus_are_refused(entry: str) -> None:
     with pytest.raises(UsageError, match="give a sample such as '17', or a range such as '120-153'"):
         Quarantine.parse([entry], 31)
 
@@ -84,7 +84,7 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: boo
     assert rows.warnings == ["memory: 4 samples are in quarantine"]
 
 
-def test_what_is_in_quarantine_is_nobodys_partner(memory_corpus: Any, causal_type: Any) -> None:
+def test_quarantined_documents_are_no_partners(memory_corpus: Any, causal_type: Any) -> None:
     class Watching(causal_type):  # type: ignore[misc]
         needs_other_documents = True
 

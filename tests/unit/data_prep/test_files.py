@@ -71,7 +71,7 @@ def test_names_that_are_not_utf8_are_escaped(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["loop", "self", "dangling", "fifo", "socket"])
-def test_what_is_no_file_is_named_or_skipped(root: Path, kind: str) -> None:
+def test_entries_that_are_no_files_are_named_or_skipped(root: Path, kind: str) -> None:
     bad = root / "c" / "bad"
     if kind == "fifo":
         os.mkfifo(bad)

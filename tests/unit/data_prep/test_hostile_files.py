@@ -36,7 +36,7 @@ FOUND_BY_FUZZING = {
 
 
 @pytest.mark.parametrize("name", FOUND_BY_FUZZING)
-def test_what_fuzzing_found(tmp_path: Path, name: str) -> None:
+def test_files_that_fuzzing_found_are_refused(tmp_path: Path, name: str) -> None:
     good, bad = FOUND_BY_FUZZING[name]
     path = tmp_path / "in" / name
     path.parent.mkdir()

@@ -111,7 +111,7 @@ def test_workers_and_place_change_no_byte(config: Make) -> None:
     assert not any(name.startswith(".") or "/." in name for name in trees[0])
 
 
-def test_where_the_system_does_not_say_which_cores_are_ours(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prep_runs_where_the_system_tells_no_affinity(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As macOS doesn't."""
     monkeypatch.delattr("os.sched_getaffinity")
     assert data_prep.run(config()).result["train"]["documents"]
@@ -159,7 +159,7 @@ def test_another_config_is_refused_unless_it_may_overwrite(config: Make) -> None
     assert file_hashes(first.out) == before
 
 
-def test_what_an_earlier_version_made_is_told_of(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_of_another_version_is_not_overwritten_unasked(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     out = data_prep.run(config()).out
     before = file_hashes(out)
     monkeypatch.setattr("megatfm.data_prep.execution.config_identity.VERSION", 99)
@@ -288,7 +288,7 @@ def test_parts_and_memory_and_kills_change_nothing(every_step: Make, tmp_path: P
     assert file_hashes(data_prep.run(every_step("again", task_bytes=60_000)).out) == full
 
 
-def test_what_each_step_did_is_told(every_step: Make) -> None:
+def test_the_summary_counts_each_step(every_step: Make) -> None:
     summary = data_prep.run(every_step())
     steps = {step["step"]: step for step in summary.result["steps"]}
     assert list(steps) == [

@@ -118,7 +118,7 @@ def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
+def test_a_bad_record_is_named_with_its_fault(tmp_path: Path) -> None:
     """The fields that there are, and wrong UTF-8 by its name; records count from 1 in every format."""
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()

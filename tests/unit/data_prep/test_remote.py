@@ -279,7 +279,7 @@ def test_web_pages_are_listed_and_a_reading_goes_on_where_it_broke_off(
     assert Pages.asked.count("0") == 1, "it went on where it was, and did not begin anew"
 
 
-def test_what_changes_while_it_is_read_and_what_cannot_be_written_is_said(
+def test_remote_files_that_change_or_cannot_be_written_are_named(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fs = fsspec.filesystem("memory")
@@ -309,9 +309,7 @@ def test_what_changes_while_it_is_read_and_what_cannot_be_written_is_said(
     fs.rm("/box", recursive=True)
 
 
-def test_where_an_upload_shows_early_it_gets_another_name_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_gets_another_name_where_it_shows_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, names = RemoteFolder(f"file://{tmp_path}/out"), list[str]()
     put = fsspec.filesystem("file").__class__.put_file
     monkeypatch.setattr(
@@ -336,7 +334,7 @@ def test_an_upload_in_parts_is_known_by_its_checksum(s3: Any, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("data", [b"[1]", b"\xff{", b"[" * 100_000], ids=["a list", "no text", "deep"])
-def test_what_no_prep_wrote_under_its_names_is_one_line(data: bytes, tmp_path: Path) -> None:
+def test_a_foreign_file_under_prep_s_names_is_one_line(data: bytes, tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
     fs.pipe("/stranger/.prep-begun.json", data)
     away = RemoteOutput("memory://stranger", tmp_path, tmp_path / "notes", ())

@@ -104,7 +104,7 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
         ("One two three lorem ipsum five. A. B.", None),
     ],
 )
-def test_what_the_paper_leaves_open_is_as_in_the_code_that_made_c4(text: str, left: str | None) -> None:
+def test_c4_s_rules_follow_its_code_where_the_paper_is_silent(text: str, left: str | None) -> None:
     assert rule_outcome(rule("c4"), text)[0] == left
 
 

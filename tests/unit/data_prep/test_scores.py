@@ -255,7 +255,7 @@ def test_fasttext_scores_equal_the_library(tmp_path: Path) -> None:
         ("spacy", {"name": "fineweb", "word_tokenizer": "spacy"}, "pip install spacy, or leave it out"),
     ],
 )  # fmt: skip
-def test_what_is_not_installed_is_said(
+def test_a_missing_library_is_named(
     library: str, values: dict[str, Any], out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, library, None)

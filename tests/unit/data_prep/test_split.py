@@ -135,7 +135,7 @@ def test_near_duplicates_against_exact_similarity(
     assert all(abs(similarities[name] - estimate) < 0.2 for name, estimate in actual.items())
 
 
-def test_what_is_dropped_is_counted_with_what_it_is_near(tmp_path: Path) -> None:
+def test_dropped_near_duplicates_are_counted_with_examples(tmp_path: Path) -> None:
     text = " ".join(WORDS[:200])
     texts = {"copy.txt": text.upper(), "other.txt": " ".join(WORDS[300:500])}
     counts = guarded(tmp_path, {"first.txt": "another", "held.txt": text, "same.txt": text + " ."}, texts)
@@ -242,7 +242,7 @@ def test_images_of_one_folder_lie_apart(tmp_path: Path) -> None:
     assert sum(a == b for a, b in zip(list(labels.values()), list(labels.values())[1:], strict=False)) < 6
 
 
-def test_what_gives_no_label_is_named(tmp_path: Path) -> None:
+def test_images_without_a_label_are_named(tmp_path: Path) -> None:
     lay(tmp_path / "in", lambda n, name: {f"{n}.png": png(n)})
     with pytest.raises(UsageError, match="no image lies in a folder of a class"):
         labels_of(tmp_path, by="folder")

@@ -34,7 +34,7 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize("name", MENDED)
-def test_what_is_mended(name: str) -> None:
+def test_broken_unicode_is_mended(name: str) -> None:
     broken, right = MENDED[name]
     step = FixUnicode()
     assert step(Document("x", broken)) == Document("x", right)
@@ -43,7 +43,7 @@ def test_what_is_mended(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_what_is_left_alone(name: str) -> None:
+def test_sound_unicode_is_left_alone(name: str) -> None:
     step = FixUnicode()
     assert step(Document("x", LEFT_ALONE[name])) == Document("x", LEFT_ALONE[name])
     assert step.counts.changed == 0
@@ -56,7 +56,7 @@ def test_the_short_cut_for_ascii_changes_nothing() -> None:
         assert step(Document("x", text)) == Document("x", ftfy.fix_text(text, REPAIR))
 
 
-def test_what_is_not_given_to_ftfy_is_what_it_leaves_alone() -> None:
+def test_characters_that_skip_ftfy_are_those_that_it_leaves_alone() -> None:
     """Every character: those that a fixer touches by themselves are known, in a line of their own."""
     fixers = (
         ftfy.fixes.fix_c1_controls, ftfy.fixes.fix_line_breaks, ftfy.fixes.fix_surrogates,
@@ -98,7 +98,7 @@ def test_source_code_keeps_its_tokens() -> None:
             )
 
 
-def test_what_holds_nothing_but_rubbish_is_dropped() -> None:
+def test_documents_of_rubbish_alone_are_dropped() -> None:
     step = FixUnicode()
     assert step(Document("rubbish", "\ufeff\x01\x02 ")) is None
     assert step.counts.dropped["empty"].examples == ["rubbish"]
@@ -237,12 +237,12 @@ LEFT = [
 
 
 @pytest.mark.parametrize(("stands", "text"), [(stands, text) for stands, some in CAUGHT.items() for text in some])
-def test_what_redaction_catches(stands: str, text: str) -> None:
+def test_redaction_replaces_personal_data(stands: str, text: str) -> None:
     assert rule_outcome(rule("pii"), f"It is {text}, they say.")[0] == f"It is {stands}, they say."
 
 
 @pytest.mark.parametrize("text", LEFT)
-def test_what_redaction_leaves(text: str) -> None:
+def test_redaction_leaves_harmless_numbers(text: str) -> None:
     assert rule_outcome(rule("pii"), f"It is {text}, they say.")[0] == f"It is {text}, they say."
 
 

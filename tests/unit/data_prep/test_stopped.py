@@ -149,7 +149,7 @@ def stop(config: PrepConfig, stage: str, tasks: int, monkeypatch: pytest.MonkeyP
     ("other", "stage", "then", "tasks"),
     [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in CASES],
 )
-def test_what_other_settings_left_is_in_no_corpus(
+def test_leftovers_of_other_settings_reach_no_corpus(
     make: Callable[..., PrepConfig],
     other: str,
     stage: str,
@@ -215,7 +215,7 @@ def test_a_task_that_slept_does_not_do_again_what_others_have_finished(
     assert len(encoded) == 24
 
 
-def test_what_no_later_stage_needs_is_removed_on_the_way(
+def test_files_that_no_later_stage_needs_are_removed(
     make: Callable[..., PrepConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make("out", dedup=[{"name": "lines"}, {"name": "minhash"}])
@@ -267,7 +267,7 @@ def test_killed_again_and_again(config: Make, tmp_path: Path) -> None:
     assert file_hashes(tmp_path / "chain") == full
 
 
-def test_what_is_finished_is_not_done_again(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_stages_are_not_repeated(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -295,7 +295,7 @@ OTHER_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def test_what_other_settings_made_is_not_used(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_other_settings_are_not_used(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     clean = file_hashes(data_prep.run(config("clean")).out)
 
     def fail(*_: object, **__: object) -> None:

@@ -183,7 +183,7 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, model: Path) -> No
         ({"read": {"folder": "x", "format": "tokens"}}, "set read.tokens.eos_id"),
     ],
 )
-def test_what_makes_no_sense_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_contradictory_options_of_take_over_are_refused(changes: dict[str, Any], reason: str) -> None:
     values = {
         "out": "o", "read": {"folder": "x", "format": "megatron"}, "tokenizer": {"file": "t"}, **changes,
     }  # fmt: skip

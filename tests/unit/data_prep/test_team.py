@@ -240,7 +240,7 @@ def _written(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_what_is_wrong_is_told_as_by_one_process(config: Make, cluster: LocalCluster, corpus: Path) -> None:
+def test_errors_of_a_team_are_those_of_one_process(config: Make, cluster: LocalCluster, corpus: Path) -> None:
     (corpus / "zz_binary.txt").write_bytes(b"\xff\x00\xfe")
     wrong = config(**DASK_STEPS)
     with pytest.raises(MegatfmError) as alone:

@@ -98,7 +98,7 @@ def test_two_blocks_and_what_is_outside_of_blocks_can_be_in_use() -> None:
     assert buffers_in_use(model, set()) == 1
 
 
-def test_of_a_model_with_frozen_weights_all_can_be() -> None:
+def test_all_buffers_serve_a_model_with_frozen_weights() -> None:
     model = model_of()
     next(model.parameters()).requires_grad_(False)
     assert buffers_in_use(model, matrices(model)) == len(matrices(model))
@@ -148,7 +148,7 @@ def test_a_part_of_a_buffer_that_begins_anywhere_goes_out_and_in_to_the_bit(tmp_
     assert not buffer[31 + 4001 :].any()
 
 
-def test_what_is_looked_at_as_memory_is_the_same_file(tmp_path: Path) -> None:
+def test_a_mapped_file_shows_what_was_written(tmp_path: Path) -> None:
     handle, path = SyncIOHandle(), str(tmp_path / "weights.swp")
     buffer = handle.new_cpu_locked_tensor(3000, torch.zeros(1)).fill_(1.0)
     handle.async_pwrite(buffer, path, 0)
@@ -210,7 +210,7 @@ def test_each_engine_has_a_folder_and_removes_it(tmp_path: Path) -> None:
     assert (tmp_path / "somebody's").exists()
 
 
-def test_what_a_killed_process_has_left_is_removed_and_what_lives_is_not(tmp_path: Path) -> None:
+def test_offloaded_files_of_killed_processes_alone_are_removed(tmp_path: Path) -> None:
     folder = OffloadDirectory(tmp_path)
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -294,7 +294,7 @@ NAMES_OF_OTHERS = {
 """Ours, and those of Python and torch."""
 
 
-def test_this_deepspeed_has_every_name_of_that_chapter() -> None:
+def test_the_installed_deepspeed_has_every_internal_name() -> None:
     """On an upgrade, the names that are gone."""
     nodes = list(ast.walk(ast.parse((FOLDER / "internals.py").read_text(encoding="utf-8"))))
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}

@@ -189,7 +189,7 @@ def answers(ranks: int) -> list[RankResult]:
 
 
 @pytest.mark.parametrize("ranks", COUNTED)
-def test_what_is_sent_for_it_is_what_verify_expects(workers: Workers, ranks: int) -> None:
+def test_traffic_of_module_state_is_what_verify_expects(workers: Workers, ranks: int) -> None:
     by_rank = workers.run(answers, ranks, ranks)
     for i, (layout, config) in enumerate(COUNTED[ranks].items()):
         expected = compute_expected_traffic(config, draw_batch(config))

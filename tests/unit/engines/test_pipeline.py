@@ -295,7 +295,7 @@ def count_products(sequence_parallel: bool, how: str) -> tuple[set[int], int, di
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_of_products_summed_over_ranks_the_sum_alone_is_saved(workers: Workers, sequence_parallel: bool) -> None:
+def test_recompute_saves_sums_over_ranks_and_not_their_terms(workers: Workers, sequence_parallel: bool) -> None:
     """Llama's block has seven products; the outputs of attention and of the feed-forward network are terms of sums."""
     computed = [count for _, count, _ in workers.run(count_products, 2, sequence_parallel, "none")]
     for counts, count, errors in workers.run(count_products, 2, sequence_parallel, "selective"):

@@ -69,7 +69,7 @@ def test_a_layout_is_legal_if_and_only_if_the_rules_of_configs_say_so(opened: Es
     assert n_refused
 
 
-def test_nothing_fits(opened: Estimator) -> None:
+def test_the_smallest_layout_is_named_where_none_fits(opened: Estimator) -> None:
     tiny = load_cluster("h100", 4, gpus_per_node=2)
     device = type(tiny.device)(**{**vars(tiny.device), "memory_gib": 0.1})
     best = search(Estimator(opened.base, Cluster(device, tiny.node, 4)))

@@ -152,7 +152,7 @@ def test_a_rank_keeps_the_largest_whole_tensor_that_it_owns() -> None:
     assert rank.optimizer == 4 * (32128 * 768 + 32128 + 768)
 
 
-def test_what_chunks_of_attention_hold_is_counted() -> None:
+def test_scores_that_chunks_of_attention_hold_are_counted() -> None:
     """Disentangled attention of many tokens runs in chunks, which hold the keys' scores of positions until computed
     again: [rows, heads, tokens, positions]."""
     config = load_config("deberta-base", ["model.n_layers=1", "train.precision=bf16", "model.vocab_size=999"])

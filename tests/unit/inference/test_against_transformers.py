@@ -83,7 +83,7 @@ def until_stop(tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("model", MODELS)
-def test_greedy(model: str, seed: int) -> None:
+def test_greedy_tokens_are_those_of_transformers(model: str, seed: int) -> None:
     both = pair_of(model, seed)
     expected = [until_stop(row) for row in theirs_of(both, model, seed).tolist()]
     for cache in (True, False):
@@ -95,7 +95,7 @@ def test_greedy(model: str, seed: int) -> None:
 
 @pytest.mark.parametrize(("beams", "alpha"), [(1, 1.0), (2, 0.0), (3, 1.0), (4, 2.0), (4, -0.5), (5, 0.6)])
 @pytest.mark.parametrize("model", MODELS)
-def test_beams(model: str, beams: int, alpha: float) -> None:
+def test_beams_are_those_of_transformers(model: str, beams: int, alpha: float) -> None:
     seed = 11
     both, actual = pair_of(model, seed), []
     expected = theirs_of(both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never").tolist()
@@ -153,7 +153,7 @@ def test_the_penalties() -> None:
     assert gnmt_penalty(1.0)(7) == 2.0
 
 
-def test_what_cannot_be_continued() -> None:
+def test_prompts_that_a_model_cannot_continue_are_refused() -> None:
     t5, gpt2 = pair_of("t5").model, pair_of("gpt2").model
     token = torch.tensor([5])
     with pytest.raises(UsageError, match="'encoder_decoder' needs tokens for its encoder"):

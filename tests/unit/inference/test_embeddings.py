@@ -115,7 +115,7 @@ def test_padding_that_is_forgotten_is_said_once(bert: Any, caplog: pytest.LogCap
     assert caplog.text.count("rows end in the padding token 0, and no `documents` say so") == 1
 
 
-def test_what_can_t_be_pooled(bert: Any) -> None:
+def test_wrong_requests_for_embeddings_are_refused(bert: Any) -> None:
     encoder = megatfm.load(bert[0])
     with pytest.raises(UsageError, match="pooling = 'max': choose one of mean, first, last, masked"):
         encoder.encode("a", pooling="max")  # type: ignore[arg-type]

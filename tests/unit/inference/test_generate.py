@@ -249,7 +249,7 @@ def run_command(*words: str) -> int:
     return generate_command(parser.parse_args(words))
 
 
-def test_prints_the_prompt_and_what_follows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_prompt_and_continuation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(str(run), "--prompt", "Größe ", "--max-tokens", "9", "--temperature", "0") == 0
     loaded = open_text_model(run)
     ids = [loaded.tokenizer.bos, *loaded.tokenizer.encode("Größe ")]
@@ -287,7 +287,7 @@ def test_a_sample_ends_where_any_stop_token_does_however_long_the_others_are(run
     assert texts == [loaded.tokenizer.decode(row[:end]) for row, end in zip(free, ends, strict=True)]
 
 
-def test_beams(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_the_likeliest_beam(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The likeliest text of three beams, which is not the greedy one, printed and kept."""
     run_command(str(run), "--prompt", "Gr", "--max-tokens", "9", "--temperature", "0")
     run_command(str(run), "--prompt", "Gr", "--max-tokens", "9", "--num-beams", "3", "--length-penalty", "0")
@@ -325,7 +325,7 @@ def test_broken_weights_end_in_one_line(run: Path) -> None:
         ["--num-beams", "2", "--num-samples", "2"],
     ],
 )
-def test_bad_arguments(run: Path, words: list[str]) -> None:
+def test_wrong_arguments_of_generate_are_refused(run: Path, words: list[str]) -> None:
     with pytest.raises(UsageError):
         run_command(str(run), *words)
 

@@ -163,7 +163,7 @@ def test_blocks_hold_one_shape_and_follow_from_shapes_alone() -> None:
     assert [padded_length(n, limit=20) for n in (1, 17, 20)] == [16, 20, 20]
 
 
-def test_what_can_t_be_scored_is_refused() -> None:
+def test_continuations_that_can_t_be_scored_are_refused() -> None:
     config = SMALL_DECODER.with_changes({"position": {"name": "learned", "max_positions": 20}})
     model = random_model(config)
     fits = Continuation(list(range(1, 20)), [3, 4])

@@ -205,7 +205,7 @@ def test_a_checkpoint_without_a_step_is_one_line(run: Path) -> None:
         open_text_model(run)
 
 
-def test_what_is_asked_of_a_model_wrongly_is_one_line(run: Path) -> None:
+def test_wrong_requests_to_a_model_are_one_line(run: Path) -> None:
     model = megatfm.load(run)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert repr(model) == f"megatfm.Model({str(run)!r}: decoder, {count:,} parameters, float32 on cpu)"
@@ -254,7 +254,9 @@ def check(prompts: Prompts, fields: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("text", [TEXT, "a <extra_1> b <extra_id_0>"])
 @pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
-def test_span_corruption(text: str, config: ModelConfig, tmp_path: Path, tokenizer_model: bytes) -> None:
+def test_prompts_of_span_corruption_are_its_inputs(
+    text: str, config: ModelConfig, tmp_path: Path, tokenizer_model: bytes
+) -> None:
     loaded = opened(tmp_path, tokenizer_model, config, "span_corruption")
     s, encode = loaded.tokenizer.sentinels, loaded.tokenizer.encode
     inputs = [*encode(TEXT), s[0]] if text == TEXT else [*encode("a "), s[1], *encode(" b "), s[0]]
@@ -300,7 +302,9 @@ def test_a_sentinel_that_is_not_there(tmp_path: Path, tokenizer_model: bytes) ->
 
 @pytest.mark.parametrize("objective", ["prefix", "ul2"])
 @pytest.mark.parametrize("config", [SMALL_DECODER, PAIRS])
-def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes) -> None:
+def test_prompts_of_a_prefix_objective_are_its_prefix(
+    config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes
+) -> None:
     """UL2's end of a text is a prefix, too, after its mode token where there is one."""
     loaded = opened(tmp_path, tokenizer_model, config, objective)
     tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
@@ -316,7 +320,7 @@ def test_prefix(config: ModelConfig, objective: str, tmp_path: Path, tokenizer_m
         )
 
 
-def test_causal(tmp_path: Path, tokenizer_model: bytes) -> None:
+def test_prompts_of_pairs_are_those_of_training(tmp_path: Path, tokenizer_model: bytes) -> None:
     loaded = opened(tmp_path, tokenizer_model, PAIRS, "causal")
     tokens, special = loaded.tokenizer.encode(TEXT), special_of(loaded)
     full = make_seq2seq_example(np.zeros(0, np.int64), np.append(tokens, 9), special)

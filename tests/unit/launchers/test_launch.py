@@ -102,7 +102,7 @@ def test_a_failure_is_tried_again_as_often_as_was_asked(folder: Path, capfd: pyt
     assert "no progress: 3 attempts in a row failed without a new checkpoint" in capfd.readouterr().err
 
 
-def test_what_another_start_would_not_help_is_not_started_again(folder: Path) -> None:
+def test_exit_codes_that_a_restart_can_not_help_end_the_job(folder: Path) -> None:
     assert launch("--nproc", "1", "--max-restarts", "2") == 0
     for code in (0, 2, 75, 76, 77):
         (folder / "starts").write_text("")
@@ -167,7 +167,7 @@ def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.Ca
         (["--nproc", "2", "data.tokenizer=x"], "data.tokenizer = '.*/x': there is no such file or folder"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_starts_nothing(folder: Path, words: list[str], reason: str) -> None:
+def test_impossible_launches_start_nothing(folder: Path, words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         launch(*words)
     assert not (folder / "runs").exists()
@@ -285,7 +285,7 @@ def test_a_run_directory_that_is_no_text_is_refused(folder: Path, monkeypatch: p
         launch("--nproc", "1")
 
 
-def test_what_is_nested_too_deep_is_taken_for_damage(tmp_path: Path) -> None:
+def test_json_that_is_nested_too_deep_counts_as_damaged(tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text("[" * 100_000)
     assert read_json_if_valid(tmp_path / "launch.json", "nothing") == "nothing"
     assert tail_jsonl(tmp_path / "launch.json", 1) == []

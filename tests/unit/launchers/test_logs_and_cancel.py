@@ -87,7 +87,7 @@ def test_following_ends_with_a_line_that_was_never_finished(make: MakeRun) -> No
     assert out.getvalue() == f"==> {log} <==\nrank 0 | killed in mid-li\n"
 
 
-def test_what_was_searched_for_trouble_is_not_read_again(make: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_are_searched_for_errors_once(make: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     log, scanner, read = make() / "logs" / "rank-1.log", ErrorScanner(), []
     search = ERROR_PATTERN.search
     seen = type("Seen", (), {"search": staticmethod(lambda text: read.append(len(text)) or search(text))})

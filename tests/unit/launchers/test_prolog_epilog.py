@@ -100,7 +100,7 @@ def test_attempts_that_were_lost_with_their_script_are_counted_too(
 @pytest.mark.parametrize(
     ("reason", "is_failure"), [("JOB REQUEUE", False), ("PREEMPTION", False), ("NODE FAILURE", True)]
 )
-def test_what_slurm_ended_is_no_failure_unless_a_node_was(run: Path, reason: str, is_failure: bool) -> None:
+def test_an_end_by_slurm_is_a_failure_of_nodes_alone(run: Path, reason: str, is_failure: bool) -> None:
     prolog(run)
     write_log(
         run,
@@ -182,7 +182,7 @@ def test_without_a_word_of_why_a_zero_is_told_as_what_it_is(run: Path) -> None:
     assert AttemptLog(run).attempts[-1].reason == UNFINISHED
 
 
-def test_what_fails_while_it_is_asked_to_stop_was_stopped(run: Path) -> None:
+def test_a_failure_during_a_requested_stop_counts_as_stopped(run: Path) -> None:
     prolog(run)
     assert epilog(run, 143, "--asked", "TERM") == 75
     assert not AttemptLog(run).attempts[-1].is_failure
@@ -204,7 +204,7 @@ def test_a_rank_that_died_of_usr1_while_it_started_was_stopped(run: Path) -> Non
         ("JobState=PENDING Restarts=1 RunTime=00:00:00 TimeLimit=01:00:00", "SLURM has requeued job 7"),
     ],
 )
-def test_what_was_cancelled_or_requeued_already_is_left_alone(
+def test_jobs_that_were_cancelled_or_requeued_are_left_alone(
     run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], record: str, output: str
 ) -> None:
     """A running job that is cancelled and one that is requeued both look COMPLETING; only one was restarted."""
@@ -240,7 +240,7 @@ def test_a_host_that_failed_twice_is_excluded(
     assert (last.failed_host, last.failed_rank, last.reason) == ("n2", 1, "rank 1 on n2 hangs")
 
 
-def test_what_the_site_leaves_out_stays_excluded(run: Path, fake_slurm: FakeSlurm) -> None:
+def test_nodes_that_the_site_excludes_stay_excluded(run: Path, fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("scontrol-show", RUNNING.rstrip("\n") + " ExcNodeList=gpu9\n")
     fake_slurm.answer("sinfo", "n1 idle\nn2 idle\nn3 idle\ngpu9 idle\n")
     failures(run, 1, host="n2")

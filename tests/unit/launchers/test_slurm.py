@@ -89,7 +89,7 @@ def test_variables_of_the_shell_do_not_overrule_the_script(
     assert "#SBATCH --partition=low\n" in script, "what a site's shell sets for all jobs is still heard"
 
 
-def test_where_nothing_is_requeued_a_single_job_is_warned_about(
+def test_a_single_job_is_warned_about_where_nothing_is_requeued(
     folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "site.toml").write_text("requeue = false\n")

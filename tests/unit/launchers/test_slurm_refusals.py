@@ -116,7 +116,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_fail_after_the_wait_is_refused_before(
+def test_jobs_that_would_fail_after_the_wait_are_refused_before(
     fake_slurm: FakeSlurm, case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings, words, reason = REFUSED[case]
@@ -144,9 +144,7 @@ def test_a_preparation_looks_for_its_files(fake_slurm: FakeSlurm, folder: Path, 
         launch("--slurm", "--prep", f"read.folder={folder}", *words, config="quickstart-data")
 
 
-def test_what_is_merely_worth_knowing_is_a_note(
-    fake_slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_closed_partition_is_a_note(fake_slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     partition(fake_slurm, longest="UNLIMITED", state="DOWN")
     assert launch("--slurm", "--time", "6") == 0
     output = capsys.readouterr().err
@@ -159,7 +157,7 @@ def test_what_is_merely_worth_knowing_is_a_note(
     )
 
 
-def test_where_slurm_does_not_say_nothing_is_refused(fake_slurm: FakeSlurm) -> None:
+def test_nothing_is_refused_while_slurm_does_not_answer(fake_slurm: FakeSlurm) -> None:
     fake_slurm.fail("scontrol-show", "slurm_load_partitions error: Unable to contact slurm controller\n")
     fake_slurm.answer("sbatch", "12\n")
     assert launch("--slurm", "--time", "30-00") == 0

@@ -60,7 +60,7 @@ printf '%s\\n' prolog_epilog "$@" >>"$SEEN"
 
 @pytest.mark.parametrize("text", QUOTED)
 @pytest.mark.parametrize("kind", ["train", "torchrun", "prep", "evaluate"])
-def test_what_reaches_the_shell_is_quoted(folder: Path, text: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_in_job_scripts_are_quoted(folder: Path, text: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rendered script runs in a real bash, with commands that note their arguments."""
     programs = folder / "bin"
     programs.mkdir()

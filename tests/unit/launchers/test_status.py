@@ -99,7 +99,7 @@ def test_after_the_job_has_left_the_queue(
         ("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher", "`sinfo -R` says why"),
     ],
 )
-def test_what_no_waiting_mends_is_told_with_the_way_out(
+def test_pending_reasons_that_last_come_with_advice(
     make: MakeRun, fake_slurm: FakeSlurm, reason: str, advice: str
 ) -> None:
     run = make(launcher="slurm", jobs=["7"])
@@ -109,7 +109,7 @@ def test_what_no_waiting_mends_is_told_with_the_way_out(
     assert get_run_status(run).state.reason == "job 7, Priority"
 
 
-def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(make: MakeRun, fake_slurm: FakeSlurm) -> None:
+def test_a_death_by_the_stop_signal_counts_as_stopped(make: MakeRun, fake_slurm: FakeSlurm) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=FAILED ExitCode=138:0\n")
     result = Attempt(100.0, "7", job="7", code=138, asked=True, ended=101.0, reason="stopped by USR1")
@@ -120,7 +120,9 @@ def test_who_died_of_the_signal_that_asked_it_to_stop_has_stopped(make: MakeRun,
     )
 
 
-def test_how_far_an_array_is(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_the_progress_of_an_array(
+    make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make("made.jobs", steps=0, launcher="slurm", kind="prep", jobs=["7"], array=8)
     (run / "config.toml").unlink()
     work = run.with_name("made") / ".work"
@@ -210,7 +212,7 @@ def test_a_dead_run_in_a_directory_that_can_not_be_written_to(make: MakeRun, mon
 
 
 @pytest.mark.parametrize("pid", ["a word", None, [1], 1e400, -5])
-def test_what_others_write_badly_stops_no_look(make: MakeRun, pid: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_survives_badly_written_files(make: MakeRun, pid: object, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(launcher="local", host=socket.gethostname(), pid=pid, started="long ago", jobs=7, array="x")
     (run / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "time": "now"}))
     record = {"step": pid, "loss": None, "step_seconds": "x", "tokens_per_second": [1]}
@@ -243,7 +245,7 @@ def test_a_loss_that_is_no_number_is_shown(make: MakeRun, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "cancel"])
-def test_what_is_no_run_is_refused(
+def test_a_folder_that_is_no_run_is_refused(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

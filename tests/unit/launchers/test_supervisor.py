@@ -210,7 +210,7 @@ def test_a_single_rank_may_ask_at_the_terminal_as_a_debugger_does(tmp_path: Path
     assert code == 75, "Ctrl-C reaches it"
 
 
-def test_of_several_ranks_none_waits_at_the_terminal_for_ever(tmp_path: Path) -> None:
+def test_several_ranks_do_not_wait_for_the_terminal(tmp_path: Path) -> None:
     code, displayed = at_a_terminal(tmp_path, 2, b"a line\n")
     assert code == 1
     assert "EOFError" in displayed

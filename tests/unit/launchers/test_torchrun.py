@@ -153,7 +153,7 @@ def test_workers_that_could_not_leave_a_code_go_with_the_others(tmp_path: Path) 
 # -------------------------------------------------------------------------------------------- whose code runs
 
 
-def test_what_is_copied_is_importable_and_wins_over_the_checkout(tmp_path: Path) -> None:
+def test_copied_code_is_imported_before_the_checkout(tmp_path: Path) -> None:
     place = snapshot.collect_code([]).copy_to(tmp_path)
     assert place.name.startswith("code-")
     assert not list(place.rglob("__pycache__"))
@@ -192,7 +192,7 @@ def test_a_plugin_that_is_not_there_is_named() -> None:
         snapshot.collect_code(["nothing_of_this_name.part"])
 
 
-def test_what_a_plugin_imports_from_its_own_folder_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_that_a_plugin_imports_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job doesn't look into the folder that it was submitted from, where a `queue.py` would hide Python's own."""
     local = tmp_path / "here"
     (local / "helper_of_a_test").mkdir(parents=True)
@@ -253,7 +253,7 @@ def test_folders_of_the_user_are_not_imported(folder: Path, words: list[str]) ->
     assert run([sys.executable, "-m", "megatfm", *words], folder)
 
 
-def test_what_ranks_run_finds_nothing_in_the_working_directory(folder: Path) -> None:
+def test_ranks_import_nothing_from_the_working_directory(folder: Path) -> None:
     for name in ("queue.py", "statistics.py", "torch.py", "megatfm.py"):
         (folder / name).write_text(RAISES)
     assert "usage: megatfm train" in run([*MEGATFM_COMMAND, "--help"], folder)

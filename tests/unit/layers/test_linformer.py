@@ -85,7 +85,7 @@ def test_pieces_drop_what_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(layer._attend(*heads, keys), attended, rtol=0, atol=1e-15)
 
 
-def test_who_serves_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linformer_logs_its_kernel_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_once, "_LOGGED", set())
     layer = Block(config_of("headwise"), "encoder").attn
     with caplog.at_level(logging.INFO, "megatfm"), torch.no_grad():
@@ -121,7 +121,7 @@ def test_counts_on_roberta(share: str, more: int) -> None:
         ),
     ],
 )
-def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
+def test_models_that_linformer_can_not_serve_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build(config_of("none", **changes))
 

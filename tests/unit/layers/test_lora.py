@@ -142,6 +142,6 @@ def expert_of_merged(experts: Experts, e: int, x_D: torch.Tensor, scale: float) 
         (UNTIED_MODEL, {"rank": 0}, "greater than or equal to 1|greater than 0"),
     ],
 )  # fmt: skip
-def test_what_has_no_adapter_is_named(config: ModelConfig, lora: dict[str, Any], message: str) -> None:
+def test_modules_without_an_adapter_are_named(config: ModelConfig, lora: dict[str, Any], message: str) -> None:
     with pytest.raises((UsageError, ValueError), match=message):
         build(config.with_changes({"lora": {"rank": 2, **lora}}))

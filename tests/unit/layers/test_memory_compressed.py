@@ -81,7 +81,7 @@ def test_output_and_every_gradient(factor: int, packed: bool, by_blocks: bool) -
         assert (a - b).norm() <= 1e-12 * largest
 
 
-def test_what_a_query_sees_is_counted_and_drawn() -> None:
+def test_visible_pairs_of_compressed_attention_are_counted() -> None:
     """A key is 3 tokens, so of those that are drawn each counts a third; the first counts as one more."""
     pattern = MemoryCompressedPattern(3)
     for length in (1, 3, 14):
@@ -105,7 +105,7 @@ def test_what_a_query_sees_is_counted_and_drawn() -> None:
         ),
     ],
 )
-def test_what_it_is_not_for(changes: dict[str, object], message: str) -> None:
+def test_models_that_compressed_attention_can_not_serve_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build(config_of(3, **changes))
 

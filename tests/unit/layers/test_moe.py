@@ -238,7 +238,7 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     assert not gradient[~real].any()
 
 
-def test_of_equal_scores_the_first_are_chosen_whatever_the_size() -> None:
+def test_equal_scores_choose_the_first_experts_at_any_size() -> None:
     scores = torch.zeros(400, 64)
     scores[:, 5] = 1
     for n in (1, 3, 400):
@@ -346,7 +346,7 @@ def test_a_balanced_start() -> None:
         ({"dropout": 0.1}, "dropout = 0.1 is for dense networks"),
     ],
 )
-def test_what_does_not_go_together_is_refused(keys: dict[str, Any], output: str) -> None:
+def test_contradictory_options_of_experts_are_refused(keys: dict[str, Any], output: str) -> None:
     with pytest.raises(ValidationError, match=output):
         moe_config(**keys)
 

@@ -18,7 +18,7 @@ from megatfm.ops.grouped_mm import choose_grouped_kernel, grouped_linear, looped
 from tests.support.models import B, D, E, T, build_moe, moe_inputs, moe_sequence
 
 
-def test_what_a_kernel_leaves_beyond_the_last_expert_reaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_last_expert_reach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows, and the gradients of its rows, may be anything."""
     documents = torch.zeros(B, T, dtype=torch.int64)
     documents[1, 3:] = -1

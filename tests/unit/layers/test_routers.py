@@ -247,7 +247,7 @@ def test_soft_mixtures_are_by_document() -> None:
         ("encoder", {"name": "soft_moe", "capacity_factor": 2.0}, "capacity_factor has no meaning"),
     ],
 )
-def test_what_makes_no_sense_is_refused(family: str, ffn: dict[str, Any], message: str) -> None:
+def test_contradictory_options_of_routers_are_refused(family: str, ffn: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config_of(family, **ffn)
 

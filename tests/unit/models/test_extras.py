@@ -118,7 +118,7 @@ def xlnet() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"tokens": TOKENS, "targets": targets, "order": order, "documents": DOCUMENTS}
 
 
-def test_of_the_query_stream_what_is_predicted_counts() -> None:
+def test_predicted_tokens_alone_count_in_the_query_stream() -> None:
     """Rows by themselves, whose queries need no or other filling up, have the same terms and counts."""
     model, batch = xlnet()
     calls = listen(model)

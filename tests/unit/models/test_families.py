@@ -88,7 +88,7 @@ def test_a_field_that_nothing_reads_is_refused(family: str, field: str, hint: st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_read_by_some_configs_is_refused_by_others(family: str) -> None:
+def test_fields_that_a_model_does_not_read_are_refused(family: str) -> None:
     model, inputs = model_of(family), inputs_of(family)
     model(**inputs, documents=torch.zeros_like(TOKENS), labels=None)
     reads_segments = family in ("discriminator", "xlnet")

@@ -163,7 +163,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_how_it_is_computed_is_logged_once(
+def test_the_attention_kernel_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(log_once, "_LOGGED", set())

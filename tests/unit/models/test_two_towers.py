@@ -20,7 +20,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("preset", COUNTS)
-def test_counts(preset: str) -> None:
+def test_parameters_of_towers_are_those_of_the_zoo(preset: str) -> None:
     with torch.device("meta"):
         model = build(load_config(preset).model)
     assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[preset]
@@ -62,7 +62,7 @@ def test_the_factor_has_a_bound() -> None:
         assert bool(model.temperature.log_scale.grad) == (scale < 10)
 
 
-def test_as_many_images_as_captions() -> None:
+def test_unequal_numbers_of_images_and_captions_are_refused() -> None:
     model = build(TOWER_MODELS["softmax"])
     with pytest.raises(MegatfmError, match="2 images and 3 captions"):
         model.compare({"images": torch.eye(3)[:2], "texts": torch.eye(3), "scale": torch.ones(1)})

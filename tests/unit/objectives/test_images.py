@@ -214,7 +214,7 @@ def test_masks_follow_from_the_key() -> None:
         ({"mask_ratio": 0.99}, "masks all 25 squares"),
     ],
 )
-def test_bad_masks(options: dict[str, Any], message: str) -> None:
+def test_impossible_masks_of_simmim_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         simmim_objective(**options)
 
@@ -344,7 +344,7 @@ def test_pairs_that_cannot_be_used_are_named(files: dict[str, bytes], caption: l
         ({"lengths": (10, 6), "pad_captions": True}, "choose data.target_length=7"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+def test_contradictory_options_of_contrastive_learning_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         contrastive_objective(**options)
 

@@ -108,7 +108,7 @@ def test_sequences_fit_rows_and_nothing_makes_none(make_objective: Any) -> None:
         make_objective("masked", rows=(2,))
 
 
-def test_what_is_missing_is_named(make_objective: Any, make_model: Any, special: SpecialTokens) -> None:
+def test_missing_special_tokens_are_named(make_objective: Any, make_model: Any, special: SpecialTokens) -> None:
     bare = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=10)
     with pytest.raises(
         UsageError, match=r"objective\.name = 'masked' needs a mask token, and the tokenizer has none: p"
@@ -207,7 +207,7 @@ def test_fifteen_percent_are_masked(spans: dict[str, Any]) -> None:
     assert spans["masked words"] / spans["words"] == pytest.approx(0.15, abs=0.001)
 
 
-def test_what_replaces_a_span_is_drawn_once(spans: dict[str, Any]) -> None:
+def test_the_replacement_of_a_span_is_drawn_once(spans: dict[str, Any]) -> None:
     kinds = {"mask": 0, "random": 0, "kept": 0}
     for _, text, displayed in spans["spans"]:
         if (displayed == MASK).all():

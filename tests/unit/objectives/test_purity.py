@@ -67,7 +67,7 @@ def test_every_objective_is_here() -> None:
 
 
 @ALL
-def test_what_is_drawn_is_pinned(make_objective: Any, make_text: Any, name: str, family: str) -> None:
+def test_examples_of_each_objective_are_pinned(make_objective: Any, make_text: Any, name: str, family: str) -> None:
     objective, remaining = (
         build_objective(make_objective, name, family),
         Others([make_text(70, 1), make_text(20, 2)]),

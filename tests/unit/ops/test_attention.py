@@ -117,7 +117,7 @@ def test_bfloat16_on_a_cpu_by_both_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         assert (result.double() - expected).abs().max() < 0.05
 
 
-def test_what_layers_share_is_made_once() -> None:
+def test_metadata_that_layers_share_is_made_once() -> None:
     result = []
     layout = SequenceMetadata(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
     assert [layout.cached("x", lambda: result.append(1) or len(result)) for _ in range(3)] == [1, 1, 1]

@@ -157,7 +157,7 @@ KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)
     ],
     ids=["scale", "soft cap", "dropout", "all of them", "values of another width"],
 )
-def test_what_may_differ_from_plain_attention(
+def test_variants_of_block_sparse_attention_equal_the_dense_reference(
     pattern: AttentionPattern, variant: AttentionOptions, keys: Tensor | None, width: int
 ) -> None:
     for layout in layouts():
@@ -213,7 +213,7 @@ def test_in_lower_precision(dtype: torch.dtype) -> None:
         assert blocked_error < 2 * reference + 1e-6
 
 
-def test_what_is_held_grows_with_the_length_and_not_with_its_square() -> None:
+def test_tables_of_block_sparse_attention_grow_linearly() -> None:
     """Masks and tables of pieces: twice the tokens, about twice the numbers."""
 
     def held(length: int, pattern: AttentionPattern, documents: Tensor | None) -> int:

@@ -108,7 +108,7 @@ def test_documents_end_to_end_are_the_reference(pattern: AttentionPattern, docum
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-def test_there_is_room_for_a_fixed_number_of_documents() -> None:
+def test_cu_seqlens_have_a_fixed_number_of_documents() -> None:
     """The shape follows from that of the batch, so that nothing is compiled again; short documents need more room."""
     few, many = np.zeros((2, 1024), np.int64), np.arange(2 * 1024).reshape(2, 1024) // 200
     assert len(compute_cu_seqlens(few)) == len(compute_cu_seqlens(many)) == 2 + 2048 // varlen.MIN_DOCUMENT_LENGTH + 1
@@ -119,7 +119,7 @@ def test_there_is_room_for_a_fixed_number_of_documents() -> None:
     assert compute_cu_seqlens(DOCUMENTS.numpy())[:7].tolist() == [0, 7, 8, 18, 24, 27, 48]
 
 
-def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_of_each_case_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     causal, packed, plain = Full(causal=True), sequence(), sequence(None)
     opened = sequence(prefix=torch.arange(T).expand(B, T) < 3)
     unknown = SequenceMetadata(torch.arange(T).expand(B, T), DOCUMENTS)
@@ -152,7 +152,7 @@ def test_who_serves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_kernel(case(PatternMask(causal, packed))).name == "flex"
 
 
-def test_this_torch_has_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_torch_has_the_varlen_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     varlen.list_parameters.cache_clear()
     assert {"scale", "window_size", "cu_seq_q", "max_q"} <= varlen.list_parameters()

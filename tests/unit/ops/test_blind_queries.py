@@ -56,7 +56,7 @@ FULL = [pytest.param(name, torch.float32, 1e-5, id=name) for name in CASES]
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("name", "dtype", "bound"), FULL + HALF)
-def test_blind_queries(name: str, dtype: torch.dtype, bound: float) -> None:
+def test_blind_queries_give_zeros_and_no_gradients(name: str, dtype: torch.dtype, bound: float) -> None:
     run, form, drops = CASES[name]
     random = torch.Generator().manual_seed(0)
     shapes = (B, N, T, H), (B, 2, S, H), (B, 2, S, H)

@@ -39,13 +39,13 @@ def test_a_large_table_adds_up_to_float32s_precision():
     assert float(sum_squares([tensor])) == pytest.approx(expected, rel=1e-7)
 
 
-def test_what_is_not_finite_shows():
+def test_sums_of_squares_show_infinities_and_nans():
     assert sum_squares([torch.ones(3), torch.tensor([1.0, torch.inf])]).isinf()
     assert sum_squares([torch.ones(3), torch.tensor([1.0, torch.nan])]).isnan()
 
 
 @pytest.mark.parametrize("tensors", [[], [torch.empty(0)], [torch.empty(0, 7), torch.empty(3, 0)]])
-def test_of_nothing_it_is_zero(tensors):
+def test_the_sum_of_squares_of_nothing_is_zero(tensors):
     """As on a rank of which all shards are empty."""
     actual = sum_squares(tensors)
     assert actual.dtype == torch.float64

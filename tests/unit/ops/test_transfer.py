@@ -19,7 +19,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_lies_wrong_is_copied(kind: str) -> None:
+def test_misaligned_tensors_are_copied(kind: str) -> None:
     wrong = WRONG[kind]
     assert lies_wrong(wrong)
     assert not is_aligned(wrong)
@@ -28,7 +28,7 @@ def test_what_lies_wrong_is_copied(kind: str) -> None:
     assert not lies_wrong(right)
 
 
-def test_what_lies_right_stays() -> None:
+def test_aligned_tensors_are_not_copied() -> None:
     for tensor in (ROWS, torch.empty(0), torch.tensor(3.0), torch.zeros(0, 5)):
         assert align(tensor) is tensor
 

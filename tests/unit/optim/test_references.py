@@ -313,17 +313,9 @@ def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.Monke
         [{"params": mine[:4], "weight_decay": 0.2}, {"params": mine[4:], "weight_decay": 0.1, "lr": 0.01}],
         **options,
     )
-    reference = torch.optim.Muon(
-        [
-            {"params": [item for several in expected[:4] for item in several], "weight_decay": 0.2},
-            {
-                "params": [item for several in expected[4:] for item in several],
-                "weight_decay": 0.1,
-                "lr": 0.01,
-            },
-        ],
-        **options,
-    )
+    first, second = ([item for several in part for item in several] for part in (expected[:4], expected[4:]))
+    groups = [{"params": first, "weight_decay": 0.2}, {"params": second, "weight_decay": 0.1, "lr": 0.01}]
+    reference = torch.optim.Muon(groups, **options)
     for _ in range(6):
         for weight, several in zip(mine, expected, strict=True):
             weight.grad = draw(*weight.shape)
@@ -336,11 +328,8 @@ def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.Monke
 
 
 def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        matrix_optimizers,
-        "split_batches",
-        lambda moves, _: split_batches(moves, matrix_optimizers.MAX_BATCH_ELEMENTS),
-    )
+    limit = matrix_optimizers.MAX_BATCH_ELEMENTS
+    monkeypatch.setattr(matrix_optimizers, "split_batches", lambda moves, _: split_batches(moves, limit))
 
     def asked(n: int) -> int:
         weights = [torch.ones(6, 4, requires_grad=True) for _ in range(n)]

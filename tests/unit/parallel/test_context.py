@@ -111,7 +111,7 @@ def test_image_models_without_such_modules_pass_the_check(model_name: str) -> No
         check_context_plans(build((IMAGE_MODELS | TOWER_MODELS)[model_name]))
 
 
-def test_what_needs_whole_rows_is_refused_by_name() -> None:
+def test_modules_that_need_whole_rows_are_refused_by_name() -> None:
     with torch.device("meta"):
         model = build(FAMILY_MODELS["bert"].with_changes({"extra_heads": {}}))
     model.get_submodule("encoder.layers.0.ffn").cp_plan = None  # type: ignore[assignment]
@@ -251,7 +251,7 @@ def test_a_row_that_is_too_short_is_refused() -> None:
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_fetched_does_not_grow_with_the_row(pattern: AttentionPattern) -> None:
+def test_fetched_keys_do_not_grow_with_the_row(pattern: AttentionPattern) -> None:
     """Nor the number of queries that are sent; and every key that a query sees is fetched, or the query is sent."""
     sent = []
     for length in (384, 768):

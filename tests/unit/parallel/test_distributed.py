@@ -247,7 +247,7 @@ def test_many_ranks_are_connected_when_they_first_talk() -> None:
         ([("a", "localhost"), ("b", "localhost")], {"localhost": "127.0.0.1"}, "all are called localhost"),
     ],
 )
-def test_where_the_others_reach_rank_0(
+def test_rank_0_s_address_is_one_that_others_reach(
     hosts: list[tuple[str, str]], known: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = socket.getaddrinfo

@@ -80,7 +80,7 @@ def needed_by(pattern: AttentionPattern, row: SequenceMetadata) -> Tensor:
 
 @pytest.mark.parametrize("name", [*EXACT, *MORE])
 @pytest.mark.parametrize("prefix", [0, 2])
-def test_what_is_fetched_is_what_is_seen(name: str, prefix: int) -> None:
+def test_fetched_keys_are_those_that_queries_see(name: str, prefix: int) -> None:
     pattern, bound = (EXACT[name], 1.0) if name in EXACT else MORE[name]
     pattern = pattern.simplify(ROW_LENGTH)
     fetched = expected = 0

@@ -95,7 +95,7 @@ def test_a_stage_may_begin_with_any_head_that_costs_something(make: Callable[...
     assert first_steps(pipeline) == ["encoder.embedding", "head", "boundary"]
 
 
-def test_what_travels_between_stages(make: Callable[..., nn.Module]) -> None:
+def test_stages_exchange_what_later_ones_read(make: Callable[..., nn.Module]) -> None:
     t5 = make(family="encoder_decoder", n_encoder_layers=2, **{"position.name": "t5"})
     pipeline = split_into_stages(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, at=[
         "encoder.layers.1", "decoder.layers.2", "head",

@@ -101,7 +101,7 @@ def test_contradictions_are_one_line(change: dict[str, str], words: str) -> None
         ({"MASTER_PORT": "65536"}, "ports are 1 to 65535"),
     ],
 )
-def test_what_srun_and_a_user_made_of_it_is_one_line(change: dict[str, str], words: str) -> None:
+def test_a_contradictory_environment_is_one_line(change: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError) as error:
         read_process_environment(STEP | change)
     assert words in str(error.value)
@@ -137,7 +137,7 @@ def test_a_scontrol_that_names_no_host(monkeypatch: pytest.MonkeyPatch, tmp_path
         (MPICH | {"MPI_LOCALNRANKS": "3"}, 3),
     ],
 )
-def test_how_many_ranks_are_on_this_machine(environment: dict[str, str], count: int | None) -> None:
+def test_local_ranks_are_counted(environment: dict[str, str], count: int | None) -> None:
     assert count_local_ranks(environment) == count
 
 
@@ -207,7 +207,7 @@ def test_a_rank_that_is_stopped_before_it_comes_is_named(start: Start, stopped: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_who_is_asked_to_stop_while_others_are_missing_leaves(start: Start, rank: int) -> None:
+def test_a_stop_while_ranks_are_missing_ends_the_rank(start: Start, rank: int) -> None:
     waits = start(rank, requested=signal.SIGUSR1)
     _, output = waits.communicate(timeout=120)
     assert waits.returncode == 75, output
@@ -262,7 +262,7 @@ def test_a_restart_has_a_part_of_the_store_of_its_own(later: int) -> None:
     assert first[0].get("where") == b"an old port"
 
 
-def test_what_a_start_left_that_died_while_meeting_is_no_answer() -> None:
+def test_leftovers_of_a_start_that_died_are_no_answer() -> None:
     store = dist.HashStore()
     store.set("megatfm/hello/1", "nobody")
     part, other = start_ranks(store, 2)

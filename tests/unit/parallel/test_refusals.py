@@ -178,7 +178,7 @@ def refusal(base: Sequence[str], overrides: Sequence[str], processes: int | None
 @pytest.mark.parametrize(
     ("base", "overrides", "processes", "line", "mended"), REFUSED, ids=[" ".join(r[1]) for r in REFUSED]
 )
-def test_what_does_not_fit_is_refused_with_what_does(
+def test_layouts_that_do_not_fit_are_refused_with_ones_that_do(
     base: tuple[str, ...], overrides: list[str], processes: int | None, line: str, mended: list[str]
 ) -> None:
     match = re.search(line, refusal(base, overrides, processes))

@@ -31,7 +31,7 @@ def test_a_wide_range_is_drawn_on_a_logarithmic_axis() -> None:
     assert narrow.summary == "norm: 4 at step 1, 1 at step 3"
 
 
-def test_what_is_not_finite_is_null_and_counted_once() -> None:
+def test_non_finite_values_are_null_and_counted_once() -> None:
     values = [3.0, NAN, 2.0, 1.5, float("inf"), 1.0]
     raw, smoothed = (
         Line("loss", curve(values), kind="raw"),
@@ -143,7 +143,7 @@ def test_norms_of_layers_have_a_chart_for_each_kind(run: Path) -> None:
     assert "decoder 2: 1 at step 1, 40 at step 40" in page.charts()[2]
 
 
-def test_of_many_layers_some_are_drawn_in_order_and_few_named(run: Path) -> None:
+def test_charts_of_many_layers_draw_and_name_a_few(run: Path) -> None:
     replace_metrics(run, with_norms(layers=48))
     page = report_page(run)
     weights = page.charts()[3]

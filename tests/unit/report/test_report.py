@@ -188,7 +188,7 @@ def test_damaged_side_files_are_notes_not_failures(run: Path) -> None:
     assert len(page.charts()) == 7
 
 
-def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"not a run directory \(it has no config.toml\)"):
         write_report(tmp_path)
 

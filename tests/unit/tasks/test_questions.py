@@ -58,7 +58,7 @@ def test_the_right_answer_is_named_by_number_or_text(tmp_path: Path, value: Any,
     assert (question.choices, question.right) == (("x", "y z"), right)
 
 
-def test_of_a_cloze_the_answer_follows_and_of_generation_all_are_accepted(tmp_path: Path) -> None:
+def test_cloze_takes_one_answer_and_generation_all(tmp_path: Path) -> None:
     write_rows(tmp_path)
     config = 'data = "rows.jsonl"\nprompt = "{{ ask }}"\nanswer = "all"\n'
     cloze, *_ = open_evaluation_task(write_task(tmp_path, f'kind = "cloze"\n{config}')).questions
@@ -134,7 +134,7 @@ def test_the_fingerprint_tells_tasks_apart_by_what_is_asked(tmp_path: Path) -> N
         (CHOICE + "shot = 1\n", {}, "shot"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, config: str, row: dict[str, Any], message: str) -> None:
+def test_bad_tasks_and_rows_are_refused(tmp_path: Path, config: str, row: dict[str, Any], message: str) -> None:
     write_rows(tmp_path, [{**ROWS[0], **row}, *ROWS[1:]])
     with pytest.raises(UsageError, match=message):
         open_evaluation_task(write_task(tmp_path, config))
@@ -169,7 +169,7 @@ def test_each_normalisation_chooses_by_its_own_length() -> None:
     assert (result.values["bits"], result.values["bytes"]) == (pytest.approx(4 / math.log(2)), 5)
 
 
-def test_of_equal_answers_the_first_wins() -> None:
+def test_equal_answers_choose_the_first() -> None:
     question = Question(0, "", (" a", " a"), right=1)
     result = score_choices(question, [Likelihood(-1.0, 1)] * 2, " ")
     assert result.values["accuracy"] == 0

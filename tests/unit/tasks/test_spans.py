@@ -148,7 +148,7 @@ def test_bad_rows_are_named(bert: Path, change: dict[str, Any], config: dict[str
     assert "row 2" in str(raised.value) or "no column" in str(raised.value)
 
 
-def test_what_was_cut_or_moved_is_told(bert: Path) -> None:
+def test_cut_questions_and_moved_answers_are_logged(bert: Path) -> None:
     asked = ROW | {"question": "where " * 9}
     _, notes = encode(bert, [asked], max_question_tokens=8, too_long="truncate")
     assert "x.json: 1 questions are cut to 8 tokens" in notes

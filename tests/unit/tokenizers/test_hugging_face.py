@@ -130,7 +130,7 @@ def nothing(file: File) -> None:
 Changed = Callable[..., HuggingFaceTokenizer]
 
 
-def test_what_cuts_pads_or_varies_is_switched_off(changed: Changed) -> None:
+def test_truncation_padding_and_dropout_are_switched_off(changed: Changed) -> None:
     def change(file: File) -> None:
         file["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
         file["padding"] = {

@@ -229,7 +229,7 @@ def test_ids_are_those_of_sentencepiece(tokenizer: SentencePieceTokenizer, model
     assert tokenizer.encode(text).tolist() == plain.encode(text)
 
 
-def test_what_our_own_says_of_itself(tokenizer: SentencePieceTokenizer) -> None:
+def test_a_tokenizer_of_ours_knows_its_special_tokens(tokenizer: SentencePieceTokenizer) -> None:
     assert (tokenizer.unk, tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 2, 3)
     assert (tokenizer.mask, tokenizer.cls, tokenizer.sep) == (4, 5, 6)
     assert tokenizer.sentinels == tuple(range(7, 15))
@@ -264,7 +264,7 @@ def test_models_of_others_are_read_as_they_are(other: tuple[str, bytes], texts: 
     assert tokenizer.pad == (plain.pad_id() if plain.pad_id() >= 0 else plain.eos_id())
 
 
-def test_what_others_can_not_promise_is_not_promised(other: tuple[str, bytes]) -> None:
+def test_foreign_tokenizers_do_not_promise_to_be_lossless(other: tuple[str, bytes]) -> None:
     tokenizer = SentencePieceTokenizer(other[1])
     assert not tokenizer.lossless
     assert tokenizer.describe()["lossless"] is False
@@ -346,6 +346,6 @@ def test_a_model_without_an_end_is_refused(foreign: Foreign) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no model", b"\x0a\x03abc"])
-def test_what_is_no_model_is_refused(content: bytes) -> None:
+def test_files_that_are_no_tokenizer_are_refused(content: bytes) -> None:
     with pytest.raises(UsageError, match=r"^x\.model: "):
         SentencePieceTokenizer(content, "x.model")

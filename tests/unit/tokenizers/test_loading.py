@@ -202,7 +202,7 @@ def test_roles_by_name(tokens: str, expected: dict[str, object]) -> None:
     assert special_tokens.reserved == set(range(len(tokens.split())))
 
 
-def test_what_the_file_says_goes_before_usual_names() -> None:
+def test_special_tokens_of_the_file_go_before_usual_names() -> None:
     special_tokens = find_special_tokens(ids("<s> </s> <stop> <blank>"), {"eos": "<stop>", "mask": "<blank>"}, "x")
     assert (special_tokens.bos, special_tokens.eos, special_tokens.mask, special_tokens.unused) == (
         0,

@@ -120,7 +120,7 @@ def test_no_text_is_refused(texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("failure", [MegatfmError("damaged"), KeyboardInterrupt()])
-def test_what_goes_wrong_while_reading_is_raised_as_it_is(failure: BaseException) -> None:
+def test_errors_of_reading_reach_the_caller(failure: BaseException) -> None:
     def texts():
         yield "some text\n"
         raise failure
@@ -224,7 +224,7 @@ def test_no_text_for_a_json_tokenizer_is_refused(kind: str, texts: list[str]) ->
 
 @pytest.mark.parametrize("kind", TRAIN)
 @pytest.mark.parametrize("failure", [MegatfmError("damaged"), KeyboardInterrupt()])
-def test_what_goes_wrong_while_reading_for_json_is_raised_as_it_is(kind: str, failure: BaseException) -> None:
+def test_errors_of_reading_reach_the_caller_of_json_kinds(kind: str, failure: BaseException) -> None:
     def texts() -> Iterator[str]:
         yield "some text\n"
         raise failure

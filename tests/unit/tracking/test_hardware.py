@@ -145,7 +145,7 @@ def test_utilization_is_what_is_needed_over_what_could_be_done() -> None:
     assert used.compute_mfu(1e6) == {"mfu": pytest.approx(0.75), "mfu_causal": pytest.approx(0.625)}
 
 
-def test_what_else_runs_on_a_cpu_is_no_reason_for_a_lower_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_work_on_a_cpu_does_not_lower_the_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product takes 20 ms of the processor, and half as long again by the clock."""
     ticks = {"process_time": itertools.count(0, 0.02), "perf_counter": itertools.count(0, 0.03)}
     for name, times in ticks.items():

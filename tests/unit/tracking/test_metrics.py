@@ -340,7 +340,7 @@ GROWING: dict[str, Callable[[RunDirectory], object]] = {
 
 
 @pytest.mark.parametrize("name", GROWING)
-def test_what_grows_does_not_grow_through_a_planted_link(
+def test_records_do_not_grow_through_a_planted_link(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file is named and left alone; samples are only for the report, so that a note suffices."""

@@ -172,7 +172,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return load_config("quickstart", ["data.tokenizer=t.model"])
 
 
-def test_where_a_run_lives(tmp_path: Path, config: Config) -> None:
+def test_the_run_directory_follows_from_the_config(tmp_path: Path, config: Config) -> None:
     assert run_folder(config) == tmp_path / "runs" / "quickstart"
     assert run_folder(config.model_copy(update={"run_dir": "/x/y"})) == Path("/x/y")
 

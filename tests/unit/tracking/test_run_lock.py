@@ -95,7 +95,7 @@ def test_a_file_that_was_removed_before_it_was_locked_is_no_lock(
     held.release()
 
 
-def test_who_else_reads_the_file_in_the_same_process_loses_nothing(tmp_path: Path) -> None:
+def test_reading_the_lock_file_does_not_release_the_lock(tmp_path: Path) -> None:
     """A notebook, a plugin or a hook that opens and closes it: POSIX record locks would be gone."""
     held = RunLock(tmp_path / "lock")
     held.acquire()
@@ -143,7 +143,7 @@ def test_an_error_of_the_file_server_does_not_end_the_signs_of_life(
 
 
 @pytest.mark.usefixtures("hasty")
-def test_who_looks_opens_the_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_process_opens_the_lock_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS clients remember the times of a file that they have open: here a descriptor's time never moves again."""
     path, known = tmp_path / "lock", {}
     elsewhere(path)
@@ -209,7 +209,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_where_locks_do_not_reach_other_machines_a_file_that_moves_is_held(tmp_path: Path) -> None:
+def test_a_lock_file_that_moves_is_held_where_locks_do_not_reach(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     elsewhere(path)
 
@@ -226,7 +226,7 @@ def test_where_locks_do_not_reach_other_machines_a_file_that_moves_is_held(tmp_p
 
 
 @pytest.mark.usefixtures("hasty")
-def test_where_there_are_no_locks_at_all_a_process_that_lives_holds_it(
+def test_a_living_process_holds_the_run_where_there_are_no_locks(
     tmp_path: Path, holder: ForkedCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> None:

@@ -83,7 +83,7 @@ def stalled(detector: HangDetector, *heartbeats: Heartbeat) -> Diagnosis:
     return given(detector, 20.1)
 
 
-def test_of_those_at_the_same_place_the_one_outside_a_collective_is_blamed(detector: HangDetector) -> None:
+def test_the_rank_outside_a_collective_is_blamed(detector: HangDetector) -> None:
     waits = Heartbeat(7, "step", 8, 11.0, True, "megatfm/engines/native/engine.py:50, in step")
     works = Heartbeat(7, "step", 8, 11.0, False, "megatfm/data/loader.py:9, in row")
     diagnosis = stalled(detector, waits, waits, waits, works)
@@ -94,13 +94,13 @@ def test_of_those_at_the_same_place_the_one_outside_a_collective_is_blamed(detec
     )
 
 
-def test_whoever_is_behind_is_blamed_although_it_waits_as_well(detector: HangDetector) -> None:
+def test_the_rank_that_is_behind_is_blamed_although_it_waits(detector: HangDetector) -> None:
     ahead, behind = Heartbeat(7, "save", 9, 11.0, True), Heartbeat(7, "step", 8, 11.5, True)
     diagnosis = stalled(detector, behind, ahead, ahead, ahead)
     assert (diagnosis.ranks, diagnosis.reporter) == ([0], 1)
 
 
-def test_where_nobody_stands_out_all_are_named(detector: HangDetector) -> None:
+def test_all_ranks_are_named_where_none_stands_out(detector: HangDetector) -> None:
     diagnosis = stalled(detector, *[Heartbeat(7, "step", 8, 11.0, True)] * 4)
     assert diagnosis.ranks == [0, 1, 2, 3]
     assert diagnosis.text.startswith("rank 0 on n0 at step 7, step, rank 1 on n0 at step 7, step, rank 2")
@@ -129,13 +129,13 @@ def test_the_cause_of_a_failure_beats_its_victims(
     )
 
 
-def test_of_two_causes_the_first_is_blamed(detector: HangDetector) -> None:
+def test_the_first_of_two_failures_is_blamed(detector: HangDetector) -> None:
     detector.record_failure(2, "ValueError: first", 1.0)
     detector.record_failure(1, None, 1.2)
     assert given(detector, 3.0).text == "rank 2 on n1 at step 0, start: failed: ValueError: first"
 
 
-def test_what_all_say_alike_is_nobodys(detector: HangDetector) -> None:
+def test_a_failure_of_all_ranks_is_blamed_on_none(detector: HangDetector) -> None:
     for rank in range(4):
         detector.record_failure(rank, "run: another process is training", 1.0)
     diagnosis = given(detector, 1.0)
@@ -156,7 +156,7 @@ def test_only_victims_are_better_than_nobody(detector: HangDetector) -> None:
     assert given(detector, 2.0).ranks == [0]
 
 
-def test_who_has_left_is_neither_awaited_nor_blamed(detector: HangDetector) -> None:
+def test_ranks_that_left_are_neither_awaited_nor_blamed(detector: HangDetector) -> None:
     for rank in range(3):
         detector.record_exit(rank)
         detector.record_failure(rank, None, 1.0)  # its connection closes, as it should
@@ -174,7 +174,7 @@ def test_a_judge_that_was_stopped_itself_blames_nobody_for_it(detector: HangDete
     assert detector.diagnose(75.0) is not None
 
 
-def test_of_a_node_that_is_silent_the_rank_is_blamed_through_which_the_others_are_heard() -> None:
+def test_the_relaying_rank_of_a_silent_node_is_blamed() -> None:
     detector = HangDetector(HOSTS, 10.0, 4.0, 0.0, relays=[0, 1, 2, 2])
     for second in range(11):
         everybody(
@@ -227,7 +227,7 @@ def test_on_gpus_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
-def test_what_is_set_stays_under_its_old_name_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_flight_recorder_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv(name, "7")
     start_flight_recorder(Path("/runs/a"), "cuda")
@@ -246,7 +246,7 @@ def test_on_a_cpu_there_is_nothing_to_record(monkeypatch: pytest.MonkeyPatch, tm
     assert (tmp_path / "log").read_bytes() == b""
 
 
-def test_what_nccl_recorded_is_read_from_nccl_s_own_recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nccl_s_records_are_read_from_its_own_recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The one of other backends, which every build of torch has, knows nothing of NCCL's collectives."""
     requested: list[dict[str, bool]] = []
 

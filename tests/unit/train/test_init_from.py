@@ -69,7 +69,7 @@ def test_another_family_is_told_apart_from_other_sizes() -> None:
         ({"other.weight": (3,)}, [], r"it has no other\.weight: these are the weights of another"),
     ],
 )
-def test_what_does_not_fit_is_named_with_a_way_out(expected: dict, only: list[str], message: str) -> None:
+def test_weights_that_do_not_fit_are_named_with_a_way_out(expected: dict, only: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         match_weights(expected, STORED, only, SOURCE)
 
@@ -201,7 +201,7 @@ def draw() -> list[float]:
 
 
 @pytest.mark.parametrize("draws", [0, 1, 4])
-def test_what_is_drawn_after_a_resume_is_what_would_have_been(tmp_path: Path, draws: int) -> None:
+def test_random_numbers_after_a_resume_are_those_of_an_uninterrupted_run(tmp_path: Path, draws: int) -> None:
     rng_state.seed_all(3, 0)
     for _ in range(draws):
         draw()

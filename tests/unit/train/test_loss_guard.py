@@ -43,7 +43,7 @@ def carried_out(loss_guard: LossGuard, engine: Engine, step: int, loss: float, g
 
 
 @pytest.mark.parametrize(("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.inf), (2.0, math.nan)])
-def test_what_is_not_finite_leaves_the_weights_and_is_counted(tmp_path: Path, loss: float, gradient: float) -> None:
+def test_a_non_finite_step_leaves_the_weights_and_is_counted(tmp_path: Path, loss: float, gradient: float) -> None:
     loss_guard, engine = guard(tmp_path), Engine()
     assert carried_out(loss_guard, engine, 1, 2.0, 1.0)
     loss_guard.observe(2.0)
@@ -218,7 +218,7 @@ def test_every_bit_that_flips_in_what_was_decided_is_seen(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("planted", [b"\x80\x04}.\n", b"[1]\n", b'{"decision": "skip", "step": 2}\n'])
-def test_what_was_not_written_here_is_no_decision(tmp_path: Path, planted: bytes) -> None:
+def test_foreign_lines_among_decisions_are_damage(tmp_path: Path, planted: bytes) -> None:
     (tmp_path / DECISIONS).write_bytes(planted)
     with pytest.raises(MegatfmError, match=r"decisions\.jsonl, line 1: damaged"):
         DecisionLog(tmp_path / DECISIONS, is_writer=True).read()

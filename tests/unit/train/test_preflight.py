@@ -128,7 +128,7 @@ def test_a_check_that_fails_leaves_no_probe(tmp_path: Path, monkeypatch: pytest.
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def test_what_torch_could_not_allocate_is_named(tmp_path: Path) -> None:
+def test_an_out_of_memory_error_names_sizes_and_remedies(tmp_path: Path) -> None:
     """The allocator's own error, for an exabyte."""
     with (
         pytest.raises(

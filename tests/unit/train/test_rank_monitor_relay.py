@@ -102,7 +102,7 @@ def test_a_death_on_either_node_is_heard_on_both(cluster: Cluster, dead: int) ->
         assert diagnosis["text"].startswith(f"rank {dead} on {HOSTS[dead]} at step 7, save: ended without")
 
 
-def test_what_a_rank_said_last_is_heard_before_its_end(cluster: Cluster) -> None:
+def test_the_last_message_of_a_rank_is_heard_before_its_end(cluster: Cluster) -> None:
     cluster.heartbeat(4, 9, "evaluate")
     cluster.ranks[4].send({"failed": "ValueError: no", "lost_peer": False})
     cluster.ranks[4].close()
@@ -110,7 +110,7 @@ def test_what_a_rank_said_last_is_heard_before_its_end(cluster: Cluster) -> None
     assert diagnosis["text"] == "rank 4 on n1 at step 9, evaluate: failed: ValueError: no"
 
 
-def test_of_a_relay_that_is_gone_rank_0_and_its_ranks_hear(cluster: Cluster) -> None:
+def test_rank_0_and_its_ranks_notice_a_lost_relay(cluster: Cluster) -> None:
     for rank in (0, 3):  # their tokens have arrived
         cluster.hears(rank, "heartbeat")
     cluster.upstream.shutdown()
@@ -119,7 +119,7 @@ def test_of_a_relay_that_is_gone_rank_0_and_its_ranks_hear(cluster: Cluster) -> 
     assert cluster.hears(3, "server_lost")["hung"] is False
 
 
-def test_of_a_server_that_is_gone_ranks_behind_the_relay_hear(cluster: Cluster) -> None:
+def test_ranks_behind_a_relay_notice_a_lost_server(cluster: Cluster) -> None:
     for rank in (0, 1):
         cluster.ranks[rank].close()
     assert cluster.hears(3, "diagnosis")["diagnosis"]["ranks"] == [[0, 1]]
@@ -226,7 +226,7 @@ def works(value: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(("run", "waiting"), [(waits, True), (works, False)])
-def test_who_asks_for_a_number_of_the_device_waits(run: FunctionType, waiting: bool) -> None:
+def test_a_rank_that_reads_from_the_device_counts_as_waiting(run: FunctionType, waiting: bool) -> None:
     actual, expected = os.pipe()
     blocking = partial(os.read, actual, 1)  # as a tensor's method: no frame of Python's
     thread = threading.Thread(target=run, args=[SimpleNamespace(item=blocking, read=blocking)])
@@ -275,7 +275,7 @@ def test_whose_failure_an_error_is(error: BaseException, lost: bool) -> None:
     assert is_peer_loss(chained(error)) is lost
 
 
-def test_what_gets_done_between_ticks_is_a_sign_of_life() -> None:
+def test_progress_between_ticks_is_a_sign_of_life() -> None:
     watch = RankMonitor(ProcessInfo(0, 1, 0, "none", torch.device("cpu")), 60.0)
     done = 0
     watch.progress = lambda: done

@@ -175,7 +175,7 @@ def test_several_groups_are_asked_for_at_once_beside_what_is_allowed() -> None:
         change(VALUES, "log.every", 1),
     ],
 )
-def test_what_changes_nothing_may_change(values: dict[str, Any]) -> None:
+def test_settings_that_change_no_number_may_change(values: dict[str, Any]) -> None:
     assert resume.check_compatible(resume.ResumePoint(PATH, state()), state(values), []) == []
 
 
@@ -185,7 +185,7 @@ def test_positions_move_and_facts_of_no_group_are_left_alone() -> None:
     assert resume.check_compatible(resume.ResumePoint(PATH, now), state(), []) == []
 
 
-def test_what_a_converted_checkpoint_never_had_is_said_once() -> None:
+def test_state_that_a_converted_checkpoint_lacks_is_logged_once() -> None:
     converted = state()
     converted["data"], converted["tokenizer"] = {"position": 0}, None
     resume_point = resume.ResumePoint(PATH, converted)
@@ -327,7 +327,9 @@ def test_a_state_that_no_run_has_written_is_named(key: str, value: object) -> No
         ({"a": [2], "b": [3]}, {"a": (2,)}, "b is [3] there alone"),
     ],
 )
-def test_what_does_not_fit(stored: dict[str, list[int]], expected: dict[str, list[int]], message: str) -> None:
+def test_shapes_that_do_not_fit_are_named(
+    stored: dict[str, list[int]], expected: dict[str, list[int]], message: str
+) -> None:
     assert resume.find_shape_mismatch(stored, expected) == message
 
 
@@ -366,5 +368,5 @@ def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
     ]
 
 
-def test_what_the_nodes_hold_of_a_future_that_was_left_is_not_gone_on_with(workers: Workers, tmp_path: Path) -> None:
+def test_local_checkpoints_of_an_abandoned_future_are_not_used(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(saved_on_nodes_around_a_rollback, 1, tmp_path) == [["6 at 24", "none", "4 at 28"]]

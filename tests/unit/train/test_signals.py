@@ -63,7 +63,7 @@ def agreed_a_step_later(number: int) -> list[tuple[str | None, bool]]:
     return answers
 
 
-def test_what_was_agreed_a_step_before_is_the_same_on_all_ranks(workers: Workers) -> None:
+def test_the_agreement_of_the_step_before_is_the_same_on_all_ranks(workers: Workers) -> None:
     """As on a GPU, where the host waits for nothing newer; before the first, all count as busy."""
     expected = [(None, True), (None, True), ("SIGTERM", False), ("SIGTERM", False)]
     assert workers.run(agreed_a_step_later, 3, signal.SIGTERM) == [expected] * 3
@@ -165,7 +165,7 @@ def layout(config: Config, world_size: int) -> tuple[dict[str, int], int]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_what_fits_stays(world_size: int) -> None:
+def test_a_layout_that_fits_stays(world_size: int) -> None:
     result = config()
     assert fit_layout(result, world_size) == (result, None)
 
@@ -213,7 +213,7 @@ def test_fewer_ranks_divide_experts() -> None:
         ({"parallel.tp": 2}, 1, "no layout fits 1 process:"),
     ],
 )  # fmt: skip
-def test_what_can_not_fit_is_said(settings: dict[str, object], world_size: int, words: str) -> None:
+def test_a_layout_that_can_not_be_fitted_is_refused(settings: dict[str, object], world_size: int, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         fit_layout(config(**settings), world_size)
 
@@ -223,7 +223,7 @@ def test_a_run_is_elastic_only_where_it_is_asked_to() -> None:
     assert adapt_layout(config(**{"resilience.elastic": "true"}), 4).train.micro_batch == 3
 
 
-def test_what_was_changed_is_what_differs() -> None:
+def test_logged_changes_of_a_layout_are_its_differences() -> None:
     inputs = config(**{"parallel.dp_replicate": 2, "train.micro_batch": 2})
     fitted, output = fit_layout(inputs, 3)
     assert output == ", ".join(list_layout_changes(inputs, fitted))

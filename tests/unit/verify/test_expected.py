@@ -205,7 +205,7 @@ def test_counted_is_expected_where_rows_or_layers_are_divided(pool: RankPool, ca
     ("part", "collective"),
     [("add_contrastive_loss", "dp_shard send"), ("list_first_pass_calls", "dp_shard all_gather")],
 )
-def test_what_is_not_expected_is_named(
+def test_unexpected_traffic_is_named(
     pool: RankPool, part: str, collective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the ring, or the first pass, in the closed forms, the step sends more than these say."""

@@ -66,7 +66,7 @@ def test_shrinking_keeps_what_does_not_divide() -> None:
     assert model.attention.n_heads // model.attention.kv_heads == 4
 
 
-def test_what_is_small_stays() -> None:
+def test_a_small_model_is_not_shrunk() -> None:
     tiny = ModelConfig(vocab_size=40, d_model=12, n_layers=1, attention={"n_heads": 2}, ffn={"d_ff": 20})
     small, words = shrink(config(tiny, ParallelConfig(), sequence_length=16))
     assert small.model == tiny

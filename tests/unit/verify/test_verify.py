@@ -270,7 +270,7 @@ def test_an_optimizer_that_moves_weights_otherwise_is_found(
     assert "DIFFERENT UPDATES: " in capsys.readouterr().out
 
 
-def test_what_nobody_wrote_is_found(tmp_path: Path, plant, comparisons) -> None:
+def test_reads_of_unwritten_memory_are_found(tmp_path: Path, plant, comparisons) -> None:
     layout = ["parallel.cp=4", "parallel.cp_method=ring", "--documents", "long"]
     assert run_command(tmp_path, *layout) == 0
     assert run_command(tmp_path, plant("nothing_is_banded"), *layout) == 1

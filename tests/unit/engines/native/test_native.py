@@ -313,6 +313,6 @@ def order_of_a_step() -> list[str]:
     return output
 
 
-def test_what_decides_on_the_device_runs_before_the_host_reads(workers: Workers) -> None:
+def test_optimizers_that_decide_on_the_device_run_before_the_host_reads(workers: Workers) -> None:
     (result,) = workers.run(order_of_a_step, 1)
     assert result == ["sent", "AdamW", "read", "Muon"]

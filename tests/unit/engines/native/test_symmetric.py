@@ -73,7 +73,7 @@ def test_several_machines_are_refused(opened: list[object]) -> None:
     assert not opened
 
 
-def test_what_cannot_be_opened_is_said(opened: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_that_cannot_be_opened_is_named(opened: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import _symmetric_memory as memory
 
     def fail(name: str, min_size: int) -> None:
