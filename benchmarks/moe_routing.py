@@ -39,7 +39,7 @@ from tests.support.expert_models import (
     TP2,
 )
 from tests.support.expert_parity import moe_layers, objective_for
-from tests.support.golden_curves import MOE_PRESET, SMALL_MOE, curves
+from tests.support.golden_curves import MOE_PRESET, SMALL_MOE, train_curves
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
 
@@ -200,7 +200,7 @@ def measure_row(name: str, ffn: Mapping[str, object]) -> str:
     """Train, and make a row of the table."""
     small = [f"{key}={value}" for key, value in SMALL_MOE.items() if not key.startswith("model.ffn")]
     config = load_config(MOE_PRESET, [f"model.ffn={common.format_toml(ffn)}", *small])
-    metrics = curves(config.model_dump())
+    metrics = train_curves(config.model_dump())
     loads = metrics.get("busiest", [])[WARM:]
     cells = (
         name,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_commands import ForkedCommand, megatfm
+from tests.support.forked_commands import ForkedCommand, run_megatfm
 from tests.support.rank_processes import free_port
 from tests.support.watched_ranks import STEPS, WatchedRanks
 
@@ -96,7 +96,7 @@ def test_the_run_goes_on_without_a_node(nodes: list[Node], config_file: Path, tm
     for node in nodes[:2]:
         assert node.agent.wait(300) == 0, node.agent.output
     words = [str(config_file), f"run_dir={tmp_path / 'whole'}", *OVERRIDES]
-    megatfm("train", *words, output=tmp_path / "said")
+    run_megatfm("train", *words, output=tmp_path / "said")
     of_nodes, of_one = losses(run), losses(tmp_path / "whole")
     assert [step for step, _ in of_nodes] == [step for step, _ in of_one] == list(range(1, TOTAL + 1))
     assert [loss for _, loss in of_nodes] == pytest.approx([loss for _, loss in of_one], rel=1e-5)
@@ -129,7 +129,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.mark.parametrize("machines", ["abcba", pytest.param("aabbc", marks=SLOW), pytest.param("aaa", marks=SLOW)])
 def test_all_end_well(start: Start, machines: str) -> None:
-    for code, output in start(machines).ends(60).values():
+    for code, output in start(machines).wait_for_exits(60).values():
         assert code == 0, output
         assert f"step {STEPS - 1}\n" in output
 
@@ -139,7 +139,7 @@ def test_a_killed_rank_is_named_on_all_machines(start: Start, blamed: int) -> No
     ranks = start()
     ranks.wait_until_watched()
     ranks.signal(blamed, signal.SIGKILL)
-    for code, output in ranks.ends(30, without=blamed).values():
+    for code, output in ranks.wait_for_exits(30, without=blamed).values():
         assert code == 1, output
         assert f"error: rank {blamed} on {HOST} at step" in output
         assert "ended without an error message" in output
@@ -150,7 +150,7 @@ def test_a_stopped_rank_is_named_on_all_machines(start: Start, blamed: int) -> N
     ranks = start(hang_timeout=3.0)
     ranks.wait_until_watched()
     ranks.signal(blamed, signal.SIGSTOP)
-    for code, output in ranks.ends(40, without=blamed).values():
+    for code, output in ranks.wait_for_exits(40, without=blamed).values():
         assert code == 1, output
         assert f"error: rank {blamed} on {HOST} at step" in output
         assert "no sign of life" in output
@@ -158,7 +158,7 @@ def test_a_stopped_rank_is_named_on_all_machines(start: Start, blamed: int) -> N
 
 @pytest.mark.parametrize("failing", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_an_error_of_one_is_told_by_all(start: Start, failing: int) -> None:
-    for rank, (code, output) in start(failing=failing).ends(60).items():
+    for rank, (code, output) in start(failing=failing).wait_for_exits(60).items():
         assert code == 1, output
         assert "as the test wants it" in output
         if rank != failing:

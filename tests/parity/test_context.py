@@ -31,7 +31,7 @@ from tests.support.context_models import (
     context_layouts_of,
 )
 from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
-from tests.support.layouts import SLOW, cells, traffic_config, traffic_mismatches
+from tests.support.layouts import SLOW, list_traffic_mismatches, make_cases, traffic_config
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.workers import Workers
@@ -48,7 +48,7 @@ LATER = (
 CASES = [
     case
     for ranks, names in CONTEXT_MODELS_BY_RANKS.items()
-    for case in cells({name: context_layouts_of(name, ranks) for name in names}, ranks, label=f" on {ranks}")
+    for case in make_cases({name: context_layouts_of(name, ranks) for name in names}, ranks, label=f" on {ranks}")
     if (case.values[0], ranks) not in LATER
 ]
 CASES += [pytest.param(name, [*context_layouts_of(name, ranks)], ranks, marks=SLOW) for name, ranks in LATER]
@@ -116,7 +116,7 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
             config = traffic_config(model, objective, parallel, recompute=recompute)
             full = {"attend_across_documents": "one document" in again}
             configs[f"{name}, {layout}"] = config.model_copy(update={"data": config.data.model_copy(update=full)})
-    assert traffic_mismatches(workers, ranks, configs) == {}
+    assert list_traffic_mismatches(workers, ranks, configs) == {}
 
 
 def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
@@ -165,7 +165,7 @@ def test_soft_mixtures_share_experts_and_keep_sums(workers: Workers) -> None:
         )
         for recompute in ("none", "selective")
     }
-    assert traffic_mismatches(workers, 2, configs) == {}
+    assert list_traffic_mismatches(workers, 2, configs) == {}
 
 
 RATE = 1e-2
@@ -201,7 +201,7 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
     return loss, gradients, left
 
 
-def far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def compute_large_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Tensors beyond the bound of gradients, relative to themselves or a millionth of all."""
     assert actual.keys() == expected.keys()
     floor = 1e-6 * torch.cat([value.flatten() for value in expected.values()]).norm()
@@ -216,7 +216,7 @@ def moments(step: Step) -> dict[str, Tensor]:
     return actual
 
 
-def same(one: Step, other: Step) -> bool:
+def is_same_step(one: Step, other: Step) -> bool:
     """To the bit."""
     pairs = [(mine, expected) for mine, expected in zip(one[1:], other[1:], strict=True)]
     assert all(mine.keys() == reference.keys() for mine, reference in pairs)
@@ -253,9 +253,9 @@ def test_the_next_step_is_that_of_the_run_that_saved(
     for ranks in opened:
         results = workers.run(next_step, ranks, name, tmp_path, source, timeout=180.0)
         if ranks == saved:
-            assert all(same(one, other) for one, other in zip(expected, results, strict=True))
+            assert all(is_same_step(one, other) for one, other in zip(expected, results, strict=True))
             continue
         for one in results:
             assert one[0] == pytest.approx(expected[0][0], rel=1e-12)
-            assert far(one[1], expected[0][1]) == {}
-            assert far(moments(one), moments(expected[0])) == {}
+            assert compute_large_errors(one[1], expected[0][1]) == {}
+            assert compute_large_errors(moments(one), moments(expected[0])) == {}

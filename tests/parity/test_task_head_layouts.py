@@ -7,7 +7,7 @@ from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
 from megatfm.object_collectives import all_gather_object
 from megatfm.tasks.predictions import collect_predictions, engine_model
 from tests.support.batches import task_batch
-from tests.support.layouts import cells
+from tests.support.layouts import make_cases
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import build_engine, layout_microbatches, model_gradient_errors, one_device_reference
 from tests.support.workers import Workers
@@ -46,7 +46,7 @@ TERMS = {
     "choices": "choice", "choices of a decoder": "choice",
     "spans": "answer_span", "answers of a decoder": "answer_span",
 }  # fmt: skip
-CASES = cells(dict.fromkeys(CONFIGS, LAYOUTS), 2, always=list(LAYOUTS))
+CASES = make_cases(dict.fromkeys(CONFIGS, LAYOUTS), 2, always=list(LAYOUTS))
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:

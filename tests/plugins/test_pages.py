@@ -20,12 +20,12 @@ from megatfm.models import Model, build
 from megatfm.objectives import OBJECTIVES, Objective
 from megatfm.registry import import_plugins
 from megatfm.verify.shrink import draw_batch, objective_for
-from tests.support.documentation import FENCE, ROOT, fences, load_module
+from tests.support.documentation import FENCE, ROOT, list_code_blocks, load_module
 
 
 def follow(page: str, folder: Path) -> None:
     """Write the files of a page."""
-    for path, title, text in fences("python"):
+    for path, title, text in list_code_blocks("python"):
         if path.name == page and title:
             (folder / title).write_text(text, encoding="utf-8")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.documentation import script
+from tests.support.documentation import load_script
 from tests.support.forked_commands import ForkedCommand
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def tasks() -> Any:
-    return script("attention_tasks")
+    return load_script("attention_tasks")
 
 
 def value_of(tokens: list[int]) -> int:
@@ -108,10 +108,10 @@ def test_the_script_writes_a_dated_result(tmp_path: Path, task: str, length: int
 
 @pytest.fixture(scope="module")
 def worth() -> Any:
-    return script("context")
+    return load_script("context")
 
 
-class Seen(nn.Module):
+class PreviousTokenCounter(nn.Module):
     """Gives the token one higher than the last a logit of an eighth of how many stand before it in the row."""
 
     def __init__(self, n: int) -> None:
@@ -127,7 +127,7 @@ class Seen(nn.Module):
 @pytest.mark.parametrize("context", [16, 32, 64])
 def test_each_target_is_judged_once_from_half_of_a_context_to_all_of_it(worth: Any, context: int) -> None:
     n, first, end = 400, 65, 385
-    losses = worth.compute_losses(Seen(n), torch.arange(n - 1), context, first, end)
+    losses = worth.compute_losses(PreviousTokenCounter(n), torch.arange(n - 1), context, first, end)
     place = torch.arange(first, end)
     before = (context // 2 + 1 + (place - 1) % (context // 2)) / 8
     right = (before.exp() + n - 1).log() - before
@@ -141,7 +141,7 @@ def test_means_are_by_how_far_back_a_token_occurred_last(worth: Any) -> None:
         earlier = [place - at for at in range(place) if text[at] == token]
         assert back[place] == min(earlier, default=0)
     short = torch.zeros(60, dtype=torch.int64)  # no target with a whole context
-    means = worth.judge(Seen(91), iter([text, short]), 64)
+    means = worth.judge(PreviousTokenCounter(91), iter([text, short]), 64)
     assert means["all"]["of"] == 256 - 64 + 32 * ((300 - 1) // 32 - 8)
     groups = [group for name, group in means.items() if name != "all"]
     assert list(means) == ["all", "1 to 16 back", "17 to 32 back", "more than 32 back", "never"][: len(means)]
@@ -149,7 +149,7 @@ def test_means_are_by_how_far_back_a_token_occurred_last(worth: Any) -> None:
     for context in (16, 32, 64):
         mean = sum(group["of"] * group["nats"][context] for group in groups) / means["all"]["of"]
         assert mean == pytest.approx(means["all"]["nats"][context], abs=1e-3)
-        losses = worth.compute_losses(Seen(91), text, context, 65, 289)
+        losses = worth.compute_losses(PreviousTokenCounter(91), text, context, 65, 289)
         near = (back[65:289] > 0) & (back[65:289] <= 16)
         mean = means["1 to 16 back"]["nats"][context]
         assert mean == pytest.approx(float(losses[near].mean()), abs=1e-3)

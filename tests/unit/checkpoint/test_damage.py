@@ -29,7 +29,7 @@ from megatfm.checkpoint import (
 )
 from megatfm.checkpoint.directory import find_latest_intact
 from megatfm.errors import MegatfmError
-from tests.support.checkpoint_schemas import METADATA, forge, write_schema_1
+from tests.support.checkpoint_schemas import METADATA, edit_metadata, write_schema_1
 
 SHARD = "rank-00000-000.safetensors"
 
@@ -49,7 +49,7 @@ BOMB_TRACE = Path(tempfile.mkdtemp(prefix="megatfm-")) / "bomb-went-off"
 """Made by the pickle, were it loaded."""
 
 
-class Bomb:
+class MaliciousPickle:
     """A pickle that leaves a trace when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ def pipe(file: Path) -> None:
 
 
 def plant(file: Path) -> None:
-    file.write_bytes(pickle.dumps(Bomb()))
+    file.write_bytes(pickle.dumps(MaliciousPickle()))
 
 
 HARM = [truncate, empty, extend, blow_up, remove, link, folder, pipe, plant]
@@ -183,7 +183,7 @@ def forge_shard(path: Path, content: bytes) -> None:
     """Put another file in the place of the shard, with size and hash in the metadata to match."""
     (path / SHARD).write_bytes(content)
     entry = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
-    forge(path, lambda body: body["files"].update({SHARD: entry}))
+    edit_metadata(path, lambda body: body["files"].update({SHARD: entry}))
 
 
 def move_file(name: str) -> Callable[[dict[str, Any]], None]:
@@ -213,11 +213,11 @@ def piece(body: dict[str, Any]) -> dict[str, Any]:
     return actual
 
 
-def grow(body: dict[str, Any], size: int) -> None:
+def grow_shape(body: dict[str, Any], size: int) -> None:
     group(body)["shape"][0] = piece(body)["sizes"][0] = size
 
 
-def nest(body: dict[str, Any]) -> None:
+def nest_state(body: dict[str, Any]) -> None:
     for _ in range(900):
         body["state"] = {"a": body["state"]}
 
@@ -256,8 +256,8 @@ def check_refusal(path: Path, reason: str) -> None:
         (lambda body: piece(body).update(sizes=[4.0, 6]), "valid integer"),
         (lambda body: group(body)["pieces"].append(piece(body)), "the pieces hold 48 elements"),
         (lambda body: group(body)["pieces"].clear(), "the pieces hold 0 elements"),
-        (lambda body: grow(body, 2**40), f"bytes of tensors in {SHARD}"),
-        (lambda body: grow(body, 2**70), "less than"),
+        (lambda body: grow_shape(body, 2**40), f"bytes of tensors in {SHARD}"),
+        (lambda body: grow_shape(body, 2**70), "less than"),
         (lambda body: group(body).update(shape=[2**40, 2**40, 0], pieces=[]), "absurd shape"),
         (lambda body: group(body).update(dtype="OBJECT"), "unknown dtype 'OBJECT'"),
         (lambda body: group(body).update(dtype="I32"), "is not what"),
@@ -271,11 +271,11 @@ def check_refusal(path: Path, reason: str) -> None:
         (lambda body: body.update(pickle="gASV"), "pickle: Extra inputs"),
         (lambda body: body.update(step="2"), "step"),
         (lambda body: body.pop("files"), "files: Field required"),
-        (nest, "metadata.json"),
+        (nest_state, "metadata.json"),
     ],
 )
 def test_forged_metadata_is_refused(path: Path, change: Callable[[dict[str, Any]], object], reason: str) -> None:
-    forge(path, change)
+    edit_metadata(path, change)
     check_refusal(path, reason)
 
 
@@ -302,7 +302,7 @@ def test_forged_metadata_of_earlier_versions_is_refused(
 ) -> None:
     write_schema_1(path)
     assert torch.equal(read_tensors(path)["w"], torch.arange(24.0).reshape(4, 6))
-    forge(path, change)
+    edit_metadata(path, change)
     check_refusal(path, reason)
 
 
@@ -317,7 +317,7 @@ W = {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}
 @pytest.mark.parametrize(
     "content",
     [
-        pickle.dumps(Bomb()) + bytes(200),
+        pickle.dumps(MaliciousPickle()) + bytes(200),
         header({}, size=2**63) + bytes(200),
         header({}, size=2**20) + bytes(200),
         header(b"\xff" * 9) + bytes(200),

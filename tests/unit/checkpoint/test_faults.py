@@ -25,7 +25,7 @@ from megatfm.checkpoint import (
     save,
 )
 from megatfm.errors import MegatfmError
-from tests.support.power_loss import CHOICES, Disk, Operation, build, newest_whole_step, recorded
+from tests.support.power_loss import CHOICES, Disk, Operation, find_newest_intact_step, record_operations, write_tree
 from tests.support.workers import WorkerFailure, Workers
 
 HOST = socket.gethostname()
@@ -63,14 +63,14 @@ def save_step(folder: Path, step: int, keep: int | None = 1) -> Path:
     return save(folder, step, tensors, {"step": step}, keep=keep)
 
 
-def adds(name: str, args: tuple[Any, ...]) -> bool:
+def needs_space(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a full or a read-only disk may refuse this operation: all but reading and removing."""
     return bool(args[1] & os.O_CREAT) if name == "open" else name in ("mkdir", "write", "fsync", "rename")
 
 
 def assert_old_or_new(folder: Path, steps: tuple[int, ...]) -> int:
     """Assert that the next start finds one of these steps, and return it."""
-    step = newest_whole_step(folder)
+    step = find_newest_intact_step(folder)
     assert step in steps
     return step
 
@@ -85,7 +85,7 @@ def fail_at(folder: Path, rank: int, number: int, code: int, lasting: bool) -> t
     def hook(name: str, args: tuple[Any, ...]) -> None:
         nonlocal seen
         seen += 1
-        if dist.get_rank() == rank and (seen == number or (lasting and seen > number and adds(name, args))):
+        if dist.get_rank() == rank and (seen == number or (lasting and seen > number and needs_space(name, args))):
             raise OSError(code, os.strerror(code))
 
     save_step(folder, 1)
@@ -135,7 +135,7 @@ def die_at(folder: Path, rank: int, number: int) -> int:
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
         nonlocal seen
-        seen += name in ("unlink", "rmdir") or (name != "fsync" and adds(name, args))
+        seen += name in ("unlink", "rmdir") or (name != "fsync" and needs_space(name, args))
         if dist.get_rank() == rank and seen == number:
             if name == "write":
                 with open(args[0], "wb", closefd=False, buffering=0) as file:
@@ -232,7 +232,7 @@ def recorded_save(folder: Path, direct: bool) -> list[Operation]:
     operations: list[Operation] = []
     file_format.DIRECT_BYTES, before = 0 if direct else file_format.DIRECT_BYTES, file_format.DIRECT_BYTES
     try:
-        with recorded(operations):
+        with record_operations(operations):
             assert saved(folder, 2) is not None
     finally:
         file_format.DIRECT_BYTES = before
@@ -244,12 +244,12 @@ def cut_everywhere(folder: Path, operations: list[Operation], scratch: Path) -> 
     lossy, draw, steps, results = Disk(folder, operations), random.Random(7), dict[int, str](), {}
     for count in range(len(operations) + 1):
         for number, choice in enumerate((*CHOICES, *["some"] * DRAWS)):
-            tree = lossy.after(count, choice, draw)
+            tree = lossy.tree_after_power_cut(count, choice, draw)
             key = hash(frozenset(tree.items()))
             if key not in steps:
-                build(tree, scratch)
+                write_tree(tree, scratch)
                 try:
-                    steps[key] = str(newest_whole_step(scratch))
+                    steps[key] = str(find_newest_intact_step(scratch))
                 except (MegatfmError, AssertionError) as error:
                     steps[key] = f"{type(error).__name__}: {error}"
                 shutil.rmtree(scratch)
@@ -282,7 +282,7 @@ def test_a_missing_sync_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save(folder, 1, tensors, {"step": 1}, keep=1)
     before = shutil.copytree(folder, tmp_path / "before")
     operations: list[Operation] = []
-    with recorded(operations), monkeypatch.context() as patch:
+    with record_operations(operations), monkeypatch.context() as patch:
         if fault == "file":
             real = os.fsync
             patch.setattr(os, "fsync", lambda fd: real(fd) if stat.S_ISDIR(os.fstat(fd).st_mode) else None)

@@ -20,11 +20,11 @@ from megatfm.corpus.byte_cache import ByteCache
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.index_cache import Indexes, SharedIndexes
 from megatfm.corpus.storage import ShardCacheConfig, make_room
-from tests.support.documentation import script
+from tests.support.documentation import load_script
 
 Write = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")
-memory: Any = script("corpus_memory")
+memory: Any = load_script("corpus_memory")
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_a_process_that_dies_while_writing_leaves_the_index_to_the_next(
     assert [path.suffix for path in files(cache)] == [""]
 
 
-def cut(path: Path, other: bytes) -> None:
+def truncate(path: Path, other: bytes) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -157,7 +157,7 @@ def link(path: Path, other: bytes) -> None:
     path.symlink_to("target")
 
 
-@pytest.mark.parametrize("lie", [cut, flip, empty, swap, fifo, link])
+@pytest.mark.parametrize("lie", [truncate, flip, empty, swap, fifo, link])
 def test_a_file_that_lies_is_written_again(
     lie: Callable[[Path, bytes], None],
     folder: Path,

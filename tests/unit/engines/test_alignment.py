@@ -18,8 +18,8 @@ from megatfm.models import build
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import OPTIMIZERS, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
-from tests.support.sharded_engines import load_and_train, tensor_of, train_and_save
-from tests.support.uninitialized_memory import lies_wrong, misaligned, only_torchs_memory
+from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save
+from tests.support.uninitialized_memory import assert_aligned_inputs, is_misaligned, misalign
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -41,18 +41,18 @@ ODD = UNTIED_MODEL.with_changes(
 def planted(engine: NativeEngine, seed: int) -> list[dict[str, Tensor]]:
     """A batch in memory that a loader might have from anywhere."""
     parts = microbatches(engine, global_batch(seed=seed))
-    return [{field: misaligned(values) for field, values in part.items()} for part in parts]
+    return [{field: misalign(values) for field, values in part.items()} for part in parts]
 
 
 def wrong(tensors: dict[str, Tensor | ShardedTensor]) -> list[str]:
-    return [name for name, tensor in tensors.items() if lies_wrong(tensor_of(tensor))]
+    return [name for name, tensor in tensors.items() if is_misaligned(get_tensor(tensor))]
 
 
 def trains_in_torchs_memory(parallel: ParallelConfig, optimizer: OptimizerSection) -> None:
     engine = build_engine(ODD, parallel, optimizer)
     assert wrong(engine.local) == []
     batches = [planted(engine, step) for step in range(4)]
-    with only_torchs_memory():
+    with assert_aligned_inputs():
         for step in range(3):
             engine.forward_backward(batches[step], CAUSAL)
             assert wrong(engine.gradients()) == []
@@ -75,7 +75,7 @@ def test_every_optimizer_reckons_with_torch_s_memory(workers: Workers, name: str
     workers.run(trains_in_torchs_memory, 2, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
 
 
-def goes_on_from_anywhere(path: Path, optimizer: OptimizerSection) -> None:
+def check_misaligned_state(path: Path, optimizer: OptimizerSection) -> None:
     """State that lies anywhere, and by columns, is taken over as what a checkpoint filled in place."""
     engine, other = (build_engine(UNTIED_MODEL, ParallelConfig(), optimizer) for _ in range(2))
     for taken in (engine, other):
@@ -85,25 +85,25 @@ def goes_on_from_anywhere(path: Path, optimizer: OptimizerSection) -> None:
             state = {name: moved(part) for name, part in state.items()}
         taken.load_state_dict(state)
         batches = [microbatches(taken, global_batch(seed=step)) for step in range(2)]
-        with only_torchs_memory():
+        with assert_aligned_inputs():
             for batch in batches:
                 taken.forward_backward(batch, CAUSAL)
                 taken.step(1e-2, clip=0.3)
     assert wrong(other.state_dict()) == []
     for name, tensor in engine.state_dict().items():
-        assert torch.equal(tensor_of(tensor), tensor_of(other.state_dict()[name])), name
+        assert torch.equal(get_tensor(tensor), get_tensor(other.state_dict()[name])), name
 
 
 def moved(part: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
-    tensor = tensor_of(part)
-    copy = misaligned(tensor.T.contiguous().T if tensor.dim() == 2 else tensor)
+    tensor = get_tensor(part)
+    copy = misalign(tensor.T.contiguous().T if tensor.dim() == 2 else tensor)
     return ShardedTensor(copy, part.global_shape, part.offsets) if isinstance(part, ShardedTensor) else copy
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_is_taken_from_any_memory(workers: Workers, tmp_path: Path, name: str) -> None:
     ((path, _),) = workers.run(train_and_save, 1, tmp_path / "a", ParallelConfig(), OPTIMIZERS[name])
-    workers.run(goes_on_from_anywhere, 1, path, OPTIMIZERS[name])
+    workers.run(check_misaligned_state, 1, path, OPTIMIZERS[name])
 
 
 WIDE = SoapConfig(lr=1e-2, precondition_frequency=1, max_precond_dim=64)
@@ -120,16 +120,16 @@ def test_soap_goes_on_to_the_bit_when_its_bases_turn_each_step(workers: Workers,
             assert torch.equal(tensor, actual[key]), key
 
 
-def initial_weights_lie_right(parallel: ParallelConfig) -> None:
+def check_initial_alignment(parallel: ParallelConfig) -> None:
     engine = build_engine(ODD, parallel, OPTIMIZERS["adamw"])
     assert wrong(engine.local) == []
     assert wrong(dict(engine.model.named_buffers())) == []
 
 
 def test_drawn_weights_and_buffers_lie_in_torchs_memory(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers.run(initial_weights_lie_right, 1, ParallelConfig())
+    workers.run(check_initial_alignment, 1, ParallelConfig())
     name = "megatfm.layers.initialisation.draw"
-    monkeypatch.setattr(name, lambda *args, **kwargs: misaligned(draw(*args, **kwargs)))
+    monkeypatch.setattr(name, lambda *args, **kwargs: misalign(draw(*args, **kwargs)))
     from megatfm.layers.initialisation import initialise
 
     model = build(ODD)

@@ -27,7 +27,7 @@ from megatfm.verify.rank_processes import RankResult
 from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.layouts import count_steps, traffic_config
+from tests.support.layouts import count_traffic, traffic_config
 from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     build_engine,
@@ -185,7 +185,7 @@ COUNTED = {
 
 
 def answers(ranks: int) -> list[RankResult]:
-    return count_steps(list(COUNTED[ranks].values()))
+    return count_traffic(list(COUNTED[ranks].values()))
 
 
 @pytest.mark.parametrize("ranks", COUNTED)
@@ -208,7 +208,7 @@ def names_of() -> list[str]:
     )
 
 
-class Idle(nn.Module):
+class UnusedModule(nn.Module):
     """A counting module that no pass reached: it has observed nothing."""
 
     observed: Mapping[str, Tensor] = {}
@@ -220,7 +220,7 @@ class Idle(nn.Module):
         raise AssertionError(observed)
 
 
-class Told(Idle):
+class UsedModule(UnusedModule):
     def __init__(self) -> None:
         super().__init__()
         self.observed = {"load": torch.ones(2)}
@@ -235,7 +235,7 @@ class Told(Idle):
 def modules_that_no_pass_reached() -> dict[str, Any]:
     mesh = build_mesh(ParallelConfig(dp_shard=2), 2, "cpu")
     actual = {}
-    for name, parts in (("idle", [Idle()]), ("both", [Idle(), Told(), Idle()])):
+    for name, parts in (("idle", [UnusedModule()]), ("both", [UnusedModule(), UsedModule(), UnusedModule()])):
         state = ModuleState(nn.Sequential(*parts), ModelLayout({}, ""), mesh)
         state.update()
         actual[name] = state.statistics()

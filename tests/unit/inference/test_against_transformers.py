@@ -11,7 +11,7 @@ from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.inference.beam_search import LengthPenalty, beam_search, gnmt_penalty
 from megatfm.inference.decoding import Prompts, generate
-from tests.support.reference_gradients import Pair, pair
+from tests.support.reference_gradients import Pair, build_pair
 
 VOCABULARY, STOP = 40, [3, 17]
 SMALL = {
@@ -43,7 +43,7 @@ def power(alpha: float) -> LengthPenalty:
 def pair_of(model: str, seed: int = 0) -> Pair:
     name, values = MODELS[model]
     # In float32: transformers' masks of padded rows are not made for float64.
-    both = pair(ModelConfig.from_dotted(**values), torch.float32, seed, among=[name])
+    both = build_pair(ModelConfig.from_dotted(**values), torch.float32, seed, among=[name])
     both.model.eval()
     for head in (both.model.head, both.reference.lm_head):
         head.weight.data *= 4  # far from uniform, so that no two texts are nearly alike
@@ -61,7 +61,7 @@ def prompts_of(model: str, seed: int = 0) -> Prompts:
     return Prompts(rows(seed))
 
 
-def theirs_of(both: Pair, model: str, seed: int = 0, **options: object) -> Tensor:
+def generate_by_transformers(both: Pair, model: str, seed: int = 0, **options: object) -> Tensor:
     """The new tokens [B, n] of their `generate`, on rows padded as they want it."""
     longest, padded = max(LENGTHS), []
     for row in rows(seed):
@@ -85,7 +85,7 @@ def until_stop(tokens: list[int]) -> list[int]:
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy_tokens_are_those_of_transformers(model: str, seed: int) -> None:
     both = pair_of(model, seed)
-    expected = [until_stop(row) for row in theirs_of(both, model, seed).tolist()]
+    expected = [until_stop(row) for row in generate_by_transformers(both, model, seed).tolist()]
     for cache in (True, False):
         result = generate(both.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache).tolist()
         start = 1 if model == "t5" else max(LENGTHS)
@@ -98,7 +98,9 @@ def test_greedy_tokens_are_those_of_transformers(model: str, seed: int) -> None:
 def test_beams_are_those_of_transformers(model: str, beams: int, alpha: float) -> None:
     seed = 11
     both, actual = pair_of(model, seed), []
-    expected = theirs_of(both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never").tolist()
+    expected = generate_by_transformers(
+        both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never"
+    ).tolist()
     for cache in (True, False):
         actual = beam_search(
             both.model, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
@@ -114,7 +116,7 @@ def test_beams_are_those_of_transformers(model: str, beams: int, alpha: float) -
 def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
     """Among all texts of up to four tokens out of four, each scored by itself."""
     config = ModelConfig.from_dotted(**{**MODELS["llama"][1], "vocab_size": 5})
-    actual = pair(config, torch.float64, 3).model.eval()
+    actual = build_pair(config, torch.float64, 3).model.eval()
     actual.head.weight.data *= 3
     prompt = torch.tensor([4, 1, 4])
     (observed,) = beam_search(
@@ -138,7 +140,7 @@ def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
 
 def test_beams_go_past_ids_that_a_head_masks() -> None:
     """As if the vocabulary had the other ids alone, which are numbered without a gap."""
-    actual = pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).model.eval()
+    actual = build_pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).model.eval()
     few = beam_search(actual, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
     hook = actual.register_forward_hook(
         lambda _, __, output: output._replace(logits=output.logits.index_fill(-1, torch.arange(20, 40), -math.inf))

@@ -34,7 +34,7 @@ from tests.support.models import (
     moe_inputs,
     moe_sequence,
 )
-from tests.support.reference_gradients import TOLERANCE, doubled, dtype_fixture
+from tests.support.reference_gradients import TOLERANCE, cast_to_float64, dtype_fixture
 
 MODULES = (
     modeling_deepseek_v3, modeling_mixtral, modeling_olmoe, modeling_qwen3_moe, modeling_switch_transformers,
@@ -89,7 +89,7 @@ LAYERS = {
 }
 
 
-def to_theirs(actual: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_hf_names(actual: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors, or gradients, by the names of transformers' layers."""
     named = {
         "gate.weight": tensors["router.weight"],
@@ -107,7 +107,7 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
     hf_layer, actual = hf_layer.to(dtype), build_moe(dtype, **options)
     if isinstance(hf_layer, modeling_deepseek_v3.DeepseekV3MoE):
         hf_layer.gate.e_score_correction_bias.copy_(actual.router.bias)
-    for name, tensor in to_theirs(actual, dict(actual.named_parameters())).items():
+    for name, tensor in to_hf_names(actual, dict(actual.named_parameters())).items():
         hf_layer.get_parameter(name).data.copy_(tensor.data)
     x, other = moe_inputs(dtype), moe_inputs(dtype)
     y, expected = actual(x, moe_sequence()).y, hf_layer(other)
@@ -115,7 +115,7 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
     y.backward(direction)
     expected.backward(direction)
-    gradients = to_theirs(actual, {name: p.grad for name, p in actual.named_parameters()})
+    gradients = to_hf_names(actual, {name: p.grad for name, p in actual.named_parameters()})
     gradients["x"] = x.grad
     reference = {name: p.grad for name, p in hf_layer.named_parameters()} | {"x": other.grad}
     assert gradients.keys() == reference.keys()
@@ -162,7 +162,7 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
     """One layer: transformers adds the shares of all layers up before it multiplies."""
-    with doubled(torch.float64, *MODULES):
+    with cast_to_float64(torch.float64, *MODULES):
         actual, x = build_moe(top_k=top_k, router={"name": "top_k", **ROUTER_LOSSES}), moe_inputs()
         logits = F.linear(x, actual.router.weight)
         result = actual(x, moe_sequence())

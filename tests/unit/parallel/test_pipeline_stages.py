@@ -29,7 +29,7 @@ from megatfm.parallel.pipeline_schedule import (
 )
 from megatfm.parallel.pipeline_stages import Pipeline, compute_cost, prune_to_stages, split_into_stages
 from tests.plugins import plugin
-from tests.support.layouts import bubble, simulate
+from tests.support.layouts import bubble_fraction, simulate_schedule
 from tests.support.workers import Workers
 
 SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "attention.n_heads": 2, "ffn.d_ff": 32}
@@ -156,26 +156,26 @@ KINDS = (
 PLACE = {field.name for field in fields(FakeStage)}
 
 
-class Asked(FakeStage):
+class RecordingStage(FakeStage):
     """Notes what is read of it."""
 
     names: ClassVar[set[str]] = set()
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__") and name != "names":
-            Asked.names.add(name)
+            RecordingStage.names.add(name)
         return super().__getattribute__(name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_schedules_ask_for_a_stage_s_place(kind: Any) -> None:
-    Asked.names.clear()
+    RecordingStage.names.clear()
     at = (0, 3) if kind in KINDS[2:] else (0, 2)
-    stages: list[FakeStage] = [Asked(stage_index=i, num_stages=4, group_size=2) for i in at]
+    stages: list[FakeStage] = [RecordingStage(stage_index=i, num_stages=4, group_size=2) for i in at]
     order = torch_pipeline_order(kind, stages, 4)
     assert set(order) == {0, 1}
-    assert "num_stages" in Asked.names
-    assert Asked.names <= PLACE
+    assert "num_stages" in RecordingStage.names
+    assert RecordingStage.names <= PLACE
 
 
 def reduced() -> tuple[set[str], float]:
@@ -188,14 +188,14 @@ def reduced() -> tuple[set[str], float]:
     model.set_force_sum_reduction_for_comms(True)
     model.set_gradient_divide_factor(1.0)
     model(torch.ones(1, 2)).sum().backward()
-    Asked.names.clear()
-    pipeline_schedule.FakeStage = Asked  # type: ignore[misc]
+    RecordingStage.names.clear()
+    pipeline_schedule.FakeStage = RecordingStage  # type: ignore[misc]
     try:
         reduce_gradients(model)
     finally:
         pipeline_schedule.FakeStage = FakeStage  # type: ignore[misc]
     (gradient,) = (parameter.grad for parameter in model.parameters())
-    return set(Asked.names), float(gradient.to_local().sum())
+    return set(RecordingStage.names), float(gradient.to_local().sum())
 
 
 def test_reducing_asks_for_the_module_alone_and_sums(workers: Workers) -> None:
@@ -261,12 +261,12 @@ def test_the_bubble_of_whole_backward_passes(schedule: str, ranks: int) -> None:
     """(p − 1) / (v·m + p − 1) of the time (Narayanan et al. 2021)."""
     virtual = SCHEDULES[schedule]
     for microbatches in (ranks, 2 * ranks, 4 * ranks):
-        times = simulate(
+        times = simulate_schedule(
             build_schedule(schedule, ranks, virtual, microbatches),
             stage_to_rank(schedule, ranks, virtual),
             TIMES,
         )
-        assert bubble(times) == pytest.approx((ranks - 1) / (virtual * microbatches + ranks - 1))
+        assert bubble_fraction(times) == pytest.approx((ranks - 1) / (virtual * microbatches + ranks - 1))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -275,7 +275,7 @@ def test_the_bubble_of_split_backward_passes(ranks: int) -> None:
 
     def waits(schedule: str, virtual: int) -> list[float]:
         order_of = build_schedule(schedule, ranks, virtual, 4 * ranks)
-        times = simulate(order_of, stage_to_rank(schedule, ranks, virtual), TIMES)
+        times = simulate_schedule(order_of, stage_to_rank(schedule, ranks, virtual), TIMES)
         return [rank.last - rank.first - rank.seconds for rank in times]
 
     assert max(waits("interleaved-zero-bubble", 1)) == (ranks - 1) * (1 + 1 - 1)
@@ -301,4 +301,4 @@ def test_a_schedule_that_deadlocks_is_an_error() -> None:
     with pytest.raises(ValueError, match="schedule deadlocks"):
         add_send_recv(wrong, [0, 1])
     with pytest.raises(ValueError, match="schedule deadlocks"):
-        simulate(wrong, [0, 1], TIMES)
+        simulate_schedule(wrong, [0, 1], TIMES)
