@@ -18,7 +18,7 @@ import torch
 
 from megatfm.config import load_config
 from megatfm.parallel import distributed
-from tests.support.golden_curves import MOE_PRESET, SMALL_MOE, curves
+from tests.support.golden_curves import MOE_PRESET, SMALL_MOE, train_curves
 
 D_FF = 64
 """Width of the dense network."""
@@ -56,7 +56,7 @@ def measure_row(name: str, ffn: Mapping[str, object]) -> str:
     """Train, and make a row of the table."""
     small = [f"{key}={value}" for key, value in SMALL_MOE.items() if not key.startswith("model.ffn")]
     config = load_config(MOE_PRESET, [f"model.ffn={common.format_toml(ffn)}", *small])
-    metrics = curves(config.model_dump())
+    metrics = train_curves(config.model_dump())
     loads = metrics.get("busiest", [])[WARM:]
     cells = (
         name,

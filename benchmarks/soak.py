@@ -57,7 +57,7 @@ def main() -> None:
         folder = Path(name)
         corpus = prepare(folder)
         with contextlib.redirect_stdout(sys.stderr):
-            kills = kill_series.run_series(corpus, folder / "kills", kill_series.shares(args.kills), args.seed)
+            kills = kill_series.run_series(corpus, folder / "kills", kill_series.divide_kills(args.kills), args.seed)
         print("kills:", json.dumps(kills), flush=True)
         fire = train_with_kills(corpus, folder / "fire", args.minutes * 60, args.between, args.ranks, args.seed)
         print("under fire:", json.dumps(fire))
@@ -86,7 +86,7 @@ def prepare(folder: Path) -> Path:
         data_prep.run(load_section(PrepConfig, config))
         os._exit(0)
 
-    pid = killed_ranks.fork(make)
+    pid = killed_ranks.fork_process(make)
     assert os.waitpid(pid, 0)[1] == 0, "the corpus could not be made"
     return corpus
 
@@ -151,7 +151,7 @@ def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
             "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         output = folder / f"said-{rank}"
-        pids.append(killed_ranks.fork(lambda: killed_ranks.live(words, variables, output)))  # noqa: B023
+        pids.append(killed_ranks.fork_process(lambda: killed_ranks.run_rank(words, variables, output)))  # noqa: B023
     return pids
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatfm.tasks.files import read_rows
 from tests.support.documentation import FENCE, ROOT
-from tests.support.forked_commands import ForkedCommand, megatfm
+from tests.support.forked_commands import ForkedCommand, run_megatfm
 
 PAGE = ROOT / "docs" / "tutorials" / "classify-texts.md"
 BLOCKS = FENCE.findall(PAGE.read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert run.wait() == 0, run.output
         if language == "console":
             for line in text.splitlines():
-                megatfm(*line.split()[1:], output=folder / "output", cwd=folder)
+                run_megatfm(*line.split()[1:], output=folder / "output", cwd=folder)
     return folder
 
 

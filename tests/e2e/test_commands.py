@@ -15,7 +15,7 @@ import pytest
 from megatfm import cli
 from megatfm.commands import quickstart
 from megatfm.errors import EXIT_OK
-from tests.support.forked_commands import ForkedCommand, last_of_each_key, megatfm
+from tests.support.forked_commands import ForkedCommand, keep_last_override, run_megatfm
 from tests.support.small_runs import SMALL_CONFIG
 from tests.support.training_runs import run_training, training_curve
 
@@ -30,13 +30,13 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = ["run_dir=run", "evaluate.max_rows=0", "evaluate.every=1000", "checkpoint.every=1000"]
     words = ["launch", "small.toml", "--nproc", "2", *settings]
     launch = ForkedCommand([*words, "train.steps=300"], folder / "said", folder)
-    launch.until_lines(folder / "run/metrics.jsonl", 3)
+    launch.wait_for_lines(folder / "run/metrics.jsonl", 3)
     os.kill(launch.pid, signal.SIGTERM)
     assert launch.wait(60) == 75, launch.output
     stopped_at = len(training_curve(folder / "run"))
     assert 3 <= stopped_at < 300
     more = [f"train.steps={stopped_at + 3}", 'resume.allow=["schedule"]']
-    output = megatfm(*words, *more, output=folder / "said again", cwd=folder)
+    output = run_megatfm(*words, *more, output=folder / "said again", cwd=folder)
     assert "Traceback" not in output
     assert "Warning" not in output
     assert [line["step"] for line in training_curve(folder / "run")] == list(range(1, stopped_at + 4))
@@ -45,9 +45,9 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_a_user_does_with_a_run(trained, tmp_path):
     output = tmp_path / "said"
-    sampled = megatfm("generate", trained, "--prompt", "def ", "--max-tokens", 20, "--seed", 1, output=output)
+    sampled = run_megatfm("generate", trained, "--prompt", "def ", "--max-tokens", 20, "--seed", 1, output=output)
     assert sampled.startswith("def ")
-    assert "bits per byte" in megatfm("evaluate", trained, "--baselines", output=output)
+    assert "bits per byte" in run_megatfm("evaluate", trained, "--baselines", output=output)
     results = json.loads((trained / "evaluation.json").read_text())["sets"]
     in_training = training_curve(trained)[-1]["evaluation"]
     for name, result in results.items():
@@ -55,7 +55,7 @@ def test_what_a_user_does_with_a_run(trained, tmp_path):
     baselines = json.loads((trained / "baselines.json").read_text())["held-out"]
     assert set(baselines) == {f"{tool} -9, {way}" for tool in ("gzip", "xz") for way in ("per document", "joined")}
     assert baselines["xz -9, joined"] < baselines["gzip -9, joined"] < baselines["gzip -9, per document"]
-    megatfm("report", trained, output=output)
+    run_megatfm("report", trained, output=output)
     page = (trained / "report.html").read_text()
     assert "held-out" in page
     assert "def " in page
@@ -66,7 +66,7 @@ def test_the_quickstart_on_a_folder_of_ones_own(texts, tmp_path):
     tiny = [
         "model.d_model=32", "model.ffn.d_ff=64", "model.n_layers=1", "train.steps=40", "evaluate.every=1000",
     ]  # fmt: skip
-    message = megatfm("quickstart", "--nproc", 1, "--corpus", texts, *tiny, output=tmp_path / "said", cwd=tmp_path)
+    message = run_megatfm("quickstart", "--nproc", 1, "--corpus", texts, *tiny, output=tmp_path / "said", cwd=tmp_path)
     assert "Traceback" not in message
     assert "Warning" not in message
     stages = [line for line in message.splitlines() if line.startswith("$ megatfm ")]
@@ -122,7 +122,7 @@ def test_the_commands_of_the_tutorials_run_in_their_order_in_one_folder(texts, t
         for words in lines:
             less = [] if "--dry-run" in words else LESS.get(words[0], "").split()
             folder = [] if words[1:2] != ["quickstart-data"] else ["read.folder=my-texts"]
-            output = megatfm(*last_of_each_key([*words, *folder, *less]), output=tmp_path / "said", cwd=tmp_path)
+            output = run_megatfm(*keep_last_override([*words, *folder, *less]), output=tmp_path / "said", cwd=tmp_path)
             assert "Traceback" not in output
     assert (tmp_path / "runs/quickstart/report.html").is_file()
     assert (tmp_path / "runs/mine/metrics.jsonl").is_file()

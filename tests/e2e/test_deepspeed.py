@@ -22,16 +22,16 @@ from megatfm.cli import main
 from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
 from megatfm.train.trainer import train
-from tests.support.forked_commands import last_of_each_key
+from tests.support.forked_commands import keep_last_override
 from tests.support.rank_processes import Fault, Start, free_port
 from tests.support.training_runs import (
-    error_after,
-    forget_after,
+    delete_checkpoints_after,
+    have_same_tensors,
     run_events,
     run_training,
-    run_until,
-    same_tensors,
     stored_weights,
+    train_until,
+    train_with_bit_flip,
     train_with_faults,
     training_curve,
 )
@@ -46,7 +46,7 @@ NATIVE = [*BASE, "parallel.zero=3"]
 
 
 def deepspeed(*more: str) -> list[str]:
-    return list(map(str, last_of_each_key([*BASE, "parallel.engine=deepspeed", *more])))
+    return list(map(str, keep_last_override([*BASE, "parallel.engine=deepspeed", *more])))
 
 
 def losses(folder: Path) -> list[float]:
@@ -96,10 +96,10 @@ def test_stages_stopped_by_a_signal_are_the_run_never_stopped(
     words = deepspeed("parallel.pp=2", "parallel.zero=1", "train.recompute=selective", "checkpoint.every=4")
     assert workers.run(run_training, 2, make_config(*words, run="whole"), timeout=200) == [EXIT_OK] * 2
     config = make_config(*words, run="stopped")
-    assert workers.run(run_until, 2, config, 2, signal.SIGUSR1, timeout=200) == [EXIT_REQUEUE] * 2
+    assert workers.run(train_until, 2, config, 2, signal.SIGUSR1, timeout=200) == [EXIT_REQUEUE] * 2
     assert workers.run(run_training, 2, config, timeout=200) == [EXIT_OK] * 2
     assert training_curve(tmp_path / "stopped") == training_curve(tmp_path / "whole")
-    assert same_tensors(state(tmp_path / "stopped"), state(tmp_path / "whole")), "random states and all"
+    assert have_same_tensors(state(tmp_path / "stopped"), state(tmp_path / "whole")), "random states and all"
 
 
 TROUBLE = [
@@ -121,18 +121,18 @@ def test_skipped_steps_and_rollbacks_under_deepspeed(workers: Workers, make_conf
     assert [line["step"] for line in training_curve(run) if line.get("skipped")] == [6]
     assert [step for step, _ in run_events(run, "rolled back")] == [10]
     before, last = training_curve(run), stored_weights(run, 12)
-    forget_after(run, 4)
+    delete_checkpoints_after(run, 4)
     for (code, read), rank in zip(workers.run(train_with_faults, 2, config), keys, strict=True):
         assert (code, read) == (EXIT_OK, rank[4:8] + rank[10:14])
     assert training_curve(run) == before
-    assert same_tensors(stored_weights(run, 12), last)
+    assert have_same_tensors(stored_weights(run, 12), last)
 
 
 def test_a_step_computed_twice_that_differs_in_one_bit_is_found(workers: Workers, make_config: MakeConfig) -> None:
     config = make_config(
         *deepspeed("train.steps=4", "resilience.replay_every=3", "parallel.dp_shard=2", "evaluate.every=0")
     )
-    errors = workers.run(error_after, 2, config, "gradient", 1, 3)
+    errors = workers.run(train_with_bit_flip, 2, config, "gradient", 1, 3)
     assert len(set(errors)) == 1
     assert re.match(r"step 3, computed twice, differs: rank 1 on \S+: \S*\.wo\.weight\. A", errors[0]), errors[0]
 
@@ -173,7 +173,7 @@ def test_a_killed_run_with_state_in_files_goes_on(
     assert (tmp_path / "run/checkpoints/step-00000002").exists()
     assert start(*words).wait(200) == [EXIT_OK] * 2
     assert left.isdisjoint(disk.glob(".megatfm-offload-*/*-*/")), "what the killed left"
-    assert same_tensors(state(tmp_path / "run"), state(tmp_path / "whole"))
+    assert have_same_tensors(state(tmp_path / "run"), state(tmp_path / "whole"))
     forget_the_end(tmp_path / "run")
     native = [word for word in words if not word.startswith(("parallel.engine", "deepspeed."))]
     assert workers.run(train, 2, make_config(*native, run="run"), timeout=200) == [EXIT_OK] * 2

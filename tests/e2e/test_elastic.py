@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_commands import ForkedCommand, megatfm
+from tests.support.forked_commands import ForkedCommand, run_megatfm
 from tests.support.rank_processes import free_port
 from tests.support.watched_ranks import STEPS, WatchedRanks
 
@@ -96,7 +96,7 @@ def test_the_run_goes_on_without_a_node(nodes: list[Node], config_file: Path, tm
     for node in nodes[:2]:
         assert node.agent.wait(300) == 0, node.agent.output
     words = [str(config_file), f"run_dir={tmp_path / 'whole'}", *OVERRIDES]
-    megatfm("train", *words, output=tmp_path / "said")
+    run_megatfm("train", *words, output=tmp_path / "said")
     of_nodes, of_one = losses(run), losses(tmp_path / "whole")
     assert [step for step, _ in of_nodes] == [step for step, _ in of_one] == list(range(1, TOTAL + 1))
     assert [loss for _, loss in of_nodes] == pytest.approx([loss for _, loss in of_one], rel=1e-5)

@@ -17,7 +17,7 @@ from tests.support.hf_folders import (
     NAMES,
     TOWNS,
     WORDS_OF_QUESTIONS,
-    questions,
+    make_questions,
     read_lines,
     run_command,
     save_bert,
@@ -128,7 +128,7 @@ def test_a_decoder_s_tags_are_exported(name: str, options: dict[str, Any], folde
 @pytest.mark.parametrize(("name", "options"), [("GPT2LMHeadModel", GPT), ("LlamaForCausalLM", LLAMA)])
 def test_a_decoder_s_answers_are_exported(name: str, options: dict[str, Any], folder: Path) -> None:
     save_model(folder / "start", name, **options)
-    rows = questions(64, 1)
+    rows = make_questions(64, 1)
     write_lines(folder / "train.jsonl", rows)
     kind = "AutoModelForQuestionAnswering"
     model, predicted = finetune_and_open(

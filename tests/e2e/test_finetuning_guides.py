@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.chat_models import conversations, save_llama
 from tests.support.documentation import FENCE, ROOT
-from tests.support.forked_commands import ForkedCommand, megatfm
+from tests.support.forked_commands import ForkedCommand, run_megatfm
 from tests.support.hf_folders import (
     FILLERS,
     NAMES,
     TOWNS,
     WORDS_OF_QUESTIONS,
-    questions,
+    make_questions,
     read_lines,
     save_bert,
     write_lines,
@@ -51,7 +51,7 @@ def write_articles(path: Path, n: int, seed: int) -> None:
             "context": row["context"],
             "qas": [{key: row[key] for key in ("id", "question", "answers")} | {"is_impossible": not row["answers"]}],
         }
-        for row in questions(n, seed, no_answer=0.3)
+        for row in make_questions(n, seed, no_answer=0.3)
     ]
     path.write_text(json.dumps({"version": "v2.0", "data": [{"title": "towns", "paragraphs": paragraphs}]}))
 
@@ -86,7 +86,7 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             if title:
                 (folder / title).write_text(text, encoding="utf-8")
     (folder / "mine.toml").write_text(SMALL_CONFIG.format(corpus=corpus))
-    megatfm("train", "mine.toml", "name=mine", "train.steps=2", output=folder / "output", cwd=folder)
+    run_megatfm("train", "mine.toml", "name=mine", "train.steps=2", output=folder / "output", cwd=folder)
     return folder
 
 
@@ -102,7 +102,7 @@ def test_commands_run_in_the_order_of_the_pages(page: str, folder: Path) -> None
     ]
     assert lines
     for line in lines:
-        megatfm(*shlex.split(line, comments=True)[1:], output=folder / "output", cwd=folder)
+        run_megatfm(*shlex.split(line, comments=True)[1:], output=folder / "output", cwd=folder)
 
 
 def test_python_of_the_page_on_evaluation_runs(folder: Path) -> None:

@@ -27,7 +27,7 @@ from tests.support.training_runs import (
     assert_nearly_equal,
     final_state,
     run_training,
-    run_until,
+    train_until,
     train_with_plugins,
     training_curve,
 )
@@ -128,7 +128,7 @@ def test_a_run_that_its_ranks_refuse_leaves_nothing(foreign, corpus, config_file
     words = [str(config_file), "--from", str(foreign), f"run_dir={tmp_path}/runs/a", "train.freeze=nothing"]
     files = sorted(tmp_path.iterdir())
     words = ["launch", *words, "--nproc", "3", "train.global_batch=12"] if launched else ["train", *words]
-    output = forked_commands.megatfm(*words, output=tmp_path.with_suffix(".said"), code=2)
+    output = forked_commands.run_megatfm(*words, output=tmp_path.with_suffix(".said"), code=2)
     assert "train.freeze: 'nothing' matches no weight" in output
     assert sorted(tmp_path.iterdir()) == files
 
@@ -250,15 +250,15 @@ def test_context_ranks_train_like_one_process(
     log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")
     assert log.count("attention Full(causal=True), cp 2: Ulysses, each rank computes some heads of all tokens") == 1
     stopped = make_config("parallel.cp=2", run="stopped")
-    assert workers.run(run_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [
+    assert workers.run(train_until, 2, stopped, 5, signal.SIGUSR1, timeout=PATIENCE) == [
         EXIT_REQUEUE,
         EXIT_REQUEUE,
     ]
     assert workers.run(run_training, 2, stopped, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
     assert_bitwise_equal(tmp_path / "cut", tmp_path / "stopped")
-    assert workers.run(run_until, 1, make_config(run="moved"), 5, timeout=PATIENCE) == [EXIT_REQUEUE]
+    assert workers.run(train_until, 1, make_config(run="moved"), 5, timeout=PATIENCE) == [EXIT_REQUEUE]
     moved = make_config("parallel.cp=2", run="moved")
-    assert workers.run(run_until, 2, moved, 4, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
+    assert workers.run(train_until, 2, moved, 4, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
     assert workers.run(run_training, 1, make_config(run="moved"), timeout=PATIENCE) == [EXIT_OK]
     # Whatever a run was laid over, one process evaluates it.
     losses = [workers.run(evaluate_alone, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.support.forked_commands import megatfm
+from tests.support.forked_commands import run_megatfm
 from tests.support.images import write_captioned_images
 from tests.support.training_runs import training_curve
 
@@ -79,14 +79,14 @@ def prepare_shapes(folder: Path, log: Path) -> None:
     """Write images and captions, and make a tokenizer and two corpora of them."""
     write_captioned_images(folder / "images", folder / "captions", 400)
     of_text = ["read.folder=captions", "tokenizer.vocab_size=340", "out=corpora/captions"]
-    megatfm("prep", "quickstart-data", *of_text, output=log, cwd=folder)
+    run_megatfm("prep", "quickstart-data", *of_text, output=log, cwd=folder)
     of_images = [
         "read.folder=images",
         "tokenizer.file=corpora/captions/tokenizer.model",
         "out=corpora/shapes",
     ]
     of_images += ["split.validation_files=validation/*"]
-    megatfm("prep", "quickstart-vision-data", *of_images, output=log, cwd=folder)
+    run_megatfm("prep", "quickstart-vision-data", *of_images, output=log, cwd=folder)
 
 
 def test_images_are_described(tmp_path: Path) -> None:
@@ -94,22 +94,22 @@ def test_images_are_described(tmp_path: Path) -> None:
     log, run = tmp_path / "log", tmp_path / "runs/captioner"
     prepare_shapes(tmp_path, log)
     (tmp_path / "captioner.toml").write_text(CAPTIONER)
-    megatfm("train", "captioner.toml", output=log, cwd=tmp_path)
+    run_megatfm("train", "captioner.toml", output=log, cwd=tmp_path)
     curve = training_curve(run)
     (evaluation,) = curve[-1]["evaluation"].values()
     assert evaluation["loss"] < 0.05
     described = []
     for image in sorted((tmp_path / "images/validation").glob("*.png"))[:5]:
         words = ["--image", image, "--temperature", "0", "--max-tokens", "40"]
-        text = megatfm("generate", run, *words, output=log, cwd=tmp_path)
+        text = run_megatfm("generate", run, *words, output=log, cwd=tmp_path)
         described.append(image.with_suffix(".txt").read_text().strip() in text)
     assert sum(described) >= 4
     for path in (run / "checkpoints").glob("step-00000240*"):
         path.rename(tmp_path / "away")
-    megatfm("train", "captioner.toml", output=log, cwd=tmp_path)
+    run_megatfm("train", "captioner.toml", output=log, cwd=tmp_path)
     again = {line["step"]: line["loss"] for line in training_curve(run)}
     assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]
-    megatfm("launch", "captioner.toml", "--nproc", "2", "name=two", "train.steps=6", output=log, cwd=tmp_path)
+    run_megatfm("launch", "captioner.toml", "--nproc", "2", "name=two", "train.steps=6", output=log, cwd=tmp_path)
     on_two_ranks = training_curve(tmp_path / "runs/two")[:5]  # while the learning rate still rises alike
     for line, alone in zip(on_two_ranks, curve[:5], strict=True):
         assert abs(line["loss"] - alone["loss"]) < 1e-4 * alone["loss"]
@@ -119,19 +119,19 @@ def test_captions_are_prepared_learned_found_and_resumed(tmp_path: Path) -> None
     log = tmp_path / "log"
     prepare_shapes(tmp_path, log)
     (tmp_path / "towers.toml").write_text(CONFIG)
-    megatfm("train", "towers.toml", output=log, cwd=tmp_path)
+    run_megatfm("train", "towers.toml", output=log, cwd=tmp_path)
     run = tmp_path / "runs/towers"
     curve = training_curve(run)
     (in_training,) = curve[-1]["evaluation"].values()
     assert in_training["tokens"] == 80  # pairs of the validation set
     assert in_training["metrics"]["top1"] > 0.03  # 1 / 80 by chance
     assert in_training["metrics"]["top5"] > 0.2
-    table = megatfm("evaluate", run, output=log, cwd=tmp_path)
+    table = run_megatfm("evaluate", run, output=log, cwd=tmp_path)
     assert "top1" in table
     assert "bits" not in table
     (evaluated,) = json.loads((run / "evaluation.json").read_text())["sets"].values()
     assert evaluated["metrics"] == in_training["metrics"]
-    drawn = megatfm(
+    drawn = run_megatfm(
         "data", "show", "corpora/shapes/train", "--config", "towers.toml", "--images", "seen.png", "--count", 6,
         output=log, cwd=tmp_path,
     )  # fmt: skip
@@ -141,6 +141,6 @@ def test_captions_are_prepared_learned_found_and_resumed(tmp_path: Path) -> None
     # The last half again, from the checkpoint of the first.
     for path in (run / "checkpoints").glob("step-00000040*"):
         path.rename(tmp_path / "away")
-    megatfm("train", "towers.toml", output=log, cwd=tmp_path)
+    run_megatfm("train", "towers.toml", output=log, cwd=tmp_path)
     again = {line["step"]: line["loss"] for line in training_curve(run)}
     assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]

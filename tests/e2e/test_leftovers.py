@@ -18,7 +18,7 @@ from megatfm import checkpoint
 from megatfm.checkpoint import metadata
 from megatfm.config import Config
 from megatfm.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE
-from tests.support.kill_series import LAYOUTS, PHASES, shares
+from tests.support.kill_series import LAYOUTS, PHASES, divide_kills
 from tests.support.rank_processes import Fault, Start
 from tests.support.training_runs import run_training, training_curve
 from tests.support.workers import Workers
@@ -187,7 +187,7 @@ def test_a_run_killed_in_each_phase_ends_as_if_it_never_had_been(corpus: Path, t
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # on a busy machine; it takes a tenth
 def test_killed_runs_of_all_layouts_and_engines_end_alike(corpus: Path, tmp_path: Path) -> None:
-    report = run_series(corpus, tmp_path / "runs", shares(23))
+    report = run_series(corpus, tmp_path / "runs", divide_kills(23))
     assert {phase: report["hits"].get(phase, 0) >= 3 for phase in PHASES} == dict.fromkeys(PHASES, True)
     by_layout = report["hits by layout"]
     assert all(sum(by_layout[layout].values()) >= 3 for layout in LAYOUTS)

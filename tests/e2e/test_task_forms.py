@@ -13,7 +13,7 @@ from megatfm.inference.beam_search import beam_search
 from tests.support.hf_folders import (
     TOWNS,
     WORDS_OF_QUESTIONS,
-    questions,
+    make_questions,
     read_lines,
     run_command,
     save_bert,
@@ -70,7 +70,7 @@ def check_exported_answers(exported: Path, truth: Sequence[dict], rows: Sequence
 def test_answers_are_extracted(folder: Path, no_answer: float) -> None:
     save_bert(folder / "bert", WORDS_OF_QUESTIONS)
     for name, n, seed in (("train", 160, 1), ("validation", 30, 2), ("test", 30, 3)):
-        write_lines(folder / f"{name}.jsonl", questions(n, seed, no_answer=no_answer))
+        write_lines(folder / f"{name}.jsonl", make_questions(n, seed, no_answer=no_answer))
     words = [
         "task.form=span_extraction",
         "task.stride=8",
@@ -84,7 +84,7 @@ def test_answers_are_extracted(folder: Path, no_answer: float) -> None:
     assert test["intervals"]["f1"][0] <= test["metrics"]["f1"] <= test["intervals"]["f1"][1]
     rows, truth = (
         read_lines(folder / "runs/task/predictions/test.jsonl"),
-        questions(30, 3, no_answer=no_answer),
+        make_questions(30, 3, no_answer=no_answer),
     )
     right = [
         row["answer"] == (one["answers"][0]["text"] if one["answers"] else "")
@@ -227,7 +227,7 @@ def test_what_is_trained_is_shown(folder: Path, capfd: pytest.CaptureFixture[str
         "multilabel": {"text": "the lamp", "label": ["good"]},
         "tagging": {"text": "the lamp", "label": ["O", "B-A"]},
         "multiple_choice": {"text": "the", "a": "lamp", "b": "red", "label": 1},
-        "span_extraction": questions(1, 1)[0],
+        "span_extraction": make_questions(1, 1)[0],
     }
     expected = {
         "classification": ("⟦[CLS]⟧the lamp[SEP]", "label  good"),

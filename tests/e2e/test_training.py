@@ -19,7 +19,7 @@ from tests.support.training_runs import (
     assert_nearly_equal,
     final_state,
     run_training,
-    run_until,
+    train_until,
     training_curve,
 )
 from tests.support.workers import THREADS, WorkerFailure, Workers
@@ -40,7 +40,7 @@ def stop_and_resume(
     """Two ranks that train without a stop, in `whole`, and that get a signal on one of them, in `stopped`."""
     assert workers.run(run_training, 2, make_config(*options, run="whole"), timeout=PATIENCE) == [EXIT_OK] * 2
     config = make_config(*options, run="stopped")
-    stopped = workers.run(run_until, 2, config, 5, name, timeout=PATIENCE)
+    stopped = workers.run(train_until, 2, config, 5, name, timeout=PATIENCE)
     assert stopped == [EXIT_REQUEUE, EXIT_REQUEUE], "both stop on one rank's signal"
     assert len(training_curve(tmp_path / "stopped")) == 5
     newest = checkpoint.find_latest(tmp_path / "stopped/checkpoints", hashes=True)
@@ -102,7 +102,7 @@ def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path):
     for first, second in ((2, 1), (1, 2)):
         run = f"from-{first}-on-{second}"
         config = make_config(*dropout, run=run)
-        assert workers.run(run_until, first, config, 5) == [EXIT_REQUEUE] * first
+        assert workers.run(train_until, first, config, 5) == [EXIT_REQUEUE] * first
         assert workers.run(run_training, second, config) == [EXIT_OK] * second
         assert_nearly_equal(tmp_path / "whole", tmp_path / run)
 
@@ -110,7 +110,7 @@ def test_resumes_on_another_number_of_ranks(workers, make_config, tmp_path):
 def test_pipeline_ranks_train_like_one_process_and_resume_without_stages(workers, make_config, tmp_path):
     assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
     config = make_config("parallel.pp=2", "parallel.pp_schedule=interleaved", run="moved")
-    assert workers.run(run_until, 2, config, 5, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
+    assert workers.run(train_until, 2, config, 5, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
     plan = (tmp_path / "moved/plan.txt").read_text(encoding="utf-8")
     assert "mesh  pp 2 × dp_replicate 1 × dp_shard 1 × tp 1" in plan
     assert "pipeline  interleaved, 4 stages on 2 ranks" in plan
@@ -131,8 +131,8 @@ def resumes(folder: Path) -> list[str]:
 
 def test_a_resume_on_another_kind_of_machine_goes_on_and_says_so(workers, make_config, tmp_path):
     config = make_config(run="moved")
-    assert workers.run(run_until, 1, config, 3) == [EXIT_REQUEUE]
-    assert workers.run(run_until, 1, config, 3) == [EXIT_REQUEUE]
+    assert workers.run(train_until, 1, config, 3) == [EXIT_REQUEUE]
+    assert workers.run(train_until, 1, config, 3) == [EXIT_REQUEUE]
     assert workers.run(run_with_another_thread, 1, config) == [EXIT_OK]
     local, elsewhere = resumes(tmp_path / "moved")
     assert local == "from step-00000003", "the same machine is nothing to talk about"
@@ -293,7 +293,7 @@ def error_on_a_full_disk(config: Config, files: int) -> tuple[str, str]:
 
 def test_a_full_disk_keeps_the_old_checkpoint(workers, make_config, tmp_path):
     config = make_config(run="full")
-    assert workers.run(run_until, 1, config, 5) == [EXIT_REQUEUE]
+    assert workers.run(train_until, 1, config, 5) == [EXIT_REQUEUE]
     old = sorted(path.name for path in (tmp_path / "full/checkpoints").iterdir())
     kind, message = workers.run(error_on_a_full_disk, 1, config, 60_000)[0]
     assert kind == MegatfmError.__name__

@@ -17,13 +17,13 @@ from megatfm.launchers.record import is_finished
 from megatfm.train.best_checkpoint import best_checkpoint
 from tests.support.training_runs import (
     assert_bitwise_equal,
-    error_after,
-    forget_after,
+    delete_checkpoints_after,
+    have_same_tensors,
     run_events,
     run_training,
-    run_until,
-    same_tensors,
     stored_weights,
+    train_until,
+    train_with_bit_flip,
     train_with_faults,
     training_curve,
 )
@@ -49,15 +49,15 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(
     ((step, output),) = run_events(run, "skipped")
     assert step == 6
     assert "not finite, so the weights stay unchanged (1 in a row)" in output
-    assert same_tensors(stored_weights(run, 5), stored_weights(run, 6)), "weights, optimizer state and all"
-    assert not same_tensors(stored_weights(run, 6), stored_weights(run, 7))
-    assert same_tensors(stored_weights(tmp_path / "whole", 5), stored_weights(run, 5))
-    assert not same_tensors(stored_weights(tmp_path / "whole", 8), stored_weights(run, 8))
+    assert have_same_tensors(stored_weights(run, 5), stored_weights(run, 6)), "weights, optimizer state and all"
+    assert not have_same_tensors(stored_weights(run, 6), stored_weights(run, 7))
+    assert have_same_tensors(stored_weights(tmp_path / "whole", 5), stored_weights(run, 5))
+    assert not have_same_tensors(stored_weights(tmp_path / "whole", 8), stored_weights(run, 8))
     # A resume repeats the decision, also where this time the numbers are sound.
     before, last = training_curve(run), stored_weights(run, 8)
-    forget_after(run, 4)
+    delete_checkpoints_after(run, 4)
     assert [code for code, _ in workers.run(train_with_faults, ranks, config)] == [EXIT_OK] * ranks
-    assert same_tensors(stored_weights(run, 8), last)
+    assert have_same_tensors(stored_weights(run, 8), last)
     if fault == "inf":
         assert training_curve(run) == before
     assert run_events(run, "skipped")[1] == (
@@ -94,11 +94,11 @@ def test_a_spike_is_rolled_back_and_its_data_skipped(workers: Workers, make_conf
     # Every resume takes the same data and ends with the same bits, even where nothing spikes this time.
     before, last = training_curve(run), stored_weights(run, 16)
     for n_snapshots, expected in ((12, keys[14:18]), (8, keys[10:18]), (4, keys[4:8] + keys[10:18])):
-        forget_after(run, n_snapshots)
+        delete_checkpoints_after(run, n_snapshots)
         ((code, read),) = workers.run(train_with_faults, 1, config)
         assert (code, read) == (EXIT_OK, expected), n_snapshots
         assert training_curve(run) == before
-        assert same_tensors(stored_weights(run, 16), last)
+        assert have_same_tensors(stored_weights(run, 16), last)
 
 
 def test_rollbacks_are_bounded(workers: Workers, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -125,25 +125,25 @@ def test_a_bit_that_flips_in_a_replica_is_found_and_its_rank_named(
     workers: Workers, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(*REPLICAS, "resilience.compare_replicas_every=2", run="flips")
-    errors = workers.run(error_after, 3, config, "weight", 1, 4)
+    errors = workers.run(train_with_bit_flip, 3, config, "weight", 1, 4)
     assert len(set(errors)) == 1
     actual = rf"after step 4, replicas of one parameter differ: rank 1 on {HOST}: model\.\S*\.wo\.weight\. A processor"
     assert re.match(actual, errors[0]), errors[0]
     assert [path.name for path in (tmp_path / "flips/checkpoints").iterdir()] == ["step-00000003"]
     sound = make_config(*REPLICAS, "resilience.compare_replicas_every=1", "resilience.replay_every=2", run="sound")
-    assert workers.run(error_after, 3, sound, "none", 0, 0) == ["none"] * 3
+    assert workers.run(train_with_bit_flip, 3, sound, "none", 0, 0) == ["none"] * 3
 
 
 def test_a_step_computed_twice_that_differs_in_one_bit_is_found(workers: Workers, make_config: MakeConfig) -> None:
     config = make_config("train.steps=6", "resilience.replay_every=4", "parallel.dp_shard=2")
-    errors = workers.run(error_after, 2, config, "gradient", 1, 4)
+    errors = workers.run(train_with_bit_flip, 2, config, "gradient", 1, 4)
     assert len(set(errors)) == 1
     assert re.match(rf"step 4, computed twice, differs: rank 1 on {HOST}: \S*\.wo\.weight\. A", errors[0]), errors[0]
 
 
 def test_two_replicas_can_not_say_which_is_wrong(workers: Workers, make_config: MakeConfig) -> None:
     config = make_config("parallel.dp_replicate=2", "train.steps=4", "resilience.compare_replicas_every=1", run="two")
-    errors = workers.run(error_after, 2, config, "weight", 1, 2)
+    errors = workers.run(train_with_bit_flip, 2, config, "weight", 1, 2)
     name = r"model\.\S*\.wo\.weight"
     assert re.search(rf"rank 0 on {HOST}: {name}; rank 1 on {HOST}: {name}\. A", errors[0]), errors[0]
 
@@ -183,7 +183,7 @@ def test_a_run_without_progress_ends_early(workers: Workers, make_config: MakeCo
     assert len(training_curve(tmp_path / "whole")) == 6
 
     stopped = make_config(*STANDSTILL, "parallel.dp_shard=2", run="stopped")
-    assert workers.run(run_until, 2, stopped, 5, signal.SIGTERM) == [EXIT_REQUEUE, EXIT_REQUEUE]
+    assert workers.run(train_until, 2, stopped, 5, signal.SIGTERM) == [EXIT_REQUEUE, EXIT_REQUEUE]
     assert workers.run(run_training, 2, stopped) == [EXIT_OK, EXIT_OK]
     assert training_curve(tmp_path / "whole") == training_curve(tmp_path / "stopped")
 
@@ -208,7 +208,7 @@ def test_adapters_resume_to_the_bit_and_leave_the_base_alone(
     lora = [f"train.init_from={tmp_path / 'base'}", f"model.lora={OPTIONS}", "parallel.tp=2"]
     assert workers.run(run_training, 2, make_config(*lora, run="whole")) == [EXIT_OK, EXIT_OK]
     config = make_config(*lora, run="stopped")
-    assert workers.run(run_until, 2, config, 5, signal.SIGTERM) == [EXIT_REQUEUE, EXIT_REQUEUE]
+    assert workers.run(train_until, 2, config, 5, signal.SIGTERM) == [EXIT_REQUEUE, EXIT_REQUEUE]
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
     assert_bitwise_equal(tmp_path / "whole", tmp_path / "stopped")
 

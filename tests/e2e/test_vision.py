@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.forked_commands import megatfm
+from tests.support.forked_commands import run_megatfm
 from tests.support.training_runs import training_curve
 
 SMALL = [
@@ -19,14 +19,14 @@ SMALL = [
 
 def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None:
     output = tmp_path / "output"
-    prepared = megatfm("prep", "quickstart-vision-data", output=output, cwd=tmp_path)
+    prepared = run_megatfm("prep", "quickstart-vision-data", output=output, cwd=tmp_path)
     assert "1,198" in prepared
-    megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
+    run_megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
     run = tmp_path / "runs/quickstart-vision"
     curve = training_curve(run)
     assert curve[-1]["loss"] < curve[0]["loss"]
     in_training = curve[-1]["evaluation"]["validation"]
-    table = megatfm("evaluate", run, "--images", 3, output=output, cwd=tmp_path)
+    table = run_megatfm("evaluate", run, "--images", 3, output=output, cwd=tmp_path)
     assert "top1" in table
     assert "bits" not in table
     evaluated = json.loads((run / "evaluation.json").read_text())["sets"]["validation"]
@@ -40,12 +40,12 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
     galleries = json.loads((run / "pictures.json").read_text())["galleries"]
     assert [len(gallery["pictures"]) for gallery in galleries] == [3, 3]
     assert [gallery["title"] for gallery in galleries] == ["Attention rollout", "Surest mistakes, validation"]
-    megatfm("report", run, output=output, cwd=tmp_path)
+    run_megatfm("report", run, output=output, cwd=tmp_path)
     page = (run / "report.html").read_text()
     assert "Top-5 accuracy" in page
     assert "Confusion matrix" in page
     assert page.count("data:image/png") == 6
-    drawn = megatfm(
+    drawn = run_megatfm(
         "data", "show", "corpora/quickstart-vision/train", "--config", "quickstart-vision", "--images", "seen.png",
         "--count", 10, output=output, cwd=tmp_path,
     )  # fmt: skip
@@ -55,7 +55,7 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
     # The last half again, from the checkpoint of the first.
     for path in (run / "checkpoints").glob("step-00000024*"):
         path.rename(tmp_path / "away")
-    megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
+    run_megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
     again = {line["step"]: line["loss"] for line in training_curve(run)}
     assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]
 
@@ -71,7 +71,7 @@ def test_a_folder_of_classes_of_any_shape(tmp_path: Path) -> None:
         path.write_bytes(out.getvalue())
     output_file = tmp_path / "output_file"
     words = ["read.folder=photos", "read.labels.by=folder", "split.validation_files=", "split.validation=0.3"]
-    megatfm("prep", "quickstart-vision-data", *words, "out=corpora/photos", output=output_file, cwd=tmp_path)
+    run_megatfm("prep", "quickstart-vision-data", *words, "out=corpora/photos", output=output_file, cwd=tmp_path)
     (tmp_path / "photos.toml").write_text(
         """
         extends = "quickstart-vision"
@@ -93,7 +93,7 @@ def test_a_folder_of_classes_of_any_shape(tmp_path: Path) -> None:
         """
     )
     shape = [word for word in SMALL if "mixup" not in word] + ["train.global_batch=8", "train.micro_batch=4"]
-    output = megatfm("train", "photos.toml", *shape, "run_dir=run", output=output_file, cwd=tmp_path)
+    output = run_megatfm("train", "photos.toml", *shape, "run_dir=run", output=output_file, cwd=tmp_path)
     assert "Traceback" not in output
     result = training_curve(tmp_path / "run")[-1]["evaluation"]["photos"]
     assert result["metrics"]["top1"] > 0.8
@@ -117,12 +117,12 @@ SIMMIM = [
 def test_models_of_masked_images_show_what_they_reconstruct(words: list[str], tmp_path: Path) -> None:
     """Rows that an image fills."""
     output_file, run = tmp_path / "output_file", tmp_path / "runs/mae"
-    megatfm("prep", "quickstart-vision-data", output=output_file, cwd=tmp_path)
+    run_megatfm("prep", "quickstart-vision-data", output=output_file, cwd=tmp_path)
     small = [word for word in SMALL if "mixup" not in word]
-    megatfm("train", "quickstart-vision", "name=mae", *small, *words, output=output_file, cwd=tmp_path)
+    run_megatfm("train", "quickstart-vision", "name=mae", *small, *words, output=output_file, cwd=tmp_path)
     curve = training_curve(run)
     assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
-    megatfm("evaluate", run, "--images", 2, output=output_file, cwd=tmp_path)
+    run_megatfm("evaluate", run, "--images", 2, output=output_file, cwd=tmp_path)
     (gallery,) = json.loads((run / "pictures.json").read_text())["galleries"]
     assert not (run / "confusion.json").exists()
     with Image.open(run / gallery["pictures"][1]["file"]) as picture:
@@ -136,5 +136,5 @@ def test_models_of_masked_images_show_what_they_reconstruct(words: list[str], tm
         np.testing.assert_array_equal(masked[square], original[square])
         np.testing.assert_array_equal(filled[square], original[square])
     assert (filled != original).any()
-    megatfm("report", run, output=output_file, cwd=tmp_path)
+    run_megatfm("report", run, output=output_file, cwd=tmp_path)
     assert "error of masked pixels" in (run / "report.html").read_text()

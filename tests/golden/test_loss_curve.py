@@ -22,7 +22,7 @@ from megatfm.optim.parameters import optimizer_groups
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
-from tests.support.golden_curves import FIRST, SEEN, TOLERANCE
+from tests.support.golden_curves import FLOAT32_STEPS, RATE_EFFECT, TOLERANCE
 from tests.support.workers import Workers
 
 GOLDEN = Path(__file__).with_name("loss_curve.json")
@@ -83,13 +83,13 @@ def test_the_curve_is_the_golden_one_and_another_learning_rate_is_not(workers: W
     (result,) = workers.run(golden_curve, 1, 3e-3)
     assert result == pytest.approx(golden, rel=TOLERANCE)
     (other,) = workers.run(golden_curve, 1, 3.3e-3)
-    assert other != pytest.approx(golden, rel=SEEN)
+    assert other != pytest.approx(golden, rel=RATE_EFFECT)
 
 
 def test_in_float32_the_first_steps_are_the_same(workers: Workers) -> None:
     """As users train, with torch's Muon as it is."""
-    (result,) = workers.run(curve, 1, 3e-3, "fp32", FIRST)
-    assert result == pytest.approx(json.loads(GOLDEN.read_text())[:FIRST], rel=1e-4)
+    (result,) = workers.run(curve, 1, 3e-3, "fp32", FLOAT32_STEPS)
+    assert result == pytest.approx(json.loads(GOLDEN.read_text())[:FLOAT32_STEPS], rel=1e-4)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ from tests.support.golden_curves import (
     VOCABULARY,
     WORDS,
     Curves,
-    check,
-    check_float32,
-    check_rate,
-    golden,
+    assert_float32_agrees,
+    assert_golden,
+    assert_rate_shows,
+    compute_curves,
+    get_curve_file,
     moe_curve_config,
     preset_config,
-    run,
-    write,
+    write_golden_curves,
 )
 from tests.support.workers import Workers
 
@@ -83,23 +83,25 @@ def config_of(name: str) -> dict[str, Any]:
 def curves_of(workers: Workers, name: str) -> Curves:
     """Curves of the golden steps, or of all where `make test` looks at what is learnt."""
     config = config_of(name)
-    return run(workers, config, config["train"]["steps"] if name in LEARN_IN_MAKE_TEST else GOLDEN_STEPS[name])
+    return compute_curves(
+        workers, config, config["train"]["steps"] if name in LEARN_IN_MAKE_TEST else GOLDEN_STEPS[name]
+    )
 
 
 @pytest.mark.parametrize("name", GOLDEN_STEPS)
 def test_the_curve_begins_as_the_golden_one(name: str, workers: Workers) -> None:
-    assert golden(name).exists()
-    check(name, curves_of(workers, name))
+    assert get_curve_file(name).exists()
+    assert_golden(name, curves_of(workers, name))
 
 
 @pytest.mark.parametrize("name", GOLDEN_STEPS)
 def test_another_learning_rate_leaves_the_golden_curve(name: str, workers: Workers) -> None:
-    check_rate(workers, name, config_of(name))
+    assert_rate_shows(workers, name, config_of(name))
 
 
 @pytest.mark.parametrize("name", GOLDEN_STEPS)
 def test_in_float32_the_first_steps_are_the_same(name: str, workers: Workers) -> None:
-    check_float32(workers, name, config_of(name))
+    assert_float32_agrees(workers, name, config_of(name))
 
 
 def last_mean(values: list[float]) -> float:
@@ -111,7 +113,7 @@ def last_mean(values: list[float]) -> float:
 def test_decoders_learn(name: str, workers: Workers) -> None:
     """Better than knowing a text's topic: each token follows from the one before."""
     config = config_of(name)
-    assert last_mean(run(workers, config, config["train"]["steps"])["loss"]) < 0.75 * math.log(WORDS)
+    assert last_mean(compute_curves(workers, config, config["train"]["steps"])["loss"]) < 0.75 * math.log(WORDS)
 
 
 @pytest.mark.parametrize("name", MOE_ROUTERS)
@@ -128,7 +130,7 @@ def test_no_expert_is_much_busier_than_the_mean(name: str, workers: Workers) -> 
 def test_encoders_learn(name: str, workers: Workers) -> None:
     """A classifier better than guessing, an autoencoder better than the mean of each patch, in 60 steps."""
     config = config_of(name)
-    result = run(workers, config, config["train"]["steps"])
+    result = compute_curves(workers, config, config["train"]["steps"])
     last = {term: last_mean(values) for term, values in result.items()}
     if name.startswith(VISION):
         assert last["loss"] < (0.9 * math.log(CLASSES) if name == VISION else 0.9)
@@ -146,4 +148,4 @@ def test_encoders_learn(name: str, workers: Workers) -> None:
 
 
 if __name__ == "__main__":
-    write({name: (config_of(name), steps) for name, steps in GOLDEN_STEPS.items()})
+    write_golden_curves({name: (config_of(name), steps) for name, steps in GOLDEN_STEPS.items()})

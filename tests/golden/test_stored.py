@@ -21,7 +21,7 @@ from megatfm.errors import EXIT_OK
 from megatfm.train import resume
 from megatfm.train.trainer import train
 from tests.support.golden_curves import TOLERANCE
-from tests.support.stored_formats import FOLDER, PRESETS, stored_config, variants
+from tests.support.stored_formats import FOLDER, PRESETS, list_variants, stored_config
 from tests.support.workers import Workers
 
 CONFIGS = sorted(FOLDER.glob("*/configs/*.json"))
@@ -50,13 +50,13 @@ def test_a_stored_config_keeps_its_values(path: Path) -> None:
     translated = {json.dumps(old) for _, old, _ in RENAMED_VALUES}
     assert not {value for value in Counter(leaves(stored)) - Counter(leaves(opened)) if value not in translated}
     preset, _, variant = path.stem.partition("+")
-    today = stored_config(preset, variants()[variant] if variant else [])
+    today = stored_config(preset, list_variants()[variant] if variant else [])
     resume_point = resume.ResumePoint(path, facts(stored))
     assert resume.check_compatible(resume_point, facts(today), []) == []
 
 
 def test_every_part_is_among_them() -> None:
-    assert {path.stem for path in CONFIGS} >= {*PRESETS, *(f"quickstart+{name}" for name in variants())}
+    assert {path.stem for path in CONFIGS} >= {*PRESETS, *(f"quickstart+{name}" for name in list_variants())}
 
 
 def go_on(folder: Path, corpus: Path) -> int:

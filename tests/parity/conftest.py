@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.uninitialized_memory import memory_of_nan
+from tests.support.uninitialized_memory import fill_memory_with_nan
 from tests.support.workers import Workers
 
 
@@ -13,7 +13,7 @@ def unwritten_is_not_a_number(workers: Workers) -> Iterator[None]:
     """For every test of this folder, here and in the workers."""
     workers.memory_of_nan = True
     try:
-        with memory_of_nan():
+        with fill_memory_with_nan():
             yield
     finally:
         workers.memory_of_nan = False

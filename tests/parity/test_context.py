@@ -31,7 +31,7 @@ from tests.support.context_models import (
     context_layouts_of,
 )
 from tests.support.context_parity import compare_context_layouts, context_case, context_microbatches
-from tests.support.layouts import SLOW, cells, traffic_config, traffic_mismatches
+from tests.support.layouts import SLOW, list_traffic_mismatches, make_cases, traffic_config
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.workers import Workers
@@ -48,7 +48,7 @@ LATER = (
 CASES = [
     case
     for ranks, names in CONTEXT_MODELS_BY_RANKS.items()
-    for case in cells({name: context_layouts_of(name, ranks) for name in names}, ranks, label=f" on {ranks}")
+    for case in make_cases({name: context_layouts_of(name, ranks) for name in names}, ranks, label=f" on {ranks}")
     if (case.values[0], ranks) not in LATER
 ]
 CASES += [pytest.param(name, [*context_layouts_of(name, ranks)], ranks, marks=SLOW) for name, ranks in LATER]
@@ -116,7 +116,7 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
             config = traffic_config(model, objective, parallel, recompute=recompute)
             full = {"attend_across_documents": "one document" in again}
             configs[f"{name}, {layout}"] = config.model_copy(update={"data": config.data.model_copy(update=full)})
-    assert traffic_mismatches(workers, ranks, configs) == {}
+    assert list_traffic_mismatches(workers, ranks, configs) == {}
 
 
 def compare_compiled(names: Sequence[str], name_of_backend: str) -> int:
@@ -165,7 +165,7 @@ def test_soft_mixtures_share_experts_and_keep_sums(workers: Workers) -> None:
         )
         for recompute in ("none", "selective")
     }
-    assert traffic_mismatches(workers, 2, configs) == {}
+    assert list_traffic_mismatches(workers, 2, configs) == {}
 
 
 RATE = 1e-2

@@ -19,7 +19,7 @@ from megatfm.ops.attention import block_sparse, kernels
 from megatfm.ops.attention.reference import attention_reference
 from megatfm.parallel import context_attention
 from tests.support.batches import family_batch
-from tests.support.layouts import PLAIN_LAYOUTS, SLOW, cells_by_ranks
+from tests.support.layouts import PLAIN_LAYOUTS, SLOW, make_cases_by_ranks
 from tests.support.models import ADAMW, TINY_LATENT, TINY_MODEL
 from tests.support.parity import backward_on_one_device, build_engine, microbatches, model_gradient_errors
 from tests.support.pattern_models import PATTERN_MODELS
@@ -154,7 +154,7 @@ def compare_pattern(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     return list(layouts)
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(PATTERN_MODELS, PLAIN_LAYOUTS))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(PATTERN_MODELS, PLAIN_LAYOUTS))
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: PLAIN_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_pattern, ranks, name, tried, timeout=180.0)[0] == layouts

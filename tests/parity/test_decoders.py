@@ -21,7 +21,7 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 from transformers.models.t5 import modeling_t5
 
 from megatfm.config import ModelConfig
-from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair
+from tests.support.reference_gradients import LargestErrors, Pair, assert_documented, build_pair, dtype_fixture
 
 VOCABULARY, LENGTHS, PACKED = 47, (13, 9, 11), (5, 1, 7)
 MODULES = (
@@ -242,7 +242,7 @@ dtype = dtype_fixture(*MODULES)
 
 def pair_of(model: str, dtype: torch.dtype, seed: int = 0) -> Pair:
     name, values = MODELS[model]
-    both = pair(ModelConfig.from_dotted(**values), dtype, seed, among=[name])
+    both = build_pair(ModelConfig.from_dotted(**values), dtype, seed, among=[name])
     assert type(both.reference).__name__ == name
     return both
 
@@ -257,26 +257,26 @@ def mask_of(lengths: tuple[int, ...], *, left: bool = False) -> Tensor:
     return mask.flip(1) if left else mask
 
 
-def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> Figures:
+def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> LargestErrors:
     """Logits, loss and gradients over rows of odd lengths, padded at one end."""
-    figures, both, mask = Figures(), pair_of(model, dtype), mask_of(LENGTHS, left=left)
+    figures, both, mask = LargestErrors(), pair_of(model, dtype), mask_of(LENGTHS, left=left)
     tokens, counted = draw(*mask.shape, seed=0), mask == 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     expected = both.reference(
         input_ids=tokens, attention_mask=mask, position_ids=positions, labels=tokens.where(counted, -100)
     )
     where = {"documents": mask - 1, "positions": positions}
-    figures.see_logits(both.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
+    figures.compare_logits(both.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = tokens[:, 1:].where(counted[:, 1:] & counted[:, :-1], -100)
     loss = both.model(tokens, targets=targets, **where).losses["causal"] / (targets != -100).sum()
     # transformers counts the first token after padding at the left as a target of that padding.
     expected_loss = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     their_loss = expected_loss if left else expected.loss
-    figures.see_logits(loss, their_loss, dtype)
+    figures.compare_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
     return figures
 
 
@@ -286,7 +286,7 @@ def test_padded_rows(model: str, dtype: torch.dtype) -> None:
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
     for preset in DOCUMENTED.get(model, ()):
-        hold_to_the_docs(preset, dtype, figures)
+        assert_documented(preset, dtype, figures)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama-3.1"])
@@ -310,7 +310,7 @@ def packed(lengths: tuple[int, ...], padding: int) -> tuple[Tensor, Tensor, list
 @pytest.mark.parametrize("model", DECODERS)
 def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype) -> None:
     """Logits and gradients of one row with padding, against the documents one after the other."""
-    figures, both = Figures(), pair_of(model, dtype, seed=1)
+    figures, both = LargestErrors(), pair_of(model, dtype, seed=1)
     documents, positions, pieces = packed(PACKED, padding=2)
     tokens, targets = draw(1, 15, seed=4), torch.full((1, 15), -100)
     where = {"documents": documents, "positions": positions}
@@ -318,7 +318,7 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     assert logits.isfinite().all()
     alone = [both.reference(input_ids=tokens[:, piece]).logits for piece in pieces]
     for piece, expected in zip(pieces, alone, strict=True):
-        figures.see_logits(logits[:, piece], expected, dtype)
+        figures.compare_logits(logits[:, piece], expected, dtype)
         targets[:, piece.start : piece.stop - 1] = tokens[:, piece.start + 1 : piece.stop]
     losses = [
         F.cross_entropy(expected[0], targets[0, piece], reduction="sum", ignore_index=-100)
@@ -328,15 +328,15 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
         both.model(tokens, targets=targets, **where).losses["causal"],
         torch.stack(losses).sum(),
     )
-    figures.see_logits(loss, their_loss, dtype)
+    figures.compare_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
 
 
-def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
+def compare_encoder_decoder(model: str, dtype: torch.dtype) -> LargestErrors:
     """Logits, loss and gradients over padded pairs of odd lengths."""
-    figures, both = Figures(), pair_of(model, dtype)
+    figures, both = LargestErrors(), pair_of(model, dtype)
     encoder_mask, mask = mask_of((12, 17, 5)), mask_of(LENGTHS)
     encoder_tokens, targets = draw(*encoder_mask.shape, seed=0), draw(*mask.shape, seed=1)
     targets = targets.where(mask == 1, -100)
@@ -347,12 +347,12 @@ def compare_encoder_decoder(model: str, dtype: torch.dtype) -> Figures:
     )  # fmt: skip
     where = {"encoder_tokens": encoder_tokens, "encoder_documents": encoder_mask - 1, "documents": mask - 1}
     counted = mask == 1
-    figures.see_logits(both.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
+    figures.compare_logits(both.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
     loss = both.model(tokens, targets=targets, **where).losses["span"] / counted.sum()
-    figures.see_logits(loss, expected.loss, dtype)
+    figures.compare_logits(loss, expected.loss, dtype)
     loss.backward()
     expected.loss.backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
     return figures
 
 
@@ -362,13 +362,13 @@ def test_padded_pairs(model: str, dtype: torch.dtype) -> None:
     assert figures.logits > 0
     assert figures.compared > 40
     for preset in DOCUMENTED.get(model, ()):
-        hold_to_the_docs(preset, dtype, figures)
+        assert_documented(preset, dtype, figures)
 
 
 @pytest.mark.parametrize("model", [name for name in ENCODER_DECODERS if name != "switch"])
 def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> None:
     """Several pairs in a row of the encoder and one of the decoder, of other lengths and with padding."""
-    figures, both = Figures(), pair_of(model, dtype, seed=1)
+    figures, both = LargestErrors(), pair_of(model, dtype, seed=1)
     encoder_documents, encoder_positions, encoder_pieces = packed((4, 9, 2), padding=3)
     documents, positions, pieces = packed((6, 1, 5), padding=1)
     encoder_tokens, tokens, targets = draw(1, 18, seed=0), draw(1, 13, seed=1), draw(1, 13, seed=2)
@@ -384,10 +384,10 @@ def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> Non
         reference = both.reference(
             input_ids=encoder_tokens[:, encoder_piece], decoder_input_ids=tokens[:, piece]
         ).logits
-        figures.see_logits(logits[:, piece], reference, dtype)
+        figures.compare_logits(logits[:, piece], reference, dtype)
         their_loss = their_loss + F.cross_entropy(reference[0], targets[0, piece], reduction="sum")
     loss = both.model(tokens, targets=targets, **where).losses["span"]
-    figures.see_logits(loss, their_loss, dtype)
+    figures.compare_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)

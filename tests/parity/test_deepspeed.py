@@ -13,19 +13,26 @@ from megatfm.engines.deepspeed.internals import allow_fp16_on_cpu
 from megatfm.engines.deepspeed.library import import_deepspeed
 from tests.support.deepspeed_runs import (
     OPTIMIZERS,
-    Errors,
-    alone,
-    case,
-    compare,
-    engine_of,
-    grid,
-    in_precision,
-    ranks_of,
-    small,
-    stages,
-    take,
+    Distances,
+    build_case_engine,
+    compare_with_native,
+    count_ranks,
+    list_family_layouts,
+    make_case,
+    make_config,
+    make_stage_cases,
+    record_one_device_run,
+    take_step,
+    with_precision,
 )
-from tests.support.deepspeed_state import behave, hand_on, in_files, optimizers, pairs, save_first
+from tests.support.deepspeed_state import (
+    check_optimizers,
+    check_steps,
+    compare_offloaded_runs,
+    exchange_checkpoints,
+    make_offloaded_config,
+    save_native_checkpoint,
+)
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def check(errors: Errors, config: Config) -> None:
+def check(errors: Distances, config: Config) -> None:
     """Float32's own error counts where the native engine has it, too."""
     message = f"{config.parallel} {errors}"
     assert errors.gradients <= max(1e-6, errors.native_gradients + 1e-7), message
@@ -44,38 +51,38 @@ def check(errors: Errors, config: Config) -> None:
 
 
 def compare_all(workers: Workers, cases: list[Config], steps: int) -> None:
-    (one,) = workers.run(alone, 1, cases[0], steps)
+    (one,) = workers.run(record_one_device_run, 1, cases[0], steps)
     for errors, config in zip(
-        workers.run(compare, ranks_of(cases[0]), cases, steps, one, timeout=400)[0], cases, strict=True
+        workers.run(compare_with_native, count_ranks(cases[0]), cases, steps, one, timeout=400)[0], cases, strict=True
     ):
         check(errors, config)
 
 
 SOME: dict[str, tuple[int, list[Config]]] = {
-    "data ranks": (10, [case("decoder", zero=stage, dp_shard=2) for stage in (0, 2)]),
-    "contexts": (10, [case("bert", "train.recompute=full", zero=1, dp_shard=1, cp=2)]),
-    "pipelines": (10, [case("bert", zero=1, dp_shard=1, pp=2)]),
-    "experts": (10, [case("moe", zero=2, dp_shard=2, ep=2)]),
-    "heads of tasks": (2, [case("bert, classes", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
-    "heads of tasks in decoders": (2, [case("decoder, classes", zero=stage, dp_shard=2) for stage in (0, 3)]),
-    "adapters of experts": (2, [case("moe, adapters", zero=2, dp_shard=2, ep=2)]),
-    "vision transformers": (2, [case("vit", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
-    "masked autoencoders": (2, [case("mae", zero=stage, dp_shard=2) for stage in (1, 3)]),
-    "hierarchical models": (2, [case("swin", zero=stage, dp_shard=2) for stage in (1, 3)]),
-    "masked images of hierarchical models": (2, [case("simmim", zero=2, dp_shard=2)]),
-    "second copies": (2, [case("decoder", "deepspeed.zero_hpz_partition_size=2", zero=3, dp_shard=4)]),
-    "tensors": (2, [case("t5", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
+    "data ranks": (10, [make_case("decoder", zero=stage, dp_shard=2) for stage in (0, 2)]),
+    "contexts": (10, [make_case("bert", "train.recompute=full", zero=1, dp_shard=1, cp=2)]),
+    "pipelines": (10, [make_case("bert", zero=1, dp_shard=1, pp=2)]),
+    "experts": (10, [make_case("moe", zero=2, dp_shard=2, ep=2)]),
+    "heads of tasks": (2, [make_case("bert, classes", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
+    "heads of tasks in decoders": (2, [make_case("decoder, classes", zero=stage, dp_shard=2) for stage in (0, 3)]),
+    "adapters of experts": (2, [make_case("moe, adapters", zero=2, dp_shard=2, ep=2)]),
+    "vision transformers": (2, [make_case("vit", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
+    "masked autoencoders": (2, [make_case("mae", zero=stage, dp_shard=2) for stage in (1, 3)]),
+    "hierarchical models": (2, [make_case("swin", zero=stage, dp_shard=2) for stage in (1, 3)]),
+    "masked images of hierarchical models": (2, [make_case("simmim", zero=2, dp_shard=2)]),
+    "second copies": (2, [make_case("decoder", "deepspeed.zero_hpz_partition_size=2", zero=3, dp_shard=4)]),
+    "tensors": (2, [make_case("t5", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
 """Each stage, layout and family once: steps, and cases of one layout."""
 MORE: dict[str, tuple[int, list[Config]]] = {
-    "zbv": (10, [case("decoder", zero=1, dp_shard=2, pp=2, pp_schedule="zbv")]),
-    "experts, contexts": (10, [case("moe", zero=stage, dp_shard=2, ep=2, cp=2) for stage in (1, 3)]),
-    "experts, pipelines": (10, [case("moe", zero=0, dp_shard=2, ep=2, pp=2)]),
-    "windows, contexts": (10, [case("windows", zero=1, dp_shard=1, cp=2)]),
-    "heads of tasks in decoders, too": (10, [case("decoder, classes", zero=z, dp_shard=2) for z in (1, 2)]),
-    "heads of tasks, tensors": (10, [case("bert, classes", zero=3, dp_shard=2, tp=2)]),
-    "adapters of experts, too": (10, [case("moe, adapters", zero=z, dp_shard=2, ep=2) for z in (0, 1, 3)]),
-    "recomputed": (10, [case("bert", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
+    "zbv": (10, [make_case("decoder", zero=1, dp_shard=2, pp=2, pp_schedule="zbv")]),
+    "experts, contexts": (10, [make_case("moe", zero=stage, dp_shard=2, ep=2, cp=2) for stage in (1, 3)]),
+    "experts, pipelines": (10, [make_case("moe", zero=0, dp_shard=2, ep=2, pp=2)]),
+    "windows, contexts": (10, [make_case("windows", zero=1, dp_shard=1, cp=2)]),
+    "heads of tasks in decoders, too": (10, [make_case("decoder, classes", zero=z, dp_shard=2) for z in (1, 2)]),
+    "heads of tasks, tensors": (10, [make_case("bert, classes", zero=3, dp_shard=2, tp=2)]),
+    "adapters of experts, too": (10, [make_case("moe, adapters", zero=z, dp_shard=2, ep=2) for z in (0, 1, 3)]),
+    "recomputed": (10, [make_case("bert", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
 
 
@@ -88,30 +95,32 @@ def test_steps_are_those_of_one_device_and_of_the_native_engine(workers: Workers
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("family", "layout"), list(grid()))
+@pytest.mark.parametrize(("family", "layout"), list(list_family_layouts()))
 def test_ten_steps_of_every_stage_are_those(workers: Workers, family: str, layout: str, optimizer: str) -> None:
-    compare_all(workers, stages(family, layout, optimizer), 10)
+    compare_all(workers, make_stage_cases(family, layout, optimizer), 10)
 
 
 SAVED: dict[str, list[Config]] = {
-    "2": [small("decoder", zero=1, dp_shard=2), in_precision(small("decoder", zero=2, dp_shard=2), "bf16"),
-          small("decoder", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu", dp_shard=2)],
-    "2, experts": [small("moe", zero=2, dp_shard=2, ep=2)],
-    "2, stages": [small("decoder", "deepspeed.offload_optimizer=cpu", zero=1, pp=2)],
-    "4": [small("decoder", zero=2, dp_shard=2, tp=2)],
+    "2": [make_config("decoder", zero=1, dp_shard=2),
+          with_precision(make_config("decoder", zero=2, dp_shard=2), "bf16"),
+          make_config("decoder", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu", dp_shard=2)],
+    "2, experts": [make_config("moe", zero=2, dp_shard=2, ep=2)],
+    "2, stages": [make_config("decoder", "deepspeed.offload_optimizer=cpu", zero=1, pp=2)],
+    "4": [make_config("decoder", zero=2, dp_shard=2, tp=2)],
 }  # fmt: skip
 MORE_SAVED: dict[str, list[Config]] = {
-    "2, more": [small("decoder", zero=0, dp_shard=2), in_precision(small("decoder", zero=3, dp_shard=2), "fp16"),
-                small("decoder", "deepspeed.offload_optimizer=cpu", zero=2, dp_shard=2)],
-    "4, stages": [in_precision(small("decoder", zero=1, dp_shard=2, pp=2), "bf16")],
-    "4, second copies": [small("decoder", "deepspeed.zero_hpz_partition_size=2", dp_shard=4)],
-    "4, experts": [small("moe", zero=3, dp_shard=2, ep=2, cp=2)],
+    "2, more": [make_config("decoder", zero=0, dp_shard=2),
+                with_precision(make_config("decoder", zero=3, dp_shard=2), "fp16"),
+                make_config("decoder", "deepspeed.offload_optimizer=cpu", zero=2, dp_shard=2)],
+    "4, stages": [with_precision(make_config("decoder", zero=1, dp_shard=2, pp=2), "bf16")],
+    "4, second copies": [make_config("decoder", "deepspeed.zero_hpz_partition_size=2", dp_shard=4)],
+    "4, experts": [make_config("moe", zero=3, dp_shard=2, ep=2, cp=2)],
 }  # fmt: skip
 
 
 def save_and_load(workers: Workers, folder: Path, ranks: int, cases: list[Config]) -> None:
-    workers.run(save_first, 1, folder, cases[0])
-    for result in workers.run(hand_on, ranks, folder, cases, timeout=250):
+    workers.run(save_native_checkpoint, 1, folder, cases[0])
+    for result in workers.run(exchange_checkpoints, ranks, folder, cases, timeout=250):
         assert result == []
 
 
@@ -122,53 +131,55 @@ def test_checkpoints_go_from_native_and_back_to_the_bit(workers: Workers, tmp_pa
 
 def test_checkpoints_go_in_and_out_of_files(workers: Workers, tmp_path: Path) -> None:
     cases = [
-        in_files("decoder", dp_shard=2),
-        in_precision(in_files("decoder", parameters=False, dp_shard=2), "bf16"),
+        make_offloaded_config("decoder", dp_shard=2),
+        with_precision(make_offloaded_config("decoder", parameters=False, dp_shard=2), "bf16"),
     ]
     save_and_load(workers, tmp_path, 2, cases)
 
 
 CPU = "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"
 OFFLOADED: dict[str, tuple[int, list[Config]]] = {
-    "some": (3, [small("decoder", CPU[0], zero=2, dp_shard=2),
-                 small("decoder", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2)]),
+    "some": (3, [make_config("decoder", CPU[0], zero=2, dp_shard=2),
+                 make_config("decoder", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2)]),
 }  # fmt: skip
 MORE_OFFLOADED: dict[str, tuple[int, list[Config]]] = {
-    "more": (10, [small("decoder", CPU[0], zero=1, dp_shard=2), small("decoder", CPU[0], zero=3, dp_shard=2),
-                  small("moe", *CPU, dp_shard=2, ep=2), small("t5", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2),
-                  in_precision(small("decoder", CPU[0], zero=1, pp=2), "fp16")]),
+    "more": (10, [make_config("decoder", CPU[0], zero=1, dp_shard=2),
+                  make_config("decoder", CPU[0], zero=3, dp_shard=2),
+                  make_config("moe", *CPU, dp_shard=2, ep=2),
+                  make_config("t5", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2),
+                  with_precision(make_config("decoder", CPU[0], zero=1, pp=2), "fp16")]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("which", [*OFFLOADED, pytest.param("more", marks=pytest.mark.slow)])
 def test_what_is_offloaded_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
     steps, cases = (OFFLOADED | MORE_OFFLOADED)[which]
-    for result in workers.run(pairs, 2, tmp_path, cases, steps, timeout=250):
+    for result in workers.run(compare_offloaded_runs, 2, tmp_path, cases, steps, timeout=250):
         assert result == []
 
 
 IN_FILES: dict[str, list[Config]] = {
     "some": [
-        in_files("decoder", "train.freeze=['*.attn.wq.*']", "train.recompute=selective", dp_shard=2),
-        in_files("moe", dp_shard=2),
+        make_offloaded_config("decoder", "train.freeze=['*.attn.wq.*']", "train.recompute=selective", dp_shard=2),
+        make_offloaded_config("moe", dp_shard=2),
     ],
 }
 MORE_IN_FILES: dict[str, list[Config]] = {
-    "optimizer": [in_files("bert", parameters=False, dp_shard=2)],
-    "parameters": [in_files("bert", "train.recompute=full", optimizer=False, dp_shard=2)],
+    "optimizer": [make_offloaded_config("bert", parameters=False, dp_shard=2)],
+    "parameters": [make_offloaded_config("bert", "train.recompute=full", optimizer=False, dp_shard=2)],
     "both": [
-        in_files("t5", "train.freeze=['encoder.*']", dp_shard=2),
-        in_precision(in_files("bert", dp_shard=2), "fp16"),
+        make_offloaded_config("t5", "train.freeze=['encoder.*']", dp_shard=2),
+        with_precision(make_offloaded_config("bert", dp_shard=2), "fp16"),
     ],
-    "experts": [in_files("moe", dp_shard=4, ep=2), in_files("decoder", dp_shard=2, tp=2)],
-    "lion": [in_files("decoder", *OPTIMIZERS["lion"], dp_shard=2)],
+    "experts": [make_offloaded_config("moe", dp_shard=4, ep=2), make_offloaded_config("decoder", dp_shard=2, tp=2)],
+    "lion": [make_offloaded_config("decoder", *OPTIMIZERS["lion"], dp_shard=2)],
 }
 
 
 @pytest.mark.parametrize("which", [*IN_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES)])
 def test_what_is_in_files_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
     cases = (IN_FILES | MORE_IN_FILES)[which]
-    for result in workers.run(pairs, ranks_of(cases[0]), tmp_path, cases, 4, timeout=250):
+    for result in workers.run(compare_offloaded_runs, count_ranks(cases[0]), tmp_path, cases, 4, timeout=250):
         assert result == []
 
 
@@ -195,18 +206,18 @@ def test_every_host_has_float16_and_keeps_float32_as_it_is(workers: Workers) -> 
 
 
 def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers) -> None:
-    for result in workers.run(behave, 2, timeout=250):
+    for result in workers.run(check_steps, 2, timeout=250):
         assert result == []
 
 
 def test_other_optimizers_compose(workers: Workers, tmp_path: Path) -> None:
-    for result in workers.run(optimizers, 2, tmp_path, timeout=250):
+    for result in workers.run(check_optimizers, 2, tmp_path, timeout=250):
         assert result == []
 
 
 def run_with_stage_3() -> bool:
     linear = torch.nn.functional.linear
-    take(config := case("bert", zero=3, dp_shard=2), engine_of(config), 1)
+    take_step(config := make_case("bert", zero=3, dp_shard=2), build_case_engine(config), 1)
     return torch.nn.functional.linear is linear
 
 

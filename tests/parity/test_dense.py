@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
-from tests.support.dense_reference import Dense, slopes
+from tests.support.dense_reference import DenseTransformer, compute_alibi_slopes
 from tests.support.models import (
     ACTIVATIONS,
     DENSE_VOCABULARY,
@@ -89,7 +89,7 @@ def batch(config: ModelConfig, mask: str) -> dict[str, Tensor]:
 
 def reference(config: ModelConfig, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Logits of the documents one after the other, and the sum of all losses."""
-    dense = Dense(config, dict(model.named_parameters()))
+    dense = DenseTransformer(config, dict(model.named_parameters()))
     logits, loss = [], torch.zeros((), dtype=torch.float64)
     for document, piece in enumerate(spans(DOCUMENTS)):
         options: dict[str, Any] = {"prefix": PREFIXES[document] if "prefix" in inputs else 0}
@@ -111,7 +111,7 @@ def compare(config: ModelConfig, mask: str) -> None:
     actual = build(config).double()
     for _, module in actual.named_modules():
         if hasattr(module, "slopes"):
-            module.slopes.copy_(torch.tensor(slopes(config.attention.n_heads)))
+            module.slopes.copy_(torch.tensor(compute_alibi_slopes(config.attention.n_heads)))
     perturb(actual, scale=0.4)
     result = batch(config, mask)
     inputs = {key: value for key, value in result.items() if key != "targets"}

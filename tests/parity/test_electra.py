@@ -14,7 +14,7 @@ from megatfm.convert.electra_pair import SHARED, choose_exported_models
 from megatfm.convert.weight_mapping import to_hf
 from megatfm.models import build
 from tests.support.hf_encoders import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
-from tests.support.reference_gradients import VANISHING, Figures, dtype_fixture, pair, perturb
+from tests.support.reference_gradients import VANISHING, LargestErrors, build_pair, dtype_fixture, perturb
 
 WEIGHT, LENGTHS = 50.0, (13, 9, 11)
 CONFIG = ModelConfig.from_dotted(
@@ -66,7 +66,7 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
     assert 0 < replaced.sum() < masked.sum(), "some samples are the original token"
     assert (corrupted == FREQUENT)[replaced].any()
 
-    figures, reference = Figures(), dict[str, Tensor]()
+    figures, reference = LargestErrors(), dict[str, Tensor]()
     for part in choose_exported_models(CONFIG):
         expected = half_of_theirs(part.name, part.hf_config, to_hf(part.rules, dict(actual.named_parameters())), dtype)
         generates = part.folder == "generator"
@@ -76,7 +76,7 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
             token_type_ids=inputs["segments"],
             labels=inputs["targets"] if generates else replaced.long(),
         )
-        figures.see_logits(losses[part.folder] / (masked if generates else real).sum(), output.loss, dtype)
+        figures.compare_logits(losses[part.folder] / (masked if generates else real).sum(), output.loss, dtype)
         (output.loss * (1 if generates else WEIGHT)).backward()
         gradients = {name: p.grad for name, p in expected.named_parameters()}
         for rule in part.rules:
@@ -160,9 +160,9 @@ def test_samples_depend_on_the_row_s_key_alone() -> None:
 
 def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
     """The boundary loss from transformers' hidden vectors, span by span (the head alone is in tests/unit/layers)."""
-    figures = Figures()
+    figures = LargestErrors()
     plain = ModelConfig.from_dotted(**BERT_ENCODER)
-    both = pair(plain, dtype)
+    both = build_pair(plain, dtype)
     actual = build(plain.with_changes({"extra_heads": {"boundary": {}}})).to(dtype)
     perturb(actual, seed=5)
     actual.load_state_dict(both.model.state_dict(), strict=False)
@@ -184,11 +184,11 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
         logits = x @ both.reference.bert.embeddings.word_embeddings.weight.T + head.bias
         boundary_loss = boundary_loss + F.cross_entropy(logits, targets[0, first : last + 1], reduction="sum")
     n = (targets != -100).sum()
-    figures.see_logits(losses["masked"] / n, expected.loss, dtype)
-    figures.see_logits(losses["boundary"] / n, boundary_loss / n, dtype)
+    figures.compare_logits(losses["masked"] / n, expected.loss, dtype)
+    figures.compare_logits(losses["boundary"] / n, boundary_loss / n, dtype)
     ((losses["masked"] + losses["boundary"]) / n).backward()
     (expected.loss + boundary_loss / n).backward()
     for name, parameter in both.model.named_parameters():
         parameter.grad = actual.get_parameter(name).grad
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
     assert figures.compared > 20

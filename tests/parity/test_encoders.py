@@ -17,12 +17,12 @@ from tests.support.hf_encoders import (
     MODERNBERT,
     PAD,
     VOCABULARY,
+    convert_batch,
     draw_tokens,
-    our_inputs,
     padded_batch,
     sentence_labels,
 )
-from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair
+from tests.support.reference_gradients import LargestErrors, Pair, assert_documented, build_pair, dtype_fixture
 
 MODELS = {
     "bert": ("BertForPreTraining", {"extra_heads.sentence.classes": 2}),
@@ -73,26 +73,26 @@ def their_logits(output: object) -> tuple[Tensor, Tensor | None]:
     )
 
 
-def compare(model: str, dtype: torch.dtype) -> Figures:
+def compare(model: str, dtype: torch.dtype) -> LargestErrors:
     """Logits, loss and gradients over a padded batch."""
-    config, figures = config_of(model), Figures()
-    both = pair(config, dtype)
+    config, figures = config_of(model), LargestErrors()
+    both = build_pair(config, dtype)
     assert type(both.reference).__name__ == MODELS[model][0]
     batch, sentences = padded_batch(config), sentence_labels(config)
     expected = both.reference(**batch, **sentences)
-    inputs = our_inputs(batch, sentences, config.family)
+    inputs = convert_batch(batch, sentences, config.family)
     where = {key: inputs[key] for key in ("documents", "segments")}
     actual = both.model(batch["input_ids"], **where)
     their_tokens, their_sentences = their_logits(expected)
     counted = batch["attention_mask"] == 1
-    figures.see_logits(actual.logits[counted], their_tokens[counted], dtype)
+    figures.compare_logits(actual.logits[counted], their_tokens[counted], dtype)
     if their_sentences is not None:
-        figures.see_logits(actual.predictions["sentence"], their_sentences, dtype)
+        figures.compare_logits(actual.predictions["sentence"], their_sentences, dtype)
     loss = our_loss(both.model(batch["input_ids"], **inputs).losses, batch, config.family)
-    figures.see_logits(loss, expected.loss, dtype)
+    figures.compare_logits(loss, expected.loss, dtype)
     loss.backward()
     expected.loss.backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
     return figures
 
 
@@ -116,7 +116,7 @@ def test_padded_rows(model: str, dtype: torch.dtype) -> None:
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
     for preset in PRESETS.get(model, []):
-        hold_to_the_docs(preset, dtype, figures)
+        assert_documented(preset, dtype, figures)
 
 
 def lone(both: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tensor | None]:
@@ -126,8 +126,8 @@ def lone(both: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype) -> None:
-    config, figures = config_of(model), Figures()
-    both, lengths = pair(config, dtype, seed=1), (5, 1, 7)
+    config, figures = config_of(model), LargestErrors()
+    both, lengths = build_pair(config, dtype, seed=1), (5, 1, 7)
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((2,), -1)])
     positions = torch.cat([torch.arange(n) for n in lengths] + [torch.zeros(2, dtype=torch.int64)])
     row = {"input_ids": draw_tokens(VOCABULARY, 1, 15, seed=4, low=PAD + 1)}
@@ -139,7 +139,7 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     start = 0
     for length in lengths:
         piece = slice(start, start + length)
-        figures.see_logits(actual.logits[:, piece], lone(both, row, piece)[0], dtype)
+        figures.compare_logits(actual.logits[:, piece], lone(both, row, piece)[0], dtype)
         start += length
     assert actual.logits.isfinite().all()
 
@@ -147,7 +147,7 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
 @pytest.mark.parametrize("model", ["bert", "albert"])
 def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
     """A class stands at each document's first token, so that a packed row has several."""
-    both, lengths = pair(config_of(model), dtype, seed=2), (6, 4, 5)
+    both, lengths = build_pair(config_of(model), dtype, seed=2), (6, 4, 5)
     row = {
         "input_ids": draw_tokens(VOCABULARY, 1, 15, seed=6, low=PAD + 1),
         "token_type_ids": draw_tokens(2, 1, 15, seed=7),
@@ -169,5 +169,5 @@ def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
         logits = lone(both, row, slice(start, start + length))[1]
         assert logits is not None
         expected = expected - logits.log_softmax(-1)[0, targets[0, start]]
-    Figures().see_logits(losses["sentence"], expected, dtype)
+    LargestErrors().compare_logits(losses["sentence"], expected, dtype)
     assert losses["masked"] == 0

@@ -20,7 +20,7 @@ from megatfm.tasks.questions import open_evaluation_task, scored_pairs, split_pa
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_tokenizer
 from megatfm.train.evaluation_tasks import open_task_evaluator
-from tests.support.evaluated_tasks import drawn_model, small_config, write_tasks
+from tests.support.evaluated_tasks import build_initial_model, small_config, write_tasks
 from tests.support.workers import Workers
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -59,7 +59,7 @@ def by_rows(folder: Path, changes: tuple[tuple[str, Any], ...] = ()) -> Results:
     config = tasks_config(folder, dict(changes))
     _, tokenizer = open_tokenizer(config)
     assert tokenizer is not None
-    model, results = drawn_model(config), {}
+    model, results = build_initial_model(config), {}
     for name, path in config.evaluate.tasks.items():
         task = open_evaluation_task(path)
         pairs, continuations = scored_pairs(task), []

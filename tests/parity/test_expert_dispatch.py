@@ -24,11 +24,11 @@ from tests.support.expert_models import (
     PARTS_OF_FOUR,
     TP2,
     WHOLE_ROW_LAYOUTS,
-    of_four_ranks,
-    tensor_parallel,
+    make_four_rank_configs,
+    tensor_parallel_layout,
 )
 from tests.support.expert_parity import initial_model, moe_layers, objective_for, weighted_loss
-from tests.support.layouts import SLOW, traffic_config, traffic_mismatches
+from tests.support.layouts import SLOW, list_traffic_mismatches, traffic_config
 from tests.support.models import ADAMW, MUON
 from tests.support.parity import build_engine, local_block, microbatches, model_gradient_errors
 from tests.support.workers import Workers
@@ -68,7 +68,9 @@ IDLE = {
 
 @pytest.mark.parametrize(("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR])
 def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, second_half: bool) -> None:
-    workers.run(one_choice_for_all, ranks, "top-k", of_four_ranks(IDLE[ranks], ranks, second_half), timeout=180.0)
+    workers.run(
+        one_choice_for_all, ranks, "top-k", make_four_rank_configs(IDLE[ranks], ranks, second_half), timeout=180.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,8 +239,8 @@ def test_tokens_travel_as_the_routers_say(workers: Workers, ranks: int, second_h
         selective = {"recompute": "selective"}
         configs |= {f"selective, zero{z}": traffic_of("top-k", layouts[f"ep2, zero{z}"], **selective) for z in (2, 3)}
         # Of what tensor-parallel ranks sum in norms over all heads, which selective recomputation keeps.
-        configs["selective, tp2"] = traffic_of("deepseek-v3", tensor_parallel(0, dp_shard=1), **selective)
-    assert traffic_mismatches(workers, ranks, of_four_ranks(configs, ranks, second_half)) == {}
+        configs["selective, tp2"] = traffic_of("deepseek-v3", tensor_parallel_layout(0, dp_shard=1), **selective)
+    assert list_traffic_mismatches(workers, ranks, make_four_rank_configs(configs, ranks, second_half)) == {}
 
 
 @pytest.mark.parametrize(("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR])
@@ -259,4 +261,4 @@ def test_tokens_travel_between_tensor_parallel_ranks_as_the_routers_say(
             for how in ("none", "full")
         }
         configs["muon × cp"] = traffic_of("by batch", EXPERT_CONTEXT_LAYOUTS["ep4 of 2 × cp2, zero1"], optimizer=MUON)
-    assert traffic_mismatches(workers, ranks, of_four_ranks(configs, ranks, second_half)) == {}
+    assert list_traffic_mismatches(workers, ranks, make_four_rank_configs(configs, ranks, second_half)) == {}

@@ -26,7 +26,7 @@ from tests.support.expert_models import (
     expert_layouts_of,
 )
 from tests.support.expert_parity import compare_expert_layouts, objective_for
-from tests.support.layouts import SLOW, cells
+from tests.support.layouts import SLOW, make_cases
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, microbatches
 from tests.support.workers import Workers
@@ -37,7 +37,7 @@ from tests.support.workers import Workers
     [
         cell
         for ranks, names in EXPERT_MODELS_BY_RANKS.items()
-        for cell in cells(dict.fromkeys(names, expert_layouts_of(ranks)), ranks, label=f" on {ranks}")
+        for cell in make_cases(dict.fromkeys(names, expert_layouts_of(ranks)), ranks, label=f" on {ranks}")
     ],
 )
 def test_gradients_and_state_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
@@ -68,8 +68,8 @@ LATER = [layout for layout in EXPERT_TP_LAYOUTS[4] if layout in AGAIN]
 @pytest.mark.parametrize(
     ("name", "layouts", "ranks"),
     [
-        *cells({"top-k": EXPERT_TP_LAYOUTS[2]}, 2),
-        *cells(dict.fromkeys(ON_FOUR, SOONER), 4),
+        *make_cases({"top-k": EXPERT_TP_LAYOUTS[2]}, 2),
+        *make_cases(dict.fromkeys(ON_FOUR, SOONER), 4),
         *(pytest.param(name, LATER, 4, marks=SLOW, id=f"{name}, again") for name in ON_FOUR),
     ],
 )
@@ -153,7 +153,7 @@ RESUMED = {
 STATE = {"top-k": "shares", "deepseek-v3": "router.bias"}
 
 
-@pytest.mark.parametrize(("name", "layouts"), cells(dict.fromkeys(STATE, RESUMED)))
+@pytest.mark.parametrize(("name", "layouts"), make_cases(dict.fromkeys(STATE, RESUMED)))
 def test_a_resumed_run_has_the_same_bits(workers: Workers, tmp_path: Path, name: str, layouts: list[str]) -> None:
     """Through a checkpoint that another layout has opened and saved as it was."""
     for i, layout in enumerate(layouts):

@@ -19,7 +19,7 @@ from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
 from megatfm.train.finetuning import resolve_task
-from tests.support.evaluated_tasks import drawn_model, small_config
+from tests.support.evaluated_tasks import build_initial_model, small_config
 from tests.support.hf_folders import FILLERS, NAMES, TOWNS, save_bert, write_lines
 from tests.support.workers import Workers
 
@@ -104,7 +104,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_lines(folder / f"{form}.jsonl", [example(form, n) for n in range(ROWS)])
     config, _ = open_tokenizer(form_config(folder, "classification", "decoder"))
     tensors = {
-        f"model.{name}": weight.detach().float() for name, weight in drawn_model(config, seed=6).named_parameters()
+        f"model.{name}": weight.detach().float()
+        for name, weight in build_initial_model(config, seed=6).named_parameters()
     }
     checkpoint.save(folder / "start" / "checkpoints", 1, tensors, {"step": 1, "config": config.model_dump(mode="json")})
     return folder

@@ -16,7 +16,7 @@ from tests.support.frozen_parity import (
     frozen_errors,
     lora_errors,
 )
-from tests.support.layouts import SLOW, cells_by_ranks
+from tests.support.layouts import SLOW, make_cases_by_ranks
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -39,7 +39,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     return list(layouts)
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(FREEZE, LAYOUTS))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(FREEZE, LAYOUTS))
 def test_the_rest_is_trained_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
@@ -166,7 +166,7 @@ def compare_adapters(config: ModelConfig, layouts: dict[str, ParallelConfig]) ->
     return list(layouts)
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(MODELS, ADAPTER_LAYOUTS))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(MODELS, ADAPTER_LAYOUTS))
 def test_adapters_are_trained_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: ADAPTER_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_adapters, ranks, MODELS[name], tried, timeout=240.0)[0] == layouts
@@ -182,13 +182,13 @@ def test_adapters_of_recomputed_blocks_are_trained_as_on_one_device(workers: Wor
     assert workers.run(recompute_adapters, ranks, ParallelConfig(tp=ranks)) == [set()] * ranks
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(ODD_MODELS, ODD_LAYOUTS))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(ODD_MODELS, ODD_LAYOUTS))
 def test_three_and_five_ranks(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: ODD_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_adapters, ranks, ODD_MODELS[name], tried, timeout=240.0)[0] == layouts
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(EXPERT_MODELS, EXPERT_LAYOUTS))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(EXPERT_MODELS, EXPERT_LAYOUTS))
 def test_experts_are_adapted_as_on_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: EXPERT_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_adapters, ranks, EXPERT_MODELS[name], tried, timeout=300.0)[0] == layouts

@@ -14,7 +14,7 @@ from megatfm.models import build
 from megatfm.verify.verify import verify
 from tests.plugins import plugin
 from tests.support.batches import PassThroughObjective, family_batch
-from tests.support.layouts import PLAIN_LAYOUTS, SLOW, cells_by_ranks
+from tests.support.layouts import PLAIN_LAYOUTS, SLOW, make_cases_by_ranks
 from tests.support.models import FAMILY_MODELS, SMALL_MODEL
 from tests.support.parity import (
     backward_on_one_device,
@@ -86,7 +86,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     return list(layouts)
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(CONFIGS, LAYOUTS, always=["tp2"]))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(CONFIGS, LAYOUTS, always=["tp2"]))
 def test_gradients_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
@@ -165,7 +165,7 @@ def compare_state(engine: NativeEngine, model: nn.Module) -> None:
             assert f"model.{path}.bias" in engine.state_dict()
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks([*MODELS, *ROUTED], PLAIN_LAYOUTS, rounds=2))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks([*MODELS, *ROUTED], PLAIN_LAYOUTS, rounds=2))
 def test_gradients_of_blocks_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     tried = {layout: PLAIN_LAYOUTS[ranks][layout] for layout in layouts}
     assert workers.run(compare_blocks, ranks, name, tried, timeout=180.0)[0] == layouts

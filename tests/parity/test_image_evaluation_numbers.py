@@ -18,7 +18,7 @@ from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate_sets
 from tests.support.evaluated_tasks import write_tasks
-from tests.support.golden_curves import CLASSES, SIDE, image_files
+from tests.support.golden_curves import CLASSES, SIDE, make_image_files
 from tests.support.image_models import COMMON
 from tests.support.workers import Workers
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 caption = np.arange(20, 21 + number % 5) + number // 2 * has_caption
                 writer.add(
                     f"{number:04d}", (caption if has_caption else caption[:0]).astype(np.uint16), "drawn", 1,
-                    members=image_files(number), image_size=(SIDE, SIDE),
+                    members=make_image_files(number), image_size=(SIDE, SIDE),
                 )  # fmt: skip
             writer.finish({})
     return folder

@@ -14,8 +14,8 @@ from transformers.models.siglip import modeling_siglip
 from transformers.models.vit import modeling_vit
 
 from megatfm.config import ModelConfig
-from tests.support.images import pixels, to_batch
-from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
+from tests.support.images import draw_pixels, make_batch
+from tests.support.reference_gradients import LargestErrors, assert_documented, build_pair, dtype_fixture
 
 MODULES = (
     modeling_vit, modeling_deit, modeling_dinov2, modeling_dinov2_with_registers, modeling_dinov3_vit,
@@ -63,31 +63,31 @@ def normalised(images: list[Tensor], config: ModelConfig, dtype: torch.dtype) ->
 def test_one_size(name: str, size: str, dtype: torch.dtype) -> None:
     """A classifier's logits and loss, or a tower's last vectors; then every gradient."""
     common = {key: value for key, value in COMMON.items() if "position" not in MODELS[name] or "position" not in key}
-    config, figures = ModelConfig.from_dotted(common | MODELS[name]), Figures()
-    both = pair(config, dtype, among=[name])
-    images = [pixels(*SIZES[size], seed=seed) for seed in range(3)]
+    config, figures = ModelConfig.from_dotted(common | MODELS[name]), LargestErrors()
+    both = build_pair(config, dtype, among=[name])
+    images = [draw_pixels(*SIZES[size], seed=seed) for seed in range(3)]
     labels, n_special = [1, 4, 0], config.embedding.n_special_tokens
-    batch = to_batch(images, SIDE, n_special, [[0], [1], [2]], labels=labels if config.extra_heads else None)
+    batch = make_batch(images, SIDE, n_special, [[0], [1], [2]], labels=labels if config.extra_heads else None)
     options = {} if name.lower().startswith("dino") else {"interpolate_pos_encoding": True}
     expected = both.reference(pixel_values=normalised(images, config, dtype), **options)
     if config.extra_heads:
         loss = both.model(**batch).losses["classifier"] / 3
         del batch["labels"]
-        figures.see_logits(both.model(**batch).predictions["classifier"], expected.logits, dtype)
+        figures.compare_logits(both.model(**batch).predictions["classifier"], expected.logits, dtype)
         expected_loss = torch.nn.functional.cross_entropy(expected.logits, torch.tensor(labels))
-        figures.see_logits(loss, expected_loss, dtype)
+        figures.compare_logits(loss, expected_loss, dtype)
     else:
         hidden = both.model(**batch).hidden
         last = expected.last_hidden_state
         if name == "CLIPVisionModel":
             hidden, last = hidden[:, 0], expected.pooler_output
-        figures.see_logits(hidden, last, dtype)
+        figures.compare_logits(hidden, last, dtype)
         weights = torch.randn(last.shape, generator=torch.Generator().manual_seed(9), dtype=dtype)
         loss, expected_loss = (hidden * weights).sum(), (last * weights).sum()
     loss.backward()
     expected_loss.backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
     for preset in PRESETS if name == "ViTForImageClassification" else ():
-        hold_to_the_docs(preset, dtype, figures)
+        assert_documented(preset, dtype, figures)

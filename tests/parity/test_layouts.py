@@ -13,7 +13,14 @@ import torch.distributed as dist
 from megatfm.config import AdamWConfig, ModelConfig, ParallelConfig
 from megatfm.models import build
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.layouts import DATA_AND_TENSOR_LAYOUTS, FAMILY_LAYOUTS, RANKS_OF_LAYOUT, SLOW, cells, dealt
+from tests.support.layouts import (
+    DATA_AND_TENSOR_LAYOUTS,
+    FAMILY_LAYOUTS,
+    RANKS_OF_LAYOUT,
+    SLOW,
+    deal_layouts,
+    make_cases,
+)
 from tests.support.models import ADAMW, FAMILY_NAMES, MUON, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     build_engine,
@@ -46,7 +53,7 @@ def compare_gradients(config: ModelConfig, parallel: ParallelConfig) -> int:
 
 @pytest.mark.parametrize(
     ("name", "layouts"),
-    cells(dict.fromkeys(("untied", "tied"), DATA_AND_TENSOR_LAYOUTS), always=["tp2", "zero3 2 × tp2"]),
+    make_cases(dict.fromkeys(("untied", "tied"), DATA_AND_TENSOR_LAYOUTS), always=["tp2", "zero3 2 × tp2"]),
 )
 def test_layouts_have_the_gradients_of_one_device(workers, name, layouts):
     config = {"untied": UNTIED_MODEL, "tied": TIED_MODEL}[name]
@@ -77,8 +84,8 @@ def compare_family(name: str, layouts: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "layouts", "ranks"),
     [
-        *cells(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
-        *cells(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[4]), 4, label=" on 4"),
+        *make_cases(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
+        *make_cases(dict.fromkeys(FAMILY_NAMES, FAMILY_LAYOUTS[4]), 4, label=" on 4"),
     ],
 )
 def test_families_have_the_gradients_of_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
@@ -145,16 +152,16 @@ GRID = {"a": ["w", "x", "y"], "b": ["x", "y", "z"], "c": ["x"], "d": ["x", "w"]}
 
 def test_everybody_is_dealt_a_share() -> None:
     square = dict.fromkeys("abc", "xyz")
-    assert dealt(square) == {"a": ["x"], "b": ["y"], "c": ["z"]}
-    assert all(len(hand) == len(set(hand)) == 2 for hand in dealt(square, rounds=2).values())
-    hands = dealt(GRID)
+    assert deal_layouts(square) == {"a": ["x"], "b": ["y"], "c": ["z"]}
+    assert all(len(hand) == len(set(hand)) == 2 for hand in deal_layouts(square, rounds=2).values())
+    hands = deal_layouts(GRID)
     assert all(hands.values())
     assert set().union(*hands.values()) == set("wxyz")
     assert all(set(hand) <= set(GRID[model]) for model, hand in hands.items())
 
 
 def test_no_cell_is_lost() -> None:
-    actual = cells(GRID, 4, always="x")
+    actual = make_cases(GRID, 4, always="x")
     tried = [(case.values[0], layout) for case in actual for layout in case.values[1]]
     assert sorted(tried) == sorted((model, layout) for model, layouts in GRID.items() for layout in layouts)
     now = {case.values[0]: case.values[1] for case in actual if SLOW not in case.marks}

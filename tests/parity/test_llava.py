@@ -11,8 +11,8 @@ from transformers.models.llava import modeling_llava
 from transformers.models.siglip import modeling_siglip
 
 from megatfm.config import ModelConfig
-from tests.support.images import pixels, to_batch
-from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
+from tests.support.images import draw_pixels, make_batch
+from tests.support.reference_gradients import LargestErrors, assert_documented, build_pair, dtype_fixture
 
 SIDE, IMAGE_TOKEN, GRID = 4, 55, 3
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -65,7 +65,7 @@ def text_targets(tokens: Tensor) -> Tensor:
 
 def packed(images: list[Tensor], rows: list[list[int]], n_special: int = 1) -> dict[str, Tensor]:
     """A batch whose rows hold the samples of these numbers, on both sides."""
-    batch = {f"encoder_{field}": values for field, values in to_batch(images, SIDE, n_special, rows).items()}
+    batch = {f"encoder_{field}": values for field, values in make_batch(images, SIDE, n_special, rows).items()}
     all_tokens = texts()
     length = max(sum(len(all_tokens[number]) for number in row) for row in rows) + 2
     batch |= {"tokens": torch.zeros(len(rows), length, dtype=torch.int64)}
@@ -94,9 +94,9 @@ def normalised(images: list[Tensor], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("encoder", ENCODERS)
 @pytest.mark.parametrize("rows", [[[0], [1], [2]], [[0, 1], [2]], [[2, 0, 1]]], ids=str)
 def test_logits_and_gradients(rows: list[list[int]], encoder: str, dtype: torch.dtype) -> None:
-    config, figures = ENCODERS[encoder], Figures()
-    both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
-    images = [pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)]
+    config, figures = ENCODERS[encoder], LargestErrors()
+    both = build_pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
+    images = [draw_pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)]
     batch, losses = packed(images, rows, n_special=int(encoder == "clip")), []
     flat = batch["documents"].flatten() >= 0
     targets = batch.pop("targets")
@@ -105,47 +105,47 @@ def test_logits_and_gradients(rows: list[list[int]], encoder: str, dtype: torch.
     for number in (number for row in rows for number in row):
         tokens = texts()[number]
         expected = both.reference(input_ids=tokens[None], pixel_values=normalised([images[number]], dtype))
-        figures.see_logits(logits[begin : begin + len(tokens)], expected.logits[0], dtype)
+        figures.compare_logits(logits[begin : begin + len(tokens)], expected.logits[0], dtype)
         losses.append(torch.nn.functional.cross_entropy(expected.logits[0], text_targets(tokens), reduction="sum"))
         begin += len(tokens)
     loss = both.model(**batch, targets=targets).losses["causal"]
-    figures.see_logits(loss, torch.stack(losses).sum(), dtype)
+    figures.compare_logits(loss, torch.stack(losses).sum(), dtype)
     loss.backward()
     torch.stack(losses).sum().backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 50
-    hold_to_the_docs("llava-1.5-7b", dtype, figures)
+    assert_documented("llava-1.5-7b", dtype, figures)
 
 
 def test_a_text_of_two_images(dtype: torch.dtype) -> None:
     """Images don't see one another, and the text sees both."""
-    config, figures = ENCODERS["clip"], Figures()
-    both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
-    images = [pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(2)]
+    config, figures = ENCODERS["clip"], LargestErrors()
+    both = build_pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
+    images = [draw_pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(2)]
     image = [IMAGE_TOKEN] * N_PATCHES
     tokens = torch.tensor([3, *image, 4, 5, *image, 6])
-    side = {f"encoder_{field}": values for field, values in to_batch(images, SIDE, 1, [[0, 1]]).items()}
+    side = {f"encoder_{field}": values for field, values in make_batch(images, SIDE, 1, [[0, 1]]).items()}
     expected = both.reference(input_ids=tokens[None], pixel_values=normalised(images, dtype)).logits
-    figures.see_logits(both.model(tokens=tokens[None], **side).logits, expected, dtype)
+    figures.compare_logits(both.model(tokens=tokens[None], **side).logits, expected, dtype)
     targets = text_targets(tokens)
     both.model(tokens=tokens[None], **side, targets=targets[None]).losses["causal"].backward()
     torch.nn.functional.cross_entropy(expected[0], targets, reduction="sum").backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
 
 
 def test_text_alone_is_a_decoder(dtype: torch.dtype) -> None:
     config = ENCODERS["clip"]
-    both = pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
+    both = build_pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
     tokens = torch.arange(1, 9)[None]
     expected = both.reference(input_ids=tokens).logits
-    Figures().see_logits(both.model(tokens).logits, expected, dtype)
+    LargestErrors().compare_logits(both.model(tokens).logits, expected, dtype)
 
 
 def test_another_number_of_image_tokens_is_refused() -> None:
     config = ENCODERS["clip"]
-    model = pair(config, torch.float64, among=["LlavaForConditionalGeneration"], unused=UNUSED).model
-    batch = packed([pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)], [[0], [1, 2]])
+    model = build_pair(config, torch.float64, among=["LlavaForConditionalGeneration"], unused=UNUSED).model
+    batch = packed([draw_pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)], [[0], [1, 2]])
     batch["tokens"][1, -3] = IMAGE_TOKEN
     with pytest.raises(TypeError, match="row 1 has 19 image tokens and images of 18 patches"):
         model(**batch)

@@ -17,7 +17,14 @@ from megatfm.layers.rope import compute_frequencies
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import block_sparse, kernels
 from tests.support.hf_encoders import BERT_ENCODER, PAD, VOCABULARY, draw_tokens
-from tests.support.reference_gradients import Figures, doubled, dtype_fixture, hold_to_the_docs, pair, perturb
+from tests.support.reference_gradients import (
+    LargestErrors,
+    assert_documented,
+    build_pair,
+    cast_to_float64,
+    dtype_fixture,
+    perturb,
+)
 
 BIGBIRD = {
     **BERT_ENCODER, "ffn.activation": "gelu_tanh", "extra_heads.sentence.classes": 2, "position.max_positions": 40,
@@ -53,10 +60,10 @@ def batch_of(config: ModelConfig, length: int, rows: int = 2) -> dict[str, Tenso
     }
 
 
-def compare(model: str, dtype: torch.dtype) -> Figures:
-    config, figures = ModelConfig.from_dotted(MODELS[model]), Figures()
+def compare(model: str, dtype: torch.dtype) -> LargestErrors:
+    config, figures = ModelConfig.from_dotted(MODELS[model]), LargestErrors()
     for length in LENGTHS[model]:
-        both, batch = pair(config, dtype), batch_of(config, length)
+        both, batch = build_pair(config, dtype), batch_of(config, length)
         wide = model.startswith("longformer")
         extra: dict[str, Tensor] = {}
         if wide:
@@ -69,19 +76,19 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
         expected = both.reference(**batch, **extra)
         segments = {"segments": batch["token_type_ids"]}
         actual = both.model(batch["input_ids"], **segments)
-        figures.see_logits(actual.logits, expected.logits if wide else expected.prediction_logits, dtype)
+        figures.compare_logits(actual.logits, expected.logits if wide else expected.prediction_logits, dtype)
         inputs = segments | {"targets": batch["labels"]}
         if not wide:
-            figures.see_logits(actual.predictions["sentence"], expected.seq_relationship_logits, dtype)
+            figures.compare_logits(actual.predictions["sentence"], expected.seq_relationship_logits, dtype)
             inputs["sentence_targets"] = torch.full_like(batch["labels"], -100)
             inputs["sentence_targets"][:, 0] = extra["next_sentence_label"]
         losses = both.model(batch["input_ids"], **inputs).losses
         loss = losses["masked"] / (batch["labels"] != -100).sum()
         loss = loss if wide else loss + losses["sentence"] / 2
-        figures.see_logits(loss, expected.loss, dtype)
+        figures.compare_logits(loss, expected.loss, dtype)
         loss.backward()
         expected.loss.backward()
-        figures.see_gradients(both, dtype)
+        figures.compare_gradients(both, dtype)
     return figures
 
 
@@ -89,13 +96,13 @@ def compare(model: str, dtype: torch.dtype) -> Figures:
 def test_rows_of_several_lengths(model: str, dtype: torch.dtype) -> None:
     figures = compare(model, dtype)
     for preset in PRESETS.get(model, []):
-        hold_to_the_docs(preset, dtype, figures)
+        assert_documented(preset, dtype, figures)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_by_blocks(model: str) -> None:
     with (
-        doubled(torch.float64, modeling_big_bird, modeling_longformer),
+        cast_to_float64(torch.float64, modeling_big_bird, modeling_longformer),
         mock.patch.object(kernels, "LONG", 1),
         mock.patch.object(block_sparse, "SIZE", 4),
     ):
@@ -104,7 +111,7 @@ def test_by_blocks(model: str) -> None:
 
 def test_padded_rows_of_longformer(dtype: torch.dtype) -> None:
     config = ModelConfig.from_dotted(MODELS["longformer"])
-    both, batch = pair(config, dtype), batch_of(config, 24)
+    both, batch = build_pair(config, dtype), batch_of(config, 24)
     batch["attention_mask"][1, 15:] = 0
     batch["input_ids"][1, 15:], batch["labels"][1, 15:] = PAD, -100
     wide = torch.zeros_like(batch["input_ids"])
@@ -112,12 +119,12 @@ def test_padded_rows_of_longformer(dtype: torch.dtype) -> None:
     expected = both.reference(**batch, global_attention_mask=wide)
     where = {"documents": batch["attention_mask"] - 1, "segments": batch["token_type_ids"]}
     actual = both.model(batch["input_ids"], **where)
-    counted, figures = batch["attention_mask"] == 1, Figures()
-    figures.see_logits(actual.logits[counted], expected.logits[counted], dtype)
+    counted, figures = batch["attention_mask"] == 1, LargestErrors()
+    figures.compare_logits(actual.logits[counted], expected.logits[counted], dtype)
     losses = both.model(batch["input_ids"], **where, targets=batch["labels"]).losses
     (losses["masked"] / (batch["labels"] != -100).sum()).backward()
     expected.loss.backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
 
 
 @pytest.mark.parametrize(("rows", "heads", "n_random", "seed"), [(12, 4, 1, 0), (30, 3, 3, 5), (40, 2, 2, 11)])

@@ -20,7 +20,7 @@ from megatfm.parallel.pipeline_schedule import (
 )
 from megatfm.parallel.pipeline_stages import PipelineStage
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.layouts import PIPELINE_SCHEDULES, bubble, simulate
+from tests.support.layouts import PIPELINE_SCHEDULES, bubble_fraction, simulate_schedule
 from tests.support.models import ADAMW
 from tests.support.parity import (
     build_engine,
@@ -77,7 +77,9 @@ def test_what_is_done_has_the_bubble_of_the_formula(workers: Workers, ranks: int
         assert done == add_send_recv(planned, rank_of), schedule
         passes = [[action for action in rank if " " not in action.kind] for rank in done]
         work = (3 if schedule in SPLITS_BACKWARD else 1) * virtual * microbatches
-        assert bubble(simulate(passes, rank_of, TIMES)) == pytest.approx((ranks - 1) / (work + ranks - 1)), schedule
+        assert bubble_fraction(simulate_schedule(passes, rank_of, TIMES)) == pytest.approx(
+            (ranks - 1) / (work + ranks - 1)
+        ), schedule
 
 
 def compare(names: Sequence[str], layouts: Sequence[ParallelConfig], backend: str) -> int:

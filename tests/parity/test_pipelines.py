@@ -20,7 +20,7 @@ from megatfm.models import build
 from megatfm.parallel.pipeline_stages import split_into_stages
 from megatfm.verify.traffic import TrafficCounter
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.layouts import PIPELINE_SCHEDULES, SLOW, cells
+from tests.support.layouts import PIPELINE_SCHEDULES, SLOW, make_cases
 from tests.support.models import ADAMW, FAMILY_MODELS, LENGTH, MUON, PREFIX_LM, ROWS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     ROW_LENGTHS,
@@ -80,17 +80,17 @@ def check(workers: Workers, ranks: int, names: Sequence[str], parallel: Parallel
         assert min(len(rank[i]) for rank in held) < len(everything)
 
 
-@pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES), rounds=2))
+@pytest.mark.parametrize(("schedule", "names"), make_cases(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES), rounds=2))
 def test_two_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
     check(workers, 2, names, ParallelConfig(pp=2, pp_schedule=schedule))
 
 
-@pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES)))
+@pytest.mark.parametrize(("schedule", "names"), make_cases(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES)))
 def test_four_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
     check(workers, 4, names, ParallelConfig(pp=4, pp_schedule=schedule))
 
 
-@pytest.mark.parametrize(("schedule", "names"), cells(dict.fromkeys(("1f1b", "zbv"), OTHERS)))
+@pytest.mark.parametrize(("schedule", "names"), make_cases(dict.fromkeys(("1f1b", "zbv"), OTHERS)))
 def test_other_families_on_two_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
     check(workers, 2, names, ParallelConfig(pp=2, pp_schedule=schedule))
 
@@ -106,7 +106,7 @@ ON_FOUR = [layout for layout, (ranks, _) in AXES.items() if ranks == 4]
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        *cells(dict.fromkeys(ON_FOUR, FAMILIES)),
+        *make_cases(dict.fromkeys(ON_FOUR, FAMILIES)),
         pytest.param("tp2 × pp2 × zero3", ["bert"]),
         pytest.param("tp2 × pp2 × zero3", [name for name in FAMILIES if name != "bert"], marks=SLOW),
     ],
@@ -127,7 +127,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize(("layout", "names"), cells(dict.fromkeys(MIXED, ("t5", "electra", "xlnet"))))
+@pytest.mark.parametrize(("layout", "names"), make_cases(dict.fromkeys(MIXED, ("t5", "electra", "xlnet"))))
 def test_schedules_with_other_axes(workers: Workers, layout: str, names: list[str]) -> None:
     ranks, parallel = MIXED[layout]
     check(workers, ranks, names, parallel)

@@ -9,8 +9,8 @@ from transformers.models.clip import modeling_clip
 from transformers.models.siglip import modeling_siglip
 
 from megatfm.config import ModelConfig
-from tests.support.images import pixels, to_batch
-from tests.support.reference_gradients import Figures, dtype_fixture, hold_to_the_docs, pair
+from tests.support.images import draw_pixels, make_batch
+from tests.support.reference_gradients import LargestErrors, assert_documented, build_pair, dtype_fixture
 
 SIDE, EOS, POSITIONS = 4, 49, 7
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -68,11 +68,11 @@ def text_rows(texts: list[Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_both_towers(name: str, size: str, dtype: torch.dtype) -> None:
-    config, figures = ModelConfig.from_dotted(COMMON | MODELS[name]), Figures()
-    both = pair(config, dtype, among=[name])
-    images = [pixels(*SIZES[size], seed=seed) for seed in range(len(LENGTHS))]
+    config, figures = ModelConfig.from_dotted(COMMON | MODELS[name]), LargestErrors()
+    both = build_pair(config, dtype, among=[name])
+    images = [draw_pixels(*SIZES[size], seed=seed) for seed in range(len(LENGTHS))]
     n_special = config.embedding.n_special_tokens  # type: ignore[union-attr]
-    of_images = to_batch(images, SIDE, n_special, [[0, 1], [2, 3]])
+    of_images = make_batch(images, SIDE, n_special, [[0, 1], [2, 3]])
     texts, table = captions(padded=name == "SiglipModel")
     batch = {f"encoder_{field}": values for field, values in of_images.items()} | text_rows(texts)
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
@@ -82,13 +82,13 @@ def test_both_towers(name: str, size: str, dtype: torch.dtype) -> None:
     expected = both.reference(input_ids=table, pixel_values=normalised, interpolate_pos_encoding=True, return_loss=True)
     features = both.model(**batch).predictions
     logits = features["scale"] * features["images"] @ features["texts"].T + features.get("bias", 0.0)
-    figures.see_logits(logits, expected.logits_per_image, dtype)
+    figures.compare_logits(logits, expected.logits_per_image, dtype)
     loss = both.model.compare(features)["contrastive"] / len(images)
-    figures.see_logits(loss, expected.loss, dtype)
+    figures.compare_logits(loss, expected.loss, dtype)
     loss.backward()
     expected.loss.backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 60
     for preset in PRESETS[name]:
-        hold_to_the_docs(preset, dtype, figures)
+        assert_documented(preset, dtype, figures)

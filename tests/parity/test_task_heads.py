@@ -36,7 +36,7 @@ from tests.support.hf_encoders import (
     draw_tokens,
     padded_batch,
 )
-from tests.support.layouts import cells
+from tests.support.layouts import make_cases
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import (
     build_engine,
@@ -44,7 +44,7 @@ from tests.support.parity import (
     model_gradient_errors,
     one_device_reference,
 )
-from tests.support.reference_gradients import Figures, doubled, pair
+from tests.support.reference_gradients import LargestErrors, build_pair, cast_to_float64
 from tests.support.workers import Workers
 
 HEAD = {"name": "text_classifier", "classes": 3, "dropout": 0.0}
@@ -211,15 +211,15 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     options = BERT_ENCODER | RELATIVES[relative] if relative in RELATIVES else ENCODER_OPTIONS | OTHERS[relative]
     config = ModelConfig.from_dotted(options | BARE | {"extra_heads": {module: head}})
     name = f"{relative}For{task}"
-    figures = Figures()
-    with doubled(torch.float64, *MODELING):
-        both = pair(config, torch.float64, among=[name], unused=UNREAD.get(relative, ()))
+    figures = LargestErrors()
+    with cast_to_float64(torch.float64, *MODELING):
+        both = build_pair(config, torch.float64, among=[name], unused=UNREAD.get(relative, ()))
     assert type(both.reference).__name__ == name
     batch = {
         key: value[:, :9] for key, value in padded_batch(config).items() if key not in ("labels", "attention_mask")
     }
     reference_fields, labels, model_fields = task_inputs(task, batch)
-    with doubled(torch.float64, *MODELING):
+    with cast_to_float64(torch.float64, *MODELING):
         expected = both.reference(**reference_fields, **labels)
     segments = {"segments": batch["token_type_ids"]} if "token_type_ids" in batch else {}
     plain = both.model(batch["input_ids"], **segments).predictions[module]
@@ -227,7 +227,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
         reference = torch.stack([expected.start_logits, expected.end_logits], -1)
     else:
         reference = expected.logits.reshape(plain.shape)
-    figures.see_logits(plain, reference, torch.float64)
+    figures.compare_logits(plain, reference, torch.float64)
     fields = {"tokens": batch["input_ids"], **segments, **model_fields}
     fields = in_one_row(fields) if task == "MultipleChoice" else fields
     (total,) = both.model(**fields).losses.values()
@@ -235,11 +235,11 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
         {"MultipleChoice": 1, "TokenClassification": int((labels["labels"] >= 0).sum())} if "labels" in labels else {}
     )
     loss = total / counted.get(task, len(LABELS))
-    figures.see_logits(loss, expected.loss, torch.float64)
+    figures.compare_logits(loss, expected.loss, torch.float64)
     loss.backward()
     expected.loss.backward()
     if relative != "Longformer":  # the first token's last queries are global: the others have no gradient
-        figures.see_gradients(both, torch.float64, UNDONE.get(task, ()))
+        figures.compare_gradients(both, torch.float64, UNDONE.get(task, ()))
 
 
 @pytest.mark.parametrize(("relative", "task"), LAST_TOKEN_CLASSES)
@@ -252,9 +252,9 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
     module = "score" if module == "sentence" and not is_xlnet else module
     body = XLNET if is_xlnet else DECODERS[relative]
     config = ModelConfig.from_dotted(body | BARE | {"extra_heads": {module: head}})
-    figures = Figures()
-    with doubled(torch.float64, *MODELING):
-        both = pair(config, torch.float64, among=[name])
+    figures = LargestErrors()
+    with cast_to_float64(torch.float64, *MODELING):
+        both = build_pair(config, torch.float64, among=[name])
     if is_xlnet:
         assert not both.model.encoder.query.weight.requires_grad
     assert type(both.reference).__name__ == name
@@ -262,19 +262,19 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
     tokens = draw_tokens(VOCABULARY, 3, 9, seed=4, low=PAD + 1)
     segments = {"token_type_ids": draw_tokens(3, 3, 9, seed=5)} if is_xlnet else {}
     reference_fields, labels, model_fields = task_inputs(task, {"input_ids": tokens, **segments})
-    with doubled(torch.float64, *MODELING):
+    with cast_to_float64(torch.float64, *MODELING):
         expected = both.reference(**reference_fields, **labels)
     fields = {"tokens": tokens} | ({"segments": segments["token_type_ids"]} if segments else {})
     plain = both.model(**fields).predictions[module]
     reference = torch.stack([expected.start_logits, expected.end_logits], -1) if module == "span" else expected.logits
-    figures.see_logits(plain, reference.reshape(plain.shape), torch.float64)
+    figures.compare_logits(plain, reference.reshape(plain.shape), torch.float64)
     if task in ("SequenceClassification", "MultipleChoice"):
         model_fields = {key: values if key == "parts" else values.flip(1) for key, values in model_fields.items()}
     fields |= model_fields
     (total,) = both.model(**(in_one_row(fields) if task == "MultipleChoice" else fields)).losses.values()
     undone = UNDONE_LAST.get((is_xlnet, task), ())
     counts = {"MultipleChoice": 1, "TokenClassification": int((labels.get("labels", LABELS) >= 0).sum())}
-    figures.see_logits(total / counts.get(task, len(LABELS)), expected.loss, torch.float64)
+    figures.compare_logits(total / counts.get(task, len(LABELS)), expected.loss, torch.float64)
     (total / counts.get(task, len(LABELS))).backward()
     expected.loss.backward()
     if is_xlnet:  # the vector of tokens to predict: neither has a gradient of it
@@ -282,13 +282,13 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
         both.reference.transformer.mask_emb.grad = torch.zeros(1, 1, config.d_model, dtype=torch.float64)
         both.model.encoder.query.weight.grad = torch.zeros(config.d_model, dtype=torch.float64)
         undone = (*undone, "transformer.mask_emb")
-    figures.see_gradients(both, torch.float64, undone)
+    figures.compare_gradients(both, torch.float64, undone)
 
 
 def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
     """Logits of three packed examples go to `on_logits` in evaluation, and are those of each alone."""
     config = ModelConfig.from_dotted(BERT_ENCODER | BARE)
-    model = pair(config, torch.float64, among=["BertForSequenceClassification"]).model.eval()
+    model = build_pair(config, torch.float64, among=["BertForSequenceClassification"]).model.eval()
     tokens, lengths = draw_tokens(47, 1, 15, seed=4, low=PAD + 1), (6, 4, 5)
     targets, examples = torch.full((1, 15), -100), torch.full((1, 15), -1)
     starts = [0, 6, 10]
@@ -310,7 +310,7 @@ def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
 
 def test_dropout_of_the_head_depends_on_the_example_alone() -> None:
     config = ModelConfig.from_dotted(BERT_ENCODER | BARE).with_changes({"extra_heads.sentence.dropout": 0.5})
-    model = pair(config, torch.float64, among=["BertForSequenceClassification"]).model.train()
+    model = build_pair(config, torch.float64, among=["BertForSequenceClassification"]).model.train()
     tokens = draw_tokens(47, 2, 9, seed=4, low=PAD + 1)
     targets = torch.full((2, 9), -100)
     targets[:, 0] = 1
@@ -357,7 +357,7 @@ TERMS = {
     "spans": "answer_span",
     "answers of a decoder": "answer_span",
 }
-CASES = cells(dict.fromkeys(CONFIGS, LAYOUTS), 2, always=list(LAYOUTS))
+CASES = make_cases(dict.fromkeys(CONFIGS, LAYOUTS), 2, always=list(LAYOUTS))
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
@@ -437,7 +437,7 @@ def test_losses_of_numbers_are_transformers_s(loss: str) -> None:
     """Losses of multi_label_classification and regression are means over classes."""
     config = ModelConfig.from_dotted(BERT_ENCODER | BARE).with_changes({"extra_heads.sentence.loss": loss})
     plain = ModelConfig.from_dotted(BERT_ENCODER | BARE)
-    both = pair(plain, torch.float64, among=["BertForSequenceClassification"])
+    both = build_pair(plain, torch.float64, among=["BertForSequenceClassification"])
     actual = build(config).double()
     actual.load_state_dict(both.model.state_dict())
     kinds = {"binary_cross_entropy": "multi_label_classification", "squared_error": "regression"}

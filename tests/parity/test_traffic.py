@@ -26,10 +26,10 @@ from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.layouts import (
     PIPELINE_SCHEDULES,
     SLOW,
-    cells,
-    count_steps,
+    count_traffic,
+    list_traffic_mismatches,
+    make_cases,
     traffic_config,
-    traffic_mismatches,
 )
 from tests.support.models import FAMILY_MODELS
 from tests.support.workers import Workers
@@ -103,27 +103,27 @@ def case(name: str, parallel: ParallelConfig) -> Config:
 @pytest.mark.parametrize(
     ("name", "layouts", "ranks"),
     [
-        *cells(dict.fromkeys(CASES, LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
-        *cells(dict.fromkeys(CASES, LAYOUTS[4]), 4, label=" on 4"),
+        *make_cases(dict.fromkeys(CASES, LAYOUTS[2]), 2, always=["tp2"], label=" on 2"),
+        *make_cases(dict.fromkeys(CASES, LAYOUTS[4]), 4, label=" on 4"),
     ],
 )
 def test_counted_is_expected(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     configs = {layout: case(name, LAYOUTS[ranks][layout]) for layout in layouts}
-    assert traffic_mismatches(workers, ranks, configs) == {}
+    assert list_traffic_mismatches(workers, ranks, configs) == {}
 
 
 @pytest.mark.parametrize(
     ("name", "layouts", "ranks"),
     [
-        *cells(dict.fromkeys(MANY, STAGES[2]), 2, label=" on 2"),
-        *cells(dict.fromkeys(MANY, STAGES[4]), 4, label=" on 4"),
-        *cells(dict.fromkeys(MANY[:2], STAGES[8]), 8, label=" on 8"),
+        *make_cases(dict.fromkeys(MANY, STAGES[2]), 2, label=" on 2"),
+        *make_cases(dict.fromkeys(MANY, STAGES[4]), 4, label=" on 4"),
+        *make_cases(dict.fromkeys(MANY[:2], STAGES[8]), 8, label=" on 8"),
         *(pytest.param(name, list(STAGES[8]), 8, id=f"{name} on 8", marks=SLOW) for name in MANY[2:]),
     ],
 )
 def test_counted_is_expected_of_stages(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     configs = {layout: case(name, STAGES[ranks][layout]) for layout in layouts}
-    assert traffic_mismatches(workers, ranks, configs) == {}
+    assert list_traffic_mismatches(workers, ranks, configs) == {}
 
 
 def bucket_misses(config: Config, elements: int) -> list[str]:
@@ -131,7 +131,7 @@ def bucket_misses(config: Config, elements: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated, "BUCKET_ELEMENTS", elements)
         patch.setattr(expected_weights, "BUCKET_NUMEL", elements)
-        [answer] = count_steps([config])
+        [answer] = count_traffic([config])
         expected = compute_expected_traffic(config, draw_batch(config))[dist.get_rank()]
         assert max(flow.calls for flow in answer.flows if flow.axis == "dp_shard") > 5
         return find_traffic_mismatches([answer], [expected])
@@ -158,7 +158,7 @@ def test_counted_is_expected_of_optimizers_of_whole_tensors(workers: Workers, ra
         layout: traffic_config(FAMILY_MODELS["llama"], CAUSAL, layouts[layout], optimizer=muon)
         for layout in WHOLE_TENSORS[ranks]
     }
-    assert traffic_mismatches(workers, ranks, configs) == {}
+    assert list_traffic_mismatches(workers, ranks, configs) == {}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_counted_is_expected_of_blocks_that_are_computed_again(workers: Workers,
         for layout in layouts
         for how in ("full", "selective")
     }
-    assert traffic_mismatches(workers, 2, configs) == {}
+    assert list_traffic_mismatches(workers, 2, configs) == {}
 
 
 DIVISIBLE = ModelConfig(vocab_size=96, d_model=32, n_layers=2, attention={"n_heads": 4}, ffn={"d_ff": 48})
@@ -204,7 +204,7 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
         "tp2 without sequence parallel": tp,
     }
     configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2][layout]) for layout in expected]
-    for answers in workers.run(count_steps, 2, configs):
+    for answers in workers.run(count_traffic, 2, configs):
         for layout, answer in zip(expected, answers, strict=True):
             sent = sum(flow.sent_bytes for flow in answer.flows)
             if layout == "tp2":  # norms' gradients
@@ -219,7 +219,7 @@ def test_recomputing_repeats_gathers_and_few_sums(workers: Workers) -> None:
     how = ("none", "full", "selective")
     configs = [traffic_config(DIVISIBLE, CAUSAL, LAYOUTS[2]["tp2"], recompute=item) for item in how]
     blocks_run = 2 * DIVISIBLE.n_layers  # in two micro-batches
-    for answers in workers.run(count_steps, 2, configs):
+    for answers in workers.run(count_traffic, 2, configs):
         calls = [{f.collective: f.calls for f in answer.flows} for answer in answers]
         none, full, selective = (Counter(calls_by_name) for calls_by_name in calls)
         assert full - none == Counter(all_gather=2 * blocks_run, reduce_scatter=blocks_run)

@@ -8,7 +8,7 @@ from transformers.models.xlnet import modeling_xlnet
 from megatfm.config import ModelConfig
 from megatfm.models import build
 from megatfm.ops.attention import reference as rows
-from tests.support.reference_gradients import Figures, Pair, dtype_fixture, hold_to_the_docs, pair, perturb
+from tests.support.reference_gradients import LargestErrors, Pair, assert_documented, build_pair, dtype_fixture, perturb
 
 VOCABULARY, LENGTHS, IGNORE = 47, (13, 9, 11), -100
 CONFIG = ModelConfig(
@@ -78,35 +78,35 @@ def predictions(both: Pair, batch: dict[str, Tensor], expected: Tensor, labels: 
 
 @pytest.mark.usefixtures("of_scores")
 def test_predictions_in_a_given_order(dtype: torch.dtype) -> None:
-    both, figures, batch = pair(CONFIG, dtype), Figures(), batch_of(LENGTHS)
+    both, figures, batch = build_pair(CONFIG, dtype), LargestErrors(), batch_of(LENGTHS)
     assert type(both.reference).__name__ == "XLNetLMHeadModel"
     inputs = theirs_of(batch, dtype)
     output = both.reference(**inputs)
-    figures.see_logits(*predictions(both, batch, output.logits, inputs["labels"]), dtype)
+    figures.compare_logits(*predictions(both, batch, output.logits, inputs["labels"]), dtype)
     loss = both.model(**batch).losses["permutation"] / (batch["targets"] != IGNORE).sum()
-    figures.see_logits(loss, output.loss, dtype)
+    figures.compare_logits(loss, output.loss, dtype)
     loss.backward()
     output.loss.backward()
-    figures.see_gradients(both, dtype)
+    figures.compare_gradients(both, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
-    hold_to_the_docs("xlnet-base", dtype, figures)
+    assert_documented("xlnet-base", dtype, figures)
 
 
 @pytest.mark.usefixtures("of_scores")
 def test_without_an_order_all_tokens_see_one_another(dtype: torch.dtype) -> None:
-    both, figures, batch = pair(CONFIG, dtype, seed=1), Figures(), batch_of(LENGTHS, 5)
+    both, figures, batch = build_pair(CONFIG, dtype, seed=1), LargestErrors(), batch_of(LENGTHS, 5)
     inputs = {k: v for k, v in theirs_of(batch, dtype).items() if k in ("input_ids", "attention_mask")}
     inside = batch["documents"] == 0
     for segments in (None, batch["segments"]):
         reference = both.reference(**inputs, token_type_ids=segments).logits
         logits = both.model(batch["tokens"], documents=batch["documents"], segments=segments).logits
-        figures.see_logits(logits[inside], reference[inside], dtype)
+        figures.compare_logits(logits[inside], reference[inside], dtype)
     assert figures.logits > 0
 
 
 def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
-    both, figures, lengths = pair(CONFIG, dtype, seed=2), Figures(), (5, 4, 7)
+    both, figures, lengths = build_pair(CONFIG, dtype, seed=2), LargestErrors(), (5, 4, 7)
     parts = [batch_of((n,), 10 * n) for n in lengths]
     for number, part in enumerate(parts):
         part["documents"] += number
@@ -119,10 +119,10 @@ def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
         inputs = theirs_of(part, dtype)
         output = both.reference(**inputs)
         expected = part["targets"] != IGNORE
-        figures.see_logits(logits[:, start : start + length][expected], output.logits[0], dtype)
+        figures.compare_logits(logits[:, start : start + length][expected], output.logits[0], dtype)
         loss = loss + output.loss * expected.sum()
         start += length
-    figures.see_logits(both.model(**row).losses["permutation"], loss, dtype)
+    figures.compare_logits(both.model(**row).losses["permutation"], loss, dtype)
     assert logits.isfinite().all()
 
 

@@ -21,7 +21,7 @@ from megatfm.data_prep.filters.base import STEPS
 from megatfm.data_prep.readers import FORMATS, READERS
 from megatfm.errors import EXIT_OK, UsageError
 from megatfm.verify.verify import verify
-from tests.support.documentation import PLUGIN_LAYOUTS, PLUGINS, ROOT, block_on_page, fences, load_module
+from tests.support.documentation import PLUGIN_LAYOUTS, PLUGINS, ROOT, get_code_block, list_code_blocks, load_module
 from tests.support.training_runs import train_with_plugins
 from tests.support.workers import Workers
 
@@ -34,12 +34,12 @@ TESTS = {"dilated": "test_a_dilated_window", "chosen": "test_each_token_chooses_
 
 @pytest.mark.parametrize("plugin", BLOCK_PAGES)
 def test_the_page_has_the_file(plugin: str) -> None:
-    assert block_on_page(BLOCK_PAGES[plugin], "python", f"{plugin}.py") == (PLUGINS / f"{plugin}.py").read_text()
+    assert get_code_block(BLOCK_PAGES[plugin], "python", f"{plugin}.py") == (PLUGINS / f"{plugin}.py").read_text()
 
 
 @pytest.mark.parametrize("plugin", BLOCK_PAGES)
 def test_the_page_s_test_passes(plugin: str, tmp_path: Path) -> None:
-    (tmp_path / f"test_{plugin}.py").write_text(block_on_page(BLOCK_PAGES[plugin], "python", f"test_{plugin}.py"))
+    (tmp_path / f"test_{plugin}.py").write_text(get_code_block(BLOCK_PAGES[plugin], "python", f"test_{plugin}.py"))
     getattr(load_module(tmp_path / f"test_{plugin}.py"), TESTS[plugin])()
 
 
@@ -47,7 +47,7 @@ def test_the_page_s_test_passes(plugin: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("plugin", BLOCK_PAGES)
 def test_gradients_of_blocks_are_one_process_s(plugin: str, layout: str) -> None:
     """And every byte is sent that the plan says, no other."""
-    values = tomllib.loads(block_on_page(BLOCK_PAGES[plugin], "toml", f"{plugin}.toml"))
+    values = tomllib.loads(get_code_block(BLOCK_PAGES[plugin], "toml", f"{plugin}.toml"))
     actual = verify(Config.model_validate({**values, "parallel": {"dp_shard": 1, **PLUGIN_LAYOUTS[layout]}}))
     assert not actual.wrong
     assert not actual.traffic_mismatches
@@ -63,7 +63,7 @@ PAGES = {"vectors": "data.md", "labels": "tasks.md", "looped": "models-and-engin
 
 def values(plugin: str, **sections: dict[str, Any]) -> dict[str, Any]:
     """The page's config, with other values in some sections."""
-    config_table = tomllib.loads(block_on_page(PAGES[plugin], "toml", f"{plugin}.toml"))
+    config_table = tomllib.loads(get_code_block(PAGES[plugin], "toml", f"{plugin}.toml"))
     for section, changes in sections.items():
         config_table[section] = {**config_table.get(section, {}), **changes}
     return config_table
@@ -71,7 +71,7 @@ def values(plugin: str, **sections: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plugin", PAGES)
 def test_the_page_has_the_inputs_and_heads(plugin: str) -> None:
-    assert block_on_page(PAGES[plugin], "python", f"{plugin}.py") == (PLUGINS / f"{plugin}.py").read_text()
+    assert get_code_block(PAGES[plugin], "python", f"{plugin}.py") == (PLUGINS / f"{plugin}.py").read_text()
 
 
 @pytest.mark.parametrize("layout", PLUGIN_LAYOUTS)
@@ -99,7 +99,7 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
 def test_vectors_are_learned_and_evaluated(tmp_path: Path, workers: Workers) -> None:
     """A run learns a rotation, whose next vector is a linear function of the last, without a tokenizer."""
     written: dict[str, Any] = {}
-    exec(block_on_page("data.md", "python", "write_vectors.py"), written)
+    exec(get_code_block("data.md", "python", "write_vectors.py"), written)
     random = np.random.default_rng(0)
     turn, _ = np.linalg.qr(random.standard_normal((6, 6)))
 
@@ -189,7 +189,7 @@ def config(**parallel: Any) -> Config:
 
 
 def test_the_page_has_the_engine() -> None:
-    pages = [text for page, title, text in fences("python") if title == "plain_ddp.py"]
+    pages = [text for page, title, text in list_code_blocks("python") if title == "plain_ddp.py"]
     assert pages == [(PLUGINS / "plain_ddp.py").read_text(encoding="utf-8")]
 
 
@@ -236,8 +236,8 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(registry, "_parts", dict(registry._parts))
     monkeypatch.setitem(FORMATS, "fortune", ())
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "loudness.py").write_text(block_on_page(PAGE, "python", "loudness.py"))
-    (tmp_path / "prep.toml").write_text(block_on_page(PAGE, "toml", "prep.toml"))
+    (tmp_path / "loudness.py").write_text(get_code_block(PAGE, "python", "loudness.py"))
+    (tmp_path / "prep.toml").write_text(get_code_block(PAGE, "toml", "prep.toml"))
     output = [f"This is saying number {n}, and a Wise one it is." for n in range(90)]
     output[3], output[5] = "BUY NOW! ALL OF THIS!", "nothing but small letters in here"
     (tmp_path / "sayings").mkdir()
@@ -253,9 +253,9 @@ def test_the_page_s_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     corpus = Corpus.open(tmp_path / "corpora" / "sayings" / "train")
     assert corpus.read_sample(0).source.startswith("a.fortune#")
     assert corpus.read_sample(0).metadata == {"loudness": pytest.approx(0.06, abs=0.01)}
-    (tmp_path / "test_loudness.py").write_text(block_on_page(PAGE, "python", "test_loudness.py"))
+    (tmp_path / "test_loudness.py").write_text(get_code_block(PAGE, "python", "test_loudness.py"))
     load_module(tmp_path / "test_loudness.py").test_loud_documents_go()
-    values = {**tomllib.loads(block_on_page(PAGE, "toml", "prep.toml")), "out": str(tmp_path / "x")}
+    values = {**tomllib.loads(get_code_block(PAGE, "toml", "prep.toml")), "out": str(tmp_path / "x")}
     values["read"]["folder"] = str(tmp_path / "sayings")
     with pytest.raises(UsageError, match=r"lacks the key 'at_most', which a part reads: give it at_most"):
         data_prep.run(PrepConfig.model_validate({**values, "steps": [{"name": "loudness"}]}))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.objectives import Causal, Objective, SpecialTokens
-from tests.support.images import pixels, to_batch
+from tests.support.images import draw_pixels, make_batch
 from tests.support.models import FAMILY_MODELS, LENGTH, PREFIX_LM, ROWS
 
 CAUSAL = Causal(SpecialTokens(bos=1, eos=2, pad=0))
@@ -66,9 +66,9 @@ def image_batch(config: ModelConfig) -> dict[str, Tensor]:
     """Rows of four images, the last row with one less."""
     assert config.stages is not None
     height, width = (4 * side for side in config.stages.grid)
-    images = [pixels(height, width, seed=number) for number in range(5)]
+    images = [draw_pixels(height, width, seed=number) for number in range(5)]
     rows = [[(row + n) % 5 for n in range(4 - (row == ROWS - 1))] for row in range(ROWS)]
-    return to_batch(images, 4, 0, rows, labels=[4, 0, 2, 1, 3])
+    return make_batch(images, 4, 0, rows, labels=[4, 0, 2, 1, 3])
 
 
 def family_batch(config: ModelConfig) -> dict[str, Tensor]:

@@ -10,29 +10,29 @@ from blake3 import blake3
 METADATA = "metadata.json"
 
 
-def read_body(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """Metadata of a checkpoint."""
     body: dict[str, Any] = json.loads((path / METADATA).read_bytes())["metadata"]
     return body
 
 
-def write_body(path: Path, body: dict[str, Any]) -> None:
+def write_metadata(path: Path, body: dict[str, Any]) -> None:
     """Write the metadata with its hash."""
     raw = json.dumps(body).encode()
     content = b'{"blake3": "%s", "metadata": %s}\n' % (blake3(raw).hexdigest().encode(), raw)
     (path / METADATA).write_bytes(content)
 
 
-def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit_metadata(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the metadata and give it the right hash."""
-    body = read_body(path)
+    body = read_metadata(path)
     change(body)
-    write_body(path, body)
+    write_metadata(path, body)
 
 
 def write_schema_1(path: Path) -> None:
     """Rewrite the metadata in schema 1, which lists every piece of every tensor."""
-    body = read_body(path)
+    body = read_metadata(path)
     tensors = {}
     files = list(body["files"])
     for group in body.pop("groups"):
@@ -47,4 +47,4 @@ def write_schema_1(path: Path) -> None:
                 pieces.append({**cells, "file": files[holders[place]], "key": key})
             tensors[name] = {"dtype": group["dtype"], "shape": group["shape"], "pieces": pieces}
     body |= {"schema_version": 1, "tensors": dict(sorted(tensors.items()))}
-    write_body(path, body)
+    write_metadata(path, body)

@@ -39,7 +39,7 @@ ENCODER_PATTERNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def one_block_each(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def use_one_block_of_each_kind(model: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A model whose every block has another pattern: so one comparison of all gradients tries all of them."""
     return {**model, "n_layers": len(kinds), "layer_types": [*kinds], "layer_type": kinds}
 
@@ -51,16 +51,16 @@ LATENT_MODEL = {
 CONTEXT_MODELS = {
     "llama": DECODER,
     "bert": {**ENCODER, "extra_heads": {"sentence": {}, "boundary": {}}},
-    "patterns of decoders": one_block_each(DECODER, DECODER_PATTERNS),
-    "patterns of encoders": one_block_each(ENCODER, ENCODER_PATTERNS),
+    "patterns of decoders": use_one_block_of_each_kind(DECODER, DECODER_PATTERNS),
+    "patterns of encoders": use_one_block_of_each_kind(ENCODER, ENCODER_PATTERNS),
     "window": {**DECODER, "attention.pattern": {"name": "window", "width": 3}},
     "compressed": {**SMALL_MODEL, **DROPOUTS, "attention.name": "compressed", "position.name": "sinusoidal"},
-    "alibi, patterns": one_block_each({**DECODER, "position.name": "alibi"}, BIASED_PATTERNS),
-    "t5 positions, patterns": one_block_each({**DECODER, "position.name": "t5"}, BIASED_PATTERNS),
+    "alibi, patterns": use_one_block_of_each_kind({**DECODER, "position.name": "alibi"}, BIASED_PATTERNS),
+    "t5 positions, patterns": use_one_block_of_each_kind({**DECODER, "position.name": "t5"}, BIASED_PATTERNS),
     "shaw": {**DECODER, "position.name": "shaw", "position.max_distance": 3},
     "latent": LATENT_MODEL,
 }
-CONTEXT_MODELS["latent, patterns"] = one_block_each(
+CONTEXT_MODELS["latent, patterns"] = use_one_block_of_each_kind(
     CONTEXT_MODELS["latent"],
     {"full": {}, "window": {"attention": {"pattern": {"name": "window", "width": 3}}},
      "bigbird": {"attention": {"pattern": {"name": "bigbird", "block_size": 2, "n_random_blocks": 1}}}},
@@ -92,7 +92,7 @@ for family, base, kinds in (
 ):
     dense = {key: value for key, value in base.items() if not key.startswith("ffn.")}
     CONTEXT_MODELS[f"patterns of {family}, experts"] = ModelConfig.from_dotted(
-        **one_block_each({**dense, "ffn": SMALL_MOE}, kinds)
+        **use_one_block_of_each_kind({**dense, "ffn": SMALL_MOE}, kinds)
     )
 
 

@@ -15,7 +15,7 @@ from megatfm.ops.attention import block_sparse
 from tests.support.batches import family_batch
 from tests.support.context_models import CONTEXT_MODELS
 from tests.support.parity import backward_on_one_device, build_engine, model_gradient_errors
-from tests.support.uninitialized_memory import memory_of_nan
+from tests.support.uninitialized_memory import fill_memory_with_nan
 
 CONTEXT_ROWS = 4
 
@@ -50,7 +50,7 @@ def context_microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list
     return [{key: value[:1] for key, value in mine.items()}, {key: value[1:] for key, value in mine.items()}]
 
 
-@memory_of_nan()
+@fill_memory_with_nan()
 def compare_context_layouts(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
     """Loss and every gradient of these layouts, on memory of NaN; returns the layouts that were compared.
 

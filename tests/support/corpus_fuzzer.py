@@ -38,7 +38,7 @@ from megatfm.errors import MegatfmError
 SHARD, INDEX = "shard-000000.tar.zst", "shard-000000.index.zst"
 
 # Where (as a part of the file), what to do there, and with which bytes.
-change = st.tuples(
+one_damage = st.tuples(
     st.floats(0, 1, exclude_max=True),
     st.sampled_from(["overwrite", "insert", "delete", "repeat", "cut", "swap"]),
     st.one_of(
@@ -47,11 +47,11 @@ change = st.tuples(
                          b"i24", b"|O", b"(2, 3)", b"-1"]),
     ),
 )  # fmt: skip
-changes = st.lists(change, min_size=1, max_size=6)
-Changes = list[tuple[float, str, bytes]]
+damages = st.lists(one_damage, min_size=1, max_size=6)
+Damages = list[tuple[float, str, bytes]]
 
 
-def changed(data: bytes, todo: Changes) -> bytes:
+def apply_damage(data: bytes, todo: Damages) -> bytes:
     """The data with some damage."""
     out = bytearray(data)
     for where, kind, with_ in todo:
@@ -72,7 +72,7 @@ def changed(data: bytes, todo: Changes) -> bytes:
     return bytes(out)
 
 
-def refuses(read: Callable[[], object]) -> bool:
+def is_refused(read: Callable[[], object]) -> bool:
     """Whether a reader refuses, as it should: in one line."""
     output = ""
     try:
@@ -83,7 +83,7 @@ def refuses(read: Callable[[], object]) -> bool:
     return bool(output)
 
 
-class Fuzz:
+class CorpusFuzzer:
     """Valid files, and what to do with damaged copies of them."""
 
     def __init__(self, folder: Path) -> None:
@@ -102,63 +102,63 @@ class Fuzz:
         self.tars = {kind: _tar(kind) for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)}
         self.npy = _npy(np.arange(9, dtype=np.uint16))
 
-    def a_manifest(self, todo: Changes) -> None:
+    def fuzz_manifest(self, todo: Damages) -> None:
         """The file `manifest.json`."""
-        text = changed(self.manifest, todo)
-        if not refuses(lambda: Manifest.parse(text, "manifest.json")):
-            self._corpus(self.shard, self.index, lambda _: None, text)
+        text = apply_damage(self.manifest, todo)
+        if not is_refused(lambda: Manifest.parse(text, "manifest.json")):
+            self._check_damaged_corpus(self.shard, self.index, lambda _: None, text)
 
-    def an_index(self, todo: Changes, packed: bool) -> None:
+    def fuzz_index(self, todo: Damages, packed: bool) -> None:
         """An index, damaged before or after it was compressed, and a manifest that agrees with it."""
-        data = changed(self.index if packed else zstandard.decompress(self.index), todo)
+        data = apply_damage(self.index if packed else zstandard.decompress(self.index), todo)
         data = data if packed else zstandard.compress(data)
         facts = {"file": INDEX, "bytes": len(data), "blake3": blake3(data).hexdigest()}
-        self._corpus(self.shard, data, lambda entry: entry.update(index=facts))
+        self._check_damaged_corpus(self.shard, data, lambda entry: entry.update(index=facts))
 
-    def a_shard(self, todo: Changes, packed: bool) -> None:
+    def fuzz_shard(self, todo: Damages, packed: bool) -> None:
         """A shard, damaged before or after it was compressed, and a manifest that agrees with it."""
         if packed:
-            data = changed(self.shard, todo)
+            data = apply_damage(self.shard, todo)
         else:
             index = Corpus.open(self.good).indexes[0]
             end = int(index.offsets[1])
-            first = changed(zstandard.decompress(self.shard[:end]), todo)
+            first = apply_damage(zstandard.decompress(self.shard[:end]), todo)
             data = zstandard.compress(first) + self.shard[end:]
         facts = {"bytes": len(data), "blake3": blake3(data).hexdigest()}
-        self._corpus(data, self.index, lambda entry: entry.update(facts))
+        self._check_damaged_corpus(data, self.index, lambda entry: entry.update(facts))
 
-    def a_foreign_tar(self, todo: Changes, kind: int, packed: bool, npy: bool) -> None:
+    def fuzz_foreign_tar(self, todo: Damages, kind: int, packed: bool, npy: bool) -> None:
         """A tar of others, plain or compressed; or only the array in it."""
-        data = _tar(kind, changed(self.npy, todo)) if npy else changed(self.tars[kind], todo)
+        data = _tar(kind, apply_damage(self.npy, todo)) if npy else apply_damage(self.tars[kind], todo)
         expected, actual = self.folder / "theirs", self.folder / "ours"
         for folder in (expected, actual):
             shutil.rmtree(folder, ignore_errors=True)
         expected.mkdir()
         (expected / f"a.tar{'.zst' * packed}").write_bytes(zstandard.compress(data) if packed else data)
-        if not refuses(lambda: index_folder(expected, "t")):
+        if not is_refused(lambda: index_folder(expected, "t")):
             check_corpus(expected)
-        if not refuses(lambda: index_folder(expected, "t", actual)):
+        if not is_refused(lambda: index_folder(expected, "t", actual)):
             check_corpus(actual)
 
-    def a_foreign_zst(self, todo: Changes) -> None:
+    def fuzz_foreign_zst(self, todo: Damages) -> None:
         """A tar of somebody else's, as zstd compresses it."""
         expected = self.folder / "theirs"
         shutil.rmtree(expected, ignore_errors=True)
         expected.mkdir()
-        (expected / "a.tar.zst").write_bytes(changed(zstandard.compress(self.tars[tarfile.USTAR_FORMAT]), todo))
-        if not refuses(lambda: index_folder(expected, "t")):
+        (expected / "a.tar.zst").write_bytes(apply_damage(zstandard.compress(self.tars[tarfile.USTAR_FORMAT]), todo))
+        if not is_refused(lambda: index_folder(expected, "t")):
             check_corpus(expected)
 
-    def a_plan(self, todo: Changes) -> None:
+    def fuzz_plan(self, todo: Damages) -> None:
         """A stored plan: made again unless it is whole."""
         full = PackingPlan(np.arange(5), np.arange(6), 0.5, ("a note",)).encode("key")
         try:
-            plan = PackingPlan.decode(changed(full, todo), "key")
+            plan = PackingPlan.decode(apply_damage(full, todo), "key")
         except (ValueError, KeyError, TypeError):
             return
         assert plan.sizes.tolist() == [0, 1, 2, 3, 4]
 
-    def _corpus(
+    def _check_damaged_corpus(
         self, shard: bytes, index: bytes, edit: Callable[[dict[str, Any]], object], text: bytes | None = None
     ) -> None:
         folder = self.folder / "bad"
@@ -171,8 +171,8 @@ class Fuzz:
             edit(manifest["shards"][0])
             text = json.dumps(manifest).encode()
         (folder / "manifest.json").write_bytes(text)
-        if refuses(lambda: check_corpus(folder)):
-            refuses(lambda: [Corpus.open(folder).read_block(0)])
+        if is_refused(lambda: check_corpus(folder)):
+            is_refused(lambda: [Corpus.open(folder).read_block(0)])
 
 
 def _npy(tokens: Any) -> bytes:
@@ -200,7 +200,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 }  # fmt: skip
 
 
-def opened_outside(folder: Path) -> list[str]:
+def record_files_opened_outside(folder: Path) -> list[str]:
     """From here on, the files outside `folder` that are opened for writing, or that lie in no library."""
     actual: list[str] = []
     allowed = (str(folder), sys.prefix, sys.base_prefix, "/usr/lib", "/proc", "/dev/null", str(Path.cwd()))
@@ -217,13 +217,13 @@ def opened_outside(folder: Path) -> list[str]:
     return actual
 
 
-def run(name: str, fuzz: Fuzz, examples: int, seed: int | None = None) -> None:
+def run_examples(name: str, fuzz: CorpusFuzzer, examples: int, seed: int | None = None) -> None:
     """Some examples of one kind."""
     settings = hypothesis.settings(
         max_examples=examples, deadline=None, database=None, derandomize=seed is None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
-    test = hypothesis.given(todo=changes, **ARGUMENTS[name])(lambda **inputs: getattr(fuzz, name)(**inputs))
+    test = hypothesis.given(todo=damages, **ARGUMENTS[name])(lambda **inputs: getattr(fuzz, name)(**inputs))
     test = settings(test)
     (hypothesis.seed(seed)(test) if seed is not None else test)()
 
@@ -237,10 +237,10 @@ def main() -> None:
     warnings.simplefilter("error")
     end, n, seed = time.monotonic() + 60 * options.minutes, 0, options.seed
     with tempfile.TemporaryDirectory() as folder:
-        fuzz, outside = Fuzz(Path(folder)), opened_outside(Path(folder))
+        fuzz, outside = CorpusFuzzer(Path(folder)), record_files_opened_outside(Path(folder))
         while time.monotonic() < end:
             for name in ARGUMENTS:
-                run(name, fuzz, 300, seed)
+                run_examples(name, fuzz, 300, seed)
                 assert not outside, outside
                 n += 300
             seed += 1

@@ -63,7 +63,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"dp_shard": 1, "pp": 2},
     "ep2": {"dp_shard": 2, "ep": 2},
 }
-ALONE = {"engine": "native", "zero": 0, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1}
+ONE_DEVICE = {"engine": "native", "zero": 0, "dp_shard": 1, "tp": 1, "cp": 1, "ep": 1, "pp": 1}
 ROWS = 4
 BUCKETS = Path(__file__).with_name("deepspeed_buckets.json")
 """Buckets of 2^20 gradients. DeepSpeed's default takes 2 GB a pass, and tests on memory of NaN fill all of it."""
@@ -71,7 +71,7 @@ RATE = 2.0**10
 """Rate of the first update, so that weights don't hide it: a usual rate moves some units of their last place."""
 
 
-def small(family: str, *overrides: str, **parallel: Any) -> Config:
+def make_config(family: str, *overrides: str, **parallel: Any) -> Config:
     """A small config of a family, which fits its layout."""
     base = [
         *["data.tokenizer=t"] * (family not in IMAGES),
@@ -87,32 +87,32 @@ def small(family: str, *overrides: str, **parallel: Any) -> Config:
     ]
 
 
-def case(family: str, *overrides: str, **parallel: Any) -> Config:
+def make_case(family: str, *overrides: str, **parallel: Any) -> Config:
     """A model and rows that are equal in every layout."""
-    config = small(family, *overrides, **parallel)
+    config = make_config(family, *overrides, **parallel)
     rows = ROWS // config.parallel.dp_shard
     train = config.train.model_copy(update={"global_batch": ROWS, "micro_batch": max(1, rows // 2)})
-    return config.model_copy(update={"model": _model(family), "train": train})
+    return config.model_copy(update={"model": _make_model_config(family), "train": train})
 
 
 @cache
-def _model(family: str) -> Any:
-    return small(family, zero=0, tp=1 if family in IMAGES else 2, dp_shard=2).model
+def _make_model_config(family: str) -> Any:
+    return make_config(family, zero=0, tp=1 if family in IMAGES else 2, dp_shard=2).model
 
 
-def in_precision(config: Config, precision: str) -> Config:
+def with_precision(config: Config, precision: str) -> Config:
     """The config in another precision."""
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
-def engine_of(config: Config, **parallel: Any) -> Engine:
+def build_case_engine(config: Config, **parallel: Any) -> Engine:
     """The engine of a config, with other values in its section parallel."""
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
     mesh = build_mesh(config.parallel, dist.get_world_size(), "cpu")
     return build_engine(config, mesh, torch.device("cpu"), config.train.precision)
 
 
-def whole(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_tensors(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Blocks of all ranks put together, on each of them."""
     pieces = {
         name: [(part.offsets, part.tensor.clone()) for part in engine.weights()[name].with_tensor(tensor).blocks]
@@ -129,12 +129,12 @@ def whole(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return actual
 
 
-def weights(engine: Engine) -> dict[str, Tensor]:
+def gather_weights(engine: Engine) -> dict[str, Tensor]:
     """Whole weights, on each rank."""
-    return whole(engine, {name: box.tensor for name, box in engine.weights().items() if name in engine.layout})
+    return gather_tensors(engine, {name: box.tensor for name, box in engine.weights().items() if name in engine.layout})
 
 
-def take(config: Config, engine: Engine, step: int) -> float:
+def take_step(config: Config, engine: Engine, step: int) -> float:
     """Take a step on a batch of its own; returns the loss."""
     seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": step})})
     batch = _microbatches(config, engine, draw_batch(seeded))
@@ -144,7 +144,7 @@ def take(config: Config, engine: Engine, step: int) -> float:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResult:
     """From the same seed: the gradients and the update of a first step, and the losses of the steps of another run."""
 
     initial: dict[str, Tensor]
@@ -153,39 +153,39 @@ class Run:
     losses: list[float]
 
 
-def run(config: Config, steps: int, **parallel: Any) -> Run:
+def record_run(config: Config, steps: int, **parallel: Any) -> RunResult:
     """Train for some steps; returns what is compared."""
-    engine = engine_of(config, **parallel)
-    initial = weights(engine)
+    engine = build_case_engine(config, **parallel)
+    initial = gather_weights(engine)
     for name, box in engine.weights().items():
         for part in box.blocks if name in engine.layout else ():
             sizes = tuple(part.tensor.shape)
             part.tensor.add_(draw_perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
     engine.sync_weights()
-    before = weights(engine)
+    before = gather_weights(engine)
     engine.forward_backward(_microbatches(config, engine, draw_batch(config)), objective_for(config))
-    gradients = whole(engine, engine.gradients())
+    gradients = gather_tensors(engine, engine.gradients())
     engine.step(RATE, config.optimizer.max_grad_norm)
-    update = {name: after.double() - before[name].double() for name, after in weights(engine).items()}
-    engine = engine_of(config, **parallel)
-    return Run(initial, gradients, update, [take(config, engine, step) for step in range(steps)])
+    update = {name: after.double() - before[name].double() for name, after in gather_weights(engine).items()}
+    engine = build_case_engine(config, **parallel)
+    return RunResult(initial, gradients, update, [take_step(config, engine, step) for step in range(steps)])
 
 
-def alone(config: Config, steps: int) -> tuple[Run, dict[str, Tensor]]:
+def record_one_device_run(config: Config, steps: int) -> tuple[RunResult, dict[str, Tensor]]:
     """The native engine on one device, and the first gradients of what is trained, by plain autograd in float64."""
     gradients = take_reference_step(config, draw_batch(config)).gradients
     trained = {n: g for n, g in gradients.items() if config.model.lora is None or is_factor(n)}
-    return run(config, steps, **ALONE), trained
+    return record_run(config, steps, **ONE_DEVICE), trained
 
 
-def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def relative_distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """By norm, of the worst parameter; those with hardly any part in the whole count for a thousandth of it."""
     least = 1e-3 * math.hypot(*(float(tensor.norm()) for tensor in other.values()))
     errors = (float((one[n] - other[n]).norm()) / max(float(other[n].norm()), least) for n in other)
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
-def updates_apart(
+def update_distance(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], exact: Mapping[str, Tensor], *, signs: bool
 ) -> float:
     """The state without parameters whose gradient is zero but for rounding, as that of keys' biases; of an optimizer
@@ -193,16 +193,18 @@ def updates_apart(
     everything = math.hypot(*(float(gradient.norm()) for gradient in exact.values()))
     names = [name for name, gradient in exact.items() if gradient.norm() > 1e-6 * everything]
     least = 1e-5 * max(float(gradient.abs().max()) for gradient in exact.values()) if signs else -1.0
-    return apart(*({name: item[name] * (exact[name].abs() > least) for name in names} for item in (one, other)))
+    return relative_distance(
+        *({name: item[name] * (exact[name].abs() > least) for name in names} for item in (one, other))
+    )
 
 
-def losses_apart(one: Run, other: Run) -> float:
+def loss_distance(one: RunResult, other: RunResult) -> float:
     """Largest relative difference of two runs' losses."""
     return max(abs(a / b - 1) for a, b in zip(one.losses, other.losses, strict=True))
 
 
 @dataclass(frozen=True)
-class Errors:
+class Distances:
     """Errors of gradients against float64's; of the rest against the native engine and one device, and native's own."""
 
     gradients: float
@@ -215,46 +217,46 @@ class Errors:
     native_losses_one: float
 
 
-def compare(cases: list[Config], steps: int, one: tuple[Run, dict[str, Tensor]]) -> list[Errors]:
+def compare_with_native(cases: list[Config], steps: int, one: tuple[RunResult, dict[str, Tensor]]) -> list[Distances]:
     """Cases of one layout, whose stages the native engine need not repeat."""
     single, exact = one
-    native = run(cases[0], steps, engine="native")
+    native = record_run(cases[0], steps, engine="native")
     actual = []
-    updates = partial(updates_apart, exact=exact, signs=cases[0].optimizer.name == "lion")
+    updates = partial(update_distance, exact=exact, signs=cases[0].optimizer.name == "lion")
     for config in cases:
-        output = run(config, steps)
+        output = record_run(config, steps)
         for name, tensor in single.initial.items():
             assert torch.equal(output.initial[name], tensor), f"initial {name} differs"
         actual.append(
-            Errors(apart(output.gradients, exact), apart(native.gradients, exact),
+            Distances(relative_distance(output.gradients, exact), relative_distance(native.gradients, exact),
                    updates(output.update, native.update), updates(output.update, single.update),
-                   losses_apart(output, native), losses_apart(output, single), updates(native.update, single.update),
-                   losses_apart(native, single)),
+                   loss_distance(output, native), loss_distance(output, single), updates(native.update, single.update),
+                   loss_distance(native, single)),
         )  # fmt: skip
     return actual
 
 
-def stages(family: str, layout: str, optimizer: str) -> list[Config]:
+def make_stage_cases(family: str, layout: str, optimizer: str) -> list[Config]:
     """A row of the grid."""
     last = 2 if layout == "pp2" else 3 if optimizer == "schedule_free_adamw" else 4
     words = OPTIMIZERS[optimizer]
-    return [case(family, *words, zero=stage, **LAYOUTS[layout]) for stage in range(last)]
+    return [make_case(family, *words, zero=stage, **LAYOUTS[layout]) for stage in range(last)]
 
 
-def grid() -> Iterator[tuple[str, str]]:
+def list_family_layouts() -> Iterator[tuple[str, str]]:
     """Families and the layouts that they have, less variants of decoder and BERT: only where they are asked for."""
     for family in (family for family in FAMILIES if family not in VARIANTS):
         for layout in LAYOUTS:
-            if has(family, layout):
+            if supports_layout(family, layout):
                 yield family, layout
 
 
-def has(family: str, layout: str) -> bool:
+def supports_layout(family: str, layout: str) -> bool:
     """Whether a family can be laid out so."""
     return family == "moe" or layout != "ep2"
 
 
-def ranks_of(config: Config) -> int:
+def count_ranks(config: Config) -> int:
     """Number of ranks that a config is laid over."""
     parallel = config.parallel
     return parallel.dp_shard * parallel.tp * parallel.cp * parallel.pp
@@ -267,13 +269,13 @@ def main() -> None:
     parser.add_argument("optimizer", choices=OPTIMIZERS)
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS))
     args = parser.parse_args()
-    available = [layout for layout in args.layouts if has(args.family, layout)]
+    available = [layout for layout in args.layouts if supports_layout(args.family, layout)]
     with Workers() as workers:
-        cases = {layout: stages(args.family, layout, args.optimizer) for layout in available}
-        (one,) = workers.run(alone, 1, cases[available[0]][0], 10, timeout=200)
+        cases = {layout: make_stage_cases(args.family, layout, args.optimizer) for layout in available}
+        (one,) = workers.run(record_one_device_run, 1, cases[available[0]][0], 10, timeout=200)
         for layout, case in cases.items():
-            actual = workers.run(compare, ranks_of(case[0]), case, 10, one, timeout=500)[0]
-            worst = [max(getattr(item, key) for item in actual) for key in Errors.__annotations__]
+            actual = workers.run(compare_with_native, count_ranks(case[0]), case, 10, one, timeout=500)[0]
+            worst = [max(getattr(item, key) for item in actual) for key in Distances.__annotations__]
             print(f"| {args.family}, {args.optimizer} | {layout} | 0–{len(case) - 1} |", end="")
             print(" | ".join(f" {value:.1e}" for value in worst), "|", flush=True)
 

@@ -18,41 +18,43 @@ from megatfm.files import atomic_write
 from megatfm.verify.rank_processes import _microbatches
 from megatfm.verify.shrink import draw_batch, objective_for
 from tests.support.deepspeed_runs import (
-    ALONE,
     BUCKETS,
+    ONE_DEVICE,
     OPTIMIZERS,
-    engine_of,
-    in_precision,
-    small,
-    take,
-    weights,
+    build_case_engine,
+    gather_weights,
+    make_config,
+    take_step,
+    with_precision,
 )
 
-SMALLEST = 512
+MIN_SWAPPED_BYTES = 512
 """Bytes of a weight from which on it goes to files here; DeepSpeed's own bound is 1 MiB."""
 
 
-def in_files(family: str, *overrides: str, optimizer: bool = True, parameters: bool = True, **parallel: int) -> Config:
-    """A config that keeps nearly everything in files; `on_disk` says where."""
+def make_offloaded_config(
+    family: str, *overrides: str, optimizer: bool = True, parameters: bool = True, **parallel: int
+) -> Config:
+    """A config that keeps nearly everything in files; `set_offload_folder` says where."""
     words = [f"deepspeed.offload_optimizer={'nvme' if optimizer else 'none'}", "deepspeed.nvme_path=nowhere"]
-    return small(family, *words, *(["deepspeed.offload_parameters=nvme"] * parameters), *overrides, **parallel)
+    return make_config(family, *words, *(["deepspeed.offload_parameters=nvme"] * parameters), *overrides, **parallel)
 
 
-def on_disk(config: Config, folder: Path) -> Config:
+def set_offload_folder(config: Config, folder: Path) -> Config:
     """The settings with an existing folder, and small weights in files, too."""
     if config.deepspeed.nvme_path is None:
         return config
     for name in ("utils", "partitioned_param_swapper", "optimizer_utils"):
-        importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}").MIN_AIO_BYTES = SMALLEST  # type: ignore[attr-defined]
+        importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}").MIN_AIO_BYTES = MIN_SWAPPED_BYTES  # type: ignore[attr-defined]
     # Whole at once: each rank writes it, and another may be reading.
-    options = {**json.loads(BUCKETS.read_text()), "aio": {"block_size": SMALLEST}}
+    options = {**json.loads(BUCKETS.read_text()), "aio": {"block_size": MIN_SWAPPED_BYTES}}
     atomic_write(folder / "aio.json", json.dumps(options))
     (folder / "nvme").mkdir(exist_ok=True)
     paths = {"nvme_path": str(folder / "nvme"), "json_file": str(folder / "aio.json")}
     return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=paths)})
 
 
-def files_of(engine: Engine, folder: Path) -> list[str]:
+def find_misplaced_files(engine: Engine, folder: Path) -> list[str]:
     """Mistakes in where an engine keeps things."""
     optimizer, wrong = engine.ds_engine.optimizer, []
     swapped = {
@@ -71,74 +73,81 @@ def files_of(engine: Engine, folder: Path) -> list[str]:
         wrong.append(f"in files are {swapped}, and not {expected}")
     for parameter in engine.parameters.values():
         size = parameter.ds_tensor.ds_numel * parameter.dtype.itemsize
-        if optimizer.params_in_nvme_and_cpu and size >= SMALLEST and parameter.ds_tensor.final_location != "nvme":
+        if (
+            optimizer.params_in_nvme_and_cpu
+            and size >= MIN_SWAPPED_BYTES
+            and parameter.ds_tensor.final_location != "nvme"
+        ):
             wrong.append(f"a weight of {size} bytes a rank is in memory")
     return wrong
 
 
-def save_first(folder: Path, config: Config) -> None:
+def save_native_checkpoint(folder: Path, config: Config) -> None:
     """Save what the native engine has after two steps."""
-    engine = engine_of(config, **ALONE)
+    engine = build_case_engine(config, **ONE_DEVICE)
     for step in range(2):
-        take(config, engine, step)
+        take_step(config, engine, step)
     checkpoint.save(folder / "first", 1, engine.state_dict(), {})
 
 
-def load(engine: Engine, path: Path) -> None:
+def load_checkpoint(engine: Engine, path: Path) -> None:
     """Load a checkpoint into an engine."""
     room = engine.empty_state_dict(checkpoint.read_names(path))
     checkpoint.load(path, room)
     engine.load_state_dict(room)
 
 
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def find_differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Names of tensors that differ in a bit."""
     assert {name for name in one if "loss_scale" not in name} == {n for n in other if "loss_scale" not in n}
     return [n for n in one if "loss_scale" not in n and not torch.equal(one[n], other[n])]
 
 
-def hand_on(folder: Path, cases: list[Config]) -> list[str]:
+def exchange_checkpoints(folder: Path, cases: list[Config]) -> list[str]:
     """Each stage opens what native has saved, saves it, goes a step on, and native goes on with what that saved."""
     wrong, first = [], folder / "first/step-00000001"
     expected = checkpoint.read_tensors(first)
     for number, case in enumerate(cases):
-        config = on_disk(case, folder)
-        engine, native = engine_of(config), engine_of(config, engine="native")
-        load(engine, first)
+        config = set_offload_folder(case, folder)
+        engine, native = build_case_engine(config), build_case_engine(config, engine="native")
+        load_checkpoint(engine, first)
         path = checkpoint.save(folder / str(number), 1, engine.state_dict(), {})
-        wrong += [f"{number}: {name}" for name in differing(expected, checkpoint.read_tensors(path))]
-        loss = take(config, engine, 2)
+        wrong += [f"{number}: {name}" for name in find_differences(expected, checkpoint.read_tensors(path))]
+        loss = take_step(config, engine, 2)
         path = checkpoint.save(folder / str(number), 2, engine.state_dict(), {})
         kept = checkpoint.read_tensors(path)
-        load(native, path)
+        load_checkpoint(native, path)
         again = checkpoint.save(folder / f"{number} native", 2, native.state_dict(), {})
-        wrong += [f"{number}, native: {name}" for name in differing(kept, checkpoint.read_tensors(again))]
-        load(engine, first)  # over what has moved: the same step once more
-        if take(config, engine, 2) != loss:
+        wrong += [f"{number}, native: {name}" for name in find_differences(kept, checkpoint.read_tensors(again))]
+        load_checkpoint(engine, first)  # over what has moved: the same step once more
+        if take_step(config, engine, 2) != loss:
             wrong.append(f"{number}: the loss of a repeated step")
         path = checkpoint.save(folder / str(number), 3, engine.state_dict(), {})
-        wrong += [f"{number}, repeated: {name}" for name in differing(kept, checkpoint.read_tensors(path))]
+        wrong += [f"{number}, repeated: {name}" for name in find_differences(kept, checkpoint.read_tensors(path))]
     return wrong
 
 
-def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
+def compare_offloaded_runs(folder: Path, cases: list[Config], steps: int) -> list[str]:
     """Differences, by a bit, between a run that offloads and one that does not."""
     wrong = []
     for number, case in enumerate(cases):
-        config = on_disk(case, folder)
+        config = set_offload_folder(case, folder)
         places = {"offload_optimizer": "none", "offload_parameters": "none"}
         plain = config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update=places)})
-        engine, other = engine_of(config), engine_of(plain)
+        engine, other = build_case_engine(config), build_case_engine(plain)
         for step in range(steps):
-            if take(config, engine, step) != take(plain, other, step):
+            if take_step(config, engine, step) != take_step(plain, other, step):
                 wrong.append(f"{number}: loss {step}")
             if step in (0, steps - 1):
-                wrong += [f"{number}, {step}: {name}" for name in differing(weights(engine), weights(other))]
+                wrong += [
+                    f"{number}, {step}: {name}"
+                    for name in find_differences(gather_weights(engine), gather_weights(other))
+                ]
         engine.device = torch.device("cuda")  # what would be free there
         if config.deepspeed.offload_optimizer != "none" and engine.memory_needed(1, 1).optimizer_state:
             wrong.append(f"{number}: a device would be asked for moments that are not to be there")
         if "nvme" in (config.deepspeed.offload_optimizer, config.deepspeed.offload_parameters):
-            wrong += [f"{number}: {message}" for message in files_of(engine, folder)]
+            wrong += [f"{number}: {message}" for message in find_misplaced_files(engine, folder)]
             dist.barrier()
             del engine
             gc.collect()
@@ -149,27 +158,27 @@ def pairs(folder: Path, cases: list[Config], steps: int) -> list[str]:
     return wrong
 
 
-def behave() -> list[str]:
+def check_steps() -> list[str]:
     """Further requests of a step, one after another under stages 2 and 3."""
     wrong = []
     for stage in (2, 3):
-        config = small("decoder", "train.freeze=['*.attn.wq.*']", zero=stage, dp_shard=2)
-        engine, native = engine_of(config), engine_of(config, engine="native")
-        start = weights(engine)
+        config = make_config("decoder", "train.freeze=['*.attn.wq.*']", zero=stage, dp_shard=2)
+        engine, native = build_case_engine(config), build_case_engine(config, engine="native")
+        start = gather_weights(engine)
         batch = _microbatches(config, engine, draw_batch(config))
         engine.forward_backward(batch, objective_for(config))
-        if not math.isnan(engine.step(1.0, 1.0, skip=True)) or differing(start, weights(engine)):
+        if not math.isnan(engine.step(1.0, 1.0, skip=True)) or find_differences(start, gather_weights(engine)):
             wrong.append(f"{stage}: a step that is left out")
         engine.forward_backward(batch, objective_for(config))
         once = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         engine.zero_grad()
         engine.forward_backward(batch, objective_for(config))
-        if differing(once, engine.gradients()):
+        if find_differences(once, engine.gradients()):
             wrong.append(f"{stage}: a step computed twice")
         engine.zero_grad()
-        if abs(take(config, engine, 1) / take(config, native, 1) - 1) > 1e-6:
+        if abs(take_step(config, engine, 1) / take_step(config, native, 1) - 1) > 1e-6:
             wrong.append(f"{stage}: the loss with frozen weights")
-        after, reference = weights(engine), weights(native)
+        after, reference = gather_weights(engine), gather_weights(native)
         still = {name for name in start if torch.equal(start[name], after[name])}
         if still != {name for name in start if ".attn.wq." in name}:
             wrong.append(f"{stage}: what is frozen")
@@ -180,33 +189,33 @@ def behave() -> list[str]:
         if abs(message[0] / message[1] - 1) > 1e-6:
             wrong.append(f"{stage}: the evaluated loss")
     with patch.object(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False):  # as on most CPUs
-        scaled = engine_of(in_precision(small("decoder", zero=2, dp_shard=2), "fp16"))
+        scaled = build_case_engine(with_precision(make_config("decoder", zero=2, dp_shard=2), "fp16"))
         scaled.loss_scale.value = 2.0**60
-        if math.isfinite(_overflowing(scaled)) or scaled.loss_scale.value != 2.0**59:
+        if math.isfinite(_take_overflowing_step(scaled)) or scaled.loss_scale.value != 2.0**59:
             wrong.append("an overflow of float16")
     return wrong
 
 
-def _overflowing(engine: Engine) -> float:
-    config = small("decoder", zero=2, dp_shard=2)
-    before = weights(engine)
+def _take_overflowing_step(engine: Engine) -> float:
+    config = make_config("decoder", zero=2, dp_shard=2)
+    before = gather_weights(engine)
     engine.forward_backward(_microbatches(config, engine, draw_batch(config)), objective_for(config))
     norm = engine.step(1.0, 1.0)
-    assert differing(before, weights(engine)) == []
+    assert find_differences(before, gather_weights(engine)) == []
     return norm
 
 
-def optimizers(folder: Path) -> list[str]:
+def check_optimizers(folder: Path) -> list[str]:
     """Optimizers whose state differs from the native engine's."""
     wrong = []
     for optimizer in ("lion", "schedule_free_adamw"):
-        config = small("decoder", *OPTIMIZERS[optimizer], zero=1, dp_shard=2)
-        actual, native = engine_of(config), engine_of(config, engine="native")
+        config = make_config("decoder", *OPTIMIZERS[optimizer], zero=1, dp_shard=2)
+        actual, native = build_case_engine(config), build_case_engine(config, engine="native")
         for step in range(3):
-            if abs(take(config, actual, step) / take(config, native, step) - 1) > 1e-6:
+            if abs(take_step(config, actual, step) / take_step(config, native, step) - 1) > 1e-6:
                 wrong.append(f"{optimizer}: loss {step}")
         path = checkpoint.save(folder / optimizer, 1, actual.state_dict(), {})
-        load(native, path)
+        load_checkpoint(native, path)
         again = checkpoint.save(folder / optimizer, 2, native.state_dict(), {})
-        wrong += differing(checkpoint.read_tensors(path), checkpoint.read_tensors(again))
+        wrong += find_differences(checkpoint.read_tensors(path), checkpoint.read_tensors(again))
     return wrong

@@ -17,7 +17,7 @@ from megatfm.config import ModelConfig
 
 
 @dataclass
-class Dense:
+class DenseTransformer:
     """A model's parameters by name, and what its config says."""
 
     config: ModelConfig
@@ -72,7 +72,7 @@ class Dense:
                 for part, y in (("q", q), ("k", k))
             )
         if local and config.position.name == "rope":
-            q, k = rotated(q, config.position.theta), rotated(k, config.position.theta)
+            q, k = apply_rope(q, config.position.theta), apply_rope(k, config.position.theta)
         group = config.attention.n_heads // config.attention.kv_heads
         scale = config.attention.scale or 1 / math.sqrt(width)
         away = torch.arange(len(source))[None] - torch.arange(len(x))[:, None]  # key − query
@@ -88,7 +88,7 @@ class Dense:
             if config.attention.softcap:
                 scores = config.attention.softcap * torch.tanh(scores / config.attention.softcap)
             if local and config.position.name == "alibi":
-                scores = scores - slopes(config.attention.n_heads)[n] * away.abs()
+                scores = scores - compute_alibi_slopes(config.attention.n_heads)[n] * away.abs()
             if local and config.position.name == "t5":
                 scores = scores + self[f"{stack}.position.weight"][self.buckets(away, stack), n]
             share = torch.where(mask, scores, -math.inf).softmax(-1)
@@ -195,7 +195,7 @@ class Dense:
         return -(expected * logs).sum(-1)[targets >= 0].sum()
 
 
-def rotated(x: Tensor, theta: float) -> Tensor:
+def apply_rope(x: Tensor, theta: float) -> Tensor:
     """Channels i and i + H/2 of x [T, n, H] as a complex number, times e^(i · position · θ^(−2i/H))."""
     half = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None, None] / theta ** (torch.arange(half).double() / half)
@@ -203,9 +203,9 @@ def rotated(x: Tensor, theta: float) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def slopes(n: int) -> list[float]:
+def compute_alibi_slopes(n: int) -> list[float]:
     """ALiBi (section 3, and its released code): geometric; for other than powers of two filled from twice as many."""
     if n & (n - 1) == 0:
         return [2 ** (-8 * (i + 1) / n) for i in range(n)]
     power = 1 << (n.bit_length() - 1)
-    return slopes(power) + slopes(2 * power)[0::2][: n - power]
+    return compute_alibi_slopes(power) + compute_alibi_slopes(2 * power)[0::2][: n - power]

@@ -16,7 +16,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def fences(language: str) -> Iterator[tuple[Path, str, str]]:
+def list_code_blocks(language: str) -> Iterator[tuple[Path, str, str]]:
     """Fenced blocks of a language in all pages: page, title, text."""
     for page in PAGES:
         for actual, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
@@ -40,9 +40,9 @@ PLUGIN_LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def block_on_page(page: str, language: str, title: str) -> str:
+def get_code_block(page: str, language: str, title: str) -> str:
     """The one fenced block of this language and title on a page."""
-    (text,) = (text for path, name, text in fences(language) if (path.name, name) == (page, title))
+    (text,) = (text for path, name, text in list_code_blocks(language) if (path.name, name) == (page, title))
     return text
 
 
@@ -50,7 +50,7 @@ FOLDERS = {"data_prep", "launchers", "slurm"}
 """Rooms beside `megatfm`, imported through links in it."""
 
 
-def module_of(path: Path) -> str:
+def get_module_name(path: Path) -> str:
     """Name of the module in a file of `megatfm` or of a folder beside it."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(["megatfm"] * (parts[0] in FOLDERS) + [*parts]).removesuffix(".__init__")
@@ -59,7 +59,7 @@ def module_of(path: Path) -> str:
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def script(name: str) -> ModuleType:
+def load_script(name: str) -> ModuleType:
     """Load a script, which finds those beside it; none stays importable by its bare name, which may be a library's."""
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
     assert spec is not None

@@ -63,7 +63,7 @@ def small_config(folder: Path, **changes: Any) -> Config:
     return config.with_changes({key.replace("__", "."): value for key, value in changes.items()})
 
 
-def drawn_model(config: Config, seed: int = 5) -> nn.Module:
+def build_initial_model(config: Config, seed: int = 5) -> nn.Module:
     """Return the model in float64 as an engine draws its weights with `train.seed`."""
     model = build(config.model).double().eval()
     for path, module in model.named_modules():

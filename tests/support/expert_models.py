@@ -105,32 +105,37 @@ EXPERT_CONTEXT_LAYOUTS = {
 }
 
 
-def tensor_parallel(zero: int, **more: Any) -> ParallelConfig:
+def tensor_parallel_layout(zero: int, **more: Any) -> ParallelConfig:
     """Two tensor-parallel ranks beside two data-parallel ones, but for what is given."""
     return ParallelConfig(**{"dp_shard": 2, "tp": 2, "zero": zero, **more})
 
 
 EXPERT_TP_LAYOUTS = {
     2: {
-        "tp2 by channels": tensor_parallel(0, dp_shard=1, expert_tp="by_channel"),
-        "ep2 of tp2": tensor_parallel(0, dp_shard=1, ep=2, expert_tp="folded"),
+        "tp2 by channels": tensor_parallel_layout(0, dp_shard=1, expert_tp="by_channel"),
+        "ep2 of tp2": tensor_parallel_layout(0, dp_shard=1, ep=2, expert_tp="folded"),
     },
     4: {
-        **{f"ep2 × tp2 by channels, zero{z}": tensor_parallel(z, ep=2, expert_tp="by_channel") for z in (0, 1, 2, 3)},
-        "ep2 × tp2 by channels without sequence parallel": tensor_parallel(
+        **{
+            f"ep2 × tp2 by channels, zero{z}": tensor_parallel_layout(z, ep=2, expert_tp="by_channel")
+            for z in (0, 1, 2, 3)
+        },
+        "ep2 × tp2 by channels without sequence parallel": tensor_parallel_layout(
             3, ep=2, expert_tp="by_channel", sequence_parallel=False
         ),
-        "tp2 by channels × zero3": tensor_parallel(3, expert_tp="by_channel"),
-        **{f"ep4 of 2 × tp2, zero{z}": tensor_parallel(z, ep=4, expert_tp="folded") for z in (0, 1, 2, 3)},
-        **{f"ep2 of 2 × tp2, zero{z}": tensor_parallel(z, ep=2, expert_tp="folded") for z in (0, 1, 3)},
-        "ep2 of tp4": tensor_parallel(3, dp_shard=1, tp=4, ep=2, expert_tp="folded"),
-        "ep4 of tp4": tensor_parallel(3, dp_shard=1, tp=4, ep=4, expert_tp="folded"),
-        "ep2 of tp2 × replicas": tensor_parallel(3, dp_shard=1, dp_replicate=2, ep=2, expert_tp="folded"),
+        "tp2 by channels × zero3": tensor_parallel_layout(3, expert_tp="by_channel"),
+        **{f"ep4 of 2 × tp2, zero{z}": tensor_parallel_layout(z, ep=4, expert_tp="folded") for z in (0, 1, 2, 3)},
+        **{f"ep2 of 2 × tp2, zero{z}": tensor_parallel_layout(z, ep=2, expert_tp="folded") for z in (0, 1, 3)},
+        "ep2 of tp4": tensor_parallel_layout(3, dp_shard=1, tp=4, ep=2, expert_tp="folded"),
+        "ep4 of tp4": tensor_parallel_layout(3, dp_shard=1, tp=4, ep=4, expert_tp="folded"),
+        "ep2 of tp2 × replicas": tensor_parallel_layout(3, dp_shard=1, dp_replicate=2, ep=2, expert_tp="folded"),
         **{
-            f"ep2 of tp2 × pp2, {s}": tensor_parallel(3, dp_shard=1, pp=2, ep=2, expert_tp="folded", pp_schedule=s)
+            f"ep2 of tp2 × pp2, {s}": tensor_parallel_layout(
+                3, dp_shard=1, pp=2, ep=2, expert_tp="folded", pp_schedule=s
+            )
             for s in ("1f1b", "zbv")
         },
-        "tp2 by channels × pp2": tensor_parallel(3, dp_shard=1, pp=2, expert_tp="by_channel"),
+        "tp2 by channels × pp2": tensor_parallel_layout(3, dp_shard=1, pp=2, expert_tp="by_channel"),
     },
 }
 WHOLE_ROW_LAYOUTS = ("ep2 × cp2, zero0", "ep4 of tp2 × cp2")
@@ -168,7 +173,7 @@ QUICK_LAYOUTS = {
 """Cases for four ranks: the other ones are slow."""
 
 
-def of_four_ranks(configs: dict[str, Any], ranks: int, remaining: bool) -> dict[str, Any]:
+def make_four_rank_configs(configs: dict[str, Any], ranks: int, remaining: bool) -> dict[str, Any]:
     """Configs of a case: of four ranks, those of QUICK_LAYOUTS or the others."""
     return {name: one for name, one in configs.items() if ranks != 4 or (name in QUICK_LAYOUTS) != remaining}
 

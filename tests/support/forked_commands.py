@@ -29,7 +29,7 @@ MODULES = ("megatfm", "megatfm.data_prep", "torch.distributed.run")
 """Modules that are forked when a forked process starts them with `python -m`; all else is executed."""
 
 
-def last_of_each_key(words: Iterable[object]) -> list[object]:
+def keep_last_override(words: Iterable[object]) -> list[object]:
     """Words of a command, in which a later override replaces an earlier one: a key is given once."""
     by_key = {}
     for place, word in enumerate(words):
@@ -59,7 +59,9 @@ class ForkedCommand:
             dict(os.environ if environment is None else environment),
             str(output),
         )
-        self.process: ForkServerProcess = context.Process(target=_live, args=(program, list(map(str, words)), *place))
+        self.process: ForkServerProcess = context.Process(
+            target=_run_process, args=(program, list(map(str, words)), *place)
+        )
         self.process.start()
 
     @property
@@ -72,7 +74,7 @@ class ForkedCommand:
         assert self.process.pid
         return self.process.pid
 
-    def until_lines(self, path: Path, count: int, seconds: float = 120) -> None:
+    def wait_for_lines(self, path: Path, count: int, seconds: float = 120) -> None:
         """Wait until a file has so many lines; it is a failure to end before."""
         deadline = time.monotonic() + seconds
         while not path.exists() or path.read_bytes().count(b"\n") < count:
@@ -95,7 +97,7 @@ class ForkedCommand:
         self.process.join()
 
 
-def megatfm(*words: object, output: Path, cwd: Path | None = None, code: int = 0, **variables: str) -> str:
+def run_megatfm(*words: object, output: Path, cwd: Path | None = None, code: int = 0, **variables: str) -> str:
     """Run a command of megatfm to its end, which has to come with this code; returns what it wrote."""
     command = ForkedCommand(words, output, cwd, {**os.environ, **variables})
     try:
@@ -108,17 +110,17 @@ def megatfm(*words: object, output: Path, cwd: Path | None = None, code: int = 0
 # ------------------------------------------------------------------------------------------------ in the process
 
 
-def _live(program: str, words: list[str], folder: str, environment: dict[str, str], path: str) -> NoReturn:
+def _run_process(program: str, words: list[str], folder: str, environment: dict[str, str], path: str) -> NoReturn:
     """The process of a Command."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    _become(program, words, folder, environment)
+    _run_program(program, words, folder, environment)
 
 
-class _Forking(subprocess.Popen[Any]):
+class _ForkingPopen(subprocess.Popen[Any]):
     """subprocess.Popen, which forks where it would execute one of MODULES with this Python."""
 
     def _execute_child(self, args: Any, *remaining: Any) -> None:
@@ -135,26 +137,26 @@ class _Forking(subprocess.Popen[Any]):
         self.pid = os.fork()
         if not self.pid:
             try:
-                _adopt((pipes[0], pipes[3], pipes[5]), new_session, group)
+                _set_up_child((pipes[0], pipes[3], pipes[5]), new_session, group)
                 if preexec:
                     preexec()
                 variables = dict(os.environ if env is None else env)
-                _become(flags[1], flags[2:], str(cwd or Path.cwd()), variables, safe)
+                _run_program(flags[1], flags[2:], str(cwd or Path.cwd()), variables, safe)
             finally:
                 os._exit(71)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def _fork_from_now_on() -> None:
-    """Put `_Forking` into the place of Popen, also where a module has imported it by name, as torchrun's has."""
+def _replace_popen() -> None:
+    """Put `_ForkingPopen` into the place of Popen, also where a module has imported it by name, as torchrun's has."""
     executing = subprocess.Popen
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("Popen") is executing:
-            module.Popen = _Forking  # type: ignore[attr-defined]
+            module.Popen = _ForkingPopen  # type: ignore[attr-defined]
 
 
-def _adopt(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
+def _set_up_child(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
     """Do as the kernel and subprocess on the way to another program: outputs, groups, signals, open files."""
     for number, pipe_ends in enumerate(pipes):
         if pipe_ends != -1:
@@ -174,7 +176,9 @@ def _adopt(pipes: tuple[int, int, int], new_session: bool, group: int) -> None:
                 os.close(int(name))
 
 
-def _become(program: str, words: list[str], folder: str, environment: dict[str, str], safe: bool = False) -> NoReturn:
+def _run_program(
+    program: str, words: list[str], folder: str, environment: dict[str, str], safe: bool = False
+) -> NoReturn:
     """`python -m program words`, with these variables in that folder; a file is run without -m. safe: with -P."""
     import torch
 
@@ -186,7 +190,7 @@ def _become(program: str, words: list[str], folder: str, environment: dict[str, 
     sys.argv = [program, *words]
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    _fork_from_now_on()
+    _replace_popen()
     torch.set_num_threads(1)
     gc.freeze()
     code: Any = 0

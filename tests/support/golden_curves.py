@@ -32,11 +32,11 @@ Curves = dict[str, list[float]]
 """Term → its value in each step."""
 TOLERANCE = 1e-8
 """Relative, in float64: a thousand times the spread over instruction sets and threads."""
-SEEN = 1e-3
+RATE_EFFECT = 1e-3
 """Relative: another learning rate moves every term by more, somewhere in the first RATE_STEPS."""
 RATE_STEPS = {"electra-small": 30}
 """Others than 12: what ELECTRA's generator replaces changes slowly."""
-FIRST = 4
+FLOAT32_STEPS = 4
 """Steps in which float32's own rounding has not grown yet."""
 
 RESERVED, TOPICS, WORDS = 24, 4, 16
@@ -49,14 +49,14 @@ SPECIAL = SpecialTokens(
 
 
 @cache
-def next_words() -> NDArray[np.int64]:
+def draw_next_words() -> NDArray[np.int64]:
     """The word that follows each word."""
     return rng.permutation(WORDS, "golden", "follows")
 
 
-def document(number: int, length: int) -> NDArray[np.int64]:
+def make_document(number: int, length: int) -> NDArray[np.int64]:
     """A text on one topic, in which each token follows from the one before, seven times in eight."""
-    follows = next_words()
+    follows = draw_next_words()
     noise = rng.random_uint64(length + 1, "golden", "document", number)
     words = (noise[1:] % np.uint64(WORDS)).astype(np.int64)
     expected = noise[1:] >> np.uint64(61) != 0
@@ -66,7 +66,7 @@ def document(number: int, length: int) -> NDArray[np.int64]:
     return RESERVED + int(noise[0] % np.uint64(TOPICS)) * WORDS + words
 
 
-def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Tensor]:
+def make_batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Tensor]:
     """A global batch: packed rows of documents that no other step has, or of an image each."""
     lengths = tuple(n for n in (config.data.sequence_length, config.data.target_length) if n)
     rows: list[dict[str, NDArray[Any]]] = []
@@ -75,10 +75,10 @@ def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Te
         start = first + 10 * number
         if objective.needs_files:
             how = PackingConfig(objective, lengths[: len(objective.field_prefixes)], seed=0)
-            members = [image_files(start)]
+            members = [make_image_files(start)]
             rows.append(pack_in_memory([np.zeros(0, np.uint16)], how, first=start, members=members).build_row(0))
             continue
-        documents = [document(start + i, lengths[0] // 2 - 4) for i in range(4)]
+        documents = [make_document(start + i, lengths[0] // 2 - 4) for i in range(4)]
         across = config.data.attend_across_documents
         how = PackingConfig(objective, lengths[: len(objective.field_prefixes)], seed=0, attend_across_documents=across)
         packed = pack_in_memory(documents, how, first=start)
@@ -88,7 +88,9 @@ def batch(config: Config, objective: Objective, step: int) -> dict[str, torch.Te
     return fields | {"keys": torch.from_numpy(rng.row_keys(0, positions))}
 
 
-def curves(values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = None, precision: str = "fp64") -> Curves:
+def train_curves(
+    values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = None, precision: str = "fp64"
+) -> Curves:
     """The whole loss, and each of its terms, step by step; of ELECTRA also the share of tokens that were replaced, of a
     mixture of experts the load of the busiest one by the mean.
 
@@ -103,10 +105,10 @@ def curves(values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = N
     if config.model.family == "electra":
         replaced = actual.setdefault("replaced", [])
         engine.model.discriminator.register_forward_pre_hook(
-            lambda module, args, fields: replaced.append(share(fields["replaced"])), with_kwargs=True
+            lambda module, args, fields: replaced.append(compute_replaced_share(fields["replaced"])), with_kwargs=True
         )
     for step in range(1, 1 + (steps or config.train.steps)):
-        stats = engine.forward_backward([batch(config, objective, step)], objective)
+        stats = engine.forward_backward([make_batch(config, objective, step)], objective)
         for term, value in {"loss": stats.loss, **stats.terms}.items():
             actual.setdefault(term, []).append(value)
         if mixtures:
@@ -117,62 +119,62 @@ def curves(values: dict[str, Any], lr_factor: float = 1.0, steps: int | None = N
     return actual
 
 
-def share(replaced: torch.Tensor) -> float:
+def compute_replaced_share(replaced: torch.Tensor) -> float:
     """Share of replaced tokens among those that count."""
     return float((replaced == 1).sum() / (replaced >= 0).sum())
 
 
-def golden(preset: str) -> Path:
+def get_curve_file(preset: str) -> Path:
     """File of a preset's golden curve."""
     return FOLDER / f"curve-{preset}.json"
 
 
-def wanted(preset: str) -> Curves:
+def read_golden_curves(preset: str) -> Curves:
     """The golden curve of a preset."""
-    parsed: Curves = json.loads(golden(preset).read_text())
+    parsed: Curves = json.loads(get_curve_file(preset).read_text())
     return parsed
 
 
 RUNS: dict[tuple[str, int], Curves] = {}
 
 
-def run(workers: Workers, config: dict[str, Any], steps: int) -> Curves:
+def compute_curves(workers: Workers, config: dict[str, Any], steps: int) -> Curves:
     """Its curves of so many steps, computed once in a process."""
     key = json.dumps(config, default=str), steps
     if key not in RUNS:
-        (RUNS[key],) = workers.run(curves, 1, config, 1.0, steps, timeout=500)
+        (RUNS[key],) = workers.run(train_curves, 1, config, 1.0, steps, timeout=500)
     return RUNS[key]
 
 
-def check(preset: str, actual: Curves) -> None:
+def assert_golden(preset: str, actual: Curves) -> None:
     """Assert that curves begin with the golden steps."""
-    assert actual.keys() == wanted(preset).keys()
-    for term, values in wanted(preset).items():
+    assert actual.keys() == read_golden_curves(preset).keys()
+    for term, values in read_golden_curves(preset).items():
         assert actual[term][: len(values)] == pytest.approx(values, rel=TOLERANCE), term
 
 
-def check_rate(workers: Workers, preset: str, config: dict[str, Any]) -> None:
+def assert_rate_shows(workers: Workers, preset: str, config: dict[str, Any]) -> None:
     """Assert that a learning rate ten per cent higher soon shows in every term of the loss."""
     steps = RATE_STEPS.get(preset, 12)
-    (other,) = workers.run(curves, 1, config, 1.1, steps, timeout=500)
-    for term, values in wanted(preset).items():
+    (other,) = workers.run(train_curves, 1, config, 1.1, steps, timeout=500)
+    for term, values in read_golden_curves(preset).items():
         if term != "busiest":  # a load of experts is a count of tokens
-            assert other[term] != pytest.approx(values[:steps], rel=SEEN), term
+            assert other[term] != pytest.approx(values[:steps], rel=RATE_EFFECT), term
 
 
-def check_float32(workers: Workers, preset: str, config: dict[str, Any]) -> None:
+def assert_float32_agrees(workers: Workers, preset: str, config: dict[str, Any]) -> None:
     """Assert that the first steps in float32, as users train, are the golden ones."""
-    (result,) = workers.run(curves, 1, config, 1.0, FIRST, "fp32", timeout=500)
-    for term, values in wanted(preset).items():
-        assert result[term] == pytest.approx(values[:FIRST], rel=1e-5), term
+    (result,) = workers.run(train_curves, 1, config, 1.0, FLOAT32_STEPS, "fp32", timeout=500)
+    for term, values in read_golden_curves(preset).items():
+        assert result[term] == pytest.approx(values[:FLOAT32_STEPS], rel=1e-5), term
 
 
-def write(models: dict[str, tuple[dict[str, Any], int]]) -> None:
+def write_golden_curves(models: dict[str, tuple[dict[str, Any], int]]) -> None:
     """Accept a change: preset → its config, and how many steps are golden."""
     with distributed.distributed_session(device="cpu"):
         for preset, (config, steps) in models.items():
-            actual = curves(config, steps=steps)
-            golden(preset).write_text(json.dumps(actual, indent=1) + "\n")
+            actual = train_curves(config, steps=steps)
+            get_curve_file(preset).write_text(json.dumps(actual, indent=1) + "\n")
             for term, values in actual.items():
                 print(preset, term, *(f"{value:.3f}" for value in values[::10]), f"{values[-1]:.3f}")
 
@@ -202,13 +204,13 @@ def moe_curve_config(name: str) -> dict[str, Any]:
 BLOCK = re.compile(r"(?P<before>.*\blayers\.)(?P<number>\d+)(?P<after>\..*)")
 
 
-def compressed(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def join_equal_blocks(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """`encoder.layers.0…11.attn.wq.weight [768, 768]`, in the model's order.
 
     Neighbouring blocks are joined if they have the same names and shapes in the same order.
     """
     lines: list[str] = []
-    for before, entries in groupby(shapes.items(), _stack_of):
+    for before, entries in groupby(shapes.items(), _get_stack):
         if before is None:
             lines += [f"{name} {list(shape)}" for name, shape in entries]
             continue
@@ -226,7 +228,7 @@ def compressed(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     return lines
 
 
-def _stack_of(entry: tuple[str, tuple[int, ...]]) -> str | None:
+def _get_stack(entry: tuple[str, tuple[int, ...]]) -> str | None:
     match = BLOCK.fullmatch(entry[0])
     return match["before"] if match else None
 
@@ -234,7 +236,7 @@ def _stack_of(entry: tuple[str, tuple[int, ...]]) -> str | None:
 CLASSES, SIDE = 10, 8
 
 
-def image_files(number: int) -> dict[str, bytes]:
+def make_image_files(number: int) -> dict[str, bytes]:
     """A grey image of 8 × 8 pixels as PNG, and its class. Half of each pixel is the class's pattern, half noise."""
     noise = rng.random_uint64(1 + SIDE**2, "golden", "image", number)
     label = int(noise[0] % np.uint64(CLASSES))

@@ -71,7 +71,7 @@ HF_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def hf_decoder(name: str) -> Any:
+def build_hf_decoder(name: str) -> Any:
     """One of HF_DECODERS, perturbed."""
     kind, values = HF_DECODERS[name]
     # By default experts are multiplied by torch's grouped_mm, which has no float64.

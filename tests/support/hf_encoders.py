@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatfm.config import ModelConfig
-from tests.support.hf_folders import perturbed
+from tests.support.hf_folders import perturb_parameters
 from tests.support.reference_gradients import perturb
 
 ENCODER_TOKENS = torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -39,14 +39,14 @@ HF_ENCODERS = {
 }  # fmt: skip
 
 
-def hf_encoder(name: str, **options: Any) -> PreTrainedModel:
+def build_hf_encoder(name: str, **options: Any) -> PreTrainedModel:
     """One of HF_ENCODERS, perturbed."""
     kind = getattr(transformers, name)
     small = XLNET_OPTIONS if name.startswith("XLNet") else SMALL_ENCODER
-    return perturbed(kind(kind.config_class(**(small | HF_ENCODERS[name] | options))))
+    return perturb_parameters(kind(kind.config_class(**(small | HF_ENCODERS[name] | options))))
 
 
-def first_logits(output: Any) -> torch.Tensor:
+def get_vocabulary_logits(output: Any) -> torch.Tensor:
     """Logits over the vocabulary."""
     return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
 
@@ -65,7 +65,7 @@ LONG_TOKENS = torch.randint(7, 60, (2, 48), generator=torch.Generator().manual_s
 and 6 divide it: transformers pads the rest with a token that need not be there."""
 
 
-def hf_long_encoder(name: str, **changes: Any) -> Any:
+def build_hf_long_encoder(name: str, **changes: Any) -> Any:
     """One of HF_LONG_ENCODERS, perturbed and without dropout."""
     kind = getattr(transformers, name)
     dropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -144,7 +144,7 @@ def sentence_labels(config: ModelConfig) -> dict[str, Tensor]:
     return {name: torch.tensor([0, 1, 1])}
 
 
-def our_inputs(batch: dict[str, Tensor], sentences: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+def convert_batch(batch: dict[str, Tensor], sentences: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """The batch as we take it: padding is document −1, a sentence's class stands at its first token."""
     documents = batch["attention_mask"] - 1
     inputs = {"documents": documents, "segments": batch.get("token_type_ids")}

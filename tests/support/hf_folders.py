@@ -28,7 +28,7 @@ from megatfm import cli
 DECODER_TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 
 
-def perturbed(model: PreTrainedModel) -> PreTrainedModel:
+def perturb_parameters(model: PreTrainedModel) -> PreTrainedModel:
     """A model with noise added to every parameter, biases and norms too."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
@@ -36,16 +36,18 @@ def perturbed(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def with_fresh_memory(model: PreTrainedModel) -> PreTrainedModel:
+def copy_to_aligned_memory(model: PreTrainedModel) -> PreTrainedModel:
     """The model with its weights copied to aligned memory: transformers leaves them where they lie in the file."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     return model.eval()
 
 
-def hf_gpt2() -> PreTrainedModel:
+def build_hf_gpt2() -> PreTrainedModel:
     """A GPT-2 of transformers."""
-    return perturbed(GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=32, n_embd=24, n_layer=2, n_head=3)))
+    return perturb_parameters(
+        GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=32, n_embd=24, n_layer=2, n_head=3))
+    )
 
 
 def write_gpt2(folder: Path) -> Path:
@@ -67,11 +69,11 @@ def write_gpt2(folder: Path) -> Path:
         vocab_size=tokenizer.get_vocab_size(), n_positions=32, n_embd=24, n_layer=2, n_head=3,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    perturbed(GPT2LMHeadModel(config)).save_pretrained(folder)
+    perturb_parameters(GPT2LMHeadModel(config)).save_pretrained(folder)
     return folder
 
 
-def hf_llama() -> PreTrainedModel:
+def build_hf_llama() -> PreTrainedModel:
     """A Llama of transformers, with biases and scaled positions."""
     config = LlamaConfig(
         vocab_size=60, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
@@ -79,10 +81,10 @@ def hf_llama() -> PreTrainedModel:
         rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
                          "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
     )  # fmt: skip
-    return perturbed(LlamaForCausalLM(config))
+    return perturb_parameters(LlamaForCausalLM(config))
 
 
-def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder's safetensors files."""
     tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
@@ -90,7 +92,7 @@ def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def hf_config_of(model: PreTrainedModel) -> dict[str, Any]:
+def get_public_config(model: PreTrainedModel) -> dict[str, Any]:
     """A model's config without private keys."""
     return {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
 
@@ -208,7 +210,7 @@ def save_bert(folder: Path, words: Sequence[str], **options: Any) -> None:
     fast.save_pretrained(folder)
 
 
-def questions(n: int, seed: int, *, no_answer: float = 0.0) -> list[dict[str, Any]]:
+def make_questions(n: int, seed: int, *, no_answer: float = 0.0) -> list[dict[str, Any]]:
     """Where someone was: the one town of a text of 30 words or so, or none in a share of them."""
     draw, rows = random.Random(seed), []
     for number in range(n):

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from megatfm.config import ModelConfig
 from megatfm.models import build
-from tests.support.hf_folders import perturbed
-from tests.support.images import pixels, to_batch
+from tests.support.hf_folders import perturb_parameters
+from tests.support.images import draw_pixels, make_batch
 from tests.support.models import SWIN_MODEL
 
 SMALL_VIT = {
@@ -41,10 +41,10 @@ PIXELS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
 """Mean and deviation of preprocessor_config.json."""
 
 
-def hf_image_model(name: str) -> PreTrainedModel:
+def build_hf_image_model(name: str) -> PreTrainedModel:
     """One of HF_IMAGES, perturbed."""
     kind = getattr(transformers, name)
-    return perturbed(kind(kind.config_class(**HF_IMAGES[name])))
+    return perturb_parameters(kind(kind.config_class(**HF_IMAGES[name])))
 
 
 def write_pixels(folder: Path) -> None:
@@ -60,7 +60,7 @@ def image_logits(model: Any, size: Any, *, is_megatfm: bool, name: str) -> Tenso
     side = HF_IMAGES[name]["image_size"]
     if isinstance(size, int) and size > 0 and not name.startswith("Swin"):
         side = size
-    image = pixels(side, side, seed=1)
+    image = draw_pixels(side, side, seed=1)
     if not is_megatfm:
         mean, std = (torch.tensor(values)[:, None, None] for values in PIXELS.values())
         output = model(pixel_values=((image.float() / 255 - mean) / std)[None])
@@ -69,7 +69,7 @@ def image_logits(model: Any, size: Any, *, is_megatfm: bool, name: str) -> Tenso
         hidden: Tensor = output.last_hidden_state
         return model.post_layernorm(hidden) if name == "CLIPVisionModel" else hidden
     embedding = model.config.embedding
-    output = model(**to_batch([image], embedding.patch_size, embedding.n_special_tokens, [[0]]))
+    output = model(**make_batch([image], embedding.patch_size, embedding.n_special_tokens, [[0]]))
     return output.predictions["classifier"] if "Classification" in name else output.hidden
 
 
@@ -101,12 +101,12 @@ PARTS_V2 = (
 )
 
 
-def make_ours(options: dict[str, Any] | None = None) -> nn.Module:
+def build_model(options: dict[str, Any] | None = None) -> nn.Module:
     """Our model in float64, its parameters not yet set."""
     return build(ModelConfig.from_dotted(**(SWIN_MODEL | (options or {})))).double().eval()
 
 
-def make_theirs(
+def build_hf_model(
     config: ModelConfig,
     size: int | tuple[int, int],
     seed: int = 0,
@@ -131,7 +131,7 @@ def make_theirs(
     return model
 
 
-def their_name(actual: str, layers: tuple[int, ...], *, v2: bool) -> str:
+def get_hf_name(actual: str, layers: tuple[int, ...], *, v2: bool) -> str:
     """The name in transformers' model of a parameter of ours."""
     if actual.startswith("classifier."):
         return actual.replace("classifier.classifier", "classifier")
@@ -153,22 +153,22 @@ def their_name(actual: str, layers: tuple[int, ...], *, v2: bool) -> str:
     return f"{'swinv2' if v2 else 'swin'}.{name}"
 
 
-def copy_weights(actual: nn.Module, expected: nn.Module) -> dict[str, str]:
+def copy_hf_weights(actual: nn.Module, expected: nn.Module) -> dict[str, str]:
     """Set ours to theirs; returns names of ours → theirs. Every parameter of both must have its like."""
     named, v2 = dict(expected.named_parameters()), actual.config.position.name == "log_relative_2d"
-    names = {name: their_name(name, actual.config.stages.layers, v2=v2) for name, _ in actual.named_parameters()}
+    names = {name: get_hf_name(name, actual.config.stages.layers, v2=v2) for name, _ in actual.named_parameters()}
     assert sorted(names.values()) == sorted(named)
     for name, parameter in actual.named_parameters():
         parameter.data = named[names[name]].data.reshape(parameter.shape).clone()
     return names
 
 
-def images_of(size: tuple[int, int], count: int) -> tuple[list[Tensor], Tensor]:
+def draw_images(size: tuple[int, int], count: int) -> tuple[list[Tensor], Tensor]:
     """Raw images for ours, and the normalised ones [N, C, H, W] in float64 for theirs."""
-    images = [pixels(*size, seed=number) for number in range(count)]
+    images = [draw_pixels(*size, seed=number) for number in range(count)]
     return images, torch.stack([(image.double() / 255 - MEAN) / STD for image in images])
 
 
-def batch_of(images: list[Tensor], rows: list[list[int]], labels: list[int]) -> dict[str, Tensor]:
+def make_image_batch(images: list[Tensor], rows: list[list[int]], labels: list[int]) -> dict[str, Tensor]:
     """Ours: rows of images' patches of 4 pixels."""
-    return to_batch(images, 4, 0, rows, labels=labels)
+    return make_batch(images, 4, 0, rows, labels=labels)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
 from tests.support.batches import PassThroughObjective
-from tests.support.images import masked_batch, pixels, to_batch
-from tests.support.layouts import cells
+from tests.support.images import draw_pixels, make_batch, make_masked_batch
+from tests.support.layouts import make_cases
 from tests.support.models import LENGTH, PYRAMID_OPTIONS, ROWS, SWIN_MODEL
 
 SIDE = 4
@@ -63,22 +63,22 @@ class ImageObjective(PassThroughObjective):
 def image_model_batch(name: str) -> dict[str, Tensor]:
     """ROWS rows of LENGTH tokens: images of unlike sizes, one row of one image, and padding."""
     config, n = IMAGE_MODELS[name], len(SIZES)
-    images = [pixels(SIDE * height, SIDE * width, seed=seed) for seed, (height, width) in enumerate(SIZES)]
+    images = [draw_pixels(SIDE * height, SIDE * width, seed=seed) for seed, (height, width) in enumerate(SIZES)]
     if name == "mae":
         rows = [[row % n, (row + 1) % n] if row % n not in (1, 2) else [row % n] for row in range(ROWS)]
         kept = [[0, 2], [1, 3], [0, 3, 5], [2, 4], [0]]
-        batch = masked_batch(images, SIDE, 1, rows, kept, (LENGTH, LENGTH))
+        batch = make_masked_batch(images, SIDE, 1, rows, kept, (LENGTH, LENGTH))
     elif name == "simmim swin":
-        images = [pixels(4 * SIDE, 6 * SIDE, seed=seed) for seed in range(5)]
+        images = [draw_pixels(4 * SIDE, 6 * SIDE, seed=seed) for seed in range(5)]
         rows = [[row % 5, (row + 2) % 5][: 1 + (row < ROWS - 1)] for row in range(ROWS)]
-        batch = mask_patches(to_batch(images, SIDE, 0, rows, labels=[4, 0, 2, 1, 3], row_length=48))
+        batch = mask_patches(make_batch(images, SIDE, 0, rows, labels=[4, 0, 2, 1, 3], row_length=48))
     elif name == "simmim":
         rows = [[row % n, 4] if row % n in (2, 3) else [row % n, 0] for row in range(ROWS)]
-        batch = mask_patches(to_batch(images, SIDE, 1, rows, row_length=LENGTH))
+        batch = mask_patches(make_batch(images, SIDE, 1, rows, row_length=LENGTH))
     else:
         n_special = config.embedding.n_special_tokens  # type: ignore[union-attr]
         rows = [[row % n, 4] if row % n in (2, 3) else [row % n, 0] for row in range(ROWS)]
-        batch = to_batch(images, SIDE, n_special, rows, labels=[4, 0, 2, 1, 3], row_length=LENGTH)
+        batch = make_batch(images, SIDE, n_special, rows, labels=[4, 0, 2, 1, 3], row_length=LENGTH)
     batch["keys"] = torch.arange(ROWS) * 7919 + 3
     return batch
 
@@ -111,7 +111,7 @@ def is_compared(name: str, parallel: ParallelConfig) -> bool:
     return parallel.cp == 1 or name not in WITHOUT_CONTEXT
 
 
-def grid(ranks: int) -> dict[str, list[str]]:
+def list_model_layouts(ranks: int) -> dict[str, list[str]]:
     """Models and the layouts of so many ranks under which they are compared."""
     layouts = LAYOUTS[ranks].items()
     compared = {name: [key for key, value in layouts if is_compared(name, value)] for name in IMAGE_MODELS}
@@ -120,4 +120,8 @@ def grid(ranks: int) -> dict[str, list[str]]:
 
 ALWAYS = ["one process", "cp2", "tp2", "tp3", "tp3 without sequence parallel"]
 """Layouts that no model goes without: a masked autoencoder's lookup can be wrong under some of these alone."""
-CASES = [case for ranks in LAYOUTS for case in cells(grid(ranks), ranks, rounds=3, always=ALWAYS, label=f" on {ranks}")]
+CASES = [
+    case
+    for ranks in LAYOUTS
+    for case in make_cases(list_model_layouts(ranks), ranks, rounds=3, always=ALWAYS, label=f" on {ranks}")
+]

@@ -9,13 +9,13 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 
-def pixels(height: int, width: int, *, seed: int, channels: int = 3) -> Tensor:
+def draw_pixels(height: int, width: int, *, seed: int, channels: int = 3) -> Tensor:
     """Random uint8 pixels [C, H, W]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (channels, height, width), generator=generator).to(torch.uint8)
 
 
-def patches_of(image: Tensor, side: int) -> Tensor:
+def cut_patches(image: Tensor, side: int) -> Tensor:
     """Patches [h · w, C · side²] of an image [C, H, W], row by row; pixels beyond the last whole patch are dropped."""
     height, width = image.shape[1] // side, image.shape[2] // side
     return torch.stack([
@@ -25,13 +25,13 @@ def patches_of(image: Tensor, side: int) -> Tensor:
     ])  # fmt: skip
 
 
-def grid_rows(height: int, width: int, n_special: int) -> list[list[int]]:
+def make_patch_grid(height: int, width: int, n_special: int) -> list[list[int]]:
     """Row, column, height and width of each token of an image."""
     special = [[-1, number, height, width] for number in range(n_special)]
     return special + [[row, column, height, width] for row in range(height) for column in range(width)]
 
 
-def to_batch(
+def make_batch(
     images: Sequence[Tensor],
     side: int,
     n_special: int,
@@ -56,8 +56,10 @@ def to_batch(
         begin = 0
         for document, number in enumerate(row):
             end = begin + lengths[number]
-            batch["patches"][index, begin + n_special : end] = patches_of(images[number], side)
-            batch["grid"][index, begin:end] = torch.tensor(grid_rows(*sizes[number], n_special), dtype=torch.int32)
+            batch["patches"][index, begin + n_special : end] = cut_patches(images[number], side)
+            batch["grid"][index, begin:end] = torch.tensor(
+                make_patch_grid(*sizes[number], n_special), dtype=torch.int32
+            )
             batch["positions"][index, begin:end] = torch.arange(lengths[number])
             batch["documents"][index, begin:end] = document
             if labels is not None:
@@ -66,7 +68,7 @@ def to_batch(
     return batch
 
 
-def masked_batch(
+def make_masked_batch(
     images: Sequence[Tensor],
     side: int,
     n_special: int,
@@ -74,11 +76,11 @@ def masked_batch(
     kept: Sequence[Sequence[int]],
     lengths: tuple[int, int],
 ) -> dict[str, Tensor]:
-    """A masked autoencoder's batch: `to_batch` for the decoder, and the tokens that are kept for the encoder.
+    """A masked autoencoder's batch: `make_batch` for the decoder, and the tokens that are kept for the encoder.
 
     kept: by image, the patches that the encoder sees. lengths: of the encoder's rows, and of the decoder's.
     """
-    full = to_batch(images, side, n_special, rows, row_length=lengths[1])
+    full = make_batch(images, side, n_special, rows, row_length=lengths[1])
     batch = {f"encoder_{name}": values[:, : lengths[0]].clone() for name, values in full.items()}
     batch["encoder_patches"].zero_()
     batch["encoder_grid"][:] = torch.tensor([0, 0, 1, 1], dtype=torch.int32)

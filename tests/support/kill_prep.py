@@ -17,14 +17,14 @@ from megatfm.data_prep import pipeline
 from megatfm.data_prep.execution.progress import Reporter
 
 
-class Clock:
+class MomentCounter:
     """Counts the moments, and kills this process without warning when the time has come."""
 
     def __init__(self, last: int) -> None:
         self.now = 0
         self.last = last
 
-    def ticking(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def count_calls(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def tick(*arguments: Any, **named: Any) -> Any:
             if self.now == self.last:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -34,11 +34,11 @@ class Clock:
         return tick
 
 
-def run(config: PrepConfig, last: int) -> None:
+def run_until_moment(config: PrepConfig, last: int) -> None:
     """Prepare, and be killed at a moment; prints the number of moments."""
-    clock = Clock(last)
-    os.fsync, os.replace = clock.ticking(os.fsync), clock.ticking(os.replace)
-    AtomicFile.write = clock.ticking(AtomicFile.write)  # type: ignore[method-assign]
+    clock = MomentCounter(last)
+    os.fsync, os.replace = clock.count_calls(os.fsync), clock.count_calls(os.replace)
+    AtomicFile.write = clock.count_calls(AtomicFile.write)  # type: ignore[method-assign]
     pipeline.run(config, Reporter())
     print(clock.now, file=sys.stderr)
 
@@ -52,7 +52,7 @@ def main() -> None:
         out, _, moment = run_argument.rpartition(":")
         child = os.fork()
         if child == 0:
-            run(config.model_copy(update={"out": out}), int(moment))
+            run_until_moment(config.model_copy(update={"out": out}), int(moment))
             sys.stderr.flush()
             os._exit(0)
         statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

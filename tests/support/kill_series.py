@@ -27,8 +27,8 @@ import torch
 
 from megatfm import checkpoint
 from megatfm.checkpoint.directory import step_from_path
-from tests.support.forked_commands import last_of_each_key
-from tests.support.killed_ranks import ENGINES, Kill, fork, live, wait
+from tests.support.forked_commands import keep_last_override
+from tests.support.killed_ranks import ENGINES, Kill, fork_process, run_rank, wait_for_any
 from tests.support.rank_processes import free_port
 from tests.support.training_runs import training_curve
 
@@ -87,7 +87,7 @@ preflight = false
 
 
 @dataclass
-class Series:
+class KillSeries:
     """The kills of one layout, in run directories under `folder`."""
 
     config: str
@@ -99,22 +99,22 @@ class Series:
     seconds: list[float] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def reference(self) -> dict[int, Counter[str]]:
+    def run_reference(self) -> dict[int, Counter[str]]:
         """A run that nobody kills; returns the events of each phase by rank."""
-        self._go(self.folder / "whole", None)
+        self._run_ranks(self.folder / "whole", None)
         return {
             rank: Counter(json.loads((self.folder / f"events-{rank}.json").read_text())) for rank in range(self.world)
         }
 
     def kill(self, kills: Sequence[Kill]) -> None:
         """One after the other; raises AssertionError where a run doesn't end as the reference did."""
-        run, newest = self._fresh(), 0
+        run, newest = self._next_run_folder(), 0
         for kill in kills:
             for _ in range(TRIES):
-                if self._go(run, kill):
+                if self._run_ranks(run, kill):
                     break
-                self.compare(run)  # it came to the end before: compare it, and begin another
-                run, newest = self._fresh(), 0
+                self.compare_with_reference(run)  # it came to the end before: compare it, and begin another
+                run, newest = self._next_run_folder(), 0
             else:
                 raise AssertionError(f"never came so far: {kill}")
             self.hits[kill.phase] += 1
@@ -122,10 +122,10 @@ class Series:
             step = step_from_path(latest) if latest else 0
             assert step >= newest, f"step {newest} was there, and now it is {step}: {kill}"
             newest = step
-        assert not self._go(run, None)
-        self.compare(run)
+        assert not self._run_ranks(run, None)
+        self.compare_with_reference(run)
 
-    def compare(self, run: Path) -> None:
+    def compare_with_reference(self, run: Path) -> None:
         """The curve and the last checkpoint of a run, bit for bit."""
         full = self.folder / "whole"
         assert training_curve(run) == training_curve(full), f"{run}: another curve"
@@ -139,11 +139,11 @@ class Series:
         assert mine_state["data"] == their_state["data"]
         shutil.rmtree(run)
 
-    def _fresh(self) -> Path:
+    def _next_run_folder(self) -> Path:
         self.runs += 1
         return self.folder / f"run-{self.runs}"
 
-    def _go(self, run: Path, kill: Kill | None) -> bool:
+    def _run_ranks(self, run: Path, kill: Kill | None) -> bool:
         """Start all ranks and wait for them; returns whether the kill was carried out."""
         start, number = time.monotonic(), next(self._numbers)
         port = free_port()
@@ -155,13 +155,13 @@ class Series:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world),
                 "LOCAL_WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
-            words = last_of_each_key(["train", self.config, f"run_dir={run}", *self.overrides])
+            words = keep_last_override(["train", self.config, f"run_dir={run}", *self.overrides])
             counts = self.folder / f"events-{rank}.json" if run.name == "whole" else None
             mine = kill if kill and kill.rank == rank else None
-            pids[fork(lambda: live(words, variables, output[rank], mine, hit, counts))] = rank  # noqa: B023
+            pids[fork_process(lambda: run_rank(words, variables, output[rank], mine, hit, counts))] = rank  # noqa: B023
         codes: dict[int, int] = {}
         while pids:
-            pid, status = wait(list(pids), start + PATIENCE_SECONDS)
+            pid, status = wait_for_any(list(pids), start + PATIENCE_SECONDS)
             assert pid, f"{run}: still running after {PATIENCE_SECONDS:.0f} s: {output[0].read_text()}"
             codes[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
             if kill and codes.get(kill.rank) == -signal.SIGKILL and not kill.settle:
@@ -191,7 +191,7 @@ def draw_kills(phases: Sequence[str], world: int, events: Mapping[int, Mapping[s
     return kills
 
 
-def shares(kills: int) -> dict[str, int]:
+def divide_kills(kills: int) -> dict[str, int]:
     """Kills by layout: most on one rank, and as many on each other layout."""
     remaining = {layout: kills * 3 // 23 for layout in LAYOUTS if layout != "alone"}
     return {"alone": kills - sum(remaining.values()), **remaining}
@@ -211,10 +211,10 @@ def run_series(
         if not count:
             continue
         world, words = LAYOUTS[layout]
-        series = Series(str(config), folder / layout.replace(" ", "-"), world, [*words, *overrides])
+        series = KillSeries(str(config), folder / layout.replace(" ", "-"), world, [*words, *overrides])
         series.folder.mkdir()
         due = list(itertools.islice(phases, count))
-        series.kill(draw_kills(due, world, series.reference(), f"{seed} {layout}"))
+        series.kill(draw_kills(due, world, series.run_reference(), f"{seed} {layout}"))
         hits += series.hits
         by_layout[layout] = dict(series.hits)
         starts += len(series.seconds)

@@ -38,7 +38,7 @@ class Kill:
     settle: bool = False
 
 
-def fork(work: Callable[[], None]) -> int:
+def fork_process(work: Callable[[], None]) -> int:
     """Run a function in a forked process; returns its pid."""
     pid = os.fork()
     if pid == 0:
@@ -49,7 +49,7 @@ def fork(work: Callable[[], None]) -> int:
     return pid
 
 
-def wait(pids: Sequence[int], deadline: float) -> tuple[int, int]:
+def wait_for_any(pids: Sequence[int], deadline: float) -> tuple[int, int]:
     """The next of these that ends, and its status; (0, 0) after the deadline, when all are killed."""
     while time.monotonic() < deadline:
         for pid in pids:
@@ -63,7 +63,7 @@ def wait(pids: Sequence[int], deadline: float) -> tuple[int, int]:
     return 0, 0
 
 
-def live(
+def run_rank(
     words: list[str],
     environment: dict[str, str],
     text: Path,
@@ -81,9 +81,9 @@ def live(
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    events = Events(kill, hit)
+    events = EventCounter(kill, hit)
     if hit:
-        events.plant()
+        events.install_hooks()
     code = 1
     try:
         cli.main(words)
@@ -96,7 +96,7 @@ def live(
 
 
 @dataclass
-class Events:
+class EventCounter:
     """Counts what happens in each phase of this process, and ends it at the chosen moment."""
 
     kill: Kill | None
@@ -105,7 +105,7 @@ class Events:
     phase: str = "write"
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def happens(self, phase: str, first: Callable[[], object] = lambda: None) -> None:
+    def count_event(self, phase: str, first: Callable[[], object] = lambda: None) -> None:
         """One event. first: what is still done before the kill."""
         with self._lock:
             self.seen[phase] += 1
@@ -114,34 +114,34 @@ class Events:
                 self.hit.write_text(phase)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def plant(self) -> None:
+    def install_hooks(self) -> None:
         """A step is made of the calls of its modules; staging of pieces; all else of operations on the disk."""
-        torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self.happens("step"))
+        torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self.count_event("step"))
         for name in ("forward_backward", "step"):
             for engine in map(engine_class, ENGINES):
-                setattr(engine, name, self._around(getattr(engine, name), "step"))
+                setattr(engine, name, self._count_around(getattr(engine, name), "step"))
         copy = staging._copy
 
         def counted(*part: Any) -> None:
-            self.happens("staging")
+            self.count_event("staging")
             copy(*part)
 
         staging._copy = counted
-        writer.commit = self._during(writer.commit, "metadata")
-        saver.purge_old_checkpoints = self._during(saver.purge_old_checkpoints, "retention")
+        writer.commit = self._set_phase_during(writer.commit, "metadata")
+        saver.purge_old_checkpoints = self._set_phase_during(saver.purge_old_checkpoints, "retention")
         for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):
-            setattr(os, name, self._operation(name, getattr(os, name)))
+            setattr(os, name, self._wrap_operation(name, getattr(os, name)))
 
-    def _around(self, genuine: Callable[..., Any], phase: str) -> Callable[..., Any]:
+    def _count_around(self, genuine: Callable[..., Any], phase: str) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.happens(phase)
+            self.count_event(phase)
             result = genuine(*args, **kwargs)
-            self.happens(phase)
+            self.count_event(phase)
             return result
 
         return counted
 
-    def _during(self, genuine: Callable[..., Any], phase: str) -> Callable[..., Any]:
+    def _set_phase_during(self, genuine: Callable[..., Any], phase: str) -> Callable[..., Any]:
         def in_phase(*args: Any, **kwargs: Any) -> Any:
             self.phase = phase
             try:
@@ -151,22 +151,22 @@ class Events:
 
         return in_phase
 
-    def _operation(self, name: str, genuine: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_operation(self, name: str, genuine: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread().name != "megatfm-save":
                 return genuine(*args, **kwargs)
             time.sleep(SLOW_SECONDS)
             if name == "rename" and self.phase == "metadata":
                 self.phase = "commit"
-            half = (lambda: genuine(args[0], _half(*args))) if name == "write" else lambda: None
+            half = (lambda: genuine(args[0], _first_half(*args))) if name == "write" else lambda: None
             if name != "open" or args[1] & os.O_CREAT:
-                self.happens(self.phase, half)
+                self.count_event(self.phase, half)
             return genuine(*args, **kwargs)
 
         return operation
 
 
-def _half(file: int, data: memoryview) -> memoryview:
+def _first_half(file: int, data: memoryview) -> memoryview:
     """The first half of the data; past the page cache, of its complete blocks."""
     direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
     return data[: len(data) // 2 // chunked_io.BLOCK_BYTES * chunked_io.BLOCK_BYTES if direct else len(data) // 2]

@@ -16,7 +16,7 @@ from megatfm.launchers.record import Attempt, dump_attempts
 from megatfm.launchers.slurm import Site
 
 
-def launch(*words: str, config: str = "quickstart") -> int:
+def run_launch(*words: str, config: str = "quickstart") -> int:
     """Run `megatfm launch CONFIG words`; returns its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
@@ -25,7 +25,7 @@ def launch(*words: str, config: str = "quickstart") -> int:
     return main(parser.parse_intermixed_args([config, *words]))
 
 
-def job(**changes: object) -> Job:
+def make_job(**changes: object) -> Job:
     """A training job of the quickstart, with other values in some fields."""
     fields: dict[str, object] = {
         "config_name": "quickstart", "overrides": (), "config": load_config("quickstart"), "name": "quickstart",
@@ -46,10 +46,10 @@ FULL_SITE = Site(
 SMALL_SITE = Site(partition="short", requeue=False, start="torchrun", cpus_per_task=2, gpus="gres", stop_seconds=60)
 
 
-def prep_job(**changes: object) -> Job:
+def make_prep_job(**changes: object) -> Job:
     """A job of eight tasks that prepares the quickstart's data."""
     resolved = load_section(PrepConfig, "quickstart-data")
-    return job(kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes)
+    return make_job(kind="prep", config_name="quickstart-data", config=resolved, name="prep", array_size=8, **changes)
 
 
 COMMANDS = ("sbatch", "scontrol", "scancel", "squeue", "sinfo", "sacct", "srun")
@@ -87,7 +87,7 @@ class FakeSlurm:
 MakeRun = Callable[..., Path]
 
 
-def megatfm(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run_megatfm(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Run a command in this process; returns its exit code and all that it wrote."""
     with pytest.raises(SystemExit) as left:
         cli.main(words)

@@ -80,13 +80,13 @@ def layout_name(parallel: ParallelConfig) -> str:
     return " × ".join(words)
 
 
-def covered_layouts() -> ModelsByLayout:
+def list_covered_layouts() -> ModelsByLayout:
     """Layouts and models that the cases compare with one device."""
     actual: ModelsByLayout = defaultdict(set)
     for layouts in FAMILY_LAYOUTS.values():
         for parallel in layouts.values():
             actual[layout_name(parallel)] |= set(FAMILY_NAMES)
-    for models, parallel in pipelines():
+    for models, parallel in list_pipeline_cases():
         actual[layout_name(parallel)] |= set(models)
     for model, ranks in EXPERT_CASES:
         for parallel in expert_layouts_of(ranks).values():
@@ -104,7 +104,7 @@ def covered_layouts() -> ModelsByLayout:
     return actual
 
 
-def pipelines() -> Iterator[tuple[Sequence[str], ParallelConfig]]:
+def list_pipeline_cases() -> Iterator[tuple[Sequence[str], ParallelConfig]]:
     """The models and layouts that the tests of pipelines ask `check` to compare; asked of the tests themselves."""
     comparisons: list[tuple[Sequence[str], ParallelConfig]] = []
 
@@ -115,12 +115,12 @@ def pipelines() -> Iterator[tuple[Sequence[str], ParallelConfig]]:
         patch.setattr(test_pipelines, "check", note)
         for name, test in vars(test_pipelines).items():
             if name.startswith("test_") and "check" in getattr(test, "__code__", note.__code__).co_names:
-                for case in cases(test):
+                for case in list_cases(test):
                     test(None, **case)
     yield from comparisons
 
 
-def cases(test: Any) -> Iterator[dict[str, Any]]:
+def list_cases(test: Any) -> Iterator[dict[str, Any]]:
     """The arguments of each case of a parametrised test."""
     choices = []
     for mark in getattr(test, "pytestmark", ()):
@@ -137,9 +137,9 @@ def case_values(case: Any, count: int) -> Sequence[Any]:
     return case.values if isinstance(case, ParameterSet) else case if count > 1 else (case,)
 
 
-def table() -> str:
+def make_table() -> str:
     """Rows are layouts, columns models."""
-    actual = covered_layouts()
+    actual = list_covered_layouts()
     models = list(dict.fromkeys([*FAMILY_NAMES, *sorted(set().union(*actual.values()))]))
     lines = [f"| Layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
     for layout, models_of_layout in actual.items():
@@ -148,7 +148,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def contexts_table() -> str:
+def make_context_table() -> str:
     """Rows are models, columns layouts whose rows are cut."""
     layouts = [(ranks, layout_name(p)) for ranks, layout_of in CONTEXT_LAYOUTS.items() for p in layout_of.values()]
     lines = [f"| Model | {' | '.join(name for _, name in layouts)} |", "|---" * (len(layouts) + 1) + "|"]
@@ -164,7 +164,7 @@ def contexts_table() -> str:
     return "\n".join(lines)
 
 
-def image_cases() -> Iterator[tuple[str, str]]:
+def list_image_cases() -> Iterator[tuple[str, str]]:
     """Rows and layouts that the tests of models of images compare."""
     for test, rows in (
         (test_image_layouts, IMAGE_ROWS),
@@ -179,9 +179,9 @@ def image_cases() -> Iterator[tuple[str, str]]:
                         yield row, layout_name(parallel)
 
 
-def images_table() -> str:
+def make_image_table() -> str:
     """Rows are models with images, columns the layouts under which any of them is compared."""
-    compared = [*image_cases()]
+    compared = [*list_image_cases()]
     layouts = [*dict.fromkeys(layout for _, layout in compared)]
     lines = [f"| Model | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
     for row in dict.fromkeys(row for row, _ in compared):
@@ -190,17 +190,17 @@ def images_table() -> str:
     return "\n".join(lines)
 
 
-def page(text: str) -> str:
+def renew_page(text: str) -> str:
     """The page with the tables as they should be."""
     for begin, result in (
-        (BEGIN, table()),
-        (BEGIN_CONTEXTS, contexts_table()),
-        (BEGIN_IMAGES, images_table()),
+        (BEGIN, make_table()),
+        (BEGIN_CONTEXTS, make_context_table()),
+        (BEGIN_IMAGES, make_image_table()),
     ):
         text = re.sub(f"(?s)(?<={begin}\n).*?(?=\n{END})", lambda _, result=result: f"\n{result}\n", text, count=1)
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(renew_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(0)

@@ -59,7 +59,7 @@ Grid = Mapping[str, Collection[str]]
 """Model → the layouts that it is tried under."""
 
 
-def dealt(grid: Grid, rounds: int = 1) -> dict[str, list[str]]:
+def deal_layouts(grid: Grid, rounds: int = 1) -> dict[str, list[str]]:
     """A share for each model: every layout goes to `rounds` of its models in turn, and no model goes without."""
     hands: dict[str, list[str]] = {model: [] for model in grid}
     layouts = dict.fromkeys(layout for layouts_of_model in grid.values() for layout in layouts_of_model)
@@ -76,12 +76,12 @@ def dealt(grid: Grid, rounds: int = 1) -> dict[str, list[str]]:
     return hands
 
 
-def cells(
+def make_cases(
     grid: Grid, *more: object, rounds: int = 1, always: Collection[str] = (), label: str = ""
 ) -> list[ParameterSet]:
     """Cases (model, layouts, *more) for `parametrize`: what each is dealt and always has; slow, all others."""
     actual = []
-    for model, hand in dealt(grid, rounds).items():
+    for model, hand in deal_layouts(grid, rounds).items():
         now = [layout for layout in grid[model] if layout in hand or layout in always]
         later = [layout for layout in grid[model] if layout not in now]
         actual.append(pytest.param(model, now, *more, id=f"{model}{label}"))
@@ -90,7 +90,7 @@ def cells(
     return actual
 
 
-def cells_by_ranks(
+def make_cases_by_ranks(
     models: Collection[str],
     layouts: Mapping[int, Collection[str]],
     rounds: int = 1,
@@ -100,7 +100,7 @@ def cells_by_ranks(
     return [
         case
         for ranks, names in layouts.items()
-        for case in cells(dict.fromkeys(models, names), ranks, rounds=rounds, always=always, label=f" on {ranks}")
+        for case in make_cases(dict.fromkeys(models, names), ranks, rounds=rounds, always=always, label=f" on {ranks}")
     ]
 
 
@@ -125,14 +125,14 @@ def traffic_config(
     )  # fmt: skip
 
 
-def count_steps(configs: list[Config]) -> list[RankResult]:
+def count_traffic(configs: list[Config]) -> list[RankResult]:
     """The traffic of a step of each config on this rank."""
     return [_step(config, draw_batch(config), dist.get_world_size()) for config in configs]
 
 
-def traffic_mismatches(workers: Workers, ranks: int, configs: Mapping[str, Config]) -> dict[str, list[str]]:
+def list_traffic_mismatches(workers: Workers, ranks: int, configs: Mapping[str, Config]) -> dict[str, list[str]]:
     """Layouts with flows that are not as expected, and a line for each such flow."""
-    by_rank = workers.run(count_steps, ranks, list(configs.values()), timeout=180.0)
+    by_rank = workers.run(count_traffic, ranks, list(configs.values()), timeout=180.0)
     actual = {}
     for (layout, config), answers in zip(configs.items(), zip(*by_rank, strict=True), strict=True):
         if misses := find_traffic_mismatches(answers, compute_expected_traffic(config, draw_batch(config))):
@@ -141,7 +141,7 @@ def traffic_mismatches(workers: Workers, ranks: int, configs: Mapping[str, Confi
 
 
 @dataclass(frozen=True)
-class Busy:
+class RankTime:
     """One rank's time, in a simulated step: from its first pass to its last, and how long it computes."""
 
     first: float
@@ -149,7 +149,9 @@ class Busy:
     seconds: float
 
 
-def simulate(actions_by_rank: Schedule, stage_to_rank: Sequence[int], seconds: Mapping[str, float]) -> list[Busy]:
+def simulate_schedule(
+    actions_by_rank: Schedule, stage_to_rank: Sequence[int], seconds: Mapping[str, float]
+) -> list[RankTime]:
     """Each rank's time. seconds: of a pass of each kind, {"F": …, "B": …, "I": …, "W": …}.
 
     Raises ValueError for an order in which a pass waits for ever.
@@ -160,27 +162,27 @@ def simulate(actions_by_rank: Schedule, stage_to_rank: Sequence[int], seconds: M
     while any(queues):
         waiting = sum(map(len, queues))
         for rank, queue in enumerate(queues):
-            while queue and all(need in ends for need in _needs(queue[0], len(stage_to_rank))):
+            while queue and all(need in ends for need in _inputs_of_action(queue[0], len(stage_to_rank))):
                 action = queue.pop(0)
-                start = max([free[rank], *(ends[need] for need in _needs(action, len(stage_to_rank)))])
+                start = max([free[rank], *(ends[need] for need in _inputs_of_action(action, len(stage_to_rank)))])
                 starts[rank] = min(starts[rank], start)
                 kind = "B" if action.kind == "I" else action.kind
                 free[rank] = ends[action.stage, kind, action.microbatch] = start + seconds[action.kind]
         if sum(map(len, queues)) == waiting:
             raise ValueError(f"the schedule deadlocks at: {[queue[0] for queue in queues if queue]}")
     return [
-        Busy(first, last, sum(seconds[action.kind] for action in order))
+        RankTime(first, last, sum(seconds[action.kind] for action in order))
         for first, last, order in zip(starts, free, actions_by_rank, strict=True)
     ]
 
 
-def bubble(times: Sequence[Busy]) -> float:
+def bubble_fraction(times: Sequence[RankTime]) -> float:
     """Share of all ranks' time, from the first pass of any to the last, in which they wait."""
     span = max(rank.last for rank in times) - min(rank.first for rank in times)
     return 1 - sum(rank.seconds for rank in times) / (len(times) * span)
 
 
-def _needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
+def _inputs_of_action(action: Action, stages: int) -> list[tuple[int, str, int]]:
     stage, kind, i = action
     if kind == "W":
         return [(stage, "B", i)]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig, ParallelConfig
-from tests.support.images import pixels, to_batch
-from tests.support.layouts import cells_by_ranks
+from tests.support.images import draw_pixels, make_batch
+from tests.support.layouts import make_cases_by_ranks
 from tests.support.models import ROWS
 
 SIDE, IMAGE_TOKEN, VOCABULARY = 4, 55, 60
@@ -71,7 +71,7 @@ LAYOUTS = {
     },
     5: {"cp": ParallelConfig(cp=5)},
 }
-CASES = cells_by_ranks(LLAVA_MODELS, LAYOUTS, rounds=2, always=["one process", "cp"])
+CASES = make_cases_by_ranks(LLAVA_MODELS, LAYOUTS, rounds=2, always=["one process", "cp"])
 """Cells of the grid of models and layouts; those of `make test-all` alone are marked slow."""
 SIZES = [(1, 3), (2, 2), (3, 2), (2, 3), (1, 1)]
 """Heights and widths of images, in patches."""
@@ -84,11 +84,11 @@ def llava_batch(name: str) -> dict[str, Tensor]:
     config, n = LLAVA_MODELS[name], len(SIZES)
     assert config.connector is not None
     image_token = config.connector.image_token_id
-    images = [pixels(SIDE * height, SIDE * width, seed=seed) for seed, (height, width) in enumerate(SIZES)]
+    images = [draw_pixels(SIDE * height, SIDE * width, seed=seed) for seed, (height, width) in enumerate(SIZES)]
     samples: list[list[int]] = [[TEXT_ALONE], [4, 0], [TEXT_ALONE, 1], [2]]
     samples += [[row % n, (row + 1) % n] if row % 3 else [row % n] for row in range(ROWS - len(samples))]
     rows = [[number for number in row if number != TEXT_ALONE] for row in samples]
-    side = to_batch(images, SIDE, 1, rows, row_length=IMAGE_LENGTH)
+    side = make_batch(images, SIDE, 1, rows, row_length=IMAGE_LENGTH)
     batch = {f"encoder_{field}": values for field, values in side.items()}
     shape = (ROWS, TEXT_LENGTH)
     batch |= {"tokens": torch.zeros(shape, dtype=torch.int64), "targets": torch.full(shape, -100)}

@@ -70,7 +70,7 @@ class MemoryCorpus:
         return [(i, self.documents[i]) for i in range(*self.blocks[number : number + 2])]
 
 
-def documents(n: int, seed: int = 0, vocabulary: int = 4000) -> list[np.ndarray]:
+def draw_documents(n: int, seed: int = 0, vocabulary: int = 4000) -> list[np.ndarray]:
     """Documents of random tokens, some of them empty."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 300, n)
@@ -99,7 +99,7 @@ def memory_corpus() -> type[MemoryCorpus]:
 @pytest.fixture
 def make_documents() -> Callable[..., list[np.ndarray]]:
     """`make_documents(n)`: documents of random tokens."""
-    return documents
+    return draw_documents
 
 
 @pytest.fixture
@@ -122,13 +122,13 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def folder(write: Callable[..., Path]) -> Path:
     """A corpus of 100 documents on disk."""
-    return write(documents(100))
+    return write(draw_documents(100))
 
 
 @pytest.fixture
 def packed(write: Callable[..., Path]) -> Path:
     """The documents in a corpus of which many share a member."""
-    return write(documents(100), "packed", pack=True, shard_bytes=20_000, frame_bytes=4000)
+    return write(draw_documents(100), "packed", pack=True, shard_bytes=20_000, frame_bytes=4000)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def replace_shard(folder: Path, data: bytes) -> None:
     edit_manifest(folder, lambda manifest: manifest["shards"][1].update(facts))
 
 
-def edited(index: ShardIndex, change: Change) -> bytes:
+def edit_index_bytes(index: ShardIndex, change: Change) -> bytes:
     """Bytes of an index after a change of its frames and samples."""
     frames, samples = index.frames.copy(), index.samples.copy()
     change(frames, samples)
@@ -174,7 +174,7 @@ def edited(index: ShardIndex, change: Change) -> bytes:
 
 def edit_index(folder: Path, change: Change) -> None:
     """Change the index of shard 1, with the manifest's consent."""
-    replace_index(folder, edited(Corpus.open(folder).indexes.complete(1), change))
+    replace_index(folder, edit_index_bytes(Corpus.open(folder).indexes.complete(1), change))
 
 
 def assert_refused(read: Callable[[], object], *words: str, kind: type[MegatfmError] = MegatfmError) -> None:
@@ -219,7 +219,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def same_corpora(one: Corpus, other: Corpus) -> bool:
+def have_same_documents(one: Corpus, other: Corpus) -> bool:
     """Whether two corpora have the same documents."""
     return all(
         np.array_equal(a, b)

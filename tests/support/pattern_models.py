@@ -93,7 +93,7 @@ PATTERN_MODELS = {
 
 
 @dataclass(frozen=True)
-class Near(AttentionPattern):
+class LastTokensPattern(AttentionPattern):
     """The last `width` tokens."""
 
     width: int
@@ -110,7 +110,7 @@ class Near(AttentionPattern):
 
 
 @dataclass(frozen=True)
-class Chunks(AttentionPattern):
+class SameChunkPattern(AttentionPattern):
     """Earlier tokens of the same chunk of the document, longer chunks in later heads."""
 
     size: int

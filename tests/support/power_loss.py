@@ -35,7 +35,7 @@ class Operation:
 
 
 @contextmanager
-def recorded(into: list[Operation]) -> Iterator[None]:
+def record_operations(into: list[Operation]) -> Iterator[None]:
     """Record what this process, in any of its threads, does to the disk."""
     genuine = {name: getattr(os, name) for name in OPERATIONS}
     lock = threading.Lock()
@@ -44,7 +44,7 @@ def recorded(into: list[Operation]) -> Iterator[None]:
         def operation(*args: Any, **kwargs: Any) -> Any:
             with lock:  # so that the order that is written down is the one that happened
                 fresh = name != "open" or (bool(args[1] & os.O_CREAT) and not os.path.lexists(args[0]))
-                path = _path(args[0], kwargs.get("dir_fd"))
+                path = _resolve_path(args[0], kwargs.get("dir_fd"))
                 result = genuine[name](*args, **kwargs)
                 if fresh:
                     data = bytes(args[1][:result]) if name == "write" else b""
@@ -64,7 +64,7 @@ def recorded(into: list[Operation]) -> Iterator[None]:
             setattr(os, name, genuine[name])
 
 
-def _path(first: Any, folder: int | None) -> str:
+def _resolve_path(first: Any, folder: int | None) -> str:
     if isinstance(first, int):
         return str(Path(f"/proc/self/fd/{first}").readlink())
     return str(Path(f"/proc/self/fd/{folder}").readlink() / first) if folder is not None else str(first)
@@ -93,12 +93,12 @@ class Disk:
 
     def __init__(self, root: Path, operations: Sequence[Operation]) -> None:
         self.root, self.operations = root, sorted(operations, key=lambda operation: operation.when)
-        self._before = _read(root)
+        self._before = _read_tree(root)
 
-    def after(self, count: int, choice: Choice, draw: random.Random) -> dict[str, bytes | None]:
+    def tree_after_power_cut(self, count: int, choice: Choice, draw: random.Random) -> dict[str, bytes | None]:
         """The tree (path → bytes, None for a folder) that a power cut after `count` operations leaves behind."""
-        top = _copy(self._before)
-        changes, synced = self._play(top, self.operations[:count])
+        top = _copy_tree(self._before)
+        changes, synced = self._replay(top, self.operations[:count])
         for number, change in enumerate(changes):
             survivors = (
                 number in synced
@@ -114,11 +114,11 @@ class Disk:
                 change.apply()
             elif choice == "some" and change.torn and draw.random() < 0.5:
                 change.torn()
-        return dict(_tree(top, ""))
+        return dict(_list_tree(top, ""))
 
-    def _play(self, top: Node, operations: Iterable[Operation]) -> tuple[list[Change], set[int]]:
+    def _replay(self, top: Node, operations: Iterable[Operation]) -> tuple[list[Change], set[int]]:
         """All changes in order, and the numbers of those that were synced. `top` itself stays as it is."""
-        visible = dict(_walk(top, str(self.root)))  # what the kernel would show
+        visible = dict(_walk_tree(top, str(self.root)))  # what the kernel would show
         changes: list[Change] = []
         synced: set[int] = set()
         offsets: dict[Node, int] = {}
@@ -132,25 +132,25 @@ class Disk:
                 node = visible[operation.path]
                 start = offsets.get(node, 0)
                 offsets[node] = start + len(operation.data)
-                changes.append(_write(node, start, operation.data))
+                changes.append(_write_change(node, start, operation.data))
             elif folder is None:  # outside: not what is looked at
                 continue
             elif operation.kind in ("mkdir", "create"):
                 node = Node(names={} if operation.kind == "mkdir" else None)
                 visible[operation.path] = node
-                changes.append(_name(folder, {name: node}))
+                changes.append(_name_change(folder, {name: node}))
             elif operation.kind in ("unlink", "rmdir"):
                 del visible[operation.path]
-                changes.append(_name(folder, {name: None}))
+                changes.append(_name_change(folder, {name: None}))
             else:  # a rename, in one folder
                 new = Path(operation.new).name
                 node = visible[operation.path]
-                changes.append(_name(folder, {name: None, new: node}))
-                visible = {_moved(path, operation.path, operation.new): node for path, node in visible.items()}
+                changes.append(_name_change(folder, {name: None, new: node}))
+                visible = {_rename_path(path, operation.path, operation.new): node for path, node in visible.items()}
         return changes, synced
 
 
-def _write(node: Node, start: int, data: bytes) -> Change:
+def _write_change(node: Node, start: int, data: bytes) -> Change:
     def put(count: int) -> None:
         node.data.extend(bytes(max(0, start + count - len(node.data))))
         node.data[start : start + count] = data[:count]
@@ -162,7 +162,7 @@ def _write(node: Node, start: int, data: bytes) -> Change:
     return Change(node, False, lambda: put(len(data)), torn)
 
 
-def _name(folder: Node, entries: dict[str, Node | None]) -> Change:
+def _name_change(folder: Node, entries: dict[str, Node | None]) -> Change:
     def apply() -> None:
         assert folder.names is not None
         for name, node in entries.items():
@@ -174,37 +174,37 @@ def _name(folder: Node, entries: dict[str, Node | None]) -> Change:
     return Change(folder, True, apply)
 
 
-def _moved(path: str, old: str, new: str) -> str:
+def _rename_path(path: str, old: str, new: str) -> str:
     return new + path[len(old) :] if path == old or path.startswith(old + "/") else path
 
 
-def _read(path: Path) -> Node:
+def _read_tree(path: Path) -> Node:
     if stat.S_ISDIR(path.lstat().st_mode):
-        return Node(names={child.name: _read(child) for child in path.iterdir()})
+        return Node(names={child.name: _read_tree(child) for child in path.iterdir()})
     return Node(bytearray(path.read_bytes()))
 
 
-def _copy(node: Node) -> Node:
-    names = None if node.names is None else {name: _copy(child) for name, child in node.names.items()}
+def _copy_tree(node: Node) -> Node:
+    names = None if node.names is None else {name: _copy_tree(child) for name, child in node.names.items()}
     return Node(bytearray(node.data), names)
 
 
-def _walk(node: Node, path: str) -> Iterator[tuple[str, Node]]:
+def _walk_tree(node: Node, path: str) -> Iterator[tuple[str, Node]]:
     yield path, node
     for name, child in (node.names or {}).items():
-        yield from _walk(child, f"{path}/{name}")
+        yield from _walk_tree(child, f"{path}/{name}")
 
 
-def _tree(node: Node, path: str) -> Iterator[tuple[str, bytes | None]]:
+def _list_tree(node: Node, path: str) -> Iterator[tuple[str, bytes | None]]:
     if node.names is None:
         yield path, bytes(node.data)
         return
     yield path, None
     for name, child in sorted(node.names.items()):
-        yield from _tree(child, f"{path}/{name}")
+        yield from _list_tree(child, f"{path}/{name}")
 
 
-def build(tree: dict[str, bytes | None], folder: Path) -> None:
+def write_tree(tree: dict[str, bytes | None], folder: Path) -> None:
     """Make the files of a tree."""
     for path, data in tree.items():
         if data is None:
@@ -213,7 +213,7 @@ def build(tree: dict[str, bytes | None], folder: Path) -> None:
             (folder / path.lstrip("/")).write_bytes(data)
 
 
-def newest_whole_step(folder: Path) -> int:
+def find_newest_intact_step(folder: Path) -> int:
     """The step that the next start would go on from, every value of which must be right.
 
     Whatever else bears a checkpoint's name is whole, too.

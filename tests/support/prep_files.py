@@ -40,7 +40,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def one_by_one(
+def run_tasks_in_random_order(
     step: str,
     count: int,
     total: int,
@@ -85,12 +85,12 @@ def warc_record(kind: str, content: bytes, url: str, type_: str) -> bytes:
     return head.encode() + content + b"\r\n\r\n"
 
 
-def rule(name: str, **settings: Any) -> PipelineStep:
+def build_step(name: str, **settings: Any) -> PipelineStep:
     """A step by its name."""
     return make_filter(TypeAdapter(StepConfig).validate_python({"name": name, **settings}))
 
 
-def rule_outcome(step: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
+def apply_step(step: PipelineStep, text: str, url: str = "") -> tuple[str | None, str]:
     """Text that a step leaves, or None, and the reason for that."""
     result = step(Document("x", text, url))
     return (result.text if result else None), next(iter(step.counts.dropped), "")
@@ -129,16 +129,16 @@ SIGNAL_SCRIPT = Path(__file__).with_name("signal_prep.py")
 
 def count_moments(folder: Path, config: PrepConfig) -> int:
     """Number of moments of a run that nobody kills."""
-    return int(kill(folder, config, [("counted", NEVER)]).stderr.splitlines()[-1])
+    return int(run_and_kill(folder, config, [("counted", NEVER)]).stderr.splitlines()[-1])
 
 
 def run_killed_at(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> list[int]:
     """Exit statuses of runs (out, moment at which it is killed), one after the other."""
-    statuses: list[int] = json.loads(kill(folder, config, runs).stdout)
+    statuses: list[int] = json.loads(run_and_kill(folder, config, runs).stdout)
     return statuses
 
 
-def kill(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> subprocess.CompletedProcess[str]:
+def run_and_kill(folder: Path, config: PrepConfig, runs: list[tuple[str, int]]) -> subprocess.CompletedProcess[str]:
     """Run `kill_prep.py`: a preparation for each of these (out, moment at which it is killed)."""
     path = folder / "config.json"
     path.write_text(config.model_dump_json())

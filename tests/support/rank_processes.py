@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.forked_commands import last_of_each_key
+from tests.support.forked_commands import keep_last_override
 from tests.support.workers import PRELOAD
 
 PR_SET_PDEATHSIG = 1
@@ -56,11 +56,11 @@ class Ranks:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment,
             }  # fmt: skip
-            words = last_of_each_key(["train", self.config, f"run_dir={self.folder}", *self.overrides])
+            words = keep_last_override(["train", self.config, f"run_dir={self.folder}", *self.overrides])
             if rank in absent:
                 continue
             mine = fault if fault and fault.rank in (rank, -1) else None
-            process = context.Process(target=live, args=(words, variables, str(self.said_at(rank)), mine))
+            process = context.Process(target=run_rank, args=(words, variables, str(self.said_at(rank)), mine))
             process.start()
             self.processes.append(process)
         return self
@@ -115,7 +115,7 @@ def free_port() -> int:
 # ------------------------------------------------------------------------------------------------ in the process
 
 
-def live(words: list[str], environment: dict[str, str], text: str, fault: Fault | None) -> None:
+def run_rank(words: list[str], environment: dict[str, str], text: str, fault: Fault | None) -> None:
     """`megatfm train`, as one rank, with what it says in a file."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
@@ -135,7 +135,7 @@ def live(words: list[str], environment: dict[str, str], text: str, fault: Fault 
         os.environ["DS_ACCELERATOR"] = "cpu"
         importlib.import_module(engine)  # the same
     if fault:
-        plant(fault, engine)
+        plant_fault(fault, engine)
     cli.main(words)
 
 
@@ -150,7 +150,7 @@ def engine_class(name: str) -> Any:
     return NativeEngine
 
 
-def plant(fault: Fault, engine: str) -> None:
+def plant_fault(fault: Fault, engine: str) -> None:
     """Make this rank misbehave at the n-th call of what marks the phase; in preflight, what is checked."""
     from megatfm.checkpoint import file_format
     from megatfm.engines.pipeline import PipelineForwardBackward

@@ -1,7 +1,7 @@
 """Models of transformers as oracles: from the same perturbed weights, through our own conversion tables.
 
-`pair(config, dtype)` makes a model and its reference; `Figures` holds the largest differences that were seen, which
-docs/guide/models.md states and tests hold it to.
+`build_pair(config, dtype)` makes a model and its reference; `LargestErrors` holds the largest differences that were seen,
+which docs/guide/models.md states and tests hold it to.
 """
 
 import re
@@ -40,7 +40,7 @@ class DoubleTorch:
 
 
 @contextmanager
-def doubled(dtype: torch.dtype, *modules: ModuleType) -> Iterator[None]:
+def cast_to_float64(dtype: torch.dtype, *modules: ModuleType) -> Iterator[None]:
     """Under float64, transformers' casts to float32 (norms, angles, scales) are to float64."""
     if dtype != torch.float64:
         yield
@@ -61,7 +61,7 @@ def dtype_fixture(*modules: ModuleType) -> Any:
 
     @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
     def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-        with doubled(request.param, *modules):
+        with cast_to_float64(request.param, *modules):
             yield request.param
 
     return dtype
@@ -87,7 +87,7 @@ class Pair:
     """Their names in memory → those of files, which the table has."""
 
 
-def pair(
+def build_pair(
     config: ModelConfig,
     dtype: torch.dtype,
     seed: int = 0,
@@ -117,7 +117,7 @@ def pair(
     if "lm_head.weight" in converted:  # transformers ties T5 v1.1's as long as nobody puts another in its place
         expected.lm_head.weight = nn.Parameter(expected.lm_head.weight.detach().clone())
     in_files = {
-        name: name_in_files(name, architecture, converted.keys())
+        name: get_checkpoint_name(name, architecture, converted.keys())
         for name, _ in expected.named_parameters()
         if name not in unused
     }
@@ -135,7 +135,7 @@ def pair(
     return Pair(actual, expected, rules, in_files)
 
 
-def name_in_files(name: str, architecture: Architecture, names: Collection[str]) -> str:
+def get_checkpoint_name(name: str, architecture: Architecture, names: Collection[str]) -> str:
     """The name of a parameter in a file, one of these: transformers spells some models otherwise in memory."""
     prefixed = f"{architecture.base_model_prefix}{name}"
     for spelling in (name, prefixed):
@@ -147,14 +147,14 @@ def name_in_files(name: str, architecture: Architecture, names: Collection[str])
 
 
 @dataclass
-class Figures:
+class LargestErrors:
     """The largest absolute difference of logits, and the largest relative one of a parameter's gradient."""
 
     logits: float = 0.0
     gradient: float = 0.0
     compared: int = 0
 
-    def see_logits(self, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    def compare_logits(self, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
         """Raises AssertionError beyond the tolerance, relative to the largest logit."""
         assert actual.shape == expected.shape
         assert actual.dtype == expected.dtype == dtype
@@ -162,7 +162,7 @@ class Figures:
         assert difference <= TOLERANCE[dtype] * max(1.0, float(expected.detach().abs().max()))
         self.logits = max(self.logits, difference)
 
-    def see_gradients(self, both: Pair, dtype: torch.dtype, undone: tuple[str, ...] = ()) -> None:
+    def compare_gradients(self, both: Pair, dtype: torch.dtype, undone: tuple[str, ...] = ()) -> None:
         """Compare every parameter's gradient after both backward passes. Raises AssertionError beyond the tolerance.
 
         undone: names of theirs that a softmax undoes as it does keys' biases.
@@ -195,7 +195,7 @@ class Figures:
             self.compared += 1
 
 
-def row_of(preset: str) -> list[str]:
+def get_table_row(preset: str) -> list[str]:
     """The cells of its row in docs/guide/models.md."""
     for line in ZOO.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -204,9 +204,9 @@ def row_of(preset: str) -> list[str]:
     raise AssertionError(f"docs/guide/models.md has no row for {preset}")
 
 
-def hold_to_the_docs(preset: str, dtype: torch.dtype, figures: Figures) -> None:
+def assert_documented(preset: str, dtype: torch.dtype, figures: LargestErrors) -> None:
     """Figures are at most what docs/guide/models.md states, but for another CPU's rounding: four times that."""
-    numbers = [float(number) for number in re.findall(r"\d(?:\.\d)?e-\d+", row_of(preset)[-1])]
+    numbers = [float(number) for number in re.findall(r"\d(?:\.\d)?e-\d+", get_table_row(preset)[-1])]
     assert len(numbers) == 4, "logits in float32 and float64, gradients in float32 and float64"
     logits, gradient = numbers[:2], numbers[2:]
     which = dtype == torch.float64

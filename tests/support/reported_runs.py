@@ -94,7 +94,7 @@ SAMPLE = """read_lines(path, encoding="utf-8"):
 """
 
 
-def record(step: int, noise: random.Random, steps: int = 1000) -> dict[str, object]:
+def make_record(step: int, noise: random.Random, steps: int = 1000) -> dict[str, object]:
     """A training record with a believable curve."""
     loss = 2.35 + 6.0 * math.exp(-step / 60) + 1.2 * math.exp(-step / 400) + noise.gauss(0, 0.06)
     seconds = 0.42 + abs(noise.gauss(0, 0.02))
@@ -142,7 +142,7 @@ def write_reported_run(folder: Path, last_step: int = 1000) -> Path:
     (corpora / "prep.json").write_text(json.dumps(prep))
     (run / "config.toml").write_text(CONFIG.format(corpora=corpora))
     (run / "plan.txt").write_text(PLAN)
-    records = [record(step, noise) for step in range(1, last_step + 1)]
+    records = [make_record(step, noise) for step in range(1, last_step + 1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
     events = [
         {"time": 1_795_257_000.0, "event": "started", "detail": "on 2 processes"},

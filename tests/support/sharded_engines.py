@@ -23,7 +23,7 @@ from tests.support.parity import build_engine, microbatches, one_device, one_dev
 PLAIN_ADAMW = AdamWConfig(lr=1e-2)
 
 
-def bytes_of(tensors: Any) -> int:
+def count_bytes(tensors: Any) -> int:
     """Bytes of the storages, each once, without scalars such as an optimizer's step count."""
     tensors = [tensor for tensor in tensors if tensor.dim()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -43,11 +43,11 @@ class WeighingObjective:
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         terms = CAUSAL(model, batch)
         full = [p for p in model.parameters() if not isinstance(p, torch.distributed.tensor.DTensor)]
-        self.seen = bytes_of(full)
+        self.seen = count_bytes(full)
         return terms
 
 
-def held_bytes(parallel: ParallelConfig) -> dict[str, int]:
+def count_held_bytes(parallel: ParallelConfig) -> dict[str, int]:
     """Bytes that this rank holds, by kind; in bfloat16, after one step."""
     engine, objective = (
         build_engine(UNTIED_MODEL, parallel, PLAIN_ADAMW, precision="bf16"),
@@ -61,7 +61,7 @@ def held_bytes(parallel: ParallelConfig) -> dict[str, int]:
         send = engine.data._start_next_reduction
 
         def weigh_gradients() -> None:  # all are there: they go in one bucket
-            full[0] = bytes_of([p.grad for p in engine.model.parameters()])
+            full[0] = count_bytes([p.grad for p in engine.model.parameters()])
             send()
 
         engine.data._start_next_reduction = weigh_gradients  # type: ignore[method-assign]
@@ -69,9 +69,9 @@ def held_bytes(parallel: ParallelConfig) -> dict[str, int]:
     return {
         "computed": objective.seen,
         "whole gradients": full[0],
-        "stored": bytes_of(engine.local.values()),
-        "gradients": bytes_of(engine.gradients().values()),
-        "optimizer": bytes_of(optimizer_tensors(engine)),
+        "stored": count_bytes(engine.local.values()),
+        "gradients": count_bytes(engine.gradients().values()),
+        "optimizer": count_bytes(optimizer_tensors(engine)),
     }
 
 
@@ -125,7 +125,7 @@ def train_steps(engine: NativeEngine, first: int, last: int) -> None:
         engine.step(1e-2, clip=0.3)
 
 
-def tensor_of(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
+def get_tensor(part: checkpoint.ShardedTensor | Tensor) -> Tensor:
     """The tensor of a part of a state."""
     return part.tensor if isinstance(part, checkpoint.ShardedTensor) else part
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked_commands import ForkedCommand, last_of_each_key
+from tests.support.forked_commands import ForkedCommand, keep_last_override
 
 TROUBLE_PLUGIN = Path(__file__).resolve().parents[1] / "e2e" / "slurm" / "plugin"
 TESTCLUSTER = Path(__file__).resolve().parents[2] / "slurm" / "testcluster"
@@ -28,7 +28,7 @@ JOB_REPORTS: dict[str, str] = {}
 """SLURM's words on each job at its end, for the summary; taken out by the fixture that hands them on."""
 
 
-def why_not() -> str | None:
+def find_missing_requirement() -> str | None:
     """Reason why there can be no test cluster here."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root: run `make test` as root for the tests on a SLURM cluster"
@@ -37,7 +37,7 @@ def why_not() -> str | None:
     return None
 
 
-def run(*words: object, **options: Any) -> str:
+def run_command(*words: object, **options: Any) -> str:
     """Run a command that has to succeed within a minute; returns what it wrote."""
     command = [str(word) for word in words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
@@ -53,7 +53,7 @@ class Cluster:
         self.jobs: list[Job] = []
         self.environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
         self.environment["TESTCLUSTER"] = name
-        output = run(TESTCLUSTER / "up", "--until", os.getpid(), *words, env=self.environment)
+        output = run_command(TESTCLUSTER / "up", "--until", os.getpid(), *words, env=self.environment)
         self.environment.update(re.findall(r"(\w+)=(\S+)", output))
         self.has_namespaces = "MASTER_ADDR" not in self.environment
 
@@ -62,13 +62,13 @@ class Cluster:
         return Path(self.environment["SLURM_CONF"]).parent
 
     def down(self) -> None:
-        run(TESTCLUSTER / "down", env=self.environment)
+        run_command(TESTCLUSTER / "down", env=self.environment)
 
     def node(self, what: str, name: str) -> None:
         """Kill or start a node."""
-        run(TESTCLUSTER / "node", what, name, env=self.environment)
+        run_command(TESTCLUSTER / "node", what, name, env=self.environment)
 
-    def until_idle(self, timeout: float = 120) -> None:
+    def wait_until_idle(self, timeout: float = 120) -> None:
         """Wait for the last nodes of the last jobs."""
         end = time.monotonic() + timeout
         while set(self.slurm("sinfo", "-h", "-N", "-o", "%t").split()) != {"idle"}:
@@ -77,7 +77,7 @@ class Cluster:
 
     def slurm(self, *words: object, **options: Any) -> str:
         """Run one of SLURM's commands."""
-        return run(*words, env=self.environment, **options)
+        return run_command(*words, env=self.environment, **options)
 
     def hostnames(self, nodes: str) -> list[str]:
         """The hosts of SLURM's compressed list."""
@@ -127,7 +127,7 @@ class Job:
         file = self.run_dir / "metrics.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
-    def until(self, what: Callable[[], object], timeout: float = 240) -> None:
+    def wait_until(self, what: Callable[[], object], timeout: float = 240) -> None:
         """Wait for something to come true; a job that ends in the meantime, or the timeout, is a failure."""
         end = time.monotonic() + timeout
         while not what():
@@ -135,8 +135,8 @@ class Job:
             assert self.state not in ENDED or what(), self.report("it ended in the meantime")
             time.sleep(POLL_SECONDS)
 
-    def until_step(self, step: int, timeout: float = 240) -> None:
-        self.until(lambda: self.steps >= step, timeout)
+    def wait_for_step(self, step: int, timeout: float = 240) -> None:
+        self.wait_until(lambda: self.steps >= step, timeout)
 
     def finish(self, state: str = "COMPLETED", timeout: float = 300) -> dict[str, str]:
         """Wait for the end, show what SLURM reports, and return it. A requeued job has not ended."""
@@ -160,7 +160,7 @@ class Job:
         return f"job {self.number}: {what}; seen: {' → '.join(self.seen)}\n{output}\n{self.log}"
 
 
-def metrics(run_dir: Path) -> list[dict[str, object]]:
+def read_metrics(run_dir: Path) -> list[dict[str, object]]:
     """Lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -212,7 +212,7 @@ class Project:
 
     def megatfm(self, *words: object, code: int = 0) -> str:
         """Run a command in the project's folder, as a fork; returns what it wrote. What jobs start is real."""
-        command = ForkedCommand(last_of_each_key(words), self.folder / "said", self.folder, self.environment)
+        command = ForkedCommand(keep_last_override(words), self.folder / "said", self.folder, self.environment)
         assert command.wait() == code, f"{words}\n{command.output}"
         return command.output
 
@@ -231,7 +231,9 @@ class Project:
         file = self.folder / "job.sh"
         file.write_text(f"#!/bin/bash\n{script}\n")
         log = f"--output={self.folder}/slurm-%j.log"
-        output = run("sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment)
+        output = run_command(
+            "sbatch", "--parsable", log, *words, file, cwd=self.folder, env=self.environment | environment
+        )
         return self.cluster.job(output.strip(), self.run_dir)
 
     def command(self, *words: object) -> str:

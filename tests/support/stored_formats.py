@@ -85,7 +85,7 @@ vocab_size = 320
 """
 
 
-def variants() -> dict[str, list[str]]:
+def list_variants() -> dict[str, list[str]]:
     """Overrides of quickstart: every optimizer and schedule, and keys that presets leave out."""
     common = ["optimizer.max_grad_norm=0.7", "train.seed=3"]
     return {
@@ -118,7 +118,7 @@ def stored_config(preset: str, overrides: list[str]) -> dict[str, Any]:
     return stored
 
 
-def texts(folder: Path) -> None:
+def write_texts(folder: Path) -> None:
     """Documents that are the same everywhere."""
     folder.mkdir(parents=True)
     for number in range(40):
@@ -126,15 +126,15 @@ def texts(folder: Path) -> None:
         (folder / f"{number}.txt").write_text("".join(words))
 
 
-def record(target: Path) -> None:
+def write_stored_formats(target: Path) -> None:
     """Write configs/*.json, corpus/ and run/ with its first checkpoint; paths in them are of no machine."""
     folder = Path("/tmp/recorded")
     (folder / "configs").mkdir(parents=True)
     named = {name: stored_config(name, []) for name in PRESETS}
-    named |= {f"quickstart+{name}": stored_config("quickstart", words) for name, words in variants().items()}
+    named |= {f"quickstart+{name}": stored_config("quickstart", words) for name, words in list_variants().items()}
     for name, config in named.items():
         (folder / "configs" / f"{name}.json").write_text(json.dumps(config) + "\n")
-    texts(folder / "texts")
+    write_texts(folder / "texts")
     for name, text in (("prep.toml", PREP.format(folder=folder)), ("run.toml", RUN)):
         (folder / name).write_text(text)
     data_prep.run(load_section(PrepConfig, folder / "prep.toml"))
@@ -154,4 +154,4 @@ def record(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    record(FOLDER / sys.argv[1])
+    write_stored_formats(FOLDER / sys.argv[1])

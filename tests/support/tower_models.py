@@ -13,7 +13,7 @@ from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives.contrastive import Contrastive
 from tests.support.image_models import COMMON, SIDE, SIZES
-from tests.support.images import pixels, to_batch
+from tests.support.images import draw_pixels, make_batch
 
 VOCABULARY, POSITIONS = 50, 7
 TOWERS: dict[str, Any] = COMMON | {
@@ -44,11 +44,11 @@ def tower_batch(name: str) -> dict[str, Tensor]:
     """Rows of two pairs, one, or none, images of unlike sizes, captions of unlike lengths, padding on both sides."""
     config, n = TOWER_MODELS[name], len(SIZES)
     generator = torch.Generator().manual_seed(5)
-    images = [pixels(SIDE * height, SIDE * width, seed=seed) for seed, (height, width) in enumerate(SIZES)]
+    images = [draw_pixels(SIDE * height, SIDE * width, seed=seed) for seed, (height, width) in enumerate(SIZES)]
     rows: list[list[int]] = [[], [4, 0], [1], [2]]
     rows += [[row % n, (row + 1) % n] if row % 3 else [row % n] for row in range(TOWER_ROWS - len(rows))]
     n_special = config.embedding.n_special_tokens  # type: ignore[union-attr]
-    side = to_batch(images, SIDE, n_special, rows, row_length=IMAGE_LENGTH)
+    side = make_batch(images, SIDE, n_special, rows, row_length=IMAGE_LENGTH)
     batch = {f"encoder_{field}": values for field, values in side.items()}
     shape = (TOWER_ROWS, TEXT_LENGTH)
     batch |= {
@@ -84,7 +84,7 @@ def caption_numbers(batch: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([numbers, -numbers], dim=-1)
 
 
-def written_out_loss(kind: str, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def compute_reference_loss(kind: str, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """The mean loss of pairs, from all logits at once."""
     logits = scale * images @ texts.T
     if kind != "sigmoid":
@@ -100,7 +100,7 @@ def tower_reference(name: str) -> tuple[nn.Module, dict[str, Tensor], float]:
     model, batch = build(TOWER_MODELS[name]).double().train(), tower_batch(name)
     initialise(model, 7)
     features = model(**batch).predictions
-    loss = written_out_loss(name, features["images"], features["texts"], features["scale"], features.get("bias"))
+    loss = compute_reference_loss(name, features["images"], features["texts"], features["scale"], features.get("bias"))
     loss.backward()
     return model, batch, loss.item()
 

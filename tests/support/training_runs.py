@@ -42,7 +42,7 @@ def train_with_plugins(config: Config) -> int:
     return train(config)
 
 
-def run_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) -> int:
+def train_until(config: Config, step: int, name: signal.Signals = signal.SIGTERM) -> int:
     """Train from the start; in the middle of that step, the last rank alone gets a signal."""
     patched, begun = engine_class(config.parallel.engine), 0
     genuine = patched.forward_backward
@@ -144,7 +144,7 @@ def stored_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return checkpoint.read_tensors(folder / f"checkpoints/step-{step:08d}")
 
 
-def same_tensors(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+def have_same_tensors(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
     """Whether two states have the same names and bits."""
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
@@ -155,14 +155,14 @@ def run_events(folder: Path, kind: str) -> list[tuple[int, str]]:
     return [(line["step"], line["detail"]) for line in lines if line["event"] == kind]
 
 
-def forget_after(folder: Path, step: int) -> None:
+def delete_checkpoints_after(folder: Path, step: int) -> None:
     """Delete the checkpoints after a step, as if the run had been killed before it saved them."""
     for path in (folder / "checkpoints").iterdir():
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
 
 
-def error_after(config: Config, fault: str, rank: int, step: int) -> str:
+def train_with_bit_flip(config: Config, fault: str, rank: int, step: int) -> str:
     """Train with a bit that flips on one rank; the error. fault: `gradient`, when it is computed twice, or `weight`."""
     patched = engine_class(config.parallel.engine)
     backward, optimize = patched.forward_backward, patched.step

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
-def memory_of_nan() -> Iterator[None]:
+def fill_memory_with_nan() -> Iterator[None]:
     """Have torch.empty give NaN: a kernel that reads what was not written, be it to multiply it by zero, is red."""
     before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -28,7 +28,7 @@ OFF = 8
 """Bytes behind a multiple of 64: half a register of SSE, with which BLAS begins where memory does."""
 
 
-def misaligned(tensor: Tensor) -> Tensor:
+def misalign(tensor: Tensor) -> Tensor:
     """A copy, with the same strides, that begins 8 bytes behind a multiple of 64."""
     spread = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     memory = torch.empty(spread * tensor.itemsize + 2 * 64, dtype=torch.uint8)
@@ -38,12 +38,12 @@ def misaligned(tensor: Tensor) -> Tensor:
     return flat.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
 
 
-def lies_wrong(tensor: Tensor) -> bool:
+def is_misaligned(tensor: Tensor) -> bool:
     """Whether a tensor begins off a multiple of 64 bytes or has gaps."""
     return tensor.data_ptr() % 64 != 0 or not tensor.is_contiguous()
 
 
-class Kernels(TorchDispatchMode):
+class MisalignedInputs(TorchDispatchMode):
     """While entered, notes the operators of torch that take a tensor out of memory that is not torch's own.
 
     Views are let through: what is cut out of aligned memory at the same place gives the same bits each time.
@@ -70,9 +70,9 @@ class Kernels(TorchDispatchMode):
 
 
 @contextmanager
-def only_torchs_memory() -> Iterator[Kernels]:
+def assert_aligned_inputs() -> Iterator[MisalignedInputs]:
     """Every kernel that runs inside reckons with memory of torch's own."""
-    with Kernels() as kernels:
+    with MisalignedInputs() as kernels:
         yield kernels
     assert kernels.seen
     assert not kernels.wrong, sorted(kernels.wrong)

@@ -33,7 +33,7 @@ class WatchedRanks:
             port = free.getsockname()[1]
         self._outputs = [folder / f"{rank}.txt" for rank in range(len(machines))]
         self._processes = [
-            context.Process(target=_run, args=(output, port, rank, machines, hang_timeout, failing))
+            context.Process(target=_run_rank, args=(output, port, rank, machines, hang_timeout, failing))
             for rank, output in enumerate(self._outputs)
         ]
         for process in self._processes:
@@ -50,7 +50,7 @@ class WatchedRanks:
         """Send a rank a signal."""
         os.kill(self._processes[rank].pid or 0, number)
 
-    def ends(self, seconds: float, without: int | None = None) -> dict[int, tuple[int | None, str]]:
+    def wait_for_exits(self, seconds: float, without: int | None = None) -> dict[int, tuple[int | None, str]]:
         """Wait so long at most, and return exit codes (None: still runs) and outputs by rank."""
         deadline = time.monotonic() + seconds
         ranks = [rank for rank in range(len(self._processes)) if rank != without]
@@ -69,7 +69,7 @@ class WatchedRanks:
             process.join()
 
 
-def _run(output: Path, port: int, rank: int, machines: str, hang_timeout: float, failing: int | None) -> None:
+def _run_rank(output: Path, port: int, rank: int, machines: str, hang_timeout: float, failing: int | None) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)

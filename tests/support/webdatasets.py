@@ -14,14 +14,14 @@ HASH = "f" * 64
 Member = tuple[tarfile.TarInfo, bytes]
 
 
-def npy(tokens: Any) -> bytes:
+def encode_npy(tokens: Any) -> bytes:
     """Bytes of an array as `.npy`."""
     file = io.BytesIO()
     np.save(file, np.asarray(tokens))
     return file.getvalue()
 
 
-def member(name: str, data: bytes = b"", **changes: Any) -> Member:
+def make_member(name: str, data: bytes = b"", **changes: Any) -> Member:
     """A member of a tar, whose header may lie."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
@@ -30,13 +30,13 @@ def member(name: str, data: bytes = b"", **changes: Any) -> Member:
     return info, data
 
 
-def tar(*members: Member) -> bytes:
+def make_tar(*members: Member) -> bytes:
     """A tar written header by header, so that it may lie."""
     data = b"".join(info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512) for info, data in members)
     return data + bytes(1024)
 
 
-def documents(n: int = 40) -> list[np.ndarray]:
+def draw_documents(n: int = 40) -> list[np.ndarray]:
     """Documents of random tokens."""
     draw = np.random.default_rng(0)
     return [draw.integers(3, 4000, draw.integers(1, 400)).astype(np.uint16) for _ in range(n)]
@@ -62,5 +62,5 @@ def write_wds(folder: Path, texts: list[np.ndarray], kind: str) -> Path:
     return folder
 
 
-IDS = npy(np.arange(5, dtype=np.uint16))
-GOOD = member("0.npy", IDS)
+IDS = encode_npy(np.arange(5, dtype=np.uint16))
+GOOD = make_member("0.npy", IDS)

@@ -62,7 +62,7 @@ class Call:
     world_size: int
     store: str
     timeout: float
-    memory_of_nan: bool = False
+    fill_memory_with_nan: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def clean_state(call: Call) -> Iterator[None]:
     """The environment of a rank, and everything as it was before when the function is done."""
     import torch
 
-    from tests.support.uninitialized_memory import memory_of_nan
+    from tests.support.uninitialized_memory import fill_memory_with_nan
 
     environment, folder = dict(os.environ), Path.cwd()
     size, rank = str(call.world_size), str(call.rank)
@@ -124,7 +124,7 @@ def clean_state(call: Call) -> Iterator[None]:
     try:
         with (
             warnings.catch_warnings(),
-            memory_of_nan() if call.memory_of_nan else contextlib.nullcontext(),
+            fill_memory_with_nan() if call.memory_of_nan else contextlib.nullcontext(),
         ):
             warnings.simplefilter("error")
             yield
@@ -161,7 +161,7 @@ def process_group(call: Call) -> Iterator[None]:
     assert left <= MOST_THREADS, f"{left} threads are left in this worker: something keeps the groups of past calls"
 
 
-def answer(call: Call) -> Reply:
+def execute_call(call: Call) -> Reply:
     """Carry out one call. Whatever is raised becomes a reply, sent before the peers notice the closed group."""
     try:
         with clean_state(call), process_group(call):
@@ -173,7 +173,7 @@ def answer(call: Call) -> Reply:
         return Reply(error="".join(traceback.format_exception(type(error), error, trace)), when=time.monotonic())
 
 
-def serve(connection: Connection, log: str) -> None:
+def serve_calls(connection: Connection, log: str) -> None:
     """The life of a worker: answer calls until the parent closes the pipe or dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()  # so that whatever a test starts in here can be killed together with the worker
@@ -189,7 +189,7 @@ def serve(connection: Connection, log: str) -> None:
     gc.freeze()  # torch itself need not be searched after every call
     with contextlib.suppress(EOFError):
         while True:
-            connection.send_bytes(pickle.dumps(answer(pickle.loads(connection.recv_bytes()))))
+            connection.send_bytes(pickle.dumps(execute_call(pickle.loads(connection.recv_bytes()))))
 
 
 # ---------------------------------------------------------------------------------------------- in the parent
@@ -203,7 +203,7 @@ class Worker:
         context.set_forkserver_preload(PRELOAD)
         self.connection, expected = context.Pipe()
         self.log = log
-        self.process = context.Process(target=serve, args=(expected, str(log)))
+        self.process = context.Process(target=serve_calls, args=(expected, str(log)))
         self.process.start()
         expected.close()
         self._read_from = 0

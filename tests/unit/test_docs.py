@@ -29,7 +29,7 @@ from megatfm.layers.loss_terms import BlockOutput
 from megatfm.layers.position import PositionEncoding
 from megatfm.models import Model
 from megatfm.objectives import Objective
-from tests.support.documentation import FENCE, PAGES, ROOT, fences, load_module
+from tests.support.documentation import FENCE, PAGES, ROOT, list_code_blocks, load_module
 
 OFF_SITE = {"LOG.md"}
 """Kept in the repository, and no page of the manual."""
@@ -44,7 +44,7 @@ MADE = (*GENERATED, COMMANDS_PAGE, PYTHON_PAGE, PARTS_PAGE)
 def commands(program: str) -> list[Any]:
     """The lines of console blocks that run a program; a line that is cut short goes on in the next."""
     lines = []
-    for page, _, text in fences("console"):
+    for page, _, text in list_code_blocks("console"):
         for line in text.replace("\\\n", " ").replace("\n-", " -").splitlines():
             if line.split()[:1] == [program]:
                 lines.append(pytest.param(line, id=f"{page.name}: {line}"))
@@ -86,7 +86,9 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 CONFIGS = [
-    pytest.param(page, text, id=f"{page.name}: {text[:30]!r}") for page, title, text in fences("toml") if not title
+    pytest.param(page, text, id=f"{page.name}: {text[:30]!r}")
+    for page, title, text in list_code_blocks("toml")
+    if not title
 ]
 
 
@@ -106,14 +108,14 @@ def test_configs_load(page: Path, text: str, tmp_path: Path) -> None:
 
 def test_the_site_file_loads(tmp_path: Path) -> None:
     site = importlib.import_module("megatfm.launchers.slurm")
-    (text,) = (text for _, title, text in fences("toml") if title == "slurm/site.toml")
+    (text,) = (text for _, title, text in list_code_blocks("toml") if title == "slurm/site.toml")
     path = tmp_path / "site.toml"
     path.write_text(text)
     assert site.load_site(path, {}).partition == "gpu"
 
 
 def test_the_file_of_a_task_loads(tmp_path: Path) -> None:
-    (text,) = (text for _, title, text in fences("toml") if title == "questions.toml")
+    (text,) = (text for _, title, text in list_code_blocks("toml") if title == "questions.toml")
     path = tmp_path / "questions.toml"
     path.write_text(text)
     assert load_section(EvaluationTaskConfig, path).shots == 3
@@ -313,7 +315,7 @@ def test_the_page_on_parallelism_shows_the_plans_of_all_parts() -> None:
 
 def follow(page: str, folder: Path) -> None:
     """Write the files of a page."""
-    for path, title, text in fences("python"):
+    for path, title, text in list_code_blocks("python"):
         if path.name == page and title:
             (folder / title).write_text(text, encoding="utf-8")
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import pytest
 
 from megatfm.cli import COMMANDS
-from tests.support.documentation import ROOT, module_of
+from tests.support.documentation import ROOT, get_module_name
 
 ROOMS = ("megatfm", "data_prep", "launchers")
 OF_TORCH = {
@@ -136,7 +136,7 @@ class House:
 def test_every_public_callable_says_what_its_name_does_not() -> None:
     files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
     assert len(files) > 100
-    actual = list(House({module_of(path): path.read_text(encoding="utf-8") for path in files}).faults())
+    actual = list(House({get_module_name(path): path.read_text(encoding="utf-8") for path in files}).faults())
     assert not actual, "\n".join(actual)
 
 

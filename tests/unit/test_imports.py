@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documentation import FOLDERS, ROOT, load_module, module_of
+from tests.support.documentation import FOLDERS, ROOT, get_module_name, load_module
 from tests.support.image_models import IMAGE_MODELS
 from tests.support.layout_table import (
     IMAGE_ROWS,
     PAGE,
-    cases,
-    covered_layouts,
-    image_cases,
-    page,
-    pipelines,
-    table,
+    list_cases,
+    list_covered_layouts,
+    list_image_cases,
+    list_pipeline_cases,
+    make_table,
+    renew_page,
     test_pipelines,
 )
 from tests.support.layouts import PIPELINE_SCHEDULES
@@ -105,8 +105,8 @@ def test_no_file_breaks_an_import_rule(rule) -> None:
     broken = [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in files
-        for line, name in imported_names(path.read_text(encoding="utf-8"), module_of(path))
-        if rule(module_of(path), name)
+        for line, name in imported_names(path.read_text(encoding="utf-8"), get_module_name(path))
+        if rule(get_module_name(path), name)
     ]
     assert not broken, "\n".join(broken)
 
@@ -226,28 +226,28 @@ def test_names_in_getattr_are_defined() -> None:
 def test_the_page_has_the_tables_of_the_parity_cases() -> None:
     """Else: `python -m tests.support.layout_table`."""
     text = PAGE.read_text(encoding="utf-8")
-    assert table() in text
-    assert page(text) == text
+    assert make_table() in text
+    assert renew_page(text) == text
 
 
 def test_tested_layouts_are_those_that_parity_tests_compare() -> None:
-    actual = covered_layouts()
+    actual = list_covered_layouts()
     assert {"zero0", "zero1", "zero2", "zero3", "tp2", "tp4", "replicas × zero3", "pp4 zbv"} <= actual.keys()
     assert "xlnet" in actual["zero1"] & actual["tp2"] & actual["pp2 1f1b"]
     assert "albert" not in actual["pp4 zbv"], "there is no such case"
 
 
 def test_every_model_with_images_has_a_row() -> None:
-    compared = [*image_cases()]
+    compared = [*list_image_cases()]
     assert IMAGE_ROWS.keys() == IMAGE_MODELS.keys()
     assert {("two towers, softmax", "zero3"), ("vision-language, mlp", "pp2 1f1b × tp2")} <= {*compared}
     assert ("swin, simmim", "cp2") not in compared
 
 
 def test_cases_follow_the_parametrization() -> None:
-    schedules = [case["schedule"] for case in cases(test_pipelines.test_two_ranks)]
+    schedules = [case["schedule"] for case in list_cases(test_pipelines.test_two_ranks)]
     assert set(schedules) == set(PIPELINE_SCHEDULES)
-    assert {parallel.pp_schedule for _, parallel in pipelines() if parallel.pp == 4} == set(schedules)
+    assert {parallel.pp_schedule for _, parallel in list_pipeline_cases() if parallel.pp == 4} == set(schedules)
 
 
 def test_the_figure_of_results_is_up_to_date() -> None:

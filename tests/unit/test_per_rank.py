@@ -20,7 +20,7 @@ from megatfm.parallel.layout import replace_forward, transformer_blocks
 from megatfm.train.startup_checks import compute_block_input_bytes
 from tests.support.models import ADAMW, LENGTH, UNTIED_MODEL
 from tests.support.parity import build_engine
-from tests.support.sharded_engines import held_bytes
+from tests.support.sharded_engines import count_held_bytes
 from tests.support.workers import Workers
 
 LAYOUTS = [
@@ -52,7 +52,7 @@ def measure(parallel: ParallelConfig) -> tuple[int, int, int]:
     ZeRO 2 keeps the weights that it gathers until a step's last backward pass.
     """
     engine: NativeEngine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16")
-    config, counted = config_of(parallel), held_bytes(parallel)
+    config, counted = config_of(parallel), count_held_bytes(parallel)
     microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
     gradients = engine.memory_needed(microbatches, compute_block_input_bytes(config, 2)).gradients
     copy = counted["computed"] if isinstance(engine.data, Replicated) or parallel.zero == 2 else 0

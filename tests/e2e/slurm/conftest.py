@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slurm_cluster import JOB_REPORT_PROPERTY, JOB_REPORTS, Cluster, Job, Project, why_not
+from tests.support.slurm_cluster import (
+    JOB_REPORT_PROPERTY,
+    JOB_REPORTS,
+    Cluster,
+    Job,
+    Project,
+    find_missing_requirement,
+)
 from tests.support.small_runs import SMALL_CONFIG, SMALL_PREP
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +37,7 @@ def scontrol(record_property: Callable[[str, object], None]) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Eight virtual nodes of one CPU each, up once for all tests: jobs share no node."""
-    if reason := why_not():
+    if reason := find_missing_requirement():
         pytest.skip(reason)
     cluster = Cluster(f"t{os.getpid()}", "--nodes", 8, "--cpus", 1)
     yield cluster

@@ -59,9 +59,9 @@ def test_torchrun_starts_the_ranks_of_each_node(uninterrupted, project):
 def test_a_stop_reaches_torchrun_s_ranks(uninterrupted, project):
     slow = project.plant_fault("slow", "0.3")
     job = project.launch("--start", "torchrun", nodes=2)
-    job.until_step(7)
+    job.wait_for_step(7)
     project.cluster.slurm("scancel", "--signal=USR1", "--batch", job.number)
-    job.until(lambda: job.state != "RUNNING")
+    job.wait_until(lambda: job.state != "RUNNING")
     slow.unlink()
     assert job.finish()["Restarts"] == "1"
     assert "stopped by USR1" in job.log

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatfm import checkpoint
-from tests.support.slurm_cluster import STEPS, Job, Project, run
+from tests.support.slurm_cluster import STEPS, Job, Project, run_command
 from tests.support.training_runs import training_curve
 
 
@@ -50,7 +50,7 @@ def bereft(new_project) -> Iterator[tuple[Job, str]]:
 
 def without_a_node(job: Job) -> Iterator[tuple[Job, str]]:
     """The job and the name of the node that is killed under it; started again at the end."""
-    job.until_step(7)
+    job.wait_for_step(7)
     node = job.nodes[-1]
     job.cluster.node("kill", node)
     yield job, node
@@ -66,9 +66,9 @@ def test_requeued_in_the_middle(alone, project):
     """And held, as SLURM holds a job that it could not start again: `status` says so, and the way out of it works."""
     slow = project.plant_fault("slow", "0.3")
     job = project.launch()
-    job.until_step(7)
+    job.wait_for_step(7)
     project.cluster.slurm("scontrol", "requeuehold", job.number)
-    job.until(lambda: job.state == "PENDING")
+    job.wait_until(lambda: job.state == "PENDING")
     slow.unlink()
     output = project.megatfm("status", job.run_dir)
     (way_out,) = re.findall(rf"^state +PENDING.*`(scontrol release {job.number})`", output, re.MULTILINE)
@@ -80,7 +80,7 @@ def test_requeued_in_the_middle(alone, project):
 def test_preempted(alone, project):
     slow = project.plant_fault("slow", "0.3")
     job = project.launch("--partition", "low")
-    job.until_step(7)
+    job.wait_for_step(7)
     place = f"--nodelist={job.record()['NodeList']}"
     project.sbatch("sleep 1", "--partition=main", place).finish()
     slow.unlink()
@@ -96,7 +96,7 @@ def again_words(project: Project) -> list[object]:
 def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
     slow = project.plant_fault("slow", "0.5")
     job = project.launch()
-    job.until_step(7)
+    job.wait_for_step(7)
     assert re.search(rf"^state +RUNNING: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE)
     assert f"job {job.number} is of this run, and runs" in project.megatfm("launch", *again_words(project), code=2)
     project.cluster.slurm("scancel", job.number)
@@ -127,10 +127,10 @@ def test_a_job_that_waits_is_seen_and_cancelled(project):
 def test_of_two_jobs_of_one_run_the_second_is_refused(alone, project):
     slow = project.plant_fault("slow", "3")  # the second may have to wait for nodes
     first = project.launch()
-    first.until_step(2)
+    first.wait_for_step(2)
     assert f"job {first.number} is of this run, and runs" in project.megatfm("launch", *again_words(project), code=2)
     script = project.run_dir / "slurm" / "pretrain.sbatch"
-    output = run("sbatch", "--parsable", script, cwd=project.folder, env=project.environment)
+    output = run_command("sbatch", "--parsable", script, cwd=project.folder, env=project.environment)
     second = project.cluster.job(output.strip(), project.run_dir)  # past us
     assert second.finish("FAILED")["ExitCode"] == "77:0"
     assert "another process is training in this run directory (process " in second.log
@@ -149,14 +149,14 @@ def test_a_chain_goes_on_after_a_stop_and_after_a_lost_node(alone, project):
     links = project.submit(*project.small, "--nodes", 1, "--nproc", 1, "--chain", 4, "--site", "site.toml")
     assert all(link.record()["Dependency"].startswith("afterany:") for link in links[1:])
     first, second, third, last = links
-    first.until_step(7)
+    first.wait_for_step(7)
     project.cluster.slurm("scancel", "--signal=USR1", "--batch", first.number)
     assert first.finish("FAILED")["ExitCode"] == "75:0"
-    second.until_step(12)
+    second.wait_for_step(12)
     (node,) = second.nodes
     project.cluster.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-    second.until(lambda: second.state in ("NODE_FAIL", "FAILED"), timeout=60)
-    third.until_step(15)
+    second.wait_until(lambda: second.state in ("NODE_FAIL", "FAILED"), timeout=60)
+    third.wait_for_step(15)
     attempts = json.loads((third.run_dir / "restarts.json").read_text())
     assert [attempt["job"] for attempt in attempts] == [first.number, second.number, third.number]
     assert (attempts[0]["code"], attempts[2]["ended"]) == (75, None)
@@ -181,7 +181,7 @@ def test_a_lost_node_is_replaced_by_a_spare(bereft, uninterrupted):
 def test_without_a_spare_the_run_goes_on_with_fewer(project, uninterrupted):
     if not project.cluster.has_namespaces:
         pytest.skip(NAMESPACES)
-    project.cluster.until_idle()
+    project.cluster.wait_until_idle()
     project.plant_fault("slow-first", "0.5")
     (project.folder / "site.toml").write_text('exclude = "n[1-6]"\n')
     for job, node in without_a_node(project.launch("--site", "site.toml", nodes="1-2")):

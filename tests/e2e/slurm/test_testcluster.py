@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slurm_cluster import TESTCLUSTER, run, why_not
+from tests.support.slurm_cluster import TESTCLUSTER, find_missing_requirement, run_command
 
 NAME = f"u{os.getpid()}"
 ROOT = Path("/var/lib/megatfm-testcluster")
@@ -21,7 +21,7 @@ SMALL = ("--nodes", 2, "--cpus", 1, "--gpus", 2)
 
 
 def command(program: str, *words: object) -> str:
-    return run(TESTCLUSTER / program, *words, env=ENVIRONMENT)
+    return run_command(TESTCLUSTER / program, *words, env=ENVIRONMENT)
 
 
 def traces() -> list[str]:
@@ -34,7 +34,7 @@ def traces() -> list[str]:
             continue
         if f"{FOLDER}/" in line:
             actual.append(line)
-    actual += [name for name in run("ip", "netns", "list").split() if NAME in name]
+    actual += [name for name in run_command("ip", "netns", "list").split() if NAME in name]
     actual += [str(path) for path in Path("/sys/class/net").glob(f"*{NAME}*")]
     return actual + [str(path) for path in ROOT.glob(f"{NAME}*")]
 
@@ -48,7 +48,7 @@ def wait_for(what: Callable[[], object], seconds: float) -> None:
 
 @pytest.fixture(autouse=True)
 def down_at_the_end() -> Iterator[None]:
-    if reason := why_not():
+    if reason := find_missing_requirement():
         pytest.skip(reason)
     yield
     command("down")
@@ -61,9 +61,9 @@ def test_up_and_down_leave_no_trace():
     assert output == f"export SLURM_CONF={FOLDER}/slurm.conf\n"
     assert re.search(r"^n2 +runs", command("status"), re.MULTILINE)
     job = ("srun", "--nodes=2", "--gpus-per-node=2", "sh", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES")
-    assert sorted(run(*job, env=ENVIRONMENT).splitlines()) == ["n1 0,1", "n2 0,1"]
+    assert sorted(run_command(*job, env=ENVIRONMENT).splitlines()) == ["n1 0,1", "n2 0,1"]
     assert command("up", *SMALL) == output, "up again is a fresh one"
-    assert "JobId" not in run("scontrol", "show", "jobs", env=ENVIRONMENT)
+    assert "JobId" not in run_command("scontrol", "show", "jobs", env=ENVIRONMENT)
     assert len(traces()) > 5
     command("down")
     assert traces() == []
@@ -100,7 +100,7 @@ def test_the_cluster_goes_down_with_its_owner():
     assert traces(), "the watch is dead as well"
     other = {**ENVIRONMENT, "TESTCLUSTER": f"v{os.getpid()}"}
     owner = subprocess.Popen(["sleep", "300"])
-    run(TESTCLUSTER / "up", *SMALL, "--until", owner.pid, env=other)
+    run_command(TESTCLUSTER / "up", *SMALL, "--until", owner.pid, env=other)
     assert traces() == [], "the next cluster's start has swept it away"
     owner.kill()
     owner.wait()
@@ -127,10 +127,10 @@ def test_without_namespaces_the_nodes_share_the_network():
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"testcluster: no namespaces here \(.*\): all nodes share .*\n", done.stderr)
     assert "export MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo\n" in done.stdout
-    names = run("srun", "--nodes=2", "printenv", "SLURMD_NODENAME", env=ENVIRONMENT)
+    names = run_command("srun", "--nodes=2", "printenv", "SLURMD_NODENAME", env=ENVIRONMENT)
     assert sorted(names.split()) == ["n1", "n2"]
     script = f"srun sh -c 'sleep 300; : {FOLDER}/job'"
-    run("sbatch", "--nodes=2", "--output=/dev/null", "--wrap", script, env=ENVIRONMENT)
+    run_command("sbatch", "--nodes=2", "--output=/dev/null", "--wrap", script, env=ENVIRONMENT)
     wait_for(lambda: sum(bool(re.match(r"\S*sh -c sleep", line)) for line in traces()) == 2, 20)
     command("down")
     assert traces() == [], "jobs too have ended"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.prep_files import file_hashes
-from tests.support.slurm_cluster import STEPS, Job, Project, metrics, run
+from tests.support.slurm_cluster import STEPS, Job, Project, read_metrics, run_command
 from tests.support.training_runs import training_curve
 
 
@@ -21,7 +21,7 @@ def test_two_nodes_match_a_single_process(uninterrupted, alone):
     record = uninterrupted.finish()
     assert record["NumNodes"] == "2"
     assert record["ExitCode"] == "0:0"
-    on_two, on_one = metrics(uninterrupted.run_dir), metrics(alone)
+    on_two, on_one = read_metrics(uninterrupted.run_dir), read_metrics(alone)
     assert [line["step"] for line in on_two] == [line["step"] for line in on_one] == list(range(1, STEPS + 1))
     for two, one in zip(on_two, on_one, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-12)
@@ -56,7 +56,7 @@ def test_deepspeed_s_ranks_are_started_by_srun_like_any(project):
     assert "dp_shard 2" in (job.run_dir / "plan.txt").read_text()
     alone = project.folder / "alone"
     project.megatfm("train", *project.small, *words, f"run_dir={alone}")
-    for two, one in zip(metrics(job.run_dir), metrics(alone), strict=True):
+    for two, one in zip(read_metrics(job.run_dir), read_metrics(alone), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
@@ -84,7 +84,7 @@ def starter(way: str, project: Project) -> tuple[str, dict[str, str]]:
 
 def debian_mpich(folder: Path) -> dict[str, str]:
     """mpi4py looks for MPICH under the name that its ABI has everywhere but on Debian."""
-    (library,) = re.findall(r"libmpich\.so\.12 .*=> (\S+)", run("ldconfig", "-p"))
+    (library,) = re.findall(r"libmpich\.so\.12 .*=> (\S+)", run_command("ldconfig", "-p"))
     (folder / "lib").mkdir()
     (folder / "lib" / "libmpi.so.12").symlink_to(library)
     settings = {"LD_LIBRARY_PATH": str(folder / "lib"), "MPI4PY_LIBMPI": str(folder / "lib" / "libmpi.so.12")}
@@ -161,7 +161,7 @@ def test_a_node_that_fails_twice_is_excluded(project):
     cluster = project.cluster
     if not cluster.has_namespaces:
         pytest.skip("needs network namespaces: without them all nodes have one host name")
-    cluster.until_idle()
+    cluster.wait_until_idle()
     (project.folder / "site.toml").write_text('exclude = "n[4-8]"\n')
     project.plant_fault("crash", "n2")  # SLURM takes idle nodes in their order: n1 and n2, until n2 is excluded
     job = project.launch("--site", "site.toml", nodes=2)
@@ -183,24 +183,24 @@ def test_a_node_that_dies_before_srun_starts_its_task_is_blamed(project):
     cluster = project.cluster
     if not cluster.has_namespaces:
         pytest.skip("needs network namespaces: without them a killed node's tasks live on")
-    cluster.until_idle()
+    cluster.wait_until_idle()
     held, waits = project.plant_fault("held"), project.folder / "waits"
     hold = f"touch '{waits}'; while [ -e '{held}' ]; do sleep 0.1; done"
     site = f'exclude = "n[4-8]"\nsetup = [["bash", "-c", {json.dumps(hold)}]]\n'
     (project.folder / "site.toml").write_text(site)
     job = project.launch("train.steps=3", "--site", "site.toml", nodes=2)
     for dies in (True, True, False):
-        job.until(waits.exists)
+        job.wait_until(waits.exists)
         if dies:
             cluster.node("kill", "n2")
         waits.unlink()
         held.unlink()
         if dies:
-            job.until(lambda: job.state != "RUNNING")
+            job.wait_until(lambda: job.state != "RUNNING")
             project.plant_fault("held")
             cluster.node("start", "n2")
     job.finish(timeout=400)
     attempts = json.loads((job.run_dir / "restarts.json").read_text())
     assert [attempt["failed_host"] for attempt in attempts] == ["n2", "n2", None]
     assert job.nodes == ["n1", "n3"]
-    assert len(metrics(job.run_dir)) == 3
+    assert len(read_metrics(job.run_dir)) == 3

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.documentation import script
+from tests.support.documentation import load_script
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton"),
@@ -30,7 +30,7 @@ SLOW = pytest.mark.slow
 )
 def test_block_kernels_compile_for_a_gpu_without_spills(preset: str, dtype: str) -> None:
     """With their dropout: Triton takes no constant of 64 bits beside an index of 32."""
-    compiled = list(script("block_kernels").compile_preset(preset, dtype))
+    compiled = list(load_script("block_kernels").compile_preset(preset, dtype))
     assert {way for way, _, _ in compiled} == {"forward", "backward"}
     for _, kernel, resources in compiled:
         assert resources.registers <= 128, kernel.name
@@ -45,7 +45,7 @@ ADDITION = re.compile(r"triton_poi_fused_(_unsafe_view_)?add(_view)?_\d+")
 
 @pytest.mark.parametrize("case", BUDGETS)
 def test_what_stands_side_by_side_is_one_kernel(case: str) -> None:
-    module = script("fusion")
+    module = load_script("fusion")
     forward, backward = ([kernel.name for kernel in written] for written in module.list_kernels(module.load_case(case)))
     assert len(forward) <= BUDGETS[case][0], forward
     assert len(backward) <= BUDGETS[case][1], backward

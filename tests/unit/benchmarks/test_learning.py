@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.documentation import script
+from tests.support.documentation import load_script
 from tests.support.forked_commands import ForkedCommand
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def tasks() -> Any:
-    return script("attention_tasks")
+    return load_script("attention_tasks")
 
 
 def value_of(tokens: list[int]) -> int:
@@ -108,7 +108,7 @@ def test_the_script_writes_a_dated_result(tmp_path: Path, task: str, length: int
 
 @pytest.fixture(scope="module")
 def worth() -> Any:
-    return script("context_worth")
+    return load_script("context_worth")
 
 
 class Seen(nn.Module):

@@ -19,7 +19,7 @@ from megatfm.config import ModelConfig, load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.data.packing_plan import build_packing_plan
 from megatfm.models import build
-from tests.support.documentation import BENCHMARKS, script
+from tests.support.documentation import BENCHMARKS, load_script
 from tests.support.forked_commands import ForkedCommand
 from tests.support.workers import Workers
 
@@ -58,7 +58,7 @@ def test_what_they_import_is_there() -> None:
 
 def test_their_configs_have_the_keys_of_today() -> None:
     """Configs that no test trains load, too."""
-    learns, moe, zoo, engines = map(script, ("attention_learns", "moe_learns", "zoo_learns", "engines"))
+    learns, moe, zoo, engines = map(load_script, ("attention_learns", "moe_learns", "zoo_learns", "engines"))
     for positions in ("learned", "none"):
         for model in learns.make_models(256, 16, positions).values():
             ModelConfig.from_dotted({**learns.SMALL, "vocab_size": 7, **model})
@@ -125,7 +125,7 @@ def test_layout_costs_are_written_as_a_dated_result(tmp_path: Path) -> None:
     assert state["zero1"] > state["zero2"] == state["zero3"], "stage 1 has whole weights"
 
 
-memory: Any = script("corpus_memory")
+memory: Any = load_script("corpus_memory")
 
 
 def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_memory_does_not_grow_with_documents(tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture(scope="module")
 def common() -> Any:
-    return script("common")
+    return load_script("common")
 
 
 def test_sides_take_turns_and_theirs_is_divided_by_ours(common: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def rows(result: Path) -> list[list[str]]:
 
 
 def decoders(folder: Path) -> None:
-    assert script("gpu").main(["--tiny", "--case", "124m", "--steps", "1", "--out", str(folder)]) == 0
+    assert load_script("gpu").main(["--tiny", "--case", "124m", "--steps", "1", "--out", str(folder)]) == 0
 
 
 def test_decoders_write_a_dated_result(workers: Workers, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_decoders_write_a_dated_result(workers: Workers, tmp_path: Path) -> None
 
 
 def test_cases_are_of_the_sizes_that_they_claim() -> None:
-    module = script("gpu")
+    module = load_script("gpu")
     counts = {}
     for title, cases in module.CASES.items():
         for case in cases:
@@ -277,7 +277,7 @@ def test_cases_are_of_the_sizes_that_they_claim() -> None:
 
 
 def test_facts_are_written_and_a_kernel_that_is_not_there_is_said(tmp_path: Path) -> None:
-    assert script("gpu_facts").main(["--tiny", "--out", str(tmp_path)]) == 0
+    assert load_script("gpu_facts").main(["--tiny", "--out", str(tmp_path)]) == 0
     (result,) = tmp_path.glob("*-gpu-facts.md")
     kernels = {tuple(row[:2]): row[2:] for row in rows(result) if len(row) == 6}
     speed, _, finite, error = kernels["tiny, 1 documents a row", "flash"]
@@ -288,7 +288,7 @@ def test_facts_are_written_and_a_kernel_that_is_not_there_is_said(tmp_path: Path
 
 
 def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = script("gpu_facts")
+    module = load_script("gpu_facts")
     exact = module.KERNELS["flash"]
     monkeypatch.setitem(module.KERNELS, "flash", lambda *inputs: exact(*inputs) * float("nan"))
     assert module.main(["--tiny", "--out", str(tmp_path)]) == 1
@@ -298,7 +298,7 @@ def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.timeout(600)
 def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """The commands that a user types, one process after the other."""
-    assert script("gpu_run").main(["--tiny", "--steps", "12", "--out", str(tmp_path)]) == 0
+    assert load_script("gpu_run").main(["--tiny", "--steps", "12", "--out", str(tmp_path)]) == 0
     (result,) = tmp_path.glob("*-gpu-run.md")
     outcomes = {row[0]: row[2] for row in rows(result)}
     assert outcomes["losses and norms, to the bit"] == "all 12 alike"
@@ -307,7 +307,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_found_with_what_that_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("gpu_packages")
+    module = load_script("gpu_packages")
     assert module.find_missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
     assert module.find_missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]
     real_distribution = metadata.distribution

@@ -12,7 +12,7 @@ from megatfm.checkpoint import file_format, metadata
 from megatfm.checkpoint.planner import WriteItem
 from megatfm.checkpoint.staging import Staging
 from megatfm.ops import transfer
-from tests.support.uninitialized_memory import OFF, lies_wrong
+from tests.support.uninitialized_memory import OFF, is_misaligned
 
 TENSORS = {
     name: torch.arange(float(size), dtype=dtype).to(dtype)
@@ -36,7 +36,7 @@ def numpy_begins_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong(tensors: dict[str, Tensor]) -> list[str]:
-    return [name for name, tensor in tensors.items() if lies_wrong(tensor)]
+    return [name for name, tensor in tensors.items() if is_misaligned(tensor)]
 
 
 def test_what_a_file_gives(tmp_path: Path) -> None:
@@ -62,5 +62,5 @@ def test_the_staging_copy() -> None:
     staging = Staging()
     for _ in range(2):
         copies = staging.copy(pieces)
-        assert [str(index) for index, copy in copies.items() if copy.numel() and lies_wrong(copy)] == []
+        assert [str(index) for index, copy in copies.items() if copy.numel() and is_misaligned(copy)] == []
         assert all(torch.equal(copies[index], piece) for index, piece in pieces.items())

@@ -29,7 +29,7 @@ from megatfm.checkpoint import (
 )
 from megatfm.checkpoint.directory import find_latest_intact
 from megatfm.errors import MegatfmError
-from tests.support.checkpoint_schemas import METADATA, forge, write_schema_1
+from tests.support.checkpoint_schemas import METADATA, edit_metadata, write_schema_1
 
 SHARD = "rank-00000-000.safetensors"
 
@@ -183,7 +183,7 @@ def forge_shard(path: Path, content: bytes) -> None:
     """Put another file in the place of the shard, with size and hash in the metadata to match."""
     (path / SHARD).write_bytes(content)
     entry = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
-    forge(path, lambda body: body["files"].update({SHARD: entry}))
+    edit_metadata(path, lambda body: body["files"].update({SHARD: entry}))
 
 
 def move_file(name: str) -> Callable[[dict[str, Any]], None]:
@@ -275,7 +275,7 @@ def check_refusal(path: Path, reason: str) -> None:
     ],
 )
 def test_forged_metadata_is_refused(path: Path, change: Callable[[dict[str, Any]], object], reason: str) -> None:
-    forge(path, change)
+    edit_metadata(path, change)
     check_refusal(path, reason)
 
 
@@ -302,7 +302,7 @@ def test_forged_metadata_of_earlier_versions_is_refused(
 ) -> None:
     write_schema_1(path)
     assert torch.equal(read_tensors(path)["w"], torch.arange(24.0).reshape(4, 6))
-    forge(path, change)
+    edit_metadata(path, change)
     check_refusal(path, reason)
 
 

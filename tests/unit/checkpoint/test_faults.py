@@ -25,7 +25,7 @@ from megatfm.checkpoint import (
     save,
 )
 from megatfm.errors import MegatfmError
-from tests.support.power_loss import CHOICES, Disk, Operation, build, newest_whole_step, recorded
+from tests.support.power_loss import CHOICES, Disk, Operation, find_newest_intact_step, record_operations, write_tree
 from tests.support.workers import WorkerFailure, Workers
 
 HOST = socket.gethostname()
@@ -70,7 +70,7 @@ def adds(name: str, args: tuple[Any, ...]) -> bool:
 
 def assert_old_or_new(folder: Path, steps: tuple[int, ...]) -> int:
     """Assert that the next start finds one of these steps, and return it."""
-    step = newest_whole_step(folder)
+    step = find_newest_intact_step(folder)
     assert step in steps
     return step
 
@@ -232,7 +232,7 @@ def recorded_save(folder: Path, direct: bool) -> list[Operation]:
     operations: list[Operation] = []
     file_format.DIRECT_BYTES, before = 0 if direct else file_format.DIRECT_BYTES, file_format.DIRECT_BYTES
     try:
-        with recorded(operations):
+        with record_operations(operations):
             assert saved(folder, 2) is not None
     finally:
         file_format.DIRECT_BYTES = before
@@ -247,9 +247,9 @@ def cut_everywhere(folder: Path, operations: list[Operation], scratch: Path) -> 
             tree = lossy.after(count, choice, draw)
             key = hash(frozenset(tree.items()))
             if key not in steps:
-                build(tree, scratch)
+                write_tree(tree, scratch)
                 try:
-                    steps[key] = str(newest_whole_step(scratch))
+                    steps[key] = str(find_newest_intact_step(scratch))
                 except (MegatfmError, AssertionError) as error:
                     steps[key] = f"{type(error).__name__}: {error}"
                 shutil.rmtree(scratch)
@@ -282,7 +282,7 @@ def test_a_missing_sync_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save(folder, 1, tensors, {"step": 1}, keep=1)
     before = shutil.copytree(folder, tmp_path / "before")
     operations: list[Operation] = []
-    with recorded(operations), monkeypatch.context() as patch:
+    with record_operations(operations), monkeypatch.context() as patch:
         if fault == "file":
             real = os.fsync
             patch.setattr(os, "fsync", lambda fd: real(fd) if stat.S_ISDIR(os.fstat(fd).st_mode) else None)

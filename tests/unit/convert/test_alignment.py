@@ -12,16 +12,16 @@ import megatfm
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.models import build
-from tests.support.hf_decoders import hf_decoder
-from tests.support.hf_encoders import HF_ENCODERS, hf_encoder
+from tests.support.hf_decoders import build_hf_decoder
+from tests.support.hf_encoders import HF_ENCODERS, build_hf_encoder
 from tests.support.hf_folders import DECODER_TOKENS
-from tests.support.uninitialized_memory import lies_wrong, only_torchs_memory
+from tests.support.uninitialized_memory import assert_aligned_inputs, is_misaligned
 
 MODELS = ["gpt1", "mistral", "mla", "t5", *HF_ENCODERS]
 
 
 def theirs_of(name: str) -> Any:
-    return hf_encoder(name) if name in HF_ENCODERS else hf_decoder(name)
+    return build_hf_encoder(name) if name in HF_ENCODERS else build_hf_decoder(name)
 
 
 def shift(file: Path) -> None:
@@ -32,7 +32,7 @@ def shift(file: Path) -> None:
         if (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 64 == 8:
             break
     with safe_open(file, framework="pt") as opened:
-        assert any(lies_wrong(opened.get_tensor(key)) for key in opened.keys())  # noqa: SIM118
+        assert any(is_misaligned(opened.get_tensor(key)) for key in opened.keys())  # noqa: SIM118
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -44,9 +44,9 @@ def test_a_model_lies_as_a_fresh_one(name: str, tmp_path: Path) -> None:
     logits = []
     for folder in ("theirs", "ours"):
         model = megatfm.load(tmp_path / folder)
-        assert [n for n, p in model.named_parameters() if lies_wrong(p)] == []
-        assert [n for n, b in model.named_buffers() if lies_wrong(b)] == []
-        with only_torchs_memory():
+        assert [n for n, p in model.named_parameters() if is_misaligned(p)] == []
+        assert [n for n, b in model.named_buffers() if is_misaligned(b)] == []
+        with assert_aligned_inputs():
             logits.append(model(*inputs).logits)
     fresh = build(model.config).eval()
     fresh.load_state_dict(model.state_dict())
@@ -60,4 +60,4 @@ def test_what_is_read_of_a_folder_is_no_part_of_the_files_map(tmp_path: Path) ->
     shift(tmp_path / "model.safetensors")
     opened = HfFolder(tmp_path)
     for name in opened.files:
-        assert not lies_wrong(opened.read_tensor(name)), name
+        assert not is_misaligned(opened.read_tensor(name)), name

@@ -20,29 +20,29 @@ from megatfm.convert import convert as convert_room
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.hf_decoders import HF_DECODERS, LLAMA_OPTIONS, SWITCH_OPTIONS, T5_OPTIONS, hf_decoder
+from tests.support.hf_decoders import HF_DECODERS, LLAMA_OPTIONS, SWITCH_OPTIONS, T5_OPTIONS, build_hf_decoder
 from tests.support.hf_encoders import (
     ENCODER_TOKENS,
     HF_LONG_ENCODERS,
     LONG_TOKENS,
-    first_logits,
-    hf_encoder,
-    hf_long_encoder,
+    build_hf_encoder,
+    build_hf_long_encoder,
+    get_vocabulary_logits,
     long_encoder_logits,
 )
 from tests.support.hf_folders import (
     DECODER_TOKENS,
+    build_hf_gpt2,
+    build_hf_llama,
+    copy_to_aligned_memory,
     edit_config,
     edit_tensors,
-    folder_tensors,
-    hf_config_of,
-    hf_gpt2,
-    hf_llama,
-    with_fresh_memory,
+    get_public_config,
+    read_folder_tensors,
 )
 from tests.support.reference_gradients import perturb
 
-MODELS = [hf_gpt2, hf_llama]
+MODELS = [build_hf_gpt2, build_hf_llama]
 
 
 def run(*words: str) -> int:
@@ -61,14 +61,14 @@ def test_there_and_back(make: Callable[[], Any], shards: str, tmp_path: Path) ->
     assert run(str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf", "--max-shard-size", shards) == 0
     assert (len(list((tmp_path / "back").glob("*.safetensors"))) > 3) == (shards == "9KB")
 
-    original, back = (folder_tensors(tmp_path / name) for name in ("theirs", "back"))
+    original, back = (read_folder_tensors(tmp_path / name) for name in ("theirs", "back"))
     assert original.keys() == back.keys()
     for name, tensor in original.items():
         assert torch.equal(back[name], tensor), name
     loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert hf_config_of(loaded) == hf_config_of(expected)
-    assert torch.equal(with_fresh_memory(loaded)(DECODER_TOKENS).logits, expected(DECODER_TOKENS).logits)
+    assert get_public_config(loaded) == get_public_config(expected)
+    assert torch.equal(copy_to_aligned_memory(loaded)(DECODER_TOKENS).logits, expected(DECODER_TOKENS).logits)
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -81,12 +81,12 @@ def test_every_form_opens(make: Callable[[], Any], tmp_path: Path) -> None:
         logits = megatfm.load(tmp_path / path)(DECODER_TOKENS).logits
         torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
     config = load_config(tmp_path / "ours")
-    assert config.data.sequence_length == (77 if make is hf_llama else 32)
+    assert config.data.sequence_length == (77 if make is build_hf_llama else 32)
     assert config.model == convert_room.HfFolder(tmp_path / "theirs").config
 
 
 def test_no_more_than_a_batch_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf_gpt2().save_pretrained(tmp_path / "theirs")
+    build_hf_gpt2().save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     sizes = []
     read = checkpoint.read_tensors
@@ -101,14 +101,16 @@ def test_no_more_than_a_batch_is_read_at_once(tmp_path: Path, monkeypatch: pytes
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     assert len(sizes) > 5
     assert max(sizes) <= 12_000
-    assert folder_tensors(tmp_path / "back").keys() == folder_tensors(tmp_path / "theirs").keys()
+    assert read_folder_tensors(tmp_path / "back").keys() == read_folder_tensors(tmp_path / "theirs").keys()
 
 
 def test_a_bare_model_s_file_is_read(tmp_path: Path) -> None:
     """As GPT-2's files are published: without the prefix, and with the masks of attention."""
-    reference = hf_gpt2()
+    reference = build_hf_gpt2()
     reference.save_pretrained(tmp_path / "theirs")
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in folder_tensors(tmp_path / "theirs").items()}
+    bare = {
+        name.removeprefix("transformer."): tensor for name, tensor in read_folder_tensors(tmp_path / "theirs").items()
+    }
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(bare, tmp_path / "theirs" / "model.safetensors")
     torch.testing.assert_close(
@@ -144,7 +146,7 @@ def test_what_does_not_fit_is_named(
     spoil: Callable[[Path], Any] | dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """spoil: changed keys of config.json, or a function of the folder."""
-    hf_gpt2().save_pretrained(tmp_path / "theirs")
+    build_hf_gpt2().save_pretrained(tmp_path / "theirs")
     if isinstance(spoil, dict):
         edit_config(tmp_path / "theirs", **spoil)
     else:
@@ -155,7 +157,7 @@ def test_what_does_not_fit_is_named(
 
 
 def test_the_target_must_be_new_and_the_format_another(tmp_path: Path) -> None:
-    hf_gpt2().save_pretrained(tmp_path / "theirs")
+    build_hf_gpt2().save_pretrained(tmp_path / "theirs")
     with pytest.raises(UsageError, match="exists already"):
         convert(tmp_path / "theirs", tmp_path / "theirs", "megatfm")
     with pytest.raises(UsageError, match="already in that format: use --to megatfm"):
@@ -208,7 +210,7 @@ def test_a_window_slides_beyond_the_longest_sequence(window: int, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["BertForPreTraining", "RobertaForMaskedLM", "XLNetLMHeadModel"])
 def test_config_files_of_transformers_2_name_no_class(name: str, tmp_path: Path) -> None:
-    reference = hf_encoder(name)
+    reference = build_hf_encoder(name)
     reference.save_pretrained(tmp_path)
     edit_config(tmp_path, model_type=None, architectures=None, eos_token_ids=0)
     opened = HfFolder(tmp_path)
@@ -216,14 +218,14 @@ def test_config_files_of_transformers_2_name_no_class(name: str, tmp_path: Path)
     assert "its config.json names no class: taken for a" in opened.notes[0]
     torch.testing.assert_close(
         megatfm.load(tmp_path)(ENCODER_TOKENS).logits,
-        first_logits(reference(ENCODER_TOKENS)),
+        get_vocabulary_logits(reference(ENCODER_TOKENS)),
         rtol=1e-5,
         atol=1e-5,
     )
 
 
 def test_names_of_tensors_that_several_classes_have_tell_nothing(tmp_path: Path) -> None:
-    hf_encoder("BertForMaskedLM").bert.save_pretrained(tmp_path)
+    build_hf_encoder("BertForMaskedLM").bert.save_pretrained(tmp_path)
     edit_config(tmp_path, model_type=None, architectures=None)
     with pytest.raises(UsageError, match="names neither an architecture nor a model_type"):
         HfFolder(tmp_path)
@@ -231,7 +233,7 @@ def test_names_of_tensors_that_several_classes_have_tell_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize("modules", [0, 1, 2])
 def test_deepseek_s_modules_for_later_tokens_are_left_and_named(modules: int, tmp_path: Path) -> None:
-    reference = hf_decoder("deepseek-v3")
+    reference = build_hf_decoder("deepseek-v3")
     reference.save_pretrained(tmp_path)
     count = HF_DECODERS["deepseek-v3"][1]["num_hidden_layers"]
     edit_config(tmp_path, num_nextn_predict_layers=modules)
@@ -273,7 +275,9 @@ def test_switch_s_steps_overrule_its_numbers_of_layers(steps: tuple[int, int | N
     )
     sparse = {
         side: {
-            int(name.split(".")[2]) for name in folder_tensors(tmp_path) if name.startswith(side) and "experts" in name
+            int(name.split(".")[2])
+            for name in read_folder_tensors(tmp_path)
+            if name.startswith(side) and "experts" in name
         }
         for side in ("encoder", "decoder")
     }
@@ -293,7 +297,7 @@ def test_a_class_whose_head_can_t_be_told_from_the_model_is_refused_by_name(tmp_
 
 
 def test_bigbird_s_other_rule_in_evaluation_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    hf_long_encoder("BigBirdForMaskedLM").save_pretrained(tmp_path / "theirs")
+    build_hf_long_encoder("BigBirdForMaskedLM").save_pretrained(tmp_path / "theirs")
     with caplog.at_level(logging.WARNING, "megatfm"):
         megatfm.load(tmp_path / "theirs")
     assert "its random blocks are drawn in evaluation as in training; transformers' .eval()" in caplog.text
@@ -301,7 +305,7 @@ def test_bigbird_s_other_rule_in_evaluation_is_said(tmp_path: Path, caplog: pyte
 
 
 def test_a_discriminator_alone_is_said_not_to_be_trained_by_any_objective(tmp_path: Path) -> None:
-    hf_encoder("ElectraForPreTraining").save_pretrained(tmp_path / "theirs")
+    build_hf_encoder("ElectraForPreTraining").save_pretrained(tmp_path / "theirs")
     output = convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     text = (tmp_path / "ours" / "config.toml").read_text()
     for words in ("\n".join(output), text):
@@ -314,7 +318,7 @@ def test_a_discriminator_alone_is_said_not_to_be_trained_by_any_objective(tmp_pa
 
 @pytest.mark.parametrize("name", HF_LONG_ENCODERS)
 def test_long_encoders_there_and_back(name: str, tmp_path: Path) -> None:
-    reference = hf_long_encoder(name)
+    reference = build_hf_long_encoder(name)
     reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     with torch.no_grad():
@@ -341,7 +345,7 @@ def test_long_encoders_there_and_back(name: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    hf_long_encoder(name).save_pretrained(tmp_path)
+    build_hf_long_encoder(name).save_pretrained(tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(UsageError, match=message):
         HfFolder(tmp_path)

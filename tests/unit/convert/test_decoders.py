@@ -32,8 +32,8 @@ from megatfm.parallel.mesh import build_mesh
 from megatfm.tokenizers import train_byte_bpe, train_sentencepiece
 from megatfm.train.build import build_engine
 from megatfm.train.init_from import load_weights
-from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, decoder_logits, hf_decoder
-from tests.support.hf_folders import DECODER_TOKENS, with_fresh_memory
+from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, build_hf_decoder, decoder_logits
+from tests.support.hf_folders import DECODER_TOKENS, copy_to_aligned_memory
 from tests.support.reference_gradients import perturb
 from tests.support.workers import Workers
 
@@ -42,7 +42,7 @@ TEXTS = [inspect.getsource(textwrap), "Größe, naïve, 東京\n" * 20]
 
 @pytest.mark.parametrize("name", HF_DECODERS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    reference = hf_decoder(name)
+    reference = build_hf_decoder(name)
     reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True, **same_kernel)
     assert not any(info.values()), info
     with torch.no_grad():
-        assert torch.equal(decoder_logits(with_fresh_memory(loaded), is_megatfm=False), expected)
+        assert torch.equal(decoder_logits(copy_to_aligned_memory(loaded), is_megatfm=False), expected)
     original, back = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(original[key], back[key]) for key in original)
@@ -65,7 +65,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3", "olmoe", "deepseek-v2"])
 def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Path) -> None:
-    reference = hf_decoder(name)
+    reference = build_hf_decoder(name)
     reference.save_pretrained(tmp_path, save_original_format=False)
     assert any(key.endswith("experts.gate_up_proj") for key in load_file(tmp_path / "model.safetensors"))
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_files_with_all_experts_of_a_block_in_one_tensor(name: str, tmp_path: Pa
 @pytest.mark.parametrize(("name", "other"), [("qwen3-moe", "num_experts"), ("deepseek-v3", "num_local_experts")])
 def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_path: Path) -> None:
     """Qwen's published files have `num_experts` alone."""
-    hf_decoder(name).save_pretrained(tmp_path)
+    build_hf_decoder(name).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     number = config.pop("n_routed_experts" if name == "deepseek-v3" else "num_local_experts")
@@ -88,7 +88,7 @@ def test_the_number_of_experts_under_its_other_name(name: str, other: str, tmp_p
 def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    reference = hf_decoder("t5")
+    reference = build_hf_decoder("t5")
     reference.save_pretrained(tmp_path / "theirs")
     path = tmp_path / "theirs" / "model.safetensors"
     tensors = load_file(path)
@@ -128,7 +128,7 @@ def test_t5_s_published_files_have_copies_and_a_table_that_nothing_uses(tmp_path
     ],
 )
 def test_what_we_lack_is_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    hf_decoder(name).save_pretrained(tmp_path)
+    build_hf_decoder(name).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UsageError, match=message):
@@ -272,7 +272,7 @@ def trained_on_from(folder: str) -> torch.Tensor:
 
 
 def test_training_starts_from_a_converted_folder(tmp_path: Path, workers: Workers) -> None:
-    reference = hf_decoder("gpt1")
+    reference = build_hf_decoder("gpt1")
     reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     (logits,) = workers.run(trained_on_from, 1, str(tmp_path / "ours"))

@@ -26,16 +26,16 @@ from tests.support.hf_encoders import (
     HF_ENCODERS,
     SMALL_ENCODER,
     XLNET_OPTIONS,
-    first_logits,
-    hf_encoder,
+    build_hf_encoder,
+    get_vocabulary_logits,
 )
 from tests.support.hf_folders import (
+    copy_to_aligned_memory,
     edit_config,
     edit_tensors,
-    folder_tensors,
-    hf_config_of,
-    perturbed,
-    with_fresh_memory,
+    get_public_config,
+    perturb_parameters,
+    read_folder_tensors,
 )
 from tests.support.reference_gradients import perturb
 
@@ -43,20 +43,23 @@ from tests.support.reference_gradients import perturb
 @pytest.mark.parametrize("name", HF_ENCODERS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """Files that transformers wrote become ours, and files from which transformers loads the same model."""
-    reference = hf_encoder(name)
+    reference = build_hf_encoder(name)
     reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")
-    original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
+    original, back = (read_folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
     loaded, info = type(reference).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert hf_config_of(loaded) == hf_config_of(reference)
-    assert torch.equal(first_logits(with_fresh_memory(loaded)(ENCODER_TOKENS)), first_logits(reference(ENCODER_TOKENS)))
+    assert get_public_config(loaded) == get_public_config(reference)
+    assert torch.equal(
+        get_vocabulary_logits(copy_to_aligned_memory(loaded)(ENCODER_TOKENS)),
+        get_vocabulary_logits(reference(ENCODER_TOKENS)),
+    )
     for folder in ("theirs", "ours"):
         logits = megatfm.load(tmp_path / folder)(ENCODER_TOKENS).logits
-        torch.testing.assert_close(logits, first_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, get_vocabulary_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
 
 
 def old_norms(tensors: dict[str, torch.Tensor]) -> None:
@@ -87,17 +90,17 @@ def own_head(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_files_as_they_are_published(name: str, change: Callable[..., None], tmp_path: Path) -> None:
-    reference = hf_encoder(name)
+    reference = build_hf_encoder(name)
     reference.save_pretrained(tmp_path / "theirs")
     edit_tensors(tmp_path / "theirs", change)
     logits = megatfm.load(tmp_path / "theirs")(ENCODER_TOKENS).logits
-    torch.testing.assert_close(logits, first_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, get_vocabulary_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
 
 
 def test_legacy_false_is_the_same_head(tmp_path: Path) -> None:
-    reference = hf_encoder("DebertaForMaskedLM", legacy=False)
+    reference = build_hf_encoder("DebertaForMaskedLM", legacy=False)
     reference.save_pretrained(tmp_path / "theirs")
-    assert any("lm_predictions" in key for key in folder_tensors(tmp_path / "theirs"))
+    assert any("lm_predictions" in key for key in read_folder_tensors(tmp_path / "theirs"))
     logits = megatfm.load(tmp_path / "theirs")(ENCODER_TOKENS).logits
     torch.testing.assert_close(logits, reference(ENCODER_TOKENS).logits, rtol=1e-5, atol=1e-5)
 
@@ -123,7 +126,7 @@ def test_legacy_false_is_the_same_head(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_we_lack_is_refused(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    hf_encoder(name).save_pretrained(tmp_path)
+    build_hf_encoder(name).save_pretrained(tmp_path)
     edit_config(tmp_path, **change)
     with pytest.raises(UsageError, match=message):
         megatfm.load(tmp_path)
@@ -244,7 +247,9 @@ def test_bare_encoders_and_downstream_folders_open(
     """Their encoder gives the same vectors; a head that is left there is said."""
     options = next(HF_ENCODERS[name] for name in HF_ENCODERS if name.startswith((f"{stem}For", f"{stem}LM")))
     kind = getattr(transformers, f"{stem}{task}")
-    reference = perturbed(kind(kind.config_class(**((XLNET_OPTIONS if stem == "XLNet" else SMALL_ENCODER) | options))))
+    reference = perturb_parameters(
+        kind(kind.config_class(**((XLNET_OPTIONS if stem == "XLNet" else SMALL_ENCODER) | options)))
+    )
     reference.save_pretrained(tmp_path / "theirs")
     actual = megatfm.load(tmp_path / "theirs")
     expected = getattr(reference, reference.base_model_prefix) if task != "Model" else reference
@@ -269,7 +274,9 @@ def test_bare_encoders_and_downstream_folders_open(
 def test_bare_decoders_open(name: str, tmp_path: Path) -> None:
     kind = getattr(transformers, f"{name}Model")
     values = GPT_OPTIONS if name == "GPT2" else {**LLAMA_OPTIONS, "pad_token_id": 0}
-    reference = perturbed(kind(kind.config_class(**values, **({"sliding_window": None} if name == "Mistral" else {}))))
+    reference = perturb_parameters(
+        kind(kind.config_class(**values, **({"sliding_window": None} if name == "Mistral" else {})))
+    )
     reference.save_pretrained(tmp_path)
     hidden = megatfm.load(tmp_path)(ENCODER_TOKENS).hidden
     torch.testing.assert_close(hidden, reference(ENCODER_TOKENS).last_hidden_state, rtol=1e-5, atol=1e-5)
@@ -277,16 +284,16 @@ def test_bare_decoders_open(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", HF_ENCODERS)
 def test_what_names_no_architecture_is_known_by_its_files(name: str, tmp_path: Path) -> None:
-    reference = hf_encoder(name)
+    reference = build_hf_encoder(name)
     reference.save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=None)
     assert HfFolder(tmp_path).name == name
     logits = megatfm.load(tmp_path)(ENCODER_TOKENS).logits
-    torch.testing.assert_close(logits, first_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, get_vocabulary_logits(reference(ENCODER_TOKENS)), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_that_is_missing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    reference = hf_encoder("BertForMaskedLM")
+    reference = build_hf_encoder("BertForMaskedLM")
     reference.save_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda t: [t.pop(key) for key in list(t) if "predictions" in key])
     hidden = megatfm.load(tmp_path)(ENCODER_TOKENS).hidden
@@ -324,7 +331,7 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [{}, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}])
 def test_a_bare_t5_opens(version: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-    reference = perturbed(transformers.T5Model(transformers.T5Config(**sizes, **version)))
+    reference = perturb_parameters(transformers.T5Model(transformers.T5Config(**sizes, **version)))
     reference.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     convert(tmp_path / "ours", tmp_path / "back", "hf")

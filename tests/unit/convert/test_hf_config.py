@@ -15,18 +15,18 @@ import megatfm
 from megatfm.convert.architecture import ARCHITECTURES, TASK_CLASSES
 from megatfm.convert.architectures.sparse_encoders import GLOBAL_TOKENS_KEY as SEEN_BY_ALL
 from megatfm.errors import MegatfmError
-from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, decoder_logits, hf_decoder
+from tests.support.hf_decoders import GPT_OPTIONS, HF_DECODERS, LLAMA_OPTIONS, build_hf_decoder, decoder_logits
 from tests.support.hf_encoders import (
     HF_ENCODERS,
     HF_LONG_ENCODERS,
     LONG_TOKENS,
-    first_logits,
-    hf_encoder,
-    hf_long_encoder,
+    build_hf_encoder,
+    build_hf_long_encoder,
+    get_vocabulary_logits,
     long_encoder_logits,
 )
-from tests.support.hf_folders import perturbed
-from tests.support.hf_images import HF_IMAGES, hf_image_model, image_logits, write_pixels
+from tests.support.hf_folders import perturb_parameters
+from tests.support.hf_images import HF_IMAGES, build_hf_image_model, image_logits, write_pixels
 
 TOKENS = torch.randint(7, 60, (3, 9), generator=torch.Generator().manual_seed(3))
 LLAMA = {**LLAMA_OPTIONS, "max_position_embeddings": 64}
@@ -84,15 +84,15 @@ NOT_COMPARED = {
 def theirs_of(case: str) -> Any:
     name, values = CASES[case]
     if name in HF_ENCODERS:
-        return hf_encoder(name)
+        return build_hf_encoder(name)
     if name in HF_LONG_ENCODERS:
-        return hf_long_encoder(name)
+        return build_hf_long_encoder(name)
     if name in HF_IMAGES:
-        return hf_image_model(name)
+        return build_hf_image_model(name)
     if case in HF_DECODERS:
-        return hf_decoder(case)
+        return build_hf_decoder(case)
     kind = getattr(transformers, name)
-    return perturbed(kind(kind.config_class(**values)))
+    return perturb_parameters(kind(kind.config_class(**values)))
 
 
 def others(value: Any) -> list[Any]:
@@ -185,7 +185,7 @@ def logits(model: Any, case: str, *, is_megatfm: bool, config: Mapping[str, Any]
     if type(model).__name__.startswith(("T5", "Switch")) or (is_megatfm and model.config.family == "encoder_decoder"):
         return decoder_logits(model, is_megatfm=is_megatfm)
     output = model(TOKENS)
-    return output.logits if is_megatfm else first_logits(output)
+    return output.logits if is_megatfm else get_vocabulary_logits(output)
 
 
 def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Tensor | str:

@@ -19,9 +19,15 @@ from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
 from megatfm.objectives import build_objective
-from tests.support.hf_folders import edit_config, folder_tensors, hf_config_of, perturbed, with_fresh_memory
-from tests.support.hf_images import batch_of, images_of
-from tests.support.images import pixels, to_batch
+from tests.support.hf_folders import (
+    copy_to_aligned_memory,
+    edit_config,
+    get_public_config,
+    perturb_parameters,
+    read_folder_tensors,
+)
+from tests.support.hf_images import draw_images, make_image_batch
+from tests.support.images import draw_pixels, make_batch
 
 SMALL = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48, "image_size": 16,
@@ -44,7 +50,7 @@ def make(name: str, folder: Path) -> PreTrainedModel:
     options = SMALL | CASES[name]
     if "mlp_ratio" in options:
         del options["intermediate_size"]
-    model = perturbed(kind(kind.config_class(**options)))
+    model = perturb_parameters(kind(kind.config_class(**options)))
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
     return model
@@ -66,16 +72,16 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     any_size = {"image_size": 224} if name == "DINOv3ViTModel" else {}
-    assert hf_config_of(loaded) == hf_config_of(expected) | any_size
+    assert get_public_config(loaded) == get_public_config(expected) | any_size
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     assert {key: written[key] for key in PIXELS} == PIXELS
     side = any_size.get("image_size", 16)
     assert written["size"] == {"height": side, "width": side}
-    image = pixels(16, 16, seed=1)
-    assert torch.equal(answers(with_fresh_memory(loaded), image), answers(expected, image))
+    image = draw_pixels(16, 16, seed=1)
+    assert torch.equal(answers(copy_to_aligned_memory(loaded), image), answers(expected, image))
     for folder in ("theirs", "ours"):
         model = megatfm.load(tmp_path / folder)
-        output = model(**to_batch([image], 4, model.config.embedding.n_special_tokens, [[0]]))
+        output = model(**make_batch([image], 4, model.config.embedding.n_special_tokens, [[0]]))
         if "Classification" in name:
             actual = output.predictions["classifier"]
         else:
@@ -86,7 +92,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(actual, expected_answers, rtol=1e-5, atol=1e-5)
     if name.startswith(("Dinov2WithRegisters", "DINOv3")):  # whose mask token transformers always has, and no pass uses
         return
-    original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
+    original, back = (read_folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     prefix = "" if original.keys() == back.keys() else "vision_model."
     assert {f"{prefix}{key}" for key in original} == back.keys()
     assert all(torch.equal(back[f"{prefix}{key}"], tensor) for key, tensor in original.items())
@@ -98,8 +104,8 @@ def test_names_as_in_memory(tmp_path: Path) -> None:
     in_file = load_file(tmp_path / "theirs" / "model.safetensors")
     assert in_file.keys() != expected.state_dict().keys()
     save_file(dict(expected.state_dict()), tmp_path / "theirs" / "model.safetensors")
-    image = pixels(16, 16, seed=1)
-    logits = megatfm.load(tmp_path / "theirs")(**to_batch([image], 4, 1, [[0]])).predictions["classifier"]
+    image = draw_pixels(16, 16, seed=1)
+    logits = megatfm.load(tmp_path / "theirs")(**make_batch([image], 4, 1, [[0]])).predictions["classifier"]
     torch.testing.assert_close(logits, answers(expected, image), rtol=1e-5, atol=1e-5)
 
 
@@ -108,17 +114,17 @@ def test_a_backbone_without_a_classifier(kind: str, tmp_path: Path) -> None:
     """Its last vectors, from files of the backbone alone."""
     options = {key: value for key, value in SMALL.items() if "label" not in key and key != "intermediate_size"}
     model = getattr(transformers, kind)
-    reference = perturbed(model(model.config_class(**options, layer_norm_eps=1e-6)))
+    reference = perturb_parameters(model(model.config_class(**options, layer_norm_eps=1e-6)))
     reference.save_pretrained(tmp_path / "theirs")
     opened = HfFolder(tmp_path / "theirs")
     assert not opened.config.extra_heads
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
-    image = pixels(16, 16, seed=1)
+    image = draw_pixels(16, 16, seed=1)
     mean, std = opened.config.embedding.mean, opened.config.embedding.std
     expected = reference(
         pixel_values=((image / 255.0 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])[None]
     ).last_hidden_state
-    hidden = megatfm.load(tmp_path / "ours")(**to_batch([image], 4, 1, [[0]])).hidden
+    hidden = megatfm.load(tmp_path / "ours")(**make_batch([image], 4, 1, [[0]])).hidden
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -171,14 +177,14 @@ SWIN_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_swin(case: str, folder: Path) -> PreTrainedModel:
     name, options = SWIN_CASES[case]
     kind = getattr(transformers, name)
-    model = perturbed(kind(kind.config_class(**(SMALL_SWIN | options))))
+    model = perturb_parameters(kind(kind.config_class(**(SMALL_SWIN | options))))
     model.save_pretrained(folder)
     return model
 
 
 def same_answers(expected: Any, actual: Any) -> None:
-    images, inputs = images_of((36, 36), 2)
-    output, batch = with_fresh_memory(expected)(inputs.float()), batch_of(images, [[0], [1]], [0, 0])
+    images, inputs = draw_images((36, 36), 2)
+    output, batch = copy_to_aligned_memory(expected)(inputs.float()), make_image_batch(images, [[0], [1]], [0, 0])
     del batch["labels"]
     if hasattr(output, "logits"):
         values, expected_logits = actual(**batch).predictions["classifier"], output.logits
@@ -194,8 +200,8 @@ def test_swin_there_and_back(case: str, tmp_path: Path) -> None:
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert hf_config_of(loaded) == hf_config_of(expected)
-    original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
+    assert get_public_config(loaded) == get_public_config(expected)
+    original, back = (read_folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     prefix = "" if original.keys() == back.keys() else "swin."
     assert {f"{prefix}{key}" for key in original} == back.keys()
     assert all(torch.equal(back[f"{prefix}{key}"], tensor) for key, tensor in original.items())
@@ -257,7 +263,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 def make_simmim(name: str, folder: Path) -> PreTrainedModel:
     kind = getattr(transformers, name)
-    model = perturbed(kind(kind.config_class(**CLASSES[name])))
+    model = perturb_parameters(kind(kind.config_class(**CLASSES[name])))
     model.save_pretrained(folder)
     pixels = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}  # as images_of has them
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
@@ -265,12 +271,12 @@ def make_simmim(name: str, folder: Path) -> PreTrainedModel:
 
 
 def same_simmim_answers(expected: PreTrainedModel, actual: Any, n_special: int) -> None:
-    images, pixel_values = images_of((SIZE, SIZE), 2)
+    images, pixel_values = draw_images((SIZE, SIZE), 2)
     masks = torch.zeros(2, SIZE // PATCH, SIZE // PATCH, dtype=torch.bool)
     masks[0, 2:6, :4], masks[1, ::2] = True, True
     masks = masks.flatten(1)
-    output = with_fresh_memory(expected)(pixel_values.float(), bool_masked_pos=masks)
-    batch = to_batch(images, PATCH, n_special, [[0], [1]])
+    output = copy_to_aligned_memory(expected)(pixel_values.float(), bool_masked_pos=masks)
+    batch = make_batch(images, PATCH, n_special, [[0], [1]])
     masked = torch.nn.functional.pad(masks, (n_special, 0))
     inputs = {**batch, "masked": masked, "patches": batch["patches"].masked_fill(masked[..., None], 0)}
     predicted = actual(**inputs).predictions["pixels"][:, n_special:]
@@ -292,8 +298,8 @@ def test_simmim_there_and_back(name: str, tmp_path: Path) -> None:
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    assert hf_config_of(loaded) == hf_config_of(expected)
-    original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
+    assert get_public_config(loaded) == get_public_config(expected)
+    original, back = (read_folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
     same_simmim_answers(expected, megatfm.load(tmp_path / "ours"), n_special)

@@ -24,8 +24,14 @@ from megatfm.convert.architecture import ARCHITECTURES
 from megatfm.convert.convert import convert
 from megatfm.convert.hf_checkpoint import HfFolder
 from megatfm.errors import UsageError
-from tests.support.hf_folders import edit_config, folder_tensors, hf_config_of, perturbed, with_fresh_memory
-from tests.support.images import pixels, to_batch
+from tests.support.hf_folders import (
+    copy_to_aligned_memory,
+    edit_config,
+    get_public_config,
+    perturb_parameters,
+    read_folder_tensors,
+)
+from tests.support.images import draw_pixels, make_batch
 
 SIDE, GRID, IMAGE_TOKEN = 4, 3, 55
 PIXELS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
@@ -55,7 +61,7 @@ def write_llava(folder: Path, encoder: str = "clip", **options: object) -> Llava
         vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN,
         vision_feature_select_strategy=selected, **options,
     )  # fmt: skip
-    model = perturbed(LlavaForConditionalGeneration(config))
+    model = perturb_parameters(LlavaForConditionalGeneration(config))
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
     return model
@@ -67,13 +73,13 @@ def tokens() -> Tensor:
 
 def answer(model: LlavaForConditionalGeneration) -> Tensor:
     mean, std = (torch.tensor(PIXELS[key])[:, None, None] for key in ("image_mean", "image_std"))
-    image = ((pixels(SIDE * GRID, SIDE * GRID, seed=1).double() / 255 - mean) / std).float()
+    image = ((draw_pixels(SIDE * GRID, SIDE * GRID, seed=1).double() / 255 - mean) / std).float()
     with torch.no_grad():
         return model(input_ids=tokens(), pixel_values=image[None]).logits
 
 
 def our_answer(folder: Path, encoder: str = "clip") -> Tensor:
-    image = to_batch([pixels(SIDE * GRID, SIDE * GRID, seed=1)], SIDE, int(encoder == "clip"), [[0]])
+    image = make_batch([draw_pixels(SIDE * GRID, SIDE * GRID, seed=1)], SIDE, int(encoder == "clip"), [[0]])
     with torch.no_grad():
         return megatfm.load(folder)(
             tokens=tokens(), **{f"encoder_{name}": field for name, field in image.items()}
@@ -93,7 +99,7 @@ def test_there_and_back(layer: int, encoder: str, tmp_path: Path) -> None:
     assert set(info.pop("missing_keys")) == unread
     assert not any(info.values()), info
     assert len(loaded.model.vision_tower.encoder.layers) == {-2: 3, -1: 4, 2: 2}[layer]
-    torch.testing.assert_close(answer(with_fresh_memory(loaded)), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(answer(copy_to_aligned_memory(loaded)), expected, rtol=1e-6, atol=1e-6)
     for folder in ("theirs", "ours", "back"):
         torch.testing.assert_close(our_answer(tmp_path / folder, encoder), expected, rtol=1e-5, atol=1e-5)
 
@@ -181,7 +187,7 @@ def make(name: str, folder: Path) -> PreTrainedModel:
     config = kind.config_class(
         text_config=text, vision_config=SIZES | {"image_size": 16, "patch_size": 4}, **CASES[name]
     )
-    model = perturbed(kind(config))
+    model = perturb_parameters(kind(config))
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
     return model
@@ -196,7 +202,7 @@ def answers(expected: Any, images: list[torch.Tensor], tokens: torch.Tensor) -> 
 
 def our_logits(folder: Path, images: list[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     model = megatfm.load(folder)
-    of_images = to_batch(images, 4, model.config.embedding.n_special_tokens, [[0], [1]])
+    of_images = make_batch(images, 4, model.config.embedding.n_special_tokens, [[0], [1]])
     is_padded = not model.config.text_tower.causal
     batch = {f"encoder_{field}": values for field, values in of_images.items()} | {"tokens": tokens}
     batch["positions"] = torch.arange(tokens.shape[1]).expand(tokens.shape)
@@ -216,18 +222,18 @@ def test_two_towers_there_and_back(name: str, tmp_path: Path) -> None:
     loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
     again = type(expected).from_pretrained(tmp_path / "theirs")
-    assert hf_config_of(loaded) == hf_config_of(again)
+    assert get_public_config(loaded) == get_public_config(again)
     assert {key: getattr(loaded.config.text_config, key) for key in IDS} == IDS
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     assert {key: written[key] for key in PIXELS} == PIXELS
     assert written["size"] == {"height": 16, "width": 16}
-    images = [pixels(16, 16, seed=seed) for seed in (1, 2)]
+    images = [draw_pixels(16, 16, seed=seed) for seed in (1, 2)]
     tokens = torch.tensor([caption + [3] * (7 - len(caption)) for caption in CAPTIONS])
     logits = answers(expected, images, tokens)
-    assert torch.equal(answers(with_fresh_memory(loaded), images, tokens), logits)
+    assert torch.equal(answers(copy_to_aligned_memory(loaded), images, tokens), logits)
     for folder in ("theirs", "ours"):
         torch.testing.assert_close(our_logits(tmp_path / folder, images, tokens), logits, rtol=1e-5, atol=1e-5)
-    original, back = (folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
+    original, back = (read_folder_tensors(tmp_path / folder) for folder in ("theirs", "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
 

@@ -21,10 +21,10 @@ from megatfm.convert.peft_import import from_peft
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.text import load_model
 from megatfm.layers.lora import is_factor
-from tests.support.hf_decoders import decoder_logits, hf_decoder
-from tests.support.hf_encoders import ENCODER_TOKENS, first_logits, hf_encoder
-from tests.support.hf_folders import hf_gpt2, hf_llama
-from tests.support.reference_gradients import doubled
+from tests.support.hf_decoders import build_hf_decoder, decoder_logits
+from tests.support.hf_encoders import ENCODER_TOKENS, build_hf_encoder, get_vocabulary_logits
+from tests.support.hf_folders import build_hf_gpt2, build_hf_llama
+from tests.support.reference_gradients import cast_to_float64
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning",
@@ -34,17 +34,17 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 MODELS: dict[str, tuple[Any, list[str]]] = {
-    "llama": (hf_llama, ["q_proj", "v_proj", "down_proj"]),
-    "gpt2, three matrices in one": (hf_gpt2, ["c_attn", "c_fc"]),
-    "gemma3": (lambda: hf_decoder("gemma3"), ["k_proj", "o_proj", "gate_proj"]),
-    "mla, keys and values in one": (lambda: hf_decoder("mla"), ["q_a_proj", "kv_b_proj", "o_proj"]),
-    "t5": (lambda: hf_decoder("t5"), ["q", "v", "wi"]),
-    "bert": (lambda: hf_encoder("BertForMaskedLM"), ["query", "value", "attention.output.dense"]),
-    "modernbert": (lambda: hf_encoder("ModernBertForMaskedLM"), ["Wqkv", "Wo"]),
-    "mixtral": (lambda: hf_decoder("mixtral"), ["q_proj"]),
-    "olmoe, outputs of experts alone": (lambda: hf_decoder("olmoe"), []),
-    "gpt-oss": (lambda: hf_decoder("gpt-oss"), ["v_proj"]),
-    "deepseek-v3, inputs of experts": (lambda: hf_decoder("deepseek-v3"), ["o_proj"]),
+    "llama": (build_hf_llama, ["q_proj", "v_proj", "down_proj"]),
+    "gpt2, three matrices in one": (build_hf_gpt2, ["c_attn", "c_fc"]),
+    "gemma3": (lambda: build_hf_decoder("gemma3"), ["k_proj", "o_proj", "gate_proj"]),
+    "mla, keys and values in one": (lambda: build_hf_decoder("mla"), ["q_a_proj", "kv_b_proj", "o_proj"]),
+    "t5": (lambda: build_hf_decoder("t5"), ["q", "v", "wi"]),
+    "bert": (lambda: build_hf_encoder("BertForMaskedLM"), ["query", "value", "attention.output.dense"]),
+    "modernbert": (lambda: build_hf_encoder("ModernBertForMaskedLM"), ["Wqkv", "Wo"]),
+    "mixtral": (lambda: build_hf_decoder("mixtral"), ["q_proj"]),
+    "olmoe, outputs of experts alone": (lambda: build_hf_decoder("olmoe"), []),
+    "gpt-oss": (lambda: build_hf_decoder("gpt-oss"), ["v_proj"]),
+    "deepseek-v3, inputs of experts": (lambda: build_hf_decoder("deepseek-v3"), ["o_proj"]),
 }
 TARGET_PARAMETERS = {
     "mixtral": ["gate_up_proj", "down_proj"],
@@ -78,7 +78,7 @@ def logits(model: Any, *, is_megatfm: bool = False) -> torch.Tensor:
         getattr(inner, "encoder", None) and not hasattr(inner, "decoder")
     )
     if is_encoder:
-        return first_logits(inner(ENCODER_TOKENS))
+        return get_vocabulary_logits(inner(ENCODER_TOKENS))
     return decoder_logits(inner, is_megatfm=is_megatfm)
 
 
@@ -110,7 +110,7 @@ def test_an_adapter_of_peft_is_ours_and_theirs_again(name: str, tmp_path: Path) 
 
 
 def test_files_come_back_to_the_bit(tmp_path: Path) -> None:
-    adapter(hf_llama(), tmp_path, ["q_proj", "v_proj"], lora_dropout=0.1)
+    adapter(build_hf_llama(), tmp_path, ["q_proj", "v_proj"], lora_dropout=0.1)
     from_peft(tmp_path / "adapter", tmp_path / "ours")
     to_peft(tmp_path / "ours", tmp_path / "back")
     before, after = (load_file(tmp_path / folder / ADAPTER_WEIGHTS) for folder in ("adapter", "back"))
@@ -123,8 +123,8 @@ def test_files_come_back_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
-    with doubled(torch.float64, modeling_llama, modeling_rope_utils):
-        peft_model = adapter(hf_llama().double(), tmp_path, ["q_proj", "o_proj", "up_proj"]).double()
+    with cast_to_float64(torch.float64, modeling_llama, modeling_rope_utils):
+        peft_model = adapter(build_hf_llama().double(), tmp_path, ["q_proj", "o_proj", "up_proj"]).double()
         torch.tanh(logits(peft_model)).square().sum().backward()
     from_peft(tmp_path / "adapter", tmp_path / "ours")
     lora_model = load_model(tmp_path / "ours", dtype="float64")
@@ -145,8 +145,8 @@ def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
 
 def test_gradients_of_experts_are_those_of_peft(tmp_path: Path) -> None:
     """A of both halves of `gate_up_proj` is one in PEFT, so its gradient is the sum of ours."""
-    with doubled(torch.float64, modeling_mixtral, modeling_rope_utils):
-        model = hf_decoder("mixtral").double()
+    with cast_to_float64(torch.float64, modeling_mixtral, modeling_rope_utils):
+        model = build_hf_decoder("mixtral").double()
         model.config._experts_implementation = "eager"  # others have no float64
         peft_model = adapter(model, tmp_path, [], target_parameters=TARGET_PARAMETERS["mixtral"]).double()
         torch.tanh(logits(peft_model)).square().sum().backward()
@@ -169,7 +169,7 @@ def test_gradients_of_experts_are_those_of_peft(tmp_path: Path) -> None:
 
 
 def test_experts_of_older_files_are_refused(tmp_path: Path) -> None:
-    adapter(hf_decoder("mixtral"), tmp_path, [], target_parameters=["down_proj"])
+    adapter(build_hf_decoder("mixtral"), tmp_path, [], target_parameters=["down_proj"])
     path = tmp_path / "adapter" / ADAPTER_CONFIG
     written = json.loads(path.read_text())
     for version in ("0.18.1", None):
@@ -186,7 +186,7 @@ def test_experts_of_older_files_are_refused(tmp_path: Path) -> None:
 
 def test_ranks_and_scales_by_matrix(tmp_path: Path) -> None:
     peft_model = adapter(
-        hf_llama(), tmp_path, ["q_proj", "v_proj"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 8},
+        build_hf_llama(), tmp_path, ["q_proj", "v_proj"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 8},
         use_rslora=True,
     )  # fmt: skip
     from_peft(tmp_path / "adapter", tmp_path / "ours")
@@ -195,7 +195,7 @@ def test_ranks_and_scales_by_matrix(tmp_path: Path) -> None:
 
 
 def test_other_weights_that_are_trained(tmp_path: Path) -> None:
-    peft_model = adapter(hf_llama(), tmp_path, ["q_proj"], modules_to_save=["lm_head", "model.norm"])
+    peft_model = adapter(build_hf_llama(), tmp_path, ["q_proj"], modules_to_save=["lm_head", "model.norm"])
     from_peft(tmp_path / "adapter", tmp_path / "ours")
     lora_model = load_model(tmp_path / "ours")
     torch.testing.assert_close(logits(lora_model, is_megatfm=True), logits(peft_model), rtol=2e-4, atol=2e-5)
@@ -220,7 +220,7 @@ def test_other_weights_that_are_trained(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_adapter_of_ours_is_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    adapter(hf_llama(), tmp_path, ["q_proj"])
+    adapter(build_hf_llama(), tmp_path, ["q_proj"])
     path = tmp_path / "adapter" / ADAPTER_CONFIG
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(UsageError, match=reason):
@@ -229,7 +229,7 @@ def test_what_is_no_adapter_of_ours_is_refused(changes: dict[str, Any], reason: 
 
 
 def test_files_that_lie_are_refused(tmp_path: Path) -> None:
-    adapter(hf_llama(), tmp_path, ["q_proj"])
+    adapter(build_hf_llama(), tmp_path, ["q_proj"])
     path = tmp_path / "adapter" / ADAPTER_WEIGHTS
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith("lora_B.weight"))

@@ -17,7 +17,7 @@ from megatfm.errors import UsageError
 from megatfm.train.finetuning import get_stored_labels
 from tests.support.hf_decoders import HF_DECODERS
 from tests.support.hf_encoders import ENCODER_TOKENS, HF_ENCODERS, SMALL_ENCODER
-from tests.support.hf_folders import edit_config, edit_tensors, perturbed
+from tests.support.hf_folders import edit_config, edit_tensors, perturb_parameters
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": HF_ENCODERS["BertForMaskedLM"],
@@ -71,7 +71,7 @@ def save_folder(folder: Path, name: str, **options: Any) -> transformers.PreTrai
     family = name.partition("For")[0]
     labels = {"id2label": LABELS} if "Classification" in name else {}
     sizes = OTHERS[name] | {"pad_token_id": 0} if name in OTHERS else SMALL_ENCODER | FAMILIES[family]
-    model = perturbed(kind(kind.config_class(**(sizes | labels | options))))
+    model = perturb_parameters(kind(kind.config_class(**(sizes | labels | options))))
     model.save_pretrained(folder)
     return model.eval()
 

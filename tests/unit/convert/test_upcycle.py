@@ -17,7 +17,7 @@ from megatfm.convert.upcycle import Upcycling, upcycle
 from megatfm.errors import UsageError
 from megatfm.layers.moe.experts import Experts
 from megatfm.train.init_from import match_weights
-from tests.support.hf_folders import DECODER_TOKENS, hf_gpt2, hf_llama
+from tests.support.hf_folders import DECODER_TOKENS, build_hf_gpt2, build_hf_llama
 from tests.support.trained_runs import SMALL_DECODER, random_model, tokenizer_model, write_trained_run
 
 __all__ = ["tokenizer_model"]  # a fixture
@@ -25,7 +25,7 @@ __all__ = ["tokenizer_model"]  # a fixture
 RECOMPILED = {"compile": True, "recompute": "full"}
 
 
-@pytest.fixture(params=[hf_gpt2, hf_llama], ids=["biases", "gated"])
+@pytest.fixture(params=[build_hf_gpt2, build_hf_llama], ids=["biases", "gated"])
 def dense(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     request.param().save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "dense", "megatfm")

@@ -23,7 +23,7 @@ from megatfm.corpus.shard_format import BadFrameError, decompress_frame, decompr
 from megatfm.corpus.writer import ShardWriter
 from megatfm.data_prep.readers.token_ids import read_token_ids
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.corpus_fuzzer import ARGUMENTS, Fuzz, run
+from tests.support.corpus_fuzzer import ARGUMENTS, CorpusFuzzer, run_examples
 from tests.support.packed_corpora import assert_refused
 
 Write = Callable[..., Path]
@@ -142,13 +142,13 @@ def test_show_gives_a_sample(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Fuzz:
-    return Fuzz(tmp_path_factory.mktemp("fuzz"))
+def fuzz(tmp_path_factory: pytest.TempPathFactory) -> CorpusFuzzer:
+    return CorpusFuzzer(tmp_path_factory.mktemp("fuzz"))
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_damage_is_refused_in_one_line(fuzz: Fuzz, name: str) -> None:
-    run(name, fuzz, 40)
+def test_damage_is_refused_in_one_line(fuzz: CorpusFuzzer, name: str) -> None:
+    run_examples(name, fuzz, 40)
 
 
 # ----------------------------------------------------------------------------------------------------- frames

@@ -24,8 +24,8 @@ from tests.support.packed_corpora import (
     Json,
     assert_refused,
     edit_index,
+    edit_index_bytes,
     edit_manifest,
-    edited,
     replace_index,
     replace_shard,
 )
@@ -174,9 +174,9 @@ def test_frames_of_another_shard_are_noticed(folder: Path) -> None:
         frames["uncompressed"][1] = corpus.indexes[0].frames["uncompressed"][1]
 
     bad = corpus.shard_blocks(1)[1]
-    replace_index(folder, edited(corpus.indexes.complete(1), other_frame))
+    replace_index(folder, edit_index_bytes(corpus.indexes.complete(1), other_frame))
     assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", "the index says")
-    replace_index(folder, edited(corpus.indexes.complete(1), other_size))
+    replace_index(folder, edit_index_bytes(corpus.indexes.complete(1), other_size))
     assert_refused(lambda: Corpus.open(folder).read_block(bad), SHARD, "frame 1", "no array")
 
 
@@ -273,7 +273,7 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     def same_key(frames: np.ndarray, samples: np.ndarray) -> None:
         samples["key"][1], frames["compressed"][0] = samples["key"][0], len(data)
 
-    replace_index(tmp_path, edited(index, same_key))
+    replace_index(tmp_path, edit_index_bytes(index, same_key))
     assert_refused(lambda: check_corpus(tmp_path), SHARD, "sample 'cd' is there twice")
 
 
@@ -300,7 +300,7 @@ def test_a_frame_with_more_than_the_index_says_is_named(folder: Path) -> None:
     def longer_frame(frames: np.ndarray, samples: np.ndarray) -> None:
         frames["compressed"][0], frames["uncompressed"][0] = len(frame), len(plain)
 
-    replace_index(folder, edited(index, longer_frame))
+    replace_index(folder, edit_index_bytes(index, longer_frame))
     assert_refused(lambda: check_corpus(folder), SHARD, "frame 0", "unknown data")
 
 

@@ -20,11 +20,11 @@ from megatfm.corpus.byte_cache import ByteCache
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.index_cache import Indexes, SharedIndexes
 from megatfm.corpus.storage import ShardCacheConfig, make_room
-from tests.support.documentation import script
+from tests.support.documentation import load_script
 
 Write = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")
-memory: Any = script("corpus_memory")
+memory: Any = load_script("corpus_memory")
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.packed_corpora import SHARD, assert_refused, same_corpora, use_s3
+from tests.support.packed_corpora import SHARD, assert_refused, have_same_documents, use_s3
 from tests.support.workers import PRELOAD
 
 
@@ -43,9 +43,9 @@ def test_a_url_gives_what_the_folder_gives(
     remote, local = Corpus.open(memory, cache), Corpus.open(folder)
     assert not [name for name in fetched if name.endswith(".tar.zst")], "shards come when they are read"
     assert remote.fingerprint == local.fingerprint
-    assert same_corpora(remote, local)
+    assert have_same_documents(remote, local)
     assert len(fetched) == len(set(fetched)) == 2 * len(local.manifest.shards)
-    assert same_corpora(Corpus.open(memory, cache), local)
+    assert have_same_documents(Corpus.open(memory, cache), local)
     assert len(fetched) == 2 * len(local.manifest.shards), "nothing is fetched twice"
     options: Any = {"sequence_length": 64, "seed": 1, "plan_cache_key": "x"}
     np.testing.assert_array_equal(
@@ -61,7 +61,7 @@ def test_reads_a_corpus_over_http(folder: Path, cache: ShardCacheConfig) -> None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        assert same_corpora(Corpus.open(url, cache), Corpus.open(folder))
+        assert have_same_documents(Corpus.open(url, cache), Corpus.open(folder))
         with pytest.raises(UsageError, match=r"there is no manifest\.json: check the URL"):
             Corpus.open(f"{url}/elsewhere", cache)
         server.shutdown()
@@ -85,7 +85,7 @@ def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_reads_a_corpus_over_s3(bucket: str, folder: Path, cache: ShardCacheConfig, fetched: list[str]) -> None:
     remote = Corpus.open(bucket, cache)
-    assert same_corpora(remote, Corpus.open(folder))
+    assert have_same_documents(remote, Corpus.open(folder))
     assert len(fetched) == len(set(fetched)) == 2 * len(remote.manifest.shards)
     with pytest.raises(UsageError, match=r"there is no manifest\.json: check the URL"):
         Corpus.open("s3://bucket/elsewhere", cache)
@@ -139,7 +139,7 @@ def test_reads_a_corpus_over_gcs(
         where = {"token": "anon", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
         monkeypatch.setitem(fsspec.config.conf, "gs", where)
         remote = Corpus.open("gs://bucket/corpus", cache)
-        assert same_corpora(remote, Corpus.open(folder))
+        assert have_same_documents(remote, Corpus.open(folder))
         assert len(fetched) == len(set(fetched)) == 2 * len(remote.manifest.shards)
         with pytest.raises(UsageError, match=r"there is no manifest\.json: check the URL"):
             Corpus.open("gs://bucket/elsewhere", cache)
@@ -165,8 +165,8 @@ def test_the_cache_is_bounded_and_what_went_comes_again(
     limit = max(sizes) + sum(shard.index.bytes for shard in local.manifest.shards) + 10
     bounded = cache._replace(limit=limit)
     remote = Corpus.open(memory, bounded)
-    assert same_corpora(remote, local)
-    assert same_corpora(remote, local)
+    assert have_same_documents(remote, local)
+    assert have_same_documents(remote, local)
     assert kept(cache) <= limit
     shards = [name for name in fetched if name.endswith(".tar.zst")]
     assert len(shards) >= 2 * len(sizes)

@@ -14,7 +14,7 @@ from megatfm.corpus import storage as module
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.errors import MegatfmError, UsageError
-from tests.support.packed_corpora import SHARD, assert_refused, same_corpora
+from tests.support.packed_corpora import SHARD, assert_refused, have_same_documents
 
 
 def failing_first(
@@ -115,7 +115,7 @@ def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
     """Same names and sizes, but other tokens, other frames; and one that comes back. Files that an older version kept
     are not read."""
     first = Corpus.open(memory, cache)
-    assert same_corpora(first, Corpus.open(folder))
+    assert have_same_documents(first, Corpus.open(folder))
     for known in (file for shard in first.manifest.shards for file in (shard, shard.index)):
         # Under the plain name, as versions before 2026-11 kept files.
         (first.folder / known.file).write_bytes(first.store.path(known).read_bytes())
@@ -130,7 +130,7 @@ def test_a_corpus_replaced_behind_its_url_is_read_as_it_is_now(
     for new in (remaining, plain, swapped, folder):
         for path in new.iterdir():
             fs.pipe(f"/bucket/corpus/{path.name}", path.read_bytes())
-        assert same_corpora(Corpus.open(memory, cache), Corpus.open(new))
+        assert have_same_documents(Corpus.open(memory, cache), Corpus.open(new))
     assert fetched.count("shard-000000.index.zst") == 4, "and what is there already is not fetched again"
 
 

@@ -21,7 +21,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.objectives import build_objective
-from tests.support.webdatasets import member, tar
+from tests.support.webdatasets import make_member, make_tar
 
 SIZES = [(8 + number % 3, 12 - number % 4) for number in range(23)]
 NAMES = ["Ärmel", "猫", "zebra"]
@@ -153,21 +153,21 @@ def test_the_order_is_the_same_on_any_ranks_and_after_a_resume(ranks: int, tmp_p
 
 
 IMAGE, CLASS = picture(0), b"1"
-GOOD = (member("a.png", IMAGE), member("a.cls", CLASS))
+GOOD = (make_member("a.png", IMAGE), make_member("a.cls", CLASS))
 ENEMIES: dict[str, tuple[bytes, str]] = {
-    "two images": (tar(*GOOD, member("a.jpg", picture(1, "JPEG"))), "sample 'a' has 2 images"),
-    "no image": (tar(*GOOD, member("b.cls", CLASS)), r"sample 'b' has 0 images \(files: .cls\)"),
-    "the same name twice": (tar(*GOOD, member("a.PNG", IMAGE)), "'a.PNG' at byte .* is there twice"),
-    "the same key again": (tar(*GOOD, member("b.png", IMAGE), *GOOD), "sample 'a' is there twice"),
-    "no header": (tar(member("x.png", b"no picture")), "sample 'x' has an image whose header can't be read"),
-    "another format": (tar(member("x.jpg", IMAGE)), "sample 'x' has an image whose header can't be read"),
-    "a link": (tar(*GOOD, member("b.png", type=tarfile.SYMTYPE, linkname="/etc/passwd")), "is a link"),
-    "a way out": (tar(member("../a.png", IMAGE)), "leads out of the folder"),
-    "a pickle": (tar(*GOOD, member("a.pkl", b"x")), "is a pickle"),
-    "cut off": (tar(*GOOD)[:700], "not a whole tar|is cut off"),
-    "no end": (tar(*GOOD)[:-1024], "no mark of a tar's end"),
-    "nothing": (tar(), "holds no samples"),
-    "words as classes": (tar(GOOD[0], member("a.cls", b"cat")), "its .cls says 'cat', no number"),
+    "two images": (make_tar(*GOOD, make_member("a.jpg", picture(1, "JPEG"))), "sample 'a' has 2 images"),
+    "no image": (make_tar(*GOOD, make_member("b.cls", CLASS)), r"sample 'b' has 0 images \(files: .cls\)"),
+    "the same name twice": (make_tar(*GOOD, make_member("a.PNG", IMAGE)), "'a.PNG' at byte .* is there twice"),
+    "the same key again": (make_tar(*GOOD, make_member("b.png", IMAGE), *GOOD), "sample 'a' is there twice"),
+    "no header": (make_tar(make_member("x.png", b"no picture")), "sample 'x' has an image whose header can't be read"),
+    "another format": (make_tar(make_member("x.jpg", IMAGE)), "sample 'x' has an image whose header can't be read"),
+    "a link": (make_tar(*GOOD, make_member("b.png", type=tarfile.SYMTYPE, linkname="/etc/passwd")), "is a link"),
+    "a way out": (make_tar(make_member("../a.png", IMAGE)), "leads out of the folder"),
+    "a pickle": (make_tar(*GOOD, make_member("a.pkl", b"x")), "is a pickle"),
+    "cut off": (make_tar(*GOOD)[:700], "not a whole tar|is cut off"),
+    "no end": (make_tar(*GOOD)[:-1024], "no mark of a tar's end"),
+    "nothing": (make_tar(), "holds no samples"),
+    "words as classes": (make_tar(GOOD[0], make_member("a.cls", b"cat")), "its .cls says 'cat', no number"),
 }  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_tars_that_are_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_labels_that_are_missing_or_unknown(tmp_path: Path) -> None:
-    (tmp_path / "x.tar").write_bytes(tar(*GOOD, member("a.json", json.dumps({"label": ["no"]}).encode())))
+    (tmp_path / "x.tar").write_bytes(make_tar(*GOOD, make_member("a.json", json.dumps({"label": ["no"]}).encode())))
     for rule, place in (
         ("txt", "its .txt"),
         ("json:label", "the field 'label'"),
@@ -190,7 +190,7 @@ def test_labels_that_are_missing_or_unknown(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=f"x.tar: sample 'a' has no label in {place}"):
             index_images(tmp_path, LabelRule.parse(rule))
-    (tmp_path / "x.tar").write_bytes(tar(*GOOD, member("a.txt", b"dog")))
+    (tmp_path / "x.tar").write_bytes(make_tar(*GOOD, make_member("a.txt", b"dog")))
     (tmp_path / "classes").write_text("cat\n")
     with pytest.raises(UsageError, match="the label 'dog', which is none of the 1"):
         index_images(tmp_path, LabelRule("txt"), tmp_path / "classes")
@@ -206,7 +206,7 @@ def test_long_names_and_links_beside(tmp_path: Path) -> None:
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for n in range(3):
             for extension, data in (("png", picture(n)), ("cls", b"%d" % n)):
-                info, _ = member(f"{long}{n}.{extension}", data)
+                info, _ = make_member(f"{long}{n}.{extension}", data)
                 archive.addfile(info, io.BytesIO(data))
     (tmp_path / "long.tar").write_bytes(out.getvalue())
     index_images(tmp_path, LabelRule())

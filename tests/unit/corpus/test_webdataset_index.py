@@ -25,7 +25,7 @@ from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
 from tests.support.packed_corpora import assert_refused, edit_manifest
-from tests.support.webdatasets import GOOD, HASH, IDS, documents, member, npy, tar, write_wds
+from tests.support.webdatasets import GOOD, HASH, IDS, draw_documents, encode_npy, make_member, make_tar, write_wds
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["tar", "frames"])
 def test_foreign_shards_are_indexed_where_they_lie(tmp_path: Path, kind: str, small_frames: None, causal: Any) -> None:
-    texts = documents()
+    texts = draw_documents()
     folder = write_wds(tmp_path / "theirs", texts, kind)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     done = index_folder(folder, HASH)
@@ -59,7 +59,7 @@ def test_foreign_shards_are_indexed_where_they_lie(tmp_path: Path, kind: str, sm
 
 @pytest.mark.parametrize("kind", ["tar", "frames", "one frame"])
 def test_foreign_shards_are_written_again(tmp_path: Path, kind: str) -> None:
-    texts = [tokens.astype(np.int64) for tokens in documents()]
+    texts = [tokens.astype(np.int64) for tokens in draw_documents()]
     folder = write_wds(tmp_path / "theirs", texts, kind)
     with pytest.raises(UsageError, match=r"int64 or has an unusual header.*megatfm data index .*theirs --to FOLDER"):
         index_folder(folder, HASH)
@@ -75,13 +75,13 @@ def test_foreign_shards_are_written_again(tmp_path: Path, kind: str) -> None:
 
 
 def test_one_frame_can_not_be_read_at_random(tmp_path: Path, small_frames: None) -> None:
-    folder = write_wds(tmp_path / "theirs", documents(80), "one frame")
+    folder = write_wds(tmp_path / "theirs", draw_documents(80), "one frame")
     with pytest.raises(UsageError, match=r"some-0\.tar\.zst: it is one zstd frame, in which nothing can be found"):
         index_folder(folder, HASH)
 
 
 def test_frames_that_cut_samples_are_named(tmp_path: Path) -> None:
-    data = tar(*(member(f"{i}.npy", npy(tokens)) for i, tokens in enumerate(documents())))
+    data = make_tar(*(make_member(f"{i}.npy", encode_npy(tokens)) for i, tokens in enumerate(draw_documents())))
     frames = [zstandard.compress(data[a : a + 5000]) for a in range(0, len(data), 5000)]
     (tmp_path / "a.tar.zst").write_bytes(b"".join(frames))
     with pytest.raises(UsageError, match=r"frame 0 is no tar by itself .*--to FOLDER"):
@@ -91,7 +91,7 @@ def test_frames_that_cut_samples_are_named(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(tmp_path: Path, small_frames: None) -> None:
-    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    folder = write_wds(tmp_path / "theirs", draw_documents(), "tar")
     index_folder(folder, HASH)
     corpus = Corpus.open(folder)
     path = folder / "some-1.tar"
@@ -105,7 +105,7 @@ def test_a_flipped_bit_of_a_plain_tar_is_found_by_reading_and_by_checking(tmp_pa
 
 
 def test_a_key_that_is_there_again_in_another_frame_is_refused(tmp_path: Path) -> None:
-    frames = [tar(GOOD)[:-1024], tar(member("1.npy", IDS))[:-1024], tar(GOOD)]
+    frames = [make_tar(GOOD)[:-1024], make_tar(make_member("1.npy", IDS))[:-1024], make_tar(GOOD)]
     (tmp_path / "a.tar.zst").write_bytes(b"".join(map(zstandard.compress, frames)))
     for out in (None, tmp_path / "ours"):
         with pytest.raises(MegatfmError, match=r"a\.tar\.zst: sample '0' is there twice"):
@@ -115,7 +115,7 @@ def test_a_key_that_is_there_again_in_another_frame_is_refused(tmp_path: Path) -
 def test_later_reads_of_a_plain_tar_trust_the_first_and_checking_does_not(
     tmp_path: Path, small_frames: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    folder = write_wds(tmp_path / "theirs", draw_documents(), "tar")
     index_folder(folder, HASH)
     corpus, hashed = Corpus.open(folder), list[int]()
     real = module.hash_frame
@@ -132,7 +132,7 @@ def test_later_reads_of_a_plain_tar_trust_the_first_and_checking_does_not(
 
 def test_a_frame_of_a_plain_tar_has_one_size(tmp_path: Path, small_frames: None) -> None:
     """With two, samples could lie behind the end of what is read."""
-    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    folder = write_wds(tmp_path / "theirs", draw_documents(), "tar")
     index_folder(folder, HASH)
     index = Corpus.open(folder).indexes.complete(0)
     frames = index.frames.copy()
@@ -162,29 +162,33 @@ def sparse_header() -> bytes:
 
 
 HOSTILE = {
-    "leads up": (tar(member("../up.npy", IDS)), "'../up.npy' at byte 0: its name leads out of the folder"),
-    "absolute": (tar(GOOD, member("/etc/x.npy", IDS)), "'/etc/x.npy' at byte 1024: its name leads out"),
-    "link": (tar(member("1.npy", type=tarfile.SYMTYPE, linkname="/etc/passwd")), "is a link"),
-    "hard link": (tar(GOOD, member("1.npy", type=tarfile.LNKTYPE, linkname="0.npy")), "is a link"),
-    "device": (tar(member("1.npy", type=tarfile.CHRTYPE, devmajor=1, devminor=3)), "a device"),
-    "fifo": (tar(member("1.npy", type=tarfile.FIFOTYPE)), "special file"),
-    "absurd size": (tar(member("1.npy", IDS, size=2**40)), "claims 1099511627776 bytes"),
-    "pickle": (tar(GOOD, member("0.pkl", pickle.dumps([1]))), "'0.pkl' at byte 1024: is a pickle"),
-    "pickled array": (tar(member("0.npy", npy(np.array([{}], object)))), "no array of token ids"),
-    "twice": (tar(GOOD, member("0.json", b"{}"), GOOD), "'0.npy' at byte 2048 is there twice"),
-    "twice apart": (tar(GOOD, member("1.npy", IDS), GOOD), "sample '0' is there twice"),
-    "no tokens": (tar(GOOD, member("1.txt", b"text")), "sample '1' at byte 1024 has no .npy"),
-    "floats": (tar(member("0.npy", npy([1.5]))), "no array of token ids, which are integers [n]: \"{'descr': '<f8'"),
-    "a matrix": (tar(member("0.npy", npy([[1]]))), "no array of token ids, which are integers [n]: \"{'descr': '<i8'"),
-    "a short array": (tar(member("0.npy", IDS[:-2])), "its size is not what its header says"),
-    "no array": (tar(member("0.npy", b"what?")), "no array of token ids"),
-    "long header": (tar(member("0.npy", b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535)), "no array of token ids"),
-    "cut off": (tar(GOOD)[:600], "unexpected end of data"),
-    "cut between": (tar(GOOD)[:1024], "is cut off: no mark of a tar's end"),
-    "header cut": (tar(GOOD, GOOD)[:1200], "a.tar"),
+    "leads up": (make_tar(make_member("../up.npy", IDS)), "'../up.npy' at byte 0: its name leads out of the folder"),
+    "absolute": (make_tar(GOOD, make_member("/etc/x.npy", IDS)), "'/etc/x.npy' at byte 1024: its name leads out"),
+    "link": (make_tar(make_member("1.npy", type=tarfile.SYMTYPE, linkname="/etc/passwd")), "is a link"),
+    "hard link": (make_tar(GOOD, make_member("1.npy", type=tarfile.LNKTYPE, linkname="0.npy")), "is a link"),
+    "device": (make_tar(make_member("1.npy", type=tarfile.CHRTYPE, devmajor=1, devminor=3)), "a device"),
+    "fifo": (make_tar(make_member("1.npy", type=tarfile.FIFOTYPE)), "special file"),
+    "absurd size": (make_tar(make_member("1.npy", IDS, size=2**40)), "claims 1099511627776 bytes"),
+    "pickle": (make_tar(GOOD, make_member("0.pkl", pickle.dumps([1]))), "'0.pkl' at byte 1024: is a pickle"),
+    "pickled array": (make_tar(make_member("0.npy", encode_npy(np.array([{}], object)))), "no array of token ids"),
+    "twice": (make_tar(GOOD, make_member("0.json", b"{}"), GOOD), "'0.npy' at byte 2048 is there twice"),
+    "twice apart": (make_tar(GOOD, make_member("1.npy", IDS), GOOD), "sample '0' is there twice"),
+    "no tokens": (make_tar(GOOD, make_member("1.txt", b"text")), "sample '1' at byte 1024 has no .npy"),
+    "floats": (make_tar(make_member("0.npy", encode_npy([1.5]))),
+               "no array of token ids, which are integers [n]: \"{'descr': '<f8'"),
+    "a matrix": (make_tar(make_member("0.npy", encode_npy([[1]]))),
+                 "no array of token ids, which are integers [n]: \"{'descr': '<i8'"),
+    "a short array": (make_tar(make_member("0.npy", IDS[:-2])), "its size is not what its header says"),
+    "no array": (make_tar(make_member("0.npy", b"what?")), "no array of token ids"),
+    "long header": (make_tar(make_member("0.npy", b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535)),
+                    "no array of token ids"),
+    "cut off": (make_tar(GOOD)[:600], "unexpected end of data"),
+    "cut between": (make_tar(GOOD)[:1024], "is cut off: no mark of a tar's end"),
+    "header cut": (make_tar(GOOD, GOOD)[:1200], "a.tar"),
     "no tar": (b"x" * 4000, "not a whole tar"),
-    "a header that is no Python": (tar(member("0.npy", IDS[:30] + bytes(98) + IDS[128:])), "no array of token ids"),
-    "an odd integer": (tar(member("0.npy", IDS.replace(b"'<u2'", b"'<i24'"))), "no array of token ids"),
+    "a header that is no Python": (make_tar(make_member("0.npy", IDS[:30] + bytes(98) + IDS[128:])),
+                               "no array of token ids"),
+    "an odd integer": (make_tar(make_member("0.npy", IDS.replace(b"'<u2'", b"'<i24'"))), "no array of token ids"),
     "sparse": (sparse_header(), "not a whole tar"),
     "huge pax header": (pax_bomb(2**33) + bytes(2048), "a header of 8589934592 bytes"),
 }  # fmt: skip
@@ -232,7 +236,7 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_damaged_zstd_is_named(tmp_path: Path, damage: str) -> None:
-    folder = write_wds(tmp_path / "theirs", documents(), "frames")
+    folder = write_wds(tmp_path / "theirs", draw_documents(), "frames")
     path = folder / "some-1.tar.zst"
     data = bytearray(path.read_bytes())
     if damage == "flipped":
@@ -244,7 +248,7 @@ def test_damaged_zstd_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_links_to_shards_are_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere.tar").write_bytes(tar(GOOD))
+    (tmp_path / "elsewhere.tar").write_bytes(make_tar(GOOD))
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "a.tar").symlink_to(tmp_path / "elsewhere.tar")
@@ -265,7 +269,7 @@ def test_folders_without_shards(tmp_path: Path) -> None:
 
 def test_index_command_writes_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("megatfm.tokenizers.load", lambda path: SimpleNamespace(hash=HASH, path=path))
-    folder = write_wds(tmp_path / "theirs", documents(), "tar")
+    folder = write_wds(tmp_path / "theirs", draw_documents(), "tar")
     parser = argparse.ArgumentParser()
     command.add_data_arguments(parser)
     assert command.data_command(parser.parse_args(["index", str(folder), "--tokenizer", "x"])) == 0
@@ -277,14 +281,15 @@ def test_index_command_writes_the_index(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_tokens_are_the_array_of_that_name(tmp_path: Path, packed: bool) -> None:
     """However many arrays lie before or after it, floats and masks among them; which one it is, is not guessed."""
-    mask, floats, ones = npy(np.ones(3, np.uint8)), npy([0.5]), npy(np.ones(5, np.uint16))
+    mask, floats, ones = encode_npy(np.ones(3, np.uint8)), encode_npy([0.5]), encode_npy(np.ones(5, np.uint16))
     samples = [
-        [member("0.loss_mask.npy", mask), member("0.tokens.npy", IDS), member("0.tokens.weights.npy", floats)],
-        [member("1.a.npy", ones), member("1.TOKENS.npy", IDS), member("1.json", b"{}")],
-        [member("2.ids.npy", IDS), member("2.txt", b"one array alone may have any name")],
-        [member("3.npy", IDS)],
+        [make_member("0.loss_mask.npy", mask), make_member("0.tokens.npy", IDS),
+         make_member("0.tokens.weights.npy", floats)],
+        [make_member("1.a.npy", ones), make_member("1.TOKENS.npy", IDS), make_member("1.json", b"{}")],
+        [make_member("2.ids.npy", IDS), make_member("2.txt", b"one array alone may have any name")],
+        [make_member("3.npy", IDS)],
     ]  # fmt: skip
-    data = tar(*(item for sample in samples for item in sample))
+    data = make_tar(*(item for sample in samples for item in sample))
     (tmp_path / ("a.tar.zst" if packed else "a.tar")).write_bytes(zstandard.compress(data) if packed else data)
     index_folder(tmp_path, HASH)
     in_place = [tokens.tolist() for _, tokens in Corpus.open(tmp_path).read_block(0)]
@@ -297,15 +302,15 @@ def test_the_tokens_are_the_array_of_that_name(tmp_path: Path, packed: bool) -> 
 
 @pytest.mark.parametrize("names", [("mask.npy", "ids.npy"), ("npy", "mask.npy"), ("tokens.npy", "TOKENS.npy")])
 def test_arrays_of_which_any_could_be_the_tokens_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
-    (tmp_path / "a.tar").write_bytes(tar(GOOD, *(member(f"1.{name}", IDS) for name in names)))
+    (tmp_path / "a.tar").write_bytes(make_tar(GOOD, *(make_member(f"1.{name}", IDS) for name in names)))
     for out in (None, tmp_path / "ours"):
         with pytest.raises(UsageError, match=r"a\.tar: sample '1' at byte 1024 has several arrays \(.*KEY\.tokens"):
             index_folder(tmp_path, HASH, out)
 
 
 def test_shards_that_would_share_an_index_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(tar(GOOD))
-    (tmp_path / "a.tar.zst").write_bytes(zstandard.compress(tar(GOOD)))
+    (tmp_path / "a.tar").write_bytes(make_tar(GOOD))
+    (tmp_path / "a.tar.zst").write_bytes(zstandard.compress(make_tar(GOOD)))
     for out in (None, tmp_path / "ours"):
         with pytest.raises(UsageError, match=r"a\.tar\.zst: a\.tar lies beside it.*rename one"):
             index_folder(tmp_path, HASH, out)
@@ -315,8 +320,8 @@ def test_shards_that_would_share_an_index_are_refused(tmp_path: Path) -> None:
 def test_a_sample_larger_than_a_frame_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No member is, but all its files are: sizes in an index have 32 bits."""
     monkeypatch.setattr(module, "MAX_FRAME_BYTES", 10_000)
-    large = [member(f"1.{end}", bytes(6000)) for end in ("jpg", "png")]
-    (tmp_path / "a.tar").write_bytes(tar(GOOD, member("1.npy", IDS), *large))
+    large = [make_member(f"1.{end}", bytes(6000)) for end in ("jpg", "png")]
+    (tmp_path / "a.tar").write_bytes(make_tar(GOOD, make_member("1.npy", IDS), *large))
     with pytest.raises(
         UsageError,
         match=r"a\.tar: sample '1', its files and other members after it take over 10000 bytes.*--to",
@@ -328,7 +333,7 @@ def test_a_sample_larger_than_a_frame_is_refused(tmp_path: Path, monkeypatch: py
 
 def test_frames_of_another_size_are_another_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards are the same bytes, but the order of their rows is another."""
-    folder, actual = write_wds(tmp_path / "theirs", documents(), "tar"), []
+    folder, actual = write_wds(tmp_path / "theirs", draw_documents(), "tar"), []
     for size in (2**18, 4000):
         monkeypatch.setattr(module, "FRAME_BYTES", size)
         actual.append(index_folder(folder, HASH).manifest)

@@ -21,7 +21,7 @@ from megatfm.data_prep.dedup.hashing import compute_signatures
 from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, write_keys
 from megatfm.data_prep.dedup.methods import DedupMethod, LineDedup, make_dedup_method
 from megatfm.data_prep.documents import Document, StepStats
-from tests.support.prep_files import one_by_one
+from tests.support.prep_files import run_tasks_in_random_order
 
 MANY = 2**30
 WORDS = [f"{first}{second}" for first in string.ascii_lowercase for second in ("a", "lpha", "é", "ongerthaneight")]
@@ -38,7 +38,7 @@ def thinned(
     folder.mkdir(exist_ok=True)
     files = [folder / str(number) for number in range(len(parts))]
     sizes = [write_keys(file, item.compute_keys(part)) for file, part in zip(files, parts, strict=True)]
-    rows, index = KeyTable(files, *item.row, sizes), DedupContext(folder, memory, one_by_one)
+    rows, index = KeyTable(files, *item.row, sizes), DedupContext(folder, memory, run_tasks_in_random_order)
     marks = index.open_marks(len(rows), item.find_duplicates(rows, index)["each"])
     counts, left = StepStats(item.title), {}
     for part, first, end in zip(parts, rows.begins.tolist(), rows.begins[1:].tolist(), strict=False):

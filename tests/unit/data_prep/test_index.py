@@ -22,7 +22,7 @@ from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, Partitioni
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.filters.selection import Decontaminate
-from tests.support.prep_files import one_by_one
+from tests.support.prep_files import run_tasks_in_random_order
 
 MANY = 2**30
 Marks = NDArray[np.uint8]
@@ -42,7 +42,7 @@ def marked(
     for file, begin, end in zip(files, edges, edges[1:], strict=False):
         write_keys(file, [values[begin:end]])
     rows = KeyTable(files, values.dtype.str, values.shape[1], np.diff(edges).tolist())
-    index = DedupContext(folder, memory, one_by_one)
+    index = DedupContext(folder, memory, run_tasks_in_random_order)
     message = find(rows, index)
     return index.open_marks(len(rows), message["each"]).read(0, len(rows))[:, 0], message
 

@@ -18,7 +18,7 @@ from megatfm.data_prep.documents import Document
 from megatfm.data_prep.filters.base import filter_names
 from megatfm.data_prep.filters.repetition import _RepeatedNgrams
 from megatfm.errors import UsageError
-from tests.support.prep_files import WORDS, random_pages, rule, rule_outcome
+from tests.support.prep_files import WORDS, apply_step, build_step, random_pages
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
     for text in texts(400):
         document = TheirDocument(text, "x")
         verdict = reference.filter(document)
-        actual, why = rule_outcome(rule(name, **settings), text)
+        actual, why = apply_step(build_step(name, **settings), text)
         assert (actual is not None) == (verdict is True), (text, verdict, why)
         n_kept += actual is not None
         if verdict is True:
@@ -105,13 +105,13 @@ def test_the_rules_agree_with_datatrove(name: str, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_the_paper_leaves_open_is_as_in_the_code_that_made_c4(text: str, left: str | None) -> None:
-    assert rule_outcome(rule("c4"), text)[0] == left
+    assert apply_step(build_step("c4"), text)[0] == left
 
 
 def test_a_run_of_dots_is_looked_at_once() -> None:
     """Looked at from each dot on, these would take an hour."""
     text = f"One two three four five{'.' * 10**6}x. A. B."
-    assert rule_outcome(rule("c4", max_word_length=10**8), text)[0] == text
+    assert apply_step(build_step("c4", max_word_length=10**8), text)[0] == text
 
 
 SHORT = "It is so. "
@@ -148,8 +148,8 @@ DROPPED = {
 
 @pytest.mark.parametrize(("name", "why", "text"), [(name, *case) for name, cases in DROPPED.items() for case in cases])
 def test_rules_drop_for_each_reason(name: str, why: str, text: str) -> None:
-    step = rule(name)
-    assert rule_outcome(step, text) == (None, why)
+    step = build_step(name)
+    assert apply_step(step, text) == (None, why)
     (example,) = step.counts.dropped[why].examples
     assert example.startswith("x: ")
     assert example[3:8] in text
@@ -185,7 +185,7 @@ def test_ngrams_by_definition() -> None:
                 "dup_line_frac": 1, "dup_para_frac": 1, "dup_line_char_frac": 1, "top_n_grams": [1, 1, 1],
             }  # fmt: skip
             most = [0.5 * share if step == n else 1.0 for step in range(5, 11)]
-            assert (rule_outcome(rule("gopher_repetition", **loose, dup_n_grams=most), text)[0] is None) == (
+            assert (apply_step(build_step("gopher_repetition", **loose, dup_n_grams=most), text)[0] is None) == (
                 share > 0 or top_over
             )
     assert over > 300, "bounds decided that often"
@@ -203,13 +203,13 @@ def test_url_filter_drops_listed_addresses(tmp_path: Path) -> None:
         "http://[broken/": "",
         "": "",
     }.items():
-        assert rule_outcome(rule("url_filter", file=str(path)), "text", url)[1] == why, url
+        assert apply_step(build_step("url_filter", file=str(path)), "text", url)[1] == why, url
 
 
 def test_badwords_filter_drops_listed_words(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("darn\nFoo bar\nc++\n")
-    step = lambda **settings: rule("c4_badwords", file=str(path), **settings)  # noqa: E731
+    step = lambda **settings: build_step("c4_badwords", file=str(path), **settings)  # noqa: E731
     for text, result in {
         "Darn!": True,
         "darned": False,
@@ -217,10 +217,10 @@ def test_badwords_filter_drops_listed_words(tmp_path: Path) -> None:
         "foobar": False,
         "in C++.": True,
     }.items():
-        assert (rule_outcome(step(), text)[0] is None) == result, text
-    assert rule_outcome(step(whole_words=False), "darned")[1] == "document_removed_with_badwords"
+        assert (apply_step(step(), text)[0] is None) == result, text
+    assert apply_step(step(whole_words=False), "darned")[1] == "document_removed_with_badwords"
     with pytest.raises(UsageError, match=r"none\.txt: can't be read"):
-        rule("c4_badwords", file=str(tmp_path / "none.txt"))
+        build_step("c4_badwords", file=str(tmp_path / "none.txt"))
     path.write_text("\n\n")
     with pytest.raises(UsageError, match="this list is empty"):
         step()
@@ -231,7 +231,7 @@ def test_decontamination_by_definition(tmp_path: Path) -> None:
     rng = random.Random(0)
     sentences = [" ".join(rng.choices(WORDS, k=rng.randrange(4, 30))) for _ in range(40)]
     (tmp_path / "set.jsonl").write_text("".join(f'{{"q": {{"a": ["{text}"]}}}}\n' for text in sentences))
-    step = rule("decontaminate", files=[str(tmp_path / "set.jsonl")], n_grams=9, min_words=5)
+    step = build_step("decontaminate", files=[str(tmp_path / "set.jsonl")], n_grams=9, min_words=5)
 
     def grams(text: str) -> list[str]:
         return re.findall(r"\w+", text.lower())
@@ -264,12 +264,12 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
     path = tmp_path / "set.txt"
     path.write_text("three short words")
     with pytest.raises(UsageError, match="none of 1 texts has 8 words or more"):
-        rule("decontaminate", files=[str(path)])
+        build_step("decontaminate", files=[str(path)])
     (tmp_path / "bad.jsonl").write_text("{}\n{")
     with pytest.raises(UsageError, match=r"bad\.jsonl: line 2 is not JSON"):
-        rule("decontaminate", files=[str(tmp_path / "bad.jsonl")])
+        build_step("decontaminate", files=[str(tmp_path / "bad.jsonl")])
     (tmp_path / "some.jsonl").write_text('["short", "one two three four five six seven eight nine"]')
-    step = rule("decontaminate", files=[str(tmp_path / "some.jsonl")])
+    step = build_step("decontaminate", files=[str(tmp_path / "some.jsonl")])
     assert step.notes == [
         "decontamination: 1 of 2 evaluation texts are too short to be searched for, with fewer than 8 words "
         "(decontaminate.min_words); the longest is 'short'"
@@ -278,7 +278,7 @@ def test_decontamination_says_what_it_can_not_look_for(tmp_path: Path) -> None:
 
 def test_samples_are_fixed_and_grow() -> None:
     def kept(**settings: Any) -> set[str]:
-        step = rule("sample", **settings)
+        step = build_step("sample", **settings)
         names = [f"{folder}/{number}" for folder in ("web", "books") for number in range(500)]
         return {name for name in names if step(Document(name, "x"))}
 
@@ -303,7 +303,7 @@ def test_every_step_counts_what_went_in_and_out(tmp_path: Path) -> None:
     }:
         listed = {"file": str(tmp_path / "list")} if name in ("url_filter", "c4_badwords") else {}
         against = {"files": [str(tmp_path / "list")], "min_words": 5} if name == "decontaminate" else {}
-        step = rule(name, **listed, **against)
+        step = build_step(name, **listed, **against)
         left = [document for text in random_pages(40) if (document := step(Document("x", text)))]
         counts = step.counts
         assert counts.documents_in == 40

@@ -16,7 +16,7 @@ from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import CountingFilter, pass_through
 from megatfm.data_prep.filters.text import _ODD, REPAIR, FixUnicode, _load_identifier, fix_text
-from tests.support.prep_files import random_pages, rule, rule_outcome
+from tests.support.prep_files import apply_step, build_step, random_pages
 
 MENDED = {
     "mojibake": ("schÃ¶n â€“ voilÃ\xa0", "schön – voilà"),
@@ -129,14 +129,14 @@ def test_a_piece_stays_one_of_its_record_whatever_a_step_makes_of_it() -> None:
 def test_html_becomes_its_text() -> None:
     nav, main = "<nav><a href='/'>Home</a></nav>", "<main><h1>Title</h1><p>A &amp; B are here.</p></main>"
     page = f"<html><body>{nav}{main}</body></html>"
-    text, _ = rule_outcome(rule("html"), page)
+    text, _ = apply_step(build_step("html"), page)
     assert text is not None
     assert "A & B are here." in text
     assert "Home" not in text
-    assert "Home" in (rule_outcome(rule("html", main_content=False), page)[0] or "")
+    assert "Home" in (apply_step(build_step("html", main_content=False), page)[0] or "")
     for plain in ("a < b and c > d", "#include <stdio.h>\nint x;", "List<String> a"):
-        assert rule_outcome(rule("html"), plain)[0] == plain
-    assert rule_outcome(rule("html"), "<html><head></head><body><p></p></body></html>") == (
+        assert apply_step(build_step("html"), plain)[0] == plain
+    assert apply_step(build_step("html"), "<html><head></head><body><p></p></body></html>") == (
         None,
         "no_content",
     )
@@ -149,12 +149,12 @@ def test_language_filter_keeps_its_languages() -> None:
         "fr": "Le rapide renard brun saute par-dessus le chien paresseux, et personne ne sait pourquoi.",
         "ru": "Быстрая коричневая лиса прыгает через ленивую собаку, и никто не знает почему.",
     }
-    pipeline_step = rule("language", languages=["en", "ru"])
+    pipeline_step = build_step("language", languages=["en", "ru"])
     results = [pipeline_step(Document(name, text)) for name, text in texts.items()]
     assert [document.language for document in results if document] == ["en", "ru"]
     assert pipeline_step.counts.found == dict.fromkeys(texts, 1)
     assert set(pipeline_step.counts.dropped) == {"language_de", "language_fr"}
-    assert rule_outcome(rule("language", language_threshold=1.0), "ok")[1] == "language_threshold"
+    assert apply_step(build_step("language", language_threshold=1.0), "ok")[1] == "language_threshold"
 
 
 def test_languages_and_probabilities_are_those_of_the_library() -> None:
@@ -180,14 +180,14 @@ def test_a_language_is_that_of_most_of_the_text() -> None:
     german = "Niemand weiß, warum der schnelle braune Fuchs über den faulen Hund gesprungen ist. " * 15
     half = len(english) // 2
     for text in (english[:half] + german + english[half:], german + english, english + german):
-        document = rule("language")(Document("x", text))
+        document = build_step("language")(Document("x", text))
         assert document is not None
         assert document.language == "en"
 
 
 def test_normalize_gives_unicode_normal_forms() -> None:
-    assert rule_outcome(rule("normalize"), "e\u0301")[0] == "é"
-    assert rule_outcome(rule("normalize", form="NFKC"), "ﬁ ＡＢ")[0] == "fi AB"
+    assert apply_step(build_step("normalize"), "e\u0301")[0] == "é"
+    assert apply_step(build_step("normalize", form="NFKC"), "ﬁ ＡＢ")[0] == "fi AB"
 
 
 # -------------------------------------------------------------------------------------------------- redaction
@@ -208,10 +208,10 @@ REDACTED = {
 
 @pytest.mark.parametrize("text", REDACTED)
 def test_pii_is_redacted(text: str) -> None:
-    step = rule("pii")
-    assert rule_outcome(step, text)[0] == REDACTED[text]
+    step = build_step("pii")
+    assert apply_step(step, text)[0] == REDACTED[text]
     assert sum(step.counts.found.values()) == len(re.findall(r"<(?:EMAIL|IP|PHONE)>", REDACTED[text]))
-    assert rule_outcome(rule("pii", email="", ip="", phone=""), text)[0] == text
+    assert apply_step(build_step("pii", email="", ip="", phone=""), text)[0] == text
 
 
 CAUGHT = {
@@ -238,12 +238,12 @@ LEFT = [
 
 @pytest.mark.parametrize(("stands", "text"), [(stands, text) for stands, some in CAUGHT.items() for text in some])
 def test_what_redaction_catches(stands: str, text: str) -> None:
-    assert rule_outcome(rule("pii"), f"It is {text}, they say.")[0] == f"It is {stands}, they say."
+    assert apply_step(build_step("pii"), f"It is {text}, they say.")[0] == f"It is {stands}, they say."
 
 
 @pytest.mark.parametrize("text", LEFT)
 def test_what_redaction_leaves(text: str) -> None:
-    assert rule_outcome(rule("pii"), f"It is {text}, they say.")[0] == f"It is {text}, they say."
+    assert apply_step(build_step("pii"), f"It is {text}, they say.")[0] == f"It is {text}, they say."
 
 
 def test_redaction_takes_no_time_on_long_runs() -> None:
@@ -261,4 +261,4 @@ def test_redaction_takes_no_time_on_long_runs() -> None:
         "(0" * 5 * 10**5,
         "12-" * 3 * 10**5,
     ):
-        rule("pii")(Document("x", text))
+        build_step("pii")(Document("x", text))

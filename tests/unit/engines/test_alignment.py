@@ -18,8 +18,8 @@ from megatfm.models import build
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import OPTIMIZERS, UNTIED_MODEL
 from tests.support.parity import build_engine, microbatches
-from tests.support.sharded_engines import load_and_train, tensor_of, train_and_save
-from tests.support.uninitialized_memory import lies_wrong, misaligned, only_torchs_memory
+from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save
+from tests.support.uninitialized_memory import assert_aligned_inputs, is_misaligned, misalign
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -41,18 +41,18 @@ ODD = UNTIED_MODEL.with_changes(
 def planted(engine: NativeEngine, seed: int) -> list[dict[str, Tensor]]:
     """A batch in memory that a loader might have from anywhere."""
     parts = microbatches(engine, global_batch(seed=seed))
-    return [{field: misaligned(values) for field, values in part.items()} for part in parts]
+    return [{field: misalign(values) for field, values in part.items()} for part in parts]
 
 
 def wrong(tensors: dict[str, Tensor | ShardedTensor]) -> list[str]:
-    return [name for name, tensor in tensors.items() if lies_wrong(tensor_of(tensor))]
+    return [name for name, tensor in tensors.items() if is_misaligned(get_tensor(tensor))]
 
 
 def trains_in_torchs_memory(parallel: ParallelConfig, optimizer: OptimizerSection) -> None:
     engine = build_engine(ODD, parallel, optimizer)
     assert wrong(engine.local) == []
     batches = [planted(engine, step) for step in range(4)]
-    with only_torchs_memory():
+    with assert_aligned_inputs():
         for step in range(3):
             engine.forward_backward(batches[step], CAUSAL)
             assert wrong(engine.gradients()) == []
@@ -85,18 +85,18 @@ def goes_on_from_anywhere(path: Path, optimizer: OptimizerSection) -> None:
             state = {name: moved(part) for name, part in state.items()}
         taken.load_state_dict(state)
         batches = [microbatches(taken, global_batch(seed=step)) for step in range(2)]
-        with only_torchs_memory():
+        with assert_aligned_inputs():
             for batch in batches:
                 taken.forward_backward(batch, CAUSAL)
                 taken.step(1e-2, clip=0.3)
     assert wrong(other.state_dict()) == []
     for name, tensor in engine.state_dict().items():
-        assert torch.equal(tensor_of(tensor), tensor_of(other.state_dict()[name])), name
+        assert torch.equal(get_tensor(tensor), get_tensor(other.state_dict()[name])), name
 
 
 def moved(part: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
-    tensor = tensor_of(part)
-    copy = misaligned(tensor.T.contiguous().T if tensor.dim() == 2 else tensor)
+    tensor = get_tensor(part)
+    copy = misalign(tensor.T.contiguous().T if tensor.dim() == 2 else tensor)
     return ShardedTensor(copy, part.global_shape, part.offsets) if isinstance(part, ShardedTensor) else copy
 
 
@@ -129,7 +129,7 @@ def initial_weights_lie_right(parallel: ParallelConfig) -> None:
 def test_drawn_weights_and_buffers_lie_in_torchs_memory(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     workers.run(initial_weights_lie_right, 1, ParallelConfig())
     name = "megatfm.layers.initialisation.draw"
-    monkeypatch.setattr(name, lambda *args, **kwargs: misaligned(draw(*args, **kwargs)))
+    monkeypatch.setattr(name, lambda *args, **kwargs: misalign(draw(*args, **kwargs)))
     from megatfm.layers.initialisation import initialise
 
     model = build(ODD)

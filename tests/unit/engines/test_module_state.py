@@ -27,7 +27,7 @@ from megatfm.verify.rank_processes import RankResult
 from megatfm.verify.shrink import draw_batch
 from megatfm.verify.verify import find_traffic_mismatches
 from tests.support.batches import CAUSAL, family_case, global_batch
-from tests.support.layouts import count_steps, traffic_config
+from tests.support.layouts import count_traffic, traffic_config
 from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import (
     build_engine,
@@ -185,7 +185,7 @@ COUNTED = {
 
 
 def answers(ranks: int) -> list[RankResult]:
-    return count_steps(list(COUNTED[ranks].values()))
+    return count_traffic(list(COUNTED[ranks].values()))
 
 
 @pytest.mark.parametrize("ranks", COUNTED)

@@ -14,10 +14,10 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import MegatfmError
 from tests.support.batches import CAUSAL, global_batch
-from tests.support.layouts import SLOW, cells
+from tests.support.layouts import SLOW, make_cases
 from tests.support.models import OPTIMIZERS, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
-from tests.support.sharded_engines import load_and_train, tensor_of, train_and_save, train_steps
+from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save, train_steps
 from tests.support.workers import Workers
 
 # SOAP's bases start from the covariance of one gradient. Where that is singular, as on the longer side of a matrix,
@@ -71,7 +71,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "layouts"), cells(dict.fromkeys(OPTIMIZERS, LAYOUTS), rounds=2))
+@pytest.mark.parametrize(("name", "layouts"), make_cases(dict.fromkeys(OPTIMIZERS, LAYOUTS), rounds=2))
 def test_two_ranks_do_what_one_does(workers: Workers, name: str, layouts: list[str]) -> None:
     (expected,) = workers.run(train, 1, ParallelConfig(), OPTIMIZERS[name])
     for rank in workers.run(distances, 2, layouts, OPTIMIZERS[name], expected):
@@ -109,7 +109,7 @@ def weights(engine: NativeEngine) -> dict[str, Tensor]:
 
 def averaged_by_hand(engine: NativeEngine) -> dict[str, Tensor]:
     """x = (y − (1 − β₁)z) / β₁, from the state that is saved."""
-    state = {key: tensor_of(part) for key, part in engine.state_dict().items()}
+    state = {key: get_tensor(part) for key, part in engine.state_dict().items()}
     names = engine.local
     return {n: (state[f"optimizer.{n}.trained"] - 0.1 * state[f"optimizer.{n}.z"]) / 0.9 for n in names}
 
@@ -120,7 +120,7 @@ def evaluates_and_saves_the_average(parallel: ParallelConfig) -> None:
     trained = weights(engine)
     x = averaged_by_hand(engine)
     for name, tensor in x.items():
-        stored = tensor_of(engine.state_dict()[f"model.{name}"])
+        stored = get_tensor(engine.state_dict()[f"model.{name}"])
         assert torch.allclose(stored, tensor, rtol=1e-12, atol=1e-14), name
         assert not torch.allclose(stored, trained[name], rtol=1e-4) or not tensor.numel(), name
 

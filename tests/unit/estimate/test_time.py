@@ -20,8 +20,8 @@ from megatfm.estimate.recorded import device_of, read_recorded, snapshot_owners
 from megatfm.estimate.schedule import simulate
 from megatfm.estimate.stalls import AUX_LOSS_MAX_VIOLATION, data_stall, effective_share, fullest_share
 from megatfm.parallel.pipeline_schedule import build_schedule, stage_to_rank
-from tests.support.layouts import bubble
-from tests.support.layouts import simulate as simulate_plain
+from tests.support.layouts import bubble_fraction
+from tests.support.layouts import simulate_schedule as simulate_plain
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.2, "W": 0.8}
 
@@ -44,7 +44,7 @@ def test_schedules_take_as_long_as_in_their_own_simulator(schedule: str) -> None
     actual = simulate(schedule, 3, virtual, 7, rank_of, costs(len(rank_of)), 0.0)
     plain = simulate_plain(build_schedule(schedule, 3, virtual, 7), rank_of, SECONDS)
     assert actual.seconds == pytest.approx(max(rank.last for rank in plain), rel=1e-12)
-    assert actual.bubble == pytest.approx(bubble(plain), rel=1e-9)
+    assert actual.bubble == pytest.approx(bubble_fraction(plain), rel=1e-9)
 
 
 def test_a_transfer_is_waited_for_between_ranks_alone() -> None:

@@ -11,7 +11,7 @@ from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.inference.beam_search import LengthPenalty, beam_search, gnmt_penalty
 from megatfm.inference.decoding import Prompts, generate
-from tests.support.reference_gradients import Pair, pair
+from tests.support.reference_gradients import Pair, build_pair
 
 VOCABULARY, STOP = 40, [3, 17]
 SMALL = {
@@ -43,7 +43,7 @@ def power(alpha: float) -> LengthPenalty:
 def pair_of(model: str, seed: int = 0) -> Pair:
     name, values = MODELS[model]
     # In float32: transformers' masks of padded rows are not made for float64.
-    both = pair(ModelConfig.from_dotted(**values), torch.float32, seed, among=[name])
+    both = build_pair(ModelConfig.from_dotted(**values), torch.float32, seed, among=[name])
     both.model.eval()
     for head in (both.model.head, both.reference.lm_head):
         head.weight.data *= 4  # far from uniform, so that no two texts are nearly alike
@@ -114,7 +114,7 @@ def test_beams(model: str, beams: int, alpha: float) -> None:
 def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
     """Among all texts of up to four tokens out of four, each scored by itself."""
     config = ModelConfig.from_dotted(**{**MODELS["llama"][1], "vocab_size": 5})
-    actual = pair(config, torch.float64, 3).model.eval()
+    actual = build_pair(config, torch.float64, 3).model.eval()
     actual.head.weight.data *= 3
     prompt = torch.tensor([4, 1, 4])
     (observed,) = beam_search(
@@ -138,7 +138,7 @@ def test_enough_beams_find_the_best_text_of_all(penalty: LengthPenalty) -> None:
 
 def test_beams_go_past_ids_that_a_head_masks() -> None:
     """As if the vocabulary had the other ids alone, which are numbered without a gap."""
-    actual = pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).model.eval()
+    actual = build_pair(ModelConfig.from_dotted(**MODELS["llama"][1]), torch.float64, 3).model.eval()
     few = beam_search(actual, Prompts(rows(0)), beams=4, max_tokens=6, stop_token=STOP, vocab_size=20)
     hook = actual.register_forward_hook(
         lambda _, __, output: output._replace(logits=output.logits.index_fill(-1, torch.arange(20, 40), -math.inf))

@@ -21,7 +21,7 @@ from megatfm.inference.harness import HarnessRequests, harness_model, run_harnes
 from megatfm.inference.likelihood import Continuation, encode_continuation, score
 from megatfm.inference.text import TextModel, open_text_model
 from megatfm.tasks.questions import open_evaluation_task
-from tests.support.hf_folders import perturbed, write_gpt2
+from tests.support.hf_folders import perturb_parameters, write_gpt2
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
 
 ROWS = [
@@ -213,7 +213,7 @@ def write_chat_model(folder: Path) -> Path:
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_positions=512, n_embd=24, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    perturbed(transformers.GPT2LMHeadModel(config)).save_pretrained(folder)
+    perturb_parameters(transformers.GPT2LMHeadModel(config)).save_pretrained(folder)
     return folder
 
 

@@ -30,8 +30,8 @@ from megatfm.inference.pictures import (
     write_pictures,
 )
 from megatfm.models import build
-from tests.support.images import masked_batch, patches_of, pixels, to_batch
-from tests.support.reference_gradients import doubled, pair, perturb
+from tests.support.images import cut_patches, draw_pixels, make_batch, make_masked_batch
+from tests.support.reference_gradients import build_pair, cast_to_float64, perturb
 from tests.support.workers import Workers
 
 SIDE = 4
@@ -56,12 +56,12 @@ def run_config(model: ModelConfig, objective: str = "masked_image") -> SimpleNam
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_perfect_model_gives_the_image_back(normalize: bool) -> None:
     """Targets computed here by hand; two images in a row, one of a single colour."""
-    images = [pixels(8, 8, seed=1), torch.full((3, 8, 8), 77, dtype=torch.uint8)]
-    batch = masked_batch(images, SIDE, 1, [[0, 1]], [[2], [0]], (4, 10))
+    images = [draw_pixels(8, 8, seed=1), torch.full((3, 8, 8), 77, dtype=torch.uint8)]
+    batch = make_masked_batch(images, SIDE, 1, [[0, 1]], [[2], [0]], (4, 10))
     mean, std = (torch.tensor(MODEL[f"embedding.{key}"], dtype=torch.float64)[:, None, None] for key in ("mean", "std"))
     targets = []
     for image in images:
-        patches = patches_of((image.double() / 255 - mean) / std, SIDE)
+        patches = cut_patches((image.double() / 255 - mean) / std, SIDE)
         if normalize:
             centred = patches - patches.mean(1, keepdim=True)
             patches = centred / (centred.square().sum(1, keepdim=True) / (3 * SIDE**2 - 1) + 1e-6).sqrt()
@@ -90,7 +90,7 @@ def test_a_perfect_model_gives_the_image_back(normalize: bool) -> None:
 @pytest.mark.parametrize("pool", ["class", "mean"])
 def test_rollout_of_two_images_of_a_row(pool: str) -> None:
     """Captions with names and probability; a model whose keys are all zero looks everywhere alike."""
-    names, images = ["grün", "猫"], [pixels(8, 8, seed=1), pixels(12, 4, seed=2)]
+    names, images = ["grün", "猫"], [draw_pixels(8, 8, seed=1), draw_pixels(12, 4, seed=2)]
     config = ModelConfig.from_dotted(CLASSIFIER | {"extra_heads.classifier.pool": pool})
     model = build(config).double().eval()
     perturb(model)
@@ -98,7 +98,7 @@ def test_rollout_of_two_images_of_a_row(pool: str) -> None:
         torch.nn.init.zeros_(layer.attn.wk.weight)
     for parameter in model.classifier.parameters():  # type: ignore[union-attr]
         torch.nn.init.zeros_(parameter)
-    batch = to_batch(images, SIDE, 1, [[0, 1]], labels=[1, 2], row_length=12)
+    batch = make_batch(images, SIDE, 1, [[0, 1]], labels=[1, 2], row_length=12)
     with torch.no_grad():
         gallery = rollout_gallery(model, run_config(config), [batch], torch.device("cpu"), names)  # type: ignore[arg-type]
     captions = [picture.caption for picture in gallery.pictures]
@@ -117,7 +117,7 @@ def test_shade_follows_the_weights() -> None:
 
 
 def test_files_and_index(tmp_path: Path) -> None:
-    panels = [pixels(5, 3, seed=1).permute(1, 2, 0).numpy(), np.zeros((600, 300, 1), np.uint8)]
+    panels = [draw_pixels(5, 3, seed=1).permute(1, 2, 0).numpy(), np.zeros((600, 300, 1), np.uint8)]
     count = write_pictures(tmp_path, 3, [Gallery("a", "A", "n", [Picture(panels, "é")] * 2)])
     assert count == 2
     index = json.loads((tmp_path / "pictures.json").read_text())
@@ -143,7 +143,7 @@ def examples() -> tuple[torch.nn.Module, list[torch.Tensor], list[int]]:
     model = build(ModelConfig.from_dotted(CLASSIFIER | {"extra_heads.classifier.n_classes": CLASSES})).double().eval()
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter)
-    images = [pixels(*size, seed=number) for number, size in enumerate(SIZES)]
+    images = [draw_pixels(*size, seed=number) for number, size in enumerate(SIZES)]
     return model, images, [number * 7 % CLASSES for number in range(IMAGES)]
 
 
@@ -154,7 +154,7 @@ def collected(rank: int, ranks: int, n_mistakes: int) -> tuple[list[list[int]], 
     with torch.no_grad(), collect_classes(model, SIDE, n_mistakes) as collector:
         for first in range(2 * rank, IMAGES, 2 * ranks):
             numbers = list(range(first, min(first + 2, IMAGES)))
-            model(**to_batch(images, SIDE, 1, [numbers], labels=labels, row_length=20))
+            model(**make_batch(images, SIDE, 1, [numbers], labels=labels, row_length=20))
     assert all(getattr(module, "on_classes", None) is None for module in model.modules())
     return collector.gather()
 
@@ -170,7 +170,7 @@ def expected_predictions() -> dict[int, tuple[int, int, float]]:
     predictions = {}
     for number in set(range(IMAGES)) - {3}:
         with torch.no_grad():
-            logits = model(**to_batch([images[number]], SIDE, 1, [[0]])).predictions["classifier"][0].tolist()
+            logits = model(**make_batch([images[number]], SIDE, 1, [[0]])).predictions["classifier"][0].tolist()
         powers = [math.exp(value - max(logits)) for value in logits]
         best = max(range(CLASSES), key=lambda c: powers[c])
         predictions[number] = labels[number], best, powers[best] / sum(powers)
@@ -241,14 +241,14 @@ def recorded(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
 
 def test_transformers_attention() -> None:
     """Two images share a row, whose tokens don't reach one another; recording changes no output."""
-    both = pair(THREE_LAYERS, torch.float64, among=["ViTForImageClassification"])
-    images = [pixels(16, 16, seed=seed) for seed in range(3)]
+    both = build_pair(THREE_LAYERS, torch.float64, among=["ViTForImageClassification"])
+    images = [draw_pixels(16, 16, seed=seed) for seed in range(3)]
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
     values = torch.stack([(image.double() / 255 - mean) / std for image in images])
-    with torch.no_grad(), doubled(torch.float64, modeling_vit):
+    with torch.no_grad(), cast_to_float64(torch.float64, modeling_vit):
         expected = both.reference(pixel_values=values, output_attentions=True)
     expected_rollout = product(expected.attentions)
-    reached, logits = recorded(both.model, to_batch(images, SIDE, 1, [[0, 1], [2]]))
+    reached, logits = recorded(both.model, make_batch(images, SIDE, 1, [[0, 1], [2]]))
     for number, (row, begin) in enumerate([(0, 0), (0, 17), (1, 0)]):
         block = reached[row, begin : begin + 17]
         torch.testing.assert_close(

@@ -29,7 +29,7 @@ from megatfm.inference.text import generate_text, open_text_model
 from megatfm.models import build
 from megatfm.tasks.question_scores import Likelihood
 from megatfm.tasks.questions import open_evaluation_task
-from tests.support.hf_folders import hf_gpt2, hf_llama
+from tests.support.hf_folders import build_hf_gpt2, build_hf_llama
 from tests.support.trained_runs import SMALL_DECODER, random_model, write_trained_run
 from tests.support.workers import Workers
 
@@ -111,7 +111,7 @@ def test_a_greedy_continuation_is_told() -> None:
     assert [likelihood.is_greedy for likelihood in score(model, [greedy, other])] == [True, False]
 
 
-@pytest.mark.parametrize("make", [hf_gpt2, hf_llama])
+@pytest.mark.parametrize("make", [build_hf_gpt2, build_hf_llama])
 def test_likelihoods_are_transformers_s(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     reference = make().double()
     reference.save_pretrained(tmp_path / "hf")

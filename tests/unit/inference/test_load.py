@@ -30,7 +30,7 @@ from tests.support.trained_runs import (
     write_next_checkpoint,
     write_trained_run,
 )
-from tests.support.uninitialized_memory import lies_wrong, misaligned, only_torchs_memory
+from tests.support.uninitialized_memory import assert_aligned_inputs, is_misaligned, misalign
 
 
 def test_a_run_and_its_checkpoint_open_alike(run: Path) -> None:
@@ -127,18 +127,18 @@ def test_a_weight_of_another_shape_is_named(run: Path) -> None:
 def test_weights_lie_as_fresh_ones_wherever_they_were_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit holds only so, see tests/support/uninitialized_memory.py."""
     tokens, read = torch.tensor([[1, 5, 9]]), checkpoint.read_tensors
-    planted = lambda *args: {name: misaligned(tensor) for name, tensor in read(*args).items()}  # noqa: E731
+    planted = lambda *args: {name: misalign(tensor) for name, tensor in read(*args).items()}  # noqa: E731
     monkeypatch.setattr(checkpoint, "read_tensors", planted)
     model = open_text_model(run).model
-    assert [name for name, parameter in model.named_parameters() if lies_wrong(parameter)] == []
-    with only_torchs_memory():
+    assert [name for name, parameter in model.named_parameters() if is_misaligned(parameter)] == []
+    with assert_aligned_inputs():
         logits = model(tokens).logits
     assert torch.equal(logits, random_model(padded_decoder(), torch.float32)(tokens).logits)
 
 
 def test_generating_and_sampling_reckon_in_torchs_memory(run: Path) -> None:
     loaded = open_text_model(run)
-    with only_torchs_memory():
+    with assert_aligned_inputs():
         for temperature in (0.0, 1.0):
             generate(loaded.model, torch.tensor([[1, 5, 9], [1, 7, 2]]), max_tokens=4, temperature=temperature)
 

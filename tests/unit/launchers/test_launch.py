@@ -17,7 +17,7 @@ from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.record import read_json_if_valid, tail_jsonl
 from megatfm.launchers.status import get_run_status
-from tests.support.launch_jobs import job, launch
+from tests.support.launch_jobs import make_job, run_launch
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE_RANK = """
@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Pa
 
 
 def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch("train.steps=77", "name=my-run", "--nproc", "2") == 0
+    assert run_launch("train.steps=77", "name=my-run", "--nproc", "2") == 0
     status = json.loads(capfd.readouterr().out)
     logged = json.loads((folder / "runs" / "my-run" / "logs" / "rank-1.log").read_text())
     assert status["arguments"] == logged["arguments"] == ["train", "quickstart", "train.steps=77", "name=my-run"]
@@ -70,20 +70,20 @@ def test_threads_without_affinity_are_of_all_cores(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delattr("os.sched_getaffinity")
     monkeypatch.setattr("os.cpu_count", lambda: 7)
-    assert launch("--nproc", "2") == 0
+    assert run_launch("--nproc", "2") == 0
     assert json.loads(capfd.readouterr().out)["OMP_NUM_THREADS"] == "3"
 
 
 def test_own_thread_count_wins(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launch("--nproc", "1") == 0
+    assert run_launch("--nproc", "1") == 0
     assert json.loads(capfd.readouterr().out)["OMP_NUM_THREADS"] == "3"
 
 
 def test_the_dry_run_of_a_local_launch_is_a_shell_script_that_does_the_same(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch("--nproc", "2", "--dry-run", "name=run", "data.train=it's $(touch owned)") == 0
+    assert run_launch("--nproc", "2", "--dry-run", "name=run", "data.train=it's $(touch owned)") == 0
     assert not (folder / "runs").exists(), "a dry run touches nothing"
     script = capfd.readouterr().out
     (folder / "runs" / "run" / "logs").mkdir(parents=True)
@@ -95,27 +95,27 @@ def test_the_dry_run_of_a_local_launch_is_a_shell_script_that_does_the_same(
 
 def test_a_failure_is_tried_again_as_often_as_was_asked(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "fake_rank.py").write_text("import sys; open('starts', 'a').write('x'); sys.exit(3)")
-    assert launch("--nproc", "1") == 1
+    assert run_launch("--nproc", "1") == 1
     assert (folder / "starts").read_text() == "x"
-    assert launch("--nproc", "1", "--max-restarts", "2") == 76
+    assert run_launch("--nproc", "1", "--max-restarts", "2") == 76
     assert (folder / "starts").read_text() == "xxxx", "three of the second launch"
     assert "no progress: 3 attempts in a row failed without a new checkpoint" in capfd.readouterr().err
 
 
 def test_what_another_start_would_not_help_is_not_started_again(folder: Path) -> None:
-    assert launch("--nproc", "1", "--max-restarts", "2") == 0
+    assert run_launch("--nproc", "1", "--max-restarts", "2") == 0
     for code in (0, 2, 75, 76, 77):
         (folder / "starts").write_text("")
         if code == 2:
             (folder / "runs" / "quickstart" / "events.jsonl").unlink()
         (folder / "fake_rank.py").write_text(f"import sys; open('starts', 'a').write('x'); sys.exit({code})")
-        assert launch("--nproc", "1", "--max-restarts", "2") == code
+        assert run_launch("--nproc", "1", "--max-restarts", "2") == code
         assert (folder / "starts").read_text() == "x"
 
 
 def test_a_run_that_is_told_to_stop_after_its_last_step_is_done(folder: Path) -> None:
     (folder / "fake_rank.py").write_text(f"{FAKE_RANK}{FINISH}sys.exit(75)")
-    assert launch("--nproc", "1") == 0
+    assert run_launch("--nproc", "1") == 0
     assert get_run_status(folder / "runs" / "quickstart").state.name == "DONE"
 
 
@@ -123,9 +123,9 @@ def test_a_run_that_left_with_zero_and_has_not_finished_is_tried_again(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "fake_rank.py").write_text("import sys; open('starts', 'a').write('x')")
-    assert launch("--nproc", "1") == 1
+    assert run_launch("--nproc", "1") == 1
     assert "exit code 0, but events.jsonl has no `finished` event" in capfd.readouterr().err
-    assert launch("--nproc", "1", "--max-restarts", "1") == 76
+    assert run_launch("--nproc", "1", "--max-restarts", "1") == 76
     assert (folder / "starts").read_text() == "xxx"
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_is_under_way_is_not_started_beside(folder: Path) -> None:
     (folder / "runs" / "quickstart").mkdir(parents=True)
     (folder / "runs" / "quickstart" / "launch.json").write_text(json.dumps(note))
     with pytest.raises(LockedError, match=f"process {os.getpid()} runs this already"):
-        launch("--nproc", "1")
+        run_launch("--nproc", "1")
 
 
 def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +169,7 @@ def test_workers_of_a_preparation_get_their_parts(folder: Path, capfd: pytest.Ca
 )  # fmt: skip
 def test_what_can_not_be_starts_nothing(folder: Path, words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        launch(*words)
+        run_launch(*words)
     assert not (folder / "runs").exists()
 
 
@@ -186,7 +186,7 @@ sys.exit(2)
 def test_a_launch_that_its_ranks_refuse_leaves_nothing(folder: Path, count: int) -> None:
     before = sorted(folder.rglob("*"))
     (folder / "fake_rank.py").write_text(REFUSED)
-    assert launch("--nproc", str(count)) == 2
+    assert run_launch("--nproc", str(count)) == 2
     assert sorted(folder.rglob("*")) == before
 
 
@@ -195,7 +195,7 @@ def test_a_run_that_began_keeps_its_files_when_it_is_refused(folder: Path, file:
     """Ranks remove their own files where a run is refused before its first step: one that is left is of later."""
     (folder / "fake_rank.py").write_text(f"open('runs/quickstart/{file}', 'w'); import sys; sys.exit(2)")
     (folder / "runs/quickstart/logs").mkdir(parents=True) if "/" in file else None
-    assert launch("--nproc", "2") == 2
+    assert run_launch("--nproc", "2") == 2
     names = {path.name for path in (folder / "runs/quickstart").rglob("*") if path.is_file()}
     assert names == {Path(file).name, "launch.json", "restarts.json", "rank-1.log"}
 
@@ -203,7 +203,7 @@ def test_a_run_that_began_keeps_its_files_when_it_is_refused(folder: Path, file:
 def test_ranks_of_a_folder_that_was_there_are_not_told_that_it_is_new(folder: Path) -> None:
     (folder / "runs/quickstart").mkdir(parents=True)
     (folder / "fake_rank.py").write_text(REFUSED)
-    assert launch("--nproc", "1") == 2
+    assert run_launch("--nproc", "1") == 2
     assert (folder / "not-new").read_text() == "x"
     assert (folder / "runs/quickstart/restarts.json").exists()
 
@@ -213,7 +213,7 @@ def test_ranks_of_a_second_attempt_are_not_told_that_the_folder_is_new(folder: P
         "import os\nopen('runs/quickstart/plan.txt', 'w')\n"
         f"if 'MEGATFM_NEW_RUN' in os.environ: raise SystemExit(3)\n{REFUSED}"
     )
-    assert launch("--nproc", "1", "--max-restarts", "2") == 2
+    assert run_launch("--nproc", "1", "--max-restarts", "2") == 2
     assert (folder / "not-new").read_text() == "x"
     assert (folder / "runs/quickstart/restarts.json").exists()
 
@@ -224,20 +224,20 @@ def test_ranks_of_a_second_attempt_are_not_told_that_the_folder_is_new(folder: P
 def test_mpi_without_mpirun_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="mpirun is not on PATH: install openmpi-bin"):
-        launch("--mpi", "2")
+        run_launch("--mpi", "2")
 
 
 def test_mpi_starts_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     if subprocess.run(["which", "mpirun"], stdout=subprocess.DEVNULL).returncode:
         pytest.skip("needs Open MPI: run `make system-deps`")
-    assert launch("--mpi", "2", "train.steps=77") == 0
+    assert run_launch("--mpi", "2", "train.steps=77") == 0
     output = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert sorted(line["PMIX_RANK"] for line in output) == ["0", "1"]
     assert {tuple(line["arguments"]) for line in output} == {("train", "quickstart", "train.steps=77")}
 
 
 def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch("--mpi", "2", "--dry-run") == 0
+    assert run_launch("--mpi", "2", "--dry-run") == 0
     words = shlex.split(capfd.readouterr().out)
     assert words[words.index("mpirun") :][:3] == ["mpirun", "-n", "2"]
     assert words[-2:] == ["train", "quickstart"]
@@ -274,7 +274,7 @@ def test_the_dry_run_of_mpi_is_its_command(capfd: pytest.CaptureFixture[str]) ->
 )
 def test_flags_that_do_not_go_together(words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        launch(*words, "--dry-run")
+        run_launch(*words, "--dry-run")
 
 
 def test_a_run_directory_that_is_no_text_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_a_run_directory_that_is_no_text_is_refused(folder: Path, monkeypatch: p
     odd.mkdir()
     monkeypatch.chdir(odd)
     with pytest.raises(UsageError, match="a run directory's path must be UTF-8"):
-        launch("--nproc", "1")
+        run_launch("--nproc", "1")
 
 
 def test_what_is_nested_too_deep_is_taken_for_damage(tmp_path: Path) -> None:
@@ -292,9 +292,11 @@ def test_what_is_nested_too_deep_is_taken_for_damage(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_job() -> None:
-    assert job(min_nodes=2, nproc_per_node=4).world_size == 8
-    assert LocalLauncher().render(job(nproc_per_node=3))["launch.sh"].count("WORLD_SIZE=3") == 6  # and LOCAL_WORLD_SIZE
-    assert "mpirun -n 5" in MpiLauncher().render(job(nproc_per_node=5))["launch.sh"]
+    assert make_job(min_nodes=2, nproc_per_node=4).world_size == 8
+    assert (
+        LocalLauncher().render(make_job(nproc_per_node=3))["launch.sh"].count("WORLD_SIZE=3") == 6
+    )  # and LOCAL_WORLD_SIZE
+    assert "mpirun -n 5" in MpiLauncher().render(make_job(nproc_per_node=5))["launch.sh"]
 
 
 def test_launching_needs_no_torch() -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatfm.launchers.logs import ERROR_PATTERN, ErrorScanner, follow_logs, print_tails, select_logs
-from tests.support.launch_jobs import FakeSlurm, MakeRun, megatfm
+from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm
 
 
 def test_the_logs_that_matter(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +24,7 @@ def test_the_logs_that_matter(make: MakeRun, capsys: pytest.CaptureFixture[str])
     with (run / "logs" / "rank-10.log").open("a") as file:
         file.write("2026-11-21 15:00:00,000 ERROR the disk is full\n")
     assert list(select_logs(run).values()) == ["job", "rank 10"]
-    _, output = megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
+    _, output = run_megatfm("logs", "runs/mine", "-n", "2", capsys=capsys)
     assert output.splitlines() == [
         f"==> {run}/logs/slurm-8.log <==", "of the second link", f"==> {run}/logs/rank-10.log <==",
         "all is well on 10", "2026-11-21 15:00:00,000 ERROR the disk is full",
@@ -73,7 +73,7 @@ def test_the_last_lines_are_those_of_the_whole_file(
     log.write_bytes(text.encode())
     monkeypatch.setattr("megatfm.launchers.record.BLOCK_BYTES", 3)
     for count in range(5):
-        _, output = megatfm("logs", "runs/mine", "-n", str(count), capsys=capsys)
+        _, output = run_megatfm("logs", "runs/mine", "-n", str(count), capsys=capsys)
         lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
         assert output.split("\n") == [f"==> {log} <==", *lines[max(0, len(lines) - count) :], ""]
 
@@ -109,11 +109,11 @@ def test_all_links_of_a_chain_are_cancelled(
 ) -> None:
     make(launcher="slurm", jobs=["7", "8"])
     fake_slurm.answer("squeue", "PENDING|Dependency|\n")
-    assert megatfm("cancel", "runs/mine", capsys=capsys) == (0, "cancelled jobs 7, 8\n")
+    assert run_megatfm("cancel", "runs/mine", capsys=capsys) == (0, "cancelled jobs 7, 8\n")
     assert fake_slurm.calls[-1] == "scancel 7 8"
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
-    code, output = megatfm("cancel", "runs/mine", capsys=capsys)
+    code, output = run_megatfm("cancel", "runs/mine", capsys=capsys)
     assert code == 2
     assert "none of its jobs is in the queue" in output
 
@@ -129,15 +129,15 @@ def test_a_job_is_cancelled_by_its_number_with_all_of_its_run(
         fake_slurm.answer("scontrol-show", record)
 
     answer("pretrain.sbatch")
-    assert megatfm("cancel", "8", capsys=capsys) == (0, "cancelled jobs 7, 8, 9\n")
+    assert run_megatfm("cancel", "8", capsys=capsys) == (0, "cancelled jobs 7, 8, 9\n")
     answer("evaluate.sbatch")
-    assert megatfm("cancel", "9", capsys=capsys) == (0, "cancelled job 9\n")
-    assert megatfm("cancel", "12", capsys=capsys) == (0, "cancelled job 12\n"), "of ours, and in no record"
+    assert run_megatfm("cancel", "9", capsys=capsys) == (0, "cancelled job 9\n")
+    assert run_megatfm("cancel", "12", capsys=capsys) == (0, "cancelled job 12\n"), "of ours, and in no record"
     answer("../mine.sh")
-    code, output = megatfm("cancel", "5", capsys=capsys)
+    code, output = run_megatfm("cancel", "5", capsys=capsys)
     assert (code, output.startswith("error: 5: not a job of `megatfm launch`: ")) == (2, True)
     fake_slurm.fail("scontrol-show", "slurm_load_jobs error: Invalid job id specified\n")
-    code, output = megatfm("cancel", "5", capsys=capsys)
+    code, output = run_megatfm("cancel", "5", capsys=capsys)
     assert (code, output.startswith("error: 5: SLURM knows no such job: ")) == (2, True)
 
 
@@ -148,16 +148,16 @@ def test_everything_of_all_runs_is_cancelled(
     make("b")
     make("c", evaluations=["9"])
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    code, output = megatfm("cancel", "--all", capsys=capsys)
+    code, output = run_megatfm("cancel", "--all", capsys=capsys)
     assert code == 0
     assert "a: cancelled job 7\nc: cancelled job 9\n" in output
     assert "b: was not started by `megatfm launch`" in output
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=7 JobState=COMPLETED\n")
-    code, output = megatfm("cancel", "--all", capsys=capsys)
+    code, output = run_megatfm("cancel", "--all", capsys=capsys)
     assert (code, output.splitlines()[-1]) == (2, "error: no run under runs/ has a job or process to end")
     for words in ([], ["runs/a", "--all"]):
-        code, output = megatfm("cancel", *words, capsys=capsys)
+        code, output = run_megatfm("cancel", *words, capsys=capsys)
         assert (code, "name what to end" in output) == (2, True)
 
 
@@ -165,12 +165,12 @@ def test_a_local_run_is_told_to_save_and_stop(make: MakeRun, capsys: pytest.Capt
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = psutil.Process(process.pid).create_time()
     make(launcher="local", host=socket.gethostname(), pid=process.pid, started=started)
-    assert megatfm("cancel", "runs/mine", capsys=capsys) == (
+    assert run_megatfm("cancel", "runs/mine", capsys=capsys) == (
         0,
         f"told process {process.pid} to save and stop\n",
     )
     assert process.wait(10) == -signal.SIGTERM
-    code, output = megatfm("cancel", "runs/mine", capsys=capsys)
+    code, output = run_megatfm("cancel", "runs/mine", capsys=capsys)
     assert (code, output.partition(": ")[2].partition("/mine")[2]) == (2, ": nothing runs\n")
 
 
@@ -184,6 +184,6 @@ def test_the_process_of_another_user_is_named_with_its_owner(
         raise psutil.AccessDenied(process.pid)
 
     monkeypatch.setattr(psutil.Process, "send_signal", refuse)
-    code, output = megatfm("cancel", "runs/mine", capsys=capsys)
+    code, output = run_megatfm("cancel", "runs/mine", capsys=capsys)
     assert (code, output.count("\n")) == (2, 1)
     assert f"process {me.pid} belongs to {me.username()}: only they and root can end it" in output

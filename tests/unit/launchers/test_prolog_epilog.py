@@ -10,12 +10,12 @@ from megatfm.launchers.record import UNFINISHED, AttemptLog
 from tests.support.launch_jobs import FakeSlurm
 from tests.support.slurm_attempts import (
     RUNNING,
-    chain,
-    epilog,
-    failures,
     finish_run,
-    prolog,
+    run_epilog,
+    run_prolog,
+    write_chain,
     write_event,
+    write_failures,
     write_log,
 )
 
@@ -23,7 +23,7 @@ Commit = Callable[[int], None]
 
 
 def test_an_attempt_gets_all_nodes_and_is_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prolog(run) == 0
+    assert run_prolog(run) == 0
     output = capsys.readouterr()
     assert output.out == "3 n1 n1,n2,n3\n", "what the script reads"
     assert output.err == "megatfm job: attempt 1: job 7, from step 0, on n1, n2, n3\n"
@@ -40,7 +40,7 @@ def test_with_fewer_nodes_the_layout_that_fits(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3,n4,n5")
-    assert prolog(run, least=2) == 0
+    assert run_prolog(run, least=2) == 0
     output = capsys.readouterr()
     assert output.out == "4 n1 n1,n2,n3,n4\n"
     assert "trains on 4 of 5 nodes: train.global_batch = 24 is not a multiple of" in output.err
@@ -50,7 +50,7 @@ def test_a_layout_that_fits_nowhere_is_a_usage_error(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1,n2,n3,n4,n5")
-    assert prolog(run, least=5) == 2
+    assert run_prolog(run, least=5) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert "fits on none of 5 to 5 nodes: on 5, train.global_batch = 24" in output.err
@@ -60,7 +60,7 @@ def test_a_layout_that_fits_nowhere_is_a_usage_error(
 def test_a_finished_run_is_not_started(run: Path, checkpoint: Commit, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint(100)
     finish_run(run)
-    assert prolog(run) == 0
+    assert run_prolog(run) == 0
     output = capsys.readouterr()
     assert output.out == ""
     assert "the run is finished: all of its 100 steps are done" in output.err
@@ -68,16 +68,16 @@ def test_a_finished_run_is_not_started(run: Path, checkpoint: Commit, capsys: py
 
 
 def test_an_offender_is_left_out_where_it_can_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failures(run, 2, host="n1")
-    assert prolog(run) == 0
+    write_failures(run, 2, host="n1")
+    assert run_prolog(run) == 0
     output = capsys.readouterr()
     assert output.out == "2 n2 n2,n3\n"
     assert "n1: not used, since the run failed there before" in output.err
 
 
 def test_an_offender_is_used_where_it_must_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failures(run, 2, host="n1")
-    assert prolog(run, least=3) == 0
+    write_failures(run, 2, host="n1")
+    assert run_prolog(run, least=3) == 0
     output = capsys.readouterr()
     assert output.out == "3 n1 n1,n2,n3\n"
     assert "failed before but used again: too few other nodes are left" in output.err
@@ -88,8 +88,8 @@ def test_attempts_that_were_lost_with_their_script_are_counted_too(
 ) -> None:
     """A node that dies takes the script along: nobody comes to `end`, and SLURM requeues by itself."""
     for _ in range(2):
-        assert prolog(run, limit=1) == 0
-    assert prolog(run, limit=1) == 76
+        assert run_prolog(run, limit=1) == 0
+    assert run_prolog(run, limit=1) == 76
     output = capsys.readouterr()
     assert output.out.count("\n") == 2
     assert "no progress: 2 attempts in a row failed without a new checkpoint after step 0" in output.err
@@ -101,14 +101,14 @@ def test_attempts_that_were_lost_with_their_script_are_counted_too(
     ("reason", "is_failure"), [("JOB REQUEUE", False), ("PREEMPTION", False), ("NODE FAILURE", True)]
 )
 def test_what_slurm_ended_is_no_failure_unless_a_node_was(run: Path, reason: str, is_failure: bool) -> None:
-    prolog(run)
+    run_prolog(run)
     write_log(
         run,
         "megatfm job: attempt 1: job 7\n"
         f"slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T15:13:06 DUE TO {reason}, SEE LOG ***\n"
         "srun: error: n2: task 1: Killed\n",
     )
-    prolog(run)
+    run_prolog(run)
     lost = AttemptLog(run).attempts[0]
     assert lost.reason == f"ended by SLURM: {reason.lower()}"
     assert (lost.is_failure, lost.failed_host) == (is_failure, None), "who is killed by SLURM is not to blame"
@@ -117,9 +117,9 @@ def test_what_slurm_ended_is_no_failure_unless_a_node_was(run: Path, reason: str
 def test_stopped_ahead_of_its_time_it_is_requeued(
     run: Path, fake_slurm: FakeSlurm, checkpoint: Commit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prolog(run)
+    run_prolog(run)
     checkpoint(40)
-    assert epilog(run, 75, "--asked", "USR1") == 75
+    assert run_epilog(run, 75, "--asked", "USR1") == 75
     assert fake_slurm.calls == ["scontrol -o show job 7", "scontrol requeue 7"]
     assert "stopped by USR1; the newest checkpoint is of step 40" in capsys.readouterr().err
     (attempt,) = AttemptLog(run).attempts
@@ -131,8 +131,8 @@ def test_a_failure_is_tried_again_until_it_gains_nothing(
 ) -> None:
     codes = []
     while not codes or codes[-1] == 1:
-        prolog(run)
-        codes.append(epilog(run, 137))
+        run_prolog(run)
+        codes.append(run_epilog(run, 137))
     assert codes == [1, 1, 1, 76], "three restarts"
     assert fake_slurm.calls.count("scontrol requeue 7") == 3
     output = capsys.readouterr().err
@@ -144,9 +144,9 @@ def test_a_failure_is_tried_again_until_it_gains_nothing(
 
 @pytest.mark.parametrize("code", [0, 2, 76, 77])
 def test_codes_that_say_the_same_again_end_it(run: Path, code: int, fake_slurm: FakeSlurm) -> None:
-    prolog(run)
+    run_prolog(run)
     finish_run(run)
-    assert epilog(run, code) == code
+    assert run_epilog(run, code) == code
     assert fake_slurm.calls == []
     assert AttemptLog(run).attempts[-1].code == code
 
@@ -164,12 +164,12 @@ def test_an_exit_code_of_zero_is_not_believed(
     run: Path, record: dict[str, object] | None, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """srun leaves with 0 when SLURM takes its node away."""
-    chain(run, 7, 8, 9)
-    prolog(run)
+    write_chain(run, 7, 8, 9)
+    run_prolog(run)
     if record:
         write_event(run, detail="", **record)
     write_log(run, "megatfm job: attempt 1: job 7\nsrun: error: Node failure on n2\n")
-    assert epilog(run, 0, "--no-requeue") == 1
+    assert run_epilog(run, 0, "--no-requeue") == 1
     (attempt,) = AttemptLog(run).attempts
     assert (attempt.code, attempt.is_failure) == (1, True)
     assert not any("scancel" in call for call in fake_slurm.calls), "the chain goes on"
@@ -177,20 +177,20 @@ def test_an_exit_code_of_zero_is_not_believed(
 
 
 def test_without_a_word_of_why_a_zero_is_told_as_what_it_is(run: Path) -> None:
-    prolog(run)
-    epilog(run, 0)
+    run_prolog(run)
+    run_epilog(run, 0)
     assert AttemptLog(run).attempts[-1].reason == UNFINISHED
 
 
 def test_what_fails_while_it_is_asked_to_stop_was_stopped(run: Path) -> None:
-    prolog(run)
-    assert epilog(run, 143, "--asked", "TERM") == 75
+    run_prolog(run)
+    assert run_epilog(run, 143, "--asked", "TERM") == 75
     assert not AttemptLog(run).attempts[-1].is_failure
 
 
 def test_a_rank_that_died_of_usr1_while_it_started_was_stopped(run: Path) -> None:
-    prolog(run)
-    assert epilog(run, 138) == 75
+    run_prolog(run)
+    assert run_epilog(run, 138) == 75
     (attempt,) = AttemptLog(run).attempts
     assert (attempt.reason, attempt.is_failure, attempt.state_name) == ("stopped by USR1", False, "STOPPED")
 
@@ -208,17 +208,17 @@ def test_what_was_cancelled_or_requeued_already_is_left_alone(
     run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], record: str, output: str
 ) -> None:
     """A running job that is cancelled and one that is requeued both look COMPLETING; only one was restarted."""
-    prolog(run)
+    run_prolog(run)
     fake_slurm.answer("scontrol-show", f"JobId=7 {record} Partition=main NumNodes=2\n")
-    assert epilog(run, 75, "--asked", "TERM") == 75
+    assert run_epilog(run, 75, "--asked", "TERM") == 75
     assert output in capsys.readouterr().err
     assert "scontrol requeue 7" not in fake_slurm.calls
 
 
 def test_out_of_time_while_it_saved_it_is_requeued_nonetheless(run: Path, fake_slurm: FakeSlurm) -> None:
-    prolog(run)
+    run_prolog(run)
     fake_slurm.answer("scontrol-show", RUNNING.replace("RUNNING", "COMPLETING").replace("00:05:00", "01:00:04"))
-    epilog(run, 75, "--asked", "USR1")
+    run_epilog(run, 75, "--asked", "USR1")
     assert "scontrol requeue 7" in fake_slurm.calls
 
 
@@ -227,9 +227,9 @@ def test_a_host_that_failed_twice_is_excluded(
 ) -> None:
     fake_slurm.answer("sinfo", "n1 idle\nn2 idle\nn3 idle\n")
     for _ in range(2):
-        prolog(run)
+        run_prolog(run)
         write_event(run, event="failed", detail="rank 1 on n2 hangs", ranks=[1], hosts=["n2"])
-        epilog(run, 1)
+        run_epilog(run, 1)
     assert fake_slurm.calls[-2:] == [
         "sinfo -h -N -p main -o %N\\ %t",
         "scontrol update JobId=7 ExcNodeList=n2",
@@ -243,10 +243,10 @@ def test_a_host_that_failed_twice_is_excluded(
 def test_what_the_site_leaves_out_stays_excluded(run: Path, fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("scontrol-show", RUNNING.rstrip("\n") + " ExcNodeList=gpu9\n")
     fake_slurm.answer("sinfo", "n1 idle\nn2 idle\nn3 idle\ngpu9 idle\n")
-    failures(run, 1, host="n2")
-    prolog(run)
+    write_failures(run, 1, host="n2")
+    run_prolog(run)
     write_event(run, event="failed", detail="it hangs", ranks=[1], hosts=["n2"])
-    epilog(run, 1)
+    run_epilog(run, 1)
     assert "scontrol update JobId=7 ExcNodeList=gpu9\\,n2" in fake_slurm.calls
 
 
@@ -254,10 +254,10 @@ def test_a_host_is_not_excluded_when_the_job_could_then_never_start(
     run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_slurm.answer("sinfo", "n1 idle\nn2 idle\nn3 down*\n")
-    failures(run, 1, host="n2")
-    prolog(run)
+    write_failures(run, 1, host="n2")
+    run_prolog(run)
     write_event(run, event="failed", detail="it hangs", ranks=[1], hosts=["n2"])
-    epilog(run, 1)
+    run_epilog(run, 1)
     assert not any("ExcNodeList" in call for call in fake_slurm.calls)
     assert "only 1 other nodes are usable: not excluded" in capsys.readouterr().err
 
@@ -265,9 +265,9 @@ def test_a_host_is_not_excluded_when_the_job_could_then_never_start(
 def test_a_scheduler_that_refuses_is_said_in_one_line(
     run: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prolog(run)
+    run_prolog(run)
     fake_slurm.fail("scontrol-requeue", "Job has\nno requeue\n")
-    assert epilog(run, 75) == 1
+    assert run_epilog(run, 75) == 1
     assert "megatfm job: error: scontrol requeue 7: Job has no requeue\n" in capsys.readouterr().err
 
 

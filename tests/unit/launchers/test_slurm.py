@@ -13,14 +13,14 @@ from megatfm.launchers import RunHandle, snapshot, submit
 from megatfm.launchers.run_jobs import cancel_run
 from megatfm.launchers.status import get_run_status
 from tests.support.documentation import ROOT
-from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, launch
+from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, run_launch
 
 pytestmark = pytest.mark.usefixtures("folder")
 FITS = ["train.global_batch=64", "train.micro_batch=1"]
 
 
 def test_the_dry_run_prints_the_script_and_the_config(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert launch(*CLUSTER_FLAGS, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
+    assert run_launch(*CLUSTER_FLAGS, "--partition", "gpu", "--dry-run", "train.steps=77", *FITS) == 0
     output = capsys.readouterr()
     for line in (
         "--job-name=big-run",
@@ -40,7 +40,7 @@ def test_submit_writes_the_files_and_says_where_to_look(
     folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_slurm.answer("sbatch", "4711;cluster\n")
-    assert launch(*CLUSTER_FLAGS, "train.steps=77", *FITS) == 0
+    assert run_launch(*CLUSTER_FLAGS, "train.steps=77", *FITS) == 0
     output = capsys.readouterr().out
     assert output.startswith("job 4711 is queued: 32 processes on 4 nodes\n")
     run = folder / "runs" / "quickstart"
@@ -63,7 +63,7 @@ def test_a_chain_is_submitted_link_by_link(
     (folder / "bin").mkdir()
     sbatch = fake_slurm.folder / "bin" / "sbatch"
     sbatch.write_text('#!/bin/bash\necho "$*" >>"$SLURM_FAKE/n"\nwc -l <"$SLURM_FAKE/n"\n')
-    assert launch("--slurm", "--chain", "3", "--dependency", "afterok:4711") == 0
+    assert run_launch("--slurm", "--chain", "3", "--dependency", "afterok:4711") == 0
     assert capsys.readouterr().out.startswith("jobs 1, 2, 3 are queued")
     assert json.loads((folder / "runs/quickstart/launch.json").read_text())["jobs"] == ["1", "2", "3"]
     script = folder / "runs/quickstart/slurm/pretrain.sbatch"
@@ -80,7 +80,7 @@ def test_variables_of_the_shell_do_not_overrule_the_script(
         monkeypatch.setenv(f"SBATCH_{name}", value)
     sbatch = fake_slurm.folder / "bin" / "sbatch"
     sbatch.write_text('#!/bin/bash\nenv >"$SLURM_FAKE/env"\necho 7\n')
-    assert launch("--slurm", "--account", "mine") == 0
+    assert run_launch("--slurm", "--account", "mine") == 0
     assert "SBATCH_" not in (fake_slurm.folder / "env").read_text()
     assert "PATH=" in (fake_slurm.folder / "env").read_text()
     assert "note: SBATCH_NO_REQUEUE, SBATCH_TIMELIMIT: not passed on to sbatch" in capsys.readouterr().err
@@ -94,9 +94,9 @@ def test_where_nothing_is_requeued_a_single_job_is_warned_about(
 ) -> None:
     (folder / "site.toml").write_text("requeue = false\n")
     fake_slurm.answer("sbatch", "1\n")
-    launch("--slurm", "--site", "site.toml")
+    run_launch("--slurm", "--site", "site.toml")
     assert "--chain N queues N jobs" in capsys.readouterr().out
-    launch("--slurm", "--site", "site.toml", "--chain", "2")
+    run_launch("--slurm", "--site", "site.toml", "--chain", "2")
     assert "note" not in capsys.readouterr().out
 
 
@@ -110,15 +110,15 @@ def test_where_nothing_is_requeued_a_single_job_is_warned_about(
 def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(folder: Path, fake_slurm: FakeSlurm, state: str) -> None:
     """The record knows one submission: status and cancel would forget the first."""
     fake_slurm.answer("sbatch", "12\n")
-    assert launch("--slurm", "--chain", "2") == 0
+    assert run_launch("--slurm", "--chain", "2") == 0
     fake_slurm.answer("squeue", f"{state}|Resources|\n")
     for again in (("--slurm",), ("--slurm", "train.steps=700"), ("--nproc", "1")):
         with pytest.raises(UsageError, match=r"job 12 is of this run, and .*: wait for it, or end it with `meg"):
-            launch(*again)
+            run_launch(*again)
     assert sum(call.startswith("sbatch") for call in fake_slurm.calls) == 2
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=12 JobState=COMPLETED ExitCode=0:0\n")
-    assert launch("--slurm", "train.steps=700") == 0
+    assert run_launch("--slurm", "train.steps=700") == 0
 
 
 @pytest.mark.parametrize("fails", ["squeue", "scontrol-show", "no SLURM here"])
@@ -126,7 +126,7 @@ def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
     folder: Path, fake_slurm: FakeSlurm, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_slurm.answer("sbatch", "12\n")
-    assert launch("--slurm", "--chain", "2") == 0
+    assert run_launch("--slurm", "--chain", "2") == 0
     run = folder / "runs" / "quickstart"
     note = (run / "launch.json").read_text()
     if fails == "no SLURM here":
@@ -136,7 +136,7 @@ def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
     fake_slurm.fail(fails, "slurm_load_jobs error: Unable to contact slurm controller\n")
     for again in (("--slurm",), ("--nproc", "1")):
         with pytest.raises(UsageError, match=r"it is unknown whether job 12 still waits or runs \(.*delete .*json$"):
-            launch(*again)
+            run_launch(*again)
     assert (run / "launch.json").read_text() == note
     assert (get_run_status(run).state.name, get_run_status(run).state.is_over) == ("UNKNOWN", False)
     if fails != "no SLURM here":
@@ -146,9 +146,9 @@ def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
 def test_an_evaluation_leaves_the_config_of_a_waiting_job_alone(folder: Path, fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("sbatch", "12\n")
     name = name_of(folder)
-    launch("--slurm", name, "train.steps=900")
+    run_launch("--slurm", name, "train.steps=900")
     queued = (folder / "runs/mine/slurm/config.toml").read_text()
-    launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
+    run_launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
     assert (folder / "runs/mine/slurm/config.toml").read_text() == queued
     assert "steps = 900\n" in queued
 
@@ -157,17 +157,17 @@ def test_an_evaluation_joins_the_record_of_its_run(
     folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_slurm.answer("sbatch", "12\n")
-    launch("--slurm", name_of(folder))
+    run_launch("--slurm", name_of(folder))
     run = folder / "runs" / "mine"
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
     fake_slurm.answer("sbatch", "13\n")
     evaluate = ("--slurm", "--evaluate", "--nproc", "2")
-    launch(*evaluate, config="runs/mine")
+    run_launch(*evaluate, config="runs/mine")
     note = json.loads((run / "launch.json").read_text())
     assert (note["kind"], note["jobs"], note["evaluations"]) == ("train", ["12"], ["13"])
     assert get_run_status(run).state.reason == "job 12, n1; evaluation in job 13: RUNNING"
     with pytest.raises(UsageError, match=r"job 13 evaluates this run, and runs: .* `megatfm cancel 13`$"):
-        launch(*evaluate, config="runs/mine")
+        run_launch(*evaluate, config="runs/mine")
     assert cancel_run(run) == "cancelled jobs 12, 13"
     assert fake_slurm.calls[-1] == "scancel 12 13"
 
@@ -180,21 +180,21 @@ def test_an_evaluation_runs_plugins_only_where_they_are_trusted(
     (folder / "runs" / "mine" / "config.toml").write_text(to_toml(config))
     for where in (["--nproc", "1"], ["--slurm"]):
         with pytest.raises(UsageError, match=r"names plugins, whose code would run: this: .*--trust-plugins"):
-            launch("--evaluate", *where, config="runs/mine")
-        assert launch("--evaluate", "--trust-plugins", "--dry-run", *where, config="runs/mine") == 0
+            run_launch("--evaluate", *where, config="runs/mine")
+        assert run_launch("--evaluate", "--trust-plugins", "--dry-run", *where, config="runs/mine") == 0
         assert re.search(r"evaluate \S*runs/mine --trust-plugins", capsys.readouterr().out)
     with pytest.raises(UsageError, match="--trust-plugins: not for training"):
-        launch("--trust-plugins", "--nproc", "1")
+        run_launch("--trust-plugins", "--nproc", "1")
 
 
 def test_an_evaluation_in_front_of_its_user_is_not_taken_for_the_run(
     folder: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_slurm.answer("sbatch", "12\n")
-    launch("--slurm", name_of(folder))
+    run_launch("--slurm", name_of(folder))
     before = (folder / "runs/mine/launch.json").read_text()
     monkeypatch.setattr("megatfm.launchers.job.MEGATFM_COMMAND", ("true", "-m", "megatfm", "train"))
-    assert launch("--evaluate", "--nproc", "1", config="runs/mine") == 0
+    assert run_launch("--evaluate", "--nproc", "1", config="runs/mine") == 0
     assert (folder / "runs/mine/launch.json").read_text() == before
 
 
@@ -203,20 +203,20 @@ def test_a_preparation_and_an_evaluation_are_submitted(
 ) -> None:
     fake_slurm.answer("sbatch", "5\n")
     (folder / "texts").mkdir()
-    launch("--slurm", "--prep", "--array", "4", "read.folder=texts", "out=made", config="quickstart-data")
+    run_launch("--slurm", "--prep", "--array", "4", "read.folder=texts", "out=made", config="quickstart-data")
     assert capsys.readouterr().out.startswith("job 5 is queued: 4 tasks\n")
     queued = load_section(PrepConfig, folder / "made.jobs" / "slurm" / "config.toml")
     assert (queued.out, queued.read.folder) == (str(folder / "made"), str(folder / "texts"))
     assert not (folder / "made").exists(), "prep refuses a folder with what it didn't make"
-    launch("--slurm", name_of(folder))
-    launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
+    run_launch("--slurm", name_of(folder))
+    run_launch("--slurm", "--evaluate", "--nproc", "2", config="runs/mine")
     assert "-m megatfm evaluate" in (folder / "runs/mine/slurm/evaluate.sbatch").read_text()
 
 
 def test_the_queued_config_extends_nothing(folder: Path, fake_slurm: FakeSlurm) -> None:
     fake_slurm.answer("sbatch", "5\n")
     (folder / "mine.toml").write_text('extends = "quickstart"\nname = "mine"\n[data]\nvalidation = {}\n')
-    launch("--slurm", "data.corpus=corpora/quickstart", config="mine.toml")
+    run_launch("--slurm", "data.corpus=corpora/quickstart", config="mine.toml")
     queued = folder / "runs" / "mine" / "slurm" / "config.toml"
     assert "extends =" not in queued.read_text()
     assert load_config(queued).train == load_config("quickstart").train
@@ -238,18 +238,18 @@ def test_a_refusal_of_sbatch_is_one_line(folder: Path, fake_slurm: FakeSlurm) ->
     """And nothing is left of a run that was not there before."""
     fake_slurm.fail("sbatch", "sbatch: error: no such\nsbatch: error: partition\n")
     with pytest.raises(MegatfmError, match=r"^sbatch refused .*/pretrain\.sbatch: .*no such sbatch: error: partition$"):
-        launch("--slurm")
+        run_launch("--slurm")
     assert not (folder / "runs").exists()
     (folder / "runs/quickstart").mkdir(parents=True)
     with pytest.raises(MegatfmError):
-        launch("--slurm")
+        run_launch("--slurm")
     assert (folder / "runs/quickstart/slurm/pretrain.sbatch").exists(), "its folder was there before"
 
 
 def test_no_sbatch_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="sbatch is not on PATH: run this on a login node"):
-        launch("--slurm")
+        run_launch("--slurm")
 
 
 def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +259,7 @@ def test_flags_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
     more = [
         "--dependency", "afterok:4711?afterany:12", "--sbatch=--mail-type=FAIL,END", "--sbatch=--exclusive",
     ]  # fmt: skip
-    assert launch("--slurm", "--dry-run", "--chain", "2", *words, *more) == 0
+    assert run_launch("--slurm", "--dry-run", "--chain", "2", *words, *more) == 0
     script = capsys.readouterr().out.replace("'", "")
     for line in (
         *("--mem=480G", "--exclude=n[1-2],n9", "--nodelist=n3", "--reservation=us", "--begin=now+2hours"),

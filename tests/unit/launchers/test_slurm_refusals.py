@@ -14,7 +14,7 @@ from megatfm.launchers.validation import explain_layout_error, max_fitting_nodes
 from megatfm.parallel.mesh import axis_sizes
 from megatfm.train.corpora import make_batch_schedule
 from megatfm.train.startup_checks import fit_layout
-from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, job, launch
+from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, make_job, run_launch
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.usefixtures("folder")
 def test_a_run_that_does_not_fit_is_refused_before_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
     reason = r"train\.global_batch = 16 is not a multiple of train\.micro_batch = 8 on 32 data ranks"
     with pytest.raises(UsageError, match=rf"does not fit 32 processes: {reason}"):
-        launch(*CLUSTER_FLAGS)
-    launch(*CLUSTER_FLAGS, "--dry-run")
+        run_launch(*CLUSTER_FLAGS)
+    run_launch(*CLUSTER_FLAGS, "--dry-run")
     assert "note: this would be refused: the run does not fit 32" in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"does not fit 3 to 3 nodes.*it would fit on 2 nodes"):
-        launch("--slurm", "--nodes", "3-3", "--nproc", "1")
+        run_launch("--slurm", "--nodes", "3-3", "--nproc", "1")
 
 
 HOSTILE = [
@@ -40,7 +40,7 @@ AS_GOOD_AS_NONE = [("job-name", ""), ("time", ""), ("nodes", "")]
 @pytest.mark.parametrize(("flag", "text"), [(f, t) for f in FLAGS for t in HOSTILE if (f, t) not in AS_GOOD_AS_NONE])
 def test_hostile_flags_are_refused(flag: str, text: str, folder: Path) -> None:
     with pytest.raises(UsageError) as error:
-        launch("--slurm", f"--{flag}={text}", "--dry-run")
+        run_launch("--slurm", f"--{flag}={text}", "--dry-run")
     assert "\n" not in str(error.value)
     assert not (folder / "owned").exists()
 
@@ -72,7 +72,7 @@ def test_control_characters_are_refused_everywhere(field: str, text: str, folder
 def test_paths_that_sbatch_would_misread_are_refused(name: str) -> None:
     resolved = load_config("quickstart").model_copy(update={"run_dir": f"/data/{name}"})
     with pytest.raises(UsageError, match="can't write to a path with quotes"):
-        SlurmLauncher(Site()).render(job(config=resolved))
+        SlurmLauncher(Site()).render(make_job(config=resolved))
 
 
 def test_a_finished_run_is_not_queued(folder: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,10 +81,10 @@ def test_a_finished_run_is_not_queued(folder: Path, fake_slurm: FakeSlurm, capsy
     (run / "checkpoints" / "step-00000720").mkdir(parents=True)
     (run / "events.jsonl").write_text('{"event": "finished", "step": 720}\n')
     with pytest.raises(UsageError, match=r"the run is finished: .* another name, as name=quickstart-2, or"):
-        launch("--slurm")
-    assert launch("--slurm", "--dry-run") == 0
+        run_launch("--slurm")
+    assert run_launch("--slurm", "--dry-run") == 0
     assert "note: this would be refused" in capsys.readouterr().err
-    assert launch("--slurm", "train.steps=800") == 0
+    assert run_launch("--slurm", "train.steps=800") == 0
 
 
 UP = "PartitionName={name} Default=YES State={state} MaxTime={longest} DefaultTime={usual} MaxNodes=UNLIMITED\n"
@@ -122,10 +122,10 @@ def test_what_would_fail_after_the_wait_is_refused_before(
     settings, words, reason = REFUSED[case]
     partition(fake_slurm, **settings)
     with pytest.raises(UsageError, match=reason):
-        launch("--slurm", *words)
+        run_launch("--slurm", *words)
     assert not any(call.startswith("sbatch") for call in fake_slurm.calls)
     assert not (folder / "runs").exists()
-    assert launch("--slurm", "--dry-run", *words) == 0
+    assert run_launch("--slurm", "--dry-run", *words) == 0
     assert re.search(f"^note: this would be refused: {reason}", capsys.readouterr().err, re.MULTILINE)
 
 
@@ -141,19 +141,19 @@ def test_what_would_fail_after_the_wait_is_refused_before(
 )
 def test_a_preparation_looks_for_its_files(fake_slurm: FakeSlurm, folder: Path, key: str, words: list[str]) -> None:
     with pytest.raises(UsageError, match=rf"{re.escape(key)} = '.*/nowhere': there is no such file"):
-        launch("--slurm", "--prep", f"read.folder={folder}", *words, config="quickstart-data")
+        run_launch("--slurm", "--prep", f"read.folder={folder}", *words, config="quickstart-data")
 
 
 def test_what_is_merely_worth_knowing_is_a_note(
     fake_slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     partition(fake_slurm, longest="UNLIMITED", state="DOWN")
-    assert launch("--slurm", "--time", "6") == 0
+    assert run_launch("--slurm", "--time", "6") == 0
     output = capsys.readouterr().err
     assert "note: partition gpu is closed (DOWN): the job waits until it opens" in output
     assert "so it has only 60 s to start and to train" in output
     (folder / "site.toml").write_text("container = ['apptainer', 'exec', 'a.sif']\n")
-    assert launch("--slurm", "--site", "site.toml", "name=other", "data.train=/in/the/image") == 0
+    assert run_launch("--slurm", "--site", "site.toml", "name=other", "data.train=/in/the/image") == 0
     assert "note: data.train = '/in/the/image': there is no such file or folder; make sure that it exists" in (
         capsys.readouterr().err
     )
@@ -162,7 +162,7 @@ def test_what_is_merely_worth_knowing_is_a_note(
 def test_where_slurm_does_not_say_nothing_is_refused(fake_slurm: FakeSlurm) -> None:
     fake_slurm.fail("scontrol-show", "slurm_load_partitions error: Unable to contact slurm controller\n")
     fake_slurm.answer("sbatch", "12\n")
-    assert launch("--slurm", "--time", "30-00") == 0
+    assert run_launch("--slurm", "--time", "30-00") == 0
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_where_slurm_does_not_say_nothing_is_refused(fake_slurm: FakeSlurm) -> N
 )
 def test_options_that_can_not_be(words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        launch("--slurm", "--dry-run", *words)
+        run_launch("--slurm", "--dry-run", *words)
     with pytest.raises(UsageError, match="only with --slurm"):
-        launch("--nproc", "1", *words)
+        run_launch("--nproc", "1", *words)
 
 
 EXPERTS = ("model.ffn.name=moe", "model.ffn.n_experts=8", "model.ffn.top_k=2")

@@ -12,18 +12,18 @@ from megatfm.launchers import scheduler, snapshot
 from megatfm.launchers.record import find_latest_checkpoint_step, tail_jsonl
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
 from tests.support.documentation import ROOT
-from tests.support.launch_jobs import FULL_SITE, SMALL_SITE, FakeSlurm, job, prep_job
+from tests.support.launch_jobs import FULL_SITE, SMALL_SITE, FakeSlurm, make_job, make_prep_job
 
 pytestmark = pytest.mark.usefixtures("folder")
 GOLDEN = ROOT / "tests" / "golden" / "launchers"
 GPUS = {"name": "big-run", "min_nodes": 4, "nproc_per_node": 8, "gpus_per_node": 8, "time_limit": "24:00:00"}
 RENDERED = {
-    "pretrain.sbatch": lambda: SlurmLauncher(FULL_SITE).render(job(**GPUS)),
-    "pretrain-chain.sbatch": lambda: SlurmLauncher(SMALL_SITE).render(job(**GPUS, chain_length=3)),
-    "pretrain-range.sbatch": lambda: SlurmLauncher(Site()).render(job(min_nodes=2, max_nodes=4, nproc_per_node=2)),
-    "data_prep.sbatch": lambda: SlurmLauncher(FULL_SITE).render(prep_job()),
-    "data_prep-no-requeue.sbatch": lambda: SlurmLauncher(SMALL_SITE).render(prep_job()),
-    "evaluate.sbatch": lambda: SlurmLauncher(FULL_SITE).render(job(**GPUS, kind="evaluate")),
+    "pretrain.sbatch": lambda: SlurmLauncher(FULL_SITE).render(make_job(**GPUS)),
+    "pretrain-chain.sbatch": lambda: SlurmLauncher(SMALL_SITE).render(make_job(**GPUS, chain_length=3)),
+    "pretrain-range.sbatch": lambda: SlurmLauncher(Site()).render(make_job(min_nodes=2, max_nodes=4, nproc_per_node=2)),
+    "data_prep.sbatch": lambda: SlurmLauncher(FULL_SITE).render(make_prep_job()),
+    "data_prep-no-requeue.sbatch": lambda: SlurmLauncher(SMALL_SITE).render(make_prep_job()),
+    "evaluate.sbatch": lambda: SlurmLauncher(FULL_SITE).render(make_job(**GPUS, kind="evaluate")),
 }
 
 
@@ -74,7 +74,9 @@ def test_what_reaches_the_shell_is_quoted(folder: Path, text: str, kind: str, mo
         environment={"HOSTILE": text}, container=["run", text], python=text, setup=[["prepare", text]],
         start="torchrun" if kind == "torchrun" else "srun",
     )  # fmt: skip
-    expected = prep_job() if kind == "prep" else job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
+    expected = (
+        make_prep_job() if kind == "prep" else make_job(min_nodes=2, kind="train" if kind == "torchrun" else kind)
+    )
     script = next(iter(SlurmLauncher(site).render(expected).values()))
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(folder / "seen"), "SLURM_JOB_ID": "7",
@@ -108,7 +110,9 @@ def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[
     )
     for program in programs.iterdir():
         program.chmod(0o755)
-    script = SlurmLauncher(Site()).render(job())["pretrain.sbatch"].replace(sys.executable, str(programs / "python"))
+    script = (
+        SlurmLauncher(Site()).render(make_job())["pretrain.sbatch"].replace(sys.executable, str(programs / "python"))
+    )
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SEEN": str(folder / "seen"),
@@ -166,7 +170,7 @@ def test_a_site_file_is_read_and_flags_win(folder: Path) -> None:
 def test_the_examples_of_sites_render_to_scripts(path: Path) -> None:
     site = load_site(path, {})
     assert path.read_text().startswith("# "), "says what kind of site it is"
-    for expected in (job(**GPUS), prep_job(), job(**GPUS, kind="evaluate")):
+    for expected in (make_job(**GPUS), make_prep_job(), make_job(**GPUS, kind="evaluate")):
         for name, text in SlurmLauncher(site).render(expected).items():
             if name.endswith(".sbatch"):
                 subprocess.run(["bash", "-n"], input=text, text=True, check=True)

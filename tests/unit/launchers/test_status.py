@@ -13,7 +13,7 @@ import pytest
 
 from megatfm.launchers.record import Attempt, dump_attempts
 from megatfm.launchers.status import get_run_status
-from tests.support.launch_jobs import FakeSlurm, MakeRun, megatfm, write_attempts
+from tests.support.launch_jobs import FakeSlurm, MakeRun, run_megatfm, write_attempts
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +24,7 @@ def test_a_run_in_full(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.Capt
     (run / "checkpoints" / "step-00000030").mkdir(parents=True)
     (run / "events.jsonl").write_text('{"event": "resumed", "detail": "from step-00000030", "time": 1}\n')
     fake_slurm.answer("squeue", "RUNNING|None|n[1-2]\n")
-    code, output = megatfm("status", "runs/mine", capsys=capsys)
+    code, output = run_megatfm("status", "runs/mine", capsys=capsys)
     assert code == 0
     assert output.splitlines() == [
         f"run         {run}", "state       RUNNING: job 7, n[1-2], 1 more in the chain", "step        40 of 100",
@@ -41,7 +41,7 @@ def test_several_runs_in_a_table(
     make("b", steps=0, launcher="slurm", jobs=["9"])
     (Path("runs") / "no-run").mkdir()
     fake_slurm.answer("squeue", "PENDING|Resources|\n")
-    _, output = megatfm("status", capsys=capsys)
+    _, output = run_megatfm("status", capsys=capsys)
     heading, first, second = (line.split() for line in output.splitlines())
     assert heading == ["run", "state", "step", "loss", "tokens/s", "left", "restarts"]
     assert " ".join(first) == "a PENDING 40 of 100 4.2000 1,000 2 min 00 s job 7, Resources"
@@ -51,7 +51,7 @@ def test_several_runs_in_a_table(
 def test_status_as_json(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(launcher="slurm", jobs=["7"])
     fake_slurm.answer("squeue", "RUNNING|None|n1\n")
-    _, output = megatfm("status", "runs/mine", "--json", capsys=capsys)
+    _, output = run_megatfm("status", "runs/mine", "--json", capsys=capsys)
     result = json.loads(output)
     assert (result["run"], result["state"], result["step"], result["steps"]) == (str(run), "RUNNING", 40, 100)
     assert result["seconds_left"] == 120.0
@@ -129,7 +129,7 @@ def test_how_far_an_array_is(make: MakeRun, fake_slurm: FakeSlurm, capsys: pytes
         (work / f"{part}.json").touch()
         os.utime(work / f"{part}.json", (1, 2 if part.startswith("encode") else 1))
     fake_slurm.answer("squeue", "RUNNING|None|n1\nRUNNING|None|n2\nPENDING|Resources|\nPENDING|Resources|\n")
-    _, output = megatfm("status", "runs/made.jobs", capsys=capsys)
+    _, output = run_megatfm("status", "runs/made.jobs", capsys=capsys)
     assert "RUNNING: job 7, 2 of 8 tasks run on n1, n2; 2 wait (Resources); 4 are over\n" in output
     assert "work        encode-train: 2 parts done\n" in output
     fake_slurm.answer("squeue", "")
@@ -218,12 +218,12 @@ def test_what_others_write_badly_stops_no_look(make: MakeRun, pid: object, capsy
     (run / "events.jsonl").write_text('{"event": "finished", "detail": 3, "time": "then"}\n')
     for text in ('{"a": 1}', "[1]", "{", '[{"time": "x", "submission": 7}]'):
         (run / "restarts.json").write_text(text)
-        code, output = megatfm("status", "runs/mine", capsys=capsys)
+        code, output = run_megatfm("status", "runs/mine", capsys=capsys)
         assert (code, "state       DONE" in output, "restarts.json: ignored" in output) == (0, True, True)
     launched = json.loads((run / "launch.json").read_text())
     for launcher in ("slurm", "by hand"):
         (run / "launch.json").write_text(json.dumps({**launched, "launcher": launcher}))
-        assert megatfm("status", "runs/mine", capsys=capsys)[0] == 0
+        assert run_megatfm("status", "runs/mine", capsys=capsys)[0] == 0
 
 
 def test_a_number_of_a_process_that_is_used_again_is_no_run(make: MakeRun) -> None:
@@ -237,7 +237,7 @@ def test_a_number_of_a_process_that_is_used_again_is_no_run(make: MakeRun) -> No
 def test_a_loss_that_is_no_number_is_shown(make: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run = make()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\n{"step": 2')
-    _, output = megatfm("status", "runs/mine", capsys=capsys)
+    _, output = run_megatfm("status", "runs/mine", capsys=capsys)
     assert "loss        nan" in output
     assert "step        1 of 100" in output
 
@@ -247,7 +247,7 @@ def test_what_is_no_run_is_refused(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, output = megatfm(command, "nothing", capsys=capsys)
+    code, output = run_megatfm(command, "nothing", capsys=capsys)
     assert code == 2
     assert output == "error: nothing: not a run directory: give one such as runs/quickstart\n"
 

@@ -16,7 +16,7 @@ from megatfm.layers.initialisation import initialise
 from megatfm.layers.preference import PREFERENCE_TERMS, Preference
 from megatfm.models import build
 from megatfm.verify.verify import verify
-from tests.support.hf_encoders import ENCODER_TOKENS, hf_encoder
+from tests.support.hf_encoders import ENCODER_TOKENS, build_hf_encoder
 
 T = 12
 SMALL = {
@@ -152,7 +152,7 @@ def head(**options: Any) -> dict[str, Any]:
 
 
 def test_layers_are_those_of_transformers(tmp_path: Path) -> None:
-    hf_model = hf_encoder("BertForMaskedLM")
+    hf_model = build_hf_encoder("BertForMaskedLM")
     hf_model.save_pretrained(tmp_path / "bert")
     plain = load_hf_model(tmp_path / "bert")
     config = plain.config.with_changes({**head(layers=[0, 1, -1]), "lm_head": {"name": "none", "bias": False}})

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatfm.config import ModelConfig
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
-from tests.support.images import pixels, to_batch
+from tests.support.images import draw_pixels, make_batch
 
 SMALL: dict[str, Any] = {
     "family": "encoder", "d_model": 24, "n_layers": 2, "attention.n_heads": 3, "attention.bias": True, "ffn.d_ff": 40,
@@ -58,11 +58,11 @@ def test_packed_images_are_each_image_alone(name: str) -> None:
     """Logits, and every gradient of the summed loss; images of a row see nothing of one another."""
     model = make_model(VARIANTS[name])
     n_special = model.config.embedding.n_special_tokens
-    images = [pixels(*size, seed=number) for number, size in enumerate(SIZES)]
+    images = [draw_pixels(*size, seed=number) for number, size in enumerate(SIZES)]
     labels = [number % 5 for number in range(len(images))]
-    packed = to_batch(images, 4, n_special, [[0, 1], [2, 3, 4]], labels=labels, row_length=160)
+    packed = make_batch(images, 4, n_special, [[0, 1], [2, 3, 4]], labels=labels, row_length=160)
     alone = [
-        to_batch([image], 4, n_special, [[0]], labels=[label]) for image, label in zip(images, labels, strict=True)
+        make_batch([image], 4, n_special, [[0]], labels=[label]) for image, label in zip(images, labels, strict=True)
     ]
     loss, gradients = loss_and_gradients(model, packed)
     item = [loss_and_gradients(model, one) for one in alone]
@@ -84,8 +84,8 @@ def test_packed_images_are_each_image_alone(name: str) -> None:
 def test_special_tokens_and_raw_pixels() -> None:
     """Vectors written out for each token: normalised pixels as a convolution sees them, and positions by name."""
     model = make_model({"embedding.n_class_tokens": 2, "embedding.n_register_tokens": 1})
-    image = pixels(17, 19, seed=0)
-    batch = to_batch([image], 4, 3, [[0]])
+    image = draw_pixels(17, 19, seed=0)
+    batch = make_batch([image], 4, 3, [[0]])
     embedding = model.encoder.embedding
     actual = embedding(batch["patches"], SequenceMetadata(batch["positions"], grid=batch["grid"]))[0]
     mean, std = (
@@ -116,7 +116,7 @@ def test_parts_that_do_not_go_together(changes: dict[str, Any], message: str) ->
 
 
 def test_a_batch_without_a_grid_is_refused() -> None:
-    batch = to_batch([pixels(16, 16, seed=0)], 4, 1, [[0]])
+    batch = make_batch([draw_pixels(16, 16, seed=0)], 4, 1, [[0]])
     del batch["grid"]
     with pytest.raises(TypeError, match=r"needs the field 'grid'"):
         make_model({})(**batch)
@@ -125,7 +125,7 @@ def test_a_batch_without_a_grid_is_refused() -> None:
 def test_mixed_and_smoothed_labels() -> None:
     """The sum over images of the mixed, smoothed cross-entropy, by hand; in evaluation labels are not smoothed."""
     model = make_model({"extra_heads.classifier.label_smoothing": 0.2})
-    batch = to_batch([pixels(16, 16, seed=n) for n in range(3)], 4, 1, [[0, 1], [2]], labels=[1, 4, 2])
+    batch = make_batch([draw_pixels(16, 16, seed=n) for n in range(3)], 4, 1, [[0, 1], [2]], labels=[1, 4, 2])
     logits = model(**{key: value for key, value in batch.items() if key != "labels"}).predictions["classifier"]
     first = batch["labels"] >= 0
     batch["mixed_labels"] = torch.full_like(batch["labels"], -100).masked_scatter(first, torch.tensor([0, 3, 2]))

@@ -34,7 +34,7 @@ from tests.support.models import (
     moe_inputs,
     moe_sequence,
 )
-from tests.support.reference_gradients import TOLERANCE, doubled, dtype_fixture
+from tests.support.reference_gradients import TOLERANCE, cast_to_float64, dtype_fixture
 
 MODULES = (
     modeling_deepseek_v3, modeling_mixtral, modeling_olmoe, modeling_qwen3_moe, modeling_switch_transformers,
@@ -162,7 +162,7 @@ def test_switch_transformers_layer_drops_the_same(capacity: int, dtype: torch.dt
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
     """One layer: transformers adds the shares of all layers up before it multiplies."""
-    with doubled(torch.float64, *MODULES):
+    with cast_to_float64(torch.float64, *MODULES):
         actual, x = build_moe(top_k=top_k, router={"name": "top_k", **ROUTER_LOSSES}), moe_inputs()
         logits = F.linear(x, actual.router.weight)
         result = actual(x, moe_sequence())

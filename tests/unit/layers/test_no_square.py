@@ -16,7 +16,7 @@ from megatfm.layers.initialisation import initialise
 from megatfm.layers.position import POSITIONS
 from megatfm.models import build
 from megatfm.ops.attention import block_plan, block_sparse, kernels, reference, tile
-from tests.support.images import pixels, to_batch
+from tests.support.images import draw_pixels, make_batch
 from tests.support.models import SWIN_MODEL, SWIN_V2_OPTIONS
 
 SHORT, LONG = 2048, 4096
@@ -177,7 +177,7 @@ def largest_of_image(height: int, width: int, options: dict[str, Any]) -> Larges
     model = build(ModelConfig.from_dotted(IMAGES | options)).train()
     initialise(model, 7)
     side = 4
-    batch = to_batch([pixels(height * side, width * side, seed=1)], side, 0, [[0]], labels=[1])
+    batch = make_batch([draw_pixels(height * side, width * side, seed=1)], side, 0, [[0]], labels=[1])
     with Largest() as largest:
         model(**batch).losses["classifier"].backward()
     return largest

@@ -26,7 +26,7 @@ from megatfm.layers.attention.patterns.pattern import MAX_CACHED_COUNTS, _count_
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.ops import log_once
-from tests.support.pattern_models import Chunks, Near
+from tests.support.pattern_models import LastTokensPattern, SameChunkPattern
 
 T = 13
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7 + [-1], [0] * 3 + [1] * 2 + [2] * 8])
@@ -37,8 +37,8 @@ BOTH = (True, False)
 ALL = [
     Full(),
     Full(causal=True),
-    Near(3),
-    Chunks(2),
+    LastTokensPattern(3),
+    SameChunkPattern(2),
     *(Window(left, right) for left, right in ((0, 0), (2, 0), (12, 0), (11, 0), (3, 3), (2, 4), (20, 20), (20, 2))),
     *(Window(6, right, step=3) for right in (0, 6)),
     *(Window(left, first=first, step=step) for left, first, step in ((2, 1, 1), (4, 6, 2), (3, 40, 1))),
@@ -247,8 +247,8 @@ def test_counts_of_pairs_are_remembered_up_to_a_bound() -> None:
 def test_heads_of_a_part_are_those_of_the_whole() -> None:
     sequence = SequenceMetadata(torch.arange(T).expand(2, T), DOCUMENTS)
     mask, second = (
-        PatternMask(Chunks(2), sequence, 0, 2).mask(),
-        PatternMask(Chunks(2), sequence, 1, 1).mask(),
+        PatternMask(SameChunkPattern(2), sequence, 0, 2).mask(),
+        PatternMask(SameChunkPattern(2), sequence, 1, 1).mask(),
     )
     assert mask is not None
     assert second is not None

@@ -14,8 +14,8 @@ from torch import nn
 from megatfm.config import Config, load_config
 from megatfm.config.sources import ALIASES
 from megatfm.models import build
-from tests.support.golden_curves import compressed
-from tests.support.reference_gradients import row_of
+from tests.support.golden_curves import join_equal_blocks
+from tests.support.reference_gradients import get_table_row
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "models"
@@ -66,7 +66,7 @@ def test_the_header_states_count_and_command(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", OF_RELEASED_MODELS)
 def test_the_zoo_s_row_is_the_preset(preset: str) -> None:
-    cells = row_of(preset)
+    cells = get_table_row(preset)
     place = re.findall(r"`([^`]+)`", cells[0]).index(preset)
     assert cells[4].split("; ")[place] == f"{COUNTS[preset]:,}"
     assert f"`{loaded(preset)[0].objective.name}`" in cells[2]
@@ -120,7 +120,7 @@ def test_parameters_that_a_token_meets(preset: str) -> None:
             unchosen += stacks * (ffn.n_experts - ffn.top_k) * one
     assert sum(p.numel() for p in model.parameters()) - unchosen == ACTIVE[preset]
     assert f"{ACTIVE[preset]:,} for each token" in header(preset)
-    assert re.search(rf"{ACTIVE[preset]:,}( and [\d,]+)? parameters a token", row_of(preset)[1])
+    assert re.search(rf"{ACTIVE[preset]:,}( and [\d,]+)? parameters a token", get_table_row(preset)[1])
 
 
 @pytest.mark.parametrize(("alias", "preset"), ALIASES.items())
@@ -129,7 +129,7 @@ def test_presets_have_other_names(alias: str, preset: str) -> None:
 
 
 def lines(preset: str) -> list[str]:
-    return compressed({name: tuple(p.shape) for name, p in loaded(preset)[1].named_parameters()})
+    return join_equal_blocks({name: tuple(p.shape) for name, p in loaded(preset)[1].named_parameters()})
 
 
 if __name__ == "__main__":

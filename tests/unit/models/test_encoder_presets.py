@@ -15,8 +15,8 @@ from megatfm.config import Config, load_config
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
 from megatfm.objectives import build_objective
-from tests.support.golden_curves import SPECIAL, VOCABULARY, batch, compressed
-from tests.support.reference_gradients import row_of
+from tests.support.golden_curves import SPECIAL, VOCABULARY, join_equal_blocks, make_batch
+from tests.support.reference_gradients import get_table_row
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "models"
@@ -114,7 +114,7 @@ def test_the_header_states_the_count(preset: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_zoo_s_row_is_the_preset(preset: str) -> None:
     config, _ = loaded(preset)
-    cells = row_of(preset)
+    cells = get_table_row(preset)
     place = re.findall(r"`([^`]+)`", cells[0]).index(preset)
     assert cells[4].split("; ")[place] == f"{(COUNTS | ELECTRA)[preset][0]:,}"
     assert f"`{config.objective.name}`" in cells[2]
@@ -145,7 +145,7 @@ def test_every_parameter_says_how_it_starts(preset: str) -> None:
 
 
 def lines(preset: str) -> list[str]:
-    return compressed({name: tuple(p.shape) for name, p in loaded(preset)[1].named_parameters()})
+    return join_equal_blocks({name: tuple(p.shape) for name, p in loaded(preset)[1].named_parameters()})
 
 
 if __name__ == "__main__":
@@ -179,7 +179,7 @@ def test_one_step_has_all_gradients_and_lowers_the_loss(preset: str, dtype: torc
     model, objective = build(config.model), build_objective(config.objective, config.model, SPECIAL, (32,))
     initialise(model, seed=0)
     model.to(dtype)
-    fields = batch(config, objective, 1)
+    fields = make_batch(config, objective, 1)
     terms, counts = objective(model, fields), objective.target_counts(fields)
     assert terms.keys() == counts.keys() == objective.loss_weights.keys()
     assert all(count > 0 for count in counts.values())

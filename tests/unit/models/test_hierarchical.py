@@ -13,8 +13,8 @@ from megatfm.errors import UsageError
 from megatfm.layers import patch_merging
 from megatfm.layers.attention.patterns.windows_2d import MapWindows
 from megatfm.models import build
-from tests.support.hf_images import batch_of, copy_weights, images_of, make_ours, make_theirs
-from tests.support.images import pixels
+from tests.support.hf_images import build_hf_model, build_model, copy_hf_weights, draw_images, make_image_batch
+from tests.support.images import draw_pixels
 from tests.support.models import MVIT_MODEL, SWIN_V2_OPTIONS
 
 TOLERANCE = 1e-10
@@ -41,29 +41,29 @@ def test_presets_have_the_published_counts(preset: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_swin_is_transformers(size: tuple[int, int]) -> None:
-    compare(make_ours(), size)
+    compare(build_model(), size)
 
 
 def test_swin_with_odd_windows_is_transformers() -> None:
-    compare(make_ours({"attention.pattern.window": 3}), (36, 52))
+    compare(build_model({"attention.pattern.window": 3}), (36, 52))
 
 
 @pytest.mark.parametrize("size", [(64, 64), (56, 72), (16, 16)])
 def test_swin_v2_is_transformers(size: tuple[int, int]) -> None:
     """Theirs sizes windows by the map for which it was configured, which for a fresh model is the image's."""
-    compare(make_ours(SWIN_V2_OPTIONS), size)
+    compare(build_model(SWIN_V2_OPTIONS), size)
 
 
 def test_swin_v2_is_transformers_with_windows_larger_than_pretrained_ones() -> None:
-    compare(make_ours(SWIN_V2_OPTIONS | {"position.pretrained_windows": (3, 2)}), (40, 64))
+    compare(build_model(SWIN_V2_OPTIONS | {"position.pretrained_windows": (3, 2)}), (40, 64))
 
 
 def compare(actual: Any, size: tuple[int, int]) -> None:
-    reference = make_theirs(actual.config, size)
-    names = copy_weights(actual, reference)
-    images, inputs = images_of(size, 3)
+    reference = build_hf_model(actual.config, size)
+    names = copy_hf_weights(actual, reference)
+    images, inputs = draw_images(size, 3)
     labels = [4, 0, 2]
-    batch = batch_of(images, [[0], [1], [2]], labels)
+    batch = make_image_batch(images, [[0], [1], [2]], labels)
     loss, logits = actual(**batch).losses["classifier"], reference(inputs).logits
     expected = F.cross_entropy(logits, torch.tensor(labels), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
@@ -114,20 +114,20 @@ def test_planted_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], m
     """Windows of odd sides, since half of an even one is as far to the left as to the right."""
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        compare(make_ours({"attention.pattern.window": 3}), (36, 52))
+        compare(build_model({"attention.pattern.window": 3}), (36, 52))
 
 
 @pytest.mark.parametrize("options", [{}, SWIN_V2_OPTIONS], ids=["v1", "v2"])
 def test_images_of_a_row_are_each_image_alone(options: dict[str, Any]) -> None:
     """Logits and every gradient, with padding at the end of a row and nothing that says where images begin."""
-    actual, images = make_ours(options), [pixels(36, 28, seed=number) for number in range(5)]
+    actual, images = build_model(options), [draw_pixels(36, 28, seed=number) for number in range(5)]
     for number, parameter in enumerate(actual.parameters()):
         generator = torch.Generator().manual_seed(number)
         parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     labels = [1, 4, 0, 2, 3]
-    packed = batch_of(images, [[0, 1, 2], [3, 4]], labels)
+    packed = make_image_batch(images, [[0, 1, 2], [3, 4]], labels)
     losses = [
-        actual(**batch_of([image], [[0]], [label])).losses["classifier"]
+        actual(**make_image_batch([image], [[0]], [label])).losses["classifier"]
         for image, label in zip(images, labels, strict=True)
     ]
     expected = torch.autograd.grad(sum(losses), [*actual.parameters()])
@@ -136,12 +136,12 @@ def test_images_of_a_row_are_each_image_alone(options: dict[str, Any]) -> None:
     for one, other in zip(torch.autograd.grad(loss, [*actual.parameters()]), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
     logits = torch.cat(
-        [actual(**without_labels(batch_of([image], [[0]], [0]))).predictions["classifier"] for image in images],
+        [actual(**without_labels(make_image_batch([image], [[0]], [0]))).predictions["classifier"] for image in images],
     )  # fmt: skip
     torch.testing.assert_close(actual(**without_labels(packed)).predictions["classifier"], logits)
     bare = {
-        "patches": batch_of(images, [[0, 1, 2]], labels)["patches"],
-        "grid": batch_of(images, [[0, 1, 2]], labels)["grid"],
+        "patches": make_image_batch(images, [[0, 1, 2]], labels)["patches"],
+        "grid": make_image_batch(images, [[0, 1, 2]], labels)["grid"],
     }
     torch.testing.assert_close(actual(**bare).predictions["classifier"], logits[:3])
 
@@ -151,16 +151,16 @@ def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_images_of_several_sizes_are_refused() -> None:
-    images = [pixels(32, 32, seed=0), pixels(16, 64, seed=1)]
+    images = [draw_pixels(32, 32, seed=0), draw_pixels(16, 64, seed=1)]
     with pytest.raises(UsageError, match="a batch of images of 2 sizes"):
-        make_ours()(**batch_of(images, [[0], [1]], [0, 1]))
+        build_model()(**make_image_batch(images, [[0], [1]], [0, 1]))
 
 
 def test_rows_that_hold_no_whole_image_are_refused() -> None:
-    batch = batch_of([pixels(32, 32, seed=0)], [[0]], [0])
+    batch = make_image_batch([draw_pixels(32, 32, seed=0)], [[0]], [0])
     cut = {name: values[:, :-3] for name, values in batch.items()}
     with pytest.raises(UsageError, match="rows of 61 tokens don't hold images of 8 × 8 patches"):
-        make_ours()(**cut)
+        build_model()(**cut)
 
 
 # ----------------------------------------------------------------------------------------------------- MViTv2
@@ -271,14 +271,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_mvit_is_the_paper(case: str) -> None:
     options, size = CASES[case]
-    actual = make_ours(MVIT_MODEL | options)
+    actual = build_model(MVIT_MODEL | options)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in actual.named_parameters():
         noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = 1 + noise if "norm.weight" in name else noise
-    images, inputs = images_of(size, 2)
+    images, inputs = draw_images(size, 2)
     labels = torch.tensor([3, 1])
-    loss = actual(**batch_of(images, [[0, 1]], labels.tolist())).losses["classifier"]
+    loss = actual(**make_image_batch(images, [[0, 1]], labels.tolist())).losses["classifier"]
     parameters = dict(actual.named_parameters())
     expected = F.cross_entropy(
         torch.stack([logits(one, actual, parameters) for one in inputs]), labels, reduction="sum"

@@ -13,9 +13,9 @@ from megatfm.layers.dropout import DropPath
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from tests.support.image_models import IMAGE_MODELS, SIDE
-from tests.support.images import masked_batch, pixels, to_batch
+from tests.support.images import draw_pixels, make_batch, make_masked_batch
 from tests.support.models import SWIN_MODEL
-from tests.support.reference_gradients import doubled
+from tests.support.reference_gradients import cast_to_float64
 
 MAE_SIDE, GRID, D, D_DECODER = 4, (5, 5), 24, 16
 CONFIG = ModelConfig.from_dotted(
@@ -98,17 +98,17 @@ def kept_patches(number: int) -> list[int]:
 def test_transformers_mae(normalize: bool) -> None:
     """Two images in one row and one in another: loss, pixels and every gradient, as of three in theirs."""
     model, expected = make_pair(normalize=normalize)
-    images = [pixels(20, 20, seed=seed) for seed in range(3)]
+    images = [draw_pixels(20, 20, seed=seed) for seed in range(3)]
     mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
     values = torch.stack([(image.double() / 255 - mean) / std for image in images])
     noise = torch.ones(3, 25)
     for number in range(3):
         noise[number, kept_patches(number)] = torch.arange(6) / 10
-    with doubled(torch.float64, modeling_vit_mae):
+    with cast_to_float64(torch.float64, modeling_vit_mae):
         output = expected(pixel_values=values, noise=noise)
     output.loss.backward()
     patches = [kept_patches(number) for number in range(3)]
-    batch = masked_batch(images, MAE_SIDE, 1, [[0, 1], [2]], patches, (15, 54))
+    batch = make_masked_batch(images, MAE_SIDE, 1, [[0, 1], [2]], patches, (15, 54))
     loss = model(**batch).losses["reconstruction"]
     torch.testing.assert_close(loss / (3 * 19), output.loss, rtol=1e-11, atol=1e-11)
     (loss / (3 * 19)).backward()
@@ -171,9 +171,9 @@ def test_packed_images_are_dropped_as_in_a_loop(name: str, monkeypatch: pytest.M
     model = build(config).double()
     for parameter in model.parameters():
         parameter.data = 0.3 * torch.randn(parameter.shape, dtype=torch.float64)
-    images = [pixels(SIDE * h, SIDE * w, seed=seed) for seed, (h, w) in enumerate(shapes)]
+    images = [draw_pixels(SIDE * h, SIDE * w, seed=seed) for seed, (h, w) in enumerate(shapes)]
     side = max(h * w for h, w in shapes) + n_special
-    batch = to_batch(images, SIDE, n_special, ROWS, labels=[0, 1, 0, 1], row_length=3 * side)
+    batch = make_batch(images, SIDE, n_special, ROWS, labels=[0, 1, 0, 1], row_length=3 * side)
     keys = torch.arange(len(ROWS)) * 31 + 7
     draws = draws_of(model, batch, keys, 3)
     loss = sum(model(**batch, keys=keys).losses.values())
@@ -186,7 +186,7 @@ def test_packed_images_are_dropped_as_in_a_loop(name: str, monkeypatch: pytest.M
     for row, numbers in enumerate(ROWS):
         for index, number in enumerate(numbers):
             place = (row, index)
-            one = to_batch([images[number]], SIDE, n_special, [[0]], labels=[[0, 1, 0, 1][number]])
+            one = make_batch([images[number]], SIDE, n_special, [[0]], labels=[[0, 1, 0, 1][number]])
             alone = alone + sum(model(**one, keys=keys[:1]).losses.values())
     alone.backward()
     torch.testing.assert_close(loss, alone, rtol=1e-12, atol=1e-12)

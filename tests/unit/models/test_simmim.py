@@ -11,8 +11,8 @@ from transformers import ViTConfig, ViTForMaskedImageModeling
 from megatfm.config import ModelConfig, find_config, load_config
 from megatfm.errors import UsageError
 from megatfm.models import build
-from tests.support.hf_images import copy_weights, images_of, make_theirs
-from tests.support.images import to_batch
+from tests.support.hf_images import build_hf_model, copy_hf_weights, draw_images
+from tests.support.images import make_batch
 from tests.support.models import SWIN_MODEL, SWIN_V2_OPTIONS
 
 TOLERANCE = 1e-10
@@ -36,7 +36,7 @@ def masks_of(count: int) -> Tensor:
 
 def masked_rows(images: list[Tensor], masks: Tensor, rows: list[list[int]], n_special: int = 0) -> dict[str, Tensor]:
     """A batch whose masked patches are zero, with their pixels as targets."""
-    batch = to_batch(images, PATCH, n_special, rows)
+    batch = make_batch(images, PATCH, n_special, rows)
     batch["masked"] = torch.zeros(batch["patches"].shape[:2], dtype=torch.uint8)
     length = n_special + masks.shape[1]
     for row, numbers in enumerate(rows):
@@ -79,9 +79,9 @@ def compare(actual: Any, reference: Any, names: dict[str, str], batch: dict[str,
 def test_swin_is_transformers(options: dict[str, Any]) -> None:
     """Two images in the first row, and one without any masked patch."""
     actual = build(ModelConfig.from_dotted(**(SWIN | options))).double().eval()
-    reference = make_theirs(actual.config, SIZE, kind="ForMaskedImageModeling", encoder_stride=8)
-    names = copy_weights(actual, reference)
-    images, pixel_values = images_of((SIZE, SIZE), 4)
+    reference = build_hf_model(actual.config, SIZE, kind="ForMaskedImageModeling", encoder_stride=8)
+    names = copy_hf_weights(actual, reference)
+    images, pixel_values = draw_images((SIZE, SIZE), 4)
     masks = masks_of(4)
     batch = masked_rows(images, masks, [[0, 1], [2, 3]])
     compare(actual, reference, names, batch, images, pixel_values, masks, 0)
@@ -118,7 +118,7 @@ def test_vit_is_transformers() -> None:
     for name, parameter in actual.named_parameters():
         source = places[name] if name in places else parameters_of_reference[names[name]]
         parameter.data = source.detach().reshape(parameter.shape).clone()
-    images, pixel_values = images_of((SIZE, SIZE), 3)
+    images, pixel_values = draw_images((SIZE, SIZE), 3)
     masks = masks_of(3)
     batch = masked_rows(images, masks, [[0], [1], [2]], n_special=1)
     for name in places:  # one parameter of the reference, compared below
@@ -157,15 +157,15 @@ def vit_name(name: str) -> str:
 
 def test_a_batch_without_masks_is_refused() -> None:
     model = build(ModelConfig.from_dotted(**SWIN)).double()
-    images, _ = images_of((SIZE, SIZE), 1)
+    images, _ = draw_images((SIZE, SIZE), 1)
     with pytest.raises(TypeError, match=r"needs the field 'masked'"):
-        model(**to_batch(images, PATCH, 0, [[0]]))
+        model(**make_batch(images, PATCH, 0, [[0]]))
 
 
 def test_maps_that_squares_do_not_fill_are_refused() -> None:
     """15 × 15 patches are padded to a map of 8 × 8."""
     model = build(ModelConfig.from_dotted(**(SWIN | {"stages.grid": (15, 15)}))).double()
-    images, _ = images_of((60, 60), 1)
+    images, _ = draw_images((60, 60), 1)
     batch = masked_rows(images, torch.ones(1, 225, dtype=torch.bool), [[0]])
     with pytest.raises(UsageError, match="multiple of 8"):
         model(**batch)

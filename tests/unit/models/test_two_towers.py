@@ -10,7 +10,7 @@ from megatfm.engines.registry import ENGINES
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from tests.support.reference_gradients import row_of
+from tests.support.reference_gradients import get_table_row
 from tests.support.tower_models import SIGLIP, TOWER_MODELS, TOWERS, tower_batch
 
 # Parameters as those of the released models.
@@ -24,7 +24,7 @@ def test_counts(preset: str) -> None:
     with torch.device("meta"):
         model = build(load_config(preset).model)
     assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[preset]
-    assert f"{COUNTS[preset]:,}" in " ".join(row_of(preset))
+    assert f"{COUNTS[preset]:,}" in " ".join(get_table_row(preset))
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])

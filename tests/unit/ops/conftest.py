@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.uninitialized_memory import memory_of_nan
+from tests.support.uninitialized_memory import fill_memory_with_nan
 
 
 @pytest.fixture(autouse=True)
 def unwritten_is_not_a_number() -> Iterator[None]:
     """torch.empty gives NaN."""
-    with memory_of_nan():
+    with fill_memory_with_nan():
         yield

@@ -16,7 +16,7 @@ from megatfm.ops import keyed_random
 from megatfm.ops.attention import block_plan, block_sparse, flex, relative_bias, tile
 from megatfm.ops.attention.mask import AttentionMask, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
-from tests.support.pattern_models import Chunks
+from tests.support.pattern_models import SameChunkPattern
 
 B, N, T, H, SIZE = 2, 4, 77, 4, 8
 DOCUMENTS = torch.tensor([[0] * 19 + [1] * 1 + [2] * 40 + [-1] * 17, [0] * 16 + [1] * 8 + [2] * 53])
@@ -24,7 +24,7 @@ PATTERNS = [
     Window(10), Window(0), Window(7, 9), Window(200), Window(12, step=3), Window(9, first=3),
     Chunked(20, causal=True), Chunked(8, causal=False), Strided(9, causal=True), Fixed(12, 2, causal=True),
     BigBird(4, 1, 0, N), BigBird(8, 1, 0, N, layer=2), BigBird(4, 2, 3, N, causal=True), Longformer(9, (0, 17)),
-    Full(causal=True), Chunks(11),
+    Full(causal=True), SameChunkPattern(11),
 ]  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_a_bias_of_a_distance_is_that_of_all_its_pairs() -> None:
 KEYS = keyed_random.fold_in(torch.arange(B * N * T).view(B, N, T), 5)
 
 
-@pytest.mark.parametrize("pattern", [Window(10), Chunks(11), Full(causal=True)], ids=repr)
+@pytest.mark.parametrize("pattern", [Window(10), SameChunkPattern(11), Full(causal=True)], ids=repr)
 @pytest.mark.parametrize(
     ("variant", "keys", "width"),
     [
@@ -180,7 +180,7 @@ def test_a_part_of_the_heads() -> None:
     q, k, v = inputs()
     full, second = (
         block_sparse.block_sparse_attention(
-            *(x[:, part] for x in (q, k, v)), PatternMask(Chunks(3), layout, first, n), None, PLAIN, None
+            *(x[:, part] for x in (q, k, v)), PatternMask(SameChunkPattern(3), layout, first, n), None, PLAIN, None
         )
         for part, first, n in ((slice(0, 4), 0, 4), (slice(2, 4), 2, 2))
     )

@@ -23,7 +23,7 @@ from megatfm.ops.contrastive import (
     contrastive_loss_reference,
 )
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
-from tests.support.documentation import script
+from tests.support.documentation import load_script
 
 M, D, V = 13, 6, 29
 PLAIN = LogitOptions()
@@ -150,7 +150,7 @@ def test_interpreted_it_is_the_reference() -> None:
 @with_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernel_compiles_for_a_gpu_without_spills() -> None:
-    softmax = script("kernels").compile_cross_entropy
+    softmax = load_script("kernels").compile_cross_entropy
     for options in ({}, {"capped": True, "smoothed": True}):
         actual = softmax("bf16", **options)
         assert actual.registers <= 96

@@ -7,25 +7,25 @@ from torch import Tensor
 
 from megatfm.ops import transfer as module
 from megatfm.ops.transfer import align, align_all, allocate_aligned, is_aligned
-from tests.support.uninitialized_memory import Kernels, lies_wrong, misaligned, only_torchs_memory
+from tests.support.uninitialized_memory import MisalignedInputs, assert_aligned_inputs, is_misaligned, misalign
 
 ROWS = torch.arange(15.0).view(5, 3)
 WRONG = {
-    "8 bytes on": misaligned(ROWS),
+    "8 bytes on": misalign(ROWS),
     "a slice": ROWS[1:],
     "by columns": ROWS.T,
-    "8 bytes on, by columns": misaligned(ROWS.T),
+    "8 bytes on, by columns": misalign(ROWS.T),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_lies_wrong_is_copied(kind: str) -> None:
     wrong = WRONG[kind]
-    assert lies_wrong(wrong)
+    assert is_misaligned(wrong)
     assert not is_aligned(wrong)
     right = align(wrong)
     assert torch.equal(right, wrong)
-    assert not lies_wrong(right)
+    assert not is_misaligned(right)
 
 
 def test_what_lies_right_stays() -> None:
@@ -44,7 +44,7 @@ def test_a_buffer_is_left_by_all_or_by_none() -> None:
     for name, part in left.items():
         actual = both[f"left {name}"]
         assert torch.equal(actual, part)
-        assert not lies_wrong(actual)
+        assert not is_misaligned(actual)
         assert actual.untyped_storage().data_ptr() != buffer
 
 
@@ -65,10 +65,10 @@ def test_bytes_begin_at_a_line_wherever_numpy_begins(monkeypatch: pytest.MonkeyP
 
 
 def test_kernels_on_other_memory_are_found() -> None:
-    with only_torchs_memory():
-        align(misaligned(ROWS)).T @ ROWS[1:, :2].T.T[:4].repeat(2, 1)[:5]
-    with Kernels() as kernels:
-        misaligned(ROWS) @ ROWS.T
+    with assert_aligned_inputs():
+        align(misalign(ROWS)).T @ ROWS[1:, :2].T.T[:4].repeat(2, 1)[:5]
+    with MisalignedInputs() as kernels:
+        misalign(ROWS) @ ROWS.T
     assert kernels.wrong == {"aten.mm.default [5, 3]"}
 
 

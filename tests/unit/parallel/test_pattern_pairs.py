@@ -30,7 +30,7 @@ from tests.support.context_models import (
     SMALL_MOE,
     attention_kinds,
     context_layouts_of,
-    one_block_each,
+    use_one_block_of_each_kind,
 )
 from tests.support.layouts import traffic_config
 from tests.support.pattern_models import PATTERN_MODELS
@@ -39,7 +39,7 @@ SHARED = ("linformer_headwise", "linformer_both", "linformer_all")
 """Which sketches are shared is nothing to a layout."""
 OF_ENCODERS = {name: kind for name, kind in ENCODER_PATTERNS.items() if name not in SHARED}
 MODELS: dict[str, dict[str, Any]] = {
-    f"{family}, {name}": one_block_each(base, {name: kind})
+    f"{family}, {name}": use_one_block_of_each_kind(base, {name: kind})
     for family, base, kinds_of in (
         ("decoder", DECODER, DECODER_PATTERNS),
         ("encoder", ENCODER, OF_ENCODERS),

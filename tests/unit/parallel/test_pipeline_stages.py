@@ -29,7 +29,7 @@ from megatfm.parallel.pipeline_schedule import (
 )
 from megatfm.parallel.pipeline_stages import Pipeline, compute_cost, prune_to_stages, split_into_stages
 from tests.plugins import plugin
-from tests.support.layouts import bubble, simulate
+from tests.support.layouts import bubble_fraction, simulate_schedule
 from tests.support.workers import Workers
 
 SMALL = {"vocab_size": 96, "d_model": 16, "n_layers": 6, "attention.n_heads": 2, "ffn.d_ff": 32}
@@ -261,12 +261,12 @@ def test_the_bubble_of_whole_backward_passes(schedule: str, ranks: int) -> None:
     """(p − 1) / (v·m + p − 1) of the time (Narayanan et al. 2021)."""
     virtual = SCHEDULES[schedule]
     for microbatches in (ranks, 2 * ranks, 4 * ranks):
-        times = simulate(
+        times = simulate_schedule(
             build_schedule(schedule, ranks, virtual, microbatches),
             stage_to_rank(schedule, ranks, virtual),
             TIMES,
         )
-        assert bubble(times) == pytest.approx((ranks - 1) / (virtual * microbatches + ranks - 1))
+        assert bubble_fraction(times) == pytest.approx((ranks - 1) / (virtual * microbatches + ranks - 1))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -275,7 +275,7 @@ def test_the_bubble_of_split_backward_passes(ranks: int) -> None:
 
     def waits(schedule: str, virtual: int) -> list[float]:
         order_of = build_schedule(schedule, ranks, virtual, 4 * ranks)
-        times = simulate(order_of, stage_to_rank(schedule, ranks, virtual), TIMES)
+        times = simulate_schedule(order_of, stage_to_rank(schedule, ranks, virtual), TIMES)
         return [rank.last - rank.first - rank.seconds for rank in times]
 
     assert max(waits("interleaved-zero-bubble", 1)) == (ranks - 1) * (1 + 1 - 1)
@@ -301,4 +301,4 @@ def test_a_schedule_that_deadlocks_is_an_error() -> None:
     with pytest.raises(ValueError, match="schedule deadlocks"):
         add_send_recv(wrong, [0, 1])
     with pytest.raises(ValueError, match="schedule deadlocks"):
-        simulate(wrong, [0, 1], TIMES)
+        simulate_schedule(wrong, [0, 1], TIMES)

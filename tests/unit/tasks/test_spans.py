@@ -19,7 +19,7 @@ from megatfm.tasks.span_predictions import SpanPredictions, read_annotations, sh
 from megatfm.tasks.spans import SpanEncoder, find_answer
 from megatfm.tasks.text_metrics import best_threshold
 from megatfm.tokenizers import load
-from tests.support.hf_folders import WORDS_OF_QUESTIONS, questions, save_bert, write_lines
+from tests.support.hf_folders import WORDS_OF_QUESTIONS, make_questions, save_bert, write_lines
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def encode(bert: Path, rows: list[Mapping[str, Any]], length: int = 24, **values
 @pytest.mark.parametrize("length", [12, 16, 24, 64])
 @pytest.mark.parametrize("stride", [1, 3, 8, 128])
 def test_windows_are_those_of_transformers(bert: Path, length: int, stride: int) -> None:
-    rows = questions(6, seed=5)
+    rows = make_questions(6, seed=5)
     windows, notes = encode(bert, rows, length, stride=stride)
     library = transformers.AutoTokenizer.from_pretrained(bert)
     expected = []
@@ -60,7 +60,7 @@ def test_windows_are_those_of_transformers(bert: Path, length: int, stride: int)
 
 @pytest.mark.parametrize("length", [14, 24])
 def test_labels_point_at_the_answer_or_at_the_first_token(bert: Path, length: int) -> None:
-    rows, labelled = questions(20, seed=7), 0
+    rows, labelled = make_questions(20, seed=7), 0
     for window in encode(bert, rows, length, stride=4)[0]:
         row, facts = rows[window.annotation["row"]], window.annotation
         ((begin, end),) = facts["labels"]
@@ -217,7 +217,7 @@ def test_the_window_with_most_context_is_bert_s() -> None:
 def predictions(folder: Path, seed: int, **values: Any) -> tuple[SpanPredictions, list[dict[str, Any]]]:
     """Random logits of the windows of ten questions."""
     save_bert(folder / "bert", WORDS_OF_QUESTIONS)
-    rows = questions(10, seed, no_answer=0.4)
+    rows = make_questions(10, seed, no_answer=0.4)
     write_lines(folder / "x.jsonl", rows)
     options = {"form": "span_extraction", "train": "x.jsonl", "no_answer": True, "stride": 5, **values}
     config = TaskConfig.model_validate(options)

@@ -38,7 +38,7 @@ def start_program(folder: Path, text: str) -> ForkedCommand:
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[ForkedCommand]:
     command = start_program(tmp_path, HOLD)
-    command.until_lines(command.output_path, 1)
+    command.wait_for_lines(command.output_path, 1)
     assert command.output == "held\n"
     yield command
     command.end()

@@ -26,7 +26,7 @@ from tests.support.parity import (
     one_device_gradients,
     uneven_microbatches,
 )
-from tests.support.sharded_engines import load_and_train, tensor_of, train_and_save, train_steps
+from tests.support.sharded_engines import get_tensor, load_and_train, train_and_save, train_steps
 from tests.support.workers import Workers
 
 LAYOUTS = {
@@ -65,7 +65,7 @@ def test_the_norm_counts_each_element_once_and_clips_by_it(workers: Workers, ran
 def one_bad_gradient(value: float) -> None:
     engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), MUON)
     train_steps(engine, 0, 1)
-    before = {name: tensor_of(part).clone() for name, part in engine.state_dict().items()}
+    before = {name: get_tensor(part).clone() for name, part in engine.state_dict().items()}
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     if dist.get_rank() == 1:
         engine.gradients()["decoder.layers.0.ffn.w_up.weight"][-1, -1] = value
@@ -73,7 +73,7 @@ def one_bad_gradient(value: float) -> None:
     assert not torch.isfinite(torch.tensor(norm))
     after = engine.state_dict()
     assert after.keys() == before.keys()
-    assert all(torch.equal(before[name], tensor_of(part)) for name, part in after.items())
+    assert all(torch.equal(before[name], get_tensor(part)) for name, part in after.items())
     assert engine.gradients() == {}, "the bad gradient would be added to the next one"
 
 

@@ -19,12 +19,12 @@ from megatfm.verify.traffic import TrafficCounter
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, LENGTH, ROWS, TIED_MODEL, UNTIED_MODEL
 from tests.support.parity import build_engine, local_block, microbatches, one_device, one_device_gradients
-from tests.support.sharded_engines import held_bytes, low_precision_gradients
+from tests.support.sharded_engines import count_held_bytes, low_precision_gradients
 from tests.support.workers import Workers
 
 
 def count(layouts: list[ParallelConfig]) -> list[dict[str, int]]:
-    return [held_bytes(parallel) for parallel in layouts]
+    return [count_held_bytes(parallel) for parallel in layouts]
 
 
 def test_bytes_are_those_of_the_formulas(workers: Workers) -> None:
@@ -171,7 +171,7 @@ def compare_memory() -> None:
     for zero in range(4):
         parallel = ParallelConfig(dp_shard=2, zero=zero)  # type: ignore[arg-type]
         output = needs(config(parallel), build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16"))
-        actual = held_bytes(parallel)
+        actual = count_held_bytes(parallel)
         psi = actual["stored"] * (1 if zero == 0 else 2) // 4
         assert output.optimizer_state == actual["optimizer"], zero
         assert output.gradients == (actual["whole gradients"] or 4 * psi), zero
