@@ -1,7 +1,7 @@
 """Models of transformers as oracles: from the same perturbed weights, through our own conversion tables.
 
-`build_pair(config, dtype)` makes a model and its reference; `LargestErrors` holds the largest differences that were seen,
-which docs/guide/models.md states and tests hold it to.
+`build_pair(config, dtype)` makes a model and its reference; `LargestErrors` holds the largest differences, which
+docs/guide/models.md states and tests hold it to.
 """
 
 import re
