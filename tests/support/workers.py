@@ -62,7 +62,7 @@ class Call:
     world_size: int
     store: str
     timeout: float
-    fill_memory_with_nan: bool = False
+    memory_of_nan: bool = False
 
 
 @dataclass(frozen=True)
