@@ -129,7 +129,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.mark.parametrize("machines", ["abcba", pytest.param("aabbc", marks=SLOW), pytest.param("aaa", marks=SLOW)])
 def test_all_end_well(start: Start, machines: str) -> None:
-    for code, output in start(machines).ends(60).values():
+    for code, output in start(machines).wait_for_exits(60).values():
         assert code == 0, output
         assert f"step {STEPS - 1}\n" in output
 
@@ -139,7 +139,7 @@ def test_a_killed_rank_is_named_on_all_machines(start: Start, blamed: int) -> No
     ranks = start()
     ranks.wait_until_watched()
     ranks.signal(blamed, signal.SIGKILL)
-    for code, output in ranks.ends(30, without=blamed).values():
+    for code, output in ranks.wait_for_exits(30, without=blamed).values():
         assert code == 1, output
         assert f"error: rank {blamed} on {HOST} at step" in output
         assert "ended without an error message" in output
@@ -150,7 +150,7 @@ def test_a_stopped_rank_is_named_on_all_machines(start: Start, blamed: int) -> N
     ranks = start(hang_timeout=3.0)
     ranks.wait_until_watched()
     ranks.signal(blamed, signal.SIGSTOP)
-    for code, output in ranks.ends(40, without=blamed).values():
+    for code, output in ranks.wait_for_exits(40, without=blamed).values():
         assert code == 1, output
         assert f"error: rank {blamed} on {HOST} at step" in output
         assert "no sign of life" in output
@@ -158,7 +158,7 @@ def test_a_stopped_rank_is_named_on_all_machines(start: Start, blamed: int) -> N
 
 @pytest.mark.parametrize("failing", [2, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_an_error_of_one_is_told_by_all(start: Start, failing: int) -> None:
-    for rank, (code, output) in start(failing=failing).ends(60).items():
+    for rank, (code, output) in start(failing=failing).wait_for_exits(60).items():
         assert code == 1, output
         assert "as the test wants it" in output
         if rank != failing:

@@ -244,7 +244,7 @@ def cut_everywhere(folder: Path, operations: list[Operation], scratch: Path) -> 
     lossy, draw, steps, results = Disk(folder, operations), random.Random(7), dict[int, str](), {}
     for count in range(len(operations) + 1):
         for number, choice in enumerate((*CHOICES, *["some"] * DRAWS)):
-            tree = lossy.after(count, choice, draw)
+            tree = lossy.tree_after_power_cut(count, choice, draw)
             key = hash(frozenset(tree.items()))
             if key not in steps:
                 write_tree(tree, scratch)
