@@ -63,7 +63,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def cut_back(folder: Path, step: int) -> None:
+def delete_checkpoints_after(folder: Path, step: int) -> None:
     """Leave what a kill after a save leaves."""
     import shutil
 
@@ -84,14 +84,14 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
         assert line["step_parts"]["passes"] > 0.1 * line["step_seconds"]
     see_sources(full, open_corpora(*open_tokenizer(mixed(run="opened"))).train)
     for step, ranks in ((2, 1), (4, 2)):
-        cut_back(tmp_path / "whole", step)
+        delete_checkpoints_after(tmp_path / "whole", step)
         assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {EXIT_OK}
         again = lines(tmp_path / "whole")
         assert [line["tokens"] for line in again] == [line["tokens"] for line in full]
         for one, other in zip(full, again, strict=True):
             assert other["loss"] == pytest.approx(one["loss"], rel=0 if ranks == 1 else 1e-12, abs=0)
             assert other["loss_by_source"] == pytest.approx(one["loss_by_source"], rel=1e-12, abs=0)
-    cut_back(tmp_path / "whole", 5)
+    delete_checkpoints_after(tmp_path / "whole", 5)
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.mixture: .*resume\.allow"):
         workers.run(run_training, 1, mixed(exact, "data.mixture.code.weight=2", run="whole"))
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.rampup: .*resume\.allow"):

@@ -226,13 +226,13 @@ def test_a_branch_needs_a_checkpoint_and_leave_to_differ(make_config, tmp_path, 
 PATIENCE = 300.0  # on a busy machine; it takes a tenth
 
 
-def run_told_nothing(config: Config) -> int:
+def train_with_fresh_log(config: Config) -> int:
     """As in a process that has logged nothing yet: what is told once, it tells."""
     context_attention._logged.clear()
     return run_training(config)
 
 
-def evaluate_alone(run: Path) -> float:
+def evaluate_in_one_process(run: Path) -> float:
     actual = evaluate_run(run, {}, False)
     assert actual is not None
     return float(actual[0]["sets"]["held-out"]["loss"])
@@ -244,7 +244,7 @@ def test_context_ranks_train_like_one_process(
     """Two ranks train like one process, stop and resume bit for bit, and change their number."""
     assert workers.run(run_training, 1, make_config(run="whole"), timeout=PATIENCE) == [EXIT_OK]
     config = make_config("parallel.cp=2", run="cut")
-    assert workers.run(run_told_nothing, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
+    assert workers.run(train_with_fresh_log, 2, config, timeout=PATIENCE) == [EXIT_OK, EXIT_OK]
     plan = (tmp_path / "cut" / "plan.txt").read_text(encoding="utf-8")
     assert "mesh  dp_replicate 1 × dp_shard 1 × cp 2 × tp 1" in plan
     log = (tmp_path / "cut" / "logs" / "rank-1.log").read_text(encoding="utf-8")
@@ -261,7 +261,7 @@ def test_context_ranks_train_like_one_process(
     assert workers.run(train_until, 2, moved, 4, timeout=PATIENCE) == [EXIT_REQUEUE, EXIT_REQUEUE]
     assert workers.run(run_training, 1, make_config(run="moved"), timeout=PATIENCE) == [EXIT_OK]
     # Whatever a run was laid over, one process evaluates it.
-    losses = [workers.run(evaluate_alone, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]
+    losses = [workers.run(evaluate_in_one_process, 1, tmp_path / run, timeout=PATIENCE)[0] for run in ("whole", "cut")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     for run in ("cut", "moved"):
         assert_nearly_equal(tmp_path / "whole", tmp_path / run)

@@ -31,7 +31,7 @@ SEEN_IN = {"startup": "start", "step": "step", "evaluation": "evaluation", "save
 Case = tuple[str, tuple[int, str]]
 
 
-def grid(first: list[Case], faults: dict[str, list[tuple[int, str]]]) -> Any:
+def parametrize_cases(first: list[Case], faults: dict[str, list[tuple[int, str]]]) -> Any:
     """Cases side by side: the first, which have each way in some phase and each phase, and all others."""
     remaining = [(how, fault) for how in faults for fault in faults[how] if (how, fault) not in first]
     return pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def grid(first: list[Case], faults: dict[str, list[tuple[int, str]]]) -> Any:
     )
 
 
-@grid(
+@parametrize_cases(
     [("raises", FAULTS[1]), ("raises", FAULTS[3]), ("exits", FAULTS[0]), ("is_killed", FAULTS[2])],
     dict.fromkeys(("raises", "exits", "is_killed"), FAULTS),
 )
@@ -88,7 +88,7 @@ def test_a_stage_that_raises_in_a_schedule_is_named(start: Start, ranks: int) ->
     assert all(f"error: rank {rank} on {HOST} at step " in log_text for log_text in remaining), remaining
 
 
-@grid(
+@parametrize_cases(
     [
         ("is_stopped", FAULTS[0]),
         ("sleeps", FAULTS[1]),

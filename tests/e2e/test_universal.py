@@ -30,7 +30,7 @@ TINY = LlamaConfig(
 STEPS = 3
 
 
-def train_theirs(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]:
+def train_by_deepspeed(folder: Path, stage: int) -> dict[str, dict[str, torch.Tensor]]:
     """Three steps under DeepSpeed alone; the universal checkpoint is in folder/universal. Its own word for what it
     holds: key → name → tensor."""
     from megatfm.engines.deepspeed.internals import ignore_warnings
@@ -77,7 +77,7 @@ def test_weights_and_adam_s_state_go_over_to_the_bit(
     workers: Workers, corpus: Path, tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run goes on with them."""
-    expected, *_ = workers.run(train_theirs, 2, tmp_path, stage, timeout=250)
+    expected, *_ = workers.run(train_by_deepspeed, 2, tmp_path, stage, timeout=250)
     source, like, actual = tmp_path / "universal", tmp_path / "hf", tmp_path / "ours"
     with pytest.raises(SystemExit) as ended:
         main(["convert", str(source), str(actual), "--to", "megatfm", "--hf-config", str(like)])

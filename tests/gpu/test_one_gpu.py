@@ -109,7 +109,7 @@ def worst(engine: NativeEngine, expected: dict[str, Tensor]) -> float:
     )
 
 
-def gradients_are_near(
+def check_gradients(
     device: str,
     precision: str,
     model: ModelConfig = UNTIED_MODEL,
@@ -155,7 +155,7 @@ CASES: dict[str, tuple[str, Options]] = {
 def test_gradients_are_those_of_a_cpu(case: str) -> None:
     in_a_group()
     precision, options = CASES[case]
-    gradients_are_near("cuda", precision, **options)
+    check_gradients("cuda", precision, **options)
 
 
 @on_a_gpu
@@ -164,7 +164,7 @@ def test_gradients_are_those_of_a_cpu(case: str) -> None:
 def test_gradients_at_real_sizes(case: str, how: str) -> None:
     in_a_group()
     model, length = REAL[case]
-    gradients_are_near("cuda", how[:4], model, length, compile_blocks="compiled" in how)
+    check_gradients("cuda", how[:4], model, length, compile_blocks="compiled" in how)
 
 
 def recorded_passes_are_those_requested(
@@ -206,10 +206,10 @@ FP8 = {"rowwise": 2**-3 + BOUNDS["bf16"], "tensorwise": 2**-3 + 2**-4 + BOUNDS["
 @pytest.mark.parametrize("how", FP8)
 def test_gradients_by_products_in_8_bits(how: str, compiled: bool) -> None:
     in_a_group()
-    gradients_are_near("cuda", "bf16", DEEP, 256, FP8[how], fp8=how, compile_blocks=compiled)
+    check_gradients("cuda", "bf16", DEEP, 256, FP8[how], fp8=how, compile_blocks=compiled)
 
 
-def saves_hold_their_own_step(device: str, folder: Path, size: int) -> None:
+def check_saved_steps(device: str, folder: Path, size: int) -> None:
     """While the device is still at it, and the next update waits already."""
     weights = torch.zeros(size, device=device)
     turned = torch.zeros(512, size // 2**14, device=device).T
@@ -232,7 +232,7 @@ def saves_hold_their_own_step(device: str, folder: Path, size: int) -> None:
 
 @on_a_gpu
 def test_a_save_is_of_the_step_that_it_was_made_in(tmp_path: Path) -> None:
-    saves_hold_their_own_step("cuda", tmp_path, 2**26)
+    check_saved_steps("cuda", tmp_path, 2**26)
 
 
 @on_a_gpu
@@ -274,13 +274,13 @@ def test_running_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
 def on_a_cpu(folder: Path) -> None:
     for precision, options in CASES.values():
         if "compile_blocks" not in options:
-            gradients_are_near("cpu", precision, **options)
+            check_gradients("cpu", precision, **options)
     for model, length in REAL.values():
-        gradients_are_near("cpu", "fp32", model, min(length, 192))
+        check_gradients("cpu", "fp32", model, min(length, 192))
     for how, bound in FP8.items():
-        gradients_are_near("cpu", "bf16", DEEP, 64, bound, fp8=how)
+        check_gradients("cpu", "bf16", DEEP, 64, bound, fp8=how)
     recorded_passes_are_those_requested("cpu", "fp32", None, 64, compiled=False)
-    saves_hold_their_own_step("cpu", folder, 2**20)
+    check_saved_steps("cpu", folder, 2**20)
 
 
 def test_the_same_comparisons_pass_on_a_cpu(workers: Workers, tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) ->
     assert any(workers.run(is_found, RANKS_OF_LAYOUT[layout], fault.__name__, check.__name__, layout))
 
 
-def nothing_found(ranks: int) -> list[str]:
+def list_passing_checks(ranks: int) -> list[str]:
     used = {(check, layout) for check, layout in FAULTS.values() if RANKS_OF_LAYOUT[layout] == ranks}
     return [
         f"{check.__name__}, {layout}"
@@ -261,4 +261,4 @@ def nothing_found(ranks: int) -> list[str]:
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
     """In the same processes, so that no fault has stayed behind."""
     for ranks in (2, 4):
-        assert set(map(tuple, workers.run(nothing_found, ranks, ranks))) == {()}
+        assert set(map(tuple, workers.run(list_passing_checks, ranks, ranks))) == {()}

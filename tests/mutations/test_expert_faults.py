@@ -84,7 +84,7 @@ OF_EXPERTS_ALONE: dict[Callable[[Patch], None], ParallelConfig] = {
 def wrong(fault: str | None, parallel: ParallelConfig, name: str = "top-k") -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault == count_one_rank_s_choices.__name__:
-            patch.setattr(base.ModuleState, "update", of_one_rank(base.ModuleState.update))
+            patch.setattr(base.ModuleState, "update", count_on_one_rank(base.ModuleState.update))
         elif fault:
             globals()[fault](patch)
         model, objective, _ = two_steps_on_one_device(EXPERT_MODELS[name], family_batch(EXPERT_MODELS[name]))
@@ -92,7 +92,7 @@ def wrong(fault: str | None, parallel: ParallelConfig, name: str = "top-k") -> s
         return set(model_gradient_errors(engine, model))
 
 
-def of_one_rank(update: Any) -> Any:
+def count_on_one_rank(update: Any) -> Any:
     def alone(self: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             count_one_rank_s_choices(patch)

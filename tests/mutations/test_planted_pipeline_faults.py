@@ -115,7 +115,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[int, str, ParallelConfig, set[str]]]
 """Fault → ranks, the model and layout that show it, and what at least must be found wrong."""
 
 
-def found_wrong(fault: str | None, name: str, parallel: ParallelConfig) -> set[str]:
+def find_wrong_gradients(fault: str | None, name: str, parallel: ParallelConfig) -> set[str]:
     """The comparison of tests/parity/test_pipelines.py, with a fault in the code."""
     config, batch = family_case(name, deep=False)
     model, objective, loss = one_device_reference(config, batch)
@@ -142,7 +142,7 @@ def found_wrong(fault: str | None, name: str, parallel: ParallelConfig) -> set[s
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     ranks, name, parallel, patterns = FAULTS[fault]
-    actual = set().union(*workers.run(found_wrong, ranks, fault.__name__, name, parallel))
+    actual = set().union(*workers.run(find_wrong_gradients, ranks, fault.__name__, name, parallel))
     config, _ = family_case(name, deep=False)
     with torch.device("meta"):
         parameters = [n for n, _ in build(config).named_parameters()]
@@ -167,10 +167,10 @@ def test_forgotten_weights_are_loud(
     workers: Workers, fault: Callable[[Patch], None], parallel: ParallelConfig, weight: str
 ) -> None:
     with pytest.raises(WorkerFailure, match=f"no loss depends on .*{re.escape(weight)}"):
-        workers.run(found_wrong, 2, fault.__name__, "electra", parallel)
+        workers.run(find_wrong_gradients, 2, fault.__name__, "electra", parallel)
 
 
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
     """In the same processes, so that no fault has stayed behind."""
     for ranks, name, parallel in ((2, "electra", ZBV), (4, "t5", FOUR)):
-        assert set().union(*workers.run(found_wrong, ranks, None, name, parallel)) == set()
+        assert set().union(*workers.run(find_wrong_gradients, ranks, None, name, parallel)) == set()

@@ -59,7 +59,7 @@ the right factor of its products, and each of their rows needs all of it."""
 Counts = dict[str, int]
 
 
-def sent(gm: GraphModule) -> Counts:
+def count_sends(gm: GraphModule) -> Counts:
     """Sends of a graph, by kind."""
     called = (str(node.target) for node in gm.graph.nodes if node.op == "call_function")
     return dict(Counter(kind for target in called for name, kind in KINDS.items() if f".{name}." in target))
@@ -83,7 +83,7 @@ def in_pieces() -> Iterator[dict[str, list[Counts]]]:
         with V.set_fake_mode(detect_fake_mode(values)):
             post_grad_passes(gm, inputs.get("is_inference", False))
         gm.recompile()
-        actual["backward" if inputs.get("is_backward") else "forward"].append(sent(gm))
+        actual["backward" if inputs.get("is_backward") else "forward"].append(count_sends(gm))
 
         def run(values: list[Any]) -> Any:
             return gm(*values)

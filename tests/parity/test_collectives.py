@@ -105,7 +105,7 @@ def test_the_adjoint(workers: Workers, name: str, dim: int, ranks: int) -> None:
 VOCABULARY, WIDTH, TOKENS = 12, 5, 17
 
 
-def mine(table: Tensor) -> Tensor:
+def select_rank_rows(table: Tensor) -> Tensor:
     """This rank's rows."""
     return table.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
 
@@ -114,13 +114,13 @@ def check_embedding() -> None:
     group = dist.group.WORLD
     assert group is not None
     table = draw("replicated", (VOCABULARY, WIDTH), seed=1).requires_grad_()
-    shard = mine(table.detach())
+    shard = select_rank_rows(table.detach())
     tokens = torch.arange(2 * VOCABULARY).remainder(VOCABULARY).view(3, -1)
     y = draw("replicated", (*tokens.shape, WIDTH), seed=2)
     vectors = vocab_parallel_embedding(tokens, shard, group.rank() * len(shard))
     torch.testing.assert_close(all_reduce_no_grad(vectors.detach(), group), table[tokens].detach(), rtol=0, atol=0)
     torch.autograd.backward([vectors, table[tokens]], [y, y])
-    torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(shard.grad, select_rank_rows(table.grad).detach(), rtol=1e-14, atol=0)
 
 
 def check_cross_entropy(chunk: int, scale: float, variant: LogitOptions, with_bias: bool) -> None:
@@ -132,16 +132,16 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitOptions, with_bi
     targets = torch.arange(TOKENS).remainder(VOCABULARY)
     targets[::5] = -100
     expected = cross_entropy_reference(hidden, table, targets, bias, variant)
-    shard, hidden_here = mine(table.detach()), hidden.detach().clone().requires_grad_()
-    own_bias = None if bias is None else mine(bias.detach())
+    shard, hidden_here = select_rank_rows(table.detach()), hidden.detach().clone().requires_grad_()
+    own_bias = None if bias is None else select_rank_rows(bias.detach())
     first = group.rank() * len(shard)
     loss = vocab_parallel_cross_entropy(hidden_here, shard, targets, own_bias, variant, first, group, chunk)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.autograd.backward([loss, expected], [torch.tensor(0.5).double()] * 2)
-    torch.testing.assert_close(shard.grad, mine(table.grad).detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(shard.grad, select_rank_rows(table.grad).detach(), rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(all_reduce_no_grad(hidden_here.grad, group), hidden.grad, rtol=1e-11, atol=1e-12)
     if bias is not None and own_bias is not None:
-        torch.testing.assert_close(own_bias.grad, mine(bias.grad).detach(), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(own_bias.grad, select_rank_rows(bias.grad).detach(), rtol=1e-11, atol=1e-12)
     with torch.no_grad():
         again = vocab_parallel_cross_entropy(hidden, shard, targets, own_bias, variant, first, group, chunk)
     assert torch.equal(again, loss)

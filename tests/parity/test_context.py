@@ -201,7 +201,7 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
     return loss, gradients, left
 
 
-def far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def compute_large_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Tensors beyond the bound of gradients, relative to themselves or a millionth of all."""
     assert actual.keys() == expected.keys()
     floor = 1e-6 * torch.cat([value.flatten() for value in expected.values()]).norm()
@@ -216,7 +216,7 @@ def moments(step: Step) -> dict[str, Tensor]:
     return actual
 
 
-def same(one: Step, other: Step) -> bool:
+def is_same_step(one: Step, other: Step) -> bool:
     """To the bit."""
     pairs = [(mine, expected) for mine, expected in zip(one[1:], other[1:], strict=True)]
     assert all(mine.keys() == reference.keys() for mine, reference in pairs)
@@ -253,9 +253,9 @@ def test_the_next_step_is_that_of_the_run_that_saved(
     for ranks in opened:
         results = workers.run(next_step, ranks, name, tmp_path, source, timeout=180.0)
         if ranks == saved:
-            assert all(same(one, other) for one, other in zip(expected, results, strict=True))
+            assert all(is_same_step(one, other) for one, other in zip(expected, results, strict=True))
             continue
         for one in results:
             assert one[0] == pytest.approx(expected[0][0], rel=1e-12)
-            assert far(one[1], expected[0][1]) == {}
-            assert far(moments(one), moments(expected[0])) == {}
+            assert compute_large_errors(one[1], expected[0][1]) == {}
+            assert compute_large_errors(moments(one), moments(expected[0])) == {}

@@ -68,7 +68,7 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
 
     figures, reference = LargestErrors(), dict[str, Tensor]()
     for part in choose_exported_models(CONFIG):
-        expected = half_of_theirs(part.name, part.hf_config, to_hf(part.rules, dict(actual.named_parameters())), dtype)
+        expected = build_hf_half(part.name, part.hf_config, to_hf(part.rules, dict(actual.named_parameters())), dtype)
         generates = part.folder == "generator"
         output = expected(
             input_ids=inputs["tokens"] if generates else corrupted,
@@ -85,7 +85,7 @@ def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
     see_gradients(actual, reference, dtype)
 
 
-def half_of_theirs(name: str, config: dict[str, object], weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+def build_hf_half(name: str, config: dict[str, object], weights: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     kind = getattr(transformers, name)
     options = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
     expected = kind(kind.config_class(**options, attn_implementation="eager")).to(dtype).eval()

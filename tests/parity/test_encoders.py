@@ -119,7 +119,7 @@ def test_padded_rows(model: str, dtype: torch.dtype) -> None:
         assert_documented(preset, dtype, figures)
 
 
-def lone(both: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tensor | None]:
+def run_on_one_document(both: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tensor | None]:
     """transformers on one document by itself."""
     return their_logits(both.reference(**{key: values[:, piece] for key, values in row.items() if key != "labels"}))
 
@@ -139,7 +139,7 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
     start = 0
     for length in lengths:
         piece = slice(start, start + length)
-        figures.compare_logits(actual.logits[:, piece], lone(both, row, piece)[0], dtype)
+        figures.compare_logits(actual.logits[:, piece], run_on_one_document(both, row, piece)[0], dtype)
         start += length
     assert actual.logits.isfinite().all()
 
@@ -166,7 +166,7 @@ def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
     ).losses
     expected = torch.zeros((), dtype=dtype)
     for start, length in zip(starts, lengths, strict=True):
-        logits = lone(both, row, slice(start, start + length))[1]
+        logits = run_on_one_document(both, row, slice(start, start + length))[1]
         assert logits is not None
         expected = expected - logits.log_softmax(-1)[0, targets[0, start]]
     LargestErrors().compare_logits(losses["sentence"], expected, dtype)

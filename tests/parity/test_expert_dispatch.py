@@ -34,7 +34,7 @@ from tests.support.parity import build_engine, local_block, microbatches, model_
 from tests.support.workers import Workers
 
 
-def one_choice_for_all(name: str, layouts: dict[str, ParallelConfig]) -> None:
+def check_tied_routing(name: str, layouts: dict[str, ParallelConfig]) -> None:
     """All scores tie: every token goes through the first experts, on one rank, and no other rank has a row."""
     config = EXPERT_MODELS[name]
     batch = family_batch(config)
@@ -69,7 +69,7 @@ IDLE = {
 @pytest.mark.parametrize(("ranks", "second_half"), [(2, False), *PARTS_OF_FOUR])
 def test_one_rank_has_all_rows_and_others_none(workers: Workers, ranks: int, second_half: bool) -> None:
     workers.run(
-        one_choice_for_all, ranks, "top-k", make_four_rank_configs(IDLE[ranks], ranks, second_half), timeout=180.0
+        check_tied_routing, ranks, "top-k", make_four_rank_configs(IDLE[ranks], ranks, second_half), timeout=180.0
     )
 
 
@@ -89,7 +89,7 @@ def test_one_rank_has_what_a_capacity_leaves(workers: Workers, ranks: int, layou
         **(EXPERT_CONTEXT_LAYOUTS if ranks == 4 else {}),
     }
     tried = {layout: every[layout] for layout in layouts if every[layout].pp == 1}
-    workers.run(one_choice_for_all, ranks, "switch", tried, timeout=300.0)
+    workers.run(check_tied_routing, ranks, "switch", tried, timeout=300.0)
 
 
 def moved(parallel: ParallelConfig) -> None:

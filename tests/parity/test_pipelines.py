@@ -286,12 +286,12 @@ def test_what_cannot_be_cut_is_refused_in_a_line(workers: Workers) -> None:
     workers.run(refuse, 2, "llama", early, r"2 stages need 1 different names in the model's order")
 
 
-def where_cut(parallel: ParallelConfig) -> set[str]:
+def list_local_parameters(parallel: ParallelConfig) -> set[str]:
     return set(build_engine(UNTIED_MODEL, parallel).local)
 
 
 def test_cuts_that_are_asked_for(workers: Workers) -> None:
-    first, second = workers.run(where_cut, 2, ParallelConfig(pp=2, pp_split_points=["decoder.layers.1"]))
+    first, second = workers.run(list_local_parameters, 2, ParallelConfig(pp=2, pp_split_points=["decoder.layers.1"]))
     assert first & second == set()
     assert {n for n in first if "layers.1" in n} == set()
     assert "head.weight" in second

@@ -195,7 +195,7 @@ def task_inputs(task: str, batch: dict[str, Tensor]) -> tuple[dict[str, Any], di
     return {key: value[None] for key, value in batch.items()}, {"labels": torch.tensor([1])}, model_fields
 
 
-def in_one_row(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+def join_rows(fields: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rows one after another, each a document."""
     n_rows, length = fields["tokens"].shape
     fields = {"documents": torch.arange(n_rows)[:, None].expand(-1, length), **fields}
@@ -229,7 +229,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
         reference = expected.logits.reshape(plain.shape)
     figures.compare_logits(plain, reference, torch.float64)
     fields = {"tokens": batch["input_ids"], **segments, **model_fields}
-    fields = in_one_row(fields) if task == "MultipleChoice" else fields
+    fields = join_rows(fields) if task == "MultipleChoice" else fields
     (total,) = both.model(**fields).losses.values()
     counted = (
         {"MultipleChoice": 1, "TokenClassification": int((labels["labels"] >= 0).sum())} if "labels" in labels else {}
@@ -271,7 +271,7 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
     if task in ("SequenceClassification", "MultipleChoice"):
         model_fields = {key: values if key == "parts" else values.flip(1) for key, values in model_fields.items()}
     fields |= model_fields
-    (total,) = both.model(**(in_one_row(fields) if task == "MultipleChoice" else fields)).losses.values()
+    (total,) = both.model(**(join_rows(fields) if task == "MultipleChoice" else fields)).losses.values()
     undone = UNDONE_LAST.get((is_xlnet, task), ())
     counts = {"MultipleChoice": 1, "TokenClassification": int((labels.get("labels", LABELS) >= 0).sum())}
     figures.compare_logits(total / counts.get(task, len(LABELS)), expected.loss, torch.float64)

@@ -49,7 +49,7 @@ def batch_of(lengths: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def theirs_of(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def convert_batch(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The batch as transformers reads it: masks written out pair by pair, and targets by number."""
     order, targets = batch["order"].tolist(), batch["targets"]
     rows, n = targets.shape
@@ -80,7 +80,7 @@ def predictions(both: Pair, batch: dict[str, Tensor], expected: Tensor, labels: 
 def test_predictions_in_a_given_order(dtype: torch.dtype) -> None:
     both, figures, batch = build_pair(CONFIG, dtype), LargestErrors(), batch_of(LENGTHS)
     assert type(both.reference).__name__ == "XLNetLMHeadModel"
-    inputs = theirs_of(batch, dtype)
+    inputs = convert_batch(batch, dtype)
     output = both.reference(**inputs)
     figures.compare_logits(*predictions(both, batch, output.logits, inputs["labels"]), dtype)
     loss = both.model(**batch).losses["permutation"] / (batch["targets"] != IGNORE).sum()
@@ -96,7 +96,7 @@ def test_predictions_in_a_given_order(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("of_scores")
 def test_without_an_order_all_tokens_see_one_another(dtype: torch.dtype) -> None:
     both, figures, batch = build_pair(CONFIG, dtype, seed=1), LargestErrors(), batch_of(LENGTHS, 5)
-    inputs = {k: v for k, v in theirs_of(batch, dtype).items() if k in ("input_ids", "attention_mask")}
+    inputs = {k: v for k, v in convert_batch(batch, dtype).items() if k in ("input_ids", "attention_mask")}
     inside = batch["documents"] == 0
     for segments in (None, batch["segments"]):
         reference = both.reference(**inputs, token_type_ids=segments).logits
@@ -116,7 +116,7 @@ def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
     start, loss = 0, torch.zeros((), dtype=dtype)
     for part, length in zip(parts, lengths, strict=True):
         part["documents"] = torch.zeros_like(part["documents"])
-        inputs = theirs_of(part, dtype)
+        inputs = convert_batch(part, dtype)
         output = both.reference(**inputs)
         expected = part["targets"] != IGNORE
         figures.compare_logits(logits[:, start : start + length][expected], output.logits[0], dtype)

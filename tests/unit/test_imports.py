@@ -281,18 +281,18 @@ def lines() -> list[tuple[str, str]]:
     return [(line.split()[0], line.partition(" ")[2]) for line in text.splitlines() if line.strip()]
 
 
-def of(lines: list[tuple[str, str]], instruction: str) -> list[str]:
+def select_lines(lines: list[tuple[str, str]], instruction: str) -> list[str]:
     return [line for word, line in lines if word == instruction]
 
 
 def test_its_instructions_are_docker_s(lines: list[tuple[str, str]]) -> None:
     assert {word for word, _ in lines} <= KNOWN
     assert lines[0][0] == "FROM"
-    assert json.loads(of(lines, "CMD")[0])[0] in PROJECT["project"]["scripts"]
+    assert json.loads(select_lines(lines, "CMD")[0])[0] in PROJECT["project"]["scripts"]
 
 
 def test_what_is_copied_is_there_and_is_all_that_an_install_needs(lines: list[tuple[str, str]]) -> None:
-    copied = {source for remaining in of(lines, "COPY") for source in shlex.split(remaining)[:-1]}
+    copied = {source for remaining in select_lines(lines, "COPY") for source in shlex.split(remaining)[:-1]}
     for source in copied:
         assert (ROOT / source).exists(), source
     include = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
@@ -309,16 +309,18 @@ def test_what_is_copied_is_there_and_is_all_that_an_install_needs(lines: list[tu
 
 
 def test_python_torch_and_extras_are_the_project_s(lines: list[tuple[str, str]]) -> None:
-    image = re.fullmatch(r"python:(\d+)\.(\d+)-slim-bookworm", of(lines, "FROM")[0])
+    image = re.fullmatch(r"python:(\d+)\.(\d+)-slim-bookworm", select_lines(lines, "FROM")[0])
     assert image
     least = re.fullmatch(r">=(\d+)\.(\d+)", PROJECT["project"]["requires-python"])
     assert least
     assert tuple(map(int, image.groups())) >= tuple(map(int, least.groups()))
     assert len(re.findall("^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)) == 1
-    arguments = dict(remaining.split("=") for remaining in of(lines, "ARG"))
+    arguments = dict(remaining.split("=") for remaining in select_lines(lines, "ARG"))
     assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
     for name in arguments:
-        assert any(f"${name}" in remaining or f"${{{name}" in remaining for remaining in of(lines, "RUN")), name
+        assert any(f"${name}" in remaining or f"${{{name}" in remaining for remaining in select_lines(lines, "RUN")), (
+            name
+        )
 
 
 def test_the_manual_shows_it() -> None:

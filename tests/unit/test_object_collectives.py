@@ -46,7 +46,7 @@ def test_all_ranks_know_the_same(workers: Workers) -> None:
     assert workers.run(agreed, 3) == [(7, "rank 0 says no", [0, 1, 2], problems)] * 3
 
 
-def on_machines_of_one_name(folder: Path) -> tuple[set[str], tuple[int, ...]]:
+def check_equal_host_names(folder: Path) -> tuple[set[str], tuple[int, ...]]:
     """Ranks 0 and 1 share a machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: "localhost")
@@ -62,7 +62,7 @@ def on_machines_of_one_name(folder: Path) -> tuple[set[str], tuple[int, ...]]:
 
 
 def test_machines_of_one_name_are_told_apart(workers: Workers, tmp_path: Path) -> None:
-    (first, nodes), (second, _), (third, _) = workers.run(on_machines_of_one_name, 3, tmp_path)
+    (first, nodes), (second, _), (third, _) = workers.run(check_equal_host_names, 3, tmp_path)
     assert (first, second, third) == ({"of 0"}, {"of 1"}, {"a", "of 2"})
     assert nodes == (0, 0, 1)
 
@@ -136,7 +136,7 @@ def test_rank_0_is_the_group_s(workers: Workers) -> None:
     assert workers.run(in_a_group_without_rank_0, 3) == [None, (1, [1, 2], 10), (1, [], 20)]
 
 
-def fails_on_one() -> str:
+def run_with_failing_rank() -> str:
     def work() -> int:
         if dist.get_rank() == 1:
             raise UsageError("no")
@@ -150,5 +150,5 @@ def fails_on_one() -> str:
 
 
 def test_a_failure_of_one_is_that_of_all(workers: Workers) -> None:
-    (result,) = set(workers.run(fails_on_one, 2))
+    (result,) = set(workers.run(run_with_failing_rank, 2))
     assert result.startswith("not done: rank 1 on ")

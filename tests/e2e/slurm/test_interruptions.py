@@ -88,7 +88,7 @@ def test_preempted(alone, project):
     assert_same_run(job.run_dir, alone)
 
 
-def again_words(project: Project) -> list[object]:
+def resubmit_words(project: Project) -> list[object]:
     """For `launch`: the small run as a job, once more."""
     return [*project.small, "--slurm", "--nodes", 1, "--nproc", 1]
 
@@ -98,7 +98,7 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
     job = project.launch()
     job.wait_for_step(7)
     assert re.search(rf"^state +RUNNING: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE)
-    assert f"job {job.number} is of this run, and runs" in project.megatfm("launch", *again_words(project), code=2)
+    assert f"job {job.number} is of this run, and runs" in project.megatfm("launch", *resubmit_words(project), code=2)
     project.cluster.slurm("scancel", job.number)
     job.finish("CANCELLED", timeout=60)
     assert re.search(rf"^state +CANCELLED: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE)
@@ -128,7 +128,7 @@ def test_of_two_jobs_of_one_run_the_second_is_refused(alone, project):
     slow = project.plant_fault("slow", "3")  # the second may have to wait for nodes
     first = project.launch()
     first.wait_for_step(2)
-    assert f"job {first.number} is of this run, and runs" in project.megatfm("launch", *again_words(project), code=2)
+    assert f"job {first.number} is of this run, and runs" in project.megatfm("launch", *resubmit_words(project), code=2)
     script = project.run_dir / "slurm" / "pretrain.sbatch"
     output = run_command("sbatch", "--parsable", script, cwd=project.folder, env=project.environment)
     second = project.cluster.job(output.strip(), project.run_dir)  # past us

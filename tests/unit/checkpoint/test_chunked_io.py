@@ -211,7 +211,7 @@ def test_what_the_page_cache_has_is_read_from_there(
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def read_alike_and_apart(folder: Path) -> list[list[str]]:
+def list_direct_reads(folder: Path) -> list[list[str]]:
     """The files that are read past the page cache, of a checkpoint of two ranks: each its own, all, of two hosts."""
     rank, actual, genuine = dist.get_rank(), [], file_format.read_safetensors
     local_rows = ShardedTensor(torch.full((2, 3), float(rank)), (4, 3), (2 * rank, 0))
@@ -237,7 +237,7 @@ def read_alike_and_apart(folder: Path) -> list[list[str]]:
 
 def test_what_several_ranks_of_a_machine_read_comes_through_the_page_cache(workers: Workers, tmp_path: Path) -> None:
     first, second = (f"rank-0000{rank}-000.safetensors" for rank in range(2))
-    assert workers.run(read_alike_and_apart, 2, tmp_path) == [
+    assert workers.run(list_direct_reads, 2, tmp_path) == [
         [[first], [], [first, second]],
         [[second], [], [first, second]],
     ]

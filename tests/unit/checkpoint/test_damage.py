@@ -49,7 +49,7 @@ BOMB_TRACE = Path(tempfile.mkdtemp(prefix="megatfm-")) / "bomb-went-off"
 """Made by the pickle, were it loaded."""
 
 
-class Bomb:
+class MaliciousPickle:
     """A pickle that leaves a trace when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ def pipe(file: Path) -> None:
 
 
 def plant(file: Path) -> None:
-    file.write_bytes(pickle.dumps(Bomb()))
+    file.write_bytes(pickle.dumps(MaliciousPickle()))
 
 
 HARM = [truncate, empty, extend, blow_up, remove, link, folder, pipe, plant]
@@ -213,11 +213,11 @@ def piece(body: dict[str, Any]) -> dict[str, Any]:
     return actual
 
 
-def grow(body: dict[str, Any], size: int) -> None:
+def grow_shape(body: dict[str, Any], size: int) -> None:
     group(body)["shape"][0] = piece(body)["sizes"][0] = size
 
 
-def nest(body: dict[str, Any]) -> None:
+def nest_state(body: dict[str, Any]) -> None:
     for _ in range(900):
         body["state"] = {"a": body["state"]}
 
@@ -256,8 +256,8 @@ def check_refusal(path: Path, reason: str) -> None:
         (lambda body: piece(body).update(sizes=[4.0, 6]), "valid integer"),
         (lambda body: group(body)["pieces"].append(piece(body)), "the pieces hold 48 elements"),
         (lambda body: group(body)["pieces"].clear(), "the pieces hold 0 elements"),
-        (lambda body: grow(body, 2**40), f"bytes of tensors in {SHARD}"),
-        (lambda body: grow(body, 2**70), "less than"),
+        (lambda body: grow_shape(body, 2**40), f"bytes of tensors in {SHARD}"),
+        (lambda body: grow_shape(body, 2**70), "less than"),
         (lambda body: group(body).update(shape=[2**40, 2**40, 0], pieces=[]), "absurd shape"),
         (lambda body: group(body).update(dtype="OBJECT"), "unknown dtype 'OBJECT'"),
         (lambda body: group(body).update(dtype="I32"), "is not what"),
@@ -271,7 +271,7 @@ def check_refusal(path: Path, reason: str) -> None:
         (lambda body: body.update(pickle="gASV"), "pickle: Extra inputs"),
         (lambda body: body.update(step="2"), "step"),
         (lambda body: body.pop("files"), "files: Field required"),
-        (nest, "metadata.json"),
+        (nest_state, "metadata.json"),
     ],
 )
 def test_forged_metadata_is_refused(path: Path, change: Callable[[dict[str, Any]], object], reason: str) -> None:
@@ -317,7 +317,7 @@ W = {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}
 @pytest.mark.parametrize(
     "content",
     [
-        pickle.dumps(Bomb()) + bytes(200),
+        pickle.dumps(MaliciousPickle()) + bytes(200),
         header({}, size=2**63) + bytes(200),
         header({}, size=2**20) + bytes(200),
         header(b"\xff" * 9) + bytes(200),

@@ -63,7 +63,7 @@ def save_step(folder: Path, step: int, keep: int | None = 1) -> Path:
     return save(folder, step, tensors, {"step": step}, keep=keep)
 
 
-def adds(name: str, args: tuple[Any, ...]) -> bool:
+def needs_space(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a full or a read-only disk may refuse this operation: all but reading and removing."""
     return bool(args[1] & os.O_CREAT) if name == "open" else name in ("mkdir", "write", "fsync", "rename")
 
@@ -85,7 +85,7 @@ def fail_at(folder: Path, rank: int, number: int, code: int, lasting: bool) -> t
     def hook(name: str, args: tuple[Any, ...]) -> None:
         nonlocal seen
         seen += 1
-        if dist.get_rank() == rank and (seen == number or (lasting and seen > number and adds(name, args))):
+        if dist.get_rank() == rank and (seen == number or (lasting and seen > number and needs_space(name, args))):
             raise OSError(code, os.strerror(code))
 
     save_step(folder, 1)
@@ -135,7 +135,7 @@ def die_at(folder: Path, rank: int, number: int) -> int:
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
         nonlocal seen
-        seen += name in ("unlink", "rmdir") or (name != "fsync" and adds(name, args))
+        seen += name in ("unlink", "rmdir") or (name != "fsync" and needs_space(name, args))
         if dist.get_rank() == rank and seen == number:
             if name == "write":
                 with open(args[0], "wb", closefd=False, buffering=0) as file:

@@ -47,7 +47,7 @@ def save_steps(folder: Path, steps: list[int], per_node: int = 1) -> None:
             saver.save(step, rows(step), {"step": step}, local=True)
 
 
-def save_where_all_but_the_first_of_a_node_are_slow(folder: Path) -> None:
+def save_with_slow_ranks(folder: Path) -> None:
     genuine = file_io.sync_folder
 
     def slowly(path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_lost_node_is_made_up_for_by_the_next(workers: Workers, tmp_path: Path
 
 
 def test_a_folder_gets_its_name_when_all_of_its_node_have_left_it(workers: Workers, tmp_path: Path) -> None:
-    workers.run(save_where_all_but_the_first_of_a_node_are_slow, 4, tmp_path)
+    workers.run(save_with_slow_ranks, 4, tmp_path)
     assert workers.run(go_on, 4, tmp_path, 2) == [1] * 4
 
 

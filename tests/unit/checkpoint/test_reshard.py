@@ -44,7 +44,7 @@ def reference() -> dict[str, Tensor]:
     }
 
 
-def cut(tensor: Tensor, parts: dict[int, tuple[int, int]]) -> ShardedTensor:
+def shard(tensor: Tensor, parts: dict[int, tuple[int, int]]) -> ShardedTensor:
     """The box of part `index` of `count` along each dim given, as torch.chunk cuts (the last may be empty)."""
     offsets = [0] * tensor.dim()
     block = tensor
@@ -69,7 +69,7 @@ def arrange(layout: str, tensors: dict[str, Tensor], rank: int, world: int) -> d
         "columns": {1: (rank, world)},
         "grid": {1: (rank % tp, tp), 0: (rank // tp, world // tp)},
     }[layout]
-    return {name: cut(tensor, parts) for name, tensor in tensors.items()}
+    return {name: shard(tensor, parts) for name, tensor in tensors.items()}
 
 
 def save_as(folder: Path, layout: str, piece_bytes: int = 64) -> Path:
@@ -132,7 +132,7 @@ def save_hsdp(folder: Path) -> Path:
     """Two replicas of two shards, and one tensor that all four have."""
     rank = dist.get_rank()
     tensors: dict[str, ShardedTensor | Tensor] = {
-        name: cut(torch.arange(4096.0).reshape(64, 64), {0: (rank % 2, 2)}) for name in ("a", "b", "c")
+        name: shard(torch.arange(4096.0).reshape(64, 64), {0: (rank % 2, 2)}) for name in ("a", "b", "c")
     }
     return save(folder, 1, {**tensors, "all": torch.ones(100, 8), "small": torch.ones(3)}, {})
 
@@ -161,7 +161,7 @@ def test_the_layout_decides_the_bytes_and_nothing_else_does(workers: Workers, tm
 def save_wrongly(folder: Path, fault: str) -> str:
     rank = dist.get_rank()
     tensor = torch.zeros(4, 2)
-    rows = cut(tensor, {0: (rank, 2)})
+    rows = shard(tensor, {0: (rank, 2)})
     tensors: dict[str, ShardedTensor | Tensor] = {
         "gap": {"w": rows if rank else ShardedTensor(torch.zeros(1, 2), (4, 2), (0, 0))},
         "overlap": {"w": ShardedTensor(torch.zeros(3, 2), (4, 2), (rank, 0))},

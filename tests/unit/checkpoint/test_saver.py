@@ -234,7 +234,7 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks(workers: Workers, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == saved
 
 
-def other_boxes_on_one_rank(folder: Path) -> None:
+def save_changed_boxes_on_one_rank(folder: Path) -> None:
     with Saver(folder) as saving:
         for step in (1, 2):
             held = tensors(step)
@@ -244,7 +244,7 @@ def other_boxes_on_one_rank(folder: Path) -> None:
 
 
 def test_boxes_that_change_on_one_rank_are_shared_out_anew(workers: Workers, tmp_path: Path) -> None:
-    workers.run(other_boxes_on_one_rank, 2, tmp_path)
+    workers.run(save_changed_boxes_on_one_rank, 2, tmp_path)
     assert "more" not in read_tensors(tmp_path / "step-00000001")
     read = read_tensors(tmp_path / "step-00000002")
     assert "more" in read

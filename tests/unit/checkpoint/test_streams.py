@@ -68,7 +68,7 @@ class Later(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Cuda:
+class FakeCuda:
     """The part of torch.cuda that is used. made: every stream but training's."""
 
     def __init__(self) -> None:
@@ -101,9 +101,9 @@ class Cuda:
 
 
 @contextmanager
-def on_a_gpu(saver: Saver, names: set[int]) -> Iterator[Cuda]:
+def on_a_gpu(saver: Saver, names: set[int]) -> Iterator[FakeCuda]:
     """Tensors with this storage are taken for a GPU's."""
-    cuda = Cuda()
+    cuda = FakeCuda()
     saver._staging = Staging(cuda)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "is_cuda", lambda x: x.untyped_storage().data_ptr() in names)

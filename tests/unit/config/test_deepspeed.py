@@ -193,7 +193,7 @@ HUGGING_FACE: dict[str, Any] = {
 OFFLOADED = ["parallel.zero=3", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"]
 
 
-def said_of(folder: Path, expected: dict[str, Any], *overrides: str) -> list[str]:
+def list_refused_keys(folder: Path, expected: dict[str, Any], *overrides: str) -> list[str]:
     """Refusals of a JSON, each by its key."""
     path = folder / "ds.json"
     path.write_text(json.dumps(expected), encoding="utf-8")
@@ -209,8 +209,8 @@ def said_of(folder: Path, expected: dict[str, Any], *overrides: str) -> list[str
 def test_a_json_for_hugging_face_s_trainer_is_taken_but_for_its_scheduler(tmp_path: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 100}}
     expected = {**HUGGING_FACE, "scheduler": scheduler}
-    assert said_of(tmp_path, expected, *OFFLOADED) == ["scheduler: set [lr_schedule]"]
-    assert said_of(tmp_path, HUGGING_FACE, *OFFLOADED) == []
+    assert list_refused_keys(tmp_path, expected, *OFFLOADED) == ["scheduler: set [lr_schedule]"]
+    assert list_refused_keys(tmp_path, HUGGING_FACE, *OFFLOADED) == []
     actual = make_deepspeed_json(config(f"deepspeed.json_file={tmp_path / 'ds.json'}", *OFFLOADED), "bf16")
     zero = actual["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
@@ -229,7 +229,7 @@ def test_what_is_switched_off_asks_for_nothing(tmp_path: Path) -> None:
         "tensorboard": {"enabled": False, "output_path": "logs"},
         "zero_optimization": {"zero_quantized_weights": False, "mics_shard_size": -1},
     }
-    assert said_of(tmp_path, expected) == []
+    assert list_refused_keys(tmp_path, expected) == []
 
 
 def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_path: Path) -> None:
@@ -244,7 +244,9 @@ def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_pat
         },
         "compile": {"deepcompile": True},
     }
-    assert [message.partition(" and ")[0] for message in said_of(tmp_path, expected, "train.precision=bf16")] == [
+    assert [
+        message.partition(" and ")[0] for message in list_refused_keys(tmp_path, expected, "train.precision=bf16")
+    ] == [
         "pipeline: set parallel.pp",
         "tensor_parallel: set parallel.tp",
         "optimizer.params.adam_w_mode = false, but optimizer.name = 'adamw' decays weights by themselves",
@@ -259,15 +261,15 @@ def test_each_section_that_is_not_carried_is_named_once_with_the_way_out(tmp_pat
 def test_weights_in_files_need_what_a_usual_json_has_otherwise(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": "/disk", "max_in_cpu": 1e9}
     expected = {"zero_optimization": {"stage3_max_reuse_distance": 1e9, "offload_param": disk}}
-    assert said_of(tmp_path, expected, *WEIGHTS_IN_FILES) == [
+    assert list_refused_keys(tmp_path, expected, *WEIGHTS_IN_FILES) == [
         f"zero_optimization.{key} = 1000000000.0, but deepspeed.offload_parameters = 'nvme' needs 0"
         for key in ("stage3_max_reuse_distance", "offload_param.max_in_cpu")
     ]
 
 
 def test_float16_s_scale_is_ours_where_it_counts(tmp_path: Path) -> None:
-    assert said_of(tmp_path, {"fp16": HUGGING_FACE["fp16"]}, "train.precision=bf16") == []
-    (message,) = said_of(tmp_path, {"fp16": HUGGING_FACE["fp16"]}, "train.precision=fp16")
+    assert list_refused_keys(tmp_path, {"fp16": HUGGING_FACE["fp16"]}, "train.precision=bf16") == []
+    (message,) = list_refused_keys(tmp_path, {"fp16": HUGGING_FACE["fp16"]}, "train.precision=fp16")
     assert message.startswith("fp16.loss_scale_window = 1000, but the scale starts at 2¹⁶")
 
 

@@ -20,7 +20,7 @@ from tests.support.uninitialized_memory import assert_aligned_inputs, is_misalig
 MODELS = ["gpt1", "mistral", "mla", "t5", *HF_ENCODERS]
 
 
-def theirs_of(name: str) -> Any:
+def build_hf_model(name: str) -> Any:
     return build_hf_encoder(name) if name in HF_ENCODERS else build_hf_decoder(name)
 
 
@@ -37,7 +37,7 @@ def shift(file: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_lies_as_a_fresh_one(name: str, tmp_path: Path) -> None:
-    theirs_of(name).save_pretrained(tmp_path / "theirs")
+    build_hf_model(name).save_pretrained(tmp_path / "theirs")
     shift(tmp_path / "theirs" / "model.safetensors")
     convert(tmp_path / "theirs", tmp_path / "ours", "megatfm")
     inputs = (DECODER_TOKENS, DECODER_TOKENS.flip(1))[: 1 + name.startswith("t5")]
@@ -56,7 +56,7 @@ def test_a_model_lies_as_a_fresh_one(name: str, tmp_path: Path) -> None:
 
 def test_what_is_read_of_a_folder_is_no_part_of_the_files_map(tmp_path: Path) -> None:
     """Rules reckon with it before it becomes a weight."""
-    theirs_of("gpt1").save_pretrained(tmp_path)
+    build_hf_model("gpt1").save_pretrained(tmp_path)
     shift(tmp_path / "model.safetensors")
     opened = HfFolder(tmp_path)
     for name in opened.files:

@@ -81,7 +81,7 @@ NOT_COMPARED = {
 }
 
 
-def theirs_of(case: str) -> Any:
+def build_hf_case(case: str) -> Any:
     name, values = CASES[case]
     if name in HF_ENCODERS:
         return build_hf_encoder(name)
@@ -204,7 +204,7 @@ def their_logits(case: str, folder: Path, config: Mapping[str, Any]) -> torch.Te
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in turns", "every value"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_edit_is_computed_as_transformers_does_or_refused(case: str, every: bool, tmp_path: Path) -> None:
-    theirs_of(case).save_pretrained(tmp_path)
+    build_hf_case(case).save_pretrained(tmp_path)
     if case in HF_IMAGES:
         write_pixels(tmp_path)
     file = tmp_path / "config.json"

@@ -197,7 +197,7 @@ def before(frames: np.ndarray, samples: np.ndarray) -> None:
     samples["offset"][0] = 5
 
 
-def odd(frames: np.ndarray, samples: np.ndarray) -> None:
+def shift_offset(frames: np.ndarray, samples: np.ndarray) -> None:
     samples["offset"][3] += 1
 
 
@@ -232,18 +232,18 @@ def renamed(frames: np.ndarray, samples: np.ndarray) -> None:
     samples["key"][3] = b"../../"
 
 
-def other_bytes(frames: np.ndarray, samples: np.ndarray) -> None:
+def move_text_byte(frames: np.ndarray, samples: np.ndarray) -> None:
     samples["text_bytes"][3] += 1
     samples["text_bytes"][4] -= 1
 
 
-@pytest.mark.parametrize("change", [outside, absurd, too_small, emptied, fewer, before, odd])
+@pytest.mark.parametrize("change", [outside, absurd, too_small, emptied, fewer, before, shift_offset])
 def test_an_index_that_cannot_be_true_is_named_at_opening(folder: Path, change: Change) -> None:
     edit_index(folder, change)
     assert_refused(lambda: Corpus.open(folder), INDEX)
 
 
-@pytest.mark.parametrize("change", [shifted, longer, uneven, regrouped, renamed, other_bytes])
+@pytest.mark.parametrize("change", [shifted, longer, uneven, regrouped, renamed, move_text_byte])
 def test_an_index_that_disagrees_with_its_shard_is_named(folder: Path, change: Change) -> None:
     edit_index(folder, change)
     assert_refused(lambda: check_corpus(folder), SHARD)

@@ -129,7 +129,7 @@ def test_who_dies_while_writing_leaves_it_to_the_next(
     assert [path.suffix for path in files(cache)] == [""]
 
 
-def cut(path: Path, other: bytes) -> None:
+def truncate(path: Path, other: bytes) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -157,7 +157,7 @@ def link(path: Path, other: bytes) -> None:
     path.symlink_to("target")
 
 
-@pytest.mark.parametrize("lie", [cut, flip, empty, swap, fifo, link])
+@pytest.mark.parametrize("lie", [truncate, flip, empty, swap, fifo, link])
 def test_a_file_that_lies_is_written_again(
     lie: Callable[[Path, bytes], None],
     folder: Path,

@@ -33,7 +33,7 @@ from tests.support.packed_corpora import SHARD, assert_refused, have_same_docume
 from tests.support.workers import PRELOAD
 
 
-def kept(cache: ShardCacheConfig) -> int:
+def count_cached_bytes(cache: ShardCacheConfig) -> int:
     return sum(path.stat().st_size for path in cache.folder.glob("*/[!.]*") if path.is_file())
 
 
@@ -91,7 +91,7 @@ def test_reads_a_corpus_over_s3(bucket: str, folder: Path, cache: ShardCacheConf
         Corpus.open("s3://bucket/elsewhere", cache)
 
 
-class Gcs(http.server.BaseHTTPRequestHandler):
+class GcsHandler(http.server.BaseHTTPRequestHandler):
     """As much of Google's JSON API as reading objects takes: what an object is, a part of it, which there are."""
 
     folder: Path
@@ -133,7 +133,7 @@ def test_reads_a_corpus_over_gcs(
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     plain = importlib.import_module("gcsfs.core").GCSFileSystem
     monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "gs", plain)
-    handler = type("Handler", (Gcs,), {"folder": folder})
+    handler = type("Handler", (GcsHandler,), {"folder": folder})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         where = {"token": "anon", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
@@ -167,7 +167,7 @@ def test_the_cache_is_bounded_and_what_went_comes_again(
     remote = Corpus.open(memory, bounded)
     assert have_same_documents(remote, local)
     assert have_same_documents(remote, local)
-    assert kept(cache) <= limit
+    assert count_cached_bytes(cache) <= limit
     shards = [name for name in fetched if name.endswith(".tar.zst")]
     assert len(shards) >= 2 * len(sizes)
     with pytest.raises(UsageError, match=r"more than data\.cache_bytes = 100: raise it"):

@@ -30,7 +30,7 @@ PAD = 0
 Row = dict[str, np.ndarray]
 
 
-class Whole:
+class WholeChunkObjective:
     """A chunk of n ≥ 1 tokens becomes them and one to three zeros, as the planning key says; its "marks" tell epoch,
     sample and chunk at each place. With two sides, the first has the tokens and the second twice as many marks."""
 
@@ -100,7 +100,7 @@ blocks_of_documents = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size
 def test_every_chunk_is_whole_and_comes_once_an_epoch(
     memory_corpus: Any, blocks: Any, most: int, slack: int, seed: int, epoch: int, shuffle: bool, two: bool
 ) -> None:
-    corpus, objective = memory_corpus(blocks), Whole(most, two)
+    corpus, objective = memory_corpus(blocks), WholeChunkObjective(most, two)
     lengths = (most + 3 + slack, 2 * most + slack)
     options = {"sequence_length": lengths[0], "target_length": lengths[1], "seed": seed, "shuffle": shuffle}
     expected: Counter[tuple[int, ...]] = Counter()
@@ -149,7 +149,7 @@ def test_best_fit_is_johnsons(lengths: list[int], capacity: int) -> None:
 
 
 def test_rows_hold_what_was_planned_in_stored_order(memory_corpus: Any) -> None:
-    documents, objective = memory_corpus([[30, 5, 17, 8, 40, 3, 0, 11]]).documents, Whole(20)
+    documents, objective = memory_corpus([[30, 5, 17, 8, 40, 3, 0, 11]]).documents, WholeChunkObjective(20)
     chunks = split_documents(np.array([len(d) for d in documents]), objective, 0, 3).without_empty()
     planned = best_fit_decreasing(chunks.lengths, (48,))
     packed = pack_in_memory(documents, PackingConfig(objective, (48,), 3))
@@ -191,7 +191,7 @@ def test_rows_fill_whatever_the_lengths_of_rows_and_documents(
     lengths = np.maximum(1, draw.lognormal(np.log(mean), 0.7, 110 * max(length, 512) // mean)).astype(int)
     owner = np.cumsum(lengths) // 512
     blocks = [part.tolist() for part in np.split(lengths, np.flatnonzero(np.diff(owner)) + 1)]
-    corpus, objective = memory_corpus(blocks), Whole(length - 3)
+    corpus, objective = memory_corpus(blocks), WholeChunkObjective(length - 3)
     assert PackedDataset(corpus, causal_type(), sequence_length=length, seed=0).padding_fraction <= 0.01
     rows = PackedDataset(corpus, objective, sequence_length=length, seed=0)
     together = split_documents(corpus.lengths(), objective, 0, 0).without_empty().lengths
@@ -202,7 +202,7 @@ def test_rows_fill_whatever_the_lengths_of_rows_and_documents(
 
 
 def test_rows_are_the_same_in_all_epochs_and_their_content_is_not(memory_corpus: Any) -> None:
-    rows = PackedDataset(memory_corpus([[30, 5, 17], [8, 40, 3]]), Whole(20), sequence_length=24, seed=3)
+    rows = PackedDataset(memory_corpus([[30, 5, 17], [8, 40, 3]]), WholeChunkObjective(20), sequence_length=24, seed=3)
     plans, marks = [], []
     for epoch in range(4):
         read = rows_of(rows, epoch)
@@ -219,11 +219,15 @@ def joined(step: list[Row]) -> Row:
 
 
 def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) -> None:
-    rows = PackedDataset(corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8)
+    rows = PackedDataset(
+        corpus, WholeChunkObjective(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8
+    )
     steps = len(rows) // 8 + 3
 
     def read(position: int = 0, **options: Any) -> list[Row]:
-        fresh = PackedDataset(corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8)
+        fresh = PackedDataset(
+            corpus, WholeChunkObjective(50, two=True), sequence_length=64, target_length=110, seed=3, streams=8
+        )
         with DataLoader(fresh, global_batch=8, position=position, **options) as loader:
             return [joined(next(loader)) for _ in range(steps - position // 8)]
 
@@ -241,7 +245,9 @@ def test_no_rank_micro_batch_or_resume_changes_a_row_or_its_key(corpus: Corpus) 
 
 
 def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
-    rows = PackedDataset(corpus, Whole(50, two=True), sequence_length=64, target_length=110, seed=3, pad_id=9)
+    rows = PackedDataset(
+        corpus, WholeChunkObjective(50, two=True), sequence_length=64, target_length=110, seed=3, pad_id=9
+    )
     padding = rows.make_padding_row()
     assert padding.keys() == rows.read_row(0).keys()
     expected = {
@@ -258,7 +264,7 @@ def test_rows_of_padding_have_both_sides(corpus: Corpus) -> None:
 
 def test_a_row_as_one_document(memory_corpus: Any) -> None:
     corpus = memory_corpus([[5, 6, 7]])
-    rows = PackedDataset(corpus, Whole(20), sequence_length=40, seed=0, attend_across_documents=True)
+    rows = PackedDataset(corpus, WholeChunkObjective(20), sequence_length=40, seed=0, attend_across_documents=True)
     row = rows.read_row(0)
     n = int((row["documents"] == 0).sum())
     assert row["documents"].tolist() == [0] * n + [PAD_DOCUMENT_ID] * (40 - n)
@@ -268,7 +274,7 @@ def test_a_row_as_one_document(memory_corpus: Any) -> None:
 def test_partners_are_the_other_documents_of_the_group(memory_corpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     partners: dict[tuple[int, int], list[list[int]]] = {}
 
-    class Looking(Whole):
+    class Looking(WholeChunkObjective):
         def build_example(self, chunk: DocumentChunk, key: ChunkKey) -> Row:
             read = [chunk.other_documents.tokens(i).tolist() for i in range(len(chunk.other_documents.lengths))]
             assert [len(one) for one in read] == chunk.other_documents.lengths.tolist()
@@ -290,13 +296,13 @@ def test_an_objective_that_says_too_much_is_named(memory_corpus: Any) -> None:
     with pytest.raises(
         MegatfmError, match=r"of lengths \[2\d\] of 20 tokens, for rows of \[20\]: its max_tokens = 20 is"
     ):
-        PackedDataset(memory_corpus([[30]]), Whole(20), sequence_length=20, seed=0)
+        PackedDataset(memory_corpus([[30]]), WholeChunkObjective(20), sequence_length=20, seed=0)
 
 
 def test_the_plan_is_the_same_however_many_documents_are_planned_at_once(
     corpus: Corpus, causal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for objective in (causal, Whole(50)):
+    for objective in (causal, WholeChunkObjective(50)):
         plans = set()
         for at_once in (1, 7, 2**18):
             monkeypatch.setattr("megatfm.data.packing_plan.SAMPLES_AT_ONCE", at_once)

@@ -38,12 +38,12 @@ def threaded_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             actual, expected = multiprocessing.Pipe()
             threading.Thread(target=worker_loop, args=(expected, pickle.dumps(self._own_rows)), daemon=True).start()
             self._pipes.append(actual)
-            self._processes.append(Stub())
+            self._processes.append(FakeProcess())
 
     monkeypatch.setattr(RowWorkers, "_start", start)
 
 
-class Stub:
+class FakeProcess:
     """The part of a process that a loader uses when it closes."""
 
     pid = exitcode = 0
@@ -176,7 +176,7 @@ def test_a_worker_that_hangs_is_killed_when_the_loader_closes(tmp_path: Path, mo
 def test_an_exit_code_that_is_told_late_is_waited_for() -> None:
     """As where another thread asks the system for it at the same time."""
 
-    class Late(Stub):
+    class Late(FakeProcess):
         left = 3
 
         @property

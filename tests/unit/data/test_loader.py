@@ -226,7 +226,7 @@ def test_a_block_goes_when_its_last_row_was_taken_by_whichever_thread(rows: Pack
     assert len(rows._cache) == 0
 
 
-class Told:
+class ThreadReaders:
     """Readers that are threads of this process."""
 
     def __init__(self, rank: int, count: int, meet: threading.Barrier, table: list[Any]) -> None:
@@ -246,7 +246,7 @@ def read_together(rows: PackedDataset, count: int, n: int, **options: Any) -> li
 
     def read(rank: int) -> Any:
         try:
-            return steps(rows, n, readers=Told(rank, count, meet, table), **options)
+            return steps(rows, n, readers=ThreadReaders(rank, count, meet, table), **options)
         except ZeroDivisionError as error:
             return error
 

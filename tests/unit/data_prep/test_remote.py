@@ -69,19 +69,19 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def of(folder: str, out: str, scratch: Path, **more: Any) -> PrepConfig:
+def make_config(folder: str, out: str, scratch: Path, **more: Any) -> PrepConfig:
     values = {
         "out": out, "read": {"folder": folder, "exclude": ["tests"]}, "scratch": str(scratch), **SETTINGS,
     }  # fmt: skip
     return PrepConfig.model_validate({**values, **more})
 
 
-def there(fs: Any, place: str) -> dict[str, bytes]:
+def read_remote_files(fs: Any, place: str) -> dict[str, bytes]:
     fs.invalidate_cache()
     return {path.removeprefix(f"{place}/"): fs.cat(path) for path in fs.find(place)}
 
 
-def here(folder: Path) -> dict[str, bytes]:
+def read_local_files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -98,22 +98,24 @@ def without_place(files: dict[str, bytes]) -> dict[str, Any]:
 
 def test_from_a_bucket_to_a_bucket_is_what_folders_give(s3: Any, small: Path, tmp_path: Path) -> None:
     s3.put(str(small), "prep-bucket/in", recursive=True)
-    local = data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
+    local = data_prep.run(make_config(str(small), str(tmp_path / "out"), tmp_path))
     url, scratch = "s3://prep-bucket/corpora/mine", tmp_path / "scratch"
-    summary = data_prep.run(of("s3://prep-bucket/in", url, scratch))
+    summary = data_prep.run(make_config("s3://prep-bucket/in", url, scratch))
     assert summary.out == url
     assert not any(scratch.iterdir()), "nothing is left here"
-    assert without_place(there(s3, "prep-bucket/corpora/mine")) == without_place(here(tmp_path / "out"))
+    assert without_place(read_remote_files(s3, "prep-bucket/corpora/mine")) == without_place(
+        read_local_files(tmp_path / "out")
+    )
     assert Corpus.open(f"{url}/train").fingerprint == local.result["train"]["fingerprint"]
-    assert data_prep.run(of("s3://prep-bucket/in", url, scratch)).already_done
+    assert data_prep.run(make_config("s3://prep-bucket/in", url, scratch)).already_done
     with pytest.raises(
         UsageError, match=r"s3://prep-bucket/corpora/mine: was prepared with another config \(split.seed"
     ):
-        data_prep.run(of("s3://prep-bucket/in", url, scratch, split={"validation": 0.1, "seed": 1}))
+        data_prep.run(make_config("s3://prep-bucket/in", url, scratch, split={"validation": 0.1, "seed": 1}))
     s3.pipe("prep-bucket/corpora/mine/notes.txt", b"mine")
-    again = data_prep.run(of("s3://prep-bucket/in", url, scratch, overwrite=True))
+    again = data_prep.run(make_config("s3://prep-bucket/in", url, scratch, overwrite=True))
     assert again.result == summary.result
-    assert there(s3, "prep-bucket/corpora/mine")["notes.txt"] == b"mine", "what no prep made stays"
+    assert read_remote_files(s3, "prep-bucket/corpora/mine")["notes.txt"] == b"mine", "what no prep made stays"
 
 
 class KilledError(BaseException):
@@ -137,7 +139,7 @@ def test_a_kill_at_any_upload_loses_nothing(small: Path, tmp_path: Path, monkeyp
         return actual
 
     monkeypatch.setattr(RemoteFolder, "upload", falling)
-    config = of(str(small), "memory://bucket/out", tmp_path / "scratch")
+    config = make_config(str(small), "memory://bucket/out", tmp_path / "scratch")
     fs = fsspec.filesystem("memory")
     for _ in range(50):
         try:
@@ -148,11 +150,11 @@ def test_a_kill_at_any_upload_loses_nothing(small: Path, tmp_path: Path, monkeyp
     assert len(killed) == 2 * len(set(sent)) > 20
     assert max(map(sent.count, sent)) == 2, "what was noted is not sent again"
     monkeypatch.setattr(RemoteFolder, "upload", put)
-    local = data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
+    local = data_prep.run(make_config(str(small), str(tmp_path / "out"), tmp_path))
     assert {name: summary.result[name] for name in ("train", "validation")} == {
         name: local.result[name] for name in ("train", "validation")
     }
-    assert without_place(there(fs, "/bucket/out")) == without_place(here(tmp_path / "out"))
+    assert without_place(read_remote_files(fs, "/bucket/out")) == without_place(read_local_files(tmp_path / "out"))
     fs.rm("/bucket", recursive=True)
 
 
@@ -163,7 +165,7 @@ def test_several_machines_share_the_work_by_a_folder_that_all_see(
     names = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: getattr(names, "host", "node-9"))
     errors = list[BaseException]()
-    config = of(str(small), "memory://bucket/out", tmp_path / "scratch", task_bytes=2**10)
+    config = make_config(str(small), "memory://bucket/out", tmp_path / "scratch", task_bytes=2**10)
 
     def task(number: int) -> None:
         names.host = f"node-{number}"
@@ -179,9 +181,9 @@ def test_several_machines_share_the_work_by_a_folder_that_all_see(
         thread.join(60)
     assert not errors
     fs = fsspec.filesystem("memory")
-    result = there(fs, "/bucket/out")
-    data_prep.run(of(str(small), str(tmp_path / "out"), tmp_path))
-    assert without_place(result) == without_place(here(tmp_path / "out"))
+    result = read_remote_files(fs, "/bucket/out")
+    data_prep.run(make_config(str(small), str(tmp_path / "out"), tmp_path))
+    assert without_place(result) == without_place(read_local_files(tmp_path / "out"))
     fs.rm("/bucket", recursive=True)
 
 
@@ -194,11 +196,11 @@ def test_another_machine_goes_on_only_where_it_sees_the_work(
     with monkeypatch.context() as patch:
         patch.setattr("megatfm.data_prep.execution.workspace.Workspace.finish", stop)
         with pytest.raises(KilledError):
-            data_prep.run(of(str(small), "memory://bucket/out", tmp_path / "scratch"))
+            data_prep.run(make_config(str(small), "memory://bucket/out", tmp_path / "scratch"))
     monkeypatch.setattr("socket.gethostname", lambda: "node-2")
     with pytest.raises(UsageError, match=r"a prep began here on .*scratch is a folder that all of them see"):
-        data_prep.run(of(str(small), "memory://bucket/out", tmp_path / "elsewhere"))
-    assert not data_prep.run(of(str(small), "memory://bucket/out", tmp_path / "scratch")).already_done
+        data_prep.run(make_config(str(small), "memory://bucket/out", tmp_path / "elsewhere"))
+    assert not data_prep.run(make_config(str(small), "memory://bucket/out", tmp_path / "scratch")).already_done
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
@@ -291,9 +293,9 @@ def test_what_changes_while_it_is_read_and_what_cannot_be_written_is_said(
         place.download(file, tmp_path / "a.txt")
     assert not list(tmp_path.glob(".a.txt*"))
     with pytest.raises(ValueError, match="nothing can be written over HTTP: choose a folder"):
-        of(str(small), "https://example.org/out", tmp_path)
+        make_config(str(small), "https://example.org/out", tmp_path)
     with pytest.raises(UsageError, match=r"memory://box: holds 'a.txt', which no prep made"):
-        data_prep.run(of(str(small), "memory://box", tmp_path / "scratch"))
+        data_prep.run(make_config(str(small), "memory://box", tmp_path / "scratch"))
 
     def refuse(*_: Any, **more: Any) -> None:
         raise NotImplementedError

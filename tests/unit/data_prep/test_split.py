@@ -168,7 +168,7 @@ def png(number: int) -> bytes:
     return out.getvalue()
 
 
-def lay(root: Path, beside: Any, names: tuple[str, ...] = CLASSES) -> None:
+def write_image_folders(root: Path, beside: Any, names: tuple[str, ...] = CLASSES) -> None:
     """Twelve images whose pixels are their numbers; `beside(number, name)` gives path and contents of files."""
     for number in range(12):
         for path, data in beside(number, names[number % len(names)]).items():
@@ -192,7 +192,7 @@ def labels_of(tmp_path: Path, **labels: Any) -> tuple[dict[int, int], list[str]]
 
 
 def test_folders_are_classes_in_alphabetical_order(tmp_path: Path) -> None:
-    lay(tmp_path / "in", lambda n, name: {f"all/{name}/{n}.png": png(n)})
+    write_image_folders(tmp_path / "in", lambda n, name: {f"all/{name}/{n}.png": png(n)})
     actual, classes = labels_of(tmp_path, by="folder")
     assert classes == ["10 Euro", "birne", "Äpfel", "猫"]
     assert {n: classes[label] for n, label in actual.items()} == {n: CLASSES[n % 4] for n in range(12)}
@@ -200,13 +200,13 @@ def test_folders_are_classes_in_alphabetical_order(tmp_path: Path) -> None:
 
 def test_folders_of_numbers_are_these_numbers(tmp_path: Path) -> None:
     names = ("10", "2", "0", "07")
-    lay(tmp_path / "in", lambda n, name: {f"{name}/{n}.png": png(n)}, names)
+    write_image_folders(tmp_path / "in", lambda n, name: {f"{name}/{n}.png": png(n)}, names)
     assert labels_of(tmp_path, by="folder") == ({n: int(names[n % 4]) for n in range(12)}, [])
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl"])
 def test_tables_give_labels_by_path_name_or_stem(tmp_path: Path, kind: str) -> None:
-    lay(tmp_path / "in", lambda n, name: {f"x/{n}.png": png(n)})
+    write_image_folders(tmp_path / "in", lambda n, name: {f"x/{n}.png": png(n)})
     rows = [((f"x/{n}.png", f"{n}.png", f"{n}")[n % 3], CLASSES[n % 4]) for n in range(12)]
     if kind == "jsonl":
         text = "".join(json.dumps({"image": file, "class": label}) + "\n" for file, label in rows)
@@ -229,7 +229,7 @@ def test_fields_beside_images_give_labels(tmp_path: Path, by: str) -> None:
         data = json.dumps({"of": {"kind": name}}).encode() if by == "json" else f" {name}\n".encode()
         return {f"{n}.png": png(n), f"{n}.{by}": data, f"{n}.cls": b"99"}
 
-    lay(tmp_path / "in", beside)
+    write_image_folders(tmp_path / "in", beside)
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
     actual, _ = labels_of(tmp_path, by=by, key="of.kind", classes=str(tmp_path / "classes.txt"))
     assert actual == {n: n % 4 for n in range(12)}
@@ -237,13 +237,13 @@ def test_fields_beside_images_give_labels(tmp_path: Path, by: str) -> None:
 
 def test_images_of_one_folder_lie_apart(tmp_path: Path) -> None:
     """A shard in the folders' order would hold one class a block."""
-    lay(tmp_path / "in", lambda n, name: {f"{n // 3}/{n}.png": png(n)})
+    write_image_folders(tmp_path / "in", lambda n, name: {f"{n // 3}/{n}.png": png(n)})
     labels = labels_of(tmp_path, by="folder")[0]
     assert sum(a == b for a, b in zip(list(labels.values()), list(labels.values())[1:], strict=False)) < 6
 
 
 def test_what_gives_no_label_is_named(tmp_path: Path) -> None:
-    lay(tmp_path / "in", lambda n, name: {f"{n}.png": png(n)})
+    write_image_folders(tmp_path / "in", lambda n, name: {f"{n}.png": png(n)})
     with pytest.raises(UsageError, match="no image lies in a folder of a class"):
         labels_of(tmp_path, by="folder")
     (tmp_path / "labels.csv").write_text("file,label\n" + "".join(f"{n}.png,a\n" for n in range(11)))
@@ -260,7 +260,7 @@ def test_what_gives_no_label_is_named(tmp_path: Path) -> None:
 
 
 def test_each_class_gets_a_corpus_for_a_mixture(tmp_path: Path) -> None:
-    lay(tmp_path / "in", lambda n, name: {f"{name}/{n}.png": png(n)})
+    write_image_folders(tmp_path / "in", lambda n, name: {f"{name}/{n}.png": png(n)})
     split = {"validation": 0.0, "partition_by": "class", "partition_values": ["猫", "birne", "10 Euro"]}
     read = {"folder": str(tmp_path / "in"), "format": "images", "labels": {"by": "folder"}}
     data_prep.run(PrepConfig.model_validate({"out": str(tmp_path / "out"), "read": read, "split": split}))

@@ -75,7 +75,7 @@ def test_every_optimizer_reckons_with_torch_s_memory(workers: Workers, name: str
     workers.run(trains_in_torchs_memory, 2, ParallelConfig(dp_shard=2), OPTIMIZERS[name])
 
 
-def goes_on_from_anywhere(path: Path, optimizer: OptimizerSection) -> None:
+def check_misaligned_state(path: Path, optimizer: OptimizerSection) -> None:
     """State that lies anywhere, and by columns, is taken over as what a checkpoint filled in place."""
     engine, other = (build_engine(UNTIED_MODEL, ParallelConfig(), optimizer) for _ in range(2))
     for taken in (engine, other):
@@ -103,7 +103,7 @@ def moved(part: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_is_taken_from_any_memory(workers: Workers, tmp_path: Path, name: str) -> None:
     ((path, _),) = workers.run(train_and_save, 1, tmp_path / "a", ParallelConfig(), OPTIMIZERS[name])
-    workers.run(goes_on_from_anywhere, 1, path, OPTIMIZERS[name])
+    workers.run(check_misaligned_state, 1, path, OPTIMIZERS[name])
 
 
 WIDE = SoapConfig(lr=1e-2, precondition_frequency=1, max_precond_dim=64)
@@ -120,14 +120,14 @@ def test_soap_goes_on_to_the_bit_when_its_bases_turn_each_step(workers: Workers,
             assert torch.equal(tensor, actual[key]), key
 
 
-def initial_weights_lie_right(parallel: ParallelConfig) -> None:
+def check_initial_alignment(parallel: ParallelConfig) -> None:
     engine = build_engine(ODD, parallel, OPTIMIZERS["adamw"])
     assert wrong(engine.local) == []
     assert wrong(dict(engine.model.named_buffers())) == []
 
 
 def test_drawn_weights_and_buffers_lie_in_torchs_memory(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers.run(initial_weights_lie_right, 1, ParallelConfig())
+    workers.run(check_initial_alignment, 1, ParallelConfig())
     name = "megatfm.layers.initialisation.draw"
     monkeypatch.setattr(name, lambda *args, **kwargs: misalign(draw(*args, **kwargs)))
     from megatfm.layers.initialisation import initialise

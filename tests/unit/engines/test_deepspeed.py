@@ -195,17 +195,17 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def there(path: Path) -> set[Path]:
+def list_offload_folders(path: Path) -> set[Path]:
     return set(path.glob(".megatfm-offload-*/*-*/"))
 
 
 def test_each_engine_has_a_folder_and_removes_it(tmp_path: Path) -> None:
     (tmp_path / "somebody's").mkdir()
     first, second = OffloadDirectory(tmp_path), OffloadDirectory(tmp_path)
-    assert there(tmp_path) == {first.path, second.path}
+    assert list_offload_folders(tmp_path) == {first.path, second.path}
     (first.path / "rank0").mkdir()
     first.remove()
-    assert there(tmp_path) == {second.path}
+    assert list_offload_folders(tmp_path) == {second.path}
     second.remove()
     assert (tmp_path / "somebody's").exists()
 
@@ -214,9 +214,9 @@ def test_what_a_killed_process_has_left_is_removed_and_what_lives_is_not(tmp_pat
     folder = OffloadDirectory(tmp_path)
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert len(there(tmp_path)) == 2
+    assert len(list_offload_folders(tmp_path)) == 2
     another = OffloadDirectory(tmp_path)
-    assert there(tmp_path) == {folder.path, another.path}
+    assert list_offload_folders(tmp_path) == {folder.path, another.path}
     folder.remove()
     another.remove()
 

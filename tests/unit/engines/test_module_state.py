@@ -208,7 +208,7 @@ def names_of() -> list[str]:
     )
 
 
-class Idle(nn.Module):
+class UnusedModule(nn.Module):
     """A counting module that no pass reached: it has observed nothing."""
 
     observed: Mapping[str, Tensor] = {}
@@ -220,7 +220,7 @@ class Idle(nn.Module):
         raise AssertionError(observed)
 
 
-class Told(Idle):
+class UsedModule(UnusedModule):
     def __init__(self) -> None:
         super().__init__()
         self.observed = {"load": torch.ones(2)}
@@ -235,7 +235,7 @@ class Told(Idle):
 def modules_that_no_pass_reached() -> dict[str, Any]:
     mesh = build_mesh(ParallelConfig(dp_shard=2), 2, "cpu")
     actual = {}
-    for name, parts in (("idle", [Idle()]), ("both", [Idle(), Told(), Idle()])):
+    for name, parts in (("idle", [UnusedModule()]), ("both", [UnusedModule(), UsedModule(), UnusedModule()])):
         state = ModuleState(nn.Sequential(*parts), ModelLayout({}, ""), mesh)
         state.update()
         actual[name] = state.statistics()

@@ -170,7 +170,7 @@ def test_evaluating_and_saving_leave_no_trace(workers: Workers) -> None:
         assert all(torch.equal(tensor, never[name]) for name, tensor in often.items())
 
 
-class Rows(torch.optim.Optimizer):
+class RowOptimizer(torch.optim.Optimizer):
     """Looks at whole rows, and says that it doesn't."""
 
     def __init__(self, params: Any) -> None:
@@ -184,25 +184,25 @@ class Rows(torch.optim.Optimizer):
 
 def test_an_optimizer_that_is_not_elementwise_is_found_out() -> None:
     weight = torch.ones(3, 2)
-    optimizer = ElementwiseOptimizer(OptimizerGroup(["w"], "elementwise", Rows), {"w": weight})
+    optimizer = ElementwiseOptimizer(OptimizerGroup(["w"], "elementwise", RowOptimizer), {"w": weight})
     optimizer.step({"w": weight.clone()}, 0.1)
     with pytest.raises(MegatfmError, match=r"state rows of w is \[3\], its block \[3, 2\].*granularity='whole_tensor'"):
         optimizer.state()
     with pytest.raises(ValueError, match="must be 'elementwise'"):
-        OptimizerGroup(["w"], "whole_tensor", Rows, averaged=lambda block, state, options: block)
+        OptimizerGroup(["w"], "whole_tensor", RowOptimizer, averaged=lambda block, state, options: block)
 
 
 def test_names_that_share_options_share_torch_s_group() -> None:
     group = OptimizerGroup(
         ["a", "b", "c"],
         "elementwise",
-        Rows,
+        RowOptimizer,
         options={"a": {"weight_decay": 0.0}, "b": {"weight_decay": 0.0}, "c": {"weight_decay": 0.1}},
         lr_ratios={"b": 0.5},
     )
     tensors = {name: torch.zeros(1) for name in "abc"}
     groups = group.parameter_groups({**tensors, "d": torch.zeros(1)})
     assert [names for names, _ in groups] == [["a"], ["b"], ["c"], ["d"]]
-    same = OptimizerGroup(list("abc"), "elementwise", Rows).parameter_groups(tensors)
+    same = OptimizerGroup(list("abc"), "elementwise", RowOptimizer).parameter_groups(tensors)
     assert [names for names, _ in same] == [["a", "b", "c"]]
     assert same[0][1]["lr_ratio"] == 1.0

@@ -317,7 +317,7 @@ def test_a_budget_recomputes_no_more_blocks_than_it_must() -> None:
         assert saved_bytes == full + blocks_kept * block + (tables if blocks_kept else 0)
 
 
-class Wide(nn.Module):
+class WideModule(nn.Module):
     """Keeps thirty times as much as `Small` of the same inputs."""
 
     def __init__(self, width: int) -> None:
@@ -331,7 +331,7 @@ class Wide(nn.Module):
 def test_blocks_of_one_input_that_differ_are_measured_each() -> None:
     for order in ((64, 2048), (2048, 64)):
         torch.manual_seed(0)
-        stage = nn.Sequential(*map(Wide, order), *map(Wide, order)).train()
+        stage = nn.Sequential(*map(WideModule, order), *map(WideModule, order)).train()
         activation_checkpointing.recompute(stage, list(stage), "500 kB")
         x = torch.randn(32, 32, requires_grad=True)
         stage(x)  # measures

@@ -97,7 +97,7 @@ def test_the_rule_is_torch_s() -> None:
     assert loss_scale.value == 1.0
 
 
-def near_one_device(parallel: ParallelConfig) -> float:
+def compute_worst_error(parallel: ParallelConfig) -> float:
     """The worst error of a gradient in float16, relative to its norm (or a thousandth of all gradients')."""
     engine, reference = (
         build_engine(UNTIED_MODEL, parallel, ADAMW, precision="fp16"),
@@ -134,7 +134,7 @@ def check(layouts: list[ParallelConfig]) -> list[float]:
     for parallel in layouts:
         overflow_on_one_rank(parallel)
         skipped_by_decision(parallel)
-    return [near_one_device(parallel) for parallel in layouts]
+    return [compute_worst_error(parallel) for parallel in layouts]
 
 
 def test_overflows_are_agreed_and_gradients_unscaled_before_clipping(workers: Workers) -> None:

@@ -176,7 +176,7 @@ def reference(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def there_and_back() -> list[str]:
+def check_round_trip() -> list[str]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cuts, before, gradients = boxes(ranks), reference(1), reference(2)
     local = {name: cut(tensor, cuts[name][rank]) for name, tensor in before.items()}
@@ -202,7 +202,7 @@ def there_and_back() -> list[str]:
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_gather_and_scatter(workers: Workers, ranks: int) -> None:
-    owned = workers.run(there_and_back, ranks)
+    owned = workers.run(check_round_trip, ranks)
     assert sorted(name for names in owned for name in names) == sorted(SHAPES)  # one owner each
 
 

@@ -61,7 +61,7 @@ def prompts_of(model: str, seed: int = 0) -> Prompts:
     return Prompts(rows(seed))
 
 
-def theirs_of(both: Pair, model: str, seed: int = 0, **options: object) -> Tensor:
+def generate_by_transformers(both: Pair, model: str, seed: int = 0, **options: object) -> Tensor:
     """The new tokens [B, n] of their `generate`, on rows padded as they want it."""
     longest, padded = max(LENGTHS), []
     for row in rows(seed):
@@ -85,7 +85,7 @@ def until_stop(tokens: list[int]) -> list[int]:
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy(model: str, seed: int) -> None:
     both = pair_of(model, seed)
-    expected = [until_stop(row) for row in theirs_of(both, model, seed).tolist()]
+    expected = [until_stop(row) for row in generate_by_transformers(both, model, seed).tolist()]
     for cache in (True, False):
         result = generate(both.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache).tolist()
         start = 1 if model == "t5" else max(LENGTHS)
@@ -98,7 +98,9 @@ def test_greedy(model: str, seed: int) -> None:
 def test_beams(model: str, beams: int, alpha: float) -> None:
     seed = 11
     both, actual = pair_of(model, seed), []
-    expected = theirs_of(both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never").tolist()
+    expected = generate_by_transformers(
+        both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never"
+    ).tolist()
     for cache in (True, False):
         actual = beam_search(
             both.model, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,

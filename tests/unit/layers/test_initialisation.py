@@ -88,21 +88,21 @@ GOLDEN_ROWS = [
 ]
 
 
-def whole(shape: tuple[int, ...], seed: int = 7, name: str = NAME, std: float = 0.02) -> torch.Tensor:
+def draw_full_tensor(shape: tuple[int, ...], seed: int = 7, name: str = NAME, std: float = 0.02) -> torch.Tensor:
     return draw(Normal(std), seed, name, shape, (0,) * len(shape), shape)
 
 
 def test_draws_keep_their_golden_values() -> None:
     """A change of these changes every run from its seed: a newer NumPy may do it, and must not do it unseen."""
     assert ROW_BLOCK == 128
-    drawn = whole((300, 4))
+    drawn = draw_full_tensor((300, 4))
     assert drawn.dtype == torch.float32
     np.testing.assert_array_equal(drawn[[0, 127, 128, 299]].numpy(), np.array(GOLDEN_ROWS, np.float32))
 
 
 @pytest.mark.parametrize("shape", [(300, 5), (128, 3), (129, 3), (1, 4), (260,), (200, 3, 2)])
 def test_a_box_is_a_slice_of_the_whole(shape: tuple[int, ...]) -> None:
-    full = whole(shape)
+    full = draw_full_tensor(shape)
     rows = shape[0]
     starts = sorted({0, min(1, rows - 1), rows // 2, min(127, rows - 1), min(128, rows - 1), rows - 1})
     for start in starts:
@@ -158,19 +158,23 @@ def test_one_expert_takes_the_memory_of_few(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_more_rows_leave_the_others_as_they_are() -> None:
     """A larger vocabulary starts from the same rows."""
-    assert torch.equal(whole((300, 4))[:200], whole((200, 4)))
+    assert torch.equal(draw_full_tensor((300, 4))[:200], draw_full_tensor((200, 4)))
 
 
 def test_seed_and_name_decide() -> None:
-    drawn = [whole((4, 4)), whole((4, 4), seed=8), whole((4, 4), name="layers.1.attn.wq.weight")]
+    drawn = [
+        draw_full_tensor((4, 4)),
+        draw_full_tensor((4, 4), seed=8),
+        draw_full_tensor((4, 4), name="layers.1.attn.wq.weight"),
+    ]
     assert not any(torch.equal(a, b) for a in drawn for b in drawn if a is not b)
-    blocks = whole((3 * ROW_BLOCK, 2)).split(ROW_BLOCK)
+    blocks = draw_full_tensor((3 * ROW_BLOCK, 2)).split(ROW_BLOCK)
     assert not any(torch.equal(a, b) for a in blocks for b in blocks if a is not b)
 
 
 @pytest.mark.parametrize("std", [1.0, 0.02, 1e-4])
 def test_draws_are_normal(std: float) -> None:
-    values = whole((1000, 100), std=std).double() / std
+    values = draw_full_tensor((1000, 100), std=std).double() / std
     n = values.numel()
     assert abs(float(values.mean())) < 5 / math.sqrt(n)
     assert abs(float(values.square().mean()) - 1) < 5 * math.sqrt(2 / n)

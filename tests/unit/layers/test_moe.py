@@ -89,7 +89,7 @@ LAYERS = {
 }
 
 
-def to_theirs(actual: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_hf_names(actual: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors, or gradients, by the names of transformers' layers."""
     named = {
         "gate.weight": tensors["router.weight"],
@@ -107,7 +107,7 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
     hf_layer, actual = hf_layer.to(dtype), build_moe(dtype, **options)
     if isinstance(hf_layer, modeling_deepseek_v3.DeepseekV3MoE):
         hf_layer.gate.e_score_correction_bias.copy_(actual.router.bias)
-    for name, tensor in to_theirs(actual, dict(actual.named_parameters())).items():
+    for name, tensor in to_hf_names(actual, dict(actual.named_parameters())).items():
         hf_layer.get_parameter(name).data.copy_(tensor.data)
     x, other = moe_inputs(dtype), moe_inputs(dtype)
     y, expected = actual(x, moe_sequence()).y, hf_layer(other)
@@ -115,7 +115,7 @@ def test_transformers_layers_have_the_same_outputs_and_gradients(layer: str, dty
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
     y.backward(direction)
     expected.backward(direction)
-    gradients = to_theirs(actual, {name: p.grad for name, p in actual.named_parameters()})
+    gradients = to_hf_names(actual, {name: p.grad for name, p in actual.named_parameters()})
     gradients["x"] = x.grad
     reference = {name: p.grad for name, p in hf_layer.named_parameters()} | {"x": other.grad}
     assert gradients.keys() == reference.keys()

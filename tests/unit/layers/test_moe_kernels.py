@@ -41,7 +41,7 @@ def test_what_a_kernel_leaves_beyond_the_last_expert_reaches_nothing(monkeypatch
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # sums go by expert, and by choice
 
 
-class Adds(TorchDispatchMode):
+class UnorderedAdds(TorchDispatchMode):
     """Notes what adds numbers to one place in an order that GPUs choose anew each time."""
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Adds(TorchDispatchMode):
 
 def test_on_a_gpu_sums_over_experts_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = build_moe(top_k=3), moe_inputs()
-    with Adds() as on_the_host:
+    with UnorderedAdds() as on_the_host:
         torch.autograd.grad(module(x, moe_sequence()).y.sum(), x)
     monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
-    with Adds() as on_a_gpu:
+    with UnorderedAdds() as on_a_gpu:
         torch.autograd.grad(module(x, moe_sequence()).y.sum(), x)
     assert on_the_host.found
     assert not on_a_gpu.found
@@ -158,7 +158,7 @@ def test_first_choices_take_room_before_second_ones() -> None:
     ]
 
 
-def taken_one_by_one(choices: Tensor, capacity: int, by_position: bool) -> list[list[list[bool]]]:
+def count_taken_choices(choices: Tensor, capacity: int, by_position: bool) -> list[list[list[bool]]]:
     """Choices that experts take, counted one by one; without a capacity all."""
     rows, tokens, k = choices.shape
     taken = [[[True] * k for _ in range(tokens)] for _ in range(rows)]
@@ -180,7 +180,7 @@ def test_room_is_taken_in_the_order_of_the_policy(by_position: bool) -> None:
         drawn = torch.rand(4, 23, E, generator=random).argsort(-1)[..., :top_k]
         choices = drawn.where(torch.rand(4, 23, 1, generator=random) < 0.9, E)
         actual = find_within_capacity(choices, E, capacity, by_position=by_position)
-        assert actual.tolist() == taken_one_by_one(choices, capacity, by_position), (top_k, capacity)
+        assert actual.tolist() == count_taken_choices(choices, capacity, by_position), (top_k, capacity)
 
 
 @pytest.mark.parametrize("router", ["top_k", "gshard"])

@@ -98,7 +98,7 @@ def packed(length: int) -> dict[str, Tensor]:
     return {"documents": documents[None], "positions": positions[None]}
 
 
-def whole(length: int) -> dict[str, Tensor]:
+def make_full_rows(length: int) -> dict[str, Tensor]:
     return {"positions": torch.arange(length)[None]}
 
 
@@ -108,7 +108,7 @@ def with_prefix(length: int) -> dict[str, Tensor]:
 
 
 ROWS: dict[str, Callable[[int], dict[str, Tensor]]] = {
-    "one document": whole, "packed": packed, "prefixes": with_prefix
+    "one document": make_full_rows, "packed": packed, "prefixes": with_prefix
 }  # fmt: skip
 
 
@@ -198,12 +198,12 @@ def test_every_part_is_tried() -> None:
     attention = {"gqa", "windowed", *(kind.get("attention", {}).get("name", "gqa") for kind in tried)}
     patterns = {"windows_2d"} | {kind.get("attention", {}).get("pattern", {}).get("name", "full") for kind in tried}
     positions = {"rope", "learned", *(kind.get("position", {}).get("name", "rope") for kind in tried)}
-    assert set(own_parts(ATTENTIONS)) <= attention
-    assert set(own_parts(PATTERNS)) <= patterns
+    assert set(list_own_parts(ATTENTIONS)) <= attention
+    assert set(list_own_parts(PATTERNS)) <= patterns
     of_images = {"learned_2d", "sinusoidal_2d", "rope_2d", "relative_2d", "log_relative_2d", "relative_axes"}
-    assert set(own_parts(POSITIONS)) <= positions | of_images
+    assert set(list_own_parts(POSITIONS)) <= positions | of_images
 
 
-def own_parts(registry: Any) -> list[str]:
+def list_own_parts(registry: Any) -> list[str]:
     """Parts of megatfm, without those that other tests register."""
     return [name for name in registry.names() if registry.get(name).__module__.startswith("megatfm.")]

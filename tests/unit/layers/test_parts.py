@@ -200,7 +200,7 @@ def keys(n: int = ROWS, seed: int = 0) -> Tensor:
     return torch.randint(0, 2**62, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-def near(observed: float, share: float, n: int) -> bool:
+def is_near_binomial_mean(observed: float, share: float, n: int) -> bool:
     """Within five standard deviations of a binomial's mean."""
     return abs(observed - share) <= 5 * math.sqrt(share * (1 - share) / n)
 
@@ -209,11 +209,11 @@ def near(observed: float, share: float, n: int) -> bool:
 def test_rate_and_scale(rate: float) -> None:
     dropped = Dropout(rate, "here")(torch.ones(ROWS, N_TOKENS, D, dtype=torch.float64), layout_of(keys()))
     n = dropped.numel()
-    assert near(float((dropped == 0).double().mean()), rate, n)
+    assert is_near_binomial_mean(float((dropped == 0).double().mean()), rate, n)
     (scale,) = dropped[dropped != 0].unique().tolist()
     assert scale == pytest.approx(1 / (1 - rate), rel=2e-5), "the rate is a multiple of 1/65,536"
-    assert near(float((dropped == 0)[:, 0].double().mean()), rate, n // N_TOKENS), "a token alone"
-    assert near(float((dropped == 0)[..., 1].double().mean()), rate, n // D), "a channel alone"
+    assert is_near_binomial_mean(float((dropped == 0)[:, 0].double().mean()), rate, n // N_TOKENS), "a token alone"
+    assert is_near_binomial_mean(float((dropped == 0)[..., 1].double().mean()), rate, n // D), "a channel alone"
 
 
 def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> None:
@@ -229,9 +229,9 @@ def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> No
         "another step": Dropout(0.3, "here")(x, layout_of(keys(seed=1))) == 0,
     }
     for what, other in remaining.items():
-        assert near(float((first & other).double().mean()), 0.09, first.numel()), what
+        assert is_near_binomial_mean(float((first & other).double().mean()), 0.09, first.numel()), what
     layers = [Dropout(0.3, "here")(x, sequence.at_layer(depth)) == 0 for depth in range(3)]
-    assert near(float((layers[1] & layers[2]).double().mean()), 0.09, first.numel())
+    assert is_near_binomial_mean(float((layers[1] & layers[2]).double().mean()), 0.09, first.numel())
 
 
 def test_a_row_is_dropped_alike_in_any_batch() -> None:
@@ -265,11 +265,11 @@ def test_drop_path_leaves_out_whole_rows_at_its_rate() -> None:
     path = DropPath("here")
     out = path(x, layout_of(many, 1).at_layer(2, 0.3))
     assert (out == out[:, :, :1]).all()
-    assert near(float((out[:, 0, 0] == 0).double().mean()), 0.3, len(many))
+    assert is_near_binomial_mean(float((out[:, 0, 0] == 0).double().mean()), 0.3, len(many))
     assert out[out != 0].unique().tolist() == [pytest.approx(1 / 0.7)]
     deeper = path(x, layout_of(many, 1).at_layer(3, 0.3))
     both = ((out == 0) & (deeper == 0))[:, 0, 0]
-    assert near(float(both.double().mean()), 0.09, len(many)), "layers are independent"
+    assert is_near_binomial_mean(float(both.double().mean()), 0.09, len(many)), "layers are independent"
     assert torch.equal(path(x, layout_of(many, 1).at_layer(2, 0.0)), x)
 
 

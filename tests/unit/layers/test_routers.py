@@ -72,7 +72,7 @@ def compare(module: Any, written_out: Any) -> dict[str, float]:
     return {name: value.item() for name, value in losses.items()}
 
 
-class Made:
+class RouterResult:
     def __init__(self, y: Tensor, losses: dict[str, Tensor]) -> None:
         self.y, self.losses = y, losses
 
@@ -118,11 +118,11 @@ def test_noisy_top_k(training: bool) -> None:
         router.importance.copy_(importance.mean(0))
         router.load.copy_(load.mean(0))
 
-    def written_out(x: Tensor, _: SequenceMetadata) -> Made:
+    def written_out(x: Tensor, _: SequenceMetadata) -> RouterResult:
         """State says what this batch has, so that terms and gradients are those of CV² itself."""
         y, importance, load, _ = noisy(x)
         n = len(importance)
-        return Made(y, {"importance": n * cv_squared(importance.sum(0)), "load": n * cv_squared(load.sum(0))})
+        return RouterResult(y, {"importance": n * cv_squared(importance.sum(0)), "load": n * cv_squared(load.sum(0))})
 
     losses = compare(module, written_out)
     assert all(value > 0.1 for value in losses.values())

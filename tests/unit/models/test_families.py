@@ -243,7 +243,7 @@ HOPS = 9
 HERE = Path(megatfm.__file__).parent
 
 
-def way() -> list[str]:
+def list_called_functions() -> list[str]:
     """The functions of the package between the loop and the first product, the outermost first."""
     actual, real = list[str](), linear.F.linear
 
@@ -261,7 +261,7 @@ def way() -> list[str]:
 
 
 def test_the_way_is_short(workers: Workers) -> None:
-    (result,) = workers.run(way, 1)
+    (result,) = workers.run(list_called_functions, 1)
     assert result[0] == "train/resilience.py forward_backward_with_replay"
     assert result[-1] == "layers/linear.py forward"
     assert len(result) <= HOPS, result

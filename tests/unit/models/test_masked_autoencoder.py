@@ -45,7 +45,7 @@ PIXELS = torch.arange(3 * MAE_SIDE**2).view(3, MAE_SIDE, MAE_SIDE).permute(1, 2,
 """Their order of a predicted patch's pixels, channels last, as indices into ours."""
 
 
-def ours_of(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+def to_our_name(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     """A parameter or gradient of theirs under our name and in our shape."""
     for expected, actual in NAMES:
         name = re.sub(expected, actual, name)
@@ -84,7 +84,7 @@ def make_pair(*, normalize: bool) -> tuple[nn.Module, ViTMAEForPreTraining]:
             parameter.data = positions(*GRID, parameter.shape[-1])
             parameter.requires_grad_(requires_grad=False)
     model = build(CONFIG.with_changes({"pixel_decoder.normalize_targets": normalize})).double()
-    weights = dict(ours_of(n, p.data) for n, p in expected.named_parameters() if p.requires_grad)
+    weights = dict(to_our_name(n, p.data) for n, p in expected.named_parameters() if p.requires_grad)
     model.load_state_dict(weights)
     return model, expected
 
@@ -112,7 +112,7 @@ def test_transformers_mae(normalize: bool) -> None:
     loss = model(**batch).losses["reconstruction"]
     torch.testing.assert_close(loss / (3 * 19), output.loss, rtol=1e-11, atol=1e-11)
     (loss / (3 * 19)).backward()
-    expected_gradients = dict(ours_of(n, p.grad) for n, p in expected.named_parameters() if p.requires_grad)
+    expected_gradients = dict(to_our_name(n, p.grad) for n, p in expected.named_parameters() if p.requires_grad)
     assert expected_gradients.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert name.endswith("wk.bias") or parameter.grad.norm() > 1e-6, name

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Any, str, bool]] = {
 }
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+def compute_attention_by_loop(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
     """Sums over the keys that are seen, of which there may be none."""
     out = torch.zeros(B, N, T, H, dtype=q.dtype)
     for b in range(B):
@@ -77,7 +77,7 @@ def test_blind_queries(name: str, dtype: torch.dtype, bound: float) -> None:
     assert out.isfinite().all()
     if not drops:
         added = torch.zeros(N, T, S) if bias is None else of_pairs.float()
-        expected = one_by_one(*(x.detach().float() for x in (q, k, v)), mask, added)
+        expected = compute_attention_by_loop(*(x.detach().float() for x in (q, k, v)), mask, added)
         torch.testing.assert_close(out.float(), expected, rtol=bound, atol=bound)
     if run is not flex:
         for gradient in torch.autograd.grad(out[0, :, BLIND].float().sum(), inputs):

@@ -287,7 +287,7 @@ def test_a_stack_is_moved_as_its_matrices_are(name: str) -> None:
     check_stack_moves_as_matrices(name)
 
 
-class Asked(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     """Counts operators that compute."""
 
     count = 0
@@ -348,7 +348,7 @@ def test_more_matrices_ask_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         for weight in weights:
             weight.grad = torch.ones(6, 4)
         optimizer.step()
-        with Asked() as mode:
+        with OperatorCounter() as mode:
             optimizer.step()
         return mode.count
 

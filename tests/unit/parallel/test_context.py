@@ -41,7 +41,7 @@ def shipped(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Here:
+class FakeContextParallel:
     """Stands for `ContextParallel`, on one of several ranks."""
 
     rank: int
@@ -176,7 +176,7 @@ def test_rows_of_images_are_cut_token_by_token(model_name: str) -> None:
 
 def compare_cuts(batch: dict[str, torch.Tensor], *, folded: bool) -> None:
     """The parts of three ranks, put in order of their token indices, are the batch."""
-    parts = [split_batch(batch, cast(ContextParallel, Here(rank, 3, folded))) for rank in range(3)]
+    parts = [split_batch(batch, cast(ContextParallel, FakeContextParallel(rank, 3, folded))) for rank in range(3)]
     for field, values in batch.items():
         side = "encoder_" if field.startswith("encoder_") else ""
         if values.dim() == 1:
@@ -190,7 +190,7 @@ def compare_cuts(batch: dict[str, torch.Tensor], *, folded: bool) -> None:
 def test_a_field_that_is_not_one_a_token_is_refused() -> None:
     batch = {"positions": torch.arange(8).expand(2, -1), "patches": torch.zeros(2, 5, 3)}
     with pytest.raises(UsageError, match=r"'patches' \[2, 5, 3\] does not have one value for each of 8 tokens"):
-        split_batch(batch, cast(ContextParallel, Here(0, 2, folded=False)))
+        split_batch(batch, cast(ContextParallel, FakeContextParallel(0, 2, folded=False)))
 
 
 @pytest.mark.parametrize("folded", [False, True])

@@ -103,7 +103,7 @@ def test_what_is_fetched_is_what_is_seen(name: str, prefix: int) -> None:
 
 
 @dataclass(frozen=True)
-class Here:
+class FakeContextParallel:
     """Stands for `ContextParallel` on one of several ranks."""
 
     rank: int
@@ -118,7 +118,10 @@ def test_a_fetch_is_sparse_below_half_of_the_other_tokens() -> None:
         needed = needed_by(Full(causal=True), row)
         by_rank = [set(needed[at].any(0).nonzero()[:, 0].tolist()) - set(at.tolist()) for at in dealt]
         needs = [find_reachable_keys(Full(causal=True), row, at) for at in dealt]
-        result = [FetchPlan.build(cast(ContextParallel, Here(rank, ranks)), dealt, needs) for rank in range(ranks)]
+        result = [
+            FetchPlan.build(cast(ContextParallel, FakeContextParallel(rank, ranks)), dealt, needs)
+            for rank in range(ranks)
+        ]
         most = max(map(len, by_rank))
         littles.add(is_sparse_fetch(dealt, needs))
         assert is_sparse_fetch(dealt, needs) == (most < ROW_LENGTH * (ranks - 1) / ranks / 2)

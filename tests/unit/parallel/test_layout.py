@@ -21,7 +21,9 @@ from tests.support.workers import Workers
 # --------------------------------------------------------------------------------------------------- placements
 
 
-def cut(shape: tuple[int, ...], dim: int, part: int, parts: int, *, uneven: bool = False) -> TensorLayout:
+def make_sharded_layout(
+    shape: tuple[int, ...], dim: int, part: int, parts: int, *, uneven: bool = False
+) -> TensorLayout:
     """A tensor that only tensor parallelism cuts."""
     return TensorLayout("w", shape, (Shard("tp", dim, part, parts, uneven),))
 
@@ -31,7 +33,7 @@ def test_the_parts_make_up_the_tensor(dim: int) -> None:
     full = torch.arange(6 * 12).view(6, 12)
     covered = torch.zeros_like(full)
     for part in range(3):
-        offsets, sizes = cut((6, 12), dim, part, 3).region
+        offsets, sizes = make_sharded_layout((6, 12), dim, part, 3).region
         covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert sizes == ((2, 12), (6, 4))[dim]
         assert torch.equal(
@@ -44,8 +46,8 @@ def test_the_parts_make_up_the_tensor(dim: int) -> None:
 def test_regions_of_whole_and_sharded_parameters() -> None:
     assert TensorLayout("w", (6, 12)).region == ((0, 0), (6, 12))
     assert TensorLayout("b", ()).region == ((), ())
-    assert cut((6, 12), 1, 1, 2).region == ((0, 6), (6, 6))
-    assert cut((6, 12), 0, 2, 3).region == ((4, 0), (2, 12))
+    assert make_sharded_layout((6, 12), 1, 1, 2).region == ((0, 6), (6, 6))
+    assert make_sharded_layout((6, 12), 0, 2, 3).region == ((4, 0), (2, 12))
 
 
 @pytest.mark.parametrize("zero_dim", [None, 0, 1])
@@ -79,19 +81,19 @@ def test_a_dim_that_does_not_divide() -> None:
         UsageError,
         match=r"^parallel\.tp = 4 does not divide dim 0 of w \[31, 16\]: the next size that fits is 32$",
     ):
-        cut((31, 16), 0, 0, 4)
+        make_sharded_layout((31, 16), 0, 0, 4)
     with pytest.raises(UsageError, match=r"the next size that fits is 4$"):
-        cut((1, 16), 0, 0, 4)
+        make_sharded_layout((1, 16), 0, 0, 4)
 
 
 def test_parts_of_unlike_size() -> None:
-    rows = [cut((10, 2), 0, part, 4, uneven=True).region for part in range(4)]
+    rows = [make_sharded_layout((10, 2), 0, part, 4, uneven=True).region for part in range(4)]
     assert [(offsets[0], sizes[0]) for offsets, sizes in rows] == [(0, 3), (3, 3), (6, 3), (9, 1)]
     with pytest.raises(
         UsageError,
         match=r"^parallel\.tp = 4 leaves ranks without a shard of w \[9, 2\]: the nearest tp that fits is 3",
     ):
-        cut((9, 2), 0, 3, 4, uneven=True)
+        make_sharded_layout((9, 2), 0, 3, 4, uneven=True)
 
 
 # -------------------------------------------------------------------------------------------------------- plans

@@ -156,26 +156,26 @@ KINDS = (
 PLACE = {field.name for field in fields(FakeStage)}
 
 
-class Asked(FakeStage):
+class RecordingStage(FakeStage):
     """Notes what is read of it."""
 
     names: ClassVar[set[str]] = set()
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__") and name != "names":
-            Asked.names.add(name)
+            RecordingStage.names.add(name)
         return super().__getattribute__(name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_schedules_ask_for_a_stage_s_place(kind: Any) -> None:
-    Asked.names.clear()
+    RecordingStage.names.clear()
     at = (0, 3) if kind in KINDS[2:] else (0, 2)
-    stages: list[FakeStage] = [Asked(stage_index=i, num_stages=4, group_size=2) for i in at]
+    stages: list[FakeStage] = [RecordingStage(stage_index=i, num_stages=4, group_size=2) for i in at]
     order = torch_pipeline_order(kind, stages, 4)
     assert set(order) == {0, 1}
-    assert "num_stages" in Asked.names
-    assert Asked.names <= PLACE
+    assert "num_stages" in RecordingStage.names
+    assert RecordingStage.names <= PLACE
 
 
 def reduced() -> tuple[set[str], float]:
@@ -188,14 +188,14 @@ def reduced() -> tuple[set[str], float]:
     model.set_force_sum_reduction_for_comms(True)
     model.set_gradient_divide_factor(1.0)
     model(torch.ones(1, 2)).sum().backward()
-    Asked.names.clear()
-    pipeline_schedule.FakeStage = Asked  # type: ignore[misc]
+    RecordingStage.names.clear()
+    pipeline_schedule.FakeStage = RecordingStage  # type: ignore[misc]
     try:
         reduce_gradients(model)
     finally:
         pipeline_schedule.FakeStage = FakeStage  # type: ignore[misc]
     (gradient,) = (parameter.grad for parameter in model.parameters())
-    return set(Asked.names), float(gradient.to_local().sum())
+    return set(RecordingStage.names), float(gradient.to_local().sum())
 
 
 def test_reducing_asks_for_the_module_alone_and_sums(workers: Workers) -> None:

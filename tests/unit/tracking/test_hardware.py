@@ -107,14 +107,14 @@ def test_instruction_sets_are_told_by_what_came_and_went() -> None:
     assert hardware.diff_hardware(having("avx avx512f"), having("avx")) == ["instruction sets: without avx512f"]
 
 
-def kinds_here() -> dict[str, object]:
+def gather_hardware_of_ranks() -> dict[str, object]:
     if int(os.environ["RANK"]) == 1:
         torch.set_num_threads(3)
     return hardware.gather_hardware(torch.device("cpu"))
 
 
 def test_all_ranks_know_the_kinds_of_all(workers: Workers) -> None:
-    for result in workers.run(kinds_here, 3):
+    for result in workers.run(gather_hardware_of_ranks, 3):
         assert metadata.check_json_round_trip({"machines": result}), "a checkpoint can hold it"
         assert result["of_rank"] == [0, 1, 0]
         assert [kind["threads"] for kind in result["kinds"]] == [str(THREADS), "3"]

@@ -47,7 +47,7 @@ def test_a_run_directory_has_one_trainer(tmp_path: Path) -> None:
     enter(RunDirectory(tmp_path / "a", 0))
 
 
-def hold(folder: Path, says: Connection) -> None:
+def lock_folder(folder: Path, says: Connection) -> None:
     with RunDirectory(folder, 0):
         says.send("locked")
         time.sleep(60)
@@ -56,7 +56,7 @@ def hold(folder: Path, says: Connection) -> None:
 def test_the_lock_dies_with_its_holder(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     hears, says = context.Pipe()
-    holder = context.Process(target=hold, args=(tmp_path, says))
+    holder = context.Process(target=lock_folder, args=(tmp_path, says))
     holder.start()
     try:
         assert hears.recv() == "locked"

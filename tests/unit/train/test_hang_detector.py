@@ -18,7 +18,7 @@ def detector() -> HangDetector:
     return HangDetector(HOSTS, hang_timeout=10.0, heartbeat_timeout=4.0, start=0.0)
 
 
-def everybody(detector: HangDetector, now: float, **heartbeats: Heartbeat) -> None:
+def record_heartbeats(detector: HangDetector, now: float, **heartbeats: Heartbeat) -> None:
     """All ranks say that they are well; those given as r1=… say something else, and r1=None nothing."""
     for rank in range(len(HOSTS)):
         heartbeat = heartbeats.get(f"r{rank}", Heartbeat(7, "step", 8, now % 1, True, "engines/native.py:1"))
@@ -26,7 +26,7 @@ def everybody(detector: HangDetector, now: float, **heartbeats: Heartbeat) -> No
             detector.record_heartbeat(rank, heartbeat, now)
 
 
-def given(detector: HangDetector, now: float) -> Diagnosis:
+def diagnose(detector: HangDetector, now: float) -> Diagnosis:
     diagnosis = detector.diagnose(now)
     assert diagnosis is not None
     return diagnosis
@@ -34,17 +34,17 @@ def given(detector: HangDetector, now: float) -> Diagnosis:
 
 def test_while_all_move_there_is_none(detector: HangDetector) -> None:
     for second in range(30):
-        everybody(detector, float(second))
+        record_heartbeats(detector, float(second))
         assert detector.diagnose(second + 0.5) is None
 
 
 def test_a_rank_that_is_silent_is_blamed_and_not_those_that_wait_for_it(detector: HangDetector) -> None:
-    everybody(detector, 0.0)
+    record_heartbeats(detector, 0.0)
     for second in range(1, 11):
-        everybody(detector, second, r2=None, r0=Heartbeat(7, "step", 8, second, True))  # type: ignore[arg-type]
+        record_heartbeats(detector, second, r2=None, r0=Heartbeat(7, "step", 8, second, True))  # type: ignore[arg-type]
         if second < 10:
             assert detector.diagnose(second) is None
-    diagnosis = given(detector, 10.1)
+    diagnosis = diagnose(detector, 10.1)
     assert (diagnosis.ranks, diagnosis.hosts, diagnosis.step, diagnosis.hung, diagnosis.reporter) == (
         [2],
         ["n1"],
@@ -62,14 +62,14 @@ def test_ranks_that_wait_for_one_that_gets_on_do_not_hang(detector: HangDetector
     """Rank 2 reads a checkpoint for minutes, and says so; once it stops to, it is blamed."""
     for second in range(1, 60):
         waits = Heartbeat(7, "save", 8, float(second), True)
-        everybody(detector, second, r0=waits, r1=waits, r3=waits, r2=Heartbeat(7, "save", 8, 0.5, False))
+        record_heartbeats(detector, second, r0=waits, r1=waits, r3=waits, r2=Heartbeat(7, "save", 8, 0.5, False))
         assert detector.diagnose(second + 0.1) is None
     for second in range(60, 75):
         waits = Heartbeat(7, "save", 8, float(second), True)
         age = second - 59.5
-        everybody(detector, second, r0=waits, r1=waits, r3=waits, r2=Heartbeat(7, "save", 8, age, False))
+        record_heartbeats(detector, second, r0=waits, r1=waits, r3=waits, r2=Heartbeat(7, "save", 8, age, False))
         if age > 10:
-            assert given(detector, second + 0.1).ranks == [2]
+            assert diagnose(detector, second + 0.1).ranks == [2]
 
 
 def test_a_rank_ahead_of_the_others_excuses_none(detector: HangDetector) -> None:
@@ -80,7 +80,7 @@ def test_a_rank_ahead_of_the_others_excuses_none(detector: HangDetector) -> None
 def stalled(detector: HangDetector, *heartbeats: Heartbeat) -> Diagnosis:
     for rank, heartbeat in enumerate(heartbeats):
         detector.record_heartbeat(rank, heartbeat, 20.0)
-    return given(detector, 20.1)
+    return diagnose(detector, 20.1)
 
 
 def test_of_those_at_the_same_place_the_one_outside_a_collective_is_blamed(detector: HangDetector) -> None:
@@ -117,12 +117,12 @@ def test_the_cause_of_a_failure_beats_its_victims(
     detector: HangDetector,
 ) -> None:
     """A failure is settled before it is told."""
-    everybody(detector, 0.0)
+    record_heartbeats(detector, 0.0)
     detector.record_failure(0, "RuntimeError: Connection closed by peer", 1.0, lost_peer=True)
     assert detector.diagnose(1.1) is None
     detector.record_failure(3, None, 1.2)
     detector.record_failure(1, "RuntimeError: Connection closed by peer", 1.3, lost_peer=True)
-    diagnosis = given(detector, 1.1 + CAUSE_WINDOW_SECONDS)
+    diagnosis = diagnose(detector, 1.1 + CAUSE_WINDOW_SECONDS)
     assert (diagnosis.ranks, diagnosis.hosts, diagnosis.hung, diagnosis.reporter) == ([3], ["n1"], False, 0)
     assert (
         diagnosis.text == "rank 3 on n1 at step 7, step: ended without an error message: it was killed, or it crashed"
@@ -132,35 +132,35 @@ def test_the_cause_of_a_failure_beats_its_victims(
 def test_of_two_causes_the_first_is_blamed(detector: HangDetector) -> None:
     detector.record_failure(2, "ValueError: first", 1.0)
     detector.record_failure(1, None, 1.2)
-    assert given(detector, 3.0).text == "rank 2 on n1 at step 0, start: failed: ValueError: first"
+    assert diagnose(detector, 3.0).text == "rank 2 on n1 at step 0, start: failed: ValueError: first"
 
 
 def test_what_all_say_alike_is_nobodys(detector: HangDetector) -> None:
     for rank in range(4):
         detector.record_failure(rank, "run: another process is training", 1.0)
-    diagnosis = given(detector, 1.0)
+    diagnosis = diagnose(detector, 1.0)
     assert (diagnosis.ranks, diagnosis.text) == ([], "run: another process is training")
 
 
 def test_ranks_that_waited_in_vain_accuse_the_one_that_says_nothing(detector: HangDetector) -> None:
-    everybody(detector, 5.0, r1=Heartbeat(7, "step", 8, 4.0, False, "megatfm/x.py:1, in f"))
+    record_heartbeats(detector, 5.0, r1=Heartbeat(7, "step", 8, 4.0, False, "megatfm/x.py:1, in f"))
     for rank in (0, 2, 3):
         detector.record_failure(rank, "RuntimeError: Timed out", 6.0, lost_peer=True)
-    diagnosis = given(detector, 7.0)
+    diagnosis = diagnose(detector, 7.0)
     assert (diagnosis.ranks, diagnosis.hung, diagnosis.reporter) == ([1], True, 0)
 
 
 def test_only_victims_are_better_than_nobody(detector: HangDetector) -> None:
     for rank in range(4):
         detector.record_failure(rank, f"gloo {rank}", 1.0 + rank / 10, lost_peer=True)
-    assert given(detector, 2.0).ranks == [0]
+    assert diagnose(detector, 2.0).ranks == [0]
 
 
 def test_who_has_left_is_neither_awaited_nor_blamed(detector: HangDetector) -> None:
     for rank in range(3):
         detector.record_exit(rank)
         detector.record_failure(rank, None, 1.0)  # its connection closes, as it should
-    everybody(detector, 5.0)
+    record_heartbeats(detector, 5.0)
     assert detector.diagnose(6.0) is None
     detector.record_exit(3)
     assert detector.all_gone
@@ -168,7 +168,7 @@ def test_who_has_left_is_neither_awaited_nor_blamed(detector: HangDetector) -> N
 
 
 def test_a_judge_that_was_stopped_itself_blames_nobody_for_it(detector: HangDetector) -> None:
-    everybody(detector, 0.0)
+    record_heartbeats(detector, 0.0)
     detector.exclude_pause(60.0)
     assert detector.diagnose(61.0) is None
     assert detector.diagnose(75.0) is not None
@@ -177,16 +177,16 @@ def test_a_judge_that_was_stopped_itself_blames_nobody_for_it(detector: HangDete
 def test_of_a_node_that_is_silent_the_rank_is_blamed_through_which_the_others_are_heard() -> None:
     detector = HangDetector(HOSTS, 10.0, 4.0, 0.0, relays=[0, 1, 2, 2])
     for second in range(11):
-        everybody(
+        record_heartbeats(
             detector,
             second,
             r0=Heartbeat(7, "step", 8, second, True),
             **({"r2": None, "r3": None} if second else {}),
         )
-    diagnosis = given(detector, 10.1)
+    diagnosis = diagnose(detector, 10.1)
     assert (diagnosis.ranks, diagnosis.hosts) == ([2], ["n1"])
     detector.record_heartbeat(2, Heartbeat(7, "step", 8, 10.0, True), 10.1)
-    assert given(detector, 10.2).ranks == [3], "only the one behind it"
+    assert diagnose(detector, 10.2).ranks == [3], "only the one behind it"
 
 
 @pytest.mark.parametrize("ranks", [[], [0], [3], [0, 1, 2, 3], [1, 3, 4, 5, 9], [5, 4, 3], [7, 7, 8]], ids=str)
@@ -198,7 +198,7 @@ def test_a_diagnosis_comes_back_from_json(ranks: list[int]) -> None:
 def test_many_neighbours_make_a_short_diagnosis() -> None:
     """All of 10,000 ranks are silent; the connection takes lines of 64 KiB from those it doesn't know."""
     detector = HangDetector([f"gpu{rank // 8:05d}" for rank in range(10_000)], 10.0, 4.0, 0.0)
-    diagnosis = given(detector, 20.0)
+    diagnosis = diagnose(detector, 20.0)
     assert len(diagnosis.ranks) == 10_000
     assert len(json.dumps(diagnosis.to_dict())) < 32_000
     assert "and 9992 more" in diagnosis.text

@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_named_with_a_way_out(expected: dict, only: list[st
         match_weights(expected, STORED, only, SOURCE)
 
 
-def takes_what_rank_0_found(folder: Path) -> float:
+def check_rank_0_decides(folder: Path) -> float:
     """The other run saves between two ranks' looks."""
     engine = build_engine(UNTIED_MODEL, ParallelConfig(dp_shard=2), ADAMW)
     for step in (1, 2):
@@ -90,7 +90,7 @@ def takes_what_rank_0_found(folder: Path) -> float:
 
 
 def test_all_ranks_take_the_checkpoint_that_rank_0_found(workers: Workers, tmp_path: Path) -> None:
-    assert workers.run(takes_what_rank_0_found, 2, tmp_path) == [2.0, 2.0]
+    assert workers.run(check_rank_0_decides, 2, tmp_path) == [2.0, 2.0]
 
 
 # -------------------------------------------------------------------------------------------- a task's config

@@ -24,7 +24,7 @@ HOSTS = ["n0", "n0", "n1", "n1", "n1"]
 RELAYS = [0, 1, 2, 2, 2]
 
 
-def dial(listener: socket.socket) -> socket.socket:
+def connect(listener: socket.socket) -> socket.socket:
     return socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5)
 
 
@@ -35,11 +35,11 @@ class Cluster:
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
         self.server = RankMonitorServer(HOSTS, hang_timeout, interval, "secret", self.listeners[0], RELAYS)
         self.server.start()
-        self.upstream = JsonConnection(dial(self.listeners[0]))
+        self.upstream = JsonConnection(connect(self.listeners[0]))
         self.upstream.send({"rank": 2, "token": token})
         self.relay = RankMonitorRelay([2, 3, 4], hang_timeout, interval, "secret", self.listeners[1], self.upstream)
         self.relay.start()
-        self.ranks = [JsonConnection(dial(self.listeners[rank >= 2])) for rank in range(len(HOSTS))]
+        self.ranks = [JsonConnection(connect(self.listeners[rank >= 2])) for rank in range(len(HOSTS))]
         for rank, line in enumerate(self.ranks):
             line.send({"rank": rank, "token": "secret"})
         self.received: list[list[dict[str, Any]]] = [[] for _ in HOSTS]
@@ -129,9 +129,9 @@ def test_a_server_that_is_silent_is_told_of() -> None:
     """A listener that accepts no one takes connections, and says nothing."""
     silent = socket.create_server(("127.0.0.1", 0))
     listener = socket.create_server(("127.0.0.1", 0))
-    relay = RankMonitorRelay([2, 3], 0.5, 0.1, "secret", listener, JsonConnection(dial(silent)))
+    relay = RankMonitorRelay([2, 3], 0.5, 0.1, "secret", listener, JsonConnection(connect(silent)))
     relay.start()
-    line = JsonConnection(dial(listener))
+    line = JsonConnection(connect(listener))
     line.send({"rank": 3, "token": "secret"})
     messages: list[dict[str, Any]] = []
     deadline = time.monotonic() + 20
@@ -160,7 +160,7 @@ def test_ranks_behind_a_relay_show_the_token_and_are_of_its_node(cluster: Cluste
         {"relayed": []},
     ]
     for hello in greetings:
-        stranger = JsonConnection(dial(cluster.listeners[1]))
+        stranger = JsonConnection(connect(cluster.listeners[1]))
         stranger.send(hello)
         deadline = time.monotonic() + 20
         while stranger.receive() is not None:
@@ -178,7 +178,7 @@ def test_age_counts_on_while_a_heartbeat_waits_in_the_relay() -> None:
     relay = RankMonitorRelay([2, 3], 600.0, 100.0, "secret", listener, JsonConnection(client_end))
     relay.start()
     upstream = JsonConnection(server)
-    lines = {rank: JsonConnection(dial(listener)) for rank in (2, 3)}
+    lines = {rank: JsonConnection(connect(listener)) for rank in (2, 3)}
     relayed: dict[int, list[dict[str, Any]]] = {2: [], 3: []}
 
     def sends(rank: int, phase: str) -> None:

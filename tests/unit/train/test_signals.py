@@ -38,7 +38,7 @@ from tests.support.workers import Workers
 CPU = torch.device("cpu")
 
 
-def one_rank_is_asked(who: int, number: int) -> list[tuple[str | None, bool]]:
+def signal_one_rank(who: int, number: int) -> list[tuple[str | None, bool]]:
     before = [signal.getsignal(name) for name in STOP_SIGNALS]
     with StopSignals(CPU) as signals:
         answers = [signals.agree(busy=dist.get_rank() != who)]
@@ -51,7 +51,7 @@ def one_rank_is_asked(who: int, number: int) -> list[tuple[str | None, bool]]:
 
 @pytest.mark.parametrize("name", STOP_SIGNALS)
 def test_all_ranks_agree_when_one_gets_the_signal(workers: Workers, name: signal.Signals) -> None:
-    assert workers.run(one_rank_is_asked, 2, 1, name) == [[(None, True), (name.name, False), (name.name, False)]] * 2
+    assert workers.run(signal_one_rank, 2, 1, name) == [[(None, True), (name.name, False), (name.name, False)]] * 2
 
 
 def agreed_a_step_later(number: int) -> list[tuple[str | None, bool]]:

@@ -28,7 +28,7 @@ from tests.support.uninitialized_memory import HostWaits
 from tests.support.workers import Workers
 
 
-class Tape(TorchDispatchMode):
+class OperatorTape(TorchDispatchMode):
     """The operators that ran, with the tensors that they read and gave."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Taped:
 
     def record(self, run: Run) -> Run:
         self.recorded += 1
-        with Tape() as tape:
+        with OperatorTape() as tape:
             run()
         for _, _, _, output in tape.calls:
             for tensor in tree_leaves(output):

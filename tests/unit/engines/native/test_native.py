@@ -174,12 +174,12 @@ def test_an_engine_that_nobody_needs_is_freed(workers: Workers) -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_one_data_rank_shares_with_nobody(workers: Workers, zero: int) -> None:
     """Whatever the stage: nothing is gathered, scattered or copied for it, also beside tensor parallelism."""
-    assert workers.run(has_whole_weights, 1, ParallelConfig(zero=zero)) == [True]
-    assert workers.run(has_whole_weights, 2, ParallelConfig(zero=zero, tp=2)) == [True] * 2
-    assert workers.run(has_whole_weights, 2, ParallelConfig(zero=zero, dp_shard=2)) == [False] * 2
+    assert workers.run(shares_weights_with_optimizer, 1, ParallelConfig(zero=zero)) == [True]
+    assert workers.run(shares_weights_with_optimizer, 2, ParallelConfig(zero=zero, tp=2)) == [True] * 2
+    assert workers.run(shares_weights_with_optimizer, 2, ParallelConfig(zero=zero, dp_shard=2)) == [False] * 2
 
 
-def has_whole_weights(parallel: ParallelConfig) -> bool:
+def shares_weights_with_optimizer(parallel: ParallelConfig) -> bool:
     """Whether the optimizer moves the very tensors that the model computes with, and these are plain ones."""
     engine = build_engine(UNTIED_MODEL, parallel, ADAMW)
     computed = dict(engine.model.named_parameters())
@@ -235,7 +235,7 @@ def early(engine: NativeEngine) -> NativeEngine:
     return engine
 
 
-def take(engine: NativeEngine, steps: tuple[str, ...], first: int = 0) -> list[float]:
+def take_steps(engine: NativeEngine, steps: tuple[str, ...], first: int = 0) -> list[float]:
     """Steps of which some are spoiled; their norms."""
     norms = []
     for number, kind in enumerate(steps, first):
@@ -248,7 +248,7 @@ def take(engine: NativeEngine, steps: tuple[str, ...], first: int = 0) -> list[f
     return norms
 
 
-def bits(engine: NativeEngine) -> dict[str, Tensor]:
+def copy_state(engine: NativeEngine) -> dict[str, Tensor]:
     """All that a checkpoint would hold."""
     return {
         name: (value if isinstance(value, Tensor) else value.tensor).clone()
@@ -260,8 +260,8 @@ def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: st
     """The number of optimizers that decide on the device."""
     host = build_engine(TIED_MODEL, parallel, optimizer, precision=precision)
     device = early(build_engine(TIED_MODEL, parallel, optimizer, precision=precision))
-    norms = take(host, STEPS)
-    assert torch.equal(torch.tensor(take(device, STEPS)).nan_to_num(), torch.tensor(norms).nan_to_num())
+    norms = take_steps(host, STEPS)
+    assert torch.equal(torch.tensor(take_steps(device, STEPS)).nan_to_num(), torch.tensor(norms).nan_to_num())
     assert [torch.tensor(n).isfinite().item() for n in norms] == [kind not in SPOILED for kind in STEPS]
     if host.loss_scale:
         assert host.loss_scale.value == device.loss_scale.value  # type: ignore[union-attr]
@@ -271,10 +271,10 @@ def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: st
     checkpoint.load(path, state)
     resumed.load_state_dict(state)
     for engine in (host, device, resumed):
-        take(engine, ("gradient", "", "clipped"), len(STEPS))
-    expected = bits(host)
+        take_steps(engine, ("gradient", "", "clipped"), len(STEPS))
+    expected = copy_state(host)
     for engine in (device, resumed):
-        actual = bits(engine)
+        actual = copy_state(engine)
         assert actual.keys() == expected.keys()
         assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
     return len(device.skipping_optimizers)
@@ -299,7 +299,7 @@ def order_of_a_step() -> list[str]:
     """Events of a step whose gradients are clipped, in order."""
     engine = early(build_engine(TIED_MODEL, ParallelConfig(), MUON))
     output: list[str] = []
-    take(engine, ("",))
+    take_steps(engine, ("",))
     engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
     send, read = DeferredReads.start_copy, DeferredReads.read
     with pytest.MonkeyPatch.context() as patch:

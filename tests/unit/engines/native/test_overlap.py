@@ -196,7 +196,7 @@ def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor],
     return output, gradients, engine.evaluate(microbatches(engine, global_batch(seed=9)), CAUSAL).loss
 
 
-def both_ways(ahead: int, by_itself: int) -> Iterator[str]:
+def list_expected_gathers(ahead: int, by_itself: int) -> Iterator[str]:
     """The order that is wanted: all that lies up to so many blocks ahead is asked for when a block's turn has come."""
     for word, way in (("f", range(LAYERS)), ("b", range(LAYERS)[::-1])):
         requested = 0
@@ -213,7 +213,7 @@ def compare_prefetched(recomputed: str) -> None:
     assert [ZeroOptions().prefetch_depth(device) for device in ("cpu", "cuda")] == [0, 1]
     for ahead in (0, 1, 2):
         actual, gradients, evaluated = order(ahead, recomputed)
-        assert actual == list(both_ways(ahead, max(ahead, 1))), (ahead, actual)
+        assert actual == list(list_expected_gathers(ahead, max(ahead, 1))), (ahead, actual)
         expected = expected or (gradients, evaluated)
         assert evaluated == expected[1]
         for name, gradient in gradients.items():
