@@ -128,7 +128,8 @@ def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:
 @pytest.mark.parametrize(
     ("preset", "tolerance", "layout"),
     [
-        ("llama3-8b", 0.015, "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=16 model.n_layers=8"),
+        ("llama3-8b", 0.015,
+         "parallel.pp=4 parallel.zero=1 train.recompute=full train.global_batch=16 model.n_layers=8"),
         ("llama3-8b", 0.015, "train.global_batch=16"),
         ("bert-base", 0.03, "parallel.zero=1 train.micro_batch=32 train.global_batch=256"),
         ("t5-base", 0.01, "parallel.zero=1 train.micro_batch=8 train.global_batch=192 model.n_encoder_layers=2"),
