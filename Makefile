@@ -25,7 +25,8 @@ help: ## this list
 quickstart: $(VENV)/.installed ## a corpus, a trained model, a stop and a resume, samples, a report
 	@$(RUN) -m megatfm quickstart $(if $(CORPUS),--corpus "$(CORPUS)")
 
-PYTEST := $(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder
+# Where PYTHONDONTWRITEBYTECODE is set, each process would compile all modules and tests again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest -n $(JOBS) --no-loadscope-reorder
 
 test: test-setup ## the suite on the CPU, less what is marked slow
 	$(PYTEST) -m "not slow" --durations=30 $(ARGS)
@@ -48,7 +49,7 @@ CPUS := ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,MKL_ENABLE_INSTRUCTIONS
 test-cpus: $(VENV)/.installed-test ## the tests of numbers, as on other CPUs and with two threads
 	@failed=; for cpu in $(CPUS); do \
 	  echo "$${cpu//,/ }"; \
-	  env $${cpu//,/ } $(RUN) -m pytest -q -n $(JOBS) --no-loadscope-reorder -m "not slow" -k "not learn" $(NUMBERS) $(ARGS) || failed="$$failed $$cpu"; \
+	  env $${cpu//,/ } $(PYTEST) -q -m "not slow" -k "not learn" $(NUMBERS) $(ARGS) || failed="$$failed $$cpu"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 soak: $(VENV)/.installed-test ## a hundred kills, then half an hour of training under kills; ARGS="--minutes 3" for less

@@ -170,10 +170,8 @@ class TorchOptimizer:
         for part in (part for parts in self._parts.values() for part in parts):
             part.grad = None
             state = self.optimizer.state[part]
-            for (
-                key,
-                value,
-            ) in state.items():  # LAPACK returns column-major tensors, a resume would have row-major
+            # LAPACK returns column-major tensors, a resume would have row-major ones.
+            for key, value in state.items():
                 if isinstance(value, Tensor):
                     state[key] = align(value)
 

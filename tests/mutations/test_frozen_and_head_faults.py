@@ -121,7 +121,7 @@ def find(fault: str | None, parallel: ParallelConfig) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
-        return frozen_errors(NAME, parallel)
+        return frozen_errors(NAME, parallel)[0]
 
 
 def names() -> list[str]:

@@ -101,14 +101,16 @@ def test_ten_steps_of_every_stage_are_those(workers: Workers, family: str, layou
 
 
 SAVED: dict[str, list[Config]] = {
-    "2": [make_config("decoder", zero=1, dp_shard=2), with_precision(make_config("decoder", zero=2, dp_shard=2), "bf16"),
+    "2": [make_config("decoder", zero=1, dp_shard=2),
+          with_precision(make_config("decoder", zero=2, dp_shard=2), "bf16"),
           make_config("decoder", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu", dp_shard=2)],
     "2, experts": [make_config("moe", zero=2, dp_shard=2, ep=2)],
     "2, stages": [make_config("decoder", "deepspeed.offload_optimizer=cpu", zero=1, pp=2)],
     "4": [make_config("decoder", zero=2, dp_shard=2, tp=2)],
 }  # fmt: skip
 MORE_SAVED: dict[str, list[Config]] = {
-    "2, more": [make_config("decoder", zero=0, dp_shard=2), with_precision(make_config("decoder", zero=3, dp_shard=2), "fp16"),
+    "2, more": [make_config("decoder", zero=0, dp_shard=2),
+                with_precision(make_config("decoder", zero=3, dp_shard=2), "fp16"),
                 make_config("decoder", "deepspeed.offload_optimizer=cpu", zero=2, dp_shard=2)],
     "4, stages": [with_precision(make_config("decoder", zero=1, dp_shard=2, pp=2), "bf16")],
     "4, second copies": [make_config("decoder", "deepspeed.zero_hpz_partition_size=2", dp_shard=4)],
@@ -141,8 +143,10 @@ OFFLOADED: dict[str, tuple[int, list[Config]]] = {
                  make_config("decoder", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2)]),
 }  # fmt: skip
 MORE_OFFLOADED: dict[str, tuple[int, list[Config]]] = {
-    "more": (10, [make_config("decoder", CPU[0], zero=1, dp_shard=2), make_config("decoder", CPU[0], zero=3, dp_shard=2),
-                  make_config("moe", *CPU, dp_shard=2, ep=2), make_config("t5", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2),
+    "more": (10, [make_config("decoder", CPU[0], zero=1, dp_shard=2),
+                  make_config("decoder", CPU[0], zero=3, dp_shard=2),
+                  make_config("moe", *CPU, dp_shard=2, ep=2),
+                  make_config("t5", *CPU, "train.freeze=['*.attn.wq.*']", dp_shard=2),
                   with_precision(make_config("decoder", CPU[0], zero=1, pp=2), "fp16")]),
 }  # fmt: skip
 

@@ -193,10 +193,10 @@ def _tar(kind: int, npy: bytes = _npy(np.arange(9, dtype=np.uint16))) -> bytes:
 
 
 ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "a_manifest": {}, "an_index": {"packed": st.booleans()}, "a_shard": {"packed": st.booleans()},
-    "a_foreign_tar": {"kind": st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+    "fuzz_manifest": {}, "fuzz_index": {"packed": st.booleans()}, "fuzz_shard": {"packed": st.booleans()},
+    "fuzz_foreign_tar": {"kind": st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
                       "packed": st.booleans(), "npy": st.booleans()},
-    "a_foreign_zst": {}, "a_plan": {},
+    "fuzz_foreign_zst": {}, "fuzz_plan": {},
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ MIN_SWAPPED_BYTES = 512
 def make_offloaded_config(
     family: str, *overrides: str, optimizer: bool = True, parameters: bool = True, **parallel: int
 ) -> Config:
-    """A config that keeps nearly everything in files; `on_disk` says where."""
+    """A config that keeps nearly everything in files; `set_offload_folder` says where."""
     words = [f"deepspeed.offload_optimizer={'nvme' if optimizer else 'none'}", "deepspeed.nvme_path=nowhere"]
     return make_config(family, *words, *(["deepspeed.offload_parameters=nvme"] * parameters), *overrides, **parallel)
 

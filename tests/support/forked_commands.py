@@ -149,7 +149,7 @@ class _ForkingPopen(subprocess.Popen[Any]):
 
 
 def _replace_popen() -> None:
-    """Put `_Forking` into the place of Popen, also where a module has imported it by name, as torchrun's has."""
+    """Put `_ForkingPopen` into the place of Popen, also where a module has imported it by name, as torchrun's has."""
     executing = subprocess.Popen
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("Popen") is executing:

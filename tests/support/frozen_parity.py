@@ -1,12 +1,13 @@
 """The comparison of one device with engines whose weights are frozen in part, adapters among them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.engine import NativeEngine
@@ -38,64 +39,84 @@ def build_frozen_engine(config: ModelConfig, patterns: tuple[str, ...], parallel
     return build_engine(config, parallel, build_model=lambda config: frozen_model(config, patterns))
 
 
-def frozen_errors(name: str, parallel: ParallelConfig) -> set[str]:
-    """Differences from one device of a model whose weights are frozen in part."""
-    patterns = FREEZE[name]
-    named = dict(frozen_model(FAMILY_MODELS[name], patterns).named_parameters())
+def frozen_errors(name: str, *layouts: ParallelConfig) -> list[set[str]]:
+    """Differences from one device of a model whose weights are frozen in part, by layout."""
+    patterns, config = FREEZE[name], FAMILY_MODELS[name]
+    named = dict(frozen_model(config, patterns).named_parameters())
     assert all(named[n].requires_grad != any(fnmatchcase(n, one) for one in patterns) for n in named)
-    return errors_of_two_steps(FAMILY_MODELS[name], lambda config: frozen_model(config, patterns), parallel, UNDECAYED)
+    return compare_two_steps(config, lambda config: frozen_model(config, patterns), layouts, UNDECAYED)
 
 
-def errors_of_two_steps(
-    config: ModelConfig,
-    build_model: Callable[[ModelConfig], nn.Module],
-    parallel: ParallelConfig,
-    undecayed: Sequence[str] = (),
-    recomputed: str = "none",
-) -> set[str]:
-    """Differences from one device, whose weights plain torch moves, in two steps. undecayed: matrices without decay."""
+@dataclass(frozen=True)
+class ReferenceStep:
+    """A step of one device: its loss, gradients, their norm, and all weights after it."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    norm: float
+    weights: dict[str, Tensor]
+
+
+def take_two_reference_steps(
+    config: ModelConfig, build_model: Callable[[ModelConfig], nn.Module], undecayed: Sequence[str] = ()
+) -> tuple[PassThroughObjective, list[ReferenceStep]]:
+    """Train one device by plain torch. undecayed: matrices without decay."""
     batch, reference = family_batch(config), build_model(config).double().train()
     initialise(reference, 7)
-    engine = build_engine(config, parallel, build_model=build_model, recomputed=recomputed)
-    named = dict(reference.named_parameters())
-    trained = {n: p for n, p in named.items() if p.requires_grad}
-    plain = torch.optim.AdamW(
-        [
-            {"params": [p for n, p in trained.items() if p.dim() > 1 and n not in undecayed]},
-            {
-                "params": [p for n, p in trained.items() if p.dim() == 1 or n in undecayed],
-                "weight_decay": 0.0,
-            },
-        ],
-        lr=ADAMW.lr,
-        betas=ADAMW.betas,
-        eps=ADAMW.eps,
-        weight_decay=ADAMW.weight_decay,
-    )
-    terms = PassThroughObjective([])(reference, batch)
-    objective, actual = PassThroughObjective(list(terms)), set[str]()
-    counts = objective.target_counts(batch)
+    trained = {n: p for n, p in reference.named_parameters() if p.requires_grad}
+    decayed = [p for n, p in trained.items() if p.dim() > 1 and n not in undecayed]
+    others = [p for n, p in trained.items() if p.dim() == 1 or n in undecayed]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=ADAMW.weight_decay,
+    )  # fmt: skip
+    objective = PassThroughObjective(list(PassThroughObjective([])(reference, batch)))
+    counts, steps = objective.target_counts(batch), []
     for _ in range(2):
         reference.zero_grad()
         terms = objective(reference, batch)
         loss = torch.stack([objective.loss_weights[n] * terms[n] / counts[n] for n in terms]).sum()
         loss.backward()
-        stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
-        if stats.loss != pytest.approx(float(loss.detach()), rel=1e-9):
-            actual.add("loss")
-        actual |= wrong_gradients(engine, {n: p.grad for n, p in trained.items()})
+        gradients = {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), ADAMW.max_grad_norm)
-        plain.step()
-        if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(float(norm), rel=1e-9):
-            actual.add("norm")
-        for n, local in engine.local.items():
-            expected = local_block(engine, n, named[n].detach())
-            same = torch.allclose(local, expected, rtol=0, atol=1e-7) if n in trained else local.equal(expected)
-            actual |= set() if same else {f"weight {n}"}
-    with_state = {
-        key.removeprefix("optimizer.").rpartition(".")[0] for key in engine.state_dict() if "optimizer." in key
-    }
-    return actual | {f"state {n}" for n in with_state & named.keys() - trained.keys()}
+        optimizer.step()
+        weights = {n: p.detach().clone() for n, p in reference.named_parameters()}
+        steps.append(ReferenceStep(float(loss.detach()), gradients, float(norm), weights))
+    return objective, steps
+
+
+def compare_two_steps(
+    config: ModelConfig,
+    build_model: Callable[[ModelConfig], nn.Module],
+    layouts: Sequence[ParallelConfig],
+    undecayed: Sequence[str] = (),
+    recomputed: str = "none",
+) -> list[set[str]]:
+    """Differences from one device in two steps, by layout."""
+    batch = family_batch(config)
+    objective, reference = take_two_reference_steps(config, build_model, undecayed)
+    all_errors = []
+    for parallel in layouts:
+        engine = build_engine(config, parallel, build_model=build_model, recomputed=recomputed)
+        errors = set[str]()
+        for step in reference:
+            stats = engine.forward_backward(layout_microbatches(engine, batch), objective)
+            if stats.loss != pytest.approx(step.loss, rel=1e-9):
+                errors.add("loss")
+            errors |= wrong_gradients(engine, step.gradients)
+            if engine.step(ADAMW.lr, ADAMW.max_grad_norm) != pytest.approx(step.norm, rel=1e-9):
+                errors.add("norm")
+            for n, local in engine.local.items():
+                expected = local_block(engine, n, step.weights[n])
+                is_trained = n in step.gradients
+                same = torch.allclose(local, expected, rtol=0, atol=1e-7) if is_trained else local.equal(expected)
+                errors |= set() if same else {f"weight {n}"}
+        with_state = {
+            key.removeprefix("optimizer.").rpartition(".")[0] for key in engine.state_dict() if "optimizer." in key
+        }
+        frozen = reference[-1].weights.keys() - reference[-1].gradients.keys()
+        all_errors.append(errors | {f"state {n}" for n in with_state & frozen})
+    return all_errors
 
 
 def wrong_gradients(engine: NativeEngine, expected: dict[str, Any]) -> set[str]:
@@ -137,6 +158,6 @@ def build_adapted(config: ModelConfig) -> nn.Module:
     return model
 
 
-def lora_errors(config: ModelConfig, parallel: ParallelConfig, recomputed: str = "none") -> set[str]:
-    """Differences from one device, whose weights plain torch moves, in two steps."""
-    return errors_of_two_steps(config, build_adapted, parallel, recomputed=recomputed)
+def lora_errors(config: ModelConfig, *layouts: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
+    """Differences from one device, whose weights plain torch moves, in two steps, by layout."""
+    return compare_two_steps(config, build_adapted, layouts, recomputed=recomputed)

@@ -76,7 +76,7 @@ def make_masked_batch(
     kept: Sequence[Sequence[int]],
     lengths: tuple[int, int],
 ) -> dict[str, Tensor]:
-    """A masked autoencoder's batch: `to_batch` for the decoder, and the tokens that are kept for the encoder.
+    """A masked autoencoder's batch: `make_batch` for the decoder, and the tokens that are kept for the encoder.
 
     kept: by image, the patches that the encoder sees. lengths: of the encoder's rows, and of the decoder's.
     """

@@ -1,6 +1,6 @@
 """Models of transformers as oracles: from the same perturbed weights, through our own conversion tables.
 
-`pair(config, dtype)` makes a model and its reference; `Figures` holds the largest differences that were seen, which
+`build_pair(config, dtype)` makes a model and its reference; `LargestErrors` holds the largest differences, which
 docs/guide/models.md states and tests hold it to.
 """
 

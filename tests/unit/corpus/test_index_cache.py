@@ -24,7 +24,7 @@ from tests.support.documentation import load_script
 
 Write = Callable[..., Path]
 FORK = multiprocessing.get_context("fork")
-memory: Any = load_script("corpus_memory")
+memory: Any = load_script("packing")
 
 
 @pytest.fixture(autouse=True)

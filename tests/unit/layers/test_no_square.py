@@ -19,7 +19,7 @@ from megatfm.ops.attention import block_plan, block_sparse, kernels, reference, 
 from tests.support.images import draw_pixels, make_batch
 from tests.support.models import SWIN_MODEL, SWIN_V2_OPTIONS
 
-SHORT, LONG = 2048, 4096
+SHORT, LONG = 1280, 3072
 """Tokens of a row; kernels take those of `kernels.LONG` and more for long."""
 AT_ONCE = 2**15
 """So many scores and pairs are looked at together here, that what is chunked is far less than all pairs."""
@@ -154,8 +154,8 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("family", "name", "which"), CASES)
 def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, which: str) -> None:
     short, long = (largest(family, kind_of(family, name), which, length) for length in (SHORT, LONG))
-    assert long.numel < LONG**2 / 8, long.made_by
-    assert long.numel <= 3 * short.numel, long.made_by  # two times, and blocks at borders; a square has four
+    assert long.numel < LONG**2 / 4, long.made_by
+    assert long.numel <= 4 * short.numel, long.made_by  # 2.4 times, and blocks at borders; a square has 5.8
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ IMAGES = SWIN_MODEL | {"d_model": 4, "stages.layers": (2, 1), "stages.heads": (1
 @pytest.mark.parametrize("options", [{}, SWIN_V2_OPTIONS], ids=["swin", "swin v2"])
 def test_windows_of_an_image_are_all_that_is_multiplied(options: dict[str, Any]) -> None:
     short, long = (largest_of_image(height, 64, options) for height in (SHORT // 64, LONG // 64))
-    assert long.numel < LONG**2 / 8, long.made_by
-    assert long.numel <= 3 * short.numel, long.made_by
+    assert long.numel < LONG**2 / 4, long.made_by
+    assert long.numel <= 4 * short.numel, long.made_by
 
 
 def test_every_part_is_tried() -> None:

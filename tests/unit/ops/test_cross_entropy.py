@@ -150,7 +150,7 @@ def test_interpreted_it_is_the_reference() -> None:
 @with_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernel_compiles_for_a_gpu_without_spills() -> None:
-    softmax = load_script("kernels").compile_cross_entropy
+    softmax = load_script("compiled_kernels").compile_cross_entropy
     for options in ({}, {"capped": True, "smoothed": True}):
         actual = softmax("bf16", **options)
         assert actual.registers <= 96
