@@ -71,12 +71,14 @@ NEW_RUN_VARIABLE = "MEGATFM_NEW_RUN"
 class NewPaths:
     """Paths that a command creates for a run, and removes if the run is refused.
 
-    folders: removed if empty; outermost first. trees: folders that are removed with their contents.
+    folders: removed if empty; outermost first. trees: folders that are removed with their contents. replaced: content
+    of files that existed before, which is restored.
     """
 
     folders: list[Path] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     trees: list[Path] = field(default_factory=list)
+    replaced: dict[Path, bytes] = field(default_factory=dict)
 
     def make_folder(self, folder: Path) -> None:
         """Create a folder and its missing parents, and register the new ones. Raises OSError."""
@@ -95,18 +97,26 @@ class NewPaths:
         if not os.path.lexists(path) and path not in self.files:
             self.files.append(path)
 
+    def will_replace(self, path: Path) -> None:
+        """Register a small file that is about to be written, and its content if it exists already."""
+        if path.is_file():
+            self.replaced.setdefault(path.absolute(), path.read_bytes())
+        self.will_write(path)
+
     def is_new(self, folder: Path) -> bool:
         """Return whether a folder is one of those registered as new."""
         return folder.absolute() in self.folders
 
     def keep(self) -> None:
         """Forget all paths, so that nothing is removed."""
-        for paths in (self.folders, self.files, self.trees):
+        for paths in (self.folders, self.files, self.trees, self.replaced):
             paths.clear()
 
     def remove_files(self) -> None:
-        """Remove files, last registered first, and trees. Stops at a file that can't be removed."""
+        """Remove files, last registered first, and trees; restore replaced files. Stops where one can't be removed."""
         with contextlib.suppress(OSError):
+            for path, content in self.replaced.items():
+                atomic_write(path, content)
             for path in reversed(self.files):
                 path.unlink(missing_ok=True)
             for tree in self.trees:

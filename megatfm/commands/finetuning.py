@@ -58,9 +58,10 @@ def finetune_command(args: argparse.Namespace) -> int:
     start_sentinel()
     if args.seeds is None:
         return finetune_once(args, args.overrides)[0]
-    seeds = check_seeds(args)
     config, overrides = split_config(args.config, args.overrides)
-    name = _read_values(config, overrides).get("name") or f"from-{Path(args.source).absolute().name}"
+    values = _read_values(config, overrides)
+    seeds = check_seeds(args, values)
+    name = values.get("name") or f"from-{Path(args.source).absolute().name}"
     results_by_seed: list[TaskResults] = []
     for seed in seeds:
         code, results = finetune_once(args, [*args.overrides, f"name={name}-seed-{seed}", f"train.seed={seed}"])
@@ -73,13 +74,13 @@ def finetune_command(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def check_seeds(args: argparse.Namespace) -> Sequence[int]:
-    """Return the seeds of `--seeds`. Raises UsageError for options that are only for a single run."""
+def check_seeds(args: argparse.Namespace, values: Mapping[str, Any]) -> Sequence[int]:
+    """Return the seeds of `--seeds`. values: the config's. Raises UsageError for what is only for a single run."""
     overridden_keys = {override.partition("=")[0].strip() for override in [args.config or "", *args.overrides]}
     if args.seeds < 2:
         raise UsageError(f"--seeds {args.seeds}: choose 2 or more, or leave it out")
-    for key in ("train.seed", "run_dir"):
-        if key in overridden_keys:
+    for key, is_set in (("train.seed", "train.seed" in overridden_keys), ("run_dir", values.get("run_dir"))):
+        if is_set:
             raise UsageError(f"--seeds: each run has its own {key}: leave that out")
     if args.export or args.prepare:
         raise UsageError("--seeds: --export and --prepare are for one run: give them with train.seed=0 instead")
@@ -95,7 +96,7 @@ def finetune_once(args: argparse.Namespace, overrides: Sequence[str]) -> "tuple[
 
     folder, new_paths = run_folder(config), NewPaths()
     new_paths.make_folder(folder)
-    new_paths.will_write(folder / RESOLVED_CONFIG)
+    new_paths.will_replace(folder / RESOLVED_CONFIG)
     atomic_write(folder / RESOLVED_CONFIG, to_toml(config))
     if args.prepare:
         print(folder / RESOLVED_CONFIG)
@@ -134,6 +135,10 @@ def finetuning_config(source: str | None, path: str | None, overrides: Sequence[
     placeholders = ["data.train=task", *_convert_epochs_to_steps(path, overrides)]
     if source is None:
         assert path is not None
+        if "model" not in _read_values(path, overrides):
+            raise UsageError(
+                f"{path}: has no [model]: start from one, --from MODEL, or describe one to train from scratch"
+            )
         config, notes = load_config(path, [*placeholders, *overrides]), list[str]()
     else:
         from megatfm.commands.from_model import continue_from_config
@@ -172,10 +177,12 @@ def _convert_epochs_to_steps(path: str | None, overrides: Sequence[str]) -> list
 
 
 def print_results(results: "TaskResults") -> None:
-    """Print a table of metrics with their confidence intervals."""
+    """Print a table of metrics with their confidence intervals; nothing without a validation or test file."""
     from rich.table import Table
 
-    names = list(next(iter(results.sets.values()))["metrics"]) if results.sets else []
+    if not results.sets:
+        return
+    names = list(next(iter(results.sets.values()))["metrics"])
     table = Table(title=f"{results.checkpoint}, step {results.step}")
     for heading in ("set", "examples", "loss", *names):
         table.add_column(heading, justify="left" if heading == "set" else "right")
@@ -192,11 +199,13 @@ def print_results(results: "TaskResults") -> None:
 
 
 def print_spread(results_by_seed: "Sequence[TaskResults]") -> None:
-    """Print mean and standard deviation of each metric over runs."""
+    """Print mean and standard deviation of each metric over runs; nothing without a validation or test file."""
     from rich.table import Table
 
+    if not results_by_seed[0].sets:
+        return
     table = Table(title=f"mean ± standard deviation of {len(results_by_seed)} seeds")
-    names = list(next(iter(results_by_seed[0].sets.values()))["metrics"]) if results_by_seed[0].sets else []
+    names = list(next(iter(results_by_seed[0].sets.values()))["metrics"])
     for heading in ("set", "loss", *names):
         table.add_column(heading, justify="left" if heading == "set" else "right")
     for name in results_by_seed[0].sets:

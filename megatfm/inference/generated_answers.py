@@ -1,5 +1,6 @@
 """Answers that a fine-tuned model generates to the rows of a file, and their metrics."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from megatfm.tasks.files import Row
 from megatfm.tasks.forms import row_text
 from megatfm.tasks.text_metrics import corpus_metric, metric_signature
 from megatfm.tokenizers import Tokenizer
+
+log = logging.getLogger("megatfm")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ def answer_rows(
     assert task is not None
     texts = [row_text(path, number, row, task.text) for number, row in enumerate(rows, start=1)]
     prompts = [encode_prompt(model, tokenizer, task, text) for text in texts]
+    if has_encoder(model):
+        prompts = _cut_prompts(config, path, prompts)
     limits = [_limit_answer(model, config, f"{path}, row {n}", p) for n, p in enumerate(prompts, start=1)]
     shapes = [(padded_length(len(prompt)), limit) for prompt, limit in zip(prompts, limits, strict=True)]
     answers = [""] * len(texts)
@@ -67,6 +72,21 @@ def answer_rows(
         ):
             answers[row] = tokenizer.decode(ids).strip()
     return GeneratedAnswers(task, answers)
+
+
+def _cut_prompts(config: Config, path: str, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cut an encoder's prompts to a row, as in training; they keep EOS. Raises UsageError where the task forbids it."""
+    assert config.task is not None
+    length = config.data.sequence_length
+    cut = [number for number, prompt in enumerate(prompts, start=1) if len(prompt) > length]
+    if cut and config.task.too_long == "error":
+        raise UsageError(
+            f"{path}, row {cut[0]}: has {len(prompts[cut[0] - 1])} tokens, more than data.sequence_length = {length}: "
+            "shorten it, or train with longer rows or task.too_long = 'truncate'"
+        )
+    if cut:
+        log.warning("%s: %d of %d texts are cut to %d tokens", path, len(cut), len(prompts), length)
+    return [torch.cat([prompt[:-1][: length - 1], prompt[-1:]]) for prompt in prompts]
 
 
 def _limit_answer(model: nn.Module, config: Config, place: str, prompt: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_foreign_plugins
 from megatfm.tasks.files import read_rows
-from megatfm.tasks.metrics import FORM_METRICS, bootstrap_interval, confusion_matrix, per_class_scores
+from megatfm.tasks.metrics import bootstrap_interval, confusion_matrix, list_metrics, per_class_scores
 from megatfm.tasks.predictions import Predictions, collect_predictions, engine_model
 from megatfm.tasks.span_predictions import SpanPredictions
 from megatfm.tasks.text_metrics import exact_match, token_f1
@@ -99,7 +99,7 @@ def summarise(predictions: FilePredictions, file: str) -> dict[str, Any]:
             summary["threshold"] = predictions.answered_up_to
         return summary
     targets, predicted = predictions.expected, predictions.predicted
-    metrics = FORM_METRICS[task.form]
+    metrics = list_metrics(task)
     means = [name for name in dict.fromkeys((next(iter(metrics)), task.best_by)) if name in metrics]
     summary["examples"] = len(np.unique(predictions.examples))
     if task.form != "tagging":  # whose words are not independent
@@ -136,6 +136,9 @@ def predict_file(
         raise UsageError(f"{run_dir}: its task, form = 'chat', has no labels to predict: use `megatfm generate`")
     if not Path(file).exists():
         raise UsageError(f"{file}: there is no such file: give one with column {task.text!r}")
+    target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
+    if target.exists() and target.samefile(file):
+        raise UsageError(f"--out {target}: the predictions would overwrite the rows: give another file")
     collected = _predict(run_dir, config, tokenizer, {"predicted": file}, with_labels=False)
     if collected is None:
         return None
@@ -143,7 +146,6 @@ def predict_file(
     assert predictions is not None
     if isinstance(predictions, SpanPredictions):
         predictions = replace(predictions, threshold=_read_threshold(run_dir))
-    target = Path(out) if out else run_dir / PREDICTIONS / f"{Path(file).stem}.jsonl"
     return target, _write_predictions(target, predictions)
 
 

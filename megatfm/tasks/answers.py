@@ -14,7 +14,7 @@ from megatfm.errors import UsageError
 from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.chat import ChatTemplate, check_messages, load_chat_template
 from megatfm.tasks.files import Row, require_columns
-from megatfm.tasks.forms import THREADS, EncodedExample, row_text
+from megatfm.tasks.forms import THREADS, EncodedExample, require_tokens, row_text
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 Spans = list[tuple[int, int]]
@@ -60,7 +60,7 @@ class AnswerEncoder:
             last_answer = tokens[trained[-1][0] : trained[-1][1]]
             n_closed += bool(np.isin(last_answer, list(self.tokenizer.special.reserved)).any())
             examples.append(EncodedExample(tokens, text_bytes, {"trained": [list(span) for span in trained]}))
-        return examples, self._write_notes(examples, n_cut, n_closed)
+        return examples, [*self._write_notes(examples, n_cut, n_closed), *self._compare_templates(rows)]
 
     def _encode_pairs(self, rows: Sequence[Row], target_length: int) -> tuple[list[EncodedExample], list[str]]:
         """Encode prefix and text for the encoder, and the answer for the decoder. The objective adds EOS to both."""
@@ -116,8 +116,9 @@ class AnswerEncoder:
         texts, labels = self._read_columns(rows)
         prompts = tokenizer.encode_batch([f"{task.prefix}{text}{task.separator}" for text in texts], THREADS)
         answers = tokenizer.encode_batch(labels, THREADS)
-        encoded = []
+        encoded = list[tuple[NDArray[np.int64], Spans, int]]()
         for text, label, prompt, answer in zip(texts, labels, prompts, answers, strict=True):
+            require_tokens(self.path, len(encoded) + 1, task.label, answer)
             tokens = np.concatenate([[tokenizer.bos], prompt, answer, [tokenizer.eos]]).astype(np.int64)
             n_bytes = len(text.encode()) + len(label.encode())
             encoded.append((tokens, [(1 + len(prompt), len(tokens))], n_bytes))
@@ -135,7 +136,7 @@ class AnswerEncoder:
         template = load_chat_template(self.tokenizer_file, tokenizer, self.task.chat_template)
         encoded = []
         for row_number, row in enumerate(rows, start=1):
-            messages = row[column]
+            messages: Any = row.get(column)
             if problem := check_messages(messages, tokenizer):
                 self.refuse(row_number, problem)
             encoded.append(self._encode_chat(row_number, messages, template, tokenizer))
@@ -152,6 +153,28 @@ class AnswerEncoder:
         starts = np.array([start for start, _ in offsets], np.int64)
         spans = [(int(starts.searchsorted(begin)), int(starts.searchsorted(end))) for begin, end in answers]
         return tokens.astype(np.int64), spans, len(text.encode())
+
+    def _compare_templates(self, rows: Sequence[Row]) -> list[str]:
+        """Return a note if task.chat_template renders a conversation otherwise than the tokenizer's own template."""
+        if self.task.form != "chat" or self.task.chat_template is None:
+            return []
+        try:
+            own = load_chat_template(self.tokenizer_file, self.tokenizer, None)
+        except UsageError:
+            return []
+        chosen = load_chat_template(self.tokenizer_file, self.tokenizer, self.task.chat_template)
+        for row_number, row in enumerate(rows, start=1):
+            messages = row[self.task.messages]
+            try:
+                is_same = own.render(messages) == chosen.render(messages)
+            except UsageError:  # such as roles that the own template lacks
+                is_same = False
+            if not is_same:
+                return [
+                    f"{self.path}, row {row_number}: task.chat_template renders it otherwise than the tokenizer's own "
+                    "template, by which the model may have learnt conversations: leave chat_template out if so"
+                ]
+        return []
 
     def _write_notes(self, examples: Sequence[EncodedExample], n_cut: int, n_closed: int) -> list[str]:
         n_tokens = sum(len(example.tokens) for example in examples)

@@ -181,6 +181,8 @@ def check_messages(messages: Any, tokenizer: HuggingFaceTokenizer) -> str | None
         content = message.get("content")
         if not isinstance(content, str):
             return f"message {number} has no text as its content"
+        if message["role"] == ASSISTANT and not content.strip():
+            return f"message {number} is an answer without a text, of which its end alone would be trained: take it out"
         if reserved := [spelling for spelling in tokenizer.reserved_spellings if spelling in content]:
             return f"message {number} spells the special token {reserved[0]!r}, and would be read as one: take it out"
     if all(message["role"] != ASSISTANT for message in messages):

@@ -17,6 +17,7 @@ from megatfm.tasks.forms import (
     class_index,
     join_sequences,
     label_text,
+    require_tokens,
     row_text,
     truncate_longest,
 )
@@ -60,6 +61,9 @@ class ChoiceEncoder:
             choices = self._read_choices(row_number, row)
             label = self._label(row_number, row, len(choices)) if self.with_labels else 0
             firsts, seconds = self._tokenize_sides(texts, choices)
+            choice_columns = task.choices if len(task.choices) > 1 else task.choices * len(choices)
+            for column, tokens in zip((task.text, *choice_columns), (firsts[0], *seconds), strict=True):
+                require_tokens(self.path, row_number, column, tokens)
             room = self.length // len(choices) - frame.n_special(pair=True)
             if room < 2:
                 self._refuse(

@@ -16,12 +16,13 @@ from megatfm.errors import UsageError
 from megatfm.files import temporary_path
 from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.answers import AnswerEncoder
+from megatfm.tasks.chat import CHAT_FORMS, load_chat_template
 from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.files import read_rows, require_columns
-from megatfm.tasks.forms import MAX_SHOWN, EncodedExample, RowEncoder, collect_labels, list_labels
+from megatfm.tasks.forms import MAX_SHOWN, EncodedExample, RowEncoder, collect_labels, label_text, list_labels
 from megatfm.tasks.preferences import LogProbabilities, PreferenceEncoder
 from megatfm.tasks.spans import SpanEncoder
-from megatfm.tokenizers import Tokenizer
+from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatfm.version import __version__
 
 NOT_STORED = frozenset(
@@ -45,19 +46,22 @@ class TaskCorpus:
 def read_labels(task: TaskConfig) -> list[str]:
     """Return a task's labels in the order of the classes, from the config or else from the training file.
 
-    Raises UsageError for a single class, of which every text would be a sure case.
+    Numbers have no classes. Raises UsageError for a single class or number, of which every text would be a sure case.
     """
-    if task.labels or task.form not in ("classification", "multilabel", "tagging"):
+    predicts_numbers = task.form == "regression"
+    if task.labels or task.form not in ("classification", "multilabel", "tagging", "regression"):
         return list(task.labels)
     rows = read_rows(task.train)
     require_columns(task.train, rows, {"task.label": task.label})
-    labels = collect_labels(task, rows)
+    labels = (
+        sorted({label_text(row.get(task.label)) for row in rows}) if predicts_numbers else collect_labels(task, rows)
+    )
     if len(labels) < 2 and task.form != "multilabel":
         raise UsageError(
             f"{task.train}: all rows have the label {labels[0]!r}, so that there is nothing to learn: add rows of "
-            "another label, or name all labels in task.labels"
+            f"another label{'' if predicts_numbers else ', or name all labels in task.labels'}"
         )
-    return labels
+    return [] if predicts_numbers else labels
 
 
 def compute_class_weights(task: TaskConfig) -> list[float]:
@@ -117,7 +121,7 @@ def prepare_corpus(
         "is_causal": is_causal,
         **({"ends_in_cls": True} if ends_in_cls else {}),
         "target_length": target_length,
-        "chat_template": _hash_file(task.chat_template),
+        "chat_template": _hash_chat_template(task, tokenizer_file, tokenizer),
         **({"reference": reference_identity} if reference_identity else {}),
     }
     corpus_folder = folder / blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(8)
@@ -140,9 +144,14 @@ def prepare_corpus(
     return TaskCorpus(corpus_folder, len(rows), manifest["provenance"]["notes"])
 
 
-def _hash_file(path: str | None) -> str | None:
-    """Return the hash of a file's content; None without a file."""
-    return blake3(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else None
+def _hash_chat_template(task: TaskConfig, tokenizer_file: str, tokenizer: Tokenizer) -> str | None:
+    """Return the hash of the template that renders a task's conversations; None where none can be read."""
+    if task.form not in CHAT_FORMS or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    try:
+        return blake3(load_chat_template(tokenizer_file, tokenizer, task.chat_template).source.encode()).hexdigest()
+    except UsageError:  # refused by name where a conversation is rendered
+        return None
 
 
 def _write(

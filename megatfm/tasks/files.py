@@ -73,9 +73,12 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
                     raise UsageError(f"{path}, line 1: {problem}: give each its own name, or take one out")
                 continue
             if len(fields) != len(columns):
+                remedy = "quote a field with ',' in it"
+                if delimiter == "\t":
+                    remedy = "tabs separate fields within quotes, too: save it as .csv"
                 raise UsageError(
                     f"{path}, line {reader.line_num}: has {len(fields)} fields, but the first line names "
-                    f"{len(columns)} columns: quote a field with {delimiter!r} in it, or mend the line"
+                    f"{len(columns)} columns: {remedy}, or mend the line"
                 )
             yield dict(zip(columns, fields, strict=True))
     except csv.Error as error:

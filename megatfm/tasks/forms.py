@@ -1,6 +1,8 @@
 """Forms of tasks: special tokens around texts, and how the columns of a row become tokens and an annotation."""
 
 import math
+import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ THREADS = 4
 MAX_SHOWN = 20
 """Number of labels that an error lists."""
 LABEL_SEPARATOR = ";"
+INTEGER = re.compile(r"-?\d{1,4000}")
+"""Labels that are sorted as numbers; Python reads no longer ones."""
 Tokens = NDArray[np.integer]
 
 
@@ -147,6 +151,9 @@ class RowEncoder:
         for row_number, (row, first, second) in enumerate(
             zip(rows, encoded_firsts, encoded_pairs, strict=True), start=1
         ):
+            require_tokens(self.path, row_number, task.text, first)
+            if second is not None:
+                require_tokens(self.path, row_number, str(task.text_pair), second)
             label = read_label(self, row_number, row) if self.with_labels else self._make_placeholder_label()
             room = self.length // (1 + task.both_orders) - frame.n_special(pair=second is not None)
             n_tokens = len(first) + (0 if second is None else len(second))
@@ -285,6 +292,14 @@ def row_text(path: str, row_number: int, row: Row, column: str) -> str:
     return value
 
 
+def require_tokens(path: str, row_number: int, column: str, tokens: Tokens) -> None:
+    """Raise UsageError for a text of which the tokenizer leaves nothing, such as invisible characters."""
+    if not len(tokens):
+        raise UsageError(
+            f"{path}, row {row_number}: column {column!r} makes no token: give a text, or take the row out"
+        )
+
+
 def join_sequences(sequences: Sequence[Framed], cls_index: int, label: Any, text_bytes: int) -> EncodedExample:
     """Return one example of several sequences in a row. Each sequence's `cls_index` token carries a score."""
     lengths = [len(framed.tokens) for framed in sequences]
@@ -322,7 +337,8 @@ def list_labels(task: TaskConfig, row: Row) -> list[str]:
 
 
 def collect_labels(task: TaskConfig, rows: Sequence[Row]) -> list[str]:
-    """Return the labels of the rows: integers first, by value, then the others by text. Raises UsageError for none."""
+    """Return the labels of the rows: integers first, by value, then the others by text. Raises UsageError for none,
+    and for two spellings of one."""
     names = {name for row in rows for name in list_labels(task, row)} - {""}
     if not names:
         raise UsageError(f"{task.train}: column {task.label!r} is empty: name the column of the labels in task.label")
@@ -331,4 +347,13 @@ def collect_labels(task: TaskConfig, rows: Sequence[Row]) -> list[str]:
             f"{task.train}: column {task.label!r} has the label {missing[0]!r}, as missing values are written: mend "
             "its rows, or name all labels in task.labels if it is one"
         )
-    return sorted(names, key=lambda name: (0, int(name), name) if name.lstrip("-").isdigit() else (1, 0, name))
+    spellings: dict[str, str] = {}
+    for name in sorted(names):
+        bare = unicodedata.normalize("NFC", name)
+        number = bare.removesuffix(".0")
+        if (earlier := spellings.setdefault(number if INTEGER.fullmatch(number) else bare, name)) != name:
+            raise UsageError(
+                f"{task.train}: column {task.label!r} has the labels {earlier!r} and {name!r}, two spellings of one: "
+                "write it one way, or name all labels in task.labels"
+            )
+    return sorted(names, key=lambda name: (0, int(name), name) if INTEGER.fullmatch(name) else (1, 0, name))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatfm.config import TaskConfig
 from megatfm.errors import MegatfmError
 
 Values = NDArray[Any]
@@ -33,9 +34,13 @@ def accuracy(targets: Values, predicted: Values) -> float:
 
 
 def f1(targets: Values, predicted: Values) -> float:
-    """F1 of class 1 where there are two; else the mean over classes, weighted by their number of examples."""
-    average = "binary" if max(targets.max(initial=0), predicted.max(initial=0)) < 2 else "weighted"
-    return float(_import_sklearn_metrics().f1_score(targets, predicted, average=average, zero_division=0.0))
+    """Mean F1 of the classes, weighted by their number of examples."""
+    return float(_import_sklearn_metrics().f1_score(targets, predicted, average="weighted", zero_division=0.0))
+
+
+def binary_f1(targets: Values, predicted: Values) -> float:
+    """F1 of class 1 of two."""
+    return float(_import_sklearn_metrics().f1_score(targets, predicted, average="binary", zero_division=0.0))
 
 
 def f1_macro(targets: Values, predicted: Values) -> float:
@@ -90,6 +95,12 @@ FORM_METRICS: Mapping[str, Mapping[str, Metric]] = {
     "multiple_choice": {"accuracy": accuracy},
 }
 """Form of task → its metrics by name, over examples; for tagging, over words."""
+
+
+def list_metrics(task: TaskConfig) -> Mapping[str, Metric]:
+    """Return a task's metrics by name. With two labels, F1 is that of the second, whichever ones a file has."""
+    metrics = FORM_METRICS[task.form]
+    return {**metrics, "f1": binary_f1} if "f1" in metrics and len(task.labels) == 2 else metrics
 
 
 def span_f1(targets: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatfm import object_collectives
 from megatfm.config import TaskConfig
 from megatfm.errors import MegatfmError
-from megatfm.tasks.metrics import FORM_METRICS, calibration_error, span_f1
+from megatfm.tasks.metrics import calibration_error, list_metrics, span_f1
 from megatfm.tasks.span_predictions import SpanPredictions
 
 PredictionBatch = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
@@ -56,8 +56,8 @@ class Predictions:
 
     def metrics(self) -> dict[str, float]:
         """Return every metric of the task's form."""
-        table = FORM_METRICS[self.task.form]
-        values = {name: metric(self.expected, self.predicted) for name, metric in table.items()}
+        metrics = list_metrics(self.task)
+        values = {name: metric(self.expected, self.predicted) for name, metric in metrics.items()}
         if self.task.form == "classification":
             values["calibration_error"] = calibration_error(self.expected, self.probabilities)
         if self.task.form == "tagging" and self.task.has_spans:

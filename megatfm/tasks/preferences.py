@@ -92,6 +92,12 @@ class PreferenceEncoder:
                 row_number, f"column {column!r} is no list of messages, as in other rows: give one"
             )
         assert isinstance(answer, list)
+        if isinstance(prompt, str) and prompt.strip() and len(answer) == 1:
+            self._make_answer_encoder().refuse(
+                row_number,
+                f"column {self.task.prompt!r} is a text, and column {column!r} a list with the answer alone, so that "
+                "the prompt would be left out: give the prompt as a list of messages, or both answers as texts",
+            )
         messages = [*(prompt if isinstance(prompt, list) else []), *answer]
         if not isinstance(messages[-1], dict) or messages[-1].get("role") != ASSISTANT:
             self._make_answer_encoder().refuse(

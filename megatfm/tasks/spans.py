@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.files import Row, require_columns
-from megatfm.tasks.forms import EncodedExample, Frame, build_frame, row_text
+from megatfm.tasks.forms import EncodedExample, Frame, build_frame, require_tokens, row_text
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 ID = "id"
@@ -60,11 +60,14 @@ class SpanEncoder:
             question, context = (row_text(self.path, row_number, row, column) for column in columns.values())
             if context not in encoded:  # the questions on a text follow one another: one entry is enough
                 encoded = {context: tokenizer.encode_text_with_offsets(context)}
+            question_tokens = tokenizer.encode(question).astype(np.int64)
+            require_tokens(self.path, row_number, task.text, question_tokens)
+            require_tokens(self.path, row_number, task.text_pair, encoded[context][0])
             answers = self._read_answers(row_number, row, context, counts) if self.with_labels else []
-            name = str(row.get(ID, row_number))
+            name = str(row_number if row.get(ID) is None else row[ID])
             if row_by_id.setdefault(name, row_number) != row_number:
                 self._refuse(row_number, f"has {ID} {name!r}, as row {row_by_id[name]} has: give each question its own")
-            question_tokens = self._cut_question(row_number, tokenizer.encode(question).astype(np.int64), counts)
+            question_tokens = self._cut_question(row_number, question_tokens, counts)
             question_fields = {"id": name, "context": context, "answers": [answer.text for answer in answers]}
             examples += self._make_windows(
                 row_number, question_tokens, *encoded[context], answers, question_fields, frame
@@ -96,13 +99,11 @@ class SpanEncoder:
         frame: Frame,
     ) -> list[EncodedExample]:
         room = self.length - frame.n_special(pair=True) - len(question_tokens)
-        if room < 1 or not len(tokens):
+        if room < 1:
             self._refuse(
                 row_number,
                 f"data.sequence_length = {self.length} has no room for text beside the question's "
-                f"{len(question_tokens)} tokens and the special ones: choose more"
-                if len(tokens)
-                else f"column {self.task.text_pair!r} makes no token: give a text, or take the row out",
+                f"{len(question_tokens)} tokens and the special ones: choose more",
             )
         span = self._find_token_span(row_number, offsets, answers[0]) if answers else None
         windows, begin = [], 0

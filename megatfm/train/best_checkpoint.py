@@ -1,6 +1,7 @@
 """The best checkpoint by a metric on the first validation set, and early stopping (`train.patience`)."""
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ class BestCheckpoint:
         by_loss = self._metric == "loss"
         value = -float(first["loss"]) if by_loss else float(first["metrics"][self._metric])
         self.evaluations_since += 1
-        if self.step is None or value > self.value:
+        is_first_number = math.isnan(self.value) and not math.isnan(value)
+        if self.step is None or value > self.value or is_first_number:
             self.step, self.value, self.evaluations_since = step, value, 0
 
     @property

@@ -88,7 +88,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
         )
     corpora = {
         name: prepare_task_corpus(config, path, tokenizer)
-        for name, path in (("train", task.train), ("validation", task.validation))
+        for name, path in (("train", task.train), ("validation", task.validation), ("test", task.test))
         if path
     }
     notes = [note for corpus in corpora.values() for note in corpus.notes]

@@ -4,9 +4,11 @@ import csv
 import json
 import random
 import re
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,12 @@ import transformers
 
 from megatfm.checkpoint.directory import list_checkpoints
 from megatfm.config import load_config
+from megatfm.engines.native.engine import NativeEngine
+from megatfm.errors import EXIT_REQUEUE
+from megatfm.inference.task_evaluation import predict_file
 from tests.support.hf_folders import read_lines, run_command, save_bert, write_lines
+from tests.support.training_runs import run_training, training_curve
+from tests.support.workers import Workers
 
 ANIMALS, TOOLS = (
     ["cat", "dog", "horse", "cow", "sheep", "goat"],
@@ -173,14 +180,21 @@ def test_a_rare_label_is_predicted_more_often_if_labels_are_balanced(folder: Pat
             "warmup_steps = 9999 is longer than the run, train.steps = ",
         ),
         (["~task"], "has no .task.: name the training file"),
+        (["task.test=bad.jsonl"], "bad.jsonl, row 2: label 'plant' is none of the task's"),
     ],
 )
 def test_a_wrong_task_is_refused_and_leaves_no_run(
     folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
+    write_lines(folder / "bad.jsonl", [pairs(1, 3)[0] | {"kind": kind} for kind in ("tool", "plant")])
     assert run_command("finetune", "task.toml", "--from", "bert", *words) == 2
     assert re.search(message, capfd.readouterr().err)
     assert not (folder / "runs/things/config.toml").exists()
+
+
+def test_a_config_without_a_model_needs_one_to_start_from(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_command("finetune", "task.toml") == 2
+    assert "task.toml: has no [model]: start from one, --from MODEL" in capfd.readouterr().err
 
 
 TINY = "model={d_model=16, n_layers=2, attention={n_heads=2}, ffn={d_ff=32}"
@@ -262,6 +276,85 @@ def test_several_seeds_are_summed_up(folder: Path, capfd: pytest.CaptureFixture[
     ]
     assert losses[0] != losses[1]
     mean, deviation = sum(losses) / 2, abs(losses[0] - losses[1]) / 2**0.5
-    assert f"{mean:.4f} ± {deviation:.4f}" in capfd.readouterr().out
+    output = capfd.readouterr().out
+    assert f"{mean:.4f} ± {deviation:.4f}" in output
+    (line,) = (line for line in output.splitlines() if line.startswith("side by side: "))
+    assert run_command(*line.removeprefix("side by side: megatfm ").split()) == 0
+    assert {f"{loss:.4f}" for loss in losses} <= set(capfd.readouterr().out.split())
     assert run_command("finetune", "task.toml", "--from", "bert", "--seeds", "2", "train.seed=3") == 2
     assert "each run has its own train.seed: leave that out" in capfd.readouterr().err
+    (folder / "task.toml").write_text('run_dir = "one"' + CONFIG)
+    assert run_command("finetune", "task.toml", "--from", "bert", "--seeds", "2", *words) == 2
+    assert "each run has its own run_dir: leave that out" in capfd.readouterr().err
+
+
+def test_another_task_in_a_run_s_folder_is_refused_and_leaves_the_run(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Config, results and checkpoints stay; the first command still has nothing left to do."""
+    words = ["finetune", "task.toml", "--from", "bert", "task.epochs=1"]
+    assert run_command(*words) == 0
+    kept = {
+        name: (folder / "runs/things" / name).read_bytes() for name in ("config.toml", "finetune.toml", "task.json")
+    }
+    checkpoints = [path.name for path in list_checkpoints(folder / "runs/things/checkpoints")]
+    lines = (folder / "train.csv").read_text().splitlines(keepends=True)
+    (folder / "fewer.csv").write_text("".join(lines[:100]))
+    others = (["task.train=fewer.csv"], ['task.labels=["tool","sharp","animal"]'], ["task.text_pair="])
+    for other in others:
+        assert run_command(*words, *other) == 2, other
+        assert "runs/things" in capfd.readouterr().err
+        for name, content in kept.items():
+            assert (folder / "runs/things" / name).read_bytes() == content, (other, name)
+    assert [path.name for path in list_checkpoints(folder / "runs/things/checkpoints")] == checkpoints
+    assert run_command(*words) == 0
+
+
+def test_predictions_never_replace_the_rows(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_command("finetune", "task.toml", "--from", "bert", "task.epochs=0.1") == 0
+    rows = (folder / "test.jsonl").read_bytes()
+    assert run_command("predict", "runs/things", "test.jsonl", "--out", "./test.jsonl") == 2
+    assert "the predictions would overwrite the rows: give another file" in capfd.readouterr().err
+    assert (folder / "test.jsonl").read_bytes() == rows
+
+
+def predict_rows(run: Path, file: Path, out: Path) -> bool:
+    """Predict the labels of a file; returns whether this rank wrote them."""
+    return predict_file(run, str(file), str(out)) is not None
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    workers: Workers, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped within an epoch, it goes on on one process to the same bits, on two to the same figures; three processes
+    predict the same of an odd number of rows."""
+    words = ["finetune", "task.toml", "--from", "bert", "task.epochs=2", "train.precision=fp64"]
+    assert run_command(*words, "name=whole") == 0
+    genuine, begun = NativeEngine.forward_backward, 0
+
+    def stop_at_step_5(*args: Any, **options: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return genuine(*args, **options)
+
+    for name in ("one", "two"):
+        begun = 0
+        monkeypatch.setattr(NativeEngine, "forward_backward", stop_at_step_5)
+        assert run_command(*words, f"name={name}") == EXIT_REQUEUE
+        assert not (folder / f"runs/{name}/task.json").exists()
+        monkeypatch.setattr(NativeEngine, "forward_backward", genuine)
+    config = load_config(folder / "runs/two/finetune.toml", [f"run_dir={folder / 'runs/two'}"])
+    assert workers.run(run_training, 2, config) == [0, 0]
+    for name in ("one", "two"):
+        assert run_command(*words, f"name={name}") == 0
+    whole, one, two = (folder / f"runs/{name}" for name in ("whole", "one", "two"))
+    assert training_curve(one) == training_curve(whole)
+    losses = [[line["loss"] for line in training_curve(run)] for run in (two, whole)]
+    assert len(losses[0]) > 10
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    for run in (one, two):
+        assert (run / "predictions/test.jsonl").read_bytes() == (whole / "predictions/test.jsonl").read_bytes()
+    assert workers.run(predict_rows, 3, two, folder / "test.jsonl", folder / "three.jsonl") == [True, False, False]
+    assert (folder / "three.jsonl").read_bytes() == (two / "predictions/test.jsonl").read_bytes()

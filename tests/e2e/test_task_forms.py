@@ -1,6 +1,7 @@
 """Answers in texts, choices, pairs in both orders and texts for texts, from files to predictions, by the commands."""
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -168,8 +169,9 @@ def test_pairs_are_read_in_both_orders(folder: Path, form: str) -> None:
 
 @pytest.mark.parametrize("family", ["encoder_decoder", "decoder"])
 def test_texts_are_answered_by_texts(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, family: str,
+) -> None:  # fmt: skip
     """Translation of one word each, with and without beams."""
     words = dict(zip(("where", "was", "the", "old", "red", "new"), TOWNS, strict=True))
     save_bert(folder / "bert", WORDS_OF_QUESTIONS)
@@ -183,6 +185,8 @@ def test_texts_are_answered_by_texts(
     ]  # fmt: skip
     if family == "decoder":
         task.remove("data.target_length=16")
+    else:
+        task.append("task.too_long=truncate")
     assert run_command("finetune", "task.toml", f'{TINY}, family="{family}"}}', *task) == 0
     validation = results_of(folder)["validation"]
     assert validation["metrics"]["exact_match"] > 0.9
@@ -206,11 +210,53 @@ def test_texts_are_answered_by_texts(
     assert [row["answer"] for row in read_lines(folder / "three.jsonl")] == [row["answer"] for row in predictions]
     assert run_command("predict", "runs/task", "new.jsonl", "--beams", "0") == 2
     assert "choose 1 or more beams" in capfd.readouterr().err
+    if family == "encoder_decoder":
+        check_long_texts(folder, capfd, caplog)
     corpus = next(iter(folder.glob("runs/task/task/*/manifest.json"))).parent
     capfd.readouterr()
     assert run_command("data", "show", str(corpus), "--sample", "1") == 0
     assert "and where was" in (shown := capfd.readouterr().out)
     assert "⟦Rome Oslo" in shown
+
+
+def check_long_texts(folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """A text of more than a row is answered as what training would read of it, or refused, as the task says."""
+    texts = [" ".join(["was", "red", "new"] * 20), " ".join(["was", "red", "new"] * 10)]  # 30 of 32 tokens fit
+    write_lines(folder / "long.jsonl", [{"source": text} for text in texts])
+    assert run_command("predict", "runs/task", "long.jsonl", "--out", "long.out.jsonl") == 0
+    first, second = read_lines(folder / "long.out.jsonl")
+    assert first["answer"] == second["answer"]
+    assert "long.jsonl: 1 of 2 texts are cut to 32 tokens" in caplog.text
+    config = folder / "runs/task/config.toml"
+    config.write_text(config.read_text().replace('too_long = "truncate"', 'too_long = "error"'))
+    assert run_command("predict", "runs/task", "long.jsonl") == 2
+    assert "long.jsonl, row 1: has 62 tokens, more than data.sequence_length = 32" in capfd.readouterr().err
+
+
+LONG = {
+    "longformer": 'name="longformer", pattern={name="longformer", width=8}',
+    "bigbird": 'pattern={name="bigbird", block_size=8, n_random_blocks=1}',
+}
+
+
+@pytest.mark.parametrize("pattern", LONG)
+def test_long_documents_are_classified(folder: Path, pattern: str) -> None:
+    """Words far behind the first token tell the class; most tokens see a window of 8, or a few blocks of 8, alone."""
+    save_bert(folder / "bert", WORDS_OF_QUESTIONS)
+    draw = random.Random(5)
+    for name, n in (("train", 160), ("validation", 40)):
+        rows = []
+        for number in range(n):
+            words = draw.choices(("the", "old", "lamp", "was", "and"), k=draw.randint(90, 120))
+            for place in draw.sample(range(60, len(words)), 10):
+                words[place] = TOWNS[number % 2]
+            rows.append({"text": " ".join(words), "label": TOWNS[number % 2]})
+        write_lines(folder / f"{name}.jsonl", rows)
+    sizes = 'd_model=32, n_layers=1, ffn={d_ff=64}, position={name="learned", max_positions=128}'
+    model = f'model={{{sizes}, family="encoder", attention={{n_heads=2, {LONG[pattern]}}}}}'
+    words = ["data.tokenizer=bert", "data.sequence_length=128", "task.test=", "task.epochs=6", "train.micro_batch=8"]
+    assert run_command("finetune", "task.toml", model, *words) == 0
+    assert results_of(folder)["validation"]["metrics"]["accuracy"] > 0.95
 
 
 LABELS_OF_FORM = {

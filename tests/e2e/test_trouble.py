@@ -1,6 +1,7 @@
 """Numbers that go wrong in a whole run, and runs that end early, at the same step whether interrupted or not."""
 
 import json
+import math
 import re
 import signal
 import socket
@@ -14,7 +15,7 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
 from megatfm.launchers.record import is_finished
-from megatfm.train.best_checkpoint import best_checkpoint
+from megatfm.train.best_checkpoint import BestCheckpoint, best_checkpoint
 from tests.support.training_runs import (
     assert_bitwise_equal,
     delete_checkpoints_after,
@@ -192,6 +193,14 @@ def test_a_run_with_progress_goes_to_its_end(workers: Workers, make_config: Make
     config = make_config("train.patience=1", "evaluate.every=4", run="learns")
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
     assert len(training_curve(tmp_path / "learns")) == 12
+
+
+def test_a_first_result_that_is_no_number_is_not_the_best(make_config: MakeConfig, tmp_path: Path) -> None:
+    best = BestCheckpoint(make_config("train.patience=2", "evaluate.every=2"), tmp_path)
+    for step, loss in ((2, math.nan), (4, math.nan), (6, 3.0), (8, 2.5), (10, math.nan)):
+        assert not best.is_stale
+        best.update(step, {"validation": {"loss": loss}})
+    assert (best.step, best.value, best.evaluations_since) == (8, -2.5, 1)
 
 
 def test_patience_needs_evaluations(make_config: MakeConfig) -> None:

@@ -65,6 +65,8 @@ SOME: dict[str, tuple[int, list[Config]]] = {
     "experts": (10, [make_case("moe", zero=2, dp_shard=2, ep=2)]),
     "heads of tasks": (2, [make_case("bert, classes", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
     "heads of tasks in decoders": (2, [make_case("decoder, classes", zero=stage, dp_shard=2) for stage in (0, 3)]),
+    "heads of answers": (2, [make_case("bert, answers", zero=stage, dp_shard=2) for stage in (0, 3)]),
+    "heads of choices": (2, [make_case("bert, choices", zero=stage, dp_shard=2) for stage in (2, 3)]),
     "adapters of experts": (2, [make_case("moe, adapters", zero=2, dp_shard=2, ep=2)]),
     "vision transformers": (2, [make_case("vit", zero=stage, dp_shard=2) for stage in (0, 1, 2, 3)]),
     "masked autoencoders": (2, [make_case("mae", zero=stage, dp_shard=2) for stage in (1, 3)]),

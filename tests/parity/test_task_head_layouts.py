@@ -7,6 +7,7 @@ from megatfm.config import ModelConfig, ParallelConfig, TaskConfig
 from megatfm.object_collectives import all_gather_object
 from megatfm.tasks.predictions import collect_predictions, engine_model
 from tests.support.batches import task_batch
+from tests.support.expert_models import EXPERT_MODELS
 from tests.support.layouts import make_cases
 from tests.support.models import FAMILY_MODELS
 from tests.support.parity import build_engine, layout_microbatches, model_gradient_errors, one_device_reference
@@ -42,11 +43,19 @@ CONFIGS = {
     "classes of XLNet": with_heads("xlnet", {"sentence": CLASSES_OF_LAST}),
     "choices of a decoder": with_heads("gpt", {"score": CHOICES_OF_LAST | {"pooler": "none"}}, n_mtp_heads=0),
 }
+MIXTURE = "classes of a mixture"
+CONFIGS[MIXTURE] = EXPERT_MODELS["top-k"].with_changes({
+    "lm_head.name": "none", "lm_head.bias": False, "layer_type.sparse.ffn.router": {"name": "top_k"},
+    "extra_heads": {"score": HEAD | LAST | {"dropout": 0.0, "pooler": "none"}},
+})  # fmt: skip
 TERMS = {
     "choices": "choice", "choices of a decoder": "choice",
     "spans": "answer_span", "answers of a decoder": "answer_span",
 }  # fmt: skip
-CASES = make_cases(dict.fromkeys(CONFIGS, LAYOUTS), 2, always=list(LAYOUTS))
+LAYOUTS_WITH_EXPERTS = {**LAYOUTS, "ep2": ParallelConfig(dp_shard=2, ep=2)}
+CASES = make_cases(
+    dict.fromkeys(CONFIGS, LAYOUTS) | {MIXTURE: LAYOUTS_WITH_EXPERTS}, 2, always=list(LAYOUTS_WITH_EXPERTS)
+)
 
 
 def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
@@ -66,7 +75,7 @@ def compare(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
 
 @pytest.mark.parametrize(("name", "layouts", "ranks"), CASES)
 def test_gradients_of_heads_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
-    tried = {layout: LAYOUTS[layout] for layout in layouts}
+    tried = {layout: LAYOUTS_WITH_EXPERTS[layout] for layout in layouts}
     assert workers.run(compare, ranks, name, tried, timeout=240.0)[0] == layouts
 
 

@@ -30,11 +30,23 @@ from tests.support.workers import Workers
 FAMILIES = {
     "decoder": "quickstart", "bert": "bert-base", "t5": "t5-small", "moe": "mixtral-8x7b", "windows": "gemma3-1b",
     "bert, classes": "bert-base", "decoder, classes": "quickstart", "moe, adapters": "mixtral-8x7b", "vit": "vit-s16",
-    "mae": "mae-b16", "swin": "swin-t", "simmim": "simmim-swin-b",
+    "mae": "mae-b16", "swin": "swin-t", "simmim": "simmim-swin-b", "bert, answers": "bert-base",
+    "bert, choices": "bert-base",
 }  # fmt: skip
-CLASSIFIER = ["objective={name='text_classification'}", "model.lm_head={name='none'}"]
+HEADLESS = ["model.lm_head={name='none'}"]
+CLASSIFIER = [*HEADLESS, "objective={name='text_classification'}"]
 CHANGES = {
     "bert, classes": [*CLASSIFIER, "model.extra_heads={sentence={name='text_classifier',classes=3}}"],
+    "bert, answers": [
+        *HEADLESS,
+        "objective={name='span_extraction'}",
+        "model.extra_heads={span={name='span_extraction'}}",
+    ],
+    "bert, choices": [
+        *HEADLESS,
+        "objective={name='multiple_choice'}",
+        "model.extra_heads={sentence={name='multiple_choice'}}",
+    ],
     "decoder, classes": [
         *CLASSIFIER,
         "model.extra_heads={score={name='text_classifier',classes=3,pooler='none',token='last'}}",

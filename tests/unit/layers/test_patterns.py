@@ -185,6 +185,25 @@ def test_contradictory_options_of_patterns_are_refused(pattern: dict[str, object
         PATTERNS.get(config.attention.pattern.name)(config, causal)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention.n_kv_heads": 1}, {"attention.qk_norm": True}, {"attention.sinks": True},
+        {"attention.key_bias": False}, {"attention.output_bias": True}, {"position.name": "rope"},
+    ],
+)  # fmt: skip
+def test_longformer_refuses_what_its_global_projections_lack(changes: dict[str, object]) -> None:
+    config = ModelConfig.from_dotted(
+        {"family": "encoder", "vocab_size": 7, "d_model": 8, "n_layers": 1, "attention.n_heads": 2, "ffn.d_ff": 8,
+         "attention.name": "longformer", "attention.pattern": {"name": "longformer", "width": 2},
+         "position.name": "learned", "position.max_positions": 8, "attention.bias": True}
+    )  # fmt: skip
+    build(config)
+    ((key, value),) = changes.items()
+    with pytest.raises(UsageError, match=r"'longformer' supports .*: leave out n_kv_heads, .*key_bias and output_bias"):
+        build(config.with_changes({key: value} if key != "position.name" else {"position": {"name": value}}))
+
+
 def test_one_new_token_after_cached_ones_needs_no_mask() -> None:
     for causal in (Full(causal=True), Window(T + 3), Chunked(T + 9, causal=True)):
         mask = PatternMask(causal, SequenceMetadata(torch.tensor([[T]]), past=T))

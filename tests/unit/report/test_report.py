@@ -318,6 +318,14 @@ def test_utilization_is_told_by_both_conventions(run: Path) -> None:
     assert "% of 989 TFLOP/s per device (H200: data sheet)" in page.text
     (chart,) = (chart for chart in page.charts() if chart.startswith("Utilization"))
     assert "with all of attention: 42 at step 1" in chart
+    assert "without its masked half: 40 at step 1" in chart
+
+
+def test_utilization_is_one_line_where_no_mask_hides_pairs(run: Path) -> None:
+    replace_metrics(run, [{"step": n, "loss": 2.0, "mfu": 0.42, "mfu_causal": 0.42} for n in (1, 2, 3)])
+    (chart,) = (chart for chart in report_page(run).charts() if chart.startswith("Utilization"))
+    assert "with all of attention: 42 at step 1" in chart
+    assert "without its masked half" not in chart
 
 
 @pytest.mark.parametrize(

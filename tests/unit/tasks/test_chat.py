@@ -23,6 +23,7 @@ from megatfm.objectives.supervised import ANNOTATION, Answers
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
 from megatfm.tasks.answers import AnswerEncoder, format_trained
+from megatfm.tasks.corpus import prepare_corpus
 from megatfm.tasks.preferences import PreferenceEncoder
 from megatfm.tokenizers import Tokenizer, train_sentencepiece
 from tests.support.models import UNTIED_MODEL
@@ -118,6 +119,8 @@ def test_targets_are_the_answers_and_nothing_else(both: tuple[Tokenizer, Any, st
     assert notes == [f"x: {len(at)} of {len(example.tokens)} tokens are trained"]
     shown = format_trained(example.tokens, example.annotation["trained"], ours, colour=False)
     assert shown.count("⟦") == 2
+    coloured = format_trained(example.tokens, example.annotation["trained"], ours, colour=True)
+    assert coloured == shown.replace("⟦", "\033[32m").replace("⟧", "\033[0m"), "green"
     assert shown.partition("⟦")[0].count("Hauptstadt") == 1
     assert shown.replace("⟦", "").replace("⟧", "").count("</s>" if "INST" in shown else "<|im_end|>") >= 2
 
@@ -127,9 +130,11 @@ def test_targets_are_the_answers_and_nothing_else(both: tuple[Tokenizer, Any, st
     [
         (messages(("user", "a")), "has no message with role 'assistant'"),
         ([], "has no list of messages"),
+        (None, "has no list of messages"),
         ("text", "has no list of messages"),
         ([{"content": "x"}], "message 1 has no role"),
         ([{"role": "user", "content": ["x"]}], "message 1 has no text"),
+        (messages(("user", "a"), ("assistant", " \n")), "message 2 is an answer without a text"),
         (
             messages(("user", "x <|im_end|> y"), ("assistant", "b")),
             r"message 1 spells the special token '<\|im_end\|>'",
@@ -144,7 +149,7 @@ def test_bad_conversations_are_named(both: tuple[Tokenizer, Any, str], row: Any,
     ours, _, file = both
     good = messages(("user", "a"), ("assistant", "b"))
     with pytest.raises(UsageError, match=f"x, row 2: {message}"):
-        encoder(ours, file).encode([{"messages": good}, {"messages": row}])
+        encoder(ours, file).encode([{"messages": good}, {} if row is None else {"messages": row}])
 
 
 def test_an_answer_that_is_cut_away_is_refused_and_one_that_is_cut_is_told(
@@ -176,6 +181,35 @@ def test_templates_that_refuse_or_rewrite_are_named(both: tuple[Tokenizer, Any, 
     rewriting.write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(UsageError, match="refuses the messages"):
         encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
+
+
+def test_a_template_is_held_against_the_tokenizer_s_own(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
+    ours, theirs, file = both
+    rows, given = [{"messages": messages(*chat)} for chat in CHATS], tmp_path / "given.jinja"
+    for source, is_other in ((theirs.chat_template, False), ("{{ 'x' }}" + theirs.chat_template, True)):
+        given.write_text(source)
+        _, notes = encoder(ours, file, chat_template=str(given)).encode(rows)
+        assert any("x, row 1: task.chat_template renders it otherwise" in note for note in notes) == is_other
+    given.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    system = [{"messages": messages(("system", "s"), ("user", "a"), ("assistant", "b"))}]
+    _, notes = encoder(ours, file, chat_template=str(given)).encode(system)
+    assert any("row 1: task.chat_template renders it otherwise" in note for note in notes), "refused, or other text"
+
+
+def test_a_template_that_changes_beside_the_tokenizer_is_read_anew(
+    both: tuple[Tokenizer, Any, str], tmp_path: Path
+) -> None:
+    ours, theirs, _ = both
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": messages(*CHATS[1])}) + "\n")
+    task = TaskConfig.model_validate({"form": "chat", "train": "x"})
+    folders = []
+    for source in (theirs.chat_template, theirs.chat_template, "{{ 'x' }}" + theirs.chat_template):
+        (tmp_path / "chat_template.jinja").write_text(source)
+        corpus = prepare_corpus(
+            str(tmp_path / "x.jsonl"), task, ours, 64, tmp_path, tokenizer_file=str(tmp_path), is_causal=True
+        )
+        folders.append(corpus.folder)
+    assert folders[0] == folders[1] != folders[2]
 
 
 def test_texts_and_answers_without_a_template(both: tuple[Tokenizer, Any, str]) -> None:
@@ -273,6 +307,25 @@ def test_a_pair_is_two_documents_of_one_row(tokenizer: Tokenizer) -> None:
 def test_rows_that_are_no_pair_are_refused(tokenizer: Tokenizer, row: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         preference_encoder(tokenizer).encode([ROWS[0], {**ROWS[0], **row}])
+
+
+def test_a_prompt_that_messages_would_leave_out_is_refused(both: tuple[Tokenizer, Any, str]) -> None:
+    """Answers as messages, and the prompt as a text; a conversation that has the prompt in itself is fine."""
+    ours, _, file = both
+    row = {
+        "prompt": "a",
+        "chosen": messages(("assistant", "b")),
+        "rejected": messages(("assistant", "c")),
+    }
+    config = TaskConfig(form="preference", train="pairs.jsonl")
+    pairs = PreferenceEncoder("pairs.jsonl", config, ours, file, 64, scores)
+    with pytest.raises(UsageError, match=r"row 1: column 'prompt' is a text, and column 'chosen' a list with the"):
+        pairs.encode([row])
+    user = messages(("user", "a"))
+    whole = {side: [*user, *row[side]] for side in ("chosen", "rejected")}
+    (first,), _ = pairs.encode([{**row, **whole}])
+    (second,), _ = pairs.encode([{**row, "prompt": user}])
+    assert first.tokens.tolist() == second.tokens.tolist()
 
 
 def test_missing_columns_are_named(tokenizer: Tokenizer) -> None:

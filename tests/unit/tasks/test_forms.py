@@ -13,14 +13,17 @@ import tokenizers as library
 import transformers
 from pydantic import ValidationError
 from sklearn.utils.class_weight import compute_class_weight
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from megatfm import tokenizers
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
+from megatfm.tasks.answers import AnswerEncoder
+from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.corpus import compute_class_weights, prepare_corpus, read_labels
 from megatfm.tasks.files import read_rows, require_columns
 from megatfm.tasks.forms import RowEncoder, build_frame, collect_labels, label_text, truncate_longest
+from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import Tokenizer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "it"]
@@ -42,6 +45,7 @@ def save_tokenizer(folder: Path, kind: str) -> Tokenizer:
     marks, processor = FRAMES[kind]
     vocabulary = ["[UNK]", "[PAD]", *marks, *WORDS]
     built = library.Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, "[UNK]"))
+    built.normalizer = normalizers.BertNormalizer(lowercase=False)
     built.pre_tokenizer = pre_tokenizers.Whitespace()
     built.add_special_tokens(vocabulary[: 2 + len(marks)])
     built.post_processor = processor
@@ -109,6 +113,33 @@ def test_bad_rows_are_named(tmp_path: Path, row: Mapping[str, Any], config: dict
         RowEncoder("x.csv", task(**config), tokenizer, 12, True, 0).encode(rows_of({}, row))
 
 
+def test_a_text_of_which_no_token_is_left_is_refused(tmp_path: Path) -> None:
+    """BERT's normalizer drops invisible characters."""
+    tokenizer, row = save_tokenizer(tmp_path, "bert"), {"text": "cat", "pair": "the mat", "a": "a mat", "label": 0}
+
+    def encode(row: dict[str, Any], **values: Any) -> Any:
+        config = TaskConfig.model_validate({"train": "x", **values})
+        return {
+            "multiple_choice": lambda: ChoiceEncoder("x", config, tokenizer, 32, True, 0),
+            "span_extraction": lambda: SpanEncoder("x", config, tokenizer, 32, False),
+            "generation": lambda: AnswerEncoder("x", config, tokenizer, "", 32),
+        }.get(config.form, lambda: RowEncoder("x", config, tokenizer, 32, True, 0))().encode([row])
+
+    pair = {"text": "text", "text_pair": "pair"}
+    for column, values in (
+        ("text", {"labels": ["0", "1"]}),
+        ("pair", {"labels": ["0", "1"], **pair}),
+        ("text", {"form": "multiple_choice", "choices": ["pair", "a"]}),
+        ("a", {"form": "multiple_choice", "choices": ["pair", "a"]}),
+        ("text", {"form": "span_extraction", **pair}),
+        ("pair", {"form": "span_extraction", **pair}),
+        ("pair", {"form": "generation", "label": "pair"}),
+    ):
+        encode(row, **values)
+        with pytest.raises(UsageError, match=f"x, row 1: column '{column}' makes no token: give a text"):
+            encode(row | {column: "\u200b\ufeff"}, **values)
+
+
 def test_no_room_for_text_is_said(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
     with pytest.raises(UsageError, match="sequence_length = 2: leaves no room"):
@@ -118,6 +149,8 @@ def test_no_room_for_text_is_said(tmp_path: Path) -> None:
 def test_labels_are_sorted_as_numbers_where_they_are_numbers() -> None:
     rows = [{"label": value} for value in ("10", 2, " 1 ", "-3", "b", True)]
     assert collect_labels(task(), rows) == ["-3", "1", "2", "10", "b", "true"]
+    odd = ["\u00b2", "--3", "1" * 5000, "\u0663", "2"]
+    assert collect_labels(task(), [{"label": value} for value in odd]) == ["2", "\u0663", "--3", "1" * 5000, "\u00b2"]
     assert label_text(False) == "false"
     with pytest.raises(UsageError, match="column 'label' is empty"):
         collect_labels(task(), [{"label": ""}, {"label": None}, {}])
@@ -130,12 +163,17 @@ def test_labels_are_sorted_as_numbers_where_they_are_numbers() -> None:
         (["a,x", "b, x "], "all rows have the label 'x'"),
         (["a,x", "b,"], "all rows have the label 'x'"),
         (["a,x", "b,NaN"], "has the label 'NaN', as missing values are written"),
+        (["a,1", "b,1.0"], "has the labels '1' and '1.0', two spellings of one"),
+        (["a,caf\u00e9", "b,cafe\u0301"], "has the labels .*, two spellings of one"),
     ],
 )
 def test_labels_that_teach_nothing_are_refused(tmp_path: Path, lines: list[str], message: str) -> None:
-    (tmp_path / "a.csv").write_text("\n".join(["text,label", *lines]))
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *lines]), encoding="utf-8")
     with pytest.raises(UsageError, match=message):
         read_labels(TaskConfig(train=str(tmp_path / "a.csv")))
+    (tmp_path / "a.csv").write_text("text,label\na,0.5\nb,0.5\n")
+    with pytest.raises(UsageError, match=r"all rows have the label '0\.5', .*: add rows of another label$"):
+        read_labels(TaskConfig(train=str(tmp_path / "a.csv"), form="regression"))
     named = TaskConfig(train=str(tmp_path / "a.csv"), labels=["x", "NaN"])
     assert read_labels(named) == ["x", "NaN"]
 
@@ -274,6 +312,11 @@ def test_datasets_of_the_hub_are_read(tmp_path: Path) -> None:
     [
         ("a.csv", b"text,label\n1,2,3\n", "line 2: has 3 fields, but the first line names 2"),
         ("a.csv", b"text,label,text\n1,2,3\n", "line 1: names column 'text' twice"),
+        (
+            "a.tsv",
+            b'text\tlabel\n"a\tb"\t1\n',
+            "line 2: has 3 fields.*: tabs separate fields within quotes",
+        ),
         ("a.csv", b"text,label\n", "has no rows"),
         ("a.csv", b"", "has no rows"),
         ("a.csv", b'text,label\n"open,1\n', "line 2: unexpected end of data"),

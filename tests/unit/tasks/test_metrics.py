@@ -12,6 +12,7 @@ import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
+from megatfm.config import TaskConfig
 from megatfm.tasks import metrics
 from megatfm.tasks.metrics import calibration_error
 from megatfm.tasks.text_metrics import corpus_metric, exact_match, metric_signature, token_f1
@@ -22,7 +23,7 @@ PREDICTED = np.array([0, 1, 1, 1, 1, 1, 0, 0])
 
 def test_metrics_of_two_classes() -> None:
     tp, fp, fn, tn = 3, 2, 2, 1
-    table = metrics.FORM_METRICS["classification"]
+    table = metrics.list_metrics(TaskConfig(train="x", labels=["no", "yes"]))
     actual = {name: metric(TARGETS, PREDICTED) for name, metric in table.items()}
     assert actual["accuracy"] == pytest.approx(4 / 8)
     assert actual["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
@@ -37,7 +38,10 @@ def test_metrics_of_two_classes() -> None:
 
 def test_three_classes_have_a_weighted_f1() -> None:
     targets, predicted = np.array([0, 1, 2, 2]), np.array([0, 2, 2, 2])
-    assert metrics.f1(targets, predicted) == pytest.approx((1 * 1 + 0 * 1 + 0.8 * 2) / 4)
+    f1 = metrics.list_metrics(TaskConfig(train="x", labels=["a", "b", "c"]))["f1"]
+    assert f1(targets, predicted) == pytest.approx((1 * 1 + 0 * 1 + 0.8 * 2) / 4)
+    # Where only two of them occur, class 0 has 2 / 3 and class 1 nothing.
+    assert f1(np.array([0, 0, 0, 1]), np.array([1, 0, 0, 0])) == pytest.approx(2 / 3 * 3 / 4)
 
 
 def test_the_interval_covers_what_it_says() -> None:
