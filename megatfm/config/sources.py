@@ -112,7 +112,7 @@ def _get_table(file: ConfigFile, key: str) -> Mapping[str, Any]:
 
 def _read_file(config_class: type[Section], path: Path, is_preset: bool) -> ConfigFile:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, thousands of digits, deep lists
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:

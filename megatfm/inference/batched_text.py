@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatfm.errors import UsageError
-from megatfm.inference.decoding import Prompts, Sampling, stream
+from megatfm.inference.decoding import Prompts, Sampling, check_room, stream
 from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.inference.likelihood import BATCH_SIZE, map_blocks, padded_length
 from megatfm.inference.prompts import build_prompts
@@ -24,13 +24,15 @@ class TextRequest:
     """A prompt, the maximal number of new tokens, and stop texts: the continuation ends before the first of them.
 
 
-    prompt: a text, which is framed as in training, or token ids, which are read as they are.
+    prompt: a text, which is framed as in training, or token ids, which are read as they are. place: of the prompt, for
+    errors.
     """
 
     prompt: str | Sequence[int]
     max_tokens: int
     stop: tuple[str, ...] = ()
     sampling: Sampling = GREEDY
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ def generate_texts(
             room = limit + 1 - request.max_tokens
             n_cut += len(prompts.tokens[0]) > room
             prompts = _fit(prompts, room)
+        elif request.place:
+            _check_room(loaded, request, prompts)
         items.append(NumberedPrompts(number, request, prompts))
     if n_cut:
         log.warning("%d of %d prompts are cut at their start, for positions end at %d", n_cut, len(items), limit)
@@ -84,6 +88,14 @@ def _make_prompts(loaded: TextModel, prompt: str | Sequence[int]) -> Prompts:
     if isinstance(prompt, str):
         return build_prompts(loaded, prompt, sentinel="never")
     return Prompts([torch.tensor(prompt)])
+
+
+def _check_room(loaded: TextModel, request: TextRequest, prompts: Prompts) -> None:
+    """Raise UsageError that names the place of a prompt whose continuation exceeds the model's positions."""
+    try:
+        check_room(loaded.config.model, len(prompts.tokens[0]), request.max_tokens)
+    except UsageError as error:
+        raise UsageError(f"{request.place}: {error}") from None
 
 
 def _fit(prompts: Prompts, room: int) -> Prompts:

@@ -198,6 +198,18 @@ def model_without_head(model: nn.Module) -> Any:
     return cast(Any, model).stage([name for name in names if name != "head"])
 
 
+def check_room(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> None:
+    """Raise UsageError for a prompt whose continuation by `max_tokens` exceeds the model's positions."""
+    limit = config.position.limit
+    if limit is not None and prompt_tokens + max_tokens - 1 > limit:
+        n_more = limit + 1 - prompt_tokens
+        remedy = f"ask for at most {n_more}" if n_more > 0 else f"shorten it by {prompt_tokens - limit}"
+        raise UsageError(
+            f"a prompt of {prompt_tokens} tokens and {max_tokens} more, but model.position.max_positions = "
+            f"{limit}: {remedy}"
+        )
+
+
 class DecodingState:
     """The growing rows of a batch, and the model's cache. Without `cache`, each token recomputes its prefix.
 
@@ -222,18 +234,7 @@ class DecodingState:
         self.left_padding_B1 = (self.documents_BT == PADDING).sum(1, keepdim=True)
         self.has_padding = bool(self.left_padding_B1.any())
         max_length = self.tokens_BT.shape[1] + max_tokens
-        if config.position.limit is not None and max_length - 1 > config.position.limit:
-            prompt_tokens, n_more = (
-                max_length - max_tokens,
-                config.position.limit + 1 - max_length + max_tokens,
-            )
-            remedy = (
-                f"ask for at most {n_more}" if n_more > 0 else f"shorten it by {prompt_tokens - config.position.limit}"
-            )
-            raise UsageError(
-                f"a prompt of {prompt_tokens} tokens and {max_tokens} more, but model.position.max_positions = "
-                f"{config.position.limit}: {remedy}"
-            )
+        check_room(config, self.tokens_BT.shape[1], max_tokens)
         windows = [
             depth for depth in range(config.n_layers) if config.layer_config(depth).attention.pattern.name != "full"
         ]

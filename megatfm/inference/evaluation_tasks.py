@@ -14,7 +14,7 @@ from megatfm.files import atomic_write
 from megatfm.inference.batched_text import TextRequest, generate_texts
 from megatfm.inference.embeddings import SentenceEmbedder
 from megatfm.inference.harness import run_harness
-from megatfm.inference.likelihood import BATCH_SIZE, Continuation, encode_continuation, score
+from megatfm.inference.likelihood import BATCH_SIZE, Continuation, check_fits, encode_continuation, score
 from megatfm.inference.text import TextModel
 from megatfm.parallel import distributed
 from megatfm.tasks.question_scores import (
@@ -24,7 +24,7 @@ from megatfm.tasks.question_scores import (
     score_text,
     summarise_results,
 )
-from megatfm.tasks.questions import EvaluationTask, TextPair, open_evaluation_task, scored_pairs
+from megatfm.tasks.questions import EvaluationTask, TextPair, open_evaluation_task, question_pairs, scored_pairs
 
 RESULTS, PREDICTIONS = "evaluation_tasks.json", Path("predictions") / "tasks"
 
@@ -139,7 +139,10 @@ def evaluate_questions(
 
 def _generate_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
     config = task.config
-    requests = [TextRequest(question.prompt, config.max_tokens, tuple(config.stop)) for question in task.questions]
+    requests = [
+        TextRequest(question.prompt, config.max_tokens, tuple(config.stop), place=f"{config.data}, row {number}")
+        for number, question in enumerate(task.questions, start=1)
+    ]
     texts = generate_texts(loaded, requests, batch_size=batch_size)
     return [score_text(question, text) for question, text in zip(task.questions, texts, strict=True)]
 
@@ -170,14 +173,18 @@ def _find_answers(embedder: SentenceEmbedder, task: EvaluationTask, batch_size: 
 
 def _compare_answers(loaded: TextModel, task: EvaluationTask, batch_size: int) -> list[QuestionResult]:
     """Score every answer after its prompt, and after the unconditional prompt if there is one."""
+    rows = {pair: question.number + 1 for question in reversed(task.questions) for pair in question_pairs(question)}
     pairs = scored_pairs(task)
-    continuations = [_encode(loaded, task, pair) for pair in pairs]
+    continuations = [_encode(loaded, task, pair, rows[pair]) for pair in pairs]
     likelihoods = score(loaded.model, continuations, batch_size=batch_size)
     return score_questions(task, dict(zip(pairs, likelihoods, strict=True)))
 
 
-def _encode(loaded: TextModel, task: EvaluationTask, pair: TextPair) -> Continuation:
+def _encode(loaded: TextModel, task: EvaluationTask, pair: TextPair, row: int) -> Continuation:
+    place = f"{task.config.data}, row {row}"
     try:
-        return encode_continuation(loaded, pair.prompt, pair.answer)
+        continuation = encode_continuation(loaded, pair.prompt, pair.answer)
     except UsageError as error:
-        raise UsageError(f"task {task.name}: {error}") from None
+        raise UsageError(f"{place}: {error}") from None
+    check_fits(loaded.model, continuation, f"{place}: its text")
+    return continuation

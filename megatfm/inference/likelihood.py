@@ -79,16 +79,21 @@ def score(model: nn.Module, continuations: Sequence[Continuation], *, batch_size
     """
     if batch_size < 1:
         raise UsageError(f"batch = {batch_size}: choose 1 or more rows at a time, e.g. {BATCH_SIZE}")
-    limit = cast(Any, model).config.position.limit
     for number, continuation in enumerate(continuations, start=1):
-        n_tokens = max(len(continuation.tokens), len(continuation.encoder or ()))
-        if limit is not None and n_tokens > limit:
-            raise UsageError(
-                f"text {number} has {n_tokens} tokens, but model.position.max_positions = {limit}: use shorter texts "
-                "or fewer shots"
-            )
-    scorer = _Scorer(model, limit)
+        check_fits(model, continuation, f"text {number}")
+    scorer = _Scorer(model, cast(Any, model).config.position.limit)
     return map_blocks(continuations, scorer.padded_lengths, scorer.score_block, batch_size)
+
+
+def check_fits(model: nn.Module, continuation: Continuation, name: str) -> None:
+    """Raise UsageError for a row longer than the model's positions. name: the row's, for the error."""
+    limit = cast(Any, model).config.position.limit
+    n_tokens = max(len(continuation.tokens), len(continuation.encoder or ()))
+    if limit is not None and n_tokens > limit:
+        raise UsageError(
+            f"{name} has {n_tokens} tokens, but model.position.max_positions = {limit}: use shorter texts or "
+            "fewer shots"
+        )
 
 
 def map_blocks(

@@ -306,6 +306,27 @@ def test_ranks_and_batches_change_no_decision(
         assert [record["text"] for record in alone[0].records] == texts
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("choice", r"row 2: its text has \d+ tokens, but model.position.max_positions = 20"),
+        ("cloze", r"row 2: its text has \d+ tokens, but model.position.max_positions = 20"),
+        ("generation", r"row 2: a prompt of \d+ tokens and 6 more, but .*max_positions = 20: shorten it by"),
+    ],
+)
+def test_a_question_beyond_the_positions_is_named_by_its_row(
+    tmp_path: Path, tokenizer_model: bytes, kind: str, message: str
+) -> None:
+    config = SMALL_DECODER.with_changes({"position": {"name": "learned", "max_positions": 20}})
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(config, torch.float32))
+    task = write_task(tmp_path, kind, ["x"] * len(PROMPTS), OPTIONS.get(kind, ""))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = [rows[0] | {"ask": prompt} for prompt in ("a", "größer " * 30, "東京 " * 40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UsageError, match=f"rows.jsonl, {message}"):
+        evaluate_questions(open_text_model(run), open_evaluation_task(task))
+
+
 def test_the_nearest_answer_is_found(tmp_path: Path, tokenizer_model: bytes) -> None:
     """Answers that are the prompts are their own nearest; of shuffled ones the ranks are counted by hand."""
     run = write_run(tmp_path, tokenizer_model)

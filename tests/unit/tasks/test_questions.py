@@ -48,6 +48,8 @@ def test_a_row_becomes_a_prompt_and_answers(tmp_path: Path) -> None:
     assert (question.number, question.prompt) == (3, "Q: Größe 3?\nA:")
     assert (question.choices, question.right) == ((" ja", " 東京"), 1)
     assert len(open_evaluation_task(tmp_path / "task.toml", limit=2).questions) == 2
+    (tmp_path / "marked.toml").write_text(CHOICE + LABELS, encoding="utf-8-sig")  # as Windows' editors write it
+    assert open_evaluation_task(tmp_path / "marked.toml").fingerprint == task.fingerprint
 
 
 @pytest.mark.parametrize(("value", "right"), [("y z", 1), (1, 1), ("0", 0), ("x", 0)])
