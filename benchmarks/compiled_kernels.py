@@ -40,7 +40,7 @@ from megatfm.config import ModelConfig, load_config
 from megatfm.engines.native.compile import compile_all
 from megatfm.models import build
 from megatfm.ops import cross_entropy_triton
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 
 # ------------------------------------------------------------------------------------------------ resources
 
@@ -182,7 +182,7 @@ def list_kernels(
     model = build(config).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    compile_all(transformer_blocks(model), autotune=False)
+    compile_all(iter_blocks(model), autotune=False)
     tokens = torch.arange(128).view(2, 64) % (config.vocab_size or 1)
     inputs = {"positions": torch.arange(64).expand(2, -1), "keys": torch.arange(2)}
     with record_kernels() as ran:

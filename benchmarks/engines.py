@@ -144,7 +144,7 @@ def run_rank(rank: int, job: Job, answers: Any) -> None:
         steps[name]()
         with TrafficCounter(engine.process_groups()) as traffic:
             steps[name]()
-        sent[name] = sum(flow.sent_bytes for flow in traffic.flows())
+        sent[name] = sum(flow.sent_bytes for flow in traffic.list_traffic())
     steps_taken: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
     for number in range(job.rounds):
         for name in common.alternate_order(steps, number):

@@ -36,7 +36,7 @@ from megatfm.engines.native.compile import compile_all
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.moe.moe import MoE
 from megatfm.models import build
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 from megatfm.train.profiling import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -176,7 +176,7 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
     }
     if args.compiled:
         sides["dropless, compiled"] = compiled = build_megatfm(args, dtype, router=router)
-        compile_all(transformer_blocks(compiled.model), autotune=False)
+        compile_all(iter_blocks(compiled.model), autotune=False)
     if not args.skew:
         for experts in args.experts_implementations:
             sides[f"transformers, {experts}"] = build_mixtral(args, dtype, experts)

@@ -246,7 +246,7 @@ def compare(name: str, width: int, args: argparse.Namespace) -> str:
     with TrafficCounter({str(mesh.group(axis).group_name): axis for axis in AXES}) as traffic:
         actual()
     reference()
-    flows = traffic.flows()
+    flows = traffic.list_traffic()
     moved = (count_moved_bytes(actual) - count_moved_bytes(reference)) / args.layers
     rounds = []
     for _ in range(args.rounds):

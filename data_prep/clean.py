@@ -18,7 +18,7 @@ from megatfm.data_prep.documents import (
     Document,
     StepStats,
     format_drop_reasons,
-    part_path,
+    get_part_path,
     read_documents,
 )
 from megatfm.data_prep.execution.executors import StageResult
@@ -34,7 +34,7 @@ MANY_COPIES = 0.5
 
 
 class CleanStage:
-    """Reads files in tasks of about `task_bytes`, and cleans their documents; then drops identical texts."""
+    """Reads files in parts of about `task_bytes`, and cleans their documents; then drops identical texts."""
 
     def __init__(self, stages: StageRunner, inputs: InputFiles) -> None:
         self._stages = stages
@@ -44,18 +44,18 @@ class CleanStage:
 
     def run(self, basis: StageResult) -> StageResult:
         """Read, clean and deduplicate. The documents lie as `exact_dedup` in the folder of the basis."""
-        self._folder = self._stages.folder_for(basis)
+        self._folder = self._stages.get_folder(basis)
         read_result = self._read(basis)
         chunks = [(part, chunk) for part, counts in enumerate(read_result["documents"]) for chunk in range(len(counts))]
         counts = [count for counts in read_result["documents"] for count in counts]
         exact_dedup = _ExactDedup(self._stages, self._folder, chunks)
         duplicates = exact_dedup.find(counts, basis)
-        with exact_dedup.remaining(counts, duplicates, read_result["bytes"]) as remaining:
+        with exact_dedup.filter_parts(counts, duplicates, read_result["bytes"]) as filter_part:
 
             def work(part: int) -> StageResult:
                 counts = StepStats(ExactDedup.title)
-                part_documents = read_documents(exact_dedup.chunk_path(part))
-                documents_left = self._hash_documents(remaining(part, part_documents, counts), self._hash_path(part))
+                part_documents = read_documents(exact_dedup.get_chunk_path(part))
+                documents_left = self._hash_documents(filter_part(part, part_documents, counts), self._hash_path(part))
                 return {
                     **write_part(self._folder, "exact_dedup", part, documents_left),
                     "step": counts.as_json(),
@@ -75,7 +75,7 @@ class CleanStage:
 
             def tidy() -> None:
                 for index in range(len(chunks)):
-                    exact_dedup.chunk_path(index).unlink(missing_ok=True)
+                    exact_dedup.get_chunk_path(index).unlink(missing_ok=True)
                     self._hash_path(index).unlink(missing_ok=True)
                 exact_dedup.remove_marks(duplicates)
 
@@ -130,10 +130,10 @@ class CleanStage:
 
         def end_chunk() -> None:
             counts.append(len(keys))
-            write_keys(_keys_path(self._folder, part, len(counts) - 1), keys)
+            write_keys(_get_keys_path(self._folder, part, len(counts) - 1), keys)
             keys.clear()
 
-        with ChunkedDocumentWriter(self._folder, _task_name(part), self._config.task_bytes) as writer:
+        with ChunkedDocumentWriter(self._folder, _make_part_name(part), self._config.task_bytes) as writer:
             for document in documents:
                 if writer.is_full:
                     end_chunk()
@@ -182,19 +182,19 @@ class _ExactDedup(DedupPass):
         super().__init__(stages, folder, "exact_dedup", ExactDedup(), len(chunks))
         self._chunks = chunks
 
-    def rows_path(self, part: int) -> Path:
-        return _keys_path(self.folder, *self._chunks[part])
+    def get_rows_path(self, part: int) -> Path:
+        return _get_keys_path(self.folder, *self._chunks[part])
 
-    def chunk_path(self, part: int) -> Path:
-        task, chunk = self._chunks[part]
-        return part_path(self.folder, _task_name(task), chunk)
+    def get_chunk_path(self, part: int) -> Path:
+        file_part, chunk = self._chunks[part]
+        return get_part_path(self.folder, _make_part_name(file_part), chunk)
 
 
-def _task_name(part: int) -> str:
+def _make_part_name(part: int) -> str:
     return f"clean.{part:05d}"
 
 
-def _keys_path(folder: Path, part: int, chunk: int) -> Path:
+def _get_keys_path(folder: Path, part: int, chunk: int) -> Path:
     return folder / f"digests.{part:05d}.{chunk:05d}"
 
 
@@ -225,6 +225,6 @@ def _name_first_copies(step: StepStats, examples: list[list[int]], exact_dedup: 
     dropped = step.dropped[ExactDedup.reason]
     for index, (source, (_, first)) in enumerate(zip(dropped.examples, examples, strict=True)):
         part = int(np.searchsorted(starts, first, "right")) - 1
-        documents = read_documents(exact_dedup.chunk_path(part))
+        documents = read_documents(exact_dedup.get_chunk_path(part))
         document = next(islice(documents, first - int(starts[part]), None))
         dropped.examples[index] = f"{source} = {document.id}"

@@ -16,18 +16,18 @@ from rich.console import Console
 from megatfm import data_prep
 from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.execution.dask import dask_workers
+from megatfm.data_prep.execution.dask import connect_dask_workers
 from megatfm.data_prep.execution.executors import (
     Executor,
     LockExecutor,
     MpiExecutor,
-    mpi_rank_from_environment,
-    mpi_world,
+    get_mpi_rank,
+    get_mpi_world,
     parse_task,
     supports_flock,
 )
 from megatfm.data_prep.execution.progress import Reporter
-from megatfm.data_prep.execution.upload import local_folder
+from megatfm.data_prep.execution.upload import find_local_folder
 from megatfm.errors import EXIT_FAILED, EXIT_REQUEUE, MegatfmError, UsageError
 
 DASK_HELP = "have a Dask's workers do the parts: its address (tls://…) or scheduler file"
@@ -52,11 +52,11 @@ def cli(argv: Sequence[str] | None = None) -> int:
         if arguments.dask:
             if rank_and_size:
                 raise UsageError("--task and --dask: give one of them")
-        elif rank_and_size is None and (rank_and_size := mpi_rank_from_environment(os.environ)):
+        elif rank_and_size is None and (rank_and_size := get_mpi_rank(os.environ)):
             is_first = rank_and_size[0] == 1
-            if config.overwrite or not supports_flock(local_folder(config)):
-                world = mpi_world(rank_and_size[1])
-        with dask_workers(arguments.dask, config) as workers:
+            if config.overwrite or not supports_flock(find_local_folder(config)):
+                world = get_mpi_world(rank_and_size[1])
+        with connect_dask_workers(arguments.dask, config) as workers:
             _prepare(config, workers or _make_executor(world, rank_and_size), is_first, task or (1, 1))
         code = 0
     except MegatfmError as error:
@@ -101,7 +101,7 @@ def _prepare(
         reporter.log(f"note: {note}")
     for skipped in summary.result["skipped_files"]:
         reporter.log(f"skipped: {skipped}")
-    console.print(summary.table())
+    console.print(summary.to_table())
     if summary.already_done:
         reporter.log(f"{summary.out} was already prepared with this config: nothing to do")
 

@@ -103,19 +103,19 @@ class DocumentWriter:
 
 
 class ChunkedDocumentWriter:
-    """Writes documents to `NAME.00000.jsonl.zst` and so on, of about `task_bytes` of text each; at least one."""
+    """Writes documents to `NAME.00000.jsonl.zst` and so on, of about `part_bytes` of text each; at least one."""
 
-    def __init__(self, folder: Path, name: str, task_bytes: int) -> None:
-        self._folder, self._name, self._task_bytes = folder, name, task_bytes
+    def __init__(self, folder: Path, name: str, part_bytes: int) -> None:
+        self._folder, self._name, self._part_bytes = folder, name, part_bytes
         self.parts = 0
         self.bytes = 0
         self._size = 0
-        self._open = DocumentWriter(part_path(folder, name, 0))
+        self._open = DocumentWriter(get_part_path(folder, name, 0))
 
     @property
     def is_full(self) -> bool:
         """Whether the next document begins another part."""
-        return self._size >= self._task_bytes
+        return self._size >= self._part_bytes
 
     def add(self, document: Document) -> None:
         """Append to the open part, or to a new one if that is full: a document is never cut."""
@@ -123,7 +123,7 @@ class ChunkedDocumentWriter:
             self._open.commit()
             self.parts += 1
             self._size = 0
-            self._open = DocumentWriter(part_path(self._folder, self._name, self.parts))
+            self._open = DocumentWriter(get_part_path(self._folder, self._name, self.parts))
         self._open.add(document)
         self._size += document.text_bytes
         self.bytes += document.text_bytes
@@ -154,7 +154,7 @@ def batch_by_bytes(documents: Iterable[Document], batch_bytes: int) -> Iterator[
         yield batch
 
 
-def part_path(folder: Path, name: str, part: int) -> Path:
+def get_part_path(folder: Path, name: str, part: int) -> Path:
     """Return the path of the documents of one part."""
     return folder / f"{name}.{part:05d}.jsonl.zst"
 
@@ -162,7 +162,7 @@ def part_path(folder: Path, name: str, part: int) -> Path:
 def read_parts(folder: Path, name: str, parts: int) -> Iterator[Document]:
     """Yield the documents of all parts in order."""
     for part in range(parts):
-        yield from read_documents(part_path(folder, name, part))
+        yield from read_documents(get_part_path(folder, name, part))
 
 
 def read_documents(path: Path) -> Iterator[Document]:

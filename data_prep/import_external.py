@@ -26,7 +26,7 @@ from megatfm.data_prep.readers import FORMATS
 from megatfm.data_prep.readers.images import ImageRecord, read_image_record, read_tar
 from megatfm.data_prep.readers.record import BadFileError, BadRecord
 from megatfm.data_prep.readers.token_ids import Ids, read_token_ids
-from megatfm.data_prep.tokenize import TokenizeStage, members_path, tokens_path
+from megatfm.data_prep.tokenize import TokenizeStage, get_members_path, get_tokens_path
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.tokenizers import Tokenizer
 
@@ -88,7 +88,7 @@ class ImportStage:
     def run(self, basis: StageResult, provenance: Callable[[str], StageResult]) -> StageResult:
         """Import all parts and write the shards. provenance: makes the manifests' fields from a hash of all
         documents."""
-        source, self._folder = self._source, self._stages.folder_for(basis)
+        source, self._folder = self._source, self._stages.get_folder(basis)
         with self._stages.reporter.stage("import", source.bytes) as advance:
             return self._stages.run_parts(
                 "import",
@@ -163,8 +163,8 @@ class _IntermediateFiles:
 
     def __init__(self, folder: Path, name: str, part: int) -> None:
         self.documents: list[list[Any]] = []
-        self._ids = AtomicFile(tokens_path(folder, name, part))
-        self._members = AtomicFile(members_path(folder, name, part))
+        self._ids = AtomicFile(get_tokens_path(folder, name, part))
+        self._members = AtomicFile(get_members_path(folder, name, part))
 
     def add(self, document: ImportedDocument) -> None:
         sizes = [[extension, len(data)] for extension, data in document.members.items()]

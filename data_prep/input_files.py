@@ -210,11 +210,11 @@ def matches_path(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def chunk_by_bytes(sizes: Sequence[int], task_bytes: int) -> list[tuple[int, int]]:
-    """Cut a list of files into runs of about `task_bytes`: (first, end) of each, at least one."""
+def chunk_by_bytes(sizes: Sequence[int], part_bytes: int) -> list[tuple[int, int]]:
+    """Cut a list of files into runs of about `part_bytes`: (first, end) of each, at least one."""
     ends, size = [], 0
     for index, file_size in enumerate(sizes):
-        if size >= task_bytes:
+        if size >= part_bytes:
             ends.append(index)
             size = 0
         size += file_size

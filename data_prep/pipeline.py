@@ -19,8 +19,8 @@ from megatfm import tokenizers
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.builtin import with_builtin_folder
 from megatfm.data_prep.clean import CleanStage
-from megatfm.data_prep.dedup.runner import DedupStage, pass_names
-from megatfm.data_prep.execution.config_identity import config_identity
+from megatfm.data_prep.dedup.runner import DedupStage, list_pass_names
+from megatfm.data_prep.execution.config_identity import identify_config
 from megatfm.data_prep.execution.executors import FINISH, Executor, LocalExecutor, LockExecutor, StageResult
 from megatfm.data_prep.execution.progress import PrepSummary, Reporter
 from megatfm.data_prep.execution.stages import StageRunner
@@ -81,7 +81,7 @@ def run(
 
 def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     """Run the stages in order: read and clean, dedup, split, train the tokenizer, tokenize, commit."""
-    config, values = stages.config, config_identity(stages.config)
+    config, values = stages.config, identify_config(stages.config)
     read_config = with_builtin_folder(config.read, workspace.folder / "fetched")
     inputs = InputFiles(read_config, workspace.folder / "fetched")
     if config.split.validation_files:
@@ -100,13 +100,13 @@ def _prepare(workspace: Workspace, stages: StageRunner) -> StageResult:
     split_basis = {**dedup_basis, "split": values["split"]}
     stages.renew_if_swept(dedup_basis, "split-train", split_basis)
     if config.dedup:
-        stages.renew_if_swept(basis, pass_names(config)[0], dedup_basis)
+        stages.renew_if_swept(basis, list_pass_names(config)[0], dedup_basis)
     clean = CleanStage(stages, inputs).run(basis)
-    deduplicated = DedupStage(stages, stages.folder_for(basis), clean).run(dedup_basis)
-    split_stage = SplitStage(stages, stages.folder_for(dedup_basis), deduplicated["name"], clean["parts"])
+    deduplicated = DedupStage(stages, stages.get_folder(basis), clean).run(dedup_basis)
+    split_stage = SplitStage(stages, stages.get_folder(dedup_basis), deduplicated["name"], clean["parts"])
     split = split_stage.run(split_stage.plan(dedup_basis), deduplicated["bytes"], split_basis)
     basis = {**split_basis}
-    tokenize_stage = TokenizeStage(stages, stages.folder_for(basis))
+    tokenize_stage = TokenizeStage(stages, stages.get_folder(basis))
     basis["tokenizer"] = values["tokenizer"]
     tokenizer_facts = tokenize_stage.make_tokenizer(split, basis)
     provenance = {
@@ -136,7 +136,7 @@ def _import(stages: StageRunner, inputs: InputFiles, values: StageResult, basis:
     basis.update(values)
     config = stages.config
     tokenizer_facts = stages.run_once(
-        "tokenizer", basis, TokenizeStage(stages, stages.folder_for(basis)).copy_tokenizer, in_out=True
+        "tokenizer", basis, TokenizeStage(stages, stages.get_folder(basis)).copy_tokenizer, in_out=True
     )
     tokenizer = tokenizers.load(stages.out) if config.tokenizer.file is not None else None
     source: ImportSource

@@ -19,7 +19,7 @@ from megatfm.data_prep.documents import (
     DocumentWriter,
     StepStats,
     format_drop_reasons,
-    part_path,
+    get_part_path,
     read_documents,
 )
 from megatfm.data_prep.execution.executors import StageResult
@@ -169,7 +169,7 @@ class SplitStage:
 
         def measure(part: int) -> StageResult:
             sizes: dict[str, Counter[str]] = {level: Counter() for level in DOCUMENT_LEVELS}
-            for document in read_documents(part_path(self._input, self._name, part)):
+            for document in read_documents(get_part_path(self._input, self._name, part)):
                 for level, level_sizes in sizes.items():
                     level_sizes[LEVELS[level](document)] += document.text_bytes
             return sizes
@@ -188,7 +188,7 @@ class SplitStage:
 
     def run(self, plan: StageResult, size: int, basis: StageResult) -> StageResult:
         """Write both splits into the folder of the basis: training without near duplicates of held-out documents."""
-        self._folder = self._stages.folder_for(basis)
+        self._folder = self._stages.get_folder(basis)
         self._near = ValidationNearDuplicates(self._config.split.near_duplicates, self._folder)
         split = Split(plan["level"], frozenset(plan["names"]), plan.get("below", 0), self._config.split.seed)
         held_out = self._write_validation(plan, split, basis) if split else {"bytes": 0}
@@ -196,9 +196,9 @@ class SplitStage:
 
             def work(part: int) -> StageResult:
                 counts = StepStats("split")
-                documents = track_progress(read_documents(part_path(self._input, self._name, part)), advance)
+                documents = track_progress(read_documents(get_part_path(self._input, self._name, part)), advance)
                 training = _drop_held_out(documents, split, counts)
-                with DocumentWriter(part_path(self._folder, "train", part)) as writer:
+                with DocumentWriter(get_part_path(self._folder, "train", part)) as writer:
                     kept_documents = self._near.drop_near(training, counts) if split else _count_kept(training, counts)
                     for document in kept_documents:
                         writer.add(document)
@@ -222,7 +222,7 @@ class SplitStage:
 
             def tidy() -> None:
                 parts = range(self._parts)
-                self._stages.sweep(self._input, (part_path(self._input, self._name, n) for n in parts))
+                self._stages.sweep(self._input, (get_part_path(self._input, self._name, n) for n in parts))
 
             return self._stages.run_parts("split-train", basis, self._parts, work, join, tidy=tidy)
 
@@ -231,9 +231,9 @@ class SplitStage:
         with self._stages.reporter.stage("split-validation", len(plan["parts"]), "parts") as advance:
 
             def work(index: int) -> StageResult:
-                path = part_path(self._input, self._name, plan["parts"][index])
+                path = get_part_path(self._input, self._name, plan["parts"][index])
                 counts = StepStats("held out")
-                with DocumentWriter(part_path(self._folder, "validation", index)) as writer:
+                with DocumentWriter(get_part_path(self._folder, "validation", index)) as writer:
                     held_out = _count_kept(filter(split.holds_out, read_documents(path)), counts)
                     self._near.scan(index, writer.write(held_out))
                     writer.commit()

@@ -18,7 +18,7 @@ from megatfm.data_prep.documents import (
     Document,
     DocumentWriter,
     batch_by_bytes,
-    part_path,
+    get_part_path,
     read_documents,
     read_parts,
 )
@@ -104,7 +104,7 @@ class TokenizeStage:
             return self._stages.run_once("tokenizer", basis, self.copy_tokenizer, in_out=True)
         name, folder = "train", self._folder
         if share < 1.0:
-            name, folder = "tokenizer-sample", self._stages.folder_for(basis)
+            name, folder = "tokenizer-sample", self._stages.get_folder(basis)
             self._sample(share, total, parts, basis)
 
         def train() -> StageResult:
@@ -120,8 +120,8 @@ class TokenizeStage:
         with self._stages.reporter.stage("tokenizer-sample", total) as advance:
 
             def work(part: int) -> StageResult:
-                documents = track_progress(read_documents(part_path(self._folder, "train", part)), advance)
-                with DocumentWriter(part_path(self._stages.folder_for(basis), "tokenizer-sample", part)) as writer:
+                documents = track_progress(read_documents(get_part_path(self._folder, "train", part)), advance)
+                with DocumentWriter(get_part_path(self._stages.get_folder(basis), "tokenizer-sample", part)) as writer:
                     for document in documents:
                         if _in_sample(document, share):
                             writer.add(document)
@@ -141,13 +141,13 @@ class TokenizeStage:
         encoder = tokenizers.load(self._stages.out)
         fast = FastEncoder(encoder, self._stages.out)
         threads = self._config.tokenizer_threads or _count_cores()
-        folder, parts = self._stages.folder_for(basis), split["parts"]
+        folder, parts = self._stages.get_folder(basis), split["parts"]
         with self._stages.reporter.stage(f"tokenize-{name}", split["bytes"]) as advance:
 
             def work(part: int) -> StageResult:
                 token_counts = []
-                file = AtomicFile(tokens_path(folder, name, part))
-                documents = read_documents(part_path(self._folder, name, part))
+                file = AtomicFile(get_tokens_path(folder, name, part))
+                documents = read_documents(get_part_path(self._folder, name, part))
                 for batch in batch_by_bytes(documents, BATCH_BYTES):
                     texts = [document.text for document in batch]
                     for document, ids in zip(batch, fast.encode_batch(texts, threads), strict=True):
@@ -164,7 +164,7 @@ class TokenizeStage:
                 for part in range(parts):
                     # The commit goes first: without its ids it must not be seen.
                     (folder / f"tokenize-{name}.{part:05d}.json").unlink(missing_ok=True)
-                    tokens_path(folder, name, part).unlink(missing_ok=True)
+                    get_tokens_path(folder, name, part).unlink(missing_ok=True)
 
             return self._stages.run_parts(
                 f"tokenize-{name}",
@@ -197,8 +197,8 @@ class TokenizeStage:
         """Write shards of the ids in a folder; without an encoder there are no ids."""
         with SplitWriter(self._stages, name, encoder) as writer:
             for part, result in enumerate(parts):
-                ids = np.fromfile(tokens_path(folder, name, part), "<i4")
-                members = self._read_members(members_path(folder, name, part), result["documents"])
+                ids = np.fromfile(get_tokens_path(folder, name, part), "<i4")
+                members = self._read_members(get_members_path(folder, name, part), result["documents"])
                 writer.add(ids, result["documents"], members)
             return writer.finish({**provenance, "split": name})
 
@@ -211,12 +211,12 @@ class TokenizeStage:
         return to_folder_name(name) if name and (not values or name in values) else OTHER
 
 
-def tokens_path(folder: Path, name: str, part: int) -> Path:
+def get_tokens_path(folder: Path, name: str, part: int) -> Path:
     """Return the path of the ids of a part: int32, one document after the other."""
     return folder / f"{name}.{part:05d}.tokens"
 
 
-def members_path(folder: Path, name: str, part: int) -> Path:
+def get_members_path(folder: Path, name: str, part: int) -> Path:
     """Return the path of the files beside the documents of a part, concatenated."""
     return folder / f"{name}.{part:05d}.members"
 

@@ -123,7 +123,7 @@ def _import_root(path: list[str]) -> Path | None:
     return Path(spec.origin).resolve().parents[1] if spec and spec.origin else None
 
 
-OVER = {
+FINAL_STATES = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("REVOKED", "TIMEOUT"),
     *("DONE", "ENDED", "GONE", "NO PROGRESS", "STOPPED"),
@@ -144,7 +144,7 @@ class JobState:
     @property
     def is_over(self) -> bool:
         """Whether the job has ended for good. A requeued job has not."""
-        return self.name.partition(" by ")[0] in OVER  # sacct: "CANCELLED by 1000"
+        return self.name.partition(" by ")[0] in FINAL_STATES  # sacct: "CANCELLED by 1000"
 
     @property
     def is_unknown(self) -> bool:

@@ -96,8 +96,8 @@ def select_logs(run: Path, all_ranks: bool = False, scanner: ErrorScanner | None
     """
     batch_logs, scanner = find_job_logs(run), scanner or ErrorScanner()
     labels = {path: "job" if len(batch_logs) == 1 else path.stem.rpartition("_")[2] for path in batch_logs}
-    for path in sorted((run / "logs").glob("*.log"), key=_rank_of_log):
-        rank = _rank_of_log(path)
+    for path in sorted((run / "logs").glob("*.log"), key=_get_log_rank):
+        rank = _get_log_rank(path)
         if rank < 0:
             continue
         if all_ranks or (not batch_logs if rank == 0 else scanner.has_error(path)):
@@ -113,7 +113,7 @@ def find_job_logs(run: Path) -> list[Path]:
     return []
 
 
-def _rank_of_log(path: Path) -> int:
+def _get_log_rank(path: Path) -> int:
     match = _RANK.fullmatch(path.name)
     return int(match[1]) if match else -1
 

@@ -40,7 +40,7 @@ from megatfm.launchers.record import (
 )
 from megatfm.launchers.run_jobs import get_job_state, read_job_ids
 from megatfm.launchers.status import describe_prep_progress
-from megatfm.launchers.validation import explain_layout_error, max_fitting_nodes
+from megatfm.launchers.validation import explain_layout_error, find_max_fitting_nodes
 
 PREFIX = "megatfm job: "
 LOG_BYTES = 2**24
@@ -112,7 +112,7 @@ def prolog(args: argparse.Namespace) -> int:
         # Only after SLURM itself has requeued the job, since then no epilog ran.
         return _stop_without_progress(args, attempt_log, attempt, limit_reason)
     usable = _select_usable_nodes(args, config, nodes, set(attempt_log.find_faulty_hosts(now)))
-    count = max_fitting_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node)
+    count = find_max_fitting_nodes(config, range(args.min_nodes, len(usable) + 1), args.processes_per_node)
     error = explain_layout_error(config, len(usable) * args.processes_per_node)
     if count is None:
         attempt_log.end(replace(attempt, code=EXIT_USAGE, ended=now, reason=error or "too few nodes"))
@@ -132,7 +132,7 @@ def _select_usable_nodes(
     if not faulty:
         return nodes
     counts = range(args.min_nodes, len(usable) + 1)
-    if max_fitting_nodes(config, counts, args.processes_per_node) is None:
+    if find_max_fitting_nodes(config, counts, args.processes_per_node) is None:
         log(f"{', '.join(faulty)}: failed before but used again: too few other nodes are left")
         return nodes
     log(f"{', '.join(faulty)}: not used, since the run failed there before")

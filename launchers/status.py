@@ -149,13 +149,13 @@ def _count_restarts(run: Path) -> int:
 def _infer_state(run: Path, events: list[dict[str, Any]]) -> JobState:
     """Return the state of a run without launch record: RUNNING if its lock is held, else from its last event."""
     holder = read_json_if_valid(run / "lock", {})
-    if isinstance(holder, dict) and "pid" in holder and _lock_is_held(run, holder):
+    if isinstance(holder, dict) and "pid" in holder and _is_lock_held(run, holder):
         return JobState("RUNNING", f"pid {holder['pid']} on {holder.get('host')}", get_number(holder, "time"))
     event = str(events[0].get("event")) if events else ""
     return JobState(LAST_EVENT_STATES.get(event, "ENDED"), str(events[0].get("detail", "")) if events else "")
 
 
-def _lock_is_held(run: Path, holder: dict[str, Any]) -> bool:
+def _is_lock_held(run: Path, holder: dict[str, Any]) -> bool:
     """Return whether a run's lock is held: by a live process here, or on another machine by a recent heartbeat."""
     if holder.get("host") == socket.gethostname():
         lock_time, pid = get_number(holder, "time"), get_number(holder, "pid")

@@ -58,7 +58,7 @@ def _suggest_micro_batch(batch: int, micro_batch: int, data_ranks: int) -> str:
     return f" (train.micro_batch = {largest_fitting} would)"
 
 
-def max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
+def find_max_fitting_nodes(config: Config, counts: Iterable[int], processes_per_node: int) -> int | None:
     """Return the largest of `counts`, numbers of nodes, on which the run can train; None if it can on none."""
     return max((n for n in counts if explain_layout_error(config, n * processes_per_node) is None), default=None)
 
@@ -82,7 +82,7 @@ def find_launch_errors(job: Job, site: Site | None, partition: scheduler.Partiti
         yield from find_missing_paths(job)
         yield from _check_deepspeed(job)
     if site:
-        yield from _time_limit_errors(job, site, partition)
+        yield from _find_time_limit_errors(job, site, partition)
 
 
 def _check_unfinished(job: Job) -> str | None:
@@ -109,7 +109,7 @@ def find_launch_warnings(job: Job, site: Site, partition: scheduler.Partition | 
             f"partition {partition.name} is closed ({partition.state}): the job waits until it opens; `sinfo` shows "
             "others, for --partition"
         )
-    limit, _ = _time_limit(job, partition)
+    limit, _ = _find_time_limit(job, partition)
     if limit is not None and job.kind != "evaluate" and 0 < limit - site.stop_seconds < START_SECONDS:
         yield (
             f"the job is told to save {site.stop_seconds} s ahead of its time limit, so it has only "
@@ -118,9 +118,9 @@ def find_launch_warnings(job: Job, site: Site, partition: scheduler.Partition | 
         )
 
 
-def _time_limit_errors(job: Job, site: Site, partition: scheduler.Partition | None) -> Iterator[str]:
+def _find_time_limit_errors(job: Job, site: Site, partition: scheduler.Partition | None) -> Iterator[str]:
     """Yield errors for time limits with which SLURM would never start the job, or stop it as soon as it starts."""
-    limit, origin = _time_limit(job, partition)
+    limit, origin = _find_time_limit(job, partition)
     if limit is None:
         return
     if partition and partition.max_time is not None and limit > partition.max_time:
@@ -137,7 +137,7 @@ def _time_limit_errors(job: Job, site: Site, partition: scheduler.Partition | No
         )
 
 
-def _time_limit(job: Job, partition: scheduler.Partition | None) -> tuple[int | None, str]:
+def _find_time_limit(job: Job, partition: scheduler.Partition | None) -> tuple[int | None, str]:
     """Return a job's time limit in seconds, None if unknown, and a phrase that says what sets it."""
     if job.time_limit is not None:
         return scheduler.parse_time(job.time_limit), f"--time {job.time_limit}"
@@ -215,7 +215,7 @@ def _check_size(job: Job, on_nodes: bool) -> str | None:
     """Return an error if layout and batch fit none of the requested numbers of nodes; it suggests one that works."""
     assert isinstance(job.config, Config)
     counts = range(job.min_nodes, job.largest_node_count + 1)
-    if max_fitting_nodes(job.config, counts, job.nproc_per_node) is not None:
+    if find_max_fitting_nodes(job.config, counts, job.nproc_per_node) is not None:
         return None
     reason = explain_layout_error(job.config, job.world_size)
     allocation = f"{job.min_nodes} to {job.max_nodes} nodes" if job.max_nodes else f"{job.world_size} processes"

@@ -57,7 +57,7 @@ class Cost:
         )
 
 
-def module_cost(module: Any, tokens: TokenCounts) -> Cost:
+def compute_module_cost(module: Any, tokens: TokenCounts) -> Cost:
     """Return the cost of a torch module with all of its submodules."""
     cost_method = getattr(module, "cost", None)
     cost: Cost = cost_method(tokens) if cost_method is not None else default_cost(module, tokens)
@@ -70,9 +70,9 @@ def default_cost(module: Any, tokens: TokenCounts) -> Cost:
     parameters = {key: p for key, p in module.named_parameters(recurse=False) if key not in roles}
     matrices = sum(p.numel() for p in parameters.values() if p.dim() > 1)
     vectors = sum(p.numel() for p in parameters.values() if p.dim() <= 1)
-    return total_cost(module.children(), tokens) + Cost(matrices * tokens.n, vectors * tokens.n)
+    return sum_costs(module.children(), tokens) + Cost(matrices * tokens.n, vectors * tokens.n)
 
 
-def total_cost(modules: Iterable[Any], tokens: TokenCounts) -> Cost:
+def sum_costs(modules: Iterable[Any], tokens: TokenCounts) -> Cost:
     """Return the total cost of modules through which the same tokens pass."""
-    return sum((module_cost(module, tokens) for module in modules), Cost())
+    return sum((compute_module_cost(module, tokens) for module in modules), Cost())

@@ -53,7 +53,7 @@ class Splittable(Protocol):
         ...
 
 
-def live_fields(split_points: Sequence[SplitPoint], index: int) -> dict[str, CarrySpec]:
+def find_live_fields(split_points: Sequence[SplitPoint], index: int) -> dict[str, CarrySpec]:
     """Return the carry at a split point: tensors that earlier split points write, and that it or later ones read."""
     read_later: set[str] = set()
     for point in reversed(split_points[index:]):

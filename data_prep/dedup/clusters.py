@@ -1,10 +1,10 @@
-"""Mark near duplicates except the first of each cluster: in linear time, with tasks as in `first_occurrence.py`.
+"""Mark near duplicates except the first of each cluster: in linear time, with parts as in `first_occurrence.py`.
 
-1. `sort`, a task for each chunk of signatures: sort the hashes of each band, with their rows.
-2. `buckets`, a task for each range of each band: rows with the same hash are a bucket, whose signatures are compared.
+1. `sort`, a part for each chunk of signatures: sort the hashes of each band, with their rows.
+2. `buckets`, a part for each range of each band: rows with the same hash are a bucket, whose signatures are compared.
    Similar rows become edges of a tree, which are stored by the chunk of the higher row.
-3. `gather`, a task for each chunk: collect its edges, each once.
-4. `clusters`, one task, from the last chunk to the first. A row is the first of its cluster unless the edges of its
+3. `gather`, a part for each chunk: collect its edges, each once.
+4. `clusters`, one part, from the last chunk to the first. A row is the first of its cluster unless the edges of its
    chunk join it to a lower one. A cluster that reaches below the chunk passes an edge for each lower row down to that
    row's chunk. A chunk's edges are held in memory, and never more are passed down than came in.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.corpus.files import disk_errors_as_megatfm_errors
-from megatfm.data_prep.dedup.hashing import Hashes, band_hashes
+from megatfm.data_prep.dedup.hashing import Hashes, hash_bands
 from megatfm.data_prep.dedup.key_table import (
     DedupContext,
     HashRange,
@@ -207,7 +207,7 @@ class _ClusterSearch:
         self._partitioning = Partitioning.fit_memory(len(rows), context.memory_bytes, sort_bytes, JOIN_BYTES)
 
     def run(self) -> StageResult:
-        partitioning, run, total = self._partitioning, self._context.run_tasks, len(self._rows)
+        partitioning, run, total = self._partitioning, self._context.run_parts, len(self._rows)
         run("sort", partitioning.chunks, total, self._sort)
         run("buckets", self._bands * partitioning.ranges, total * self._bands, self._join)
         run("gather", partitioning.chunks, total, self._gather)
@@ -220,7 +220,7 @@ class _ClusterSearch:
         partitions = self._bands * self._partitioning.ranges
         with PartitionsWriter(self._context.path("sorted", chunk), partitions) as writer:
             for band in range(self._bands):
-                hashes = band_hashes(signatures, band, width)
+                hashes = hash_bands(signatures, band, width)
                 order = argsort_stable(hashes)
                 records = np.empty(len(order), RECORD)
                 records["hash"], records["place"] = hashes[order], order

@@ -1,14 +1,15 @@
-"""Mark every row whose key an earlier row has: linear in bytes read and written, in any memory, by any number of tasks.
+"""Mark every row whose key an earlier row has: linear in bytes read and written, in any memory, by any number of
+processes.
 
-1. `sort`, a task for each chunk of rows: sort them by hash. All but the first of equal keys *of a chunk* are repeats
+1. `sort`, a part for each chunk of rows: sort them by hash. All but the first of equal keys *of a chunk* are repeats
    whatever the other chunks contain, so they are recorded at once and not passed on: a hash that half of all rows
    share leaves one row a chunk. The beginnings of the ranges of hashes are stored beside the rows.
-2. `join`, a task for each range of hashes: read its slice of each chunk, and record all but the first of equal keys, by
+2. `join`, a part for each range of hashes: read its slice of each chunk, and record all but the first of equal keys, by
    chunk.
-3. `mark`, a task for each chunk: mark its own repeats, and those that each range recorded for it.
+3. `mark`, a part for each chunk: mark its own repeats, and those that each range recorded for it.
 
-Tasks share a folder and nothing else. A task may be killed, repeated or done twice; the result depends neither on the
-memory nor on which process does which task.
+Processes share a folder and nothing else. A part may be interrupted, repeated or done twice; the result depends
+neither on the memory nor on which process does which part.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,7 @@ from megatfm.data_prep.documents import EXAMPLES
 from megatfm.data_prep.execution.executors import StageResult
 from megatfm.data_prep.execution.progress import UpdateProgress
 
-# Bytes of memory for each row in a task, as measured with tracemalloc.
+# Bytes of memory for each row in a part, as measured with tracemalloc.
 SORT_BYTES, JOIN_BYTES = 72, 80
 
 
@@ -59,7 +60,7 @@ class _RepeatSearch:
         self._repeat_dtype = np.dtype([("place", "<u4"), *first])
 
     def run(self) -> StageResult:
-        partitioning, run = self._partitioning, self._context.run_tasks
+        partitioning, run = self._partitioning, self._context.run_parts
         run("sort", partitioning.chunks, partitioning.total, self._sort)
         run("join", partitioning.ranges, partitioning.total, self._join)
         return run("mark", partitioning.chunks, partitioning.total, self._mark, self._join_facts)

@@ -55,7 +55,7 @@ _27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 
 
-def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
+def hash_words(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
     """Return the hashes of all words of all texts in order, and the first hash of each text: [texts + 1]."""
     encoded = [_encode(text) for text in texts]
     # Eight bytes of space after the end, as a word's last eight bytes may be read beyond it.
@@ -69,7 +69,7 @@ def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
     return _hash(joined, begins, ends - begins), np.searchsorted(begins, text_starts)
 
 
-def ngram_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[Hashes, NDArray[np.int64]]:
+def hash_ngrams(words: Hashes, offsets: NDArray[np.int64], length: int) -> tuple[Hashes, NDArray[np.int64]]:
     """Return the hashes of all n-grams of `length` words in each text, and the first n-gram of each text [texts + 1].
 
     A text of fewer words, but at least one, has one n-gram: all of its words.
@@ -88,11 +88,11 @@ def ngram_hashes(words: Hashes, offsets: NDArray[np.int64], length: int) -> tupl
     source = np.repeat(offsets[:-1], n_ngrams) + index_in_text
     result[is_full] = combined[source[is_full]]
     for text in np.flatnonzero((counts < length) & (counts > 0)):
-        result[starts[text]] = ngram_hash(words[offsets[text] : offsets[text + 1]])
+        result[starts[text]] = hash_ngram(words[offsets[text] : offsets[text + 1]])
     return result, starts
 
 
-def ngram_hash(words: Hashes) -> np.uint64:
+def hash_ngram(words: Hashes) -> np.uint64:
     """Return the hash of all words as one n-gram."""
     combined = np.zeros(1, np.uint64)
     for word in words:
@@ -169,7 +169,7 @@ def _classify_code_points() -> NDArray[np.uint8]:
 
 
 @cache
-def word_character_table() -> NDArray[np.bool_]:
+def make_word_character_table() -> NDArray[np.bool_]:
     """Return for every code point whether `\\w` matches it."""
     return np.array([chr(point).isalnum() or point == ord("_") for point in range(0x110000)], np.bool_)
 
@@ -185,15 +185,15 @@ def compute_signatures(texts: Sequence[str], n_grams: int, hashes: int, seed: in
     The share of hashes in which two signatures agree estimates the Jaccard similarity of the sets. A text of fewer
     words has one n-gram, all of its words; a text without a word has one word, its characters.
     """
-    words, offsets = word_hashes(texts)
+    words, offsets = hash_words(texts)
     if (np.diff(offsets) == 0).any():
-        words, offsets = word_hashes(
+        words, offsets = hash_words(
             [
                 text if has_words else _spell_as_word(text)
                 for text, has_words in zip(texts, np.diff(offsets), strict=True)
             ]
         )
-    ngrams, starts = ngram_hashes(words, offsets, n_grams)
+    ngrams, starts = hash_ngrams(words, offsets, n_grams)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(ngrams, starts.astype(np.uint64), hashes, seed)
     return np.array(matrix.to_rows(), "<u4").reshape(len(texts), hashes)
 
@@ -206,7 +206,7 @@ def sign_documents(
         yield batch, compute_signatures([document.text for document in batch], n_grams, hashes)
 
 
-def band_hashes(rows: NDArray[Any], band: int, width: int) -> Hashes:
+def hash_bands(rows: NDArray[Any], band: int, width: int) -> Hashes:
     """Return one hash [signatures] of the `width` hashes of a band: equal if all of them are equal."""
     combined = np.full(len(rows), band, np.uint64)
     for column in range(band * width, (band + 1) * width):

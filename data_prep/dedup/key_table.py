@@ -1,4 +1,4 @@
-"""Tables of keys on disk, the partitioned files that a search sorts them into, and its division into tasks."""
+"""Tables of keys on disk, the partitioned files that a search sorts them into, and its division into parts."""
 
 import os
 import struct
@@ -18,10 +18,10 @@ from megatfm.errors import MegatfmError
 
 RowIndices = NDArray[np.int64]
 
-# A search has at least TASKS tasks if each then has TASK_ROWS rows: enough for a few dozen processes, and small enough
-# to sort near the cache.
-TASKS = 64
-TASK_ROWS = 2**18
+# A search has at least MIN_PARTS parts if each then has PART_ROWS rows: enough for a few dozen processes, and small
+# enough to sort near the cache.
+MIN_PARTS = 64
+PART_ROWS = 2**18
 
 
 class KeyTable:
@@ -73,8 +73,8 @@ def write_keys(path: Path, rows: Iterable[NDArray[Any]]) -> int:
     return count
 
 
-class RunTasks(Protocol):
-    """Runs tasks 0 … count − 1 of a step, each once over all processes."""
+class RunParts(Protocol):
+    """Runs parts 0 … count − 1 of a step, each once over all processes."""
 
     def __call__(
         self,
@@ -84,17 +84,17 @@ class RunTasks(Protocol):
         work: Callable[[int, UpdateProgress], StageResult],
         join: Callable[[Iterable[StageResult]], StageResult] = lambda _: {},
     ) -> StageResult:
-        """Run the tasks. work: reports its progress towards `total`. Returns `join` of all results."""
+        """Run the parts. work: reports its progress towards `total`. Returns `join` of all results."""
         ...
 
 
 @dataclass(frozen=True)
 class DedupContext:
-    """The folder of a search, the memory of a task, and the function that runs its tasks."""
+    """The folder of a search, the memory of a process, and the function that runs its parts."""
 
     folder: Path
     memory_bytes: int
-    run_tasks: RunTasks
+    run_parts: RunParts
 
     def path(self, kind: str, index: int) -> Path:
         """Return the path of a file of a kind, such as `marks.00003`."""
@@ -119,9 +119,9 @@ class Partitioning:
     def fit_memory(cls, total: int, memory_bytes: int, sort_bytes: int, join_bytes: int) -> "Partitioning":
         """Divide rows such that a chunk, of `sort_bytes` a row, and a range, of `join_bytes` a row, fit the memory."""
         max_rows = min(2**31, 2**64 // max(1, total))  # so that a place fits 4 bytes, and a pair of rows 8
-        rows_per_part = min(memory_bytes // sort_bytes, max(TASK_ROWS, total // TASKS), max_rows)
+        rows_per_part = min(memory_bytes // sort_bytes, max(PART_ROWS, total // MIN_PARTS), max_rows)
         # A fourth more than the average needs, so that hardly any range has to be halved.
-        ranges = max(-(-total * join_bytes * 5 // (4 * memory_bytes)), min(TASKS, total // TASK_ROWS), 1)
+        ranges = max(-(-total * join_bytes * 5 // (4 * memory_bytes)), min(MIN_PARTS, total // PART_ROWS), 1)
         return cls(total, max(1, rows_per_part), ranges)
 
     @property

@@ -25,7 +25,7 @@ from megatfm.config.prep_steps import (
 )
 from megatfm.data_prep.dedup.clusters import mark_near_duplicates
 from megatfm.data_prep.dedup.first_occurrence import mark_repeats
-from megatfm.data_prep.dedup.hashing import Hashes, sign_documents, splitmix64, word_character_table
+from megatfm.data_prep.dedup.hashing import Hashes, make_word_character_table, sign_documents, splitmix64
 from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.execution.executors import StageResult
@@ -131,7 +131,7 @@ def _normalize(text: str) -> bytes:
 @cache
 def _find_significant_points() -> NDArray[np.bool_]:
     """Return for every code point whether units that differ only in it count as different."""
-    is_significant = word_character_table().copy()
+    is_significant = make_word_character_table().copy()
     for point in range(0x20000):
         if unicodedata.category(chr(point))[0] == "M":
             is_significant[point] = not unicodedata.name(chr(point)).startswith(_ACCENTS)

@@ -5,14 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatfm.config.prep import PrepConfig
-from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, RunTasks, write_keys
+from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, RunParts, write_keys
 from megatfm.data_prep.dedup.methods import DedupMethod, make_dedup_method
 from megatfm.data_prep.documents import (
     Document,
     DocumentWriter,
     StepStats,
     format_drop_reasons,
-    part_path,
+    get_part_path,
     read_documents,
 )
 from megatfm.data_prep.execution.executors import StageResult
@@ -21,7 +21,7 @@ from megatfm.data_prep.execution.stages import USES, StageRunner
 from megatfm.errors import UsageError
 
 
-def pass_names(config: PrepConfig) -> list[str]:
+def list_pass_names(config: PrepConfig) -> list[str]:
     """Return the names of the passes of `[[dedup]]`, which are those of the stages that remove duplicates."""
     return [f"dedup-{index}-{method.name}" for index, method in enumerate(config.dedup)]
 
@@ -39,10 +39,10 @@ class DedupStage:
         """Run all passes. Returns the name of the remaining documents, their bytes, and the statistics of each pass.
         After a pass, the documents lie in the folder of the basis."""
         name, size, counts = "exact_dedup", self._clean["bytes"], []
-        names = pass_names(self._stages.config)
+        names = list_pass_names(self._stages.config)
         for index, config in enumerate(self._stages.config.dedup):
             method = make_dedup_method(config)
-            dedup_pass = DedupPass(self._stages, self._stages.folder_for(basis), names[index], method, self._parts)
+            dedup_pass = DedupPass(self._stages, self._stages.get_folder(basis), names[index], method, self._parts)
             rows = self._compute_keys(dedup_pass, name, size, basis)
             duplicates = dedup_pass.find(rows, basis)
             result = self._remove(dedup_pass, name, size, rows, duplicates, basis)
@@ -57,7 +57,7 @@ class DedupStage:
 
             def work(part: int) -> StageResult:
                 documents = track_progress(read_documents(self._get_documents_path(dedup_pass, name, part)), advance)
-                return {"rows": write_keys(dedup_pass.rows_path(part), dedup_pass.method.compute_keys(documents))}
+                return {"rows": write_keys(dedup_pass.get_rows_path(part), dedup_pass.method.compute_keys(documents))}
 
             def join(parts: Iterable[StageResult]) -> StageResult:
                 return {"rows": [part["rows"] for part in parts]}
@@ -75,13 +75,13 @@ class DedupStage:
         basis: StageResult,
     ) -> StageResult:
         """Write the remaining documents of all parts."""
-        with dedup_pass.remaining(rows, duplicates, size) as remaining:
+        with dedup_pass.filter_parts(rows, duplicates, size) as filter_part:
 
             def work(part: int) -> StageResult:
                 counts = StepStats(dedup_pass.method.title)
                 documents = read_documents(self._get_documents_path(dedup_pass, name, part))
                 return {
-                    **write_part(dedup_pass.folder, dedup_pass.out, part, remaining(part, documents, counts)),
+                    **write_part(dedup_pass.folder, dedup_pass.out, part, filter_part(part, documents, counts)),
                     "step": counts.as_json(),
                 }
 
@@ -103,7 +103,7 @@ class DedupStage:
             return self._stages.run_parts(dedup_pass.out, basis, self._parts, work, join, tidy=tidy)
 
     def _get_documents_path(self, dedup_pass: "DedupPass", name: str, part: int) -> Path:
-        return part_path(self._input if name == "exact_dedup" else dedup_pass.folder, name, part)
+        return get_part_path(self._input if name == "exact_dedup" else dedup_pass.folder, name, part)
 
 
 class DedupPass:
@@ -115,7 +115,7 @@ class DedupPass:
         self.out = key
         self._memory_bytes: int = stages.config.dedup_memory_bytes
 
-    def rows_path(self, part: int) -> Path:
+    def get_rows_path(self, part: int) -> Path:
         """Return the path of the rows of a part, which are removed after the search."""
         return self.folder / f"rows-{self.key}.{part:05d}"
 
@@ -124,20 +124,20 @@ class DedupPass:
 
         The division of the search depends on the memory, so its files lie in a folder for that, which the result names.
         """
-        stage, task_basis = f"{self.key}-duplicates", {**basis, "memory_bytes": self._memory_bytes}
+        stage, search_basis = f"{self.key}-duplicates", {**basis, "memory_bytes": self._memory_bytes}
         if (result := self._stages.load_result(stage, basis)) is not None:
             return result
-        task_folder = self._stages.folder_for(task_basis)
-        (self.folder / f"{USES}{task_folder.name}").touch()
-        folder = task_folder / f"index-{self.key}"
+        search_folder = self._stages.get_folder(search_basis)
+        (self.folder / f"{USES}{search_folder.name}").touch()
+        folder = search_folder / f"index-{self.key}"
         folder.mkdir(exist_ok=True)
-        rows = KeyTable([self.rows_path(part) for part in range(self._parts)], *self.method.row, counts)
+        rows = KeyTable([self.get_rows_path(part) for part in range(self._parts)], *self.method.row, counts)
         duplicates = self.method.find_duplicates(
-            rows, DedupContext(folder, self._memory_bytes, self._make_task_runner(task_basis))
+            rows, DedupContext(folder, self._memory_bytes, self._make_part_runner(search_basis))
         )
 
         def tidy() -> None:
-            for path in [*folder.iterdir(), *map(self.rows_path, range(self._parts))]:
+            for path in [*folder.iterdir(), *map(self.get_rows_path, range(self._parts))]:
                 if not path.name.startswith("marks."):
                     path.unlink(missing_ok=True)
 
@@ -150,13 +150,13 @@ class DedupPass:
             path.unlink(missing_ok=True)
 
     @contextmanager
-    def remaining(
+    def filter_parts(
         self, counts: Sequence[int], duplicates: StageResult, size: int
     ) -> Iterator[Callable[[int, Iterator[Document], StepStats], Iterator[Document]]]:
         """Yield a function from a part, its documents and counts to the remaining documents."""
         begins = KeyTable([], *self.method.row, counts).begins
         context = DedupContext(
-            self._stages.folder / duplicates["index"], self._memory_bytes, self._make_task_runner({})
+            self._stages.folder / duplicates["index"], self._memory_bytes, self._make_part_runner({})
         )
         marks = context.open_marks(int(begins[-1]), duplicates["each"])
         with self._stages.reporter.stage(self.out, size) as advance:
@@ -167,8 +167,8 @@ class DedupPass:
 
             yield filter_part
 
-    def _make_task_runner(self, basis: StageResult) -> RunTasks:
-        """Return the function that runs the tasks of a search as stages."""
+    def _make_part_runner(self, basis: StageResult) -> RunParts:
+        """Return the function that runs the parts of a search as stages."""
 
         def run(
             step: str,
@@ -179,7 +179,7 @@ class DedupPass:
         ) -> StageResult:
             stage = f"{self.key}-{step}"
             with self._stages.reporter.stage(stage, total, "rows") as advance:
-                return self._stages.run_parts(stage, basis, count, lambda task: work(task, advance), join)
+                return self._stages.run_parts(stage, basis, count, lambda part: work(part, advance), join)
 
         return run
 
@@ -187,7 +187,7 @@ class DedupPass:
 def write_part(folder: Path, name: str, part: int, documents: Iterable[Document]) -> StageResult:
     """Write the documents of a part. Returns `files`: the bytes of each file in it."""
     files: dict[str, int] = {}
-    with DocumentWriter(part_path(folder, name, part)) as writer:
+    with DocumentWriter(get_part_path(folder, name, part)) as writer:
         for document in documents:
             writer.add(document)
             files[document.file] = files.get(document.file, 0) + document.text_bytes

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatfm.config.prep import NearDuplicatesConfig
 from megatfm.corpus.files import AtomicFile
-from megatfm.data_prep.dedup.hashing import Signatures, band_hashes, sign_documents
+from megatfm.data_prep.dedup.hashing import Signatures, hash_bands, sign_documents
 from megatfm.data_prep.dedup.key_table import write_keys
 from megatfm.data_prep.documents import Document, StepStats
 
@@ -50,10 +50,10 @@ class ValidationNearDuplicates:
         part_signatures = (np.fromfile(self._get_path(f"signatures.{part:05d}"), "<u4") for part in range(parts))
         write_keys(self._get_path("signatures"), part_signatures)
         rows, count = self._map_file("signatures", "<u4", HASHES), len(ends) - 1
-        orders = (np.argsort(band_hashes(rows, band, _WIDTH), kind="stable") for band in range(BANDS))
+        orders = (np.argsort(hash_bands(rows, band, _WIDTH), kind="stable") for band in range(BANDS))
         write_keys(self._get_path("places"), (order[None] for order in orders))
         documents_by_hash = self._map_file("places", "<i8", count)
-        hashes = (band_hashes(rows, band, _WIDTH)[documents_by_hash[band]] for band in range(BANDS))
+        hashes = (hash_bands(rows, band, _WIDTH)[documents_by_hash[band]] for band in range(BANDS))
         write_keys(self._get_path("bands"), (sorted_hashes[None] for sorted_hashes in hashes))
         return count
 
@@ -83,7 +83,7 @@ class ValidationNearDuplicates:
         """Return, by the number of each near duplicate, the first similar held-out document and the similarity."""
         candidates_by_query: dict[int, set[int]] = defaultdict(set)
         for band, (hashes, documents_by_hash) in enumerate(zip(*self._index, strict=True)):
-            query_hashes = band_hashes(signatures, band, _WIDTH)
+            query_hashes = hash_bands(signatures, band, _WIDTH)
             firsts, ends = (np.searchsorted(hashes, query_hashes, side) for side in ("left", "right"))
             for query in np.flatnonzero(ends > firsts).tolist():
                 candidates_by_query[query].update(documents_by_hash[firsts[query] : ends[query]].tolist())

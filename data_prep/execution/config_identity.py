@@ -47,7 +47,7 @@ def omit_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def config_identity(config: PrepConfig) -> dict[str, Any]:
+def identify_config(config: PrepConfig) -> dict[str, Any]:
     """Return the part of a config that determines the result, with hashes in place of the paths of files."""
     values = omit_defaults(config.model_dump(mode="json", exclude=EXCLUDED))
     for step, section in zip(values.get("steps", ()), config.steps, strict=False):
@@ -69,12 +69,14 @@ def config_identity(config: PrepConfig) -> dict[str, Any]:
     return {"version": VERSION, **values}
 
 
-def first_difference(recorded: Any, current: Any, key: str = "") -> str:
+def describe_first_difference(recorded: Any, current: Any, key: str = "") -> str:
     """Describe the first setting in which two configs differ."""
     if isinstance(recorded, dict) and isinstance(current, dict):
         for name in [*current, *(name for name in recorded if name not in current)]:
             if recorded.get(name) != current.get(name):
-                return first_difference(recorded.get(name), current.get(name), f"{key}.{name}" if key else name)
+                return describe_first_difference(
+                    recorded.get(name), current.get(name), f"{key}.{name}" if key else name
+                )
     was, now = ("not set" if value is None else repr(value) for value in (recorded, current))
     return f"{key} was {was}, is {now}"
 

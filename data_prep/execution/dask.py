@@ -224,7 +224,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def dask_workers(scheduler: str | None, config: PrepConfig) -> Iterator[Callable[[Path], DaskExecutor] | None]:
+def connect_dask_workers(scheduler: str | None, config: PrepConfig) -> Iterator[Callable[[Path], DaskExecutor] | None]:
     """Yield the function that makes an executor over Dask's workers from a work folder; None if `scheduler` is None.
 
     Anyone who reaches a scheduler may run code on its workers, so without TLS it must be on this machine. The keys are

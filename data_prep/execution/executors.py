@@ -26,7 +26,7 @@ FINISH = "finish"
 """The last stage, which commits the corpus."""
 
 StageResult = dict[str, Any]
-"""Result of a stage, or of a task of it, as JSON."""
+"""Result of a stage, or of a part of it, as JSON."""
 
 
 class Executor(Protocol):
@@ -172,7 +172,7 @@ _RANK_VARIABLES = (
 )
 
 
-def mpi_rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int] | None:
+def get_mpi_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Return this process's rank, counted from 1, and the world size; None if mpirun started one process or none."""
     for rank, size in _RANK_VARIABLES:
         if rank in environment and int(environment.get(size, "1")) > 1:
@@ -198,7 +198,7 @@ def supports_flock(folder: Path) -> bool:
     return True
 
 
-def mpi_world(size: int) -> Any:
+def get_mpi_world(size: int) -> Any:
     """Return MPI's world communicator of `size` ranks. Raises UsageError without a usable mpi4py."""
     try:
         from mpi4py import MPI

@@ -111,7 +111,7 @@ class PrepSummary:
     result: dict[str, Any]
     already_done: bool
 
-    def table(self) -> Table:
+    def to_table(self) -> Table:
         """Tabulate the documents that every step kept and dropped, and the two corpora."""
         table = Table("step", "documents", "bytes", "changed", "dropped", title=str(self.out), title_justify="left")
         for column in table.columns[1:4]:

@@ -19,7 +19,7 @@ USES = "uses-"
 class StageRunner:
     """Runs stages on an executor, and commits their results. `basis`: everything on which a stage depends.
 
-    `folder_for(basis)` is the folder of intermediate files of the stages with this basis.
+    `get_folder(basis)` is the folder of intermediate files of the stages with this basis.
     """
 
     def __init__(self, config: PrepConfig, workspace: Workspace, reporter: Reporter, executor: Executor) -> None:
@@ -28,7 +28,7 @@ class StageRunner:
         self.executor = executor
         self.out: Path = workspace.out
         self.folder: Path = workspace.folder
-        self.folder_for: Callable[[StageResult], Path] = workspace.folder_for
+        self.get_folder: Callable[[StageResult], Path] = workspace.get_folder
         self.upload: Callable[[Path], None] = workspace.upload
         self._workspace = workspace
 
@@ -51,7 +51,7 @@ class StageRunner:
 
         If `reader` is committed, nothing is removed.
         """
-        folder = self._workspace.folder_for(basis)
+        folder = self._workspace.get_folder(basis)
 
         def find_reader_result() -> StageResult | None:
             is_read = self._workspace.read_stage(reader, reader_basis) is not None
@@ -119,7 +119,7 @@ class StageRunner:
         def run_part(part: int) -> None:
             self._workspace.commit(f"{name}.{part:05d}", basis, work(part))
 
-        folder = self.folder_for(basis)
+        folder = self.get_folder(basis)
 
         def is_done(part: int) -> bool:
             # Only the file is looked for: a result may list every document. A finished stage's parts may be removed.

@@ -26,7 +26,7 @@ ID = ".prep-id"
 DEFAULT_SCRATCH = Path("~/.cache/megatfm/prep")
 
 
-def local_folder(config: PrepConfig) -> Path:
+def find_local_folder(config: PrepConfig) -> Path:
     """Return the folder in which a corpus is built: `out`, or for a URL a folder below `scratch`."""
     if "://" not in config.out:
         return Path(config.out)

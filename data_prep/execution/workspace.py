@@ -20,12 +20,12 @@ from megatfm.config.prep import PrepConfig
 from megatfm.corpus.files import disk_errors_as_megatfm_errors, write_whole
 from megatfm.corpus.manifest import INDEX_NAME, MANIFEST, SHARD_NAME
 from megatfm.data_prep.execution.config_identity import (
-    config_identity,
-    first_difference,
+    describe_first_difference,
+    identify_config,
     omit_defaults,
 )
 from megatfm.data_prep.execution.executors import SharedSettings
-from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput, local_folder
+from megatfm.data_prep.execution.upload import RESULT_FILE, RemoteOutput, find_local_folder
 from megatfm.data_prep.report.page import render_report
 from megatfm.errors import MegatfmError, UsageError
 
@@ -86,14 +86,14 @@ class Workspace:
     """
 
     def __init__(self, config: PrepConfig) -> None:
-        self.out = local_folder(config)
+        self.out = find_local_folder(config)
         self.folder = self.out / WORK_DIR
         self._remote = (
             RemoteOutput(config.out, self.out, self.folder / "sent", OUTPUT_NAMES) if "://" in config.out else None
         )
         self.location: Path | str = self._remote.url if self._remote else self.out
         self._config = config
-        self._identity = config_identity(config)
+        self._identity = identify_config(config)
         self._shared_settings = SharedSettings(self.folder)
 
     def check_settings(self, basis: Mapping[str, Any], shared: bool) -> None:
@@ -104,7 +104,7 @@ class Workspace:
         settings = {**self._identity, **basis, "dedup_memory_bytes": self._config.dedup_memory_bytes}
         recorded = self._shared_settings.write_or_compare(settings, shared)
         if recorded is not None:
-            difference = first_difference(recorded, settings)
+            difference = describe_first_difference(recorded, settings)
             raise UsageError(
                 f"{self.location}: other tasks are preparing it with another config ({difference}): give all tasks the "
                 "same, or wait until the others have ended"
@@ -132,7 +132,7 @@ class Workspace:
                 "as it is, choose another out, or replace it with overwrite=true"
             )
         elif result["config"] != self._identity:
-            difference = first_difference(result["config"], self._identity)
+            difference = describe_first_difference(result["config"], self._identity)
             raise UsageError(
                 f"{self.location}: was prepared with another config ({difference}): "
                 "choose another out, or replace it with overwrite=true"
@@ -153,7 +153,7 @@ class Workspace:
 
     def read_result(self) -> dict[str, Any] | None:
         """Return what `finish` wrote, with its config under today's keys; None before."""
-        result = self._remote.read(RESULT_FILE) if self._remote else _read(self.out / RESULT_FILE)
+        result = self._remote.read(RESULT_FILE) if self._remote else _read_json(self.out / RESULT_FILE)
         if not result or "config" not in result:
             return result
         return {**result, "config": omit_defaults(migrate_prep(result["config"]))}
@@ -163,7 +163,7 @@ class Workspace:
         if self._remote:
             self._remote.upload(path)
 
-    def folder_for(self, basis: Mapping[str, Any]) -> Path:
+    def get_folder(self, basis: Mapping[str, Any]) -> Path:
         """Return the folder for intermediate files of stages with this basis, named by a hash of it; it is created."""
         name = blake3(json.dumps(basis, sort_keys=True).encode()).hexdigest(8)
         folder = self.folder / name
@@ -175,7 +175,7 @@ class Workspace:
 
         in_out: whether it writes into `out`, where another basis may have written since.
         """
-        committed = _read(self._commit_path(name, basis, in_out))
+        committed = _read_json(self._get_commit_path(name, basis, in_out))
         if committed is None or committed["basis"] != basis:
             return None
         result: dict[str, Any] = committed["result"]
@@ -183,14 +183,14 @@ class Workspace:
 
     def commit(self, name: str, basis: Mapping[str, Any], result: Mapping[str, Any], in_out: bool = False) -> None:
         """Record that a stage is finished."""
-        _write(self._commit_path(name, basis, in_out), {"basis": basis, "result": result}, indent=None)
+        _write_json(self._get_commit_path(name, basis, in_out), {"basis": basis, "result": result}, indent=None)
 
     def forget(self, name: str) -> None:
         """Record that a stage is about to write into `out`, whose files are incomplete from now on."""
         (self.folder / f"{name}.json").unlink(missing_ok=True)
 
-    def _commit_path(self, name: str, basis: Mapping[str, Any], in_out: bool = False) -> Path:
-        return (self.folder if in_out else self.folder_for(basis)) / f"{name}.json"
+    def _get_commit_path(self, name: str, basis: Mapping[str, Any], in_out: bool = False) -> Path:
+        return (self.folder if in_out else self.get_folder(basis)) / f"{name}.json"
 
     def finish(self, result: Mapping[str, Any], clean: bool = True) -> None:
         """Commit the corpus, and remove intermediate files. clean: False if other tasks may still read those."""
@@ -199,7 +199,7 @@ class Workspace:
             self._send_last_files(self._remote, result)
         else:
             remove_unlisted(self.out, result)
-            _write(self.out / RESULT_FILE, result)
+            _write_json(self.out / RESULT_FILE, result)
         if clean:
             shutil.rmtree(self._scratch)
 
@@ -216,7 +216,7 @@ class Workspace:
             for file in (MANIFEST, shard["file"], shard["index"]["file"])
         ]
         remote.remove_stale([*shards, *(path.name for path in names)])
-        _write(self.out / RESULT_FILE, result)
+        _write_json(self.out / RESULT_FILE, result)
         remote.upload(self.out / RESULT_FILE)
         remote.remove_marker()
 
@@ -303,7 +303,7 @@ def _acquire_lock(descriptor: int, out: Path, shared: bool) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         value: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -313,5 +313,5 @@ def _read(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _write(path: Path, value: Mapping[str, Any], indent: int | None = 2) -> None:
+def _write_json(path: Path, value: Mapping[str, Any], indent: int | None = 2) -> None:
     write_whole(path, f"{json.dumps(value, indent=indent, ensure_ascii=False)}\n".encode())

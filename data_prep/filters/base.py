@@ -117,14 +117,14 @@ def make_filter(config: Section) -> CountingFilter:
     for module, names in _MODULES.items():
         if name in names:
             import_module(f"megatfm.data_prep.filters.{module}")
-    if name not in (known_names := filter_names()):
+    if name not in (known_names := list_filter_names()):
         raise UsageError(
             f"unknown {STEPS.kind} {name!r}{did_you_mean(name, known_names)}; there are: {', '.join(known_names)}"
         )
     return CountingFilter(STEPS.get(name)(config))
 
 
-def filter_names() -> list[str]:
+def list_filter_names() -> list[str]:
     """Return the names of all filters: ours, and those that plugins have registered so far."""
     return sorted({*STEPS.names(), *(name for names in _MODULES.values() for name in names)})
 

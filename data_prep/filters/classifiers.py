@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config.prep_scores import FastTextConfig, LinearConfig
-from megatfm.data_prep.dedup.hashing import ngram_hashes, word_hashes
+from megatfm.data_prep.dedup.hashing import hash_ngrams, hash_words
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS, count_score, filter_by_score
 from megatfm.errors import UsageError
@@ -31,7 +31,7 @@ class LinearClassifier:
     ngrams: int
 
     def __call__(self, text: str) -> float:
-        buckets = hash_ngrams([text], self.ngrams, len(self.weight))[0]
+        buckets = hash_features([text], self.ngrams, len(self.weight))[0]
         logit = self.bias + (float(self.weight[buckets].mean(dtype=np.float64)) if len(buckets) else 0.0)
         return float(1 / (1 + np.exp(-logit)))
 
@@ -49,7 +49,7 @@ class LinearClassifier:
         from scipy.optimize import minimize  # by name, since only fitting needs it
         from scipy.sparse import csr_matrix
 
-        buckets_by_text = hash_ngrams(texts, ngrams, 2**bits)
+        buckets_by_text = hash_features(texts, ngrams, 2**bits)
         sizes = np.array([len(buckets) for buckets in buckets_by_text])
         rows = np.repeat(1 / np.maximum(sizes, 1), sizes)
         shape = (len(texts), 2**bits)
@@ -111,12 +111,12 @@ class LinearClassifier:
         return cls(weight, bias, ngrams)
 
 
-def hash_ngrams(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np.int64]]:
+def hash_features(texts: Sequence[str], ngrams: int, buckets: int) -> list[NDArray[np.int64]]:
     """Return for each text the buckets [n] of all its n-grams of 1 … ngrams words."""
-    words, offsets = word_hashes(texts)
+    words, offsets = hash_words(texts)
     buckets_by_text: list[list[NDArray[np.int64]]] = [[] for _ in texts]
     for length in range(1, ngrams + 1):
-        hashes, starts = ngram_hashes(words, offsets, length)
+        hashes, starts = hash_ngrams(words, offsets, length)
         # Adding the length gives equal words in n-grams of different lengths different buckets.
         bucket_indices = ((hashes + np.uint64(length)) % np.uint64(buckets)).astype(np.int64)
         for text_index in range(len(texts)):

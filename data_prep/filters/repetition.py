@@ -50,13 +50,13 @@ class GopherRepetition:
                 return f"dup_{title}_char_frac"
         ngrams = _RepeatedNgrams(self._words(text))
         for n, top in enumerate(limits.top_n_grams, 2):
-            if ngrams.top_is_over(n, top * len(text)):
+            if ngrams.is_top_over(n, top * len(text)):
                 return f"top_{n}_gram"
         next_n = 2 + len(limits.top_n_grams)
-        if ngrams.cover_at_most(next_n, min(limits.dup_n_grams, default=1) * len(text)):
+        if ngrams.covers_at_most(next_n, min(limits.dup_n_grams, default=1) * len(text)):
             return None
         for n, limit in enumerate(limits.dup_n_grams, next_n):
-            if ngrams.repeated_are_over(n, limit * len(text)):
+            if ngrams.are_repeated_over(n, limit * len(text)):
                 return f"duplicated_{n}_n_grams"
         return None
 
@@ -96,19 +96,19 @@ class _RepeatedNgrams:
         self._codes[order] = codes
         self._keep(np.bincount(codes))
 
-    def top_is_over(self, n: int, limit: float) -> bool:
+    def is_top_over(self, n: int, limit: float) -> bool:
         """Whether all occurrences of the most frequent n-gram have more than `limit` characters."""
         while self.n < n:
             if self._bound_top_characters(n) <= limit:
                 return False
             self.grow()
-        return self.top_characters() > limit
+        return self.count_top_characters() > limit
 
-    def repeated_are_over(self, n: int, limit: float) -> bool:
+    def are_repeated_over(self, n: int, limit: float) -> bool:
         """Whether repeated n-grams have more than `limit` characters in total."""
-        return not self.cover_at_most(n, limit) and self.repeated_characters() > limit
+        return not self.covers_at_most(n, limit) and self.count_repeated_characters() > limit
 
-    def cover_at_most(self, n: int, limit: float) -> bool:
+    def covers_at_most(self, n: int, limit: float) -> bool:
         """Whether all words that may be in repeated n-grams, or longer ones, have at most `limit` characters.
 
         If not, the n-grams have grown to `n` words.
@@ -119,15 +119,15 @@ class _RepeatedNgrams:
             self.grow()
         return True
 
-    def top_characters(self) -> int:
-        """Return the characters of all occurrences of the (first) most frequent n-gram, with spaces."""
+    def count_top_characters(self) -> int:
+        """Count the characters of all occurrences of the (first) most frequent n-gram, with spaces."""
         if not len(self._positions):
             return self._measure_first_ngram(self.n)
         best = int(np.argmax(self._counts))
         return int(self._counts[best]) * (self._measure_ngram(int(self._positions[best])) + self.n - 1)
 
-    def repeated_characters(self) -> int:
-        """Return the characters of repeated n-grams, without overlap."""
+    def count_repeated_characters(self) -> int:
+        """Count the characters of repeated n-grams, without overlap."""
         seen: set[int] = set()
         length = end = 0
         for position, code in zip(self._positions.tolist(), self._codes.tolist(), strict=True):
@@ -148,13 +148,13 @@ class _RepeatedNgrams:
         self._stretches = None
 
     def _bound_top_characters(self, n: int) -> int:
-        """Return an upper bound of `top_characters` of n-grams: none is more frequent than its first words."""
+        """Return an upper bound of `count_top_characters` of n-grams: none is more frequent than its first words."""
         positions = self._positions[: np.searchsorted(self._positions, len(self._ends) - n)]
         lengths = self._ends[positions + n] - self._ends[positions] + n - 1
         return max(int((lengths * self._counts[: len(positions)]).max(initial=0)), self._measure_first_ngram(n))
 
     def _count_covered_characters(self, n: int) -> int:
-        """Return the characters of all words that may be in a repeated n-gram."""
+        """Count the characters of all words that may be in a repeated n-gram."""
         if self._stretches is None:  # of consecutive places
             breaks = np.flatnonzero(self._positions[1:] != self._positions[:-1] + 1)
             first = np.append(self._positions[:1], self._positions[breaks + 1])

@@ -17,7 +17,7 @@ from megatfm.config.prep_steps import (
     SampleConfig,
     UrlFilterConfig,
 )
-from megatfm.data_prep.dedup.hashing import Hashes, ngram_hash, ngram_hashes, word_hashes
+from megatfm.data_prep.dedup.hashing import Hashes, hash_ngram, hash_ngrams, hash_words
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.filters.base import STEPS
 from megatfm.data_prep.readers.text import read_json_lines
@@ -106,13 +106,13 @@ class Decontaminate:
         too_short, texts = list[str](), 0
         for text in (text for path in config.files for text in _read_texts(Path(path))):
             texts += 1
-            words, _ = word_hashes([text])
+            words, _ = hash_words([text])
             if len(words) < min(config.min_words, config.n_grams):
                 too_short.append(text)
             elif len(words) < config.n_grams:
-                ngrams.setdefault(len(words), set()).add(int(ngram_hash(words)))
+                ngrams.setdefault(len(words), set()).add(int(hash_ngram(words)))
             else:
-                hashes, _ = ngram_hashes(words, np.array([0, len(words)]), config.n_grams)
+                hashes, _ = hash_ngrams(words, np.array([0, len(words)]), config.n_grams)
                 ngrams.setdefault(config.n_grams, set()).update(hashes.tolist())
         if not ngrams:
             raise UsageError(
@@ -125,11 +125,11 @@ class Decontaminate:
         }
 
     def apply(self, document: Document, counts: StepStats) -> Document | str:
-        words, offsets = word_hashes([document.text])
+        words, offsets = hash_words([document.text])
         for length, known_hashes in self._ngrams.items():
             if len(words) < length:
                 break
-            hashes, _ = ngram_hashes(words, offsets, length)
+            hashes, _ = hash_ngrams(words, offsets, length)
             indices = np.minimum(np.searchsorted(known_hashes, hashes), len(known_hashes) - 1)
             if (known_hashes[indices] == hashes).any():
                 return "contaminated"

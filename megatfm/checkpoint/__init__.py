@@ -15,7 +15,7 @@ from megatfm.checkpoint.directory import (
     find_latest_intact,
     remove_leftovers,
 )
-from megatfm.checkpoint.reader import load, read_names, read_state, read_tensors
+from megatfm.checkpoint.reader import load, read_state, read_tensor_specs, read_tensors
 from megatfm.checkpoint.saver import Saver, save
 from megatfm.checkpoint.sharded_tensor import FlatShardedTensor, ShardedTensor
 from megatfm.checkpoint.writer import write_checkpoint_from_iterator
@@ -29,8 +29,8 @@ __all__ = [
     "find_latest",
     "find_latest_intact",
     "load",
-    "read_names",
     "read_state",
+    "read_tensor_specs",
     "read_tensors",
     "remove_leftovers",
     "save",

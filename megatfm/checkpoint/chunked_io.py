@@ -218,7 +218,7 @@ def open_reader(fd: int, size: int, direct: bool) -> FileReader:
 
     direct: bypass the page cache, unless it holds the file or the filesystem has no O_DIRECT.
     """
-    if not direct or _in_page_cache(fd, size):
+    if not direct or _is_in_page_cache(fd, size):
         return FileReader(fd)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
@@ -227,7 +227,7 @@ def open_reader(fd: int, size: int, direct: bool) -> FileReader:
     return DirectFileReader(fd, size)
 
 
-def _in_page_cache(fd: int, size: int) -> bool:
+def _is_in_page_cache(fd: int, size: int) -> bool:
     """Return whether the page cache holds a file, sampled at three bytes."""
     try:
         return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (0, size // 2, size - 1))

@@ -51,14 +51,14 @@ def is_peft_folder(path: str | Path) -> bool:
 def refuse_adapter(path: Path) -> None:
     """Raise UsageError for a folder with an adapter in PEFT's format: its model is elsewhere."""
     if is_peft_folder(path):
-        base = base_of_adapter(path)
+        base = read_base_of_adapter(path)
         raise UsageError(
             f"{path}: holds an adapter in PEFT's format, and not its model{f', {base}' if base else ''}: join them, "
             f"`megatfm convert {path} NEW --to megatfm --base BASE`, and give NEW; {describe_base(base)}"
         )
 
 
-def base_of_adapter(path: Path) -> str | None:
+def read_base_of_adapter(path: Path) -> str | None:
     """Return the base model that an adapter's folder names: a path, or a name on the Hugging Face Hub."""
     try:
         config = json.loads((path / ADAPTER_CONFIG).read_text())
@@ -145,10 +145,10 @@ def _list_without_links(folder: Path) -> list[Path]:
 def _check_share_of_files(path: Path, raw: bytes) -> str | None:
     """Check this rank's share of the files. Return the first fault, or None."""
     try:
-        content = parse_metadata(path, raw)
-        files = sorted(content.files)[object_collectives.rank() :: object_collectives.world_size()]
+        metadata = parse_metadata(path, raw)
+        files = sorted(metadata.files)[object_collectives.rank() :: object_collectives.world_size()]
         timeout = file_io.NFS_VISIBILITY_SECONDS if object_collectives.world_size() > 1 else 0.0
-        reader.verify_files(path, content, files, timeout)
+        reader.verify_files(path, metadata, files, timeout)
     except MegatfmError as error:
         return str(error)
     return None
@@ -177,13 +177,13 @@ def check_checkpoint(path: Path, *, hashes: bool = False) -> str | None:
     try:
         if path.is_symlink():
             raise MegatfmError("it is a symbolic link")
-        content = read_metadata(path)
-        if path.name != f"step-{content.step:08d}":
-            raise MegatfmError(f"it holds step {content.step}, so its folder was renamed")
+        metadata = read_metadata(path)
+        if path.name != f"step-{metadata.step:08d}":
+            raise MegatfmError(f"it holds step {metadata.step}, so its folder was renamed")
         if hashes:
             reader.verify_checkpoint(path)
         else:
-            reader.check_sizes(path, content)
+            reader.check_sizes(path, metadata)
     except NewerFormatError:
         raise
     except MegatfmError as error:

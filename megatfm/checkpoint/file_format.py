@@ -82,7 +82,7 @@ class FileEntry(StrictModel):
     blake3: Hash
 
 
-def first_error(error: ValidationError) -> str:
+def format_first_error(error: ValidationError) -> str:
     """Format the first validation error on one line: field and fault."""
     first = error.errors()[0]
     value = f", not {first['input']!r:.80}" if isinstance(first["input"], str | int | float) else ""
@@ -143,7 +143,7 @@ def read_safetensors(
         try:
             tensors = _read_tensors(file, destinations)
         except ValidationError as error:
-            problem = first_error(error)
+            problem = format_first_error(error)
         except (ValueError, struct.error) as error:
             problem = str(error)
         if file.hexdigest() != entry.blake3:

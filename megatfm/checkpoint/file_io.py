@@ -173,7 +173,7 @@ class HashedFile:
         return self._hash.hexdigest()
 
 
-def file_size(path: Path) -> int:
+def get_file_size(path: Path) -> int:
     """Return the size of a regular file in bytes. Raises MegatfmError for anything else."""
     with name_errors("read", path):
         return _get_regular_size(path, os.lstat(path))

@@ -75,7 +75,7 @@ class NodeTopology:
         """Number of nodes."""
         return max(self.node_of_rank) + 1
 
-    def ranks_on(self, node: int) -> list[int]:
+    def list_ranks_on(self, node: int) -> list[int]:
         """Return the ranks of a node."""
         return [rank for rank, rank_node in enumerate(self.node_of_rank) if rank_node == node]
 
@@ -87,13 +87,13 @@ class NodeTopology:
     @property
     def is_node_leader(self) -> bool:
         """Whether this rank does the shared work of its node."""
-        return self.ranks_on(self.node_of_rank[self.rank])[0] == self.rank
+        return self.list_ranks_on(self.node_of_rank[self.rank])[0] == self.rank
 
-    def leader_of(self, node: int) -> int:
+    def find_leader(self, node: int) -> int:
         """Return the lowest rank of a node."""
-        return self.ranks_on(node)[0]
+        return self.list_ranks_on(node)[0]
 
-    def replication_pairs(self) -> Iterator[tuple[int, int]]:
+    def iter_replication_pairs(self) -> Iterator[tuple[int, int]]:
         """Yield (sender, receiver) ranks that copy each rank's files to the next node.
 
         Even nodes send first, then odd ones (an odd last node by itself), so that the pairs of a phase are disjoint.
@@ -104,8 +104,8 @@ class NodeTopology:
         for phase in range(3):
             for node in range(self.n_nodes):
                 if phase == (2 if is_odd and node == self.n_nodes - 1 else node % 2):
-                    receivers = self.ranks_on((node + 1) % self.n_nodes)
-                    for index, rank in enumerate(self.ranks_on(node)):
+                    receivers = self.list_ranks_on((node + 1) % self.n_nodes)
+                    for index, rank in enumerate(self.list_ranks_on(node)):
                         yield rank, receivers[index % len(receivers)]
 
 
@@ -131,12 +131,12 @@ def save_local(
     )
 
     def encode() -> tuple[bytes, list[list[str]]]:
-        content = build_metadata(step, state, plan.groups, per_rank)
-        return encode_metadata(content), [list(written.files) for written in per_rank]
+        metadata = build_metadata(step, state, plan.groups, per_rank)
+        return encode_metadata(metadata), [list(written.files) for written in per_rank]
 
     raw, files = object_collectives.run_on_rank_0(action, encode, group)
     entries = parse_metadata(staging_dir, raw).files
-    sends = [(name, source, target) for source, target in nodes.replication_pairs() for name in files[source]]
+    sends = [(name, source, target) for source, target in nodes.iter_replication_pairs() for name in files[source]]
     transfer_files(action, nodes.group, staging_dir, staging_dir, entries, sends)
 
     def finish() -> None:
@@ -205,14 +205,14 @@ def fetch_missing_files(nodes: NodeTopology, local: LocalCheckpoint, shards: Map
     action = f"checkpoint of step {local.step} not fetched from the nodes"
     final = nodes.folder / f"step-{local.step:08d}"
     staging_dir = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
-    content = local.metadata(nodes.folder)
-    needed = object_collectives.run_on_all_ranks(action, lambda: Reader(final, content, shards).files, nodes.group)
+    metadata = local.metadata(nodes.folder)
+    needed = object_collectives.run_on_all_ranks(action, lambda: Reader(final, metadata, shards).files, nodes.group)
     missing = _find_missing_files(nodes, local, object_collectives.all_gather_object(needed, nodes.group))
     sends = [
         (
             file,
-            nodes.leader_of(local.nodes_by_file[file][node % len(local.nodes_by_file[file])]),
-            nodes.leader_of(node),
+            nodes.find_leader(local.nodes_by_file[file][node % len(local.nodes_by_file[file])]),
+            nodes.find_leader(node),
         )
         for node, files in sorted(missing.items())
         for file in sorted(files)
@@ -230,7 +230,7 @@ def fetch_missing_files(nodes: NodeTopology, local: LocalCheckpoint, shards: Map
             file_io.remove_tree(staging_dir)
 
     _make_staging_dir(action, nodes, staging_dir)
-    transfer_files(action, nodes.group, final, staging_dir, content.files, sends)
+    transfer_files(action, nodes.group, final, staging_dir, metadata.files, sends)
     object_collectives.run_on_all_ranks(action, finish, nodes.group)
     return final
 
@@ -276,14 +276,14 @@ def _scan_local_dir(nodes: NodeTopology) -> dict[tuple[int, bytes], list[str]]:
     for path in list_checkpoints(nodes.folder):
         try:
             raw = file_io.read_file(path / METADATA_FILENAME)
-            content = parse_metadata(path, raw)
+            metadata = parse_metadata(path, raw)
         except NewerFormatError:
             raise
         except MegatfmError as error:
             log.warning("%s is not used: %s", path, error)
             continue
-        intact_files[content.step, raw] = [
-            name for name, entry in content.files.items() if check_file(path / name, entry) is None
+        intact_files[metadata.step, raw] = [
+            name for name, entry in metadata.files.items() if check_file(path / name, entry) is None
         ]
     return intact_files
 

@@ -28,7 +28,7 @@ from megatfm.checkpoint.file_format import (
     FileName,
     Shape,
     StrictModel,
-    first_error,
+    format_first_error,
 )
 from megatfm.checkpoint.sharded_tensor import check_cover
 from megatfm.errors import MegatfmError
@@ -78,7 +78,7 @@ class TensorGroup(StrictModel):
         """The torch dtype."""
         return DTYPES[self.dtype]
 
-    def bytes_of(self, piece: Piece) -> int:
+    def count_bytes(self, piece: Piece) -> int:
         """Return the bytes of a piece of one tensor."""
         return prod(piece.sizes) * self.torch_dtype.itemsize
 
@@ -86,16 +86,16 @@ class TensorGroup(StrictModel):
     def _run_ends(self) -> list[list[int]]:
         return [list(accumulate(count for _, count in piece.runs)) for piece in self.pieces]
 
-    def file_index(self, piece_index: int, name_index: int) -> int:
+    def find_file_index(self, piece_index: int, name_index: int) -> int:
         """Return the index of the file that holds a piece of a tensor."""
         run = bisect_right(self._run_ends[piece_index], name_index)
         return self.pieces[piece_index].runs[run][0]
 
-    def stored_piece(self, piece_index: int, name_index: int, files: Sequence[str]) -> StoredPiece:
+    def get_stored_piece(self, piece_index: int, name_index: int, files: Sequence[str]) -> StoredPiece:
         """Return a piece of a tensor. files: of the checkpoint, in order."""
         name, piece = self.names[name_index], self.pieces[piece_index]
-        file = files[self.file_index(piece_index, name_index)]
-        key = piece_key(name, self.shape, piece.offsets, piece.sizes)
+        file = files[self.find_file_index(piece_index, name_index)]
+        key = make_piece_key(name, self.shape, piece.offsets, piece.sizes)
         return StoredPiece(name, self.torch_dtype, piece.offsets, piece.sizes, file, key)
 
 
@@ -109,7 +109,7 @@ class Metadata(StrictModel):
     groups: tuple[TensorGroup, ...]
     files: dict[FileName, FileEntry]
 
-    def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def tensor_specs(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return name → dtype and global shape, sorted by name."""
         named = {name: (group.torch_dtype, group.shape) for group in self.groups for name in group.names}
         return dict(sorted(named.items()))
@@ -124,7 +124,7 @@ class Metadata(StrictModel):
         """Name → its group, and its index in the group's names."""
         return {name: (group, i) for group in self.groups for i, name in enumerate(group.names)}
 
-    def pieces_in(self, files: Collection[str]) -> Iterator[StoredPiece]:
+    def iter_pieces_in(self, files: Collection[str]) -> Iterator[StoredPiece]:
         """Yield all pieces that some files hold."""
         file_indices = {i for i, name in enumerate(self.file_names) if name in files}
         for group in self.groups:
@@ -133,7 +133,7 @@ class Metadata(StrictModel):
                 for file_index, count in piece.runs:
                     if file_index in file_indices:
                         for name_index in range(start, start + count):
-                            yield group.stored_piece(piece_index, name_index, self.file_names)
+                            yield group.get_stored_piece(piece_index, name_index, self.file_names)
                     start += count
 
     @model_validator(mode="after")
@@ -142,7 +142,7 @@ class Metadata(StrictModel):
         for group in self.groups:
             check_cover(group.names[0], group.shape, [(piece.offsets, piece.sizes) for piece in group.pieces])
             for piece in group.pieces:
-                size = group.bytes_of(piece)
+                size = group.count_bytes(piece)
                 if sum(count for _, count in piece.runs) != len(group.names):
                     raise MegatfmError(
                         f"tensor {group.names[0]}: the files of its piece at {piece.offsets} hold another number of "
@@ -160,7 +160,7 @@ class Metadata(StrictModel):
         return self
 
 
-def piece_key(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
+def make_piece_key(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
     """Return the key of a piece in its file: the tensor's name, and the slice unless it is the full tensor."""
     if tuple(sizes) == tuple(shape):
         return name
@@ -236,9 +236,9 @@ def parse_metadata(folder: Path, raw: bytes) -> Metadata:
     try:
         if schema == SCHEMA:
             return Metadata.model_validate(content)
-        return _upgrade_v1(_MetadataV1.model_validate(content))
+        return _upgrade_from_v1(_MetadataV1.model_validate(content))
     except ValidationError as error:
-        raise MegatfmError(f"{path} is not valid: {first_error(error)}") from error
+        raise MegatfmError(f"{path} is not valid: {format_first_error(error)}") from error
     except (MegatfmError, RecursionError) as error:
         raise MegatfmError(f"{path} is not valid: {error}") from error
 
@@ -270,7 +270,7 @@ class _MetadataV1(StrictModel):
     files: dict[FileName, FileEntry]
 
 
-def _upgrade_v1(old: _MetadataV1) -> Metadata:
+def _upgrade_from_v1(old: _MetadataV1) -> Metadata:
     """Convert metadata of schema 1. Raises MegatfmError if it contradicts itself."""
     files = dict(sorted(old.files.items()))
     file_index = {name: i for i, name in enumerate(files)}
@@ -280,7 +280,7 @@ def _upgrade_v1(old: _MetadataV1) -> Metadata:
         for piece in tensor.pieces:
             if piece.file not in file_index:
                 raise MegatfmError(f"it places tensors in {piece.file}, which it doesn't list")
-            key = piece_key(name, tensor.shape, piece.offsets, piece.sizes)
+            key = make_piece_key(name, tensor.shape, piece.offsets, piece.sizes)
             if piece.key != key:
                 raise MegatfmError(f"tensor {name}: its piece {key} has the key {piece.key!r:.80}")
         pieces = sorted(tensor.pieces, key=lambda piece: (piece.offsets, piece.sizes))

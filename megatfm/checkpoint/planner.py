@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatfm import object_collectives
 from megatfm.checkpoint.file_format import DTYPE_NAMES, DTYPES
-from megatfm.checkpoint.metadata import piece_key
+from megatfm.checkpoint.metadata import make_piece_key
 from megatfm.checkpoint.sharded_tensor import Region, ShardedTensor, check_cover
 from megatfm.errors import MegatfmError
 from megatfm.object_collectives import Group
@@ -63,12 +63,12 @@ class WriteItem(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its values."""
-        return piece_bytes(self.spec, self.region)
+        return count_piece_bytes(self.spec, self.region)
 
     @property
     def key(self) -> str:
         """Its key in a file."""
-        return piece_key(self.name, self.spec[1], *self.region)
+        return make_piece_key(self.name, self.spec[1], *self.region)
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class WritePlan:
                             yield WriteItem(name, piece.region, group.spec, group_index, piece_index)
                     start += count
 
-    def tensors_to_write(self, shards: Mapping[str, ShardedTensor]) -> dict[WriteItem, Tensor]:
+    def view_pieces(self, shards: Mapping[str, ShardedTensor]) -> dict[WriteItem, Tensor]:
         """Return the pieces as views of the shards' memory."""
-        return {item: shards[item.name].piece(item.region) for item in self.items}
+        return {item: shards[item.name].view_piece(item.region) for item in self.items}
 
 
 def plan_save(action: str, shards: Mapping[str, ShardedTensor], group: Group = None) -> WritePlan:
@@ -150,7 +150,7 @@ def group_shards(shards: Mapping[str, ShardedTensor]) -> tuple[list[LocalGroup],
             raise MegatfmError(f"a tensor can't be stored under the name {name!r}")
         if shard.tensor.dtype not in DTYPE_NAMES or shard.tensor.is_meta:
             raise MegatfmError(f"tensor {name}: {shard.tensor.dtype} on {shard.tensor.device} can't be stored")
-        if regions := tuple(shard.pieces()):
+        if regions := tuple(shard.list_pieces()):
             names[(DTYPE_NAMES[shard.tensor.dtype], tuple(shard.global_shape)), regions].append(name)
     groups = [LocalGroup(spec, tuple(members)) for (spec, _), members in names.items()]
     return groups, [regions for _, regions in names]
@@ -167,7 +167,7 @@ def merge_plans(by_rank: Sequence[Sequence[tuple[LocalGroup, Regions]]]) -> tupl
     writers: dict[tuple[int, Region], tuple[tuple[int, int], ...]] = {}
     # Pieces with a single holder come first; replicas then balance the loads, the largest first.
     order = sorted(
-        (len(ranks) > 1, -piece_bytes(spec, region), i, region)
+        (len(ranks) > 1, -count_piece_bytes(spec, region), i, region)
         for i, (spec, _, holders) in enumerate(groups)
         for region, ranks in holders.items()
     )
@@ -251,6 +251,6 @@ def assign_evenly(loads: list[int], holders: Sequence[int], n_tensors: int, size
     return tuple((rank, count) for rank, count in sorted(counts.items()) if count)
 
 
-def piece_bytes(spec: TensorSpec, region: Region) -> int:
+def count_piece_bytes(spec: TensorSpec, region: Region) -> int:
     """Return the bytes of one piece of a tensor."""
     return prod(region[1]) * DTYPES[spec[0]].itemsize

@@ -41,28 +41,28 @@ def load(path: Path, tensors: Mapping[str, ShardedTensor | Tensor], *, cast: boo
     raw = object_collectives.run_on_rank_0(action, lambda: file_io.read_file(path / METADATA_FILENAME))
 
     def plan() -> Reader:
-        content, shards = parse_metadata(path, raw), to_sharded_tensors(tensors)
+        metadata, shards = parse_metadata(path, raw), to_sharded_tensors(tensors)
         for name, shard in shards.items():
-            _check_request(content, name, shard, cast)
-        return Reader(path, content, shards)
+            _check_request(metadata, name, shard, cast)
+        return Reader(path, metadata, shards)
 
     reader = object_collectives.run_on_all_ranks(action, plan)
     # Other files go through the page cache, so that the disk reads them once for all ranks of a machine.
     exclusive_files = object_collectives.unique_on_host(reader.files)
     timeout = file_io.NFS_VISIBILITY_SECONDS if object_collectives.world_size() > 1 else 0.0
     object_collectives.run_on_all_ranks(action, lambda: reader.fill(timeout, exclusive_files))
-    return reader.content.state
+    return reader.metadata.state
 
 
 def read_tensors(path: Path, prefix: str = "", only: Collection[str] | None = None) -> dict[str, Tensor]:
     """Read full tensors to the CPU, in this process alone: names that start with `prefix` (and are in `only`)."""
-    content = read_metadata(path)
+    metadata = read_metadata(path)
     tensors = {
         name: torch.empty(shape, dtype=dtype)
-        for name, (dtype, shape) in content.names().items()
+        for name, (dtype, shape) in metadata.tensor_specs().items()
         if name.startswith(prefix) and (only is None or name in only)
     }
-    reader = Reader(path, content, to_sharded_tensors(tensors))
+    reader = Reader(path, metadata, to_sharded_tensors(tensors))
     reader.fill(exclusive_files=reader.files)
     return tensors
 
@@ -72,9 +72,9 @@ def read_state(path: Path) -> dict[str, JsonValue]:
     return read_metadata(path).state
 
 
-def read_names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def read_tensor_specs(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return every tensor's dtype and global shape by name."""
-    return read_metadata(path).names()
+    return read_metadata(path).tensor_specs()
 
 
 def to_sharded_tensors(tensors: Mapping[str, ShardedTensor | Tensor]) -> dict[str, ShardedTensor]:
@@ -82,10 +82,10 @@ def to_sharded_tensors(tensors: Mapping[str, ShardedTensor | Tensor]) -> dict[st
     return {name: ShardedTensor.from_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def _check_request(content: Metadata, name: str, shard: ShardedTensor, cast: bool) -> None:
-    if name not in content.group_and_index:
+def _check_request(metadata: Metadata, name: str, shard: ShardedTensor, cast: bool) -> None:
+    if name not in metadata.group_and_index:
         raise MegatfmError(f"it has no tensor {name}")
-    group, _ = content.group_and_index[name]
+    group, _ = metadata.group_and_index[name]
     if group.shape != tuple(shard.global_shape):
         raise MegatfmError(f"tensor {name} has shape {group.shape} there, but {tuple(shard.global_shape)} here")
     if group.torch_dtype != shard.tensor.dtype and not cast:
@@ -109,9 +109,9 @@ class ReadItem(NamedTuple):
 class Reader:
     """Fills shards from a committed checkpoint; reads each needed file once and checks its hash."""
 
-    def __init__(self, folder: Path, content: Metadata, shards: Mapping[str, ShardedTensor]) -> None:
+    def __init__(self, folder: Path, metadata: Metadata, shards: Mapping[str, ShardedTensor]) -> None:
         self.folder = folder
-        self.content = content
+        self.metadata = metadata
         self._overlaps: dict[tuple[int, Region], list[tuple[int, Region]]] = {}
         self._by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for name, shard in shards.items():
@@ -137,22 +137,22 @@ class Reader:
             for item in self._by_file[file]:
                 destinations.setdefault(item.piece.key, _get_destination(item))
             tensors = file_format.read_safetensors(
-                self.folder / file, self.content.files[file], destinations, file in exclusive_files
+                self.folder / file, self.metadata.files[file], destinations, file in exclusive_files
             )
             for item in self._by_file[file]:
                 self._copy(item, tensors)
 
     def _iter_items(self, name: str, block: ShardedTensor) -> Iterator[ReadItem]:
         """Yield the reads that fill a block."""
-        group, name_index = self.content.group_and_index[name]
+        group, name_index = self.metadata.group_and_index[name]
         region = tuple(block.offsets), tuple(block.tensor.shape)
         # Cached: tensors of a group mostly have the same sharding on this rank, too.
         overlaps = self._overlaps.get((id(group), region))
         if overlaps is None:
-            overlaps = self._overlaps[id(group), region] = _overlaps(group, region)
+            overlaps = self._overlaps[id(group), region] = _find_overlaps(group, region)
         for index, (offsets, sizes) in overlaps:
             target = block.tensor.detach()
-            piece = group.stored_piece(index, name_index, self.content.file_names)
+            piece = group.get_stored_piece(index, name_index, self.metadata.file_names)
             for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                 target = target.narrow(dim, offset - block.offsets[dim], size)
             offsets_in_piece = tuple(a - b for a, b in zip(offsets, piece.offsets, strict=True))
@@ -166,7 +166,7 @@ class Reader:
             target.copy_(source)
 
 
-def _overlaps(group: TensorGroup, region: Region) -> list[tuple[int, Region]]:
+def _find_overlaps(group: TensorGroup, region: Region) -> list[tuple[int, Region]]:
     """Return (index, overlap as offsets and sizes) of the pieces of a group's tensors that overlap a region."""
     shape = len(group.pieces), len(group.shape)
     begins = np.array([piece.offsets for piece in group.pieces], np.int64).reshape(shape)
@@ -186,32 +186,32 @@ def _get_destination(item: ReadItem) -> Tensor | None:
     return item.target if fits else None
 
 
-def check_sizes(folder: Path, content: Metadata) -> None:
+def check_sizes(folder: Path, metadata: Metadata) -> None:
     """Raise MegatfmError unless every file of the checkpoint exists with its size."""
-    for name, entry in content.files.items():
-        size = file_io.file_size(folder / name)
+    for name, entry in metadata.files.items():
+        size = file_io.get_file_size(folder / name)
         if size != entry.bytes:
             raise MegatfmError(f"{folder / name} is damaged: it has {size} bytes instead of {entry.bytes}")
 
 
 def verify_checkpoint(folder: Path) -> Metadata:
     """Verify a checkpoint by reading every byte: metadata, sizes, hashes, and the piece keys of each file."""
-    content = read_metadata(folder)
-    check_sizes(folder, content)
-    verify_files(folder, content, content.files)
-    return content
+    metadata = read_metadata(folder)
+    check_sizes(folder, metadata)
+    verify_files(folder, metadata, metadata.files)
+    return metadata
 
 
-def verify_files(folder: Path, content: Metadata, files: Iterable[str], timeout: float = 0.0) -> None:
+def verify_files(folder: Path, metadata: Metadata, files: Iterable[str], timeout: float = 0.0) -> None:
     """Verify some files of a checkpoint. timeout: seconds for them to become visible on this machine."""
     files = sorted(files)
     by_file: dict[str, list[StoredPiece]] = defaultdict(list)
-    for piece in content.pieces_in(files):
+    for piece in metadata.iter_pieces_in(files):
         by_file[piece.file].append(piece)
     deadline = time.monotonic() + timeout
     for file in files:
         file_io.wait_until_visible(folder / file, deadline)
-        tensors = file_format.read_safetensors(folder / file, content.files[file], {})
+        tensors = file_format.read_safetensors(folder / file, metadata.files[file], {})
         for piece in by_file[file]:
             find_piece(folder, piece, tensors)
 

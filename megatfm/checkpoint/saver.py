@@ -65,7 +65,7 @@ def save(
         action, lambda: (to_sharded_tensors(tensors), check_json_round_trip(state))
     )
     plan = plan_save(action, shards)
-    final = write_checkpoint(folder, step, plain, plan, lambda: plan.tensors_to_write(shards))
+    final = write_checkpoint(folder, step, plain, plan, lambda: plan.view_pieces(shards))
     if keep is not None and object_collectives.rank() == 0:
         purge_old_checkpoints(final, keep)
     return final
@@ -153,7 +153,7 @@ class Saver:
             if wait_for_staging:
                 self.wait_for_staging()
         else:
-            self._write(plain, plan, lambda: plan.tensors_to_write(shards))
+            self._write(plain, plan, lambda: plan.view_pieces(shards))
             self.wait_for_save()
 
     def wait_for_staging(self) -> None:
@@ -215,7 +215,7 @@ class Saver:
         with contextlib.suppress(OSError):  # on Linux each thread has its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
         try:
-            copies = self._staging.copy(plan.tensors_to_write(shards))
+            copies = self._staging.copy(plan.view_pieces(shards))
         except Exception as error:
             failure = error
         finally:

@@ -66,7 +66,7 @@ class ShardedTensor:
             raise MegatfmError("a DTensor can't be stored as it is: wrap its local tensor into a ShardedTensor")
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
-    def pieces(self) -> list[Region]:
+    def list_pieces(self) -> list[Region]:
         """Return the regions that are stored separately: whole rows, of at most `PIECE_BYTES` unless one row is
         larger."""
         sizes = tuple(self.tensor.shape)
@@ -85,7 +85,7 @@ class ShardedTensor:
             for start in range(0, sizes[0], rows)
         ]
 
-    def piece(self, region: Region) -> Tensor:
+    def view_piece(self, region: Region) -> Tensor:
         """Return one of its pieces, a view of this block's memory."""
         tensor, (offsets, sizes) = self.tensor.detach(), region
         if prod(self.global_shape) == 0:
@@ -129,15 +129,15 @@ class FlatShardedTensor(ShardedTensor):
         """Return the same block with another tensor of the same shape."""
         return FlatShardedTensor(tensor, self.global_shape, self.offsets, self.block_shape, self.flat_start)
 
-    def pieces(self) -> list[Region]:
+    def list_pieces(self) -> list[Region]:
         """Return the pieces of all of its blocks."""
-        return [piece for block in self.blocks for piece in block.pieces()]
+        return [piece for block in self.blocks for piece in block.list_pieces()]
 
-    def piece(self, region: Region) -> Tensor:
+    def view_piece(self, region: Region) -> Tensor:
         """Return one of its pieces, a view of this block's memory."""
         for block in self.blocks:
-            if region in block.pieces():
-                return block.piece(region)
+            if region in block.list_pieces():
+                return block.view_piece(region)
         raise MegatfmError(f"no piece begins at {region[0]}")
 
 

@@ -82,12 +82,12 @@ def write_checkpoint(
         return written
 
     def finish() -> Path:
-        content = build_metadata(step, state, plan.groups, per_rank)
+        metadata = build_metadata(step, state, plan.groups, per_rank)
         deadline = time.monotonic() + file_io.NFS_VISIBILITY_SECONDS
-        for name, entry in content.files.items():
+        for name, entry in metadata.files.items():
             if name not in per_rank[0].files:
                 file_io.wait_until_size(staging_dir / name, entry.bytes, deadline)
-        commit(staging_dir, final, content)
+        commit(staging_dir, final, metadata)
         return final
 
     try:
@@ -139,14 +139,14 @@ def build_metadata(
     return Metadata(step=step, state=state, groups=tuple(groups), files=files)
 
 
-def commit(staging_dir: Path, final: Path, content: Metadata) -> None:
+def commit(staging_dir: Path, final: Path, metadata: Metadata) -> None:
     """Rename a complete staging folder to the checkpoint `final`.
 
     An intact checkpoint is never replaced: if its content is equal, the staging folder is removed; else the save fails.
     A damaged one is moved aside first.
     """
-    check_sizes(staging_dir, content)
-    raw = encode_metadata(content)
+    check_sizes(staging_dir, metadata)
+    raw = encode_metadata(metadata)
     file_io.write_file(staging_dir / METADATA_FILENAME, [memoryview(raw)])
     file_io.sync_folder(staging_dir)
     if os.path.lexists(final):
@@ -212,8 +212,8 @@ def write_checkpoint_from_iterator(
     file_io.make_dir(staging_dir)
     try:
         groups, files = _write_full_tensors(staging_dir, tensors)
-        content = Metadata(step=step, state=check_json_round_trip(state), groups=groups, files=files)
-        commit(staging_dir, final, content)
+        metadata = Metadata(step=step, state=check_json_round_trip(state), groups=groups, files=files)
+        commit(staging_dir, final, metadata)
     except BaseException:
         if staging_dir.exists():
             file_io.remove_tree(staging_dir)

@@ -13,12 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 ANSWER_SECONDS = 10.0
-IMPORT_SECONDS = 60.0
-"""Time limit for importing DeepSpeed, which is slow."""
 ENOUGH_DISK = 10 * 10**9
 
 OPTIONAL = {
@@ -29,21 +25,6 @@ OPTIONAL = {
     "megablocks": ("experts on GPUs by MegaBlocks' kernels instead of torch's", "make moe"),
 }
 """Package → (purpose, way to install it)."""
-LIST_OPS_SCRIPT = """
-from deepspeed.git_version_info import installed_ops
-from deepspeed.ops.op_builder import all_ops
-for name in ("quantizer", "async_io", "cpu_adam", "fused_adam"):
-    builder = all_ops.ALL_OPS.get(name)
-    if builder is not None:
-        installed = "installed" if installed_ops.get(name) else ""
-        how = "apt-get install libaio-dev" if name == "async_io" else ""
-        print(name, installed or ("yes" if builder.is_compatible(verbose=False) else "no"), how, sep="|")
-"""
-COMPILE_SECONDS = {"async_io": 600, "cpu_adam": 53, "fused_adam": 44}
-"""Operator → seconds of compilation on one core of a Xeon."""
-OP_USES = {"quantizer": "for deepspeed.quantized_weights and .quantized_gradients"}
-"""Operator → feature that needs it. megatfm uses none of the others."""
-COMPILERS = {"ninja", "g++", "c++", "cc1plus", "nvcc"}
 
 
 @dataclass(frozen=True)
@@ -162,47 +143,6 @@ def check_packages() -> Iterator[Finding]:
     )
 
 
-def check_deepspeed() -> Iterator[Finding]:
-    """Check which of DeepSpeed's operators can be compiled here, and look for locks of killed builds."""
-    if not _get_version("deepspeed"):
-        yield Finding("deepspeed", False, "not installed", "make deepspeed")
-        return
-    compiler = shutil.which("g++")
-    yield Finding(
-        "g++",
-        bool(compiler),
-        compiler or "not on the PATH",
-        "operators can't be compiled: apt-get install g++",
-    )
-    # In another process: DeepSpeed is slow to import, and nothing else here needs it.
-    ok, text = _run([sys.executable, "-W", "ignore", "-c", LIST_OPS_SCRIPT], seconds=IMPORT_SECONDS)
-    rows = [line.split("|") for line in text.splitlines() if ok]
-    for name, answer, advice in (row for row in rows if len(row) == 3):  # other lines are DeepSpeed's messages
-        duration = f", in about {COMPILE_SECONDS[name]} s" if name in COMPILE_SECONDS else ""
-        duration = f"would compile{duration}; megatfm never starts that"
-        if any(_get_extensions_folder().glob(f"**/{name}/{name}.so")):
-            answer = "installed"
-        compiled = {"installed": "compiled", "yes": duration}.get(answer, "doesn't compile here")
-        use = OP_USES.get(name, "megatfm doesn't need it")
-        yield Finding(name, answer != "no", f"{compiled} ({use})", advice or "g++ and ninja are needed")
-    if not ok:
-        yield Finding("operators", False, text, "make deepspeed")
-    for lock in sorted(_get_extensions_folder().glob("**/lock")):
-        is_compiling = any(process.info["name"] in COMPILERS for process in psutil.process_iter(["name"]))
-        note = "stale: its build was killed, and the next build will wait forever"
-        yield Finding(
-            "build lock",
-            is_compiling,
-            f"{lock}: {'a build is running' if is_compiling else note}",
-            f"rm {lock}",
-        )
-
-
-def _get_extensions_folder() -> Path:
-    """Return the folder in which torch compiles extensions."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
-
-
 def check_disk() -> Iterator[Finding]:
     """Check the free disk space in the working directory."""
     free = shutil.disk_usage(Path.cwd()).free
@@ -216,7 +156,6 @@ SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
     "MPI": check_mpi,
     "SLURM": check_slurm,
     "Packages": check_packages,
-    "DeepSpeed": check_deepspeed,
     "Disk": check_disk,
 }
 
@@ -243,13 +182,12 @@ def _check_program(name: str, arguments: list[str], advice: str) -> Finding:
     return Finding(name, ok, text.splitlines()[0] if ok and text else text, advice)
 
 
-def _run(command: list[str], seconds: float = 0.0) -> tuple[bool, str]:
+def _run(command: list[str]) -> tuple[bool, str]:
     """Run a command; return whether it succeeded in time, and its output, or the last line of its errors."""
-    limit = max(seconds, ANSWER_SECONDS)
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return False, f"no answer within {limit:g} s"
+        return False, f"no answer within {ANSWER_SECONDS:g} s"
     except OSError as error:
         return False, f"can't be run: {error.strerror}"
     if result.returncode == 0:

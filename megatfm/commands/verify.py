@@ -66,7 +66,7 @@ def verify_command(args: argparse.Namespace) -> int:
 
     from megatfm.verify import forkserver
 
-    forkserver.start()
+    forkserver.start_server()
     from megatfm.verify.verify import verify
 
     comparison = verify(config, args.documents)
@@ -108,7 +108,7 @@ def _verify_presets(args: argparse.Namespace) -> int:
                 )
     presets = presets or list_model_presets()
 
-    forkserver.start()
+    forkserver.start_server()
     from megatfm.verify.verify import verify_presets
 
     start, cases = time.monotonic(), []

@@ -28,7 +28,7 @@ class MixtureChange(Section):
     """Weight of every source; 0: not read."""
 
 
-class WarmupStage(Section):
+class RampupStage(Section):
     """Steps at the start of a run with fewer or shorter rows."""
 
     steps: PositiveInt
@@ -66,7 +66,7 @@ class DataConfig(Section):
     from train.global_batch, so that no two ranks read the same text."""
     attend_across_documents: bool = False
     """Let packed documents see the ones before them in their row; positions then count through the row."""
-    rampup: list[WarmupStage] = Field(default_factory=list)
+    rampup: list[RampupStage] = Field(default_factory=list)
     """Stages at the start of the run, e.g. `[{ steps = 100, global_batch = 8, sequence_length = 128 }]`."""
     quarantine: list[str] = Field(default_factory=list, examples=[["17", "120-153"]])
     """Indices or ranges of damaged samples of `data.train`, which become padding; all others keep their order."""
@@ -111,11 +111,11 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> Self:
+    def _check_rampup(self) -> Self:
         for stage in self.rampup:
             if stage.sequence_length and self.sequence_length % stage.sequence_length:
                 raise ValueError(
-                    f"warmup: sequence_length = {stage.sequence_length} does not divide data.sequence_length = "
+                    f"rampup: sequence_length = {stage.sequence_length} does not divide data.sequence_length = "
                     f"{self.sequence_length}: choose one that does"
                 )
         return self

@@ -1,7 +1,7 @@
 """The `[deepspeed]` section, and the settings that DeepSpeed doesn't support. `deepspeed_json.py` derives its JSON."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,24 +25,13 @@ class DeepSpeedConfig(Section):
     zero_hpz_partition_size: int = Field(default=1, ge=1)
     """With zero = 3: number of neighbouring ranks, usually those of a node, that share a second copy of the weights in
     the compute precision, from which backward passes gather (DeepSpeed's zero_hpz_partition_size)."""
-    quantized_weights: bool = False
-    """With zero = 3, on GPUs: send weights in 8 bits. Inexact, and never run here (zero_quantized_weights)."""
-    quantized_gradients: bool = False
-    """With zero = 3, on GPUs: send gradients in 4 bits. Inexact, and never run here (zero_quantized_gradients)."""
     json_file: PathStr | None = None
     """A DeepSpeed config that you wrote, whose tuning keys are used; keys that repeat ours must agree with them."""
-
-    INEXACT: ClassVar[str] = "inexact: what is sent is rounded to 8 bits or 4, so the run is not that of one device"
 
     @property
     def offloads_to_nvme(self) -> bool:
         """Whether anything is offloaded to files."""
         return "nvme" in (self.offload_optimizer, self.offload_parameters)
-
-    @property
-    def quantized_keys(self) -> list[str]:
-        """Keys of inexact communication."""
-        return [key for key in ("quantized_weights", "quantized_gradients") if getattr(self, key)]
 
     @model_validator(mode="after")
     def _check_nvme_folder(self) -> Self:
@@ -86,7 +75,7 @@ def _iter_problems(
     yield from _iter_parallel_problems(parallel)
     yield from _iter_train_problems(parallel, train)
     yield from _iter_optimizer_problems(parallel, optimizer)
-    yield from _iter_offload_problems(parallel, train, offload)
+    yield from _iter_offload_problems(parallel, offload)
 
 
 def _iter_parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
@@ -144,7 +133,7 @@ def _iter_optimizer_problems(parallel: ParallelConfig, optimizer: OptimizerSecti
         )
 
 
-def _iter_offload_problems(parallel: ParallelConfig, train: TrainConfig, offload: DeepSpeedConfig) -> Iterator[str]:
+def _iter_offload_problems(parallel: ParallelConfig, offload: DeepSpeedConfig) -> Iterator[str]:
     if offload.offload_optimizer != "none" and parallel.zero == 0:
         yield "deepspeed.offload_optimizer and parallel.zero = 0: set parallel.zero = 1, 2 or 3"
     if offload.offload_optimizer == "nvme" and parallel.zero in (1, 2):
@@ -156,15 +145,8 @@ def _iter_offload_problems(parallel: ParallelConfig, train: TrainConfig, offload
         yield f"deepspeed.offload_parameters and parallel.zero = {parallel.zero}: set parallel.zero = 3"
     if offload.offload_parameters == "nvme" and parallel.zero == 3 and _has_unsharded_weights(parallel):
         yield f"{NVME_UNSHARDED_ERROR}: {NVME_UNSHARDED_HINT}"
-    if offload.zero_hpz_partition_size > 1 and (
-        problem := _find_zero_plus_plus_problem(parallel) or _find_hpz_problem(offload)
-    ):
+    if offload.zero_hpz_partition_size > 1 and (problem := _find_hpz_problem(parallel, offload)):
         yield f"deepspeed.zero_hpz_partition_size = {offload.zero_hpz_partition_size} and {problem}"
-    for key in offload.quantized_keys:
-        if train.device == "cpu":
-            yield f"deepspeed.{key} and train.device = 'cpu': its operator needs CUDA: leave it out"
-        if problem := _find_zero_plus_plus_problem(parallel):
-            yield f"deepspeed.{key} and {problem}"
 
 
 def _has_unsharded_weights(parallel: ParallelConfig) -> bool:
@@ -174,16 +156,12 @@ def _has_unsharded_weights(parallel: ParallelConfig) -> bool:
     return parallel.dp_shard != -1 and (n_data_ranks == 1 or parallel.ep == n_expert_ranks)
 
 
-def _find_zero_plus_plus_problem(parallel: ParallelConfig) -> str:
+def _find_hpz_problem(parallel: ParallelConfig, offload: DeepSpeedConfig) -> str:
     if parallel.zero != 3:
         return f"parallel.zero = {parallel.zero}, which keeps whole weights anyway: set parallel.zero = 3"
     for axis in ("tp", "pp", "ep"):
         if (size := getattr(parallel, axis)) > 1:
             return f"parallel.{axis} = {size}, for it treats all ranks as data ranks: set parallel.{axis} = 1"
-    return ""
-
-
-def _find_hpz_problem(offload: DeepSpeedConfig) -> str:
     if offload.offload_parameters != "none":
         return (
             f"deepspeed.offload_parameters = {offload.offload_parameters!r}, which would keep the copy on the host, "

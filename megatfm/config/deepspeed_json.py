@@ -50,7 +50,6 @@ def _make_base_json(config: Config, precision: str, folder: str) -> Json:
         zero["memory_efficient_linear"] = False
         if offload.zero_hpz_partition_size > 1:
             zero["zero_hpz_partition_size"] = offload.zero_hpz_partition_size
-        zero |= {f"zero_{key}": True for key in offload.quantized_keys}
     elif parallel.zero and offload.offload_optimizer == "none" and (parallel.zero, precision) != (1, "bf16"):
         zero["compute_grad_norm"] = False  # the engine computes the norm before it decides to step
     for key, device in (
@@ -151,8 +150,6 @@ def _get_offload_keys(config: Config) -> dict[str, tuple[str, Any]]:
             offload.offload_optimizer == "cpu",
         ),
     }
-    for key in ("quantized_weights", "quantized_gradients"):
-        keys[f"zero_optimization.zero_{key}"] = f"deepspeed.{key}", key in offload.quantized_keys
     if offload.offload_parameters == "nvme":  # other values would need more buffers than there are
         for key in ("stage3_max_reuse_distance", "offload_param.max_in_cpu"):
             keys[f"zero_optimization.{key}"] = "deepspeed.offload_parameters = 'nvme' needs 0", 0
@@ -209,6 +206,7 @@ FIXED_VALUES = {
 """Key → its only accepted value."""
 
 _PROCESS = "Adam's state stays in a process of its own, where no checkpoint reaches it"
+_ROUNDED = "what is sent would be rounded to 8 bits or 4, so the run would not be that of one device"
 _CUDA = "its operator is compiled for CUDA alone"
 UNSUPPORTED_KEYS = {
     "activation_checkpointing": "set train.recompute",
@@ -242,6 +240,8 @@ UNSUPPORTED_KEYS = {
     "zero_optimization.round_robin_gradients": "where gradients lie is read from DeepSpeed's usual order",
     "zero_optimization.stage3_param_persistence_threshold": "weights that stay gathered would be a second kind",
     "zero_optimization.zenflow": f"its updates come late, and {_PROCESS}",
+    "zero_optimization.zero_quantized_gradients": _ROUNDED,
+    "zero_optimization.zero_quantized_weights": _ROUNDED,
     "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are kept as they were stored",
 }
 """Refused key → why, or what to set instead."""

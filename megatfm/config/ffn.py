@@ -237,7 +237,7 @@ class MoEConfig(DenseFFNConfig):
         if self.drop_policy != "choice" and not self.has_capacity:
             raise ValueError(
                 f"drop_policy = {self.drop_policy!r} has no meaning where experts take all tokens: leave it out, or "
-                "give capacity"
+                "give capacity_factor or expert_capacity"
             )
         router = self.router
         if isinstance(router, SwitchRouterConfig) and self.top_k != 1:

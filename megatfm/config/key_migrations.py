@@ -116,6 +116,11 @@ RENAMED_VALUES: tuple[tuple[str, Any, Any], ...] = (
     ("objective.name", "denoisers", "ul2"),
 )
 """(Key, old value, new value), by the key's new name."""
+REMOVED_KEYS: tuple[tuple[str, Any], ...] = (
+    ("deepspeed.quantized_weights", False),
+    ("deepspeed.quantized_gradients", False),
+)
+"""(Key of an earlier version, value that turned it off). A stored config with another value is refused."""
 VALUES_BEFORE: tuple[tuple[str, Any], ...] = ()
 """(Key, value that versions without the key implied), if that is not the default."""
 RENAMED_PREP_KEYS: tuple[tuple[str, str], ...] = (
@@ -237,6 +242,11 @@ def migrate(
             for table in _iter_tables(tables, parents):
                 if last in table and table[last] == old_value:
                     table[last] = new_value
+    for key, off_value in REMOVED_KEYS if renamed is None else ():
+        *parents, last = key.split(".")
+        for table in _iter_tables(tables, parents):
+            if table.get(last) == off_value:
+                table.pop(last, None)
     for key, value in VALUES_BEFORE if replacements is None else replacements:
         *parents, last = key.split(".")
         for table in _iter_tables(tables, parents):

@@ -261,7 +261,7 @@ class ModelConfig(Section):
             )
         return self
 
-    def layer_type_at(self, depth: int) -> str | None:
+    def get_layer_type(self, depth: int) -> str | None:
         """Return the kind of the block at a depth, from 0; None if all blocks are equal."""
         return self.layer_types[depth % len(self.layer_types)] if self.layer_types else None
 
@@ -269,12 +269,12 @@ class ModelConfig(Section):
         """Return this config with the settings of the block at a depth, from 0."""
         if self.stages is not None:
             return self.stage_config(self.stages.stage_at(depth))
-        kind = self.layer_type_at(depth)
+        kind = self.get_layer_type(depth)
         return self if kind is None else self.type_config(kind)
 
     def stage_config(self, stage: int) -> "ModelConfig":
         """Return this config with the heads and widths of a stage, from 0."""
-        return self.with_changes(self.stages.changes_at(stage, self)) if self.stages else self
+        return self.with_changes(self.stages.find_changes_at(stage, self)) if self.stages else self
 
     def type_config(self, kind: str) -> "ModelConfig":
         """Return this config with the settings of a kind of blocks."""

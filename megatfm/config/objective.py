@@ -80,7 +80,7 @@ class SpanBoundaryObjective(Section):
 
     @property
     def target_fraction(self) -> float:
-        """Share of the tokens for which the model predicts something."""
+        """Share of the tokens with a target."""
         return self.mask_rate
 
 
@@ -95,7 +95,7 @@ class PermutationObjective(Section):
 
     @property
     def target_fraction(self) -> float:
-        """Share of the tokens for which the model predicts something."""
+        """Share of the tokens with a target."""
         return 1 / self.tokens_per_prediction
 
 
@@ -142,7 +142,7 @@ class ReplacedTokenObjective(Section):
 
     @property
     def target_fraction(self) -> float:
-        """Share of the tokens for which the model predicts something."""
+        """Share of the tokens with a target."""
         return self.mask_rate
 
 

@@ -147,7 +147,7 @@ class TokenizerConfig(Section):
         return self.kind != "sentencepiece-bpe" if self.ul2_modes is None else self.ul2_modes
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_options(self) -> Self:
         changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         if self.file is not None and len(changed) > 1:
             key = next(name for name in changed if name != "file")
@@ -171,7 +171,7 @@ class PrepConfig(Section):
     tokenizer_threads: PositiveInt | None = None
     """Threads that tokenize; left out, one per core. The result does not depend on it."""
     task_bytes: Annotated[int, Field(ge=2**10, le=2**30)] = 2**24
-    """Bytes of text in a task of a stage, the work that is lost at most when a process is killed. The result does not
+    """Bytes of text in a part of a stage, the work that is lost at most when a process is killed. The result does not
     depend on it."""
     dedup_memory_bytes: Annotated[int, Field(ge=2**20)] = 2**30
     """Memory of a process, about, for the on-disk index of dedup. The result does not depend on it."""

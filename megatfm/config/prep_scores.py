@@ -86,4 +86,7 @@ class PresidioConfig(Section):
     language: str = "en"
     """The language of its recognisers."""
     min_score: Fraction = 0.5
-    """Keep matches with a lower score. A form that other numbers share scores high only if a checksum fits."""
+    """Leave matches with a lower score as they are.
+
+    A form that other numbers share scores high only if a checksum fits.
+    """

@@ -49,7 +49,7 @@ class StagesConfig(Section):
         """Return the stage of the block at a depth, counted over all stages."""
         return bisect_right(list(accumulate(self.layers)), depth)
 
-    def changes_at(self, stage: int, model: "ModelConfig") -> dict[str, Any]:
+    def find_changes_at(self, stage: int, model: "ModelConfig") -> dict[str, Any]:
         """Return the changes of a model's config for the blocks of a stage."""
         windows = getattr(model.position, "pretrained_windows", None)
         return {

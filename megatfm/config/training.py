@@ -98,7 +98,7 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _check_local(self) -> Self:
         if (not self.local_dir) != (self.local_every == 0):
-            raise ValueError("local and local_every go together: where, and how often")
+            raise ValueError("local_dir and local_every go together: give both, or neither")
         return self
 
 

@@ -22,36 +22,42 @@ Rules = Callable[[ModelConfig], Sequence[WeightMapping]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class of transformers, such as LlamaForCausalLM, registered under its name.
-
-    model_type: value in config.json. keys: declarations of its config.json keys besides `COMMON`; others are refused.
-    config_from_hf: builds our config from config.json with defaults filled in; raises UsageError for unsupported
-    features. config_to_hf: builds config.json without `architectures` and `model_type`; it needn't check unsupported
-    features, see `find_architecture`. weight_mappings: of a config; fused_rules: for files that store all
-    experts of a block in one tensor. base_model_prefix: prefix of tensor names that files of the bare model lack.
-    ignored_tensors: regular expressions of stored tensors that are no parameters. legacy_names: (regular expression,
-    replacement) pairs for older tensor names. max_length_key: config.json's key for the longest sequence if
-    `config_to_hf` doesn't set it. fingerprint: values of our config that identify its models, to name the nearest
-    architecture in errors. refine_config: completes our config from tensor names. is_base_model: has no head; heads in
-    its files are skipped with a note. unused_tensors: regular expressions of tensors that config.json declares but no
-    class reads; they are skipped with a note. notes: messages for users who open such a model.
-    """
+    """A class of transformers, such as LlamaForCausalLM, registered under its name."""
 
     model_type: str
+    """`model_type` in config.json."""
     keys: Mapping[str, Key]
+    """Declarations of its keys in config.json besides `COMMON`; any other key is refused."""
     config_from_hf: Callable[[Json], ModelConfig]
+    """Builds our config from config.json with defaults filled in. Raises UsageError for unsupported features."""
     config_to_hf: Callable[[ModelConfig], Json]
+    """Builds config.json without `architectures` and `model_type`; `find_architecture` checks features."""
     weight_mappings: Rules
-    base_model_prefix: str = ""
-    ignored_tensors: tuple[str, ...] = ()
-    legacy_names: tuple[tuple[str, str], ...] = ()
-    max_length_key: str = ""
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    refine_config: Callable[[ModelConfig, Container[str]], ModelConfig] = lambda config, names: config
-    is_base_model: bool = False
+    """Mappings of all weights."""
+
+    # Names of tensors in files.
     fused_rules: Rules | None = None
+    """Mappings for files that store all experts of a block in one tensor."""
+    base_model_prefix: str = ""
+    """Prefix of tensor names that files of the bare model lack."""
+    legacy_names: tuple[tuple[str, str], ...] = ()
+    """(Regular expression, replacement) pairs for older tensor names."""
+    ignored_tensors: tuple[str, ...] = ()
+    """Regular expressions of stored tensors that are no parameters."""
     unused_tensors: Callable[[Mapping[str, Any], Container[str]], Sequence[str]] = lambda hf_config, names: ()
+    """Returns regular expressions of tensors that config.json declares but no class reads; skipped with a note."""
+
+    # Configs.
+    max_length_key: str = ""
+    """Key of the longest sequence, if `config_to_hf` doesn't set it."""
+    refine_config: Callable[[ModelConfig, Container[str]], ModelConfig] = lambda config, names: config
+    """Completes our config from tensor names."""
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """Values of our config that identify its models, to name the nearest architecture in errors."""
+    is_base_model: bool = False
+    """Whether it has no head; heads in its files are skipped with a note."""
     notes: Callable[[ModelConfig], Sequence[str]] = lambda config: ()
+    """Messages for users who open such a model."""
 
     def parse_config(self, hf_config: Mapping[str, Any], name: str) -> ModelConfig:
         """Convert a config.json to our config; name: of this architecture. Raises UsageError, ValueError."""

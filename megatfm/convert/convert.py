@@ -35,7 +35,7 @@ from megatfm.layers.initialisation import list_checkpoint_tensors
 from megatfm.layers.lora import is_factor, merge_lora, name_factors
 from megatfm.models import build
 from megatfm.registry import import_foreign_plugins
-from megatfm.train.best_checkpoint import best_checkpoint
+from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.version import __version__
 
 UNTRAINABLE = {
@@ -113,7 +113,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
     parts = choose_exported_models(model, origin.get("name"))
     tensors = {
         key.removeprefix("model."): torch.empty(shape, dtype=dtype, device="meta")
-        for key, (dtype, shape) in checkpoint.read_names(path).items()
+        for key, (dtype, shape) in checkpoint.read_tensor_specs(path).items()
         if key.startswith("model.")
     }
     _check_names(path, tensors, config.model)
@@ -154,7 +154,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
 
 def open_best_checkpoint(source: str | Path, *, trust_plugins: bool) -> tuple[Path, Mapping[str, JsonValue], Config]:
     """Return the best checkpoint of a run or folder, its state and its config, and import the config's plugins."""
-    path = best_checkpoint(source)
+    path = find_best_checkpoint(source)
     state = checkpoint.read_state(path)
     config = read_config(path, state)
     import_foreign_plugins(config.plugins, path, trusted=trust_plugins)

@@ -35,7 +35,7 @@ def merge_adapters(source: str | Path, target: str | Path, *, trust_plugins: boo
     scale, shapes = options.alpha / options.rank, list_tensor_shapes(plain.model)
 
     def merge_tensors() -> Iterator[tuple[str, Tensor]]:
-        stored = checkpoint.read_names(path)
+        stored = checkpoint.read_tensor_specs(path)
         for name in shapes:
             factors = {f"model.{factor}" for factor in name_factors(name)} & stored.keys()
             tensors = checkpoint.read_tensors(path, only={f"model.{name}", *factors})

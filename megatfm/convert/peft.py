@@ -180,7 +180,7 @@ def _read(path: Path, options: LoRAConfig) -> dict[str, Tensor]:
     """Read what is trained of a model with adapters."""
     chosen = [
         name
-        for name in checkpoint.read_names(path)
+        for name in checkpoint.read_tensor_specs(path)
         if name.startswith("model.")
         and (is_factor(name) or any(fnmatchcase(name[6:], pattern) for pattern in options.trained))
     ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatfm import checkpoint, tokenizers
 from megatfm.checkpoint import file_io
-from megatfm.checkpoint.directory import ADAPTER_CONFIG, base_of_adapter, describe_base
+from megatfm.checkpoint.directory import ADAPTER_CONFIG, describe_base, read_base_of_adapter
 from megatfm.config import ModelConfig, to_toml
 from megatfm.convert import tokenizer_files
 from megatfm.convert.convert import (
@@ -92,7 +92,7 @@ def from_peft(source: str | Path, target: str | Path, base: str | Path | None = 
 
 
 def _open_base(source: Path, base: str | Path | None) -> HfFolder:
-    named = base_of_adapter(source)
+    named = read_base_of_adapter(source)
     places = [Path(base)] if base else [Path(named), source / named] if named else []
     place = next((place for place in places if is_hf_folder(place)), None)
     if place is None:

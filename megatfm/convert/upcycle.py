@@ -191,7 +191,7 @@ class _LazyCheckpoint(Mapping[str, Tensor]):
         return checkpoint.read_tensors(self.path, only={f"model.{name}"})[f"model.{name}"]
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix("model.") for name in checkpoint.read_names(self.path))
+        return (name.removeprefix("model.") for name in checkpoint.read_tensor_specs(self.path))
 
     def __len__(self) -> int:
-        return len(checkpoint.read_names(self.path))
+        return len(checkpoint.read_tensor_specs(self.path))

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megatfm.corpus.byte_cache import ByteCache, count_bytes
 from megatfm.corpus.manifest import CorpusShard, Manifest
-from megatfm.corpus.shard_index import FRAME_DTYPE, SPAN_DTYPE, ShardIndex, running_sum
+from megatfm.corpus.shard_index import FRAME_DTYPE, SPAN_DTYPE, ShardIndex, compute_running_sum
 from megatfm.corpus.storage import INDEX_FOLDER, ShardCacheConfig, ShardStorage, acquire_lock, make_room
 from megatfm.errors import MegatfmError
 
@@ -61,8 +61,8 @@ class Indexes:
         self._complete: ByteCache[int, ShardIndex] = ByteCache(COMPLETE_CACHE_BYTES, count_bytes)
         # Copies, since a view would keep the whole index in memory.
         counts = [index.frames["samples"].copy() for index in self]
-        self.first_blocks = running_sum(list(map(len, counts)))
-        self.blocks = running_sum(np.concatenate(counts))
+        self.first_blocks = compute_running_sum(list(map(len, counts)))
+        self.blocks = compute_running_sum(np.concatenate(counts))
 
     def __len__(self) -> int:
         return len(self._manifest.shards)
@@ -127,7 +127,7 @@ class SharedIndexes(Indexes):
             os.close(descriptor)  # the mapping has a duplicate, which keeps the lock
         self._arrays = tables.views(self._memory)
         self.first_blocks, self.blocks = self._arrays["first_blocks"], self._arrays["blocks"]
-        self._first_samples = running_sum([shard.samples for shard in manifest.shards])
+        self._first_samples = compute_running_sum([shard.samples for shard in manifest.shards])
         self._cache = ByteCache(MAPPED_BYTES, count_bytes, self._release)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -170,7 +170,10 @@ class SharedIndexes(Indexes):
                     _HAS_HASHES * (index.frame_hashes is not None) + _HAS_PACKED_FRAMES * index.has_packed_frames
                 )
             all_frames = np.concatenate(frames)
-            first_blocks, blocks = running_sum(list(map(len, frames))), running_sum(all_frames["samples"])
+            first_blocks, blocks = (
+                compute_running_sum(list(map(len, frames))),
+                compute_running_sum(all_frames["samples"]),
+            )
             for array in (first_blocks, np.array(kinds), blocks, np.concatenate(hashes), all_frames):
                 file.write(array.tobytes())
             file.header = {"key": key, "blocks": len(all_frames)}

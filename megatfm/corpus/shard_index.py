@@ -69,12 +69,12 @@ class ShardIndex:
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """Byte offsets [n_frames + 1] at which frames start in the shard; the last is the shard's size."""
-        return running_sum(self.frames["compressed"])
+        return compute_running_sum(self.frames["compressed"])
 
     @cached_property
     def first_samples(self) -> NDArray[np.int64]:
         """Index [n_frames + 1] of each frame's first sample within the shard; the last is the number of samples."""
-        return running_sum(self.frames["samples"])
+        return compute_running_sum(self.frames["samples"])
 
     def frame_samples(self, frame: int) -> NDArray[Any]:
         """Return the rows of `samples` that belong to a frame."""
@@ -208,6 +208,6 @@ def hash_frame(data: bytes | memoryview) -> int:
     return int.from_bytes(blake3(data).digest(8), "little")
 
 
-def running_sum(counts: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+def compute_running_sum(counts: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     """Return the cumulative sums [n + 1] of counts [n], starting with 0."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])

@@ -172,18 +172,3 @@ def describe_padding(corpus: Corpus) -> dict[str, str]:
             f"{100 * cut:.1f} % padding where documents are cut, {100 * unsplit:.1f} % where whole{much}"
         )
     return lines
-
-
-def split_parts(
-    starts: NDArray[np.int64], parts: NDArray[np.integer] | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split sequences that hold several documents: return document starts [n + 1] and the sequence of each [n].
-
-    starts [P + 1]: starts of the sequences. parts [total]: the objective's field with the index of the document in its
-    sequence; None: each sequence is one document.
-    """
-    if parts is None:
-        return starts, np.arange(len(starts) - 1)
-    inner = np.flatnonzero(np.diff(parts)) + 1
-    document_starts = np.union1d(starts, inner)
-    return document_starts, np.searchsorted(starts, document_starts[:-1], side="right") - 1

@@ -13,7 +13,7 @@ from megatfm.corpus.byte_cache import ByteCache, count_bytes
 from megatfm.corpus.corpus import Corpus
 from megatfm.data.documents import BlockDocuments, DecodedBlock, Quarantine, read_block
 from megatfm.data.order import Interleave, RowAddress, RowSlot, make_row_order
-from megatfm.data.packed_rows import BinPackedRows, PackedBlock, RowSources, collate, pack_chunked
+from megatfm.data.packed_rows import BinPackedRows, PackedBlock, RowSegments, collate, pack_chunked
 from megatfm.data.packing_plan import load_or_build_packing_plan
 from megatfm.data.sequences import Fields, PackingConfig, PackingObjective
 from megatfm.errors import MegatfmError, UsageError
@@ -210,40 +210,34 @@ class PackedDataset:
         """
         return {name: values[0] for name, values in self.read_rows([position]).items()}
 
-    def make_padding_row(self) -> Fields:
-        """Return a row of nothing but padding, with the fields of `row`."""
-        return {name: values[0] for name, values in self.read_rows([None]).items()}
-
     def read_rows(self, positions: Sequence[int | None]) -> Fields:
-        """Return the rows at global positions (see `RowDataset.rows`)."""
+        """Return the rows at global positions (see `RowDataset.read_rows`)."""
         return collate(self.locate_rows(positions))
 
-    def locate_rows(self, positions: Sequence[int | None]) -> list[RowSources]:
+    def locate_rows(self, positions: Sequence[int | None]) -> list[RowSegments]:
         """Return for each position the (packed block, row index) pairs that make up its row."""
         requested = np.array([-1 if at is None else at for at in positions], np.int64)
         slots = iter(self.order.find_slots(requested[requested >= 0]))
         return [self._padding if at is None else self._locate_row(next(slots)) for at in positions]
 
-    def _locate_row(self, slot: RowSlot) -> RowSources:
+    def _locate_row(self, slot: RowSlot) -> RowSegments:
         epoch, block, _, begin = slot
-        row_index, block_data = (
-            self.order.get_block_order(slot)[slot.row],
-            self._get_block(epoch, block, begin),
-        )
+        row_index = self.order.get_block_order(slot)[slot.row]
+        block_data = self._get_block(epoch, block, begin)
         if isinstance(block_data, BinPackedRows):
             return [(block_data, row_index)]
         head, length = self.order.carry_length(begin), self.sequence_length
-        sources: list[tuple[PackedBlock | BinPackedRows, int]] = [(block_data, row_index + (head > 0))]
+        segments: list[tuple[PackedBlock | BinPackedRows, int]] = [(block_data, row_index + (head > 0))]
         at, end = begin + int(self._plan.sizes[block]), begin + head + (row_index + 1) * length
         while at < min(end, self.order.size):
             block = self.order.find_block(epoch, at)
             block_data = self._get_block(epoch, block, at)
-            sources.append((block_data, 0))
+            segments.append((block_data, 0))
             at += int(self._plan.sizes[block])
-        return sources
+        return segments
 
     @cached_property
-    def _padding(self) -> RowSources:
+    def _padding(self) -> RowSegments:
         # Any block with rows would do; the smallest is the cheapest.
         sizes = self._plan.sizes
         return [(self._pack(0, int(np.where(sizes, sizes, sizes.max()).argmin()), 0).padding, 0)]
@@ -262,17 +256,17 @@ class PackedDataset:
 
     def _pack(self, epoch: int, block: int, head: int) -> PackedBlock | BinPackedRows:
         groups, planned = self._plan.groups, int(self._plan.sizes[block])
-        needs_members = self.objective.needs_files
+        needs_files = self.objective.needs_files
         packed: PackedBlock | BinPackedRows
         if groups is not None:
             first, end = groups[block : block + 2].tolist()
             is_quarantined = self._mask_quarantined(first, end)
-            documents = BlockDocuments(self.corpus, first, end, is_quarantined, self._decoded, needs_members)
+            documents = BlockDocuments(self.corpus, first, end, is_quarantined, self._decoded, needs_files)
             packed = BinPackedRows(documents, self._packing, epoch)
             size = packed.n_rows
         else:
             first = block
-            block_data = read_block(self.corpus, block, self._mask_quarantined(block, block + 1), needs_members)
+            block_data = read_block(self.corpus, block, self._mask_quarantined(block, block + 1), needs_files)
             order = (lambda n: permutation(n, self.seed, "documents", epoch, block)) if self.shuffle else None
             packed = pack_chunked(block_data, self._packing, epoch=epoch, order=order, carry_length=head)
             size = packed.sides[0].bounds[-1]

@@ -44,10 +44,10 @@ class BlockDocuments(Sequence[NDArray[Any]]):
         end: int,
         is_quarantined: NDArray[np.bool_] | None,
         cache: "ByteCache[int, DecodedBlock]",
-        needs_members: bool,
+        needs_files: bool,
     ) -> None:
         self._corpus, self._begin, self._end, self.is_quarantined = corpus, begin, end, is_quarantined
-        self._cache, self._needs_members = cache, needs_members
+        self._cache, self._needs_files = cache, needs_files
         self._starts = corpus.blocks[begin : end + 1] - corpus.blocks[begin]
         self.first = int(corpus.blocks[begin])
 
@@ -83,7 +83,7 @@ class BlockDocuments(Sequence[NDArray[Any]]):
 
     def members(self, number: int) -> Mapping[str, bytes]:
         """Return the files stored with a document, by extension; none if they are not needed."""
-        if not self._needs_members or (self.is_quarantined is not None and self.is_quarantined[number]):
+        if not self._needs_files or (self.is_quarantined is not None and self.is_quarantined[number]):
             return {}
         block, at = self._locate_document(number)
         return block.members[at] if block.members else {}
@@ -95,7 +95,7 @@ class BlockDocuments(Sequence[NDArray[Any]]):
     def _locate_document(self, number: int) -> tuple[DecodedBlock, int]:
         at = int(self._starts.searchsorted(number, side="right")) - 1
         block = self._begin + at
-        decoded = self._cache.get(block, partial(decode_block, self._corpus, block, self._needs_members))
+        decoded = self._cache.get(block, partial(decode_block, self._corpus, block, self._needs_files))
         return decoded, number - int(self._starts[at])
 
 
@@ -149,14 +149,14 @@ class InMemoryDocuments(list[NDArray[Any]]):
 
 
 def read_block(
-    corpus: Corpus, block: int, is_quarantined: NDArray[np.bool_] | None, needs_members: bool
+    corpus: Corpus, block: int, is_quarantined: NDArray[np.bool_] | None, needs_files: bool
 ) -> InMemoryDocuments:
     """Read one block. Quarantined documents become zeros of the same length; if all are, nothing is read."""
     first = int(corpus.blocks[block])
     if is_quarantined is None:
-        decoded = decode_block(corpus, block, needs_members)
+        decoded = decode_block(corpus, block, needs_files)
         return InMemoryDocuments(decoded.tokens, first, decoded.members)
-    decoded = DecodedBlock([], None) if is_quarantined.all() else decode_block(corpus, block, needs_members)
+    decoded = DecodedBlock([], None) if is_quarantined.all() else decode_block(corpus, block, needs_files)
     lengths = corpus.lengths(block, block + 1).tolist()
     tokens = [
         np.zeros(n, np.int64) if is_bad else decoded.tokens[i]
@@ -165,9 +165,9 @@ def read_block(
     return InMemoryDocuments(tokens, first, decoded.members, is_quarantined)
 
 
-def decode_block(corpus: Corpus, block: int, needs_members: bool) -> DecodedBlock:
-    """Read and decode a block, with the files of its documents if `needs_members`."""
-    if needs_members:
+def decode_block(corpus: Corpus, block: int, needs_files: bool) -> DecodedBlock:
+    """Read and decode a block, with the files of its documents if `needs_files`."""
+    if needs_files:
         samples = corpus.read_block_samples(block)
         return DecodedBlock([sample.tokens for sample in samples], [sample.members for sample in samples])
     return DecodedBlock([tokens for _, tokens in corpus.read_block(block)], None)

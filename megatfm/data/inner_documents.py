@@ -1,7 +1,7 @@
 """Sequences that hold several documents: packing keeps them in one row, and attention keeps them apart.
 
-A pair of answers stays in one row this way, and the images of one text. An objective with `max_tokens` adds the field
-`begins`; packing removes it.
+A pair of answers stays in one row this way, and the images of one text. An objective with `max_tokens` marks the
+documents by the field `begins`, which packing removes, or by the field `parts`, which the model reads, too.
 """
 
 from typing import Any
@@ -31,3 +31,18 @@ def with_inner_documents(
     if is_padding is not None:
         is_padding = is_padding[starts.searchsorted(document_starts[:-1], side="right") - 1]
     return document_starts, is_padding
+
+
+def split_parts(
+    starts: NDArray[np.int64], parts: NDArray[np.integer] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Split sequences that hold several documents: return document starts [n + 1] and the sequence of each [n].
+
+    starts [P + 1]: starts of the sequences. parts [total]: the objective's field with the index of the document in its
+    sequence; None: each sequence is one document.
+    """
+    if parts is None:
+        return starts, np.arange(len(starts) - 1)
+    inner = np.flatnonzero(np.diff(parts)) + 1
+    document_starts = np.union1d(starts, inner)
+    return document_starts, np.searchsorted(starts, document_starts[:-1], side="right") - 1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatfm.data.dataset import RowDataset, join_rows
 from megatfm.data.order import BatchSchedule
 from megatfm.data.sequences import PAD_DOCUMENT_ID, Fields
-from megatfm.data.workers import RowWorkers, picklable_error
+from megatfm.data.workers import RowWorkers, make_picklable_error
 from megatfm.errors import UsageError
 from megatfm.rng import row_keys, short_row_keys
 
@@ -103,7 +103,7 @@ class DataLoader(Iterator[list[Fields]]):
         self.batch_schedule = global_batch if isinstance(global_batch, BatchSchedule) else BatchSchedule(global_batch)
         for batch in self.batch_schedule.batches:
             check_global_batch(batch, micro_batch, data_ranks)
-        if any(stage.splits_per_row > 1 for stage in self.batch_schedule.warmup) and not rows.can_split_rows:
+        if any(stage.splits_per_row > 1 for stage in self.batch_schedule.rampup) and not rows.can_split_rows:
             raise UsageError(
                 "data.rampup: this objective's sequences are whole, so rows can't be cut into shorter ones: leave "
                 "sequence_length out of its stages"
@@ -157,8 +157,8 @@ class DataLoader(Iterator[list[Fields]]):
             "epoch": self.rows.epoch(self.position),
             **self.rows.order_config(),
         }
-        if self.batch_schedule.warmup:
-            state["warmup"] = str([tuple(stage) for stage in self.batch_schedule.warmup])
+        if self.batch_schedule.rampup:
+            state["warmup"] = str([tuple(stage) for stage in self.batch_schedule.rampup])
         return state
 
     @property
@@ -202,7 +202,7 @@ class DataLoader(Iterator[list[Fields]]):
             gathered = [local_rows]
         else:
             gathered = self._readers.all_gather(
-                picklable_error(local_rows) if isinstance(local_rows, Exception) else local_rows,
+                make_picklable_error(local_rows) if isinstance(local_rows, Exception) else local_rows,
                 self._count_holders(prefetched.row_range),
             )
         for row_fields in (local_rows, *gathered):
@@ -264,17 +264,17 @@ def split_rows(rows: Fields, parts: int) -> Fields:
     """Split rows [n, T, …] of one side into [n·parts, T/parts, …]; positions restart at 0 where a document is cut."""
     if parts == 1:
         return rows
-    cut = {
+    split = {
         name: field.reshape(field.shape[0] * parts, field.shape[1] // parts, *field.shape[2:])
         for name, field in rows.items()
     }
-    documents, positions = cut["documents"], cut["positions"]
-    real = documents != PAD_DOCUMENT_ID
-    first = np.where(real, documents, np.iinfo(np.int64).max).min(axis=1, keepdims=True)
-    is_first_document = real & (documents == documents[:, :1])
-    cut["positions"] = np.where(is_first_document, positions - positions[:, :1], positions)
-    cut["documents"] = np.where(real, documents - first, PAD_DOCUMENT_ID)
-    return cut
+    documents, positions = split["documents"], split["positions"]
+    is_token = documents != PAD_DOCUMENT_ID
+    first = np.where(is_token, documents, np.iinfo(np.int64).max).min(axis=1, keepdims=True)
+    is_first_document = is_token & (documents == documents[:, :1])
+    split["positions"] = np.where(is_first_document, positions - positions[:, :1], positions)
+    split["documents"] = np.where(is_token, documents - first, PAD_DOCUMENT_ID)
+    return split
 
 
 def round_to_multiple(batch: int, unit: int) -> int:

@@ -156,7 +156,7 @@ class Mixture:
         return {name: values[0] for name, values in self.read_rows([position]).items()}
 
     def read_rows(self, positions: Sequence[int | None]) -> Fields:
-        """Return the rows at global positions (see `RowDataset.rows`)."""
+        """Return the rows at global positions (see `RowDataset.read_rows`)."""
         padding = next(iter(self.sources)), None
         addresses = [padding if position is None else self.find_source(position) for position in positions]
         batch: Fields = {}

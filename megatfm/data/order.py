@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.corpus.byte_cache import ByteCache, count_bytes
-from megatfm.corpus.shard_index import running_sum
+from megatfm.corpus.shard_index import compute_running_sum
 from megatfm.rng import permutation
 
 Ints = NDArray[np.int64]
@@ -34,31 +34,23 @@ class BatchStage(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batch size and row length of every step: the `warmup` stages in turn, then `global_batch` full rows forever."""
+    """Batch size and row length of every step: the `rampup` stages in turn, then `global_batch` full rows forever."""
 
     global_batch: int
-    warmup: tuple[BatchStage, ...] = ()
+    rampup: tuple[BatchStage, ...] = ()
 
     def stage(self, step: int) -> BatchStage:
         """Return the stage of a step (from 0)."""
-        for stage in self.warmup:
+        for stage in self.rampup:
             if step < stage.steps:
                 return stage
             step -= stage.steps
         return BatchStage(1, self.global_batch)
 
-    def position(self, step: int) -> int:
-        """Return the first row position of a step (from 0), if no rows were skipped before it."""
-        position = 0
-        for stage in self.warmup:
-            n_steps = min(step, stage.steps)
-            position, step = position + n_steps * stage.global_batch, step - n_steps
-        return position + step * self.global_batch
-
     @property
     def batches(self) -> list[int]:
         """The distinct global batch sizes, sorted."""
-        return sorted({self.global_batch, *(stage.global_batch for stage in self.warmup)})
+        return sorted({self.global_batch, *(stage.global_batch for stage in self.rampup)})
 
 
 class Interleave(NamedTuple):
@@ -193,7 +185,7 @@ class RowOrder:
     def iter_stream_blocks(self, stream: int, epoch: int, turns: int) -> Iterator[tuple[int, int, int]]:
         """Yield (block, first slot, end slot) for each block of a stream in an epoch, after its first `turns` rows.
 
-        Slots index `get_block_order`. Needs `turn` = `length` = 1; then it agrees with `slots`.
+        Slots index `get_block_order`. Needs `turn` = `length` = 1; then it agrees with `find_slots`.
         """
         rows, longer = divmod(len(self), self.streams)
         begin, end = ((stream + after) * rows + min(stream + after, longer) for after in (0, 1))
@@ -235,14 +227,14 @@ class RowOrder:
     def _make_epoch_table(self, epoch: int) -> _Table:
         n = len(self._unit_sizes)
         units = permutation(n, self.seed, "blocks", epoch) if self.shuffle else np.arange(n, dtype=np.int64)
-        return _Table(units, running_sum(self._unit_sizes[units]))
+        return _Table(units, compute_running_sum(self._unit_sizes[units]))
 
     def _make_unit_table(self, epoch: int, unit: int) -> _Table:
         first = unit * self._blocks_per_unit
         sizes = self._block_sizes(first, first + self._blocks_per_unit)
         n = len(sizes)
         blocks = permutation(n, self.seed, "blocks of a unit", epoch, unit) if self.shuffle else np.arange(n)
-        return _Table(first + blocks, running_sum(sizes[blocks]))
+        return _Table(first + blocks, compute_running_sum(sizes[blocks]))
 
     def _permute_block_rows(self, slot: RowSlot) -> list[int]:
         (size,) = self._block_sizes(slot.block, slot.block + 1).tolist()

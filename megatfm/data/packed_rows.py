@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from megatfm.data.bin_packing import assign_rows, split_parts
+from megatfm.data.bin_packing import assign_rows
 from megatfm.data.documents import InMemoryDocuments
-from megatfm.data.inner_documents import with_inner_documents
+from megatfm.data.inner_documents import split_parts, with_inner_documents
 from megatfm.data.row_store import RowStore, TypedField, as_int32, is_plain, split_plain_fields
 from megatfm.data.sequences import (
     ChunkTable,
@@ -59,11 +59,11 @@ class PackedBlock:
         return {name: rows[0] for name, rows in collate([[(self, index)]]).items()}
 
 
-RowSources = Sequence[tuple["PackedBlock | BinPackedRows", int]]
-"""The (block, row index) pairs that make up one row; several if the row spans blocks."""
+RowSegments = Sequence[tuple["PackedBlock | BinPackedRows", int]]
+"""(Block, row index) of each segment of a row; several if the row spans blocks."""
 
 
-def collate(rows: Sequence[RowSources]) -> Fields:
+def collate(rows: Sequence[RowSegments]) -> Fields:
     """Copy rows into a batch: integers [n, length of the side] as int64, other fields in their declared types.
 
     All blocks must have the same packing settings.
@@ -73,9 +73,9 @@ def collate(rows: Sequence[RowSources]) -> Fields:
     for side_index, side in enumerate(built[0][0][0].sides):
         batch = np.empty((len(side.names), len(rows), side.length), np.int64)
         typed_fields = side.allocate(len(rows))
-        for row, row_sources in enumerate(built):
+        for row, segments in enumerate(built):
             offset = documents = 0
-            for block, source_row in row_sources:
+            for block, source_row in segments:
                 if typed_fields:
                     block.sides[side_index].write_typed(source_row, typed_fields, row, offset)
                 offset, documents = block.sides[side_index].write_row(source_row, batch[:, row], offset, documents)
@@ -191,17 +191,17 @@ class RowSequences(NamedTuple):
     """Which sequences are padding [P]."""
 
 
-def _build_rows(rows: Sequence[RowSources]) -> list[list[tuple[PackedBlock, int]]]:
+def _build_rows(rows: Sequence[RowSegments]) -> list[list[tuple[PackedBlock, int]]]:
     """Replace rows that are not built yet. They are laid out together, since the work of one layout is mostly fixed."""
-    unbuilt = [source for sources in rows for source in sources if isinstance(source[0], BinPackedRows)]
+    unbuilt = [segment for segments in rows for segment in segments if isinstance(segment[0], BinPackedRows)]
     if not unbuilt:
         return cast(list[list[tuple[PackedBlock, int]]], rows)
     sequences = [cast(BinPackedRows, block).build_row(index) for block, index in unbuilt]
     joined = lay_out_rows(sequences, cast(BinPackedRows, unbuilt[0][0]).packing)
     numbers = itertools.count()
     return [
-        [(joined, next(numbers)) if isinstance(block, BinPackedRows) else (block, index) for block, index in sources]
-        for sources in rows
+        [(joined, next(numbers)) if isinstance(block, BinPackedRows) else (block, index) for block, index in segments]
+        for segments in rows
     ]
 
 

@@ -47,31 +47,31 @@ class PackingPlan:
         """Encode as a plan file: a JSON line with the key and a hash, then sizes as uint32 and groups as uint64."""
         groups = b"" if self.groups is None else self.groups.astype("<u8").tobytes()
         content = self.sizes.astype("<u4").tobytes() + groups
-        facts = {
+        header = {
             "key": key,
             "sizes": len(self.sizes),
             "padding": self.padding,
             "notes": self.notes,
             "blake3": blake3(content).hexdigest(),
         }
-        return json.dumps(facts).encode() + b"\n" + content
+        return json.dumps(header).encode() + b"\n" + content
 
     @classmethod
     def decode(cls, data: bytes, key: str) -> "PackingPlan":
         """Decode a plan file. Raises a ValueError, KeyError or TypeError if it is damaged or has another key."""
         line, _, content = data.partition(b"\n")
-        facts = json.loads(line)
-        if facts["key"] != key or facts["blake3"] != blake3(content).hexdigest():
+        header = json.loads(line)
+        if header["key"] != key or header["blake3"] != blake3(content).hexdigest():
             raise ValueError("another plan")
-        sizes = np.frombuffer(content, "<u4", facts["sizes"])
+        sizes = np.frombuffer(content, "<u4", header["sizes"])
         groups = np.frombuffer(content, "<u8", offset=sizes.nbytes)
         if len(groups) not in (0, len(sizes) + 1):
             raise ValueError("another number of groups")
-        notes = tuple(map(str, facts["notes"]))
+        notes = tuple(map(str, header["notes"]))
         return cls(
             sizes.astype(np.int64),
             groups.astype(np.int64) if len(groups) else None,
-            float(facts["padding"]),
+            float(header["padding"]),
             notes,
         )
 
@@ -89,18 +89,18 @@ def load_or_build_packing_plan(
         return build_packing_plan(corpus, objective, row_lengths, seed)
     key = blake3(json.dumps([2, corpus.fingerprint, list(row_lengths), seed, name]).encode()).hexdigest()
     path = Path(corpus.folder) / PLANS / key[:32]
-    if (stored := _read(path, key)) is not None:
+    if (stored := _read_plan(path, key)) is not None:
         return stored
     with _lock_plan(path):
-        if (stored := _read(path, key)) is not None:
+        if (stored := _read_plan(path, key)) is not None:
             return stored
         plan = build_packing_plan(corpus, objective, row_lengths, seed)
         with suppress(OSError):
-            _write(path, plan.encode(key))
+            _write_plan(path, plan.encode(key))
     return plan
 
 
-def _read(path: Path, key: str) -> PackingPlan | None:
+def _read_plan(path: Path, key: str) -> PackingPlan | None:
     # ValueError covers JSON and NumPy.
     with suppress(OSError, ValueError, KeyError, TypeError):
         return PackingPlan.decode(path.read_bytes(), key)
@@ -128,7 +128,7 @@ def _lock_plan(path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_plan(path: Path, data: bytes) -> None:
     """Write a plan atomically and drop the oldest ones. Of concurrent writers without locks, the last one wins."""
     path.parent.mkdir(exist_ok=True)
     atomic_write(path, data)
@@ -175,13 +175,15 @@ class _Planner:
             is_filled = chunks.lengths.any(axis=1)
             self._check_lengths(chunks.take(np.flatnonzero(is_filled)))
             volumes[begin + 1 : begin + len(starts)] = np.add.reduceat(chunks.lengths, starts[:-1])
-            texts[begin + 1 : begin + len(starts)] = self._count_texts(begin, starts, chunks)
+            texts[begin + 1 : begin + len(starts)] = _count_texts(starts, chunks)
             total, dropped = total + int(is_filled.sum()), dropped + int((~is_filled).sum())
         if not total:
             raise UsageError(
                 f"{folder}: none of its {self.corpus.n_samples} documents is long enough for the objective"
             )
-        packed_groups = list(group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._count_rows, self._fits))
+        packed_groups = list(
+            group_blocks(np.cumsum(volumes, axis=0), self.row_lengths, self._count_rows, self._is_bin_packed)
+        )
         groups = np.array([0, *(end for end, _ in packed_groups)])
         sizes = np.array([rows for _, rows in packed_groups])
         if self.objective.needs_other_documents:
@@ -202,7 +204,7 @@ class _Planner:
         return PackingPlan(sizes, groups, padding, (*notes, *self._warn_of_padding(padding)))
 
     @property
-    def _fits(self) -> bool:
+    def _is_bin_packed(self) -> bool:
         return not needs_own_row(self.objective)
 
     def _count_rows(self, begin: int, end: int) -> int:
@@ -214,11 +216,6 @@ class _Planner:
         first, n_tokens = int(self.corpus.blocks[begin]), self.corpus.lengths(begin, end)
         images = ImageColumns(self.corpus, begin, end)
         return split_documents(n_tokens, self.objective, first, self.seed, images).without_empty()
-
-    def _count_texts(self, begin: int, starts: NDArray[np.int64], chunks: ChunkTable) -> NDArray[np.int64]:
-        """Count the non-empty documents of each block [n], from the chunks that `_iter_planned` yields."""
-        is_text = (chunks.numbers == 0) & (chunks.ends > 0)
-        return np.add.reduceat(is_text, starts[:-1], dtype=np.int64)
 
     def _count_without_partner(self, groups: NDArray[np.int64], texts: NDArray[np.int64]) -> int:
         """Count the sequences whose document is the only non-empty one of its group.
@@ -234,7 +231,7 @@ class _Planner:
         if share > MUCH_PADDING:
             rows = " and ".join(f"{length:,}" for length in self.row_lengths)
             reason = "each sequence has a row of its own" if needs_own_row(self.objective) else "that is few rows"
-            if self._fits and self.objective.max_tokens is not None:
+            if self._is_bin_packed and self.objective.max_tokens is not None:
                 reason = "its documents don't fill such rows, whole"
             yield (
                 f"{self.corpus.folder}: {100 * share:.1f} % of its rows of {rows} is padding, on which time is spent: "
@@ -253,11 +250,17 @@ class _Planner:
             begin = end
 
     def _check_lengths(self, chunks: ChunkTable) -> None:
-        unfit = ((chunks.lengths > np.array(self.row_lengths)) | (chunks.lengths == 0)).any(1)
-        if unfit.any():
-            at = int(unfit.argmax())
+        is_unfit = ((chunks.lengths > np.array(self.row_lengths)) | (chunks.lengths == 0)).any(1)
+        if is_unfit.any():
+            at = int(is_unfit.argmax())
             n_tokens = int(chunks.ends[at] - chunks.starts[at])
             raise MegatfmError(
                 f"the objective makes sequences of lengths {chunks.lengths[at].tolist()} of {n_tokens} tokens, for "
                 f"rows of {list(self.row_lengths)}: its max_tokens = {self.objective.max_tokens} is wrong"
             )
+
+
+def _count_texts(starts: NDArray[np.int64], chunks: ChunkTable) -> NDArray[np.int64]:
+    """Count the non-empty documents of each block [n]. starts [n + 1]: offsets of each block's chunks."""
+    is_text = (chunks.numbers == 0) & (chunks.ends > 0)
+    return np.add.reduceat(is_text, starts[:-1], dtype=np.int64)

@@ -43,7 +43,7 @@ class RowWorkers:
         return [process.pid for process in self._processes]
 
     def read_rows(self, positions: Sequence[int | None]) -> Fields:
-        """Return the rows [n] at positions (see `RowDataset.rows`)."""
+        """Return the rows [n] at positions (see `RowDataset.read_rows`)."""
         if not self._n:
             return self._own_rows.read_rows(positions)
         with self._lock:
@@ -141,14 +141,14 @@ def worker_loop(pipe: Connection, pickled: bytes) -> None:
                 raise rows
             answer: Fields | Exception = rows.read_rows(positions)
         except Exception as error:
-            answer = picklable_error(error)
+            answer = make_picklable_error(error)
         try:
             pipe.send(answer)
         except OSError:
             return
 
 
-def picklable_error(error: Exception) -> Exception:
+def make_picklable_error(error: Exception) -> Exception:
     """Return the error with its traceback as a note, or a MegatfmError with its message if it cannot be pickled."""
     error.add_note("".join(traceback.format_exception(error)))
     try:

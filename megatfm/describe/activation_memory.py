@@ -25,7 +25,7 @@ from megatfm.layers.embedding import InputEmbedding
 from megatfm.models.stack import Stack
 from megatfm.ops.attention.kernels import LONG
 from megatfm.ops.grouped_mm import KERNELS
-from megatfm.parallel.layout import replace_forward, transformer_blocks
+from megatfm.parallel.layout import iter_blocks, replace_forward
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
 from megatfm.train.build import build_model
 
@@ -114,7 +114,7 @@ def _shape_only_experts() -> Iterator[None]:
 def _measure(config: Config) -> tuple[int, int]:
     dtype = ACTIVATION_DTYPES.get(config.train.precision, torch.bfloat16)
     model = _build(config, dtype)
-    blocks = set(transformer_blocks(model))
+    blocks = set(iter_blocks(model))
     stack_paths = {block: path.rpartition(".")[0] for path, block in model.named_modules() if block in blocks}
     block_kinds, sums = dict[Hashable, tuple[int, int, Any]](), {"all": 0, "inputs": 0, "largest": 0}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatfm.config import Config
-from megatfm.cost import ENCODER_TOKENS, Cost, TokenCounts, module_cost
+from megatfm.cost import ENCODER_TOKENS, Cost, TokenCounts, compute_module_cost
 from megatfm.errors import UsageError
 from megatfm.split_points import SplitPoint
 
@@ -169,7 +169,7 @@ def compute_row_cost(config: Config, model: "nn.Module") -> RowCost:
     total, inactive = Cost(), dict[str, int]()
     for side, path in runs:
         tokens = TokenCounts(lengths[side], lengths.get(ENCODER_TOKENS, 0), predicted_share)
-        cost = module_cost(model.get_submodule(path), tokens)
+        cost = compute_module_cost(model.get_submodule(path), tokens)
         total, inactive[path] = total + cost, cost.inactive_parameters
     return RowCost(
         tokens=sum(lengths.values()),
@@ -214,12 +214,12 @@ def count_optimizer_state(config: Config, model: "nn.Module", weight_bytes: int)
 
     An optimizer that needs whole tensors also keeps a copy of its weights (see `engines.optimizers`).
     """
-    from megatfm.optim.parameters import optimizer_groups
+    from megatfm.optim.parameters import build_optimizer_groups
 
     state = dict[str, int]()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for group in optimizer_groups(config.optimizer, model):
-        for names, options in group.parameter_groups({name: shapes[name] for name in group.names}):
+    for group in build_optimizer_groups(config.optimizer, model):
+        for names, options in group.make_param_groups({name: shapes[name] for name in group.names}):
             state_shapes_by_name = {n: shapes[n][1:] if n in group.stacked_names else shapes[n] for n in names}
             shapes_by_ndim = {
                 dims: _get_state_shapes(group, options, dims) for dims in set(map(len, state_shapes_by_name.values()))

@@ -57,7 +57,7 @@ def count_rank_state(config: Config) -> RankState | None:
     if parallel.pp > 1:
         holders = plan_pipeline_split(config, model).parameter_ranks
     with _make_fake_mesh(parallel, ranks) as mesh:
-        layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method)
+        layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, cp_method=parallel.cp_method)
         holders = holders or dict.fromkeys(layout, (0,))
         zero = parallel.zero if mesh.data_ranks > 1 else 0
         count_local_elements = {name: math.prod(tensor.region[1]) for name, tensor in layout.items()}

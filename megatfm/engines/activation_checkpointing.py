@@ -143,7 +143,7 @@ class MemoryBudget:
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         if block not in self._keys:
-            self._keys[block] = memory_key(block)
+            self._keys[block] = make_memory_key(block)
         key = self._keys[block], _get_shapes(args), _get_shapes(kwargs.values())
         if key not in self._sizes:
             output, self._sizes[key] = measure_saved_bytes(block, partial(forward, *args, **kwargs))
@@ -155,7 +155,7 @@ class MemoryBudget:
         return forward(*args, **kwargs)
 
 
-def memory_key(block: nn.Module) -> Any:
+def make_memory_key(block: nn.Module) -> Any:
     """Return a hashable key, equal for blocks with equal activation memory: modules, patterns and weight shapes."""
     parts = tuple((path, type(part), repr(getattr(part, "pattern", None))) for path, part in block.named_modules())
     return parts, tuple((name, tuple(p.shape)) for name, p in block.named_parameters())

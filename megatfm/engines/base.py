@@ -41,7 +41,7 @@ from megatfm.layers.initialisation import draw, iter_inits
 from megatfm.layers.output_head import LMHead
 from megatfm.ops.torch_private import is_fake
 from megatfm.ops.transfer import DeferredReads
-from megatfm.parallel.layout import ModelLayout, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import PIPELINE, DataAxes, Mesh, sort_axes
 from megatfm.parallel.pipeline_stages import Pipeline
 
@@ -318,7 +318,7 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         return tree_map(cast, args), tree_map(cast, kwargs)
 
-    for block in transformer_blocks(model):
+    for block in iter_blocks(model):
         block.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -349,15 +349,13 @@ def make_optimizers(
         if not blocks:  # all of them belong to other pipeline stages
             optimizers.append(ElementwiseOptimizer(group, local))
             continue
-        regions = {name: layout[name].regions(mesh, zero_dims.get(name), positions) for name in blocks}
+        regions = {name: layout[name].compute_regions(mesh, zero_dims.get(name), positions) for name in blocks}
         for name, block in blocks.items():
-            expected, own = (
-                regions[name][positions.index(mesh.position)],
-                (block.offsets, tuple(block.tensor.shape)),
-            )
-            if own != expected:
+            expected = regions[name][positions.index(mesh.position)]
+            region = block.offsets, tuple(block.tensor.shape)
+            if region != expected:
                 raise MegatfmError(
-                    f"this rank has the block {own} (offsets, sizes) of {name}, but its layout says {expected}: an "
+                    f"this rank has the block {region} (offsets, sizes) of {name}, but its layout says {expected}: an "
                     "engine passes the dims that its data ranks shard as zero_dims"
                 )
         shapes = {name: block.global_shape for name, block in blocks.items()}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.ops.squares import sum_squares
-from megatfm.parallel.layout import ModelLayout, TensorLayout, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, TensorLayout, iter_blocks
 from megatfm.parallel.mesh import AXES, PIPELINE, Mesh, sort_axes
 
 
@@ -141,7 +141,7 @@ class LayerStatistics:
         self._mesh, self._norm, self._is_watching = mesh, global_norm, False
         # Activations are reduced over all axes; replicas count equally often in squares and counts.
         self._axis_sets = [*global_norm.axis_sets, AXES]
-        blocks = set(transformer_blocks(model))
+        blocks = set(iter_blocks(model))
         local_paths = [path for path, module in model.named_modules() if module in blocks]
         # All pipeline ranks need the blocks of the full model.
         self._blocks = sorted({path for rank in mesh.gather_objects(local_paths, (PIPELINE,)) for path in rank})

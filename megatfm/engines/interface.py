@@ -75,7 +75,7 @@ class ComparingLoss(LossFunction, Protocol):
     def features(self, model: nn.Module, batch: Batch) -> Features:
         """Return the inputs of the terms: tensors [samples, …], and scalars of the model [1]."""
 
-    def terms_of(self, model: nn.Module, features: Features) -> dict[str, Tensor]:
+    def compute_terms(self, model: nn.Module, features: Features) -> dict[str, Tensor]:
         """Return the terms from the features of all micro-batches of this rank. A collective of the data ranks."""
 
 
@@ -190,7 +190,7 @@ class OptimizerGroup:
         if self.averaged and self.granularity != "elementwise":
             raise ValueError("averaged weights are computed from local blocks: granularity must be 'elementwise'")
 
-    def parameter_groups(self, tensors: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
+    def make_param_groups(self, tensors: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
         """Return torch's parameter groups: names that share options and rate, and the group of their tensors."""
         groups: list[tuple[list[str], dict[str, Any]]] = []
         for name, tensor in tensors.items():
@@ -295,7 +295,7 @@ class Engine(Protocol):
     """Runs training steps of one model over the ranks of a mesh.
 
     Methods are collectives: all ranks call them together, in the same order. Local to a rank are only the properties,
-    `gradients`, `zero_grad`, `weights`, `state_dict` and `memory_needed`.
+    `gradients`, `zero_grad`, `weights`, `state_dict` and `estimate_memory`.
     """
 
     @property
@@ -372,7 +372,7 @@ class Engine(Protocol):
     def load_state_dict(self, state: Mapping[str, ShardedTensor | Tensor]) -> None:
         """Load the result of `empty_state_dict`, filled by a checkpoint (the weights already are in place)."""
 
-    def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
+    def estimate_memory(self, microbatches: int, block_input: int) -> MemoryNeeds:
         """Return the memory that one step needs. block_input: bytes of a micro-batch between two blocks."""
 
     def process_groups(self) -> Mapping[str, str]:

@@ -134,7 +134,7 @@ class TorchOptimizer:
     def __init__(self, group: OptimizerGroup, tensors: Mapping[str, Tensor]) -> None:
         self.tensors, self.counters, self._stacked = dict(tensors), group.counters, group.stacked_names
         self._state_dtype = group.state_dtype
-        groups = group.parameter_groups(self.tensors)
+        groups = group.make_param_groups(self.tensors)
         self._parts = {name: self._split(name, tensor) for name, tensor in self.tensors.items()}
         for names, options in groups:
             options["params"] = [part for name in names for part in self._parts[name]]
@@ -206,11 +206,11 @@ class TorchOptimizer:
                 if key in values:
                     self.options[name][key] = type(self.options[name][key])(values.pop(key).item())
             for i, part in enumerate(parts):
-                values = {key: self._in_dtype(value, part) for key, value in values.items()}
+                values = {key: self._cast_state(value, part) for key, value in values.items()}
                 part_values = {key: (v[i] if v.dim() else v).clone() for key, v in values.items()}
                 self.optimizer.state[part] = part_values if name in self._stacked else values
 
-    def _in_dtype(self, value: Tensor, weight: Tensor) -> Tensor:
+    def _cast_state(self, value: Tensor, weight: Tensor) -> Tensor:
         """Cast state to the configured dtype, which may differ from the saved one."""
         if not value.dim() or not (self._state_dtype or value.dtype == torch.bfloat16):
             return value

@@ -95,11 +95,11 @@ def step_in_two_passes(
     with torch.no_grad():
         features = [objective.features(model, batch) for batch in batches]
     gradients = FeatureGradients(model, features, objective, scale_loss)
-    for number, batch in enumerate(batches):
+    for index, batch in enumerate(batches):
         gradient_sync.start_microbatch(is_last=batch is batches[-1])
         outputs = objective.features(model, batch)
-        of_batch = gradients.of_microbatch(number)
-        torch.autograd.backward([outputs[name] for name in of_batch], list(of_batch.values()))
+        feature_gradients = gradients.get_gradients(index)
+        torch.autograd.backward([outputs[name] for name in feature_gradients], list(feature_gradients.values()))
     return gradients.terms
 
 
@@ -118,7 +118,7 @@ class FeatureGradients:
     ) -> None:
         joined = concatenate_features(features)
         inputs = {name: x.detach().requires_grad_() for name, x in joined.items() if x.is_floating_point()}
-        terms = objective.terms_of(model, joined | inputs)
+        terms = objective.compute_terms(model, joined | inputs)
         scale_loss(terms).backward()
         self.terms = {name: term.detach() for name, term in terms.items()}
         self._gradients: list[dict[str, Tensor]] = [{} for _ in features]
@@ -128,19 +128,19 @@ class FeatureGradients:
                 parts = [gradient, *(torch.zeros_like(gradient) for _ in features[1:])]
             else:
                 parts = list(gradient.split([len(part[name]) for part in features]))
-            for of_batch, part in zip(self._gradients, parts, strict=True):
-                of_batch[name] = part
+            for feature_gradients, part in zip(self._gradients, parts, strict=True):
+                feature_gradients[name] = part
 
-    def of_microbatch(self, number: int) -> dict[str, Tensor]:
+    def get_gradients(self, index: int) -> dict[str, Tensor]:
         """Return the gradients of a micro-batch's features."""
-        return self._gradients[number]
+        return self._gradients[index]
 
 
 class FeatureObjective:
-    """An objective that compares samples, as one of the stages of a single micro-batch, which have no loss.
+    """Adapts an objective that compares samples to a pipeline, whose passes see one micro-batch and so have no loss.
 
-    In the stage that computes the features it keeps them or, given their gradients, returns a term with these
-    gradients.
+    In the stage that computes the features, a call stores them in `features`. If it has their gradients, it returns a
+    term with these gradients instead.
     """
 
     def __init__(
@@ -152,19 +152,19 @@ class FeatureObjective:
     def __call__(self, model: nn.Module, batch: Batch) -> Terms:
         computed: list[str] = []
 
-        def observed(**inputs: Tensor) -> Any:
+        def run_model(**inputs: Tensor) -> Any:
             output = model(**inputs)
             computed.extend(output.predictions)
             return output
 
-        features = self._objective.features(cast(nn.Module, observed), batch)
+        features = self._objective.features(cast(nn.Module, run_model), batch)
         if not computed:
             return {}
         if self._gradients is None:
             self.features = features
             return {}
-        number = next(number for number, other in enumerate(self._batches) if other is batch)
-        gradients = self._gradients.of_microbatch(number)
+        index = next(i for i, candidate in enumerate(self._batches) if candidate is batch)
+        gradients = self._gradients.get_gradients(index)
         products = [(features[name] * gradient).sum() for name, gradient in gradients.items()]
         return {FEATURES: sum(products[1:], products[0])}
 

@@ -30,7 +30,7 @@ from megatfm.engines.passes import (
 from megatfm.errors import MegatfmError
 from megatfm.parallel.layout import replace_forward
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD, Action, add_send_recv, build_schedule
-from megatfm.parallel.pipeline_stages import Pipeline, PipelineStage, StageOutput, activation_shape
+from megatfm.parallel.pipeline_stages import Pipeline, PipelineStage, StageOutput, compute_activation_shape
 from megatfm.split_points import CarrySpec, Splittable
 
 Carry = dict[str, Tensor]
@@ -108,7 +108,7 @@ class PipelineForwardBackward:
         self._group, self._backward_group = group, backward_group
         self._dtype, self._device = dtype, device
         self._rank = dist.get_rank(group)
-        self._stages = {stage.index: stage for stage in pipeline.stages_of(self._rank)}
+        self._stages = {stage.index: stage for stage in pipeline.list_stages(self._rank)}
         self.splits = pipeline.schedule in SPLITS_BACKWARD
         self._plan = cache(self._build_plan)
         self._views = {
@@ -326,7 +326,7 @@ class PipelineForwardBackward:
     ) -> PendingReceive:
         peer, carry, works = self._pipeline.stages[source_stage].rank, Carry(), []
         for name, spec in specs.items():
-            shape = activation_shape(spec, batch, self._pipeline.sequence_shards)
+            shape = compute_activation_shape(spec, batch, self._pipeline.sequence_shards)
             carry[name] = torch.empty(shape, dtype=self._get_dtype(spec), device=self._device)
             work = dist.irecv(carry[name], group=group, group_src=peer)
             assert work is not None
@@ -334,7 +334,7 @@ class PipelineForwardBackward:
         return PendingReceive(carry, works)
 
 
-def max_block_inputs(pipeline: Pipeline | None, rank: int, microbatches: int, n_blocks: int) -> int:
+def count_max_block_inputs(pipeline: Pipeline | None, rank: int, microbatches: int, n_blocks: int) -> int:
     """Return the largest number of block inputs that a pipeline rank keeps at a time.
 
     It keeps those of each micro-batch between its forward and its backward pass. n_blocks: on this rank.

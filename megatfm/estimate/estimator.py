@@ -24,7 +24,7 @@ from megatfm.estimate.stand_ins import fake_ranks
 from megatfm.estimate.step_time import StepTime, step_time
 from megatfm.estimate.traffic import Flows
 from megatfm.estimate.weights import LocalWeight, local_weights
-from megatfm.parallel.mesh import SHARD, axis_sizes
+from megatfm.parallel.mesh import SHARD, compute_axis_sizes
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.registry import import_plugins
 from megatfm.split_points import SplitPoint, Splittable
@@ -113,7 +113,7 @@ class Estimator:
     def estimate(self, config: Config) -> Estimate:
         """Estimate a layout. Raises UsageError where it does not fit the model, the batch or the number of GPUs."""
         parallel = config.parallel
-        sizes = axis_sizes(parallel, self.cluster.gpus)
+        sizes = compute_axis_sizes(parallel, self.cluster.gpus)
         parallel = parallel.model_copy(update={"dp_shard": sizes[SHARD]})
         config = config.model_copy(update={"parallel": parallel})
         microbatches = microbatches_of(config)

@@ -41,7 +41,7 @@ from megatfm.layers.norm import RMSNorm
 from megatfm.layers.output_head import CrossEntropy, LMHead
 from megatfm.objectives import reads_text, target_fraction
 from megatfm.parallel.context_parallel import make_zigzag_predicate
-from megatfm.parallel.layout import ModelLayout, replace_forward, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, iter_blocks, replace_forward
 from megatfm.parallel.mesh import Mesh, build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.split_points import CarrySpec, SplitPoint, Splittable
@@ -128,7 +128,7 @@ class LocalModel:
         """Run each kind of part once, forward and backward. cp: ranks that share a row's tokens."""
         self._rows, self._cp, self._samples = micro_batch, cp, 0
         splittable, model = cast(Splittable, self.model), self.config.model
-        blocks = {id(block) for block in transformer_blocks(self.model)}
+        blocks = {id(block) for block in iter_blocks(self.model)}
         parts: dict[Hashable, PartProfile] = {}
         order: list[PartProfile] = []
         host_values = HostValues() if self._is_data_dependent else nullcontext()

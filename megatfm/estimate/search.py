@@ -17,7 +17,7 @@ from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
 from megatfm.estimate.estimator import Estimate, Estimator
 from megatfm.estimate.quick import QuickScores, Score
-from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, axis_sizes
+from megatfm.parallel.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, compute_axis_sizes
 
 MAX_ESTIMATES = 24
 """Largest number of layouts that are estimated in full."""
@@ -184,7 +184,7 @@ def _parallel_configs(base: Config, gpus: int, gpus_per_node: int, refused: Coun
                 }
                 try:
                     parallel = ParallelConfig.model_validate({**base.parallel.model_dump(), **changes})
-                    axis_sizes(parallel, gpus)
+                    compute_axis_sizes(parallel, gpus)
                 except (ValidationError, UsageError) as error:
                     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
                     refused[_first_clause(text)] += 1

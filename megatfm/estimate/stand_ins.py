@@ -24,7 +24,7 @@ from megatfm.ops.attention.kernels import LONG_ON_GPU, AttentionRequest, choose_
 from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.cross_entropy import LOGITS_BYTES, ROW_ALIGNMENT, pad_row_length
 from megatfm.ops.grouped_mm import KERNELS
-from megatfm.parallel.context_parallel import token_indices
+from megatfm.parallel.context_parallel import compute_token_indices
 from megatfm.parallel.styles import VOCAB_PARALLEL_CHUNK
 
 Note = Callable[..., None]
@@ -88,7 +88,7 @@ def count_fetched_tokens(core: DotProductAttention, length: int, ranks: int, uni
         return 0
     with _disable_current_modes():
         row = SequenceMetadata(torch.arange(length)[None])
-        tokens_by_rank = token_indices(length, ranks, is_zigzag, unit)
+        tokens_by_rank = compute_token_indices(length, ranks, is_zigzag, unit)
         needed_by_rank = [core.find_reachable_keys(row, tokens) for tokens in tokens_by_rank]
         counts = [
             sum(int(torch.isin(own, needed).sum()) for r, needed in enumerate(needed_by_rank) if r != rank)

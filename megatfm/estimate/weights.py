@@ -12,7 +12,7 @@ from megatfm.config import Config, ModelConfig, ParallelConfig
 from megatfm.config.ffn import MoEConfig, SoftMoEConfig
 from megatfm.describe.description import count_optimizer_state
 from megatfm.layers.moe.experts import Experts
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.parameters import build_optimizer_groups
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import TENSOR
 from megatfm.split_points import SplitPoint
@@ -87,7 +87,7 @@ def local_weights(
     experts = expert_names(local)
     whole_tensor_groups = {
         name: number
-        for number, group in enumerate(optimizer_groups(config.optimizer, full))
+        for number, group in enumerate(build_optimizer_groups(config.optimizer, full))
         for name in group.names
         if group.granularity == "whole_tensor"
     }

@@ -10,7 +10,7 @@ from megatfm.config import Config
 from megatfm.engines.interface import Arrays, Engine
 from megatfm.imaginary.device import ImaginaryGPU
 from megatfm.imaginary.ledger import Ledger
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 from megatfm.train.signals import StopSignals
 from megatfm.verify.shrink import draw_batch, objective_for
 from megatfm.verify.traffic import TrafficCounter
@@ -46,7 +46,7 @@ def take_steps(
         record.optimizer, record.at_rest = memory.peak, memory.now
         if record.optimizer > record.passes:
             record.at_peak = memory.at_peak()
-    record.sent = [(flow.axis, flow.collective, flow.calls, flow.sent_bytes) for flow in traffic.flows()]
+    record.sent = [(flow.axis, flow.collective, flow.calls, flow.sent_bytes) for flow in traffic.list_traffic()]
     record.kernels = {f"{phase}: {name}": count for (phase, name), count in gpu.kernels.most_common()}
     record.waits, record.copies = dict(gpu.waits.most_common()), dict(gpu.copies.most_common())
     record.all_pairs = dict(gpu.all_pairs)
@@ -66,7 +66,7 @@ def _watch_model(engine: Engine, memory: Ledger) -> frozenset[tuple[int, ...]]:
     def leave(*_: Any) -> None:
         memory.layer = "-"
 
-    for block in transformer_blocks(model):
+    for block in iter_blocks(model):
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
     return frozenset(tuple(parameter.shape) for parameter in model.parameters())

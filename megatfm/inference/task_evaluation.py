@@ -28,7 +28,7 @@ from megatfm.tasks.predictions import Predictions, collect_predictions, engine_m
 from megatfm.tasks.span_predictions import SpanPredictions
 from megatfm.tasks.text_metrics import exact_match, token_f1
 from megatfm.tokenizers import Tokenizer
-from megatfm.train.best_checkpoint import best_checkpoint
+from megatfm.train.best_checkpoint import find_best_checkpoint
 from megatfm.train.build import build_engine
 from megatfm.train.corpora import open_corpora, open_tokenizer
 from megatfm.train.evaluation import evaluate
@@ -188,7 +188,7 @@ def _predict(
             }
         )
         folders = {name: str(corpus.folder) for name, corpus in corpora_read.items()}
-        source = run_on_rank_0_raising(lambda: best_checkpoint(run_dir))
+        source = run_on_rank_0_raising(lambda: find_best_checkpoint(run_dir))
         data = config.data.model_copy(update={"validation": folders})
         corpora = open_corpora(config.model_copy(update={"data": data}), tokenizer)
         state = run_on_rank_0_raising(lambda: dict(checkpoint.read_state(source)))

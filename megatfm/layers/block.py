@@ -28,7 +28,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, stack: StackKind, depth: int = 0, *, cross: bool = False) -> None:
         super().__init__()
         self.input_dropouts: list[InputDropout] = []
-        self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
+        self.depth, self.kind, config = depth, config.get_layer_type(depth), config.layer_config(depth)
         initial, residual = make_initialiser(config, stack), RESIDUALS.get(config.norm.placement)
         first = RESIDUALS.get("none") if depth == 0 and not config.norm.first_attention_norm else residual
         self.attn_residual = first(config, "attention residual", stack)

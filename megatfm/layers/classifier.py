@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.cost import Cost, TokenCounts, default_cost, total_cost
+from megatfm.cost import Cost, TokenCounts, default_cost, sum_costs
 from megatfm.errors import MegatfmError
 from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import make_initialiser
@@ -60,8 +60,8 @@ class AttentionPool(nn.Module):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of keys and values of all tokens, and of the rest for one token of each row."""
-        head_cost = total_cost((self.wq, self.wo, self.norm, self.w_up, self.w_down), tokens.with_count(1))
-        return total_cost((self.wk, self.wv), tokens) + head_cost
+        head_cost = sum_costs((self.wq, self.wo, self.norm, self.w_up, self.w_down), tokens.with_count(1))
+        return sum_costs((self.wk, self.wv), tokens) + head_cost
 
     def forward(self, hidden_BTD: Tensor, index_M: Tensor, sequence: SequenceMetadata) -> Tensor:
         """Return vectors [M, D] of the images at these indices (`document_index`)."""
@@ -158,7 +158,7 @@ class ClassifierHead(nn.Module):
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of one token of each row, and of the pool's."""
         layers = [layer for layer in (self.dense, self.classifier) if layer is not None]
-        pooled = Cost() if self.pool is None else total_cost([self.pool], tokens)
+        pooled = Cost() if self.pool is None else sum_costs([self.pool], tokens)
         return sum((default_cost(layer, tokens.with_count(1)) for layer in layers), pooled)
 
     def forward(

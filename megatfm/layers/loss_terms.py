@@ -40,14 +40,14 @@ class AuxiliaryLoss:
 class TokenSum(nn.Module):
     """Sum values [B, T] over tokens, padding excepted; tensor parallelism sums over ranks that share rows."""
 
-    tp_plan = (("", "sum_real_tokens"),)
+    tp_plan = (("", "sum_non_padding_tokens"),)
 
-    def real(self, sequence: SequenceMetadata) -> Tensor:
+    def non_padding_mask(self, sequence: SequenceMetadata) -> Tensor:
         """Return boolean [B, T], false for padding."""
         return sequence.non_padding_mask
 
     def forward(self, values_BT: Tensor, sequence: SequenceMetadata) -> Tensor:
-        return values_BT.masked_fill(~self.real(sequence), 0).sum()
+        return values_BT.masked_fill(~self.non_padding_mask(sequence), 0).sum()
 
 
 class AuxiliaryCollector:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.cost import Cost, TokenCounts, sum_costs
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.maps import MapSize, to_maps, to_rows
@@ -42,7 +42,7 @@ class PatchMerging(nn.Module):
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of a quarter of the input tokens."""
         merged = tokens.with_count(tokens.n * self.share / 4)
-        return total_cost(self.children(), merged)
+        return sum_costs(self.children(), merged)
 
     def forward(self, x_BTD: Tensor, size: MapSize) -> Tensor:
         """Merge the tokens of maps of this size; return [B, S, 2 D]."""

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.cost import Cost, TokenCounts, default_cost, total_cost
+from megatfm.cost import Cost, TokenCounts, default_cost, sum_costs
 from megatfm.layers.attention.pooled import PooledAttention
 from megatfm.layers.block import Block
 from megatfm.layers.feed_forward import FFN
@@ -66,7 +66,7 @@ class PooledBlock(nn.Module):
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of the stage's tokens."""
         stage_tokens = tokens.with_count(tokens.n * self.share)
-        return total_cost(self.children(), stage_tokens)
+        return sum_costs(self.children(), stage_tokens)
 
     def forward(self, x_BSD: Tensor, sequence: MapSequence) -> Tensor:
         """Return [B, T, D]. sequence: metadata of the output. As in MViTv2, skip projections take the normed input."""

@@ -152,7 +152,7 @@ def has_position_bias(config: ModelConfig, depth: int) -> bool:
     encoding = POSITIONS.get(position.name)
     if position != config.position and (encoding.absolute or encoding.score_bias):
         raise UsageError(
-            f"model.layer_type.{config.layer_type_at(depth)}.position: {position.name} is shared by all blocks "
+            f"model.layer_type.{config.get_layer_type(depth)}.position: {position.name} is shared by all blocks "
             "of a stack: set it as model.position, and position.name = 'none' for blocks without it"
         )
     return encoding.score_bias is not None

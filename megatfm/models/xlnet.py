@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.config.attention import TwoStreamAttentionConfig
-from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.cost import Cost, TokenCounts, sum_costs
 from megatfm.layers.attention.two_stream import LocalAndFull, QueryStream, TwoStreamAttention
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.embedding import InputEmbedding
@@ -243,7 +243,7 @@ class TwoStreamBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, depth: int, *, content_fraction: float) -> None:
         super().__init__()
-        self.depth, self.kind, config = depth, config.layer_type_at(depth), config.layer_config(depth)
+        self.depth, self.kind, config = depth, config.get_layer_type(depth), config.layer_config(depth)
         self.content_fraction, self.has_queries = content_fraction, not config.extra_heads
         initial, residual = make_initialiser(config, "encoder"), RESIDUALS.get(config.norm.placement)
         self.attn_residual = residual(config, "attention residual", "encoder")
@@ -256,7 +256,7 @@ class TwoStreamBlock(nn.Module):
         fraction = PREDICTED_FRACTION if tokens.target_fraction is None else tokens.target_fraction
         predicted = fraction if self.has_queries else 0.0
         queries = tokens.with_count(tokens.n * (predicted + self.content_fraction))
-        sublayers = total_cost((self.attn_residual, self.ffn_residual, self.ffn), queries)
+        sublayers = sum_costs((self.attn_residual, self.ffn_residual, self.ffn), queries)
         return sublayers + self.attn.cost(queries, tokens.n)
 
     def forward(

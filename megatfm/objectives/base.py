@@ -135,7 +135,7 @@ class Objective:
     needs_other_documents: bool = False
     """Whether `build_example` reads `chunk.other_documents`."""
     compares_samples: bool = False
-    """Whether terms compare all samples of a global batch, by methods `features` and `terms_of`
+    """Whether terms compare all samples of a global batch, by methods `features` and `compute_terms`
     (`megatfm.engines.interface.ComparingLoss`)."""
     needs_files: bool = False
     """Whether `build_example` reads `chunk.files`, the files stored with a document."""

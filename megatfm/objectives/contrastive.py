@@ -132,12 +132,12 @@ class Contrastive(Objective):
             features[CAPTIONS] = (high << 32) + low
         return features
 
-    def terms_of(self, model: nn.Module, features: dict[str, Tensor]) -> Losses:
+    def compute_terms(self, model: nn.Module, features: dict[str, Tensor]) -> Losses:
         """Return the loss of all pairs of the global batch, and in evaluation the images that find their captions."""
         return cast(Losses, cast(Any, model).compare(features, features.get(CAPTIONS)))
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        return self.terms_of(model, self.features(model, batch))
+        return self.compute_terms(model, self.features(model, batch))
 
 
 def hash_caption(tokens: Ints) -> NDArray[np.int32]:

@@ -20,6 +20,13 @@ WARPS = 8
 
 
 @triton.jit
+def _tanh(x):
+    """Compute tanh from exponentials that can't overflow."""
+    e = tl.exp(-2 * tl.abs(x))
+    return tl.where(x >= 0, 1.0, -1.0) * (1 - e) / (1 + e)
+
+
+@triton.jit
 def kernel(
     logits_MV,
     targets_M,
@@ -35,52 +42,47 @@ def kernel(
 ):
     """See `to_gradients`. Accumulates in float32."""
     row = tl.program_id(0).to(tl.int64)
-    logits = logits_MV + row * stride
+    logits_V = logits_MV + row * stride
     target = tl.load(targets_M + row)
-    columns = tl.arange(0, BLOCK)
     if target == IGNORE:
         for start in range(0, vocabulary, BLOCK):
-            at = start + columns
-            tl.store(logits + at, tl.zeros([BLOCK], logits_MV.dtype.element_ty), mask=at < vocabulary)
+            columns = start + tl.arange(0, BLOCK)
+            tl.store(logits_V + columns, tl.zeros([BLOCK], logits_MV.dtype.element_ty), mask=columns < vocabulary)
         tl.store(losses_M + row, 0.0)
         return
 
-    most = -float("inf")
-    total = 0.0
-    together = 0.0
-    at_target = 0.0
+    max_logit = -float("inf")
+    sum_exp = 0.0  # of exp(logit − max_logit)
+    sum_logits = 0.0
+    target_logit = 0.0
     for start in range(0, vocabulary, BLOCK):
-        at = start + columns
-        x = tl.load(logits + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_V + columns, mask=columns < vocabulary, other=-float("inf")).to(tl.float32)
         if CAPPED:
-            # tanh from exponentials that cannot overflow; logits beyond the vocabulary stay −∞.
-            e = tl.exp(-2 * tl.abs(x) / softcap)
-            capped = tl.where(x >= 0, 1.0, -1.0) * softcap * (1 - e) / (1 + e)
-            x = tl.where(at < vocabulary, capped, -float("inf"))
-        higher = tl.maximum(most, tl.max(x, axis=0))
-        total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher), axis=0)
-        most = higher
-        at_target += tl.sum(tl.where(at == target, x, 0.0), axis=0)
+            x = tl.where(columns < vocabulary, softcap * _tanh(x / softcap), -float("inf"))
+        new_max = tl.maximum(max_logit, tl.max(x, axis=0))
+        sum_exp = sum_exp * tl.exp(max_logit - new_max) + tl.sum(tl.exp(x - new_max), axis=0)
+        max_logit = new_max
+        target_logit += tl.sum(tl.where(columns == target, x, 0.0), axis=0)
         if SMOOTHED:
-            together += tl.sum(tl.where(at < vocabulary, x, 0.0), axis=0)
-    lse = most + tl.log(total)
-    spread = smoothing / vocabulary
-    loss = lse - (1 - smoothing) * at_target - spread * together
+            sum_logits += tl.sum(tl.where(columns < vocabulary, x, 0.0), axis=0)
+    lse = max_logit + tl.log(sum_exp)
+    smoothed_share = smoothing / vocabulary
+    loss = lse - (1 - smoothing) * target_logit - smoothed_share * sum_logits
     # A target beyond the vocabulary gives NaN rather than a wrong loss.
     is_valid = (target >= 0) & (target < vocabulary)
     tl.store(losses_M + row, tl.where(is_valid, loss, float("nan")))
 
     for start in range(0, vocabulary, BLOCK):
-        at = start + columns
-        x = tl.load(logits + at, mask=at < vocabulary, other=0.0).to(tl.float32)
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_V + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)
         slope = 1.0
         if CAPPED:
-            e = tl.exp(-2 * tl.abs(x) / softcap)
-            share = tl.where(x >= 0, 1.0, -1.0) * (1 - e) / (1 + e)
-            slope = 1 - share * share
-            x = softcap * share
-        gradient = tl.exp(x - lse) - spread - tl.where(at == target, 1 - smoothing, 0.0)
-        tl.store(logits + at, (gradient * slope).to(logits_MV.dtype.element_ty), mask=at < vocabulary)
+            tanh = _tanh(x / softcap)
+            slope = 1 - tanh * tanh
+            x = softcap * tanh
+        gradient = tl.exp(x - lse) - smoothed_share - tl.where(columns == target, 1 - smoothing, 0.0)
+        tl.store(logits_V + columns, (gradient * slope).to(logits_MV.dtype.element_ty), mask=columns < vocabulary)
 
 
 def to_gradients(

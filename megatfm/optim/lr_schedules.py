@@ -58,7 +58,7 @@ def wsd(config: WSDSchedule, step: int, steps: int) -> float:
     return 1.0 + (config.min_lr_factor - 1.0) * fall
 
 
-def schedule_factor(config: ScheduleConfig, step: int, steps: int) -> float:
+def compute_schedule_factor(config: ScheduleConfig, step: int, steps: int) -> float:
     """Return the factor at optimizer step `step` of `steps`, counted from 1: linear warm-up, then the schedule.
 
     The last warm-up step has factor 1, the last step of the run the schedule's final value.

@@ -19,9 +19,9 @@ from megatfm.optim.parameters import (
     OPTIMIZERS,
     Parameters,
     compute_lr_scales,
+    make_weight_decay_options,
     split_block_matrices,
     stacked_names,
-    weight_decays,
 )
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -57,7 +57,7 @@ def muon(config: MuonConfig, parameters: Parameters) -> list[OptimizerGroup]:
         )
 
     matrices, remaining = split_block_matrices(parameters)
-    options = weight_decays(matrices, config.weight_decay)
+    options = make_weight_decay_options(matrices, config.weight_decay)
     rates = compute_lr_scales(matrices, config.matrix_lr / config.lr)
     stacked = stacked_names(matrices)
     single = [name for name in matrices if name not in stacked]
@@ -149,7 +149,7 @@ def soap(config: SoapConfig, parameters: Parameters) -> list[OptimizerGroup]:
         )
 
     matrices, remaining = split_block_matrices(parameters)
-    decays = weight_decays(matrices, config.weight_decay)
+    decays = make_weight_decay_options(matrices, config.weight_decay)
     options = {
         name: {**decays[name], "rotated": tuple(size <= config.max_precond_dim for size in p.shape[-2:])}
         for name, p in matrices.items()

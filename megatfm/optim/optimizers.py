@@ -19,7 +19,7 @@ from megatfm import rng
 from megatfm.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, ScheduleFreeConfig
 from megatfm.engines.interface import OptimizerGroup, ShardLocation
 from megatfm.ops.keyed_random import hash_elements, stochastic_round
-from megatfm.optim.parameters import OPTIMIZERS, Parameters, compute_lr_scales, stacked_names, weight_decays
+from megatfm.optim.parameters import OPTIMIZERS, Parameters, compute_lr_scales, make_weight_decay_options, stacked_names
 
 CHUNK_ELEMENTS = 2**24
 """Elements whose moments are converted to full precision at a time, which bounds temporary memory."""
@@ -30,7 +30,7 @@ ADAFACTOR_EPS1_ROOT = 1e-15
 @OPTIMIZERS.register("adamw")
 def adamw(config: AdamWConfig, parameters: Parameters) -> list[OptimizerGroup]:
     """AdamW (Loshchilov & Hutter 2019), from torch; weight decay depends on the parameter's role."""
-    options, rates = weight_decays(parameters, config.weight_decay), compute_lr_scales(parameters)
+    options, rates = make_weight_decay_options(parameters, config.weight_decay), compute_lr_scales(parameters)
     if config.moments_dtype == "bf16":
         make_bf16_state = partial(BF16StateAdamW, lr=config.lr, betas=config.betas, eps=config.eps)
         return [
@@ -147,7 +147,7 @@ def schedule_free(config: ScheduleFreeConfig, parameters: Parameters) -> list[Op
             list(parameters),
             "elementwise",
             make,
-            weight_decays(parameters, config.weight_decay),
+            make_weight_decay_options(parameters, config.weight_decay),
             compute_lr_scales(parameters),
             counters=("k", "weight_sum", "lr_max"),
             averaged=compute_evaluation_weights,
@@ -176,7 +176,7 @@ def adafactor(config: AdafactorConfig, parameters: Parameters) -> list[Optimizer
             d=config.clip_threshold,
         )
 
-    options = weight_decays(parameters, config.weight_decay)
+    options = make_weight_decay_options(parameters, config.weight_decay)
     names, rates, stacked = list(parameters), compute_lr_scales(parameters), stacked_names(parameters)
     return [OptimizerGroup(names, "whole_tensor", make, options, rates, stacked_names=stacked)]
 
@@ -238,7 +238,7 @@ def lamb(config: LambConfig, parameters: Parameters) -> list[OptimizerGroup]:
     def make(groups: list[dict[str, Any]]) -> Lamb:
         return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
-    decays = weight_decays(parameters, config.weight_decay)
+    decays = make_weight_decay_options(parameters, config.weight_decay)
     options = {name: {**decays[name], "scaled": p.decays} for name, p in parameters.items()}
     names, rates, stacked = list(parameters), compute_lr_scales(parameters), stacked_names(parameters)
     return [OptimizerGroup(names, "whole_tensor", make, options, rates, counters=("step",), stacked_names=stacked)]
@@ -284,7 +284,7 @@ def lion(config: LionConfig, parameters: Parameters) -> list[OptimizerGroup]:
     def make(groups: list[dict[str, Any]]) -> Lion:
         return Lion(groups, lr=config.lr, betas=config.betas)
 
-    options = weight_decays(parameters, config.weight_decay)
+    options = make_weight_decay_options(parameters, config.weight_decay)
     return [OptimizerGroup(list(parameters), "elementwise", make, options, compute_lr_scales(parameters))]
 
 

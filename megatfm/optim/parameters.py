@@ -49,7 +49,7 @@ class ParameterInfo:
         return self.in_block and (self.role == "matrices" or (self.role == "matrix" and len(self.shape) == 2))
 
 
-def parameter_table(
+def describe_parameters(
     model: nn.Module, config: OptimizerSection, scales: Mapping[str, float] = NO_SCALES
 ) -> dict[str, ParameterInfo]:
     """Return all trainable parameters of an unsharded model, by name; a tied one under its first name.
@@ -60,7 +60,7 @@ def parameter_table(
     roles = _collect_roles(model)
     if unknown := sorted(scales.keys() - roles.keys()):
         raise MegatfmError(f"there is a learning rate factor for {unknown[0]!r}, but the model has no such parameter")
-    depths = depths_below_output(list(roles))
+    depths = compute_depths_below_output(list(roles))
     return {
         name: ParameterInfo(
             shape=tuple(parameter.shape),
@@ -74,7 +74,7 @@ def parameter_table(
     }
 
 
-def depths_below_output(all_names: Sequence[str]) -> dict[str, int]:
+def compute_depths_below_output(all_names: Sequence[str]) -> dict[str, int]:
     """Return each parameter's depth below the output, for layer-wise learning rate decay (BEiT: Bao et al. 2022).
 
     0 after the blocks (norm, heads), 1 for the last block, n for the first of n blocks, n + 1 for embeddings and
@@ -120,7 +120,7 @@ OPTIMIZERS: Registry[Callable[[Any, Parameters], list[OptimizerGroup]]] = Regist
 """Optimizers by name: (config section, parameters) → optimizer groups."""
 
 
-def weight_decays(parameters: Parameters, weight_decay: float) -> dict[str, Mapping[str, Any]]:
+def make_weight_decay_options(parameters: Parameters, weight_decay: float) -> dict[str, Mapping[str, Any]]:
     """Return the option `weight_decay` of each parameter; 0 if it does not decay."""
     return {name: {"weight_decay": weight_decay if p.decays else 0.0} for name, p in parameters.items()}
 
@@ -141,14 +141,14 @@ def stacked_names(parameters: Parameters) -> frozenset[str]:
     return frozenset(name for name, p in parameters.items() if p.role == "matrices")
 
 
-def optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[OptimizerGroup]:
+def build_optimizer_groups(config: OptimizerSection, model: nn.Module) -> list[OptimizerGroup]:
     """Return the optimizer groups of a config for an unsharded model.
 
     Raises UsageError for an unknown optimizer or one that does not work with muP, MegatfmError if a parameter is in no
     group or in several.
     """
     scales = compute_mup_lr_scales(model, model.config) if isinstance(model.config, ModelConfig) else {}
-    parameters = parameter_table(model, config, scales)
+    parameters = describe_parameters(model, config, scales)
     groups = [group for group in OPTIMIZERS.get(config.name)(config, parameters) if group.names]
     if config.ema_decay is not None:
         groups = [with_weight_average(group, config.ema_decay, config.name) for group in groups]

@@ -28,8 +28,8 @@ from megatfm.parallel.context_parallel import (
     ContextParallel,
     FetchPlan,
     fetch,
-    fetch_all_plan,
     is_sparse_fetch,
+    make_fetch_all_plan,
 )
 from megatfm.parallel.ring_attention import (
     KeyValueFormat,
@@ -55,11 +55,11 @@ def make_attention_forward(core: Any, cp: ContextParallel) -> Callable[..., Tens
     pattern_name = repr(core.pattern)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sequence: Any, bias: Tensor | None = None) -> Tensor:
-        keys_of = sequence.memory if core.pattern.is_cross_attention else sequence
+        kv_sequence = sequence.memory if core.pattern.is_cross_attention else sequence
         kv_format = KeyValues(k.shape[-1], v.shape[-1])
         has_own_attention = not hasattr(core, "attention_mask")
-        if keys_of is not sequence or has_own_attention or (bias is not None and not is_relative(bias)):
-            plan = keys_of.cached("everything", lambda: fetch_all_plan(cp, keys_of.length))
+        if kv_sequence is not sequence or has_own_attention or (bias is not None and not is_relative(bias)):
+            plan = kv_sequence.cached("all keys", lambda: make_fetch_all_plan(cp, kv_sequence.length))
             _log_once(pattern_name, FETCH_ALL, cp.size)
             all_k, all_v = kv_format.heads(fetch(torch.cat([k, v], -1), plan))
             return local_forward(q, all_k, all_v, sequence, bias)
@@ -97,7 +97,7 @@ def make_latent_forward(core: Any, cp: ContextParallel) -> Callable[..., Tensor]
 
 def make_gather_kv_forward(gather: nn.Module, cp: ContextParallel) -> Callable[..., tuple[Tensor, Tensor]]:
     """Make the `forward` of a module that gathers keys and values of the full row, for attention outside a core."""
-    plan_of = lru_cache(LENGTHS)(partial(fetch_all_plan, cp))
+    plan_of = lru_cache(LENGTHS)(partial(make_fetch_all_plan, cp))
 
     def forward(k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         return KeyValues(k.shape[-1], v.shape[-1]).heads(fetch(torch.cat([k, v], -1), plan_of(length)))

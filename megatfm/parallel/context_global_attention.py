@@ -19,8 +19,8 @@ from megatfm.ops.transfer import move_to_device, to_host
 from megatfm.parallel.collectives import all_gather, all_reduce_no_grad, copy_to_group, reduce_from_group
 from megatfm.parallel.context_parallel import ContextParallel
 from megatfm.parallel.ring_attention import (
-    bias_gradient_buffer,
-    block_attention_plan,
+    make_bias_gradient_buffer,
+    make_block_attention_plan,
     partial_attention,
     partial_attention_backward,
 )
@@ -70,7 +70,7 @@ def add_global_attention(
     )
     dropout_keys = core.dropout.make_head_rng_keys(queries, q_BNTH.shape[1])
     key_indices = cp.token_indices(sequence.length)[cp.rank]
-    plan = block_attention_plan(core, queries, ("rank", cp.rank), key_indices, q_BNGH)
+    plan = make_block_attention_plan(core, queries, ("rank", cp.rank), key_indices, q_BNGH)
     sinks = None if core.sinks is None else core.sinks.weight
     out_BNGV: Tensor = _AllKeysAttention.apply(q_BNGH, k_BKTH, v_BKTV, bias, dropout_keys, sinks, plan, cp)
     return out_BNTV.index_copy(2, local, out_BNGV[:, :, positions])
@@ -136,7 +136,7 @@ def _attend_to_local_keys(
         ("local global queries", core.pattern), move_to_device(key_indices[columns], device)
     )
     dropout_keys = core.dropout.make_head_rng_keys(queries, q_BNTH.shape[1])
-    plan = block_attention_plan(core, queries, ("rank", cp.rank), key_indices, q_BNTH[:, :, at])
+    plan = make_block_attention_plan(core, queries, ("rank", cp.rank), key_indices, q_BNTH[:, :, at])
     out: Tensor = _LocalKeysAttention.apply(q_BNTH[:, :, at], k_BNTH, v_BNTV, dropout_keys, plan)
     return torch.zeros_like(v_BNTV).index_copy(2, at, out)
 
@@ -186,7 +186,7 @@ class _AllKeysAttention(torch.autograd.Function):
         q, k, v, bias, dropout_keys, sinks, out, lse = ctx.saved_tensors
         plan: BlockAttentionPlan = ctx.plan
         cp: ContextParallel = ctx.cp
-        bias_grad = bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[3] else None
+        bias_grad = make_bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[3] else None
         summed_grad = all_reduce_no_grad(g, cp.group)
         dq, dk, dv = partial_attention_backward(summed_grad, q, k, v, out, lse, bias, dropout_keys, plan, bias_grad)
         sinks_grad = block_sparse.compute_sinks_gradient(g, out, lse, sinks)

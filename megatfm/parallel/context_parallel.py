@@ -54,11 +54,11 @@ class ContextParallel:
 
         Raises UsageError for a row that is too short to give every rank a chunk.
         """
-        return [*token_indices(length, self.size, self.is_zigzag(length), self.multiple_of)]
+        return [*compute_token_indices(length, self.size, self.is_zigzag(length), self.multiple_of)]
 
 
 @lru_cache(LENGTHS)
-def token_indices(length: int, ranks: int, is_zigzag: bool, unit: int = 1) -> tuple[Tensor, ...]:
+def compute_token_indices(length: int, ranks: int, is_zigzag: bool, unit: int = 1) -> tuple[Tensor, ...]:
     """Return each rank's token indices. unit: chunk lengths are multiples of it."""
     n_chunks, n_units = ranks * (1 + is_zigzag), length // unit
     if n_units < n_chunks:
@@ -216,7 +216,7 @@ class FetchPlan:
         return cls(cp, send, recv, indices, permutation, max_fetched, length)
 
 
-def fetch_all_plan(cp: ContextParallel, length: int) -> FetchPlan:
+def make_fetch_all_plan(cp: ContextParallel, length: int) -> FetchPlan:
     """Plan a fetch of all tokens of a row to all ranks."""
     return FetchPlan.build(cp, cp.token_indices(length), [torch.arange(length)] * cp.size)
 
@@ -252,17 +252,17 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         plan: FetchPlan = ctx.plan
-        sizes = [len(at) for at in plan.recv_indices]
+        sizes = [len(indices) for indices in plan.recv_indices]
         by_source = torch.empty_like(g)
         by_source[:, :, move_to_device(plan.permutation, g.device)] = g
         local_grad, *received_grads = by_source.split([g.shape[2] - sum(sizes), *sizes], 2)
         sends = [(r, part) for r, part in enumerate(received_grads) if sizes[r]]
-        users = [(r, at) for r, at in enumerate(plan.send_indices) if len(at)]
-        receives = [(r, _allocate_like(g, len(at))) for r, at in users]
+        users = [(r, indices) for r, indices in enumerate(plan.send_indices) if len(indices)]
+        receives = [(r, _allocate_like(g, len(indices))) for r, indices in users]
         returned = P2PExchange(plan.cp.group, sends, receives).wait()
         local_grad = local_grad.clone()
-        for (_, at), part in zip(users, returned, strict=True):
-            local_grad.index_add_(2, move_to_device(at, g.device), part)
+        for (_, indices), part in zip(users, returned, strict=True):
+            local_grad.index_add_(2, move_to_device(indices, g.device), part)
         return local_grad, None
 
 
@@ -278,7 +278,7 @@ def make_span_boundary_forward(_: nn.Module, cp: ContextParallel) -> Callable[..
     ) -> tuple[Tensor, Tensor]:
         indices_by_rank = cp.token_indices(row_left_BS.shape[1])
         row = to_host(row_left_BS), to_host(row_right_BS)
-        needed = [span_boundary_indices(*row, indices) for indices in indices_by_rank]
+        needed = [find_span_boundary_indices(*row, indices) for indices in indices_by_rank]
         plan = FetchPlan.build(cp, indices_by_rank, needed)
         x_BLD = fetch(hidden_BTD[:, None], plan)[:, 0]
         local, fetched = (move_to_device(x, left_BT.device) for x in (indices_by_rank[cp.rank], plan.indices))
@@ -295,7 +295,7 @@ def make_token_gather_forward(_: nn.Module, cp: ContextParallel) -> Callable[...
 
     def forward(x_BSD: Tensor, at_BT: Tensor, length: int) -> Tensor:
         host_BT, indices_by_rank = to_host(at_BT), cp.token_indices(at_BT.shape[1])
-        needed = [gathered_indices(host_BT[:, indices]) for indices in indices_by_rank]
+        needed = [find_gathered_indices(host_BT[:, indices]) for indices in indices_by_rank]
         plan = FetchPlan.build(cp, cp.token_indices(length), needed)
         x_BLD = fetch(x_BSD[:, None], plan)[:, 0]
         local, fetched = (move_to_device(x, at_BT.device) for x in (indices_by_rank[cp.rank], plan.indices))
@@ -306,12 +306,12 @@ def make_token_gather_forward(_: nn.Module, cp: ContextParallel) -> Callable[...
     return forward
 
 
-def gathered_indices(at_BT: Tensor) -> Tensor:
+def find_gathered_indices(at_BT: Tensor) -> Tensor:
     """Return the sorted indices that tokens look up in any row, without −1."""
     return at_BT[at_BT >= 0].unique()
 
 
-def span_boundary_indices(left_BS: Tensor, right_BS: Tensor, masked_at: Tensor) -> Tensor:
+def find_span_boundary_indices(left_BS: Tensor, right_BS: Tensor, masked_at: Tensor) -> Tensor:
     """Return the sorted row indices of tokens beside spans that masked tokens at `masked_at` look up in any row."""
     rows, columns = (left_BS[:, masked_at] > 0).nonzero(as_tuple=True)
     at = masked_at[columns]

@@ -23,7 +23,7 @@ from megatfm.parallel.collectives import (
     reduce_from_group,
     reduce_scatter,
 )
-from megatfm.parallel.context_parallel import ContextParallel, fetch, fetch_all_plan
+from megatfm.parallel.context_parallel import ContextParallel, fetch, make_fetch_all_plan
 from megatfm.parallel.layout import Shard, TensorLayout, replace_forward
 from megatfm.parallel.mesh import EXPERT, EXPERT_DATA_AXES, Mesh
 from megatfm.parallel.styles import (
@@ -199,7 +199,7 @@ def install_moe(moe: nn.Module, cp: ContextParallel) -> None:
 
 def _gather_row(cp: ContextParallel, values_BTK: Tensor, sequence: Any) -> Tensor:
     """Gather [B, S, K] in row order."""
-    plan = sequence.cached("everything", lambda: fetch_all_plan(cp, sequence.length))
+    plan = sequence.cached("all keys", lambda: make_fetch_all_plan(cp, sequence.length))
     return fetch(values_BTK[:, None], plan)[:, 0]
 
 
@@ -208,19 +208,18 @@ def _take_local_tokens(values_BSK: Tensor, sequence: Any) -> Tensor:
     return values_BSK[:, sequence.indices]
 
 
-def install_soft_moe(mixture: nn.Module, cp: ContextParallel) -> None:
+def install_soft_moe(mixture: Any, cp: ContextParallel) -> None:
     """Make the slots of a soft mixture means over full rows, and divide the slots among ranks.
 
     Each rank computes means over its local tokens. They are weighted by the sums of exponentiated scores (Dao et al.
     2022) and added up; slots are divided equally among ranks, and expert outputs gathered.
     """
-    mixture_: Any = mixture
-    padding_expert = mixture_.experts.n_experts
-    replace_forward(mixture_.gather_slots, partial(_merge_slots, cp, padding_expert))
-    replace_forward(mixture_.return_slots, partial(_gather_slots, cp))
+    padding_expert = mixture.experts.n_experts
+    replace_forward(mixture.gather_slots, partial(_merge_slots, cp, padding_expert))
+    replace_forward(mixture.return_slots, partial(_gather_slots, cp))
 
 
-def slots_per_rank(slots: int, ranks: int) -> int:
+def count_slots_per_rank(slots: int, ranks: int) -> int:
     """Return the number of slots per rank; those of the last ranks may be padding."""
     return -(-slots // ranks)
 
@@ -237,7 +236,7 @@ def _merge_slots(
     logs_BX = logs_BX.clamp(min=torch.finfo(logs_BX.dtype).min)  # documents without local tokens
     weights_PBX = all_gather(logs_BX[None], 0, cp.group).softmax(0)
     weighted_BXD = means_BXD * weights_PBX[cp.rank, ..., None].to(means_BXD.dtype)
-    per_rank = slots_per_rank(choices_BX1.shape[1], cp.size)
+    per_rank = count_slots_per_rank(choices_BX1.shape[1], cp.size)
     padding = per_rank * cp.size - choices_BX1.shape[1]
     slots_BxD = reduce_scatter(F.pad(weighted_BXD, (0, 0, 0, padding)), 1, cp.group)
     choices_BX1 = F.pad(choices_BX1, (0, 0, 0, padding), value=padding_expert)

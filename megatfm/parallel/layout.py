@@ -77,27 +77,25 @@ class TensorLayout:
         """Offsets and sizes of this rank's block, before data axes shard it."""
         return self._narrow(len(self.shards))
 
-    def local_region(self, mesh: Mesh, zero_dim: int | None) -> Region:
-        """Offsets and sizes of this rank's block. zero_dim: the dim that ZeRO shards; None: it does not."""
-        return self.regions(mesh, zero_dim, [mesh.position])[0]
+    def compute_local_region(self, mesh: Mesh, zero_dim: int | None) -> Region:
+        """Return offsets and sizes of this rank's block. zero_dim: the dim that ZeRO shards; None: it does not."""
+        return self.compute_regions(mesh, zero_dim, [mesh.position])[0]
 
-    def regions(self, mesh: Mesh, zero_dim: int | None, positions: Sequence[Position]) -> list[Region]:
-        """Offsets and sizes of the blocks of ranks at other positions on the mesh. zero_dim: as for `local_region`."""
+    def compute_regions(self, mesh: Mesh, zero_dim: int | None, positions: Sequence[Position]) -> list[Region]:
+        """Return the blocks of ranks at some positions on the mesh. zero_dim: as for `compute_local_region`."""
         zero_axis = self.data_axes.shard
-        axes = [*(cut.axis for cut in self.shards), *([] if zero_dim is None else [zero_axis])]
-        known: dict[tuple[int, ...], Region] = {}
+        axes = [*(shard.axis for shard in self.shards), *([] if zero_dim is None else [zero_axis])]
+        region_by_key: dict[tuple[int, ...], Region] = {}
         regions = []
         for position in positions:
             key = tuple(position[axis] for axis in axes)
-            if key not in known:
-                cuts = tuple(replace(cut, index=position[cut.axis]) for cut in self.shards)
-                region = replace(self, shards=cuts).region
-                known[key] = (
-                    region
-                    if zero_dim is None
-                    else shard_rows(region, zero_dim, position[zero_axis], mesh.size(zero_axis))
-                )
-            regions.append(known[key])
+            if key not in region_by_key:
+                shards = tuple(replace(shard, index=position[shard.axis]) for shard in self.shards)
+                region = replace(self, shards=shards).region
+                if zero_dim is not None:
+                    region = shard_rows(region, zero_dim, position[zero_axis], mesh.size(zero_axis))
+                region_by_key[key] = region
+            regions.append(region_by_key[key])
         return regions
 
     def _narrow(self, n_shards: int) -> Region:
@@ -152,7 +150,7 @@ class ModelLayout(Mapping[str, TensorLayout]):
         return len(self._layouts)
 
 
-def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
+def iter_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of all stacks, the units of compilation, FSDP wrapping and recomputation."""
     for path, module in model.named_modules():
         if path.rpartition(".")[0].rpartition(".")[2] == "layers":

@@ -104,7 +104,7 @@ class Mesh:
     def group(self, axis: str) -> ProcessGroup:
         """Return this rank's process group along one axis: the ranks that differ only in that coordinate."""
         if axis == EXPERT and self.size(EXPERT_SHARD) == 1:
-            folded = axes_folded_into_ep(self.expert_tp)
+            folded = list_axes_folded_into_ep(self.expert_tp)
             nontrivial = [folded_axis for folded_axis in folded if self.size(folded_axis) > 1]
             if len(nontrivial) == 1:  # the same ranks, so the same group
                 return self.group(nontrivial[0])
@@ -116,14 +116,14 @@ class Mesh:
         return {axis: self.rank(axis) for axis in self._axes}
 
     def positions(self, axes: Sequence[str]) -> list[Position]:
-        """Coordinates along all axes of the ranks of `flat_group(axes)`, in the order of its ranks."""
+        """Return coordinates along all axes of the ranks of `flat_group(axes)`, in the order of its ranks."""
         meshes = [mesh for mesh in (self.device_mesh, self.expert_mesh) if mesh is not None]
         positions: list[Position] = []
         for rank in dist.get_process_group_ranks(self.flat_group(axes)):
             coordinates: dict[str, int] = {}
             for mesh in meshes:  # ranks are numbered along the last dim first
-                numbers = np.unravel_index(rank, tuple(mesh.mesh.shape))
-                coordinates |= zip(mesh.mesh_dim_names or (), map(int, numbers), strict=True)
+                indices = np.unravel_index(rank, tuple(mesh.mesh.shape))
+                coordinates |= zip(mesh.mesh_dim_names or (), map(int, indices), strict=True)
             positions.append(coordinates)
         return positions
 
@@ -191,8 +191,8 @@ class Mesh:
         Expert axes together with one of the axes that they are folded from stand for all the folded axes.
         """
         outer, expert_axes = set(axes).difference(EXPERT_AXES), set(axes).intersection(EXPERT_AXES)
-        if expert_axes and not outer.isdisjoint(axes_folded_into_ep(self.expert_tp)):
-            outer |= set(axes_folded_into_ep(self.expert_tp))
+        if expert_axes and not outer.isdisjoint(list_axes_folded_into_ep(self.expert_tp)):
+            outer |= set(list_axes_folded_into_ep(self.expert_tp))
         else:
             outer |= expert_axes
         nontrivial = [axis for axis in sort_axes(outer) if self.size(axis) > 1]
@@ -210,11 +210,11 @@ class Mesh:
         group, _ = dist.new_subgroups_by_enumeration(lines)
         return group
 
-    def group_names(self, *several: Sequence[str]) -> dict[str, str]:
-        """Return process group name → axis, or axes joined by " × ". several: axes of flat groups. A collective."""
+    def group_names(self, *axis_sets: Sequence[str]) -> dict[str, str]:
+        """Return process group name → axis, or axes joined by " × ". axis_sets: axes of flat groups. A collective."""
         names = {
             str(self.flat_group(axes).group_name): " × ".join(axis for axis in sort_axes(axes) if self.size(axis) > 1)
-            for axes in several
+            for axes in axis_sets
         }
         # One of several axes may be the same group as the axis alone: then the axis names it.
         if self.expert_mesh is not None:
@@ -255,12 +255,12 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis not in rare or size > 1)
 
 
-def axes_folded_into_ep(expert_tp: str) -> tuple[str, ...]:
+def list_axes_folded_into_ep(expert_tp: str) -> tuple[str, ...]:
     """Return the axes from which expert parallelism takes its ranks."""
     return (*EXPERT_FOLD_AXES, TENSOR) if expert_tp == "folded" else EXPERT_FOLD_AXES
 
 
-def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
+def compute_axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
     """Compute the size of each axis (dp_shard = −1: the remaining ranks).
 
     Raises UsageError if the product is not the world size.
@@ -276,9 +276,9 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
             f"the layout {requested_sizes} does not fit {world_size} process{'es' * (world_size > 1)}: start "
             f"{nearest}, or change parallel.tp, parallel.cp, parallel.pp, parallel.dp_replicate or parallel.dp_shard"
         )
-    n_ranks = math.prod(sizes[axis] for axis in axes_folded_into_ep(config.expert_tp))
+    n_ranks = math.prod(sizes[axis] for axis in list_axes_folded_into_ep(config.expert_tp))
     if n_ranks % config.ep:
-        axes = [axis for axis in axes_folded_into_ep(config.expert_tp) if axis == SHARD or sizes[axis] > 1]
+        axes = [axis for axis in list_axes_folded_into_ep(config.expert_tp) if axis == SHARD or sizes[axis] > 1]
         raise UsageError(
             f"parallel.ep = {config.ep} does not divide the {n_ranks} ranks of "
             f"{' × '.join(f'parallel.{axis}' for axis in axes)}, over which experts lie: "
@@ -289,11 +289,11 @@ def axis_sizes(config: ParallelConfig, world_size: int) -> dict[str, int]:
 
 def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> Mesh:
     """Build the mesh over all ranks of the default process group. Raises UsageError if the layout doesn't fit."""
-    sizes = axis_sizes(config, world_size)
+    sizes = compute_axis_sizes(config, world_size)
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     if config.ep == 1:
         return Mesh(mesh, expert_tp=config.expert_tp)
-    folded_axes = axes_folded_into_ep(config.expert_tp)
+    folded_axes = list_axes_folded_into_ep(config.expert_tp)
     sizes |= {EXPERT_SHARD: math.prod(sizes[axis] for axis in folded_axes) // config.ep, EXPERT: config.ep}
     axes = tuple(axis for axis in ALL_AXES if axis not in folded_axes)
     experts = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)

@@ -53,7 +53,7 @@ from megatfm.parallel.context_parallel import (
 )
 from megatfm.parallel.data_ring import install_data_ring
 from megatfm.parallel.expert_parallel import install_moe, install_soft_moe
-from megatfm.parallel.layout import ModelLayout, Shard, TensorLayout, replace_forward, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, Shard, TensorLayout, iter_blocks, replace_forward
 from megatfm.parallel.mesh import TENSOR, Mesh
 from megatfm.parallel.styles import STYLES, ParallelStyle
 
@@ -84,7 +84,7 @@ GENERIC_PACKAGES = (
 """Packages of general-purpose modules: the plan of the enclosing module says how they are sharded."""
 
 
-def parallelize(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, context: str = "auto") -> ModelLayout:
+def parallelize(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, cp_method: str = "auto") -> ModelLayout:
     """Shard the model's parameters (still on the meta device), install the communication, and return the layout.
 
     Raises UsageError if a module has two styles, if it has none under tensor parallelism, or if the ranks do not divide
@@ -124,7 +124,7 @@ def parallelize(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, contex
             style.apply_expert_parallel(module, mesh, layouts)
         if tp and style.apply:
             style.apply(module, tp, layouts)
-    cp = build_context_parallel(model, mesh, sequence_parallel=sequence_parallel, method=context)
+    cp = build_context_parallel(model, mesh, sequence_parallel=sequence_parallel, method=cp_method)
     if cp:
         install_context_parallel(model, cp)
     install_data_ring(model, mesh)
@@ -164,7 +164,7 @@ MAX_DIMS = 8
 
 
 @dataclass(frozen=True)
-class _Row:
+class _PlanRow:
     """A row of a plan, and the module whose class declares it. owner_path: the module's path, with * for indices."""
 
     owner_path: str
@@ -181,7 +181,7 @@ class _Row:
 
 
 def match_styles(
-    model: nn.Module, rows_by_module: Mapping[nn.Module, list[_Row]] | None = None, *, complete: bool = True
+    model: nn.Module, rows_by_module: Mapping[nn.Module, list[_PlanRow]] | None = None, *, complete: bool = True
 ) -> dict[str, ParallelStyle]:
     """Return module name → style, in the order of the model's modules.
 
@@ -210,12 +210,12 @@ def match_styles(
     return styles
 
 
-def _match_rows(model: nn.Module) -> dict[nn.Module, list[_Row]]:
+def _match_rows(model: nn.Module) -> dict[nn.Module, list[_PlanRow]]:
     """Collect the plan rows that match each module."""
-    rows_by_module: dict[nn.Module, list[_Row]] = {}
+    rows_by_module: dict[nn.Module, list[_PlanRow]] = {}
     for path, owner in model.named_modules():
         for pattern, style in getattr(type(owner), "tp_plan", ()):
-            row = _Row(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), type(owner).__name__, pattern, style)
+            row = _PlanRow(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), type(owner).__name__, pattern, style)
             for inner, module in owner.named_modules():
                 if matches_pattern(inner, pattern):
                     rows_by_module.setdefault(module, []).append(row)
@@ -263,7 +263,7 @@ def _explain_missing_row(model: nn.Module, path: str, key: str) -> str:
 
 def _format_table(
     model: nn.Module,
-    rows_by_module: Mapping[nn.Module, list[_Row]],
+    rows_by_module: Mapping[nn.Module, list[_PlanRow]],
     styles: dict[str, ParallelStyle],
     layouts: dict[str, TensorLayout],
     mesh: Mesh,
@@ -292,7 +292,7 @@ def _format_table(
     return "\n".join(lines) + "\n"
 
 
-FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] = {
+CP_FORWARDS: dict[str, Callable[[nn.Module, ContextParallel], Callable[..., Any]]] = {
     "attention": make_attention_forward,
     "latent_attention": make_latent_forward,
     "global_queries": make_global_forward,
@@ -309,8 +309,8 @@ def install_context_parallel(model: nn.Module, cp: ContextParallel) -> None:
     check_context_plans(model)
     for module in model.modules():
         plan = getattr(module, "cp_plan", None)
-        if plan in FORWARDS:
-            replace_forward(module, FORWARDS[plan](module, cp))
+        if plan in CP_FORWARDS:
+            replace_forward(module, CP_FORWARDS[plan](module, cp))
         elif plan == "all_reduce":
             replace_forward(module.get_submodule("all_reduce"), partial(_all_reduce_both_passes, group=cp.group))
         elif plan == "moe":
@@ -325,7 +325,7 @@ def disable_compile_of_attention(block: nn.Module) -> None:
     Modules with `attends_in_chunks` are excluded, too.
     """
     for module in block.modules():
-        if getattr(module, "cp_plan", None) in FORWARDS or getattr(module, "attends_in_chunks", False):
+        if getattr(module, "cp_plan", None) in CP_FORWARDS or getattr(module, "attends_in_chunks", False):
             replace_forward(module, torch.compiler.disable(module.forward))
 
 
@@ -360,7 +360,7 @@ def _iter_modules_that_need_cp_plan(model: nn.Module) -> Iterator[tuple[str, nn.
     """Yield path and module: the model, its direct submodules, and in each block the attention,
     its core and the feed-forward network."""
     yield "", model
-    in_blocks = {module for block in transformer_blocks(model) for module in block.modules()}
+    in_blocks = {module for block in iter_blocks(model) for module in block.modules()}
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if module in in_blocks:

@@ -41,21 +41,21 @@ Schedule = list[list[Action]]
 """Actions in order, by rank."""
 
 
-def stage_to_rank(schedule: str, ranks: int, virtual: int) -> list[int]:
+def stage_to_rank(schedule: str, ranks: int, stages_per_rank: int) -> list[int]:
     """Return the rank of each stage: in a loop over the ranks, or in a V (down the ranks and up again)."""
     if schedule in V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
-    return [stage % ranks for stage in range(ranks * virtual)]
+    return [stage % ranks for stage in range(ranks * stages_per_rank)]
 
 
-def build_schedule(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
-    """Order the forward and backward passes on each rank. virtual: stages per rank."""
+def build_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
+    """Order the forward and backward passes on each rank."""
     if schedule == "gpipe":
         kinds: tuple[Kind, Kind] = ("F", "B")
         return [[Action(r, kind, i) for kind in kinds for i in range(microbatches)] for r in range(ranks)]
     if schedule == "1f1b":
         return [_make_1f1b_order(rank, ranks, microbatches) for rank in range(ranks)]
-    return _make_torch_orders(schedule, ranks, virtual, microbatches)
+    return _make_torch_orders(schedule, ranks, stages_per_rank, microbatches)
 
 
 def _make_1f1b_order(rank: int, ranks: int, microbatches: int) -> list[Action]:
@@ -68,7 +68,7 @@ def _make_1f1b_order(rank: int, ranks: int, microbatches: int) -> list[Action]:
     return order
 
 
-def _make_torch_orders(schedule: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
+def _make_torch_orders(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
     from torch.distributed.pipelining import schedules
 
     schedule_class, min_microbatches = {
@@ -81,11 +81,11 @@ def _make_torch_orders(schedule: str, ranks: int, virtual: int, microbatches: in
     if n_planned % max(1, n_planned // ranks):
         n_planned = -(-n_planned // ranks) * ranks
     stages = [
-        FakeStage(stage_index=stage, num_stages=ranks * virtual, group_size=ranks)
-        for stage, rank in enumerate(stage_to_rank(schedule, ranks, virtual))
+        FakeStage(stage_index=stage, num_stages=ranks * stages_per_rank, group_size=ranks)
+        for stage, rank in enumerate(stage_to_rank(schedule, ranks, stages_per_rank))
         if rank == 0
     ]
-    order = torch_pipeline_order(schedule_class, stages, n_planned)
+    order = get_torch_pipeline_order(schedule_class, stages, n_planned)
     return [
         [
             Action(action.stage_index, action.computation_type.value, action.microbatch_index)
@@ -112,7 +112,7 @@ class FakeStage:
     group_rank: int = 0
 
 
-def torch_pipeline_order(schedule: Any, stages: list[FakeStage], microbatches: int) -> Any:
+def get_torch_pipeline_order(schedule: Any, stages: list[FakeStage], microbatches: int) -> Any:
     """Return rank → actions of a torch schedule with several stages per rank. stages: those of rank 0."""
     return schedule(stages, microbatches).pipeline_order
 
@@ -132,23 +132,24 @@ def add_send_recv(actions_by_rank: Schedule, rank_of: Sequence[int]) -> Schedule
 
     Raises ValueError for a schedule that deadlocks.
     """
-    pending, done = [deque(order) for order in actions_by_rank], set[tuple[int, str, int]]()
+    pending = [deque(order) for order in actions_by_rank]
+    finished_passes: set[tuple[int, str, int]] = set()
     planned: Schedule = [[] for _ in actions_by_rank]
     while any(pending):
-        moved = False
+        has_progress = False
         for rank, queue in enumerate(pending):
-            if not queue or not done.issuperset(_find_prerequisites(queue[0], len(rank_of))):
+            if not queue or not finished_passes.issuperset(_find_prerequisites(queue[0], len(rank_of))):
                 continue
-            action, moved = queue.popleft(), True
+            action, has_progress = queue.popleft(), True
             planned[rank].append(action)
-            done.add((action.stage, "B" if action.kind == "I" else action.kind, action.microbatch))
-            onward = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
-            target = action.stage + onward
-            if onward and 0 <= target < len(rank_of) and rank_of[target] != rank:
-                kinds: tuple[Kind, Kind] = ("send F", "recv F") if onward == 1 else ("send B", "recv B")
+            finished_passes.add((action.stage, "B" if action.kind == "I" else action.kind, action.microbatch))
+            direction = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+            target = action.stage + direction
+            if direction and 0 <= target < len(rank_of) and rank_of[target] != rank:
+                kinds: tuple[Kind, Kind] = ("send F", "recv F") if direction == 1 else ("send B", "recv B")
                 planned[rank].append(Action(action.stage, kinds[0], action.microbatch))
                 planned[rank_of[target]].append(Action(target, kinds[1], action.microbatch))
-        if not moved:
+        if not has_progress:
             raise ValueError(f"the schedule deadlocks at: {[queue[0] for queue in pending if queue]}")
     return planned
 

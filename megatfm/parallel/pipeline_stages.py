@@ -11,10 +11,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from megatfm.cost import ENCODER_TOKENS, TokenCounts, total_cost
+from megatfm.cost import ENCODER_TOKENS, TokenCounts, sum_costs
 from megatfm.errors import UsageError
 from megatfm.parallel.pipeline_schedule import stage_to_rank
-from megatfm.split_points import CarrySpec, SplitPoint, Splittable, live_fields
+from megatfm.split_points import CarrySpec, SplitPoint, Splittable, find_live_fields
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Pipeline:
         """Pipeline rank of each stage; one rank holds several in an interleaved schedule."""
         return [stage.rank for stage in self.stages]
 
-    def stages_of(self, rank: int) -> list[PipelineStage]:
+    def list_stages(self, rank: int) -> list[PipelineStage]:
         """Return the stages of a pipeline rank, in the order of the forward pass."""
         return [stage for stage in self.stages if stage.rank == rank]
 
@@ -91,17 +91,18 @@ def split_into_stages(
     model: nn.Module,
     schedule: str,
     ranks: int,
-    virtual: int,
+    stages_per_rank: int,
     *,
     lengths: Mapping[str, int],
     predicted: float | None = None,
-    at: Sequence[str] | None = None,
+    pp_split_points: Sequence[str] | None = None,
     sequence_shards: int = 1,
 ) -> Pipeline:
     """Split a full model (on the meta device) into the stages of a schedule.
 
     lengths: tokens of each input, to weigh encoder against decoder. predicted: fraction of tokens that the objective
-    predicts, if known. at: names of the split points that begin all stages but the first; None: balance the costs.
+    predicts, if known. pp_split_points: names of the split points that begin all stages but the first; None: balance
+    the costs.
     Raises UsageError for a model without split points, or with too few of them.
     """
     if not hasattr(model, "split_points"):
@@ -110,17 +111,21 @@ def split_into_stages(
             "and use parallel.dp_shard"
         )
     points = cast(Splittable, model).split_points
-    rank_of = stage_to_rank(schedule, ranks, virtual)
+    rank_of = stage_to_rank(schedule, ranks, stages_per_rank)
     costs = [compute_cost(model, point, lengths, predicted) for point in points]
     starts = [0, *(i for i, point in enumerate(points) if i and _may_begin(point, costs[i]))]
-    if not at and len(starts) < len(rank_of):
+    if not pp_split_points and len(starts) < len(rank_of):
         raise UsageError(
-            f"{len(rank_of)} pipeline stages (parallel.pp = {ranks}, {virtual} on each rank), but the model can be "
-            f"cut into {len(starts)} at most: choose {_suggest_layout(schedule, ranks, virtual, len(starts))}"
+            f"{len(rank_of)} pipeline stages (parallel.pp = {ranks}, {stages_per_rank} on each rank), but the model "
+            f"can be cut into {len(starts)} at most: choose "
+            f"{_suggest_layout(schedule, ranks, stages_per_rank, len(starts))}"
         )
     trained = _find_trained_fields(model, points)
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    bounds = _find_named_cuts(points, at, len(rank_of)) if at else _balance_cuts(starts, costs, len(rank_of))
+    if pp_split_points:
+        bounds = _find_named_cuts(points, pp_split_points, len(rank_of))
+    else:
+        bounds = _balance_cuts(starts, costs, len(rank_of))
     stages = []
     for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(points)], strict=True)):
         stages.append(
@@ -128,18 +133,18 @@ def split_into_stages(
                 index,
                 rank_of[index],
                 points[first:last],
-                live_fields(points, first),
-                live_fields(points, last),
+                find_live_fields(points, first),
+                find_live_fields(points, last),
                 frozenset(name for point in points[first:last] for name in point.writes),
-                trained[first] & frozenset(live_fields(points, first)),
-                trained[last] & frozenset(live_fields(points, last)),
+                trained[first] & frozenset(find_live_fields(points, first)),
+                trained[last] & frozenset(find_live_fields(points, last)),
                 sum(costs[first:last]),
             )
         )
     return Pipeline(
         schedule,
         ranks,
-        virtual,
+        stages_per_rank,
         stages,
         _find_parameter_holders(model, stages),
         sequence_shards,
@@ -153,7 +158,7 @@ def compute_cost(
 ) -> float:
     """Return the multiply-accumulates of a split point for all tokens of a row, in matmuls and attention."""
     tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted)
-    total = total_cost((model.get_submodule(path) for path in point.modules), tokens)
+    total = sum_costs((model.get_submodule(path) for path in point.modules), tokens)
     return total.matmul_macs + total.attention_macs
 
 
@@ -168,29 +173,29 @@ def _find_trained_fields(model: nn.Module, points: Sequence[SplitPoint]) -> list
     return trained
 
 
-def _find_named_cuts(points: Sequence[SplitPoint], at: Sequence[str], stages: int) -> list[int]:
+def _find_named_cuts(points: Sequence[SplitPoint], pp_split_points: Sequence[str], stages: int) -> list[int]:
     names = [point.name for point in points]
-    unknown = [name for name in at if name not in names[1:]]
+    unknown = [name for name in pp_split_points if name not in names[1:]]
     if unknown:
         raise UsageError(
             f"parallel.pp_split_points: no split point is called {unknown[0]!r} after the first; there are "
             f"{', '.join(names[1:])}"
         )
-    bounds = [names.index(name) for name in at]
+    bounds = [names.index(name) for name in pp_split_points]
     if len(bounds) != stages - 1 or bounds != sorted(set(bounds)):
         raise UsageError(
-            f"parallel.pp_split_points = {list(at)}: {stages} stages need {stages - 1} different names in the "
-            f"model's order"
+            f"parallel.pp_split_points = {list(pp_split_points)}: {stages} stages need {stages - 1} different names in "
+            "the model's order"
         )
     return bounds
 
 
-def _suggest_layout(schedule: str, ranks: int, virtual: int, max_stages: int) -> str:
+def _suggest_layout(schedule: str, ranks: int, stages_per_rank: int, max_stages: int) -> str:
     """Return the settings of the nearest layout with at most `max_stages` stages, for an error message."""
     if schedule.startswith("interleaved") and max_stages // ranks > 1:
         return f"parallel.virtual_stages = {max_stages // ranks}"
-    if max_stages // virtual > 1:
-        return f"parallel.pp = {max_stages // virtual}"
+    if max_stages // stages_per_rank > 1:
+        return f"parallel.pp = {max_stages // stages_per_rank}"
     return f"parallel.pp = {min(ranks, max_stages)} and parallel.pp_schedule = '1f1b'"
 
 
@@ -280,7 +285,9 @@ def prune_to_stages(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
     prune(model, "")
 
 
-def activation_shape(field: CarrySpec, batch: Mapping[str, torch.Tensor], sequence_shards: int) -> tuple[int, ...]:
+def compute_activation_shape(
+    field: CarrySpec, batch: Mapping[str, torch.Tensor], sequence_shards: int
+) -> tuple[int, ...]:
     """Return the shape of a field of the carry on a rank that holds one of `sequence_shards` shards of the sequence."""
     rows, length = batch[field.shape_of].shape[:2]
     if field.length_of is not None:

@@ -24,7 +24,7 @@ from megatfm.parallel.pipeline_schedule import current_backward_part
 # B batch, N query heads, K key-value heads, T tokens of a rank, S keys, H head width, V value width
 
 
-def block_attention_plan(
+def make_block_attention_plan(
     core: Any, sequence: Any, key: Hashable, key_indices: Tensor, q_BNTH: Tensor
 ) -> BlockAttentionPlan:
     """Plan which blocks of the keys at row indices `key_indices` to compute. key: cache key, shared by all layers."""
@@ -80,7 +80,7 @@ def partial_attention_backward(
     return [x[:, :, :size] for x, size in zip(gradients, sizes, strict=True)]
 
 
-def bias_gradient_buffer(bias: Tensor, lse: Tensor) -> Tensor:
+def make_bias_gradient_buffer(bias: Tensor, lse: Tensor) -> Tensor:
     """Return a zero buffer that accumulates the gradient of a bias."""
     return bias.new_zeros(bias.shape, dtype=lse.dtype)
 
@@ -155,7 +155,7 @@ def ring_attention(
     kv: the local key-value shard of the first step; each further step receives its shard from the previous rank.
     """
     dropout_keys = core.dropout.make_head_rng_keys(sequence, q.shape[1])
-    plans = [block_attention_plan(core, sequence, step.key, step.key_indices, q) for step in steps]
+    plans = [make_block_attention_plan(core, sequence, step.key, step.key_indices, q) for step in steps]
     sinks = None if core.sinks is None else core.sinks.weight
     out: Tensor = _RingAttention.apply(q, kv, bias, dropout_keys, sinks, plans, cp, kv_format, *kv_format.weights)
     return out
@@ -209,7 +209,7 @@ class _RingAttention(torch.autograd.Function):
         plans: Sequence[BlockAttentionPlan] = ctx.plans
         cp: ContextParallel = ctx.cp
         kv_format: KeyValueFormat = ctx.kv_format
-        bias_grad = bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[2] else None
+        bias_grad = make_bias_gradient_buffer(bias, lse) if ctx.needs_input_grad[2] else None
 
         def gradients_of(current: Tensor, plan: BlockAttentionPlan) -> tuple[Tensor, ...]:
             k, v = kv_format.heads(current)

@@ -40,9 +40,9 @@ Communication = Literal[
     "output gathered",
     "output gathered for tokens",  # residual stream → tensor in which each rank looks up what its tokens need
     "output summed",  # partial output of sharded weights → residual stream
-    "input whole",  # residual stream → replicated, for modules that every rank runs alike
-    "output whole",
-    "parts summed",  # values per token, over sharded channels, and their gradient
+    "input replicated",  # residual stream → replicated, for modules that every rank runs alike
+    "output replicated",
+    "shards summed",  # values per token, over sharded channels, and their gradient
     "loss summed",  # a sum over tokens
     "loss over the vocabulary",  # in the module's `loss`; logits are gathered
 ]
@@ -145,9 +145,9 @@ def _sum_rows(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> N
     replace_forward(module, tp.row_sums)
 
 
-def _sum_real_tokens(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
-    all_real: Callable[..., Tensor] = module.real  # type: ignore[assignment]
-    module.real = lambda layout: tp.split_tokens(all_real(layout))  # type: ignore[assignment]
+def _sum_non_padding_tokens(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
+    full_mask: Callable[..., Tensor] = module.non_padding_mask  # type: ignore[assignment]
+    module.non_padding_mask = lambda sequence: tp.split_tokens(full_mask(sequence))  # type: ignore[assignment]
     _sum_loss(module, tp, layouts)
 
 
@@ -223,7 +223,7 @@ def _reduce_output(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts)
 
 def _localize_token_dropout(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
     all_keys: Callable[..., Tensor] = module.token_rng_keys  # type: ignore[assignment]
-    module.token_rng_keys = lambda layout: tp.split_tokens(all_keys(layout))  # type: ignore[assignment]
+    module.token_rng_keys = lambda sequence: tp.split_tokens(all_keys(sequence))  # type: ignore[assignment]
 
 
 def _localize_shard_dropout(module: nn.Module, tp: TensorParallelGroup, layouts: Layouts) -> None:
@@ -328,7 +328,7 @@ GATHER_OUTPUT_REPLICATED = register_style(
         "gather_output_replicated",
         gradient="partial_with_sp",
         apply=_replicate_output,
-        communication=("output whole",),
+        communication=("output replicated",),
     )
 )
 """Replicated weights on the residual stream whose full output every rank needs."""
@@ -337,15 +337,19 @@ register_style(ParallelStyle("sum_output", apply=_sum_loss, is_listed=True, comm
 """A module whose output is a sum over tokens, e.g. an auxiliary loss: over local tokens, then over ranks."""
 
 register_style(
-    ParallelStyle("sum_over_shards", apply=_sum_over_shards, is_listed=True, communication=("parts summed",))
+    ParallelStyle("sum_over_shards", apply=_sum_over_shards, is_listed=True, communication=("shards summed",))
 )
 """A module whose output is a sum over sharded channels, which each rank then uses for its own channels."""
 
 register_style(ParallelStyle("sum_tokens_by_row", apply=_sum_rows, is_listed=True, communication=()))
 """A module that sums values per token over each row, here over local tokens."""
 
-register_style(ParallelStyle("sum_real_tokens", apply=_sum_real_tokens, is_listed=True, communication=("loss summed",)))
-"""A sum over the tokens that are no padding."""
+register_style(
+    ParallelStyle(
+        "sum_non_padding_tokens", apply=_sum_non_padding_tokens, is_listed=True, communication=("loss summed",)
+    )
+)
+"""A sum over tokens, padding left out."""
 
 REDUCE_OUTPUT = register_style(
     ParallelStyle("reduce_output", apply=_reduce_output, is_listed=True, communication=("output summed",))
@@ -356,7 +360,7 @@ REPLICATED = register_style(ParallelStyle("replicated", communication=()))
 """Replicated weights that every rank uses alike."""
 
 GATHER_INPUT_REPLICATED = register_style(
-    ParallelStyle("gather_input_replicated", apply=gather_input_replicated, communication=("input whole",))
+    ParallelStyle("gather_input_replicated", apply=gather_input_replicated, communication=("input replicated",))
 )
 """A module that every rank runs alike on the full sequence."""
 

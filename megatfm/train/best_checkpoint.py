@@ -72,7 +72,7 @@ class BestCheckpoint:
             self.evaluations_since = int(stored.get("evaluations_since", 0))
 
 
-def best_checkpoint(run_dir: str | Path) -> Path:
+def find_best_checkpoint(run_dir: str | Path) -> Path:
     """Return a run's best checkpoint if it has recorded one that is intact, else its newest one.
 
     The path of a checkpoint is returned unchanged. Raises UsageError if there is no checkpoint.

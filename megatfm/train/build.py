@@ -20,7 +20,7 @@ from megatfm.models.float8 import check_sharded_shapes, convert_to_fp8
 from megatfm.object_collectives import run_on_rank_0_raising
 from megatfm.objectives import target_fraction
 from megatfm.ops.fp8 import multiplies_fp8
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.parameters import build_optimizer_groups
 from megatfm.parallel.mesh import PIPELINE, TENSOR, Mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.pipeline_stages import Pipeline, prune_to_stages, split_into_stages
@@ -38,15 +38,15 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device, precision: st
         model = build_model(config)
     fp8_scaling = PRECISIONS[precision].fp8
     fp8_modules = convert_to_fp8(model, rowwise=fp8_scaling == "rowwise") if fp8_scaling else {}
-    optimizers = optimizer_groups(config.optimizer, model)
+    optimizers = build_optimizer_groups(config.optimizer, model)
     parallel = config.parallel
     # Before parallelize: stages are balanced by the costs of full modules, and tp shards weights but not these counts.
     pipeline = plan_pipeline_split(config, model) if mesh.size(PIPELINE) > 1 else None
-    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method)
+    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, cp_method=parallel.cp_method)
     if (tp_size := mesh.size(TENSOR)) > 1:
         check_sharded_shapes(fp8_modules, {name: placement.shape for name, placement in layout.items()}, tp_size)
     if pipeline is not None:
-        prune_to_stages(model, pipeline.stages_of(mesh.rank(PIPELINE)))
+        prune_to_stages(model, pipeline.list_stages(mesh.rank(PIPELINE)))
         layout.table += f"\n{pipeline.format_table()}"
     if parallel.async_tp:
         layout.table += f"\n{ASYNC_TP}"
@@ -108,7 +108,7 @@ def plan_pipeline_split(config: Config, model: nn.Module) -> Pipeline:
             "encoder_tokens": data.sequence_length,
         },
         predicted=target_fraction(config.objective),
-        at=parallel.pp_split_points,
+        pp_split_points=parallel.pp_split_points,
         sequence_shards=parallel.tp if parallel.sequence_parallel else 1,
     )
 
@@ -131,10 +131,10 @@ def choose_precision(name: str, device: torch.device) -> str:
                 f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: set train.precision = 'bf16'"
             )
         return name
-    return "bf16" if run_on_rank_0_raising(lambda: bf16_is_faster(device)) else "fp32"
+    return "bf16" if run_on_rank_0_raising(lambda: is_bf16_faster(device)) else "fp32"
 
 
-def bf16_is_faster(device: torch.device) -> bool:
+def is_bf16_faster(device: torch.device) -> bool:
     """Return whether matmuls are faster in bf16. Decided by compute capability on GPUs, where the launch dominates the
     time of a small matmul."""
     if device.type == "cuda":

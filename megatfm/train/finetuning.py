@@ -1,7 +1,7 @@
 """Completes the config of a fine-tuning run from the task's files and the pretrained checkpoint."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatfm.config import (
 from megatfm.config.key_migrations import migrate
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
-from megatfm.tasks.corpus import check_files_exist, compute_class_weights, prepare_corpus, read_labels
+from megatfm.tasks.corpus import TaskCorpus, check_files_exist, compute_class_weights, prepare_corpus, read_labels
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import run_folder
 from megatfm.train.corpora import open_corpora, open_tokenizer
@@ -106,7 +106,7 @@ def resolve_task(config: Config) -> tuple[Config, list[str]]:
     return config, notes
 
 
-def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with_labels: bool = True) -> Any:
+def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with_labels: bool = True) -> TaskCorpus:
     """Tokenize a file of a run's task into the run directory, unless this has been done."""
     assert config.task is not None
     folder = run_folder(config) / TASK_CORPORA
@@ -147,7 +147,7 @@ def _make_head_changes(config: Config, task: TaskConfig) -> dict[str, Any]:
     section: dict[str, Any] = {"name": kind or "text_classifier"}
     token = "all" if form == "tagging" else "first" if family == "encoder" else "last"
     if form != "span_extraction":
-        section["token"] = token  # as the form has it, whatever the section of a config leaves at its default
+        section["token"] = token  # from the form: the default of a config's section would be wrong for some
     if kind is None:
         section |= {
             "classes": max(1, len(task.labels)),
@@ -218,7 +218,7 @@ def choose_weights_to_load(config: Config) -> list[str]:
     if config.train.init_from is None:
         return []
     path = checkpoint.find_checkpoint(Path(config.train.init_from))
-    stored = checkpoint.read_names(path)
+    stored = checkpoint.read_tensor_specs(path)
     head = get_head_name(config)
     section = config.model.extra_heads[head]
     is_pooled = getattr(section, "pooler", "none") != "none" and not getattr(section, "layers", ())
@@ -270,14 +270,15 @@ def _set_steps(config: Config) -> tuple[Config, int]:
     assert config.task is not None
     _, tokenizer = open_tokenizer(config)
     rows = open_corpora(config, tokenizer).train
-    steps_per_epoch = max(1, math.ceil(len(rows) / config.train.global_batch))  # type: ignore[arg-type]
+    assert isinstance(rows, Sized)  # one corpus, not a mixture
+    n_rows, global_batch = len(rows), config.train.global_batch
     changes: dict[str, Any] = {}
     if config.task.epochs:
-        changes["train.steps"] = max(1, round(config.task.epochs * len(rows) / config.train.global_batch))  # type: ignore[arg-type]
+        changes["train.steps"] = max(1, round(config.task.epochs * n_rows / global_batch))
     if not config.evaluate.every:
-        changes["evaluate.every"] = steps_per_epoch
+        changes["evaluate.every"] = max(1, math.ceil(n_rows / global_batch))  # once an epoch
     try:
-        return config.with_changes(changes), len(rows)  # type: ignore[arg-type]
+        return config.with_changes(changes), n_rows
     except ValidationError as error:
         raise make_usage_error(
             f"the steps of task.epochs = {config.task.epochs} over {config.task.train}", error

@@ -71,7 +71,7 @@ def load_weights(engine: Engine, path: str | Path, patterns: Sequence[str] = ())
     source = run_on_rank_0_raising(lambda: checkpoint.find_checkpoint(path))
     stored = {
         name.removeprefix("model."): tuple(shape)
-        for name, (_, shape) in run_on_rank_0_raising(lambda: checkpoint.read_names(source)).items()
+        for name, (_, shape) in run_on_rank_0_raising(lambda: checkpoint.read_tensor_specs(source)).items()
         if name.startswith("model.")
     }
     shapes = {name: p.shape for name, p in {**engine.layout, **engine.layout.state}.items()}

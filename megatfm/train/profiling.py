@@ -134,7 +134,7 @@ def dump_flight_recorder(file: int, rank: int) -> None:
         return
     from torch._C import _distributed_c10d
 
-    # NCCL's groups have a recorder of their own, which that of all backends need not know of.
+    # NCCL may have its own recorder, beside the one that all back ends share.
     dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     dump = dump or _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
     trace = dump(includeCollectives=True, onlyActive=True)

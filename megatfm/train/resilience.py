@@ -35,7 +35,7 @@ equal losses would be a spike."""
 MAX_LISTED = 5
 """Number of names that an error lists; further ones are counted."""
 
-Block = tuple[str, tuple[int, ...]]
+BlockKey = tuple[str, tuple[int, ...]]
 """Name of a tensor and offsets of a block in it. Blocks with equal name and offsets are replicas."""
 
 
@@ -59,7 +59,7 @@ class DecisionLog:
     def read(self) -> None:
         """Read earlier decisions from the file. A collective. Raises MegatfmError for a file that can't be read."""
         self.skips, self.data_resume_positions, self.rollbacks = set(), {}, {}
-        for record in run_on_rank_0_raising(lambda: _read(self.path)):
+        for record in run_on_rank_0_raising(lambda: _read_records(self.path)):
             self._apply(record)
 
     def clear(self) -> None:
@@ -100,7 +100,7 @@ class DecisionLog:
                 with open(self.path, "ab", opener=open_nofollow) as file:
                     end = self.path.read_bytes().rfind(b"\n") + 1
                     file.truncate(end)  # an earlier process may have been killed within the last line
-                    file.write(json.dumps({**record, "check": _check(record)}).encode() + b"\n")
+                    file.write(json.dumps({**record, "check": _compute_checksum(record)}).encode() + b"\n")
                     file.flush()
                     os.fsync(file.fileno())
                 if not end:  # the file may be new, so its directory entry must be synced, too
@@ -118,12 +118,14 @@ class DecisionLog:
             return
         # Later steps will now read other data, so decisions about them no longer hold.
         self.skips = {skipped_step for skipped_step in self.skips if skipped_step <= step}
-        self.data_resume_positions = {s: at for s, at in self.data_resume_positions.items() if s < step}
+        self.data_resume_positions = {
+            earlier: position for earlier, position in self.data_resume_positions.items() if earlier < step
+        }
         self.data_resume_positions[step] = int(record["position"])
         self.rollbacks[step] = self.rollbacks.get(step, 0) + 1
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read_records(path: Path) -> list[dict[str, Any]]:
     try:
         *lines, unfinished = path.read_bytes().split(b"\n") if path.exists() else [b""]
     except OSError as error:
@@ -134,7 +136,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     for index, line in enumerate(lines):  # a decision whose line is unfinished was never carried out
         try:
             record = json.loads(line)
-            if record.pop("check") != _check(record):
+            if record.pop("check") != _compute_checksum(record):
                 raise ValueError
             records.append({"decision": record["decision"], "step": int(record["step"]), **record})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -144,7 +146,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _check(record: Mapping[str, Any]) -> str:
+def _compute_checksum(record: Mapping[str, Any]) -> str:
     """Return the checksum of a record, by which damaged lines are detected."""
     return blake3(json.dumps(record).encode()).hexdigest(16)
 
@@ -154,7 +156,7 @@ class LossGuard:
     """Skips steps with a loss or gradient that is not finite, and detects loss spikes. Checkpoints store its state."""
 
     config: ResilienceConfig
-    clip: float
+    max_grad_norm: float
     decisions: DecisionLog
     losses: deque[float] = field(init=False)
     consecutive_skips: int = 0
@@ -189,7 +191,7 @@ class LossGuard:
         was_skipped = step in self.decisions.skips
         scale = engine.loss_scale if isinstance(engine, ScalesLoss) else None
         old_scale, could_fall = (scale.value, scale.can_fall) if scale else (1.0, False)
-        norm = engine.step(lr, self.clip, skip=was_skipped)
+        norm = engine.step(lr, self.max_grad_norm, skip=was_skipped)
         if math.isfinite(norm):
             return norm, None
         loss = totals.loss
@@ -263,7 +265,9 @@ def forward_backward_with_replay(
     engine.zero_grad()
     load_rng_state_dict(rng_state, 0, engine.device)
     replayed = engine.forward_backward(microbatches, objective, **options)
-    differing = [name for name, g in engine.gradients().items() if not _are_identical(first_gradients[name], g)]
+    differing = [
+        name for name, gradient in engine.gradients().items() if not _are_identical(first_gradients[name], gradient)
+    ]
     if first.sums != replayed.sums and all(map(math.isfinite, first.sums.values())):
         differing.insert(0, "the loss")
     raise_differences(differing, f"step {step}, computed twice, differs")
@@ -279,7 +283,7 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     if every == 0 or step % every or all(engine.mesh.size(axis) == 1 for axis in replicated_axes):
         return
     local_hashes = hash_blocks(engine.state_dict())
-    all_hashes: list[dict[Block, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
+    all_hashes: list[dict[BlockKey, str]] = engine.mesh.gather_objects(local_hashes, replicated_axes)
     differing = []
     for (name, offsets), local_hash in local_hashes.items():
         # Only ranks that hold the block vote: some optimizer state exists on one rank only.
@@ -291,7 +295,7 @@ def compare_replicas(engine: Engine, step: int, every: int) -> None:
     raise_differences(differing, f"after step {step}, replicas of one parameter differ")
 
 
-def hash_blocks(state: Mapping[str, ShardedTensor | Tensor]) -> dict[Block, str]:
+def hash_blocks(state: Mapping[str, ShardedTensor | Tensor]) -> dict[BlockKey, str]:
     """Return the BLAKE3 hash of each block of a state dict that this rank holds."""
     sharded_tensors = {name: ShardedTensor.from_tensor(value) for name, value in state.items()}
     return {

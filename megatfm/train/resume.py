@@ -59,7 +59,7 @@ CONFIG_KEYS = {
 class ResumePoint:
     """The checkpoint that a run continues from.
 
-    `state`: its JSON state, with the config converted to this version's keys (`convert_config`). `local`: set if the
+    state: its JSON state, with the config converted to this version's keys (`convert_config`). local: set if the
     checkpoint is on the nodes' local disks.
     """
 
@@ -193,14 +193,14 @@ def check_compatible(
     point: ResumePoint,
     current: Mapping[str, Any],
     allow: list[str],
-    unfit: str = "",
+    shape_mismatch: str = "",
     *,
     same_run: bool = True,
 ) -> list[str]:
     """Compare a checkpoint's state with that of the run that resumes from it; return the allowed differences.
 
-    allow: groups of `resume.allow`. unfit: description of weights that don't fit the model, or "". same_run: False for
-    a checkpoint of another run, from which this one branches.
+    allow: groups of `resume.allow`. shape_mismatch: description of weights that don't fit the model, or "". same_run:
+    False for a checkpoint of another run, from which this one branches.
 
     Raises UsageError with the differences if one is in a group outside `allow`. Another optimizer, another type of
     stored weights, and weights that don't fit are always errors.
@@ -229,10 +229,10 @@ def check_compatible(
     allowed = [line for group, lines in changes_by_group.items() if group in allow for line in lines]
     refused_changes = {group: lines for group, lines in changes_by_group.items() if group not in allow}
     refused_lines = [line for lines in refused_changes.values() for line in lines]
-    if unfit:
+    if shape_mismatch:
         raise UsageError(
             f"{point.path}: was saved by a run that differs: {'; '.join([*refused_lines, *allowed])}. Its weights "
-            f"don't fit ({unfit}), and resume.allow can't change that: {instead}"
+            f"don't fit ({shape_mismatch}), and resume.allow can't change that: {instead}"
         )
     if refused_changes:
         raise UsageError(
@@ -282,7 +282,7 @@ def _describe_precision_change(point: ResumePoint, current: Mapping[str, Any], i
     return [f"precision: {old} → {new}"]
 
 
-def changes_that_may_fix_skips(allowed: Sequence[str]) -> list[str]:
+def find_changes_that_may_fix_skips(allowed: Sequence[str]) -> list[str]:
     """Return those of the allowed changes with which a step that was skipped may succeed: optimizer and precision."""
     return [line for line in allowed if line.startswith(("optimizer.", "precision:"))]
 
@@ -293,8 +293,8 @@ def read_stored_tensors(point: ResumePoint) -> dict[str, tuple[torch.dtype, tupl
     Rank 0 reads and broadcasts them, since other machines may see the files only later.
     """
     if point.local:
-        return point.local.metadata(point.path).names()
-    return run_on_rank_0_raising(lambda: checkpoint.read_names(point.path))
+        return point.local.metadata(point.path).tensor_specs()
+    return run_on_rank_0_raising(lambda: checkpoint.read_tensor_specs(point.path))
 
 
 def describe_shape_mismatch(point: ResumePoint, layout: ModelLayout) -> str:

@@ -30,7 +30,7 @@ from megatfm.engines.interface import MOMENTS, Engine
 from megatfm.errors import MegatfmError, NoProgressError, UsageError
 from megatfm.files import atomic_write
 from megatfm.object_collectives import all_gather_object, gather_errors, run_on_rank_0_raising
-from megatfm.parallel.mesh import AXES, Mesh, axis_sizes
+from megatfm.parallel.mesh import AXES, Mesh, compute_axis_sizes
 from megatfm.parallel.process_environment import count_local_ranks
 from megatfm.tracking.hardware import time_matmul
 from megatfm.tracking.run_directory import RunDirectory
@@ -128,9 +128,9 @@ def check_local_disk(nodes: NodeTopology, state_bytes: int) -> None:
         raise MegatfmError(f"{nodes.folder}: can't create it (checkpoint.local_dir): {error.strerror}") from error
     probe_disk(nodes.folder, nodes.rank)
     (nodes.folder / f".probe-{nodes.rank}").unlink()
-    n_ranks = len(nodes.ranks_on(nodes.node_of_rank[nodes.rank]))
+    n_ranks = len(nodes.list_ranks_on(nodes.node_of_rank[nodes.rank]))
     if nodes.n_nodes > 1:
-        n_ranks += len(nodes.ranks_on(nodes.replicated_node))
+        n_ranks += len(nodes.list_ranks_on(nodes.replicated_node))
     node_bytes = state_bytes * n_ranks // len(nodes.node_of_rank)
     check_space(nodes.folder, nodes.folder, node_bytes, KEEP, "or give another checkpoint.local_dir")
 
@@ -139,7 +139,7 @@ def check_memory(config: Config, engine: Engine) -> None:
     """Raise MegatfmError if there is less free memory than a step needs at least. The weights are already loaded."""
     train = config.train
     microbatches = train.global_batch // (train.micro_batch * engine.mesh.data_ranks)
-    needed = engine.memory_needed(
+    needed = engine.estimate_memory(
         microbatches, compute_block_input_bytes(config, engine.precision.compute_dtype.itemsize)
     )
     free_bytes = get_free_memory(engine.device)
@@ -271,18 +271,18 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     UsageError if nothing fits; it names numbers of processes that would.
     """
     try:
-        sizes = axis_sizes(config.parallel, world_size)
+        sizes = compute_axis_sizes(config.parallel, world_size)
     except UsageError:
         sizes = None
-    data_ranks, batches = world_size // model_parallel_size(config), list_global_batches(config)
+    data_ranks, batches = world_size // count_ranks_per_model(config), list_global_batches(config)
     common = gcd(*batches)
     if sizes is not None and common % (config.train.micro_batch * data_ranks) == 0:
         return config, None
-    if world_size % model_parallel_size(config) or common % data_ranks:
+    if world_size % count_ranks_per_model(config) or common % data_ranks:
         batch_settings = ", ".join(f"{key} = {batch}" for batch, key in batches.items())
         raise UsageError(
             f"no layout fits {world_size} process{'es' * (world_size > 1)}: {batch_settings} and "
-            f"{model_parallel_size(config)} ranks per model allow {_list_valid_world_sizes(config, common)} processes"
+            f"{count_ranks_per_model(config)} ranks per model allow {_list_valid_world_sizes(config, common)} processes"
         )
     rows_per_rank = common // data_ranks
     micro_batch = max(m for m in list_divisors(rows_per_rank) if m <= config.train.micro_batch)
@@ -292,7 +292,7 @@ def fit_layout(config: Config, world_size: int) -> tuple[Config, str | None]:
     changes = {
         "dp_replicate": replicas,
         "dp_shard": config.parallel.dp_shard if sizes is not None else -1,
-        "ep": gcd(config.parallel.ep, data_ranks // replicas * expert_fold_size(config)),
+        "ep": gcd(config.parallel.ep, data_ranks // replicas * count_expert_ranks(config)),
     }
     parallel = config.parallel.model_copy(update=changes)
     train = config.train.model_copy(update={"micro_batch": micro_batch})
@@ -310,18 +310,18 @@ def list_layout_changes(requested: Config, fitted: Config) -> list[str]:
     return [f"{key} {old} → {new}" for key, old, new in values if old != new]
 
 
-def model_parallel_size(config: Config) -> int:
+def count_ranks_per_model(config: Config) -> int:
     """Return the number of ranks that share one replica of the model."""
     return config.parallel.tp * config.parallel.pp * config.parallel.cp
 
 
-def expert_fold_size(config: Config) -> int:
+def count_expert_ranks(config: Config) -> int:
     """Return the number of ranks, besides dp_shard, over which `ep` may extend."""
     return abs(config.parallel.expert_mesh_size // config.parallel.dp_shard)
 
 
 def _list_valid_world_sizes(config: Config, batch: int) -> str:
-    ranks = model_parallel_size(config)
+    ranks = count_ranks_per_model(config)
     fitting = [str(ranks * n) for n in list_divisors(batch)]
     return ", ".join(fitting[-8:]) if len(fitting) <= 8 else f"{', '.join(fitting[:4])}, … {fitting[-1]}"
 

@@ -17,7 +17,7 @@ from megatfm.data.loader import DataLoader, check_global_batch
 from megatfm.engines.interface import PRECISIONS, Engine
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE
 from megatfm.files import NewPaths
-from megatfm.optim.lr_schedules import schedule_factor
+from megatfm.optim.lr_schedules import compute_schedule_factor
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
@@ -218,7 +218,7 @@ class Trainer:
         self.step, self.position = self.step + 1, loader.position
         norms = engine.layer_statistics() if collect_statistics else None
         # Clip to `optimizer.max_grad_norm` and update the weights, unless loss or gradient is not finite.
-        lr = config.optimizer.lr * schedule_factor(config.lr_schedule, self.step, config.train.steps)
+        lr = config.optimizer.lr * compute_schedule_factor(config.lr_schedule, self.step, config.train.steps)
         self.saver.wait_for_staging()  # the update modifies tensors that a save in the background may still read
         with times.measure("optimizer"):
             grad_norm, skipped = self.loss_guard.guarded_step(engine, self.step, totals, lr)
@@ -326,7 +326,7 @@ class Trainer:
         allowed = resume.check_compatible(point, current, allow, mismatch, same_run=same_run)
         if same_run:
             self.decisions.read()
-            may_fix_skips = resume.changes_that_may_fix_skips(allowed)
+            may_fix_skips = resume.find_changes_that_may_fix_skips(allowed)
             if steps := self.decisions.retry_after(point.step) if may_fix_skips else ():
                 allowed.append(f"skipped steps are tried again: {', '.join(map(str, steps))}")
         self._load_checkpoint(point)

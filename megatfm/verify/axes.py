@@ -36,9 +36,9 @@ def list_group_sizes(parallel: ParallelConfig) -> dict[str, int]:
     return single | {" × ".join(axes): prod(single[axis] for axis in axes) for axes in axis_groups}
 
 
-def name_group(axis_sizes: Mapping[str, int], *axes: str) -> str:
+def name_group(sizes_by_axis: Mapping[str, int], *axes: str) -> str:
     """Return the name of the group over several axes: those with more than one rank."""
-    return " × ".join(axis for axis in axes if axis_sizes[axis] > 1) or axes[0]
+    return " × ".join(axis for axis in axes if sizes_by_axis[axis] > 1) or axes[0]
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ class MeshPosition:
     @property
     def ep(self) -> int:
         """Index among the ranks that divide experts."""
-        return self._folded % self.parallel.ep
+        return self._folded_index % self.parallel.ep
 
     @property
     def edp(self) -> int:
         """Index among the ranks that hold the same experts."""
-        return self._folded // self.parallel.ep
+        return self._folded_index // self.parallel.ep
 
     @property
     def peers(self) -> list["MeshPosition"]:
         """Positions of the ranks that divide experts with this one, itself included."""
-        first, parallel = self._folded - self.ep, self.parallel
+        first, parallel = self._folded_index - self.ep, self.parallel
         peers = []
         for index in range(first, first + parallel.ep):
             quotient, tp = divmod(index, parallel.tp) if self._folds_tp else (index, self.tp)
@@ -88,7 +88,7 @@ class MeshPosition:
         return peers
 
     @property
-    def _folded(self) -> int:
+    def _folded_index(self) -> int:
         """Index on the joint mesh of data, context and (folded) tensor parallelism, over which experts are divided."""
         index = self.shard * self.parallel.cp + self.cp
         return index * self.parallel.tp + self.tp if self._folds_tp else index

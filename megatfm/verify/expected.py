@@ -15,14 +15,14 @@ from megatfm.engines.interface import PRECISIONS
 from megatfm.split_points import SplitPoint
 from megatfm.train.build import build_model
 from megatfm.verify.axes import CONTEXT, SHARD, TENSOR, MeshPosition, list_group_sizes
-from megatfm.verify.expected_activations import add_activations, add_experts, alias_groups
+from megatfm.verify.expected_activations import add_activations, add_experts, name_equal_groups
 from megatfm.verify.expected_context import ContextShards
 from megatfm.verify.expected_contrastive import add_contrastive_loss, list_first_pass_calls
 from megatfm.verify.expected_keys import get_pattern_config, sees_key_runs
 from megatfm.verify.expected_pipeline import Stages, add_pipeline, divide_into_stages
 from megatfm.verify.expected_weights import RankParameters, add_weights_and_gradients
 from megatfm.verify.module_calls import Call, record_module_calls
-from megatfm.verify.module_cuts import ModuleCut, find_undeclared_style, is_a, module_cuts
+from megatfm.verify.module_cuts import ModuleCut, find_module_cuts, find_undeclared_style, is_a
 from megatfm.verify.reference import initialise_perturbed
 from megatfm.verify.shrink import Arrays
 from megatfm.verify.traffic import ExpectedTraffic, TrafficTable
@@ -49,7 +49,7 @@ def explain_unpredicted_axes(config: Config) -> dict[str, str]:
             "a frozen block lies before a trained part of its pipeline stage: FSDP2 prefetches it in vain, and whether "
             "a later pass finds it gathered depends on the schedule"
         )
-    if parallel.cp > 1 and (pattern := _plugin_pattern(config, model)):
+    if parallel.cp > 1 and (pattern := _find_plugin_pattern(config, model)):
         reasons[CONTEXT] = f"the pattern {pattern!r} is a plugin's and does not declare which keys a query needs"
     return reasons
 
@@ -71,7 +71,7 @@ def _has_frozen_block_before_trained_part(config: Config, model: nn.Module) -> b
     return False
 
 
-def _plugin_pattern(config: Config, model: nn.Module) -> str | None:
+def _find_plugin_pattern(config: Config, model: nn.Module) -> str | None:
     for path, module in model.named_modules():
         if hasattr(module, "pattern"):
             section = get_pattern_config(config, path)
@@ -88,7 +88,7 @@ def compute_expected_traffic(config: Config, batch: Arrays) -> list[TrafficTable
     step = _Step(config, model, batch)
     parallel = config.parallel
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    return [step.flows(MeshPosition.from_rank(rank, parallel)) for rank in range(world_size)]
+    return [step.compute_traffic(MeshPosition.from_rank(rank, parallel)) for rank in range(world_size)]
 
 
 class _Step:
@@ -98,7 +98,7 @@ class _Step:
         parallel = config.parallel
         self.config, self.model = config, model
         self.stages: Stages | None = divide_into_stages(config, model) if parallel.pp > 1 else None
-        self.cuts: dict[str, ModuleCut] = module_cuts(model, parallel)
+        self.cuts: dict[str, ModuleCut] = find_module_cuts(model, parallel)
         self.context_shards = ContextShards(config, model, batch) if parallel.cp > 1 else None
         self.batches = self.context_shards.batches if self.context_shards else [batch]
         self.calls_by_cp_rank = [record_module_calls(config, model, shard, self.stages) for shard in self.batches]
@@ -108,21 +108,21 @@ class _Step:
             self.full_row_calls = record_module_calls(config, model, batch, self.stages)
         self.microbatches = len(self.calls_by_cp_rank[0]) // (parallel.dp_replicate * parallel.dp_shard)
 
-    def flows(self, position: MeshPosition) -> TrafficTable:
+    def compute_traffic(self, position: MeshPosition) -> TrafficTable:
         """Compute the traffic that the rank at a mesh position sends."""
         config, parallel = self.config, self.config.parallel
         first_microbatch = position.data_rank * self.microbatches
         microbatch_indices = range(first_microbatch, first_microbatch + self.microbatches)
-        stages = {stage.index for stage in self.stages.of_rank(position.pp)} if self.stages else {0}
+        stages = {stage.index for stage in self.stages.list_stages(position.pp)} if self.stages else {0}
         calls = [
             [call for call in self.calls_by_cp_rank[position.cp][i] if call.stage in stages] for i in microbatch_indices
         ]
-        ledger = ExpectedTraffic(list_group_sizes(parallel), alias_groups(config))
+        ledger = ExpectedTraffic(list_group_sizes(parallel), name_equal_groups(config))
         first_passes = list_first_pass_calls(config, calls)
         for microbatch_calls in (*first_passes, *calls) if parallel.tp > 1 else ():
             add_activations(ledger, config, self.model, self.cuts, microbatch_calls)
         for i in range(self.microbatches) if parallel.ep > 1 else ():
-            add_experts(ledger, config, position, self._peer_calls(position, i, stages), self.context_shards)
+            add_experts(ledger, config, position, self._list_peer_calls(position, i, stages), self.context_shards)
         if self.context_shards:
             for i, microbatch_calls in zip([*microbatch_indices] * 2, (*calls, *first_passes), strict=False):
                 self.context_shards.add_context_traffic(ledger, i, position.cp, microbatch_calls)
@@ -133,7 +133,7 @@ class _Step:
         add_weights_and_gradients(ledger, config, rank_params, calls, first_passes)
         if not self.stages or len(self.stages.stages) - 1 in stages:  # that has the features
             add_contrastive_loss(ledger, config, self.batches, position)
-        return ledger.flows()
+        return ledger.to_table()
 
     def _add_pair_sums(self, ledger: ExpectedTraffic, calls: Sequence[Call]) -> None:
         """Add the all-reduces of preference pairs, one slot for each pair that fits in a full row, in ≥ float32."""
@@ -143,7 +143,7 @@ class _Step:
             if is_a(self.model.get_submodule(call.path), "PairSums"):
                 ledger.all_reduce(CONTEXT, call.rows * slots * size)
 
-    def _peer_calls(self, position: MeshPosition, microbatch: int, stages: set[int]) -> Sequence[Sequence[Call]]:
+    def _list_peer_calls(self, position: MeshPosition, microbatch: int, stages: set[int]) -> Sequence[Sequence[Call]]:
         """Return the expert calls of each rank that divides experts with this one."""
         indices = [peer.data_rank * self.microbatches + microbatch for peer in position.peers]
         return [[call for call in self.full_row_calls[i] if call.stage in stages and call.n_experts] for i in indices]

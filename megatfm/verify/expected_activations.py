@@ -56,11 +56,11 @@ def add_activations(
                 ledger.all_gather(TENSOR, output_bytes // tp, times=call.has_gradient)
             else:
                 ledger.all_reduce(TENSOR, output_bytes, times=sums)
-        if "input whole" in sends and is_sequence_parallel:
+        if "input replicated" in sends and is_sequence_parallel:
             ledger.all_gather(TENSOR, input_bytes // tp)
-        if "output whole" in sends and is_sequence_parallel:
+        if "output replicated" in sends and is_sequence_parallel:
             ledger.all_gather(TENSOR, output_bytes // tp, times=gathers)
-        if "parts summed" in sends:  # in float32 or wider; "selective" recomputation saves the sums
+        if "shards summed" in sends:  # in float32 or wider; "selective" recomputation saves the sums
             sums_forward = gathers if config.train.recompute == "full" else 1
             sums_bytes = call.output_numel * max(element_bytes, 4)
             ledger.all_reduce(TENSOR, sums_bytes, times=sums_forward + call.has_gradient)
@@ -119,7 +119,7 @@ def add_experts(
         call, experts = calls[own_rank], calls[own_rank].n_experts // n_ranks
         local_experts = experts // n_dealt
         rows_by_expert = [
-            _rows_by_expert(config, peer_call, peer, context_shards)
+            _count_rows_by_expert(config, peer_call, peer, context_shards)
             for peer_call, peer in zip(calls, peers, strict=True)
         ]
 
@@ -139,27 +139,27 @@ def add_experts(
         ledger.all_to_all(EXPERT, combined, times=forward + call.input_has_gradient)
 
 
-def _rows_by_expert(
+def _count_rows_by_expert(
     config: Config, call: Call, position: MeshPosition, context_shards: ContextShards | None
 ) -> list[int]:
     """Count, for each expert, how often a rank's tokens choose it."""
     chosen_BTK = call.expert_index
     assert chosen_BTK is not None
     if context_shards:
-        chosen_BTK = context_shards.rank_choices(call.path, chosen_BTK, position.cp)
+        chosen_BTK = context_shards.slice_choices(call.path, chosen_BTK, position.cp)
     if config.parallel.expert_tp == "folded":
         chosen_BTK = chosen_BTK.flatten(0, 1).chunk(config.parallel.tp)[position.tp]
     counts: list[int] = torch.bincount(chosen_BTK.flatten(), minlength=call.n_experts).tolist()
     return counts[: call.n_experts]
 
 
-def alias_groups(config: Config) -> dict[str, str]:
+def name_equal_groups(config: Config) -> dict[str, str]:
     """Return axis (or joined axes) → name under which its collectives count, for groups with the same ranks.
 
     If `ep` spans exactly one axis, its traffic counts for that axis; if several, their joint traffic counts as `ep`.
     """
     sizes = get_axis_sizes(config.parallel)
-    multi_rank_axes = [axis for axis in _folded(config) if sizes[axis] > 1]
+    multi_rank_axes = [axis for axis in _list_folded_axes(config) if sizes[axis] > 1]
     if config.parallel.ep == 1 or sizes[EXPERT_SHARD] > 1:
         return {}
     if len(multi_rank_axes) == 1:
@@ -167,6 +167,6 @@ def alias_groups(config: Config) -> dict[str, str]:
     return {" × ".join(multi_rank_axes): EXPERT}
 
 
-def _folded(config: Config) -> tuple[str, ...]:
+def _list_folded_axes(config: Config) -> tuple[str, ...]:
     """Return the axes over which `ep` divides experts."""
     return (SHARD, CONTEXT, TENSOR) if config.parallel.expert_tp == "folded" else (SHARD, CONTEXT)

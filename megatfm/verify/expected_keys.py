@@ -46,7 +46,7 @@ class MicroBatchRows:
     prefix: NDArray[Any] | None
 
     @classmethod
-    def of(cls, batch: Mapping[str, NDArray[Any]], side: str, first: int, count: int) -> "MicroBatchRows":
+    def take(cls, batch: Mapping[str, NDArray[Any]], side: str, first: int, count: int) -> "MicroBatchRows":
         """Take `count` rows of a side of the batch, from row `first` on."""
         fields = {
             name: batch[side + name][first : first + count]
@@ -61,7 +61,7 @@ class MicroBatchRows:
         """Return whether a token belongs to no document."""
         return self.documents is not None and bool(self.documents[row, token] < 0)
 
-    def bounds(self) -> Iterator[tuple[int, int, int]]:
+    def iter_documents(self) -> Iterator[tuple[int, int, int]]:
         """Yield row, begin and end of each document; padding counts as a document."""
         for row in range(self.count):
             cuts = np.flatnonzero(np.diff(self.documents[row])) + 1 if self.documents is not None else ()
@@ -139,11 +139,11 @@ def find_key_runs(pattern: Section, q: int, length: int, *, causal: bool) -> Run
             side = pattern.width // 2
             return (q - side, q + side + 1), *((token, token + 1) for token in pattern.global_tokens)
         case BigBirdPatternConfig():
-            return _bigbird_runs(pattern, q, length, causal=causal)
+            return _find_bigbird_runs(pattern, q, length, causal=causal)
     return ((0, q + 1 if causal else length),)
 
 
-def _bigbird_runs(pattern: BigBirdPatternConfig, q: int, length: int, *, causal: bool) -> Runs:
+def _find_bigbird_runs(pattern: BigBirdPatternConfig, q: int, length: int, *, causal: bool) -> Runs:
     """Return the query's block and its neighbours, the first and last (or global tokens), and those sampled from."""
     size, n_sampled_blocks = pattern.block_size, 5 + 2 * pattern.n_random_blocks
     if not causal and length <= n_sampled_blocks * size:
@@ -157,7 +157,7 @@ def _bigbird_runs(pattern: BigBirdPatternConfig, q: int, length: int, *, causal:
     return (neighbours, first) if pattern.n_global_tokens else (neighbours, first, (last, length))
 
 
-def global_queries(pattern: Section, length: int, *, causal: bool) -> Runs:
+def find_global_query_runs(pattern: Section, length: int, *, causal: bool) -> Runs:
     """Return the queries of a document that see all of it."""
     match pattern:
         case LongformerPatternConfig():
@@ -176,7 +176,7 @@ def find_needed_keys(
     """Return bool [S]: tokens that queries at `query_positions` need in any row, by closed form or mask; padding needs
     none."""
     is_needed = np.zeros(rows.length, np.bool_)
-    for row, begin, end in rows.bounds():
+    for row, begin, end in rows.iter_documents():
         length = end - begin
         queries = query_positions[(query_positions >= begin) & (query_positions < end)] - begin
         if not len(queries) or rows.is_padding(row, begin):
@@ -186,7 +186,7 @@ def find_needed_keys(
             for first, stop in find_key_runs(pattern, q, length, causal=causal):
                 is_seen[max(first, 0) : max(stop, 0)] = True
         is_local = np.ones(length, np.bool_)
-        for first, stop in global_queries(pattern, length, causal=causal):
+        for first, stop in find_global_query_runs(pattern, length, causal=causal):
             is_local[first:stop] = False
         mask = compute_dense_mask(module.pattern, int(module.n_heads), length)  # type: ignore[arg-type]
         is_seen |= mask[queries[is_local[queries]]].any(0)
@@ -210,9 +210,9 @@ def compute_dense_mask(pattern: Any, n_heads: int, length: int) -> NDArray[Any]:
 def count_global_queries(pattern: Section, rows: MicroBatchRows, rank_of: NDArray[Any], *, causal: bool) -> int:
     """Count positions that in any row hold a global query of a document on several ranks. rank_of: position → rank."""
     is_global = np.zeros(rows.length, np.bool_)
-    for row, begin, end in rows.bounds():
+    for row, begin, end in rows.iter_documents():
         if len(set(rank_of[begin:end].tolist())) > 1 and not rows.is_padding(row, begin):
-            for first, stop in global_queries(pattern, end - begin, causal=causal):
+            for first, stop in find_global_query_runs(pattern, end - begin, causal=causal):
                 is_global[begin + first : min(begin + stop, end)] = True
     return int(is_global.sum())
 
@@ -246,7 +246,7 @@ def find_span_boundaries(
             for token in local_positions.tolist():
                 if left[row, token] > 0:
                     boundaries |= {token - int(left[row, token]), token + int(right[row, token])}
-        looked_up.append(_sorted(boundaries))
+        looked_up.append(_sort_tokens(boundaries))
     return looked_up
 
 
@@ -264,11 +264,11 @@ def find_visible_tokens(rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDAr
             for token in local_positions[sources[local_positions] >= 0].tolist():
                 tokens_of_image = np.flatnonzero(encoder_images[row] == images[row, token])
                 tokens.add(int(tokens_of_image[sources[token]]))
-        looked_up.append(_sorted(tokens))
+        looked_up.append(_sort_tokens(tokens))
     return looked_up
 
 
-def image_vectors(
+def find_image_tokens(
     rows: Mapping[str, NDArray[Any]], by_rank: Sequence[NDArray[Any]], image_token: int, n_special: int
 ) -> list[NDArray[Any]]:
     """Return the tokens of the image rows that the text's image tokens stand for, by rank.
@@ -283,7 +283,7 @@ def image_vectors(
         patch_of = dict(zip(image_tokens.tolist(), patch_tokens.tolist(), strict=True))
         for patches, local_positions in zip(looked_up, by_rank, strict=True):
             patches |= {patch_of[token] for token in local_positions.tolist() if token in patch_of}
-    return [_sorted(patches) for patches in looked_up]
+    return [_sort_tokens(patches) for patches in looked_up]
 
 
 def compute_fetched_share(by_rank: Sequence[NDArray[Any]], fetched: Sequence[NDArray[Any]]) -> Fraction:
@@ -340,5 +340,5 @@ def count_local_heads(config: Config, q: Shape, k: Shape) -> tuple[int, int]:
     return q[1] // tp, max(1, k[1] // tp)
 
 
-def _sorted(tokens: set[int]) -> NDArray[Any]:
+def _sort_tokens(tokens: set[int]) -> NDArray[Any]:
     return np.array(sorted(tokens), np.int64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import Config
-from megatfm.cost import ENCODER_TOKENS, TokenCounts, total_cost
+from megatfm.cost import ENCODER_TOKENS, TokenCounts, sum_costs
 from megatfm.engines.interface import PRECISIONS
 from megatfm.objectives import target_fraction
 from megatfm.verify.axes import PIPELINE
@@ -40,7 +40,7 @@ class Stages:
     module_holders: Mapping[str, tuple[int, ...]]
     sequence_shards: int
 
-    def of_rank(self, rank: int) -> list[ExpectedStage]:
+    def list_stages(self, rank: int) -> list[ExpectedStage]:
         """Return the stages of a pipeline rank in order."""
         return [stage for stage in self.stages if stage.rank == rank]
 
@@ -48,14 +48,14 @@ class Stages:
 def divide_into_stages(config: Config, model: nn.Module) -> Stages:
     """Divide the model's split points into stages: of all divisions the one with the least sum of squared costs."""
     parallel, points = config.parallel, list(model.split_points)  # type: ignore[arg-type]
-    rank_of = _stage_ranks(parallel.pp_schedule, parallel.pp, parallel.stages_per_rank)
-    costs = _costs(config, model, points)
+    rank_of = _list_stage_ranks(parallel.pp_schedule, parallel.pp, parallel.stages_per_rank)
+    costs = _compute_costs(config, model, points)
     starts = [i for i, point in enumerate(points) if i and (costs[i] > 0 or point.name.endswith("embedding"))]
-    bounds = _min_cost_bounds(starts, costs, len(rank_of))
+    bounds = _find_min_cost_bounds(starts, costs, len(rank_of))
     stages = []
     for index, (first, last) in enumerate(zip((0, *bounds), (*bounds, len(points)), strict=True)):
-        takes = _carried_inputs(points, first)
-        returns = frozenset(takes) & _trained_outputs(model, points[:first])
+        takes = _find_carried_inputs(points, first)
+        returns = frozenset(takes) & _find_trained_outputs(model, points[:first])
         stages.append(ExpectedStage(index, rank_of[index], points[first:last], takes, returns))
     modules = [_collect_modules(model, stages, rank) for rank in range(parallel.pp)]
     weights = [{p for module in owned for p in module.parameters(recurse=False)} for owned in modules]
@@ -91,21 +91,21 @@ def add_pipeline(
         for stage in stages.stages[1:]:
             previous_rank = stages.stages[stage.index - 1].rank
             for name, spec in stage.takes.items() if previous_rank != stage.rank else ():
-                elements = _elements(spec, inputs, stages.sequence_shards)
+                elements = _count_elements(spec, inputs, stages.sequence_shards)
                 for _ in range(n_forward if previous_rank == pp else 0):
                     ledger.send(PIPELINE, elements * (8 if spec.d_model is None else computed))
                 if stage.rank == pp and name in stage.returns:
                     ledger.send(PIPELINE, elements * computed)
 
 
-def _stage_ranks(schedule: str, ranks: int, stages_per_rank: int) -> list[int]:
+def _list_stage_ranks(schedule: str, ranks: int, stages_per_rank: int) -> list[int]:
     """Return the rank of each stage: round-robin, or in a V for schedules of that shape."""
     if schedule in ("zbv", "dualpipev"):
         return [*range(ranks), *range(ranks - 1, -1, -1)]
     return list(range(ranks)) * stages_per_rank
 
 
-def _costs(config: Config, model: nn.Module, points: Sequence[Any]) -> list[float]:
+def _compute_costs(config: Config, model: nn.Module, points: Sequence[Any]) -> list[float]:
     lengths = {
         "tokens": config.data.target_length or config.data.sequence_length or 1,
         ENCODER_TOKENS: config.data.sequence_length or 0,
@@ -114,12 +114,12 @@ def _costs(config: Config, model: nn.Module, points: Sequence[Any]) -> list[floa
     costs = []
     for point in points:
         tokens = TokenCounts(lengths.get(point.token_field, 1), lengths.get(ENCODER_TOKENS, 0), predicted_share)
-        cost = total_cost((model.get_submodule(path) for path in point.modules), tokens)
+        cost = sum_costs((model.get_submodule(path) for path in point.modules), tokens)
         costs.append(cost.matmul_macs + cost.attention_macs)
     return costs
 
 
-def _min_cost_bounds(starts: Sequence[int], costs: Sequence[float], stages: int) -> tuple[int, ...]:
+def _find_min_cost_bounds(starts: Sequence[int], costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Return the first split points of all stages but the first, at least cost; ties go to the earliest last stages."""
 
     def rank_division(bounds: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
@@ -129,7 +129,7 @@ def _min_cost_bounds(starts: Sequence[int], costs: Sequence[float], stages: int)
     return min(combinations(starts, stages - 1), key=rank_division)
 
 
-def _carried_inputs(points: Sequence[Any], first: int) -> dict[str, Any]:
+def _find_carried_inputs(points: Sequence[Any], first: int) -> dict[str, Any]:
     """Return name → spec of the tensors that split points before `first` write and later ones read."""
     read_names: set[str] = set()
     written_names: set[str] = set()
@@ -140,7 +140,7 @@ def _carried_inputs(points: Sequence[Any], first: int) -> dict[str, Any]:
     return {name: fields[name] for name in sorted(read_names & fields.keys())}
 
 
-def _trained_outputs(model: nn.Module, points: Sequence[Any]) -> set[str]:
+def _find_trained_outputs(model: nn.Module, points: Sequence[Any]) -> set[str]:
     """Return the names of these split points' outputs that depend on trained weights."""
     trained_names: set[str] = set()
     for point in points:
@@ -158,7 +158,7 @@ def _collect_modules(model: nn.Module, stages: Sequence[ExpectedStage], rank: in
     return {module for path in paths for module in model.get_submodule(path).modules()}
 
 
-def _elements(spec: Any, inputs: Mapping[str, Tensor], sequence_shards: int) -> int:
+def _count_elements(spec: Any, inputs: Mapping[str, Tensor], sequence_shards: int) -> int:
     rows, length = inputs[spec.shape_of].shape[:2]
     if spec.length_of is not None:
         length = spec.length_of(inputs)

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatfm.config import Config, ParallelConfig
 from megatfm.engines.interface import PRECISIONS, CountingModule
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.parameters import build_optimizer_groups
 from megatfm.verify.axes import (
     CONTEXT,
     EXPERT,
@@ -64,7 +64,7 @@ class RankParameters:
         shape = list(self.model.get_parameter(name).shape)
         if self.is_expert(name):
             shape[0] //= self.parallel.ep
-        dim, n_shards = self._cut_dim(name), self.parallel.tp
+        dim, n_shards = self._find_cut_dim(name), self.parallel.tp
         if dim is not None and n_shards > 1:
             shard_size = -(-shape[dim] // n_shards)
             shape[dim] = max(0, min(shard_size, shape[dim] - shard_size * position.tp))
@@ -72,7 +72,7 @@ class RankParameters:
 
     def is_expert(self, name: str) -> bool:
         """Return whether expert parallelism shards the parameter."""
-        return self.parallel.ep > 1 and self._cut(name).are_experts
+        return self.parallel.ep > 1 and self._get_cut(name).are_experts
 
     def find_shard_axis(self, name: str) -> str:
         """Return the axis over which ZeRO shards the parameter."""
@@ -100,11 +100,11 @@ class RankParameters:
 
     def is_cut(self, name: str) -> bool:
         """Return whether tensor parallelism shards the parameter rather than replicating it."""
-        return self.parallel.tp > 1 and self._cut_dim(name) is not None
+        return self.parallel.tp > 1 and self._find_cut_dim(name) is not None
 
     def is_partial(self, name: str) -> bool:
         """Return whether each tensor-parallel rank has only a partial gradient."""
-        return self.is_partial_cut(self._cut(name)) and not self.is_cut(name)
+        return self.is_partial_cut(self._get_cut(name)) and not self.is_cut(name)
 
     def is_partial_cut(self, cut: ModuleCut) -> bool:
         """Return whether replicated tensors with this cut have partial gradients."""
@@ -116,7 +116,7 @@ class RankParameters:
         """Return the elements of a parameter on a rank (default: this one) after ZeRO."""
         position = position or self.position
         shape, n_shards = self.compute_shape(name, position), self.count_shards(name) if self.zero else 1
-        size = shape[self._data_dim(name)]
+        size = shape[self._find_data_dim(name)]
         shard_size = -(-size // n_shards)
         shard_index = (position.edp if self.is_expert(name) else position.shard) if n_shards > 1 else 0
         return max(0, min(shard_size, size - shard_size * shard_index)) * (prod(shape) // size)
@@ -124,20 +124,20 @@ class RankParameters:
     def count_padded_elements(self, name: str) -> int:
         """Return the elements of a parameter when ZeRO's shards are padded to equal sizes."""
         shape, ranks = self.shapes[name], self.count_shards(name)
-        size = shape[self._data_dim(name)]
+        size = shape[self._find_data_dim(name)]
         return ranks * -(-size // ranks) * (prod(shape) // size)
 
-    def _data_dim(self, name: str) -> int:
+    def _find_data_dim(self, name: str) -> int:
         """Return the dim that ZeRO cuts: 0, or 1 of experts under ZeRO 2 and 3 if their number isn't divisible."""
-        if not self._cut(name).are_experts or self.zero < 2:
+        if not self._get_cut(name).are_experts or self.zero < 2:
             return 0
         (experts, *inner), ranks = self.compute_shape(name, self.position), self.count_shards(name)
         return 1 if experts % ranks and inner and inner[0] % ranks == 0 else 0
 
-    def _cut_dim(self, name: str) -> int | None:
-        return self._cut(name).cut_dim(name.rpartition(".")[2], self.model.get_parameter(name).dim())
+    def _find_cut_dim(self, name: str) -> int | None:
+        return self._get_cut(name).find_cut_dim(name.rpartition(".")[2], self.model.get_parameter(name).dim())
 
-    def _cut(self, name: str) -> ModuleCut:
+    def _get_cut(self, name: str) -> ModuleCut:
         return self.cuts[name.rpartition(".")[0]]
 
 
@@ -163,7 +163,7 @@ def add_weights_and_gradients(
         _add_sharded_optimizer(ledger, config, parameters)
     else:
         _add_fully_sharded(ledger, config, parameters, microbatches, first_passes)
-    for ranks, tied in _tied_parameters(parameters).items():
+    for ranks, tied in _find_tied_parameters(parameters).items():
         ledger.all_reduce(
             PIPELINE, sum(parameters.count_local_elements(name) for name in tied) * size, n_ranks=len(ranks)
         )
@@ -176,24 +176,24 @@ def add_weights_and_gradients(
 
 def _add_replicated(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     size = PRECISIONS[config.train.precision].param_dtype.itemsize
-    for shard, names in _by_shard_axis(parameters, parameters.trained).items():
-        axis = name_group(ledger.sizes, REPLICATE, shard, *_replica_axes(shard)[1:])
-        for bucket in _buckets(parameters, names):
+    for shard, names in _group_by_shard_axis(parameters, parameters.trained).items():
+        axis = name_group(ledger.sizes, REPLICATE, shard, *_list_replica_axes(shard)[1:])
+        for bucket in _divide_into_buckets(parameters, names):
             ledger.all_reduce(axis, sum(prod(parameters.shapes[name]) for name in bucket) * size)
 
 
 def _add_sharded_optimizer(ledger: ExpectedTraffic, config: Config, parameters: RankParameters) -> None:
     precision = PRECISIONS[config.train.precision]
-    for axis, names in _by_shard_axis(parameters, parameters.trained).items():
-        for bucket in _buckets(parameters, names):
+    for axis, names in _group_by_shard_axis(parameters, parameters.trained).items():
+        for bucket in _divide_into_buckets(parameters, names):
             n_elements, ranks = sum(map(parameters.count_padded_elements, bucket)), ledger.sizes[axis]
             ledger.reduce_scatter(axis, n_elements * precision.param_dtype.itemsize)
-            for replica_axis in _replica_axes(axis):
+            for replica_axis in _list_replica_axes(axis):
                 ledger.all_reduce(replica_axis, n_elements // ranks * precision.param_dtype.itemsize)
             ledger.all_gather(axis, n_elements // ranks * precision.compute_dtype.itemsize)
 
 
-def _buckets(parameters: RankParameters, names: Sequence[str]) -> list[list[str]]:
+def _divide_into_buckets(parameters: RankParameters, names: Sequence[str]) -> list[list[str]]:
     """Group consecutive parameters into buckets of at most `BUCKET_NUMEL` elements, or a single parameter."""
     buckets: list[list[str]] = []
     bucket_numel = BUCKET_NUMEL
@@ -207,12 +207,12 @@ def _buckets(parameters: RankParameters, names: Sequence[str]) -> list[list[str]
     return buckets
 
 
-def _replica_axes(shard: str) -> tuple[str, ...]:
+def _list_replica_axes(shard: str) -> tuple[str, ...]:
     """Return the axes along which shards over `shard` are replicated."""
     return (REPLICATE, CONTEXT) if shard == SHARD else (REPLICATE,)
 
 
-def _by_shard_axis(parameters: RankParameters, names: Sequence[str]) -> dict[str, list[str]]:
+def _group_by_shard_axis(parameters: RankParameters, names: Sequence[str]) -> dict[str, list[str]]:
     names_by_axis: dict[str, list[str]] = defaultdict(list)
     for name in names:
         names_by_axis[parameters.find_shard_axis(name)].append(name)
@@ -227,7 +227,7 @@ def _add_fully_sharded(
     first_passes: Sequence[Sequence[Call]],
 ) -> None:
     parallel, precision = config.parallel, PRECISIONS[config.train.precision]
-    for path, names in _fsdp_groups(parameters).items():
+    for path, names in _find_fsdp_groups(parameters).items():
         elements = sum(map(parameters.count_padded_elements, names))
         trained = sum(parameters.count_padded_elements(name) for name in names if name in parameters.trained)
         # A block that a stack runs several times (ALBERT's) is resharded after each run.
@@ -250,7 +250,7 @@ def _add_fully_sharded(
         reductions *= trained > 0
         ledger.reduce_scatter(axis, trained * precision.param_dtype.itemsize, times=reductions)
         shard = trained // ledger.sizes[axis] * precision.param_dtype.itemsize
-        ledger.all_reduce(name_group(ledger.sizes, *_replica_axes(axis)), shard, times=reductions)
+        ledger.all_reduce(name_group(ledger.sizes, *_list_replica_axes(axis)), shard, times=reductions)
 
 
 def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
@@ -267,7 +267,7 @@ def _count_block_gathers(path: str, calls: Sequence[Call]) -> int:
     return len(own_calls) + sum(order[i].has_gradient for i in own_calls) + len(prefetched) * is_block
 
 
-def _fsdp_groups(parameters: RankParameters) -> dict[str, list[str]]:
+def _find_fsdp_groups(parameters: RankParameters) -> dict[str, list[str]]:
     """Return module path → parameters that FSDP gathers together: a block, the experts in it, or "" for all others."""
     paths = list_block_paths(parameters.model)
     groups: dict[str, list[str]] = defaultdict(list)
@@ -281,7 +281,7 @@ def _count_root_gathers(parameters: RankParameters, microbatches: int) -> int:
     """Count the all-gathers of parameters outside blocks in a pipeline: for the first pass, and again after each
     backward pass, which reshards them, except the last: that of the rank's first stage."""
     assert parameters.pipeline is not None
-    stages = parameters.pipeline.of_rank(parameters.position.pp)
+    stages = parameters.pipeline.list_stages(parameters.position.pp)
     is_backward = [bool(stage.returns) or _has_trained_parameters(parameters, stage) for stage in stages]
     return 1 + microbatches * sum(is_backward) - is_backward[0]
 
@@ -291,7 +291,7 @@ def _has_trained_parameters(parameters: RankParameters, stage: ExpectedStage) ->
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
-def _tied_parameters(parameters: RankParameters) -> dict[tuple[int, ...], list[str]]:
+def _find_tied_parameters(parameters: RankParameters) -> dict[tuple[int, ...], list[str]]:
     """Return pipeline ranks → the trained parameters that exactly these ranks share."""
     names_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in parameters.trained if parameters.pipeline else ():
@@ -315,7 +315,7 @@ def _add_whole_tensor_optimizers(ledger: ExpectedTraffic, config: Config, parame
     ]
     axis = name_group(ledger.sizes, SHARD, *([CONTEXT] if parallel.ep > 1 else []), TENSOR)
     own_index = ranks.index(parameters.position)
-    for group in optimizer_groups(config.optimizer, parameters.model):
+    for group in build_optimizer_groups(config.optimizer, parameters.model):
         names = [name for name in group.names if name in parameters.shapes]
         if group.granularity != "whole_tensor" or not names:
             continue

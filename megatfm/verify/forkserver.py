@@ -12,14 +12,14 @@ PRELOAD = ["megatfm.verify.rank_processes", "megatfm.engines.native.engine", "to
 """Modules that a rank needs to build an engine and take a step."""
 
 
-def context() -> ForkServerContext:
+def get_context() -> ForkServerContext:
     """Return the multiprocessing context in which rank processes start."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOAD)
     return server
 
 
-def start() -> None:
+def start_server() -> None:
     """Start the server, which begins to import."""
-    context()
+    get_context()
     forkserver.ensure_running()

@@ -60,12 +60,12 @@ class ModuleCallRecorder:
         in_blocks = {model.get_submodule(path) for path in list_block_paths(model)}
         for path, module in model.named_modules():
             if module in in_blocks:
-                module.register_forward_pre_hook(lambda *_: self._enter())
+                module.register_forward_pre_hook(lambda *_: self._enter_block())
             module.register_forward_hook(partial(self._record, path))
             if module in in_blocks:
-                module.register_forward_hook(lambda *_: self._leave())
+                module.register_forward_hook(lambda *_: self._leave_block())
 
-    def recording(self) -> saved_tensors_hooks:
+    def count_saved_tensors(self) -> saved_tensors_hooks:
         """Return the context in which the model must run."""
         return saved_tensors_hooks(self._count_saved, lambda tensor: tensor)
 
@@ -79,10 +79,10 @@ class ModuleCallRecorder:
         self._n_saved += 1
         return tensor.detach()  # a tensor saved by its own node would form a cycle that is never freed
 
-    def _enter(self) -> None:
+    def _enter_block(self) -> None:
         self._block_start = len(self._calls)
 
-    def _leave(self) -> None:
+    def _leave_block(self) -> None:
         is_reached = self._calls[-1][0].has_gradient  # the block's own call is the last
         for i in range(self._block_start or 0, len(self._calls)):
             call, n_saved = self._calls[i]
@@ -93,7 +93,7 @@ class ModuleCallRecorder:
         self._block_start = None
 
     def _record(self, path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        first, result = _tensor((*inputs, None)[0]), _tensor(output)
+        first, result = _find_tensor((*inputs, None)[0]), _find_tensor(output)
         rows = first.shape[0] if first.dim() else 1
         shapes = first.numel(), result.numel(), rows, result.dim() < 2, result.requires_grad
         input_shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in inputs)
@@ -105,17 +105,17 @@ class ModuleCallRecorder:
         self._calls.append((call, self._n_saved))
 
 
-def _tensor(value: Any) -> Tensor:
+def _find_tensor(value: Any) -> Tensor:
     """Return the first tensor in a value or (nested) tuple, such as a block's output; an empty one if there is none."""
-    return next(_tensors(value), torch.empty(0))
+    return next(_iter_tensors(value), torch.empty(0))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _iter_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from _iter_tensors(item)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def record_module_calls(config: Config, model: nn.Module, batch: Arrays, pipelin
     def iter_microbatches() -> Iterator[list[Call]]:
         for start in range(0, config.train.global_batch, rows):
             inputs = {name: torch.from_numpy(values[start : start + rows]) for name, values in batch.items()}
-            with recorder.recording():
+            with recorder.count_saved_tensors():
                 run(cast(nn.Module, run_stages) if pipeline else model, inputs)
             yield recorder.pop_calls()
 

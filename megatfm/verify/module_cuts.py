@@ -30,13 +30,13 @@ class ModuleCut:
     dims: Mapping[str, int] | None = field(default=None, hash=False)
     are_experts: bool = False
 
-    def cut_dim(self, key: str, dims: int) -> int | None:
+    def find_cut_dim(self, key: str, dims: int) -> int | None:
         """Return the dim that is cut of the tensor `key` with `dims` dims; None if it is replicated."""
         dim = self.dim if self.dims is None else self.dims.get(key)
         return None if dim is None or not -dims <= dim < dims else dim % dims
 
 
-GATHERED, SUMMED, WHOLE_OUTPUT = ("input gathered",), ("output summed",), ("output whole",)
+GATHERED, SUMMED, REPLICATED_OUTPUT = ("input gathered",), ("output summed",), ("output replicated",)
 SPLIT_OUTPUT = ModuleCut(gradient="partial_with_sp")
 STYLE_CUTS: Mapping[str, ModuleCut] = {
     "colwise": ModuleCut(dim=0),
@@ -51,14 +51,14 @@ STYLE_CUTS: Mapping[str, ModuleCut] = {
     "gather_output_for_tokens": ModuleCut(sends=("output gathered for tokens",)),
     "sequence_parallel": ModuleCut(gradient="partial_with_sp"),
     "split_output": SPLIT_OUTPUT,
-    "gather_output_replicated": ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
+    "gather_output_replicated": ModuleCut(gradient="partial_with_sp", sends=REPLICATED_OUTPUT),
     "sum_output": ModuleCut(sends=("loss summed",)),
-    "sum_real_tokens": ModuleCut(sends=("loss summed",)),
-    "sum_over_shards": ModuleCut(sends=("parts summed",)),
+    "sum_non_padding_tokens": ModuleCut(sends=("loss summed",)),
+    "sum_over_shards": ModuleCut(sends=("shards summed",)),
     "sum_tokens_by_row": ModuleCut(),
     "reduce_output": ModuleCut(sends=SUMMED),
     "replicated": ModuleCut(),
-    "gather_input_replicated": ModuleCut(sends=("input whole",)),
+    "gather_input_replicated": ModuleCut(sends=("input replicated",)),
     "vocab_parallel_embedding": ModuleCut(dim=0, sends=SUMMED),
     "vocab_parallel_head": ModuleCut(dim=0, sends=("input gathered", "loss over the vocabulary")),
     "local_token_dropout": ModuleCut(),
@@ -83,7 +83,7 @@ EXPERT_TP_CUTS: Mapping[tuple[str, str], ModuleCut] = {
     ("gather_expert_input", "folded"): ModuleCut(),
     ("reduce_expert_output", "folded"): ModuleCut(),
     ("split_kept_choices", "folded"): ModuleCut(),
-    ("gather_choices", "folded"): ModuleCut(gradient="partial_with_sp", sends=WHOLE_OUTPUT),
+    ("gather_choices", "folded"): ModuleCut(gradient="partial_with_sp", sends=REPLICATED_OUTPUT),
     ("split_choices", "folded"): SPLIT_OUTPUT,
 }
 """(style, `parallel.expert_tp`) → cut, where it differs from that of "by_expert"."""
@@ -133,7 +133,7 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
     "MoE": (
         ("", "sequence_parallel"),
         ("router", "sequence_parallel"),
-        ("real", "split_output"),
+        ("non_padding_mask", "split_output"),
         ("counted", "sum_output"),
         ("total", "sum_output"),
     ),
@@ -146,7 +146,7 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
         ("reduce_output", "reduce_expert_output"),
     ),
     "ExpertChoiceRouter": (("gather_tokens", "gather_output_replicated"), ("split_tokens", "split_output")),
-    "TokenSum": (("", "sum_real_tokens"),),
+    "TokenSum": (("", "sum_non_padding_tokens"),),
     "Convolution": PER_HEAD_STYLES,
     "SequenceProjection": SHARED_STYLES,
     "PerHeadSequenceProjection": PER_HEAD_STYLES,
@@ -206,17 +206,17 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
         ("positions", "sequence_parallel"),
     ),
     "Connector": (("w_in", "sequence_parallel"), ("w_out", "sequence_parallel")),
-    "VisionLanguage": (("image_vectors", "gather_output_for_tokens"),),
+    "VisionLanguage": (("find_image_tokens", "gather_output_for_tokens"),),
     "PixelDecoderHead": REPLICATED_STYLES,
 }
 """Class → pattern of submodule names ("" for itself) and style."""
 
 
-def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleCut]:
+def find_module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleCut]:
     """Return module path → cut, for each module that has a style or owns tensors."""
     style_of: dict[nn.Module, str] = {}
     for owner in model.modules():
-        for pattern, style in _style_plan(type(owner)):
+        for pattern, style in _get_style_plan(type(owner)):
             for name, module in owner.named_modules():
                 if _matches(name.split(".") if name else [], pattern.split(".") if pattern else []):
                     style_of.setdefault(module, style)
@@ -224,10 +224,10 @@ def module_cuts(model: nn.Module, parallel: ParallelConfig) -> dict[str, ModuleC
     for path, module in model.named_modules():
         adapter = path.rpartition(".lora.")
         if adapter[1] and (adapted := model.get_submodule(adapter[0])) in style_of:
-            cuts[path] = _cut_of(_adapter_style(style_of[adapted], adapter[2]), module, parallel)
+            cuts[path] = _resolve_cut(_get_adapter_style(style_of[adapted], adapter[2]), module, parallel)
         elif module in style_of:
-            cuts[path] = _cut_of(style_of[module], module, parallel)
-        elif next(_own_tensors(module), None) is not None:
+            cuts[path] = _resolve_cut(style_of[module], module, parallel)
+        elif next(_iter_tensors(module), None) is not None:
             cuts[path] = ModuleCut()
     return cuts
 
@@ -243,7 +243,7 @@ def _matches(names: list[str], patterns: list[str]) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
-def _adapter_style(style: str, matrix: str) -> str:
+def _get_adapter_style(style: str, matrix: str) -> str:
     """Return the style of a LoRA matrix: B is cut beside a column-parallel weight, A beside a row-parallel one."""
     styles = {
         ("colwise", "a"): "replicated_partial_grad",
@@ -257,13 +257,13 @@ def _adapter_style(style: str, matrix: str) -> str:
 def find_undeclared_style(model: nn.Module) -> str | None:
     """Return the first style of a plugin that doesn't declare its communication; None if all do."""
     for owner in model.modules():
-        for _, style in _style_plan(type(owner)):
+        for _, style in _get_style_plan(type(owner)):
             if style not in STYLE_CUTS and get_plugin_style(style).communication is None:
                 return style
     return None
 
 
-def _style_plan(module_class: type) -> StylePlan:
+def _get_style_plan(module_class: type) -> StylePlan:
     for base in module_class.__mro__:
         if base.__module__.startswith("megatfm.") and base.__name__ in CLASS_STYLES:
             return CLASS_STYLES[base.__name__]
@@ -273,12 +273,12 @@ def _style_plan(module_class: type) -> StylePlan:
     return ()
 
 
-def _own_tensors(module: nn.Module) -> Iterator[object]:
+def _iter_tensors(module: nn.Module) -> Iterator[object]:
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
 
 
-def _cut_of(style: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCut:
+def _resolve_cut(style: str, module: nn.Module, parallel: ParallelConfig) -> ModuleCut:
     """Return the cut of a style under a layout: key heads fewer than ranks are replicated, experts as `expert_tp`."""
     tp = parallel.tp
     if style not in STYLE_CUTS:

@@ -29,12 +29,12 @@ from megatfm.checkpoint import ShardedTensor
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.ops.attention import block_sparse as blocks
+from megatfm.ops.attention import block_sparse
 from megatfm.parallel.layout import Region
 from megatfm.parallel.mesh import build_mesh
 from megatfm.registry import import_plugins
 from megatfm.train.build import build_engine
-from megatfm.verify.forkserver import context
+from megatfm.verify.forkserver import get_context
 from megatfm.verify.reference import draw_perturbation
 from megatfm.verify.shrink import Arrays, objective_for
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
@@ -84,7 +84,7 @@ class Failure:
 
 READY = "ready"
 
-BLOCK = 8
+BLOCK_SIZE = 8
 """Tokens of an attention kernel's block: rows are short, and a rank's shard must have several blocks."""
 
 
@@ -100,19 +100,19 @@ def run_rank(connection: Connection) -> None:
     # Unwritten memory is NaN, so that a kernel which reads it is found.
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    blocks.SIZE = BLOCK
+    block_sparse.SIZE = BLOCK_SIZE
     gc.freeze()  # imported modules need not be traversed after each step
     try:
         connection.send(READY)
         while (request := connection.recv()) is not None:
-            connection.send(_answer(request))
+            connection.send(_handle_request(request))
             connection.recv()
             _leave_group()
     except EOFError:  # the parent process is gone
         return
 
 
-def _answer(request: RankStep) -> RankResult | Failure:
+def _handle_request(request: RankStep) -> RankResult | Failure:
     address = request.address
     try:
         dist.init_process_group(
@@ -142,26 +142,28 @@ def _leave_group() -> None:
 def _step(config: Config, batch: Arrays, world_size: int) -> RankResult:
     mesh = build_mesh(config.parallel, world_size, "cpu")
     engine = build_engine(config, mesh, torch.device("cpu"), config.train.precision)
-    weights = _weights(engine)
+    weights = _get_weights(engine)
     for name, sharded in weights.items():
         for block in sharded.blocks:
             region = sharded.global_shape, block.offsets, tuple(block.tensor.shape)
             block.tensor.add_(draw_perturbation(config.train.seed, name, *region))
     engine.sync_weights()
     with TrafficCounter(engine.process_groups()) as traffic:
-        stats = engine.forward_backward(_microbatches(config, engine, batch), objective_for(config))
+        stats = engine.forward_backward(_make_microbatches(config, engine, batch), objective_for(config))
         gradients = {name: gradient.clone() for name, gradient in engine.gradients().items()}
         grad_norm = engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
-    updated = {name: sharded.tensor.detach().clone() for name, sharded in _weights(engine).items()}
-    return RankResult(stats.loss, grad_norm, _blocks(weights, gradients), traffic.flows(), _blocks(weights, updated))
+    updated = {name: sharded.tensor.detach().clone() for name, sharded in _get_weights(engine).items()}
+    return RankResult(
+        stats.loss, grad_norm, _make_blocks(weights, gradients), traffic.list_traffic(), _make_blocks(weights, updated)
+    )
 
 
-def _weights(engine: Engine) -> dict[str, ShardedTensor]:
+def _get_weights(engine: Engine) -> dict[str, ShardedTensor]:
     """Return the sharded parameters, without buffers."""
     return {name: sharded for name, sharded in engine.weights().items() if name in engine.layout}
 
 
-def _blocks(weights: Mapping[str, ShardedTensor], gradients: Mapping[str, torch.Tensor]) -> Blocks:
+def _make_blocks(weights: Mapping[str, ShardedTensor], gradients: Mapping[str, torch.Tensor]) -> Blocks:
     return {
         name: [
             ((block.offsets, tuple(block.tensor.shape)), block.tensor.numpy())
@@ -171,7 +173,7 @@ def _blocks(weights: Mapping[str, ShardedTensor], gradients: Mapping[str, torch.
     }
 
 
-def _microbatches(config: Config, engine: Engine, batch: Arrays) -> list[dict[str, torch.Tensor]]:
+def _make_microbatches(config: Config, engine: Engine, batch: Arrays) -> list[dict[str, torch.Tensor]]:
     """Split this data rank's rows, a contiguous share of the global batch, into micro-batches."""
     share = config.train.global_batch // engine.mesh.data_ranks
     first, rows = engine.mesh.data_rank * share, config.train.micro_batch
@@ -228,7 +230,7 @@ class RankPool:
             with tempfile.TemporaryDirectory(prefix="megatfm-verify-") as folder:
                 n_running = len(self._members)
                 for _ in range(n_running, world_size):
-                    self._members.append(_start())
+                    self._members.append(_start_rank())
                 _collect(self._members[n_running:], START_SECONDS)
                 processes, store = self._members[:world_size], str(Path(folder) / "store")
                 # All processes are ready: from here on, a silent rank hangs.
@@ -260,9 +262,9 @@ class RankPool:
         self._members = []
 
 
-def _start() -> RankProcess:
-    connection, child_pipe = context().Pipe()
-    process = context().Process(target=run_rank, args=(child_pipe,), daemon=True)
+def _start_rank() -> RankProcess:
+    connection, child_pipe = get_context().Pipe()
+    process = get_context().Process(target=run_rank, args=(child_pipe,), daemon=True)
     process.start()
     child_pipe.close()  # so that the end of the process closes the connection
     return RankProcess(process, connection)
@@ -281,17 +283,17 @@ def _collect(processes: Sequence[RankProcess], seconds: float) -> list[Any]:
             try:
                 message = connection.recv()
             except (EOFError, ConnectionResetError):
-                message = Failure(_exit_reason(processes[rank].process))
+                message = Failure(_describe_exit(processes[rank].process))
             if isinstance(message, Failure):
                 failures[rank] = message
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             messages[rank] = message
     if failures or pending:
-        raise _error(failures, sorted(pending.values()), seconds)
+        raise _make_error(failures, sorted(pending.values()), seconds)
     return messages
 
 
-def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: float) -> MegatfmError:
+def _make_error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: float) -> MegatfmError:
     """Build the error of the rank that caused the failure, rather than of those that noticed it."""
     causes = [rank for rank, failure in failures.items() if not any(sign in failure.text for sign in SECONDARY_ERRORS)]
     if not causes and silent:
@@ -310,7 +312,7 @@ def _error(failures: Mapping[int, Failure], silent: Sequence[int], seconds: floa
     return error
 
 
-def _exit_reason(process: ForkServerProcess) -> str:
+def _describe_exit(process: ForkServerProcess) -> str:
     process.join(EXIT_SECONDS)
     code = process.exitcode
     return f"the process was killed by signal {-code}" if code and code < 0 else f"the process exited with {code}"

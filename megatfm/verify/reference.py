@@ -20,7 +20,7 @@ from megatfm.ops.attention.mask import AttentionMask
 from megatfm.ops.attention.reference import attention_reference
 from megatfm.ops.contrastive import contrastive_loss_reference
 from megatfm.ops.cross_entropy import cross_entropy_reference
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.parameters import build_optimizer_groups
 from megatfm.parallel.layout import replace_forward
 from megatfm.train.build import build_model
 from megatfm.verify.shrink import Arrays, objective_for
@@ -53,11 +53,11 @@ def take_reference_step(config: Config, batch: Arrays) -> ReferenceStep:
     for module in model.modules():
         # Subclasses build keys and values, and call it in the end.
         if isinstance(module, DotProductAttention):
-            module.attend_head_shard = partial(_attention, module)  # type: ignore[method-assign]
+            module.attend_head_shard = partial(_attend, module)  # type: ignore[method-assign]
         elif isinstance(module, CrossEntropy):
-            replace_forward(module, partial(_cross_entropy, module))
+            replace_forward(module, partial(_compute_cross_entropy, module))
         elif isinstance(module, ContrastiveLoss):
-            replace_forward(module, partial(_contrastive_loss, module))
+            replace_forward(module, partial(_compute_contrastive_loss, module))
     objective = objective_for(config)
     tensors = {field: torch.from_numpy(values) for field, values in batch.items()}
     counts = objective.target_counts(tensors)
@@ -80,7 +80,7 @@ def initialise_perturbed(model: nn.Module, seed: int) -> None:
             tensor.data.add_(draw_perturbation(seed, name, shape, offsets, shape))
 
 
-def _attention(
+def _attend(
     core: DotProductAttention,
     head_shard: int,
     q: Tensor,
@@ -97,7 +97,7 @@ def _attention(
     return attention_reference(q, k, v, mask, bias, core.options, rng_keys, sinks)
 
 
-def _cross_entropy(
+def _compute_cross_entropy(
     module: CrossEntropy,
     hidden: Tensor,
     weight: Tensor,
@@ -118,7 +118,7 @@ def _cross_entropy(
     return per_token.sum() if weights is None else (per_token * weights).sum()
 
 
-def _contrastive_loss(
+def _compute_contrastive_loss(
     module: ContrastiveLoss, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, _: object
 ) -> dict[str, Tensor]:
     return {TERM: contrastive_loss_reference(images, texts, scale, bias, module.kind)}
@@ -147,14 +147,16 @@ def take_plain_step(
     max_norm = config.optimizer.max_grad_norm
     factor = max_norm / (float(norm) + CLIP_EPSILON) if max_norm and norm > max_norm else 1.0
     updated = {name: weight.clone() for name, weight in weights.items()}
-    for group in optimizer_groups(config.optimizer, model):
+    for group in build_optimizer_groups(config.optimizer, model):
         group_weights = {name: updated[name] for name in group.names if name in updated}
         group_gradients = {name: gradients[name].to(updated[name]) * factor for name in group_weights}
-        _step(group, group_weights, group_gradients, config.optimizer.lr)
+        _step_optimizer(group, group_weights, group_gradients, config.optimizer.lr)
     return updated
 
 
-def _step(group: OptimizerGroup, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> None:
+def _step_optimizer(
+    group: OptimizerGroup, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
+) -> None:
     """Update weights in place."""
     if not weights:
         return
@@ -164,7 +166,7 @@ def _step(group: OptimizerGroup, weights: Mapping[str, Tensor], gradients: Mappi
 
     matrices = {name: unstack(name, weight) for name, weight in weights.items()}
     param_groups: list[dict[str, Any]] = []
-    for names, options in group.parameter_groups(weights):
+    for names, options in group.make_param_groups(weights):
         param_groups.append({**options, "params": [matrix for name in names for matrix in matrices[name]]})
     optimizer = group.build(param_groups)
     for param_group in optimizer.param_groups:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from math import gcd
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from megatfm.data.sequences import DocumentChunk, PackingConfig, needs_own_row
 from megatfm.errors import UsageError
 from megatfm.models import build
 from megatfm.objectives import Objective, SpecialTokens, build_objective, reads_text
-from megatfm.parallel.mesh import SHARD, axis_sizes
+from megatfm.parallel.mesh import SHARD, compute_axis_sizes
 from megatfm.verify.shrink_images import (
     shrink_features,
     shrink_image_section,
@@ -72,12 +72,12 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     The model has a layer for each pipeline stage and kind of block; split points are chosen automatically. Options that
     are inexact by design are switched off.
     """
-    parallel = _concrete_layout(config.parallel)
+    parallel = _resolve_layout(config.parallel)
     world_size = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
-    data_ranks = parallel.dp_replicate * axis_sizes(parallel, world_size)[SHARD]
+    data_ranks = parallel.dp_replicate * compute_axis_sizes(parallel, world_size)[SHARD]
     original_lengths = config.data.model_dump(include={"sequence_length", "target_length"})
     lengths = {
-        key: length and _shrunk_size(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
+        key: length and _shrink_size(length, max(LENGTH, 2 * parallel.cp * parallel.tp), parallel.tp)
         for key, length in original_lengths.items()
     }
     images: dict[str, Any] = {}
@@ -106,14 +106,9 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
             "train": _shrink_train(config.train, parallel, data_ranks),
         }
     )
-    freeze = [pattern for pattern in config.train.freeze if _matches(small, pattern)]
+    freeze = [pattern for pattern in config.train.freeze if _matches_weights(small, pattern)]
     small = small.model_copy(update={"train": small.train.model_copy(update={"freeze": freeze})})
-    inexact = config.deepspeed.quantized_keys
-    exact = config.deepspeed.model_copy(update=dict.fromkeys(inexact, False))
-    inexact_changes = [
-        f"deepspeed.{key} true → false: {config.deepspeed.INEXACT}, and is for GPUs alone" for key in inexact
-    ]
-    return small.model_copy(update={"deepspeed": exact}), _changes(config, small) + inexact_changes
+    return small, _list_changes(config, small)
 
 
 def _shrink_train(train: TrainConfig, parallel: ParallelConfig, data_ranks: int) -> TrainConfig:
@@ -131,7 +126,7 @@ def _shrink_train(train: TrainConfig, parallel: ParallelConfig, data_ranks: int)
     )
 
 
-def _concrete_layout(parallel: ParallelConfig) -> ParallelConfig:
+def _resolve_layout(parallel: ParallelConfig) -> ParallelConfig:
     """Return the layout with automatic split points and without dp_shard = −1; UsageError for too many ranks."""
     if parallel.dp_shard == -1:
         min_dp_shard = 2 if parallel.tp * parallel.pp * parallel.cp == 1 else 1
@@ -146,7 +141,7 @@ def _concrete_layout(parallel: ParallelConfig) -> ParallelConfig:
     return parallel.model_copy(update={"pp_split_points": []})
 
 
-def _matches(config: Config, pattern: str) -> bool:
+def _matches_weights(config: Config, pattern: str) -> bool:
     """Return whether the small model, which may have fewer layers, has weights that match a pattern."""
     with torch.device("meta"):
         return any(fnmatchcase(name, pattern) for name, _ in build(config.model).named_parameters())
@@ -163,21 +158,21 @@ def _shrink_model(model: ModelConfig, *, head_ranks: int, shards: int, stages: i
     # One block more than distinct layers, so that two share weights.
     layers = max(LAYERS, stages, 1 + (distinct or 0), *first_depths)
     changes: dict[str, Any] = {
-        "vocab_size": _shrunk_size(model.vocab_size or VOCABULARY, WIDTH, shards),
+        "vocab_size": _shrink_size(model.vocab_size or VOCABULARY, WIDTH, shards),
         "n_layers": min(model.n_layers, layers),
         "n_encoder_layers": model.n_encoder_layers and min(model.n_encoder_layers, layers),
         "distinct_layers": distinct,
-        "d_model": heads * head_dim if is_square else _shrunk_size(model.d_model, WIDTH, shards),
+        "d_model": heads * head_dim if is_square else _shrink_size(model.d_model, WIDTH, shards),
         "attention.n_heads": heads,
         f"attention.{model.attention.head_dim_key}": model.attention.head_dim_or_none and head_dim,
-        "ffn.d_ff": _shrunk_size(model.ffn.d_ff, WIDTH, shards),
+        "ffn.d_ff": _shrink_size(model.ffn.d_ff, WIDTH, shards),
     }
     changes |= shrink_stages(model, head_ranks, HEAD_DIM)
     if isinstance(model.attention, GQAAttentionConfig):
         changes["attention.n_kv_heads"] = model.attention.n_kv_heads and kv_heads
-    for key, size in _sizes(model.attention, rows.length, shards).items():
+    for key, size in _shrink_attention(model.attention, rows.length, shards).items():
         changes[f"attention.{key}"] = size
-    for key, size in _sizes_of_pattern(model.attention.pattern, rows).items():
+    for key, size in _shrink_pattern(model.attention.pattern, rows).items():
         changes[f"attention.pattern.{key}"] = size
     if (generator := model.generator) is not None:
         n_heads = min(generator.n_heads, 2 * head_ranks)
@@ -185,28 +180,30 @@ def _shrink_model(model: ModelConfig, *, head_ranks: int, shards: int, stages: i
         changes["generator"] = {
             "d_model": n_heads * min(ep_multiple, HEAD_DIM),
             "n_heads": n_heads,
-            "d_ff": _shrunk_size(generator.d_ff, WIDTH, shards),
+            "d_ff": _shrink_size(generator.d_ff, WIDTH, shards),
             "n_layers": generator.n_layers and min(generator.n_layers, layers),
         }
     changes |= shrink_patches(model)
     changes |= shrink_second_tower(
-        model, head_ranks, layers, HEAD_DIM, lambda width: _shrunk_size(width, WIDTH, shards)
+        model, head_ranks, layers, HEAD_DIM, lambda width: _shrink_size(width, WIDTH, shards)
     )
     changes |= shrink_features(model, changes["d_model"])
     if model.connector is not None and changes.get("vocab_size"):
         changes["connector.image_token_id"] = min(model.connector.image_token_id, changes["vocab_size"] - 1)
-    changes["layer_type"] = {kind: _block(model, kind, head_ranks, shards, rows) for kind in model.layer_type}
+    changes["layer_type"] = {
+        kind: _shrink_layer_type(model, kind, head_ranks, shards, rows) for kind in model.layer_type
+    }
     return model.with_changes(changes)
 
 
-def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:
+def _shrink_attention(attention: AttentionSection, length: int, shards: int) -> dict[str, Any]:
     """Return the small sizes of an attention layer other than heads and pattern. length: tokens of the longest row."""
     if isinstance(attention, MLAAttentionConfig):
         width = attention.v_head_dim
         return {
-            "kv_lora_rank": _shrunk_size(attention.kv_lora_rank, RANK, shards),
-            "q_lora_rank": attention.q_lora_rank and _shrunk_size(attention.q_lora_rank, RANK, shards),
-            "qk_rope_head_dim": _shrunk_size(attention.qk_rope_head_dim, HEAD_DIM, 2),
+            "kv_lora_rank": _shrink_size(attention.kv_lora_rank, RANK, shards),
+            "q_lora_rank": attention.q_lora_rank and _shrink_size(attention.q_lora_rank, RANK, shards),
+            "qk_rope_head_dim": _shrink_size(attention.qk_rope_head_dim, HEAD_DIM, 2),
             # Stays different from the width of keys if it was.
             "v_head_dim": width and min(width, HEAD_DIM + (0 if width == attention.qk_nope_head_dim else 2)),
         }
@@ -220,7 +217,7 @@ def _sizes(attention: AttentionSection, length: int, shards: int) -> dict[str, A
     return {}
 
 
-def _sizes_of_pattern(pattern: Section, rows: RowLengths) -> dict[str, Any]:
+def _shrink_pattern(pattern: Section, rows: RowLengths) -> dict[str, Any]:
     """Return the pattern options that shrink with the row, so that a row has several windows, chunks or blocks.
 
     A window as wide as the row stays as wide as the row; a plugin's pattern keeps its options.
@@ -230,12 +227,12 @@ def _sizes_of_pattern(pattern: Section, rows: RowLengths) -> dict[str, Any]:
     match pattern:
         case WindowPatternConfig():
             step = min(pattern.dilation, 2)
-            width = _shrunk_size(pattern.width, max(1, quarter // step), 2)
+            width = _shrink_size(pattern.width, max(1, quarter // step), 2)
             if pattern.width * pattern.dilation >= old_length:
                 width = pattern.width * pattern.dilation * length // old_length // step
             return {"width": width, "dilation": step, "initial_tokens": min(pattern.initial_tokens, 2)}
         case LongformerPatternConfig():
-            width = _shrunk_size(pattern.width, quarter, 2)
+            width = _shrink_size(pattern.width, quarter, 2)
             tokens = dict.fromkeys(min(token, length // 2) for token in pattern.global_tokens)
             return {
                 "width": width if pattern.width < old_length else pattern.width * length // old_length,
@@ -259,11 +256,11 @@ def _sizes_of_pattern(pattern: Section, rows: RowLengths) -> dict[str, Any]:
     return {}
 
 
-def _block(model: ModelConfig, kind: str, head_ranks: int, shards: int, rows: RowLengths) -> dict[str, Any]:
+def _shrink_layer_type(model: ModelConfig, kind: str, head_ranks: int, shards: int, rows: RowLengths) -> dict[str, Any]:
     """Return the keys of a kind of blocks, shrunk like the model's."""
     keys, layer = unflatten(model.layer_type[kind]), model.type_config(kind)
     if "d_ff" in keys.get("ffn", {}):
-        keys["ffn"] = {**keys["ffn"], "d_ff": _shrunk_size(layer.ffn.d_ff, WIDTH, shards)}
+        keys["ffn"] = {**keys["ffn"], "d_ff": _shrink_size(layer.ffn.d_ff, WIDTH, shards)}
     attention = dict(keys.get("attention", {}))
     if {"n_heads", "n_kv_heads", layer.attention.head_dim_key} & attention.keys():
         kv_heads = min(layer.attention.kv_heads, 2 * head_ranks)
@@ -271,38 +268,38 @@ def _block(model: ModelConfig, kind: str, head_ranks: int, shards: int, rows: Ro
         attention |= {"n_heads": heads, layer.attention.head_dim_key: min(layer.head_width, HEAD_DIM)}
         if isinstance(layer.attention, GQAAttentionConfig):
             attention["n_kv_heads"] = kv_heads
-    sizes = _sizes(layer.attention, rows.length, shards)
+    sizes = _shrink_attention(layer.attention, rows.length, shards)
     attention |= {key: sizes[key] for key in attention.keys() & sizes.keys()}
     if "pattern" in attention:
         pattern = layer.attention.pattern
-        attention["pattern"] = {**pattern.model_dump(), **_sizes_of_pattern(pattern, rows)}
+        attention["pattern"] = {**pattern.model_dump(), **_shrink_pattern(pattern, rows)}
     return {**keys, **({"attention": attention} if attention else {})}
 
 
-def _shrunk_size(size: int, min_size: int, modulus: int) -> int:
+def _shrink_size(size: int, min_size: int, modulus: int) -> int:
     """Return the smallest size ≥ min_size with the same remainder as `size`, but at most `size`."""
     return min(size, min_size + (size - min_size) % modulus)
 
 
-def _changes(original: Config, shrunk: Config) -> list[str]:
+def _list_changes(original: Config, shrunk: Config) -> list[str]:
     return [
         change
         for section in ("model", "parallel", "data", "train")
-        for change in _differences(section, getattr(original, section), getattr(shrunk, section))
+        for change in _iter_section_changes(section, getattr(original, section), getattr(shrunk, section))
     ]
 
 
-def _differences(key_path: str, old: Section, new: Section) -> Iterator[str]:
+def _iter_section_changes(key_path: str, old: Section, new: Section) -> Iterator[str]:
     for key in type(old).model_fields:
-        yield from _difference(f"{key_path}.{key}", getattr(old, key), getattr(new, key))
+        yield from _iter_value_changes(f"{key_path}.{key}", getattr(old, key), getattr(new, key))
 
 
-def _difference(key_path: str, old: object, new: object) -> Iterator[str]:
+def _iter_value_changes(key_path: str, old: object, new: object) -> Iterator[str]:
     if isinstance(old, Section) and isinstance(new, Section):
-        yield from _differences(key_path, old, new)
+        yield from _iter_section_changes(key_path, old, new)
     elif isinstance(old, dict) and isinstance(new, dict):  # [model.layer_type]
         for key, value in unflatten(old).items():
-            yield from _difference(f"{key_path}.{key}", value, unflatten(new).get(key, value))
+            yield from _iter_value_changes(f"{key_path}.{key}", value, unflatten(new).get(key, value))
     elif isinstance(old, str) and isinstance(new, dict):  # a pattern given by its name only
         return
     elif old != new:
@@ -316,7 +313,6 @@ Documents = Literal["mixed", "short", "long", "one", "sparse"]
 one, then padding; "mixed": rows of these kinds in turn."""
 
 DOCUMENT_CYCLE: tuple[Documents, ...] = ("short", "one", "sparse", "long")
-DOCUMENT_KINDS: tuple[Documents, ...] = get_args(Documents)
 
 
 def objective_for(config: Config) -> Objective:

@@ -37,7 +37,7 @@ class TrafficCounter(TorchDispatchMode):
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
 
-    def flows(self) -> list[CollectiveTraffic]:
+    def list_traffic(self) -> list[CollectiveTraffic]:
         """Return the traffic counted so far, sorted by axis and collective."""
         return [CollectiveTraffic(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items())]
 
@@ -59,13 +59,15 @@ class TrafficCounter(TorchDispatchMode):
         if group.size() == 1:
             return
         payload = next(value for key, value in arguments.items() if key.startswith(("input", "tensor")))
-        collective, n_bytes = _ring(name, _bytes(payload), group.size(), group.rank(), arguments)
+        collective, n_bytes = _count_ring_bytes(name, _count_bytes(payload), group.size(), group.rank(), arguments)
         key = self._axes.get(group.group_name, f"{group.size()} ranks"), collective
         self._calls[key] += 1
         self._bytes[key] += n_bytes
 
 
-def _ring(name: str, payload_bytes: int, size: int, rank: int, arguments: Mapping[str, Any]) -> tuple[str, int]:
+def _count_ring_bytes(
+    name: str, payload_bytes: int, size: int, rank: int, arguments: Mapping[str, Any]
+) -> tuple[str, int]:
     """Return the collective's common name and the bytes that each rank of a ring sends."""
     collective = name.strip("_").replace("_base", "").replace("_into_tensor", "").replace("_tensor", "")
     collective = collective.removesuffix("_coalesced")
@@ -83,10 +85,10 @@ def _ring(name: str, payload_bytes: int, size: int, rank: int, arguments: Mappin
     return collective, payload_bytes
 
 
-def _bytes(payload: Tensor | Iterable[Any]) -> int:
+def _count_bytes(payload: Tensor | Iterable[Any]) -> int:
     if isinstance(payload, Tensor):
         return payload.numel() * payload.element_size()
-    return sum(_bytes(item) for item in payload)
+    return sum(_count_bytes(item) for item in payload)
 
 
 TrafficTable = dict[tuple[str, str], tuple[int, int]]
@@ -132,6 +134,6 @@ class ExpectedTraffic:
             self.calls[axis, collective] += times
             self.sent[axis, collective] += n_bytes * times
 
-    def flows(self) -> TrafficTable:
+    def to_table(self) -> TrafficTable:
         """Return the traffic added so far; collectives without traffic have no entry."""
         return {key: (calls, self.sent[key]) for key, calls in self.calls.items()}

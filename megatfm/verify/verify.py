@@ -123,10 +123,12 @@ def verify(config: Config, documents: Documents = "mixed", pool: RankPool | None
         shrunk=shrunk,
         gradients=compute_gradient_differences(step.gradients, results, limits),
         updates=compute_update_differences(small, results, limits),
-        loss=_worst_difference("loss", [result.loss for result in results], step.loss, limits),
-        grad_norm=_worst_difference("gradient norm", [result.grad_norm for result in results], step.grad_norm, limits),
-        flows=_busiest_rank(results),
-        expected=_max_over_ranks(expected_by_rank),
+        loss=_find_worst_difference("loss", [result.loss for result in results], step.loss, limits),
+        grad_norm=_find_worst_difference(
+            "gradient norm", [result.grad_norm for result in results], step.grad_norm, limits
+        ),
+        flows=_find_max_traffic(results),
+        expected=_find_max_expected(expected_by_rank),
         axes_without_closed_form=unpredicted_axes,
         traffic_mismatches=find_traffic_mismatches(results, expected_by_rank, unpredicted_axes),
     )
@@ -152,7 +154,7 @@ def find_traffic_mismatches(
     return mismatches
 
 
-def _max_over_ranks(by_rank: Sequence[TrafficTable]) -> TrafficTable:
+def _find_max_expected(by_rank: Sequence[TrafficTable]) -> TrafficTable:
     max_table: TrafficTable = {}
     for flows in by_rank:
         for key, flow in flows.items():
@@ -171,10 +173,10 @@ def compute_gradient_differences(
     differences = []
     for name, gradient in expected.items():
         norm = float(gradient.norm())
-        distance = _distance(gradient, [result.blocks.get(name, []) for result in results])
-        error = _relative_error(distance, max(norm, limits.relative_floor * expected_norm))
+        distance = _compute_distance(gradient, [result.blocks.get(name, []) for result in results])
+        error = _compute_relative_error(distance, max(norm, limits.relative_floor * expected_norm))
         differences.append(Difference(name, error, norm, tuple(gradient.shape), limits.bound))
-    return _worst_first(differences)
+    return _sort_worst_first(differences)
 
 
 def compute_update_differences(config: Config, results: Sequence[RankResult], limits: Limits) -> list[Difference]:
@@ -185,8 +187,7 @@ def compute_update_differences(config: Config, results: Sequence[RankResult], li
     """
     weights = compute_plain_weights(config)
     gradients = {
-        name: _assembled(weight, [result.blocks.get(name, []) for result in results])
-        for name, weight in weights.items()
+        name: _assemble(weight, [result.blocks.get(name, []) for result in results]) for name, weight in weights.items()
     }
     updated = take_plain_step(config, build_model(config), weights, gradients)
     updates = {name: updated[name] - weight for name, weight in weights.items()}
@@ -195,44 +196,44 @@ def compute_update_differences(config: Config, results: Sequence[RankResult], li
     differences = []
     for name, update in updates.items():
         norm = float(update.norm())
-        distance = _distance(updated[name], [result.weights.get(name, []) for result in results])
+        distance = _compute_distance(updated[name], [result.weights.get(name, []) for result in results])
         size = max(norm, limits.relative_floor * expected_norm, 4 * spacing * float(updated[name].norm()))
-        error = _relative_error(distance, size)
+        error = _compute_relative_error(distance, size)
         differences.append(Difference(f"update of {name}", error, norm, tuple(update.shape), limits.bound))
-    return _worst_first(differences)
+    return _sort_worst_first(differences)
 
 
-def _assembled(like: Tensor, by_rank: Iterable[ParameterBlocks]) -> Tensor:
+def _assemble(like: Tensor, by_rank: Iterable[ParameterBlocks]) -> Tensor:
     """Assemble a full tensor from the blocks on all ranks; NaN where no rank has a block."""
     assembled = torch.full_like(like, float("nan"))
     for region, block in (pair for blocks in by_rank for pair in blocks):
-        assembled[_slices(region)] = torch.from_numpy(block).to(assembled)
+        assembled[_make_slices(region)] = torch.from_numpy(block).to(assembled)
     return assembled
 
 
-def _distance(expected: Tensor, by_rank: Iterable[ParameterBlocks]) -> float:
+def _compute_distance(expected: Tensor, by_rank: Iterable[ParameterBlocks]) -> float:
     """Compute ‖all blocks − expected‖ with the worst copy of each block; NaN if an element is on no rank."""
     squared_distances: dict[Region, float] = {}
     for region, block in (pair for blocks in by_rank for pair in blocks):
-        difference = torch.from_numpy(block) - expected[_slices(region)]
+        difference = torch.from_numpy(block) - expected[_make_slices(region)]
         squared = float(difference.square().sum())
         squared_distances[region] = _max_or_nan(squared_distances.get(region, 0.0), squared)
     n_elements = sum(torch.Size(sizes).numel() for _, sizes in squared_distances)
     return sum(squared_distances.values()) ** 0.5 if n_elements == expected.numel() else float("nan")
 
 
-def _worst_first(differences: Iterable[Difference]) -> list[Difference]:
+def _sort_worst_first(differences: Iterable[Difference]) -> list[Difference]:
     return sorted(differences, key=lambda item: (item.error == item.error, -item.error))  # NaN first
 
 
-def _worst_difference(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
+def _find_worst_difference(name: str, values: Sequence[float], expected: float, limits: Limits) -> Difference:
     error = 0.0
     for value in values:
-        error = _max_or_nan(error, _relative_error(abs(value - expected), abs(expected)))
+        error = _max_or_nan(error, _compute_relative_error(abs(value - expected), abs(expected)))
     return Difference(name, error, expected, (), limits.bound)
 
 
-def _relative_error(error: float, size: float) -> float:
+def _compute_relative_error(error: float, size: float) -> float:
     """Return error / size; if size is zero, as for a batch without targets: 0 without an error, else infinity."""
     return error / size if size else error and float("inf")
 
@@ -242,11 +243,11 @@ def _max_or_nan(error: float, other_error: float) -> float:
     return error + other_error if error != error or other_error != other_error else max(error, other_error)
 
 
-def _slices(region: Region) -> tuple[slice, ...]:
+def _make_slices(region: Region) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(*region, strict=True))
 
 
-def _busiest_rank(results: Sequence[RankResult]) -> list[CollectiveTraffic]:
+def _find_max_traffic(results: Sequence[RankResult]) -> list[CollectiveTraffic]:
     """Return, for each axis and collective, the traffic of the rank that sends most."""
     max_traffic: dict[tuple[str, str], CollectiveTraffic] = {}
     for result in results:
@@ -295,16 +296,16 @@ def _verify_preset(
     try:
         config = load_config(preset, [*layout_overrides, *overrides])
         if config.parallel.engine == "native":
-            return _outcome_of(verify(config, documents, pool))
+            return _describe_outcome(verify(config, documents, pool))
         # Other engines keep global state and need new processes.
-        return _outcome_of(verify(config, documents))
+        return _describe_outcome(verify(config, documents))
     except UsageError as error:
         return "refused", str(error)
     except MegatfmError as error:
         return "FAILED", str(error)
 
 
-def _outcome_of(comparison: GradientComparison) -> tuple[Outcome, str]:
+def _describe_outcome(comparison: GradientComparison) -> tuple[Outcome, str]:
     if wrong := comparison.wrong:
         worst = wrong[0]
         return "DIFFERENT", f"{worst.name} by {worst.error:.1e} (and {len(wrong) - 1} more)"

@@ -15,7 +15,7 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.errors import EXIT_OK, EXIT_REQUEUE, UsageError
 from megatfm.launchers.record import is_finished
-from megatfm.train.best_checkpoint import BestCheckpoint, best_checkpoint
+from megatfm.train.best_checkpoint import BestCheckpoint, find_best_checkpoint
 from tests.support.training_runs import (
     assert_bitwise_equal,
     delete_checkpoints_after,
@@ -175,7 +175,7 @@ def test_a_run_without_progress_ends_early(workers: Workers, make_config: MakeCo
     config = make_config(*STANDSTILL, "parallel.dp_shard=2", run="whole")
     assert workers.run(run_training, 2, config) == [EXIT_OK, EXIT_OK]
     assert [line["step"] for line in training_curve(tmp_path / "whole")] == list(range(1, 7))
-    assert best_checkpoint(tmp_path / "whole").name == "step-00000002"
+    assert find_best_checkpoint(tmp_path / "whole").name == "step-00000002"
     event = json.loads((tmp_path / "whole/events.jsonl").read_text().splitlines()[-1])
     assert (event["event"], event["step"]) == ("finished early", 6)
     assert "loss was best at step 2, 2 evaluations before" in event["detail"]
@@ -227,7 +227,7 @@ def test_adapters_resume_to_the_bit_and_leave_the_base_alone(
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert moved == {"model.decoder.norm.weight"}, "the base is frozen"
     assert all(".lora." in name for name in after.keys() - before.keys())
-    states = [name for name in checkpoint.read_names(newest) if name.startswith("optimizer.")]
+    states = [name for name in checkpoint.read_tensor_specs(newest) if name.startswith("optimizer.")]
     assert all(".lora." in name or ".decoder.norm." in name for name in states)
     identity = checkpoint.read_state(newest)["base"]
     assert isinstance(identity, dict)

@@ -17,8 +17,8 @@ from megatfm.config import CosineSchedule, ModelConfig, MuonConfig, ParallelConf
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.models import build
 from megatfm.objectives import Causal, SpecialTokens
-from megatfm.optim.lr_schedules import schedule_factor
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.lr_schedules import compute_schedule_factor
+from megatfm.optim.parameters import build_optimizer_groups
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
@@ -66,7 +66,7 @@ def curve(lr: float, precision: str, steps: int = STEPS) -> list[float]:
     mesh = build_mesh(ParallelConfig(), 1, "cpu")
     with torch.device("meta"):
         model = build(config)
-    optimizers = optimizer_groups(optimizer, model)
+    optimizers = build_optimizer_groups(optimizer, model)
     layout = parallelize(model, mesh, sequence_parallel=True)
     engine = NativeEngine(
         model, layout, mesh, device=torch.device("cpu"), precision=precision, seed=0, optimizers=optimizers,
@@ -74,7 +74,7 @@ def curve(lr: float, precision: str, steps: int = STEPS) -> list[float]:
     objective, losses = Causal(SpecialTokens(bos=0, eos=1, pad=2)), []
     for step in range(1, steps + 1):
         losses.append(engine.forward_backward([batch(step)], objective).loss)
-        engine.step(lr * schedule_factor(CosineSchedule(warmup_steps=4), step, STEPS), clip=1.0)
+        engine.step(lr * compute_schedule_factor(CosineSchedule(warmup_steps=4), step, STEPS), clip=1.0)
     return losses
 
 

@@ -23,7 +23,7 @@ from megatfm.models import build
 from megatfm.models.float8 import convert_to_fp8
 from megatfm.ops.cross_entropy import IGNORE, LogitOptions, cross_entropy, cross_entropy_reference
 from megatfm.ops.fp8 import multiplies_fp8
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.parameters import build_optimizer_groups
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.train.profiling import explain_out_of_memory, record_allocations
@@ -87,7 +87,7 @@ def engine_on(
         model = build(model_config)
     if scaling:
         convert_to_fp8(model, rowwise=scaling == "rowwise")
-    groups = optimizer_groups(ADAMW, model)
+    groups = build_optimizer_groups(ADAMW, model)
     layout = parallelize(model, mesh, sequence_parallel=True)
     native_options = NativeOptions(
         ZeroOptions(parallel.zero),

@@ -73,10 +73,10 @@ def the_second_pass_drops_others(patch: Patch) -> None:
 
 
 def captions_belong_to_the_next_image(patch: Patch) -> None:
-    real = TowerObjective.terms_of
+    real = TowerObjective.compute_terms
     patch.setattr(
         TowerObjective,
-        "terms_of",
+        "compute_terms",
         lambda self, model, features: real(self, model, {**features, "texts": features["texts"].roll(1, 0)}),
     )
 

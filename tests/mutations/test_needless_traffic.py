@@ -58,7 +58,7 @@ def rewrite(patch: Patch, function: Any, other: Callable[..., Any]) -> None:
 
 
 def experts_get_slots_that_no_row_has(patch: Patch) -> None:
-    rewrite(patch, expert_parallel.slots_per_rank, lambda slots, ranks: -(-slots // ranks) + 2)
+    rewrite(patch, expert_parallel.count_slots_per_rank, lambda slots, ranks: -(-slots // ranks) + 2)
 
 
 def stages_are_divided_unequally(patch: Patch) -> None:
@@ -79,7 +79,7 @@ def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
         actual = torch.cat([at - left_BS[rows, at], at + right_BS[rows, at]])
         return torch.cat([actual, (actual + 1).clamp(max=left_BS.shape[1] - 1)]).unique()
 
-    rewrite(patch, context_parallel.span_boundary_indices, around_spans)
+    rewrite(patch, context_parallel.find_span_boundary_indices, around_spans)
 
 
 MISTRAL = shrink(load_config("mistral-7b-v0.1", ["parallel.cp=2"]))[0].model.with_changes(

@@ -187,7 +187,7 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
         engine.step(RATE, clip=1.0)
         checkpoint.save(folder, 1, engine.state_dict(), {})
     else:
-        room = engine.empty_state_dict(checkpoint.read_names(source))
+        room = engine.empty_state_dict(checkpoint.read_tensor_specs(source))
         checkpoint.load(source, room)
         engine.load_state_dict(room)
     # Other rows than before, which were drawn for dropout with other keys.

@@ -128,7 +128,7 @@ def resume(folder: Path, name: str, parallel: ParallelConfig, between: ParallelC
     for step, layout in enumerate((between, parallel), 1):
         path = checkpoint.save(folder, step, resumed.state_dict(), {}, keep=3)
         resumed = build_engine(config, layout, ADAMW)
-        room = resumed.empty_state_dict(checkpoint.read_names(path))
+        room = resumed.empty_state_dict(checkpoint.read_tensor_specs(path))
         checkpoint.load(path, room)
         resumed.load_state_dict(room)
     train(engine)
@@ -137,7 +137,7 @@ def resume(folder: Path, name: str, parallel: ParallelConfig, between: ParallelC
     assert after.keys() == engine.weights().keys()
     for key, box in engine.weights().items():
         assert torch.equal(box.tensor, after[key].tensor), key
-    names = checkpoint.read_names(folder / "step-00000001")
+    names = checkpoint.read_tensor_specs(folder / "step-00000001")
     return [key for key in names if key.endswith((".shares", ".router.bias"))]
 
 

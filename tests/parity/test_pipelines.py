@@ -191,7 +191,7 @@ def reshard(folder: Path, written: ParallelConfig, between: ParallelConfig) -> i
     def carried_over(one: NativeEngine, step: int, parallel: ParallelConfig) -> NativeEngine:
         path = checkpoint.save(folder, step, one.state_dict(), {}, keep=3)
         other = engine(parallel)
-        stored = other.empty_state_dict(checkpoint.read_names(path))
+        stored = other.empty_state_dict(checkpoint.read_tensor_specs(path))
         checkpoint.load(path, stored)
         other.load_state_dict(stored)
         return other
@@ -224,7 +224,7 @@ def count_traffic(parallel: ParallelConfig) -> dict[str, int]:
     batch = global_batch(seed=3)
     with TrafficCounter(engine.process_groups()) as traffic:
         engine.forward_backward(uneven_microbatches(engine, batch), CAUSAL)
-    return {flow.collective: flow.sent_bytes for flow in traffic.flows() if flow.axis == "pp"}
+    return {flow.collective: flow.sent_bytes for flow in traffic.list_traffic() if flow.axis == "pp"}
 
 
 @pytest.mark.parametrize(

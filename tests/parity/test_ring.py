@@ -15,7 +15,7 @@ from megatfm.models import build
 from megatfm.parallel import ring_attention
 from megatfm.parallel.collectives import all_gather
 from megatfm.parallel.context_attention import make_attention_forward, make_latent_forward
-from megatfm.parallel.context_parallel import ContextParallel, P2PExchange, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, P2PExchange, compute_token_indices
 from megatfm.parallel.pipeline_schedule import backward_part
 from megatfm.parallel.ring_attention import LatentKeyValues
 from tests.support.models import TINY_LATENT, TINY_MODEL
@@ -50,7 +50,7 @@ def part_group() -> Any:
 def places_of(rank: int) -> Tensor:
     """Where a rank's tokens stand."""
     ranks = dist.get_world_size()
-    return token_indices(TOKENS * ranks, ranks, is_zigzag=True)[rank]
+    return compute_token_indices(TOKENS * ranks, ranks, is_zigzag=True)[rank]
 
 
 def gradients_twice() -> bool:

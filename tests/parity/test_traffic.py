@@ -18,7 +18,7 @@ from megatfm.config.objective import (
 )
 from megatfm.engines.native import replicated
 from megatfm.models import build
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 from megatfm.verify import expected_weights
 from megatfm.verify.expected import compute_expected_traffic
 from megatfm.verify.shrink import draw_batch
@@ -189,7 +189,7 @@ def test_sums_are_those_of_the_papers(workers: Workers) -> None:
     with torch.device("meta"):
         model = build(DIVISIBLE)
     everything = sum(p.numel() for p in model.parameters())
-    in_blocks = sum(p.numel() for block in transformer_blocks(model) for p in block.parameters())
+    in_blocks = sum(p.numel() for block in iter_blocks(model) for p in block.parameters())
     residual, m, half = 2 * 12 * 32, 2, 1 / 2
     tp = m * (8 * DIVISIBLE.n_layers + 4) * residual * half  # 4 more for embedding and head
     expected = {

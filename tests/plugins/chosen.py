@@ -7,7 +7,7 @@ bias that is moved after each step so that the choices even out (Wang et al. 202
 import torch
 from torch import nn
 
-from megatfm.cost import Cost, total_cost
+from megatfm.cost import Cost, sum_costs
 from megatfm.layers.feed_forward import FFN, FFNS
 from megatfm.layers.initialisation import Constant
 from megatfm.layers.linear import Linear
@@ -39,7 +39,7 @@ class Chosen(nn.Module):
         """A token meets one of the scales."""
         choices, d = self.scales.shape
         of_scales = Cost(vector_macs=d * tokens.n, inactive_parameters=(choices - 1) * d)
-        return total_cost((self.router, self.dense), tokens) + of_scales
+        return sum_costs((self.router, self.dense), tokens) + of_scales
 
     def forward(self, x_BTD, sequence):
         logits_BTE = self.router(x_BTD)
@@ -49,7 +49,7 @@ class Chosen(nn.Module):
         precise_BTE = logits_BTE.to(torch.promote_types(logits_BTE.dtype, torch.float32))
         loss = self.total(precise_BTE.logsumexp(-1).square(), sequence)
         is_chosen_BTE = choice_BT[..., None] == torch.arange(len(self.bias), device=x_BTD.device)
-        load_E = (is_chosen_BTE & self.total.real(sequence)[..., None]).sum((0, 1))
+        load_E = (is_chosen_BTE & self.total.non_padding_mask(sequence)[..., None]).sum((0, 1))
         return BlockOutput(y_BTD, {"router": loss}, {"load": load_E})
 
     def accumulate_counts(self, counts):

@@ -19,7 +19,7 @@ from megatfm.engines.losses import LossAccumulator, to_device
 from megatfm.engines.registry import ENGINES
 from megatfm.engines.state import ModuleState, TrainState
 from megatfm.errors import UsageError
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 
 
 @ENGINES.register("ddp", features=())
@@ -102,10 +102,10 @@ class DdpEngine:
     def weights(self):
         return self.state.weights
 
-    def memory_needed(self, microbatches, block_input):
+    def estimate_memory(self, microbatches, block_input):
         """Gradients lie in their tensors and in DDP's buckets."""
         weights = sum(block.tensor.nbytes for block in self.blocks.values())
-        return MemoryNeeds(2 * weights, MOMENTS * weights, 0, len(list(transformer_blocks(self.model))) * block_input)
+        return MemoryNeeds(2 * weights, MOMENTS * weights, 0, len(list(iter_blocks(self.model))) * block_input)
 
     def process_groups(self):
         return self.mesh.group_names(self.mesh.batch_axes, self.mesh.shard_axes)

@@ -22,7 +22,7 @@ from megatfm.engines.interface import Engine
 from megatfm.layers.lora import is_factor
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
-from megatfm.verify.rank_processes import _microbatches
+from megatfm.verify.rank_processes import _make_microbatches
 from megatfm.verify.reference import draw_perturbation, take_reference_step
 from megatfm.verify.shrink import draw_batch, objective_for, shrink
 from tests.support.workers import Workers
@@ -149,7 +149,7 @@ def gather_weights(engine: Engine) -> dict[str, Tensor]:
 def take_step(config: Config, engine: Engine, step: int) -> float:
     """Take a step on a batch of its own; returns the loss."""
     seeded = config.model_copy(update={"train": config.train.model_copy(update={"seed": step})})
-    batch = _microbatches(config, engine, draw_batch(seeded))
+    batch = _make_microbatches(config, engine, draw_batch(seeded))
     stats = engine.forward_backward(batch, objective_for(config))
     engine.step(config.optimizer.lr, config.optimizer.max_grad_norm)
     return stats.loss
@@ -175,7 +175,7 @@ def record_run(config: Config, steps: int, **parallel: Any) -> RunResult:
             part.tensor.add_(draw_perturbation(config.train.seed, name, box.global_shape, part.offsets, sizes))
     engine.sync_weights()
     before = gather_weights(engine)
-    engine.forward_backward(_microbatches(config, engine, draw_batch(config)), objective_for(config))
+    engine.forward_backward(_make_microbatches(config, engine, draw_batch(config)), objective_for(config))
     gradients = gather_tensors(engine, engine.gradients())
     engine.step(RATE, config.optimizer.max_grad_norm)
     update = {name: after.double() - before[name].double() for name, after in gather_weights(engine).items()}

@@ -15,7 +15,7 @@ from megatfm import checkpoint
 from megatfm.config import Config
 from megatfm.engines.interface import Engine
 from megatfm.files import atomic_write
-from megatfm.verify.rank_processes import _microbatches
+from megatfm.verify.rank_processes import _make_microbatches
 from megatfm.verify.shrink import draw_batch, objective_for
 from tests.support.deepspeed_runs import (
     BUCKETS,
@@ -92,7 +92,7 @@ def save_native_checkpoint(folder: Path, config: Config) -> None:
 
 def load_checkpoint(engine: Engine, path: Path) -> None:
     """Load a checkpoint into an engine."""
-    room = engine.empty_state_dict(checkpoint.read_names(path))
+    room = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
     checkpoint.load(path, room)
     engine.load_state_dict(room)
 
@@ -144,7 +144,7 @@ def compare_offloaded_runs(folder: Path, cases: list[Config], steps: int) -> lis
                     for name in find_differences(gather_weights(engine), gather_weights(other))
                 ]
         engine.device = torch.device("cuda")  # what would be free there
-        if config.deepspeed.offload_optimizer != "none" and engine.memory_needed(1, 1).optimizer_state:
+        if config.deepspeed.offload_optimizer != "none" and engine.estimate_memory(1, 1).optimizer_state:
             wrong.append(f"{number}: a device would be asked for moments that are not to be there")
         if "nvme" in (config.deepspeed.offload_optimizer, config.deepspeed.offload_parameters):
             wrong += [f"{number}: {message}" for message in find_misplaced_files(engine, folder)]
@@ -165,7 +165,7 @@ def check_steps() -> list[str]:
         config = make_config("decoder", "train.freeze=['*.attn.wq.*']", zero=stage, dp_shard=2)
         engine, native = build_case_engine(config), build_case_engine(config, engine="native")
         start = gather_weights(engine)
-        batch = _microbatches(config, engine, draw_batch(config))
+        batch = _make_microbatches(config, engine, draw_batch(config))
         engine.forward_backward(batch, objective_for(config))
         if not math.isnan(engine.step(1.0, 1.0, skip=True)) or find_differences(start, gather_weights(engine)):
             wrong.append(f"{stage}: a step that is left out")
@@ -184,7 +184,7 @@ def check_steps() -> list[str]:
             wrong.append(f"{stage}: what is frozen")
         if any((after[name] - reference[name]).abs().max() > 1e-6 for name in start):
             wrong.append(f"{stage}: the update with frozen weights")
-        batches = _microbatches(config, engine, draw_batch(config))
+        batches = _make_microbatches(config, engine, draw_batch(config))
         message = [item.evaluate(batches, objective_for(config)).loss for item in (engine, native)]
         if abs(message[0] / message[1] - 1) > 1e-6:
             wrong.append(f"{stage}: the evaluated loss")
@@ -199,7 +199,7 @@ def check_steps() -> list[str]:
 def _take_overflowing_step(engine: Engine) -> float:
     config = make_config("decoder", zero=2, dp_shard=2)
     before = gather_weights(engine)
-    engine.forward_backward(_microbatches(config, engine, draw_batch(config)), objective_for(config))
+    engine.forward_backward(_make_microbatches(config, engine, draw_batch(config)), objective_for(config))
     norm = engine.step(1.0, 1.0)
     assert find_differences(before, gather_weights(engine)) == []
     return norm

@@ -21,7 +21,7 @@ from megatfm.data.packed_rows import pack_in_memory
 from megatfm.data.sequences import PackingConfig
 from megatfm.layers.moe.moe import MoE
 from megatfm.objectives import Objective, SpecialTokens, build_objective
-from megatfm.optim.lr_schedules import schedule_factor
+from megatfm.optim.lr_schedules import compute_schedule_factor
 from megatfm.parallel import distributed
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
@@ -114,7 +114,7 @@ def train_curves(
         if mixtures:
             loads = [mixture.observed["load"].double() for mixture in mixtures]
             actual.setdefault("busiest", []).append(max(float(load.max() / load.mean()) for load in loads))
-        rate = config.optimizer.lr * lr_factor * schedule_factor(config.lr_schedule, step, config.train.steps)
+        rate = config.optimizer.lr * lr_factor * compute_schedule_factor(config.lr_schedule, step, config.train.steps)
         engine.step(rate, config.optimizer.max_grad_norm)
     return actual
 

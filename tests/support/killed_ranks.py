@@ -76,7 +76,7 @@ def run_rank(
     os.environ.update(environment)
     if int(environment["WORLD_SIZE"]) >= 4:
         file_format.DIRECT_BYTES = 0
-        chunked_io._in_page_cache = lambda fd, size: False
+        chunked_io._is_in_page_cache = lambda fd, size: False
     output = os.open(text, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -17,7 +17,7 @@ from megatfm.layers.initialisation import draw, initialise
 from megatfm.models import build
 from megatfm.objectives.base import DECODER_ONLY, ENCODER_DECODER, ObjectiveWithAuxiliaryLosses
 from megatfm.ops.cross_entropy import cross_entropy_reference
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.parameters import build_optimizer_groups
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
 from megatfm.parallel.pipeline_stages import prune_to_stages, split_into_stages
@@ -66,16 +66,16 @@ def build_engine(
     mesh = build_mesh(parallel, dist.get_world_size(), "cpu")
     with torch.device("meta"):
         model = build_model(config)
-    optimizers = optimizer_groups(optimizer, model)
+    optimizers = build_optimizer_groups(optimizer, model)
     pipeline = None
     if parallel.pp > 1:
         pipeline = split_into_stages(
             model, parallel.pp_schedule, parallel.pp, parallel.stages_per_rank, lengths=ROW_LENGTHS,
-            at=parallel.pp_split_points, sequence_shards=parallel.tp if parallel.sequence_parallel else 1,
+            pp_split_points=parallel.pp_split_points, sequence_shards=parallel.tp if parallel.sequence_parallel else 1,
         )  # fmt: skip
-    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, context=parallel.cp_method)
+    layout = parallelize(model, mesh, sequence_parallel=parallel.sequence_parallel, cp_method=parallel.cp_method)
     if pipeline is not None:
-        prune_to_stages(model, pipeline.stages_of(mesh.rank("pp")))
+        prune_to_stages(model, pipeline.list_stages(mesh.rank("pp")))
     return NativeEngine(
         model,
         layout,

@@ -145,7 +145,7 @@ def load_and_train(
     """Load into an engine that is elsewhere already, save again at once, and take the two steps."""
     engine = build_engine(UNTIED_MODEL, parallel, optimizer)
     train_steps(engine, 7, 8)
-    state = engine.empty_state_dict(checkpoint.read_names(path))
+    state = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
     checkpoint.load(path, state)
     engine.load_state_dict(state)
     again = checkpoint.save(folder, 3, engine.state_dict(), {})

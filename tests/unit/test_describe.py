@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatfm.commands.models import add_describe_arguments, describe_command
 from megatfm.config import Config, ModelConfig, list_presets, load_config
-from megatfm.cost import TokenCounts, module_cost
+from megatfm.cost import TokenCounts, compute_module_cost
 from megatfm.describe import Description, describe, description
 from megatfm.describe.description import compute_row_cost
 from megatfm.describe.text import to_lines
@@ -25,7 +25,7 @@ from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.objectives import OBJECTIVES, Objective, target_fraction
 from megatfm.ops.attention.kernels import KERNELS
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.parameters import build_optimizer_groups
 from tests.plugins import plugin
 
 VOCABULARY = ["model.vocab_size=4096"]  # what the quickstart's tokenizer has
@@ -216,7 +216,7 @@ ADAMW = ['optimizer={name="adamw", lr=1e-3}']
 def state_bytes(actual: Description) -> int:
     """Bytes of the optimizer's state, tried on ones."""
     n_bytes = 0
-    for group in optimizer_groups(actual.config.optimizer, build(actual.config.model)):
+    for group in build_optimizer_groups(actual.config.optimizer, build(actual.config.model)):
         tensors = {n: torch.ones(actual.shapes[n]) for n in group.names}
         optimizer = TorchOptimizer(group, tensors)
         optimizer.step({n: torch.ones_like(tensor) for n, tensor in tensors.items()}, 1e-3)
@@ -362,7 +362,7 @@ def test_a_network_of_a_plugin_is_counted_and_its_active_parameters_told() -> No
     block = build(model).decoder.layers["0"].ffn
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         block(torch.zeros(1, 7, 24), SequenceMetadata(torch.arange(7)[None]))
-    assert 2 * module_cost(block, TokenCounts(7)).matmul_macs == counter.get_total_flops()
+    assert 2 * compute_module_cost(block, TokenCounts(7)).matmul_macs == counter.get_total_flops()
     actual = describe(config)
     assert actual.parameters - actual.active == 2 * 2 * 24
     assert dict(to_lines(actual))["  active"] == f"{actual.active:,} for each token"
@@ -382,7 +382,7 @@ def test_a_part_that_says_nothing_is_counted_by_its_weights() -> None:
     module = Bottleneck()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(torch.zeros(1, 7, 24))
-    assert 2 * module_cost(module, TokenCounts(7)).matmul_macs == counter.get_total_flops()
+    assert 2 * compute_module_cost(module, TokenCounts(7)).matmul_macs == counter.get_total_flops()
 
 
 def test_another_engine_is_named_with_what_is_not_counted() -> None:

@@ -16,7 +16,7 @@ from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.layers.moe import experts
 from megatfm.models import build
-from megatfm.parallel.layout import replace_forward, transformer_blocks
+from megatfm.parallel.layout import iter_blocks, replace_forward
 from megatfm.train.startup_checks import compute_block_input_bytes
 from tests.support.models import ADAMW, LENGTH, UNTIED_MODEL
 from tests.support.parity import build_engine
@@ -54,7 +54,7 @@ def measure(parallel: ParallelConfig) -> tuple[int, int, int]:
     engine: NativeEngine = build_engine(UNTIED_MODEL, parallel, ADAMW, precision="bf16")
     config, counted = config_of(parallel), count_held_bytes(parallel)
     microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
-    gradients = engine.memory_needed(microbatches, compute_block_input_bytes(config, 2)).gradients
+    gradients = engine.estimate_memory(microbatches, compute_block_input_bytes(config, 2)).gradients
     copy = counted["computed"] if isinstance(engine.data, Replicated) or parallel.zero == 2 else 0
     return counted["stored"] + copy, gradients, counted["optimizer"]
 
@@ -147,7 +147,7 @@ def test_counted_activations_are_those_that_a_real_pass_keeps(name: str, monkeyp
         inputs += x_BTD.nbytes
         return result
 
-    for block in transformer_blocks(model):
+    for block in iter_blocks(model):
         replace_forward(block, partial(of_block, block, block.forward))
     fields = {"encoder_decoder": ("encoder_tokens",), "electra": ("targets", "original")}
     names = ("tokens", *fields.get(config.model.family, ()))

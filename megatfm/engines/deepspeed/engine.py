@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO as an engine: DeepSpeed gathers weights, reduces gradients and runs the optimizer.
 
-As in the native engine are the initial weights, tensor parallelism, the loss over the global batch, the norm (in
-float64, each element once), clipping, skipped steps, float16's loss scale, and checkpoints.
+Initial weights, tensor parallelism, the loss over the global batch, the norm (in float64, each element once),
+clipping, skipped steps, float16's loss scale and checkpoints are those of the native engine.
 """
 
 import math
@@ -28,10 +28,10 @@ from megatfm.engines.deepspeed.internals import (
 )
 from megatfm.engines.deepspeed.library import (
     import_deepspeed,
+    make_ds_config,
     make_mpu,
-    make_settings,
-    parameter_groups,
     require_single_group,
+    split_param_groups,
 )
 from megatfm.engines.deepspeed.partitions import FlatOptimizer
 from megatfm.engines.gradients import clip_gradients
@@ -48,10 +48,10 @@ from megatfm.engines.interface import (
 )
 from megatfm.engines.losses import LossAccumulator, LossScale
 from megatfm.engines.passes import ForwardBackward, GradientSync, LossScaler, Terms
-from megatfm.engines.pipeline import max_block_inputs
+from megatfm.engines.pipeline import count_max_block_inputs
 from megatfm.engines.state import TiedParameters
 from megatfm.errors import UsageError
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 from megatfm.parallel.mesh import PIPELINE, DataAxes
 
 
@@ -68,8 +68,8 @@ class DeepSpeedEngine(BaseEngine):
         self.model, self.precision = setup.model, PRECISIONS[setup.precision]
         self.loss_scale = LossScale() if setup.precision == "fp16" else None
         package = import_deepspeed(setup.device)
-        ds_config, offload_directory = make_settings(config, setup, package)
-        recompute(self.model, transformer_blocks(self.model), config.train.recompute)
+        ds_config, offload_directory = make_ds_config(config, setup, package)
+        recompute(self.model, iter_blocks(self.model), config.train.recompute)
         materialize(self.model, self.precision, self.device, gradients=self.precision.compute_dtype)
         if self.precision.is_mixed:
             cast_inputs(self.model, self.precision.compute_dtype)
@@ -79,7 +79,7 @@ class DeepSpeedEngine(BaseEngine):
             # DeepSpeed checks by its own norm that gradients are finite; without this, some ranks leave them out.
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         ties = TiedParameters(setup.pipeline, mesh)
-        names, options = parameter_groups(group, trained, self.layout, setup.pipeline)
+        names, options = split_param_groups(group, trained, self.layout, setup.pipeline)
         moe_marker = register_experts(self.parameters, self.layout, mesh, self.zero)
         # DeepSpeed prints memory statistics with bf16.
         with ignore_warnings(), allow_fp16_on_cpu(), redirect_stdout(StringIO()):
@@ -213,8 +213,8 @@ class DeepSpeedEngine(BaseEngine):
             if not parameter.requires_grad:
                 self.partitions.set_frozen(parameter, self.local[name])
 
-    def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
-        """See `Engine.memory_needed`. Stages 0 and 1 keep whole gradients; stage 3 gathers a block at a time.
+    def estimate_memory(self, microbatches: int, block_input: int) -> MemoryNeeds:
+        """See `Engine.estimate_memory`. Stages 0 and 1 keep whole gradients; stage 3 gathers a block at a time.
 
         Tensors offloaded to the host count only if the device is the host, those in files never.
         """
@@ -223,8 +223,8 @@ class DeepSpeedEngine(BaseEngine):
         shard = sum(part.size for part in self.partitions.parts.values())
         shard_bytes = shard * self.precision.param_dtype.itemsize
         itemsize = self.precision.compute_dtype.itemsize
-        sizes = [sum(p.numel() for p in block.parameters()) for block in transformer_blocks(self.model)]
-        in_flight = max_block_inputs(self.pipeline, self.mesh.rank(PIPELINE), microbatches, len(sizes))
+        sizes = [sum(p.numel() for p in block.parameters()) for block in iter_blocks(self.model)]
+        in_flight = count_max_block_inputs(self.pipeline, self.mesh.rank(PIPELINE), microbatches, len(sizes))
         return MemoryNeeds(
             gradients=shard_bytes * (not on_host) if self.zero >= 2 else elements * itemsize,
             optimizer_state=0 if on_host or self.offload == "nvme" else MOMENTS * shard_bytes,

@@ -7,7 +7,7 @@ pins; an upgrade begins here. `runtime/…` in comments is a file of DeepSpeed.
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatfm.engines.deepspeed.partitions import Part, Partitions
+from megatfm.engines.deepspeed.partitions import Partition, Partitions
 from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import EXPERT, EXPERT_DATA_AXES, Mesh
 
@@ -93,13 +93,6 @@ def clear_module_stack() -> None:
     _import("runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
 
 
-def provide_operator(builder: Any, load: Callable[[], ModuleType]) -> None:
-    """Give DeepSpeed the compiled module of an operator unless it has one: it would compile it, perhaps again."""
-    is_installed = _import("git_version_info").installed_ops.get(builder.name)
-    if not is_installed and builder.name not in builder._loaded_ops:
-        builder._loaded_ops[builder.name] = load()
-
-
 def install_aio_handle(package: ModuleType, handle: type) -> None:
     """Let DeepSpeed read and write files by a class with the methods of its `aio_handle`, which it would compile."""
     builder = type(package.ops.op_builder.AsyncIOBuilder())
@@ -165,13 +158,13 @@ def build_partitions(
 class UnpartitionedParameters(Partitions):
     """Partitions of stage 0: whole tensors."""
 
-    def _find_part(self, parameter: Any, group: int) -> Part:
-        return Part(parameter, 0, parameter.numel(), 0, group, parameter)
+    def _find_part(self, parameter: Any, group: int) -> Partition:
+        return Partition(parameter, 0, parameter.numel(), 0, group, parameter)
 
     def _has_gradients(self) -> bool:
         return any(self._parameters[name].grad is not None for name in self.parts)
 
-    def _get_gradient(self, parameter: Any, part: Part) -> Tensor:
+    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor:
         gradient: Tensor = parameter.grad.view(-1)
         return gradient
 
@@ -188,17 +181,17 @@ class FlatPartitions(Partitions):
 
     FLAT_TENSORS = "single_partition_of_fp32_groups"
 
-    def _find_part(self, parameter: Any, group: int) -> Part:
+    def _find_part(self, parameter: Any, group: int) -> Partition:
         flat, mapping = getattr(self._optimizer, self.FLAT_TENSORS)[group], parameter._hp_mapping
         if mapping is None:  # other ranks have all of its elements
-            return Part(flat, 0, 0, 0, group, flat)
+            return Partition(flat, 0, 0, 0, group, flat)
         in_parameter, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Part(flat, int(in_flat.start), int(in_flat.numel), int(in_parameter.start), group, flat)
+        return Partition(flat, int(in_flat.start), int(in_flat.numel), int(in_parameter.start), group, flat)
 
     def _has_gradients(self) -> bool:
         return self._optimizer.cpu_offload or _are_complete(self._optimizer.averaged_gradients)
 
-    def _get_gradient(self, parameter: Any, part: Part) -> Tensor:
+    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor:
         if self._optimizer.cpu_offload:
             gradients = part.flat.grad
             return part.flat.new_zeros(part.size) if gradients is None else part.view_in(gradients)
@@ -234,7 +227,7 @@ class Bf16OptimizerPartitions(FlatPartitions):
     def _has_gradients(self) -> bool:
         return any(any(has_gradients) for has_gradients in self._optimizer.fp32_groups_has_gradients)
 
-    def _get_gradient(self, parameter: Any, part: Part) -> Tensor:
+    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor:
         return part.view_in(self._optimizer.fp32_groups_gradient_flat_partition[part.group])
 
     @ignore_warnings()
@@ -253,20 +246,20 @@ class ShardedPartitions(Partitions):
         setattr(engine.optimizer.parameter_offload.param_coordinator, PREFETCH_NVME, False)
         super().__init__(engine, parameters, groups)
 
-    def _find_part(self, parameter: Any, group: int) -> Part:
+    def _find_part(self, parameter: Any, group: int) -> Partition:
         subgroup, start, padded_size = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         rank = torch.distributed.get_rank(parameter.ds_process_group)
         offset = min(rank * padded_size, parameter.ds_numel)
         size = min(padded_size, parameter.ds_numel - offset)
         flat = self._optimizer.fp32_partitioned_groups_flat[subgroup]
-        return Part(flat, int(start), size, offset, group, self._swapped.weights(subgroup))
+        return Partition(flat, int(start), size, offset, group, self._swapped.weights(subgroup))
 
     def _has_gradients(self) -> bool:
         if self._optimizer.offload_optimizer:
             return bool(self._optimizer._offload_boundary_param_ids)
         return _are_complete(self._optimizer.averaged_gradients)
 
-    def _get_gradient(self, parameter: Any, part: Part) -> Tensor:
+    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor:
         gradient: Tensor = getattr(self._optimizer, GRADIENT_PARTITIONS)[parameter.ds_id]
         return gradient.view(-1)[: part.size]
 

@@ -1,9 +1,7 @@
 """Access to the DeepSpeed package, imported on first use without compiling anything; and its settings."""
 
 import importlib
-import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,14 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.cpp_extension import _get_build_directory, _import_module_from_library
 
 from megatfm.config import Config
 from megatfm.config.deepspeed_json import make_deepspeed_json
 from megatfm.engines.deepspeed.internals import (
     ignore_warnings,
     install_aio_handle,
-    provide_operator,
     reset_globals,
 )
 from megatfm.engines.deepspeed.nvme_offload import OffloadDirectory, SyncIOHandle, add_buffers
@@ -28,12 +24,6 @@ from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import DENSE_DATA_AXES, EXPERT, EXPERT_DATA_AXES, PIPELINE, TENSOR, Mesh
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.parallel.process_environment import read_process_environment
-
-COMPILE_QUANTIZER = (
-    "python -c 'from deepspeed.ops.op_builder import QuantizerBuilder as B; B().load()' does it, once, or leave it out"
-)
-
-log = logging.getLogger("megatfm")
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
@@ -73,7 +63,7 @@ def make_mpu(mesh: Mesh) -> SimpleNamespace:
     )
 
 
-def parameter_groups(
+def split_param_groups(
     group: OptimizerGroup,
     trained: Mapping[str, nn.Parameter],
     layout: ModelLayout,
@@ -88,7 +78,7 @@ def parameter_groups(
     """
     _refuse_frozen_ranks(pipeline)
     names, options = [], []
-    for group_names, group_options in group.parameter_groups(trained):
+    for group_names, group_options in group.make_param_groups(trained):
         names_by_kind: dict[tuple[bool, bool, tuple[int, ...]], list[str]] = {}
         for name in group_names:
             holders = pipeline.parameter_ranks[name] if pipeline else ()
@@ -126,46 +116,7 @@ def require_single_group(optimizers: Sequence[OptimizerGroup]) -> OptimizerGroup
     return group
 
 
-@ignore_warnings()
-def load_quantizer(package: ModuleType, device: torch.device, feature: str) -> None:
-    """Load DeepSpeed's operator that quantizes to 8 and 4 bits. Raises UsageError if it can't be loaded.
-
-    feature: the config keys that need it, for the message.
-    """
-    if device.type != "cuda":
-        raise UsageError(f"{feature} on {device.type!r}: its operator needs CUDA: leave it out, or run on GPUs")
-    builder = package.ops.op_builder.QuantizerBuilder()
-    requirement = f"{feature} needs DeepSpeed's operator {builder.name}"
-    provide_operator(builder, lambda: _load_compiled(builder, requirement, COMPILE_QUANTIZER))
-    builder.load(verbose=False)
-
-
-def _load_compiled(builder: Any, requirement: str, way_out: str) -> ModuleType:
-    """Load an operator from the folder of torch's compiled extensions. Raises UsageError if it isn't there."""
-    folder = Path(_get_build_directory(builder.name, verbose=False))
-    library, lock = folder / f"{builder.name}.so", folder / "lock"
-    if lock.exists():
-        raise UsageError(
-            f"{requirement}, and {lock} exists, so it is being compiled: wait for that, or, if nothing compiles here "
-            "(`megatfm doctor` tells), remove that file"
-        )
-    if library.exists():
-        try:
-            module: ModuleType = _import_module_from_library(builder.name, str(folder), True)
-        except ImportError as error:
-            reason = f"{library} can't be loaded ({error}): remove {folder}, and compile it for this torch"
-            raise UsageError(f"{requirement}, but {reason}: {way_out}") from None
-        return module
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
-        raise UsageError(
-            f"{requirement}, which isn't compiled, and there is no compiler: apt-get install g++; {way_out}"
-        )
-    if not builder.is_compatible(verbose=False):
-        raise UsageError(f"{requirement}, which doesn't compile here: `megatfm doctor` tells more; {way_out}")
-    raise UsageError(f"{requirement}, which isn't compiled yet: {way_out}")
-
-
-def make_settings(
+def make_ds_config(
     config: Config, setup: EngineSetup, package: ModuleType
 ) -> tuple[dict[str, Any], OffloadDirectory | None]:
     """Return DeepSpeed's configuration of a run, and a new directory for offloaded state; None if it needs none.
@@ -178,10 +129,6 @@ def make_settings(
             f"deepspeed.zero_hpz_partition_size = {options.zero_hpz_partition_size} doesn't divide the {ranks} ranks "
             "of parallel.dp_shard and parallel.cp: set a number that does"
         )
-    if options.quantized_keys:
-        keys = " and ".join(f"deepspeed.{key}" for key in options.quantized_keys)
-        load_quantizer(package, setup.device, keys)
-        log.warning("%s: %s", keys, options.INEXACT)
     if options.nvme_path and options.offloads_to_nvme:
         install_aio_handle(package, SyncIOHandle)
         folder = OffloadDirectory(Path(options.nvme_path))

@@ -18,11 +18,11 @@ from megatfm.config.deepspeed import NVME_UNSHARDED_ERROR, NVME_UNSHARDED_HINT
 from megatfm.engines.deepspeed.internals import get_min_swapped_bytes
 from megatfm.engines.interface import PRECISIONS, EngineSetup
 from megatfm.errors import MegatfmError, UsageError
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 
-MARK = "megatfm-offload.json"
+MARKER_FILENAME = "megatfm-offload.json"
 """Name of the file that marks a folder as megatfm's; it stays locked as long as the engine lives."""
-CONTENT = b'{"made by": "megatfm, for what DeepSpeed offloads: removed with its run"}\n'
+MARKER_CONTENT = b'{"made by": "megatfm, for what DeepSpeed offloads: removed with its run"}\n'
 STEP_BUFFERS = 4
 """Buffers of an optimizer step: a group's weights and gradients, and up to two tensors of optimizer state."""
 
@@ -51,8 +51,8 @@ class OffloadDirectory:
                 host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
                 _remove_stale(parent, host)
                 self.path = Path(tempfile.mkdtemp(prefix=f"{host}-", dir=parent))
-                (self.path / MARK).write_bytes(CONTENT)
-                self._lock = _lock_mark(self.path)
+                (self.path / MARKER_FILENAME).write_bytes(MARKER_CONTENT)
+                self._lock = _lock_marker(self.path)
         except OSError as error:
             self.remove()
             raise UsageError(
@@ -76,9 +76,9 @@ def _make_user_folder(path: Path) -> Path:
     return parent
 
 
-def _lock_mark(folder: Path) -> IO[bytes]:
-    """Lock the mark of a folder until the returned file is closed, or the process ends. Raises OSError."""
-    file = os.fdopen(os.open(folder / MARK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb+")
+def _lock_marker(folder: Path) -> IO[bytes]:
+    """Lock the marker file of a folder until the returned file is closed, or the process ends. Raises OSError."""
+    file = os.fdopen(os.open(folder / MARKER_FILENAME, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -96,8 +96,8 @@ def _remove_stale(parent: Path, host: str) -> None:
         if not re.fullmatch(rf"{re.escape(host)}-[a-z0-9_]{{8}}", folder.name) or folder.is_symlink():
             continue
         try:
-            with _lock_mark(folder) as mark:
-                if mark.read(len(CONTENT) + 1) == CONTENT:
+            with _lock_marker(folder) as marker:
+                if marker.read(len(MARKER_CONTENT) + 1) == MARKER_CONTENT:
                     rmtree(folder, ignore_errors=True)
         except OSError:  # locked by a living engine, or another user's
             continue
@@ -180,7 +180,7 @@ def add_buffers(derived: dict[str, Any], setup: EngineSetup) -> None:
         in_files = {name for name, size in sizes.items() if size * itemsize >= smallest}
         if any(math.prod(map(setup.mesh.size, setup.layout[name].data_axes.all)) == 1 for name in in_files):
             raise UsageError(f"{NVME_UNSHARDED_ERROR}: {NVME_UNSHARDED_HINT}")
-        offload["buffer_count"] = max(buffers_in_use(setup.model, in_files), offload.get("buffer_count", 0))
+        offload["buffer_count"] = max(count_buffers_in_use(setup.model, in_files), offload.get("buffer_count", 0))
         offload["buffer_size"] = max(max(sizes.values()), offload.get("buffer_size", 0))
 
 
@@ -192,7 +192,7 @@ def _shard_sizes(setup: EngineSetup) -> dict[str, int]:
     }
 
 
-def buffers_in_use(model: nn.Module, in_files: set[str]) -> int:
+def count_buffers_in_use(model: nn.Module, in_files: set[str]) -> int:
     """Return the largest number of weights in files that can be in buffers at once.
 
     These are the weights of one block, of the next one while the last gradients of the first are computed, and all
@@ -203,6 +203,6 @@ def buffers_in_use(model: nn.Module, in_files: set[str]) -> int:
     if not all(parameter.requires_grad for parameter in parameters.values()):
         return max(1, len(in_files))
     swapped = {id(parameters[name]) for name in in_files}
-    in_blocks = [swapped & {id(p) for p in block.parameters()} for block in transformer_blocks(model)]
+    in_blocks = [swapped & {id(p) for p in block.parameters()} for block in iter_blocks(model)]
     outside = swapped.difference(*in_blocks)
     return max(1, len(outside) + sum(sorted(map(len, in_blocks))[-2:]))

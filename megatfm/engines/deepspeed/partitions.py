@@ -19,7 +19,7 @@ from megatfm.errors import MegatfmError
 
 
 @dataclass(frozen=True)
-class Part:
+class Partition:
     """Partition of a parameter that this rank's optimizer updates.
 
     It is elements [start, start + size) of `flat`, a flat tensor of the optimizer, and elements [offset, offset + size)
@@ -91,13 +91,13 @@ class Partitions(ABC):
         }
 
     @abstractmethod
-    def _find_part(self, parameter: Any, group: int) -> Part: ...
+    def _find_part(self, parameter: Any, group: int) -> Partition: ...
 
     @abstractmethod
     def _has_gradients(self) -> bool: ...
 
     @abstractmethod
-    def _get_gradient(self, parameter: Any, part: Part) -> Tensor: ...
+    def _get_gradient(self, parameter: Any, part: Partition) -> Tensor: ...
 
 
 class FlatOptimizer:

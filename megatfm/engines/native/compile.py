@@ -80,7 +80,7 @@ def compile_all(blocks: Iterable[nn.Module], *, autotune: bool, fullgraph: bool 
 
     options: dict[str, Any] = {"mode": "max-autotune-no-cudagraphs"} if autotune else {}
     if async_tp:
-        options = {"options": async_tp_options(autotune)}
+        options = {"options": make_async_tp_options(autotune)}
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     for block in blocks:
         eager = [part for part in block.modules() if not getattr(part, "is_compiled", True)]
@@ -131,7 +131,7 @@ def _open_symmetric_memory(mesh: Mesh) -> None:
         raise MegatfmError(f"GPUs can't read one another's memory here ({reason}): {HOW_TO_DISABLE}") from error
 
 
-def async_tp_options(autotune: bool) -> dict[str, Any]:
+def make_async_tp_options(autotune: bool) -> dict[str, Any]:
     """Return the options of torch.compile for async tensor parallelism."""
     tuning = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if autotune else {}
     return {**tuning, "_micro_pipeline_tp": True, "post_grad_custom_pre_pass": ASYNC_TP_PASS}

@@ -27,7 +27,7 @@ from megatfm.engines.native.compile import CompileOptions, compile_all, make_com
 from megatfm.engines.native.cuda_graphs import GraphCapture, GraphedModel, make_graph_capture
 from megatfm.engines.native.fully_sharded import FullySharded
 from megatfm.engines.native.replicated import Replicated
-from megatfm.engines.native.zero import DataParallel, ZeroOptions, memory_needed, state_size_ratio
+from megatfm.engines.native.zero import DataParallel, ZeroOptions, compute_state_size_ratio, estimate_memory_needs
 from megatfm.engines.passes import (
     ForwardBackward,
     GradientSync,
@@ -37,7 +37,7 @@ from megatfm.engines.passes import (
 )
 from megatfm.engines.pipeline import PipelineForwardBackward
 from megatfm.engines.state import TiedParameters
-from megatfm.parallel.layout import ModelLayout, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import CONTEXT, DataAxes, Mesh
 from megatfm.parallel.pipeline_stages import Pipeline
 
@@ -98,24 +98,24 @@ class NativeEngine(BaseEngine):
         self.precision, self.pipeline = PRECISIONS[precision], pipeline
         self.loss_scale = LossScale() if precision == "fp16" else None
         compiled = options.compile is not None
-        recompute(model, transformer_blocks(model), options.recompute_mode, compiled=compiled)
+        recompute(model, iter_blocks(model), options.recompute_mode, compiled=compiled)
         if options.compile:
             compile_all(
-                transformer_blocks(model),
+                iter_blocks(model),
                 autotune=options.compile.autotune,
                 fullgraph=mesh.size(CONTEXT) == 1 and not options.compile.eager_attention,
                 async_tp=options.compile.async_tp,
             )
         self.data = shard_parameters(model, layout, mesh, self.zero_options, self.precision, device)
         self.local, zero_dims = self.data.local, self.data.zero_dims
-        self.regions = {name: layout[name].local_region(mesh, zero_dims.get(name)) for name in self.local}
+        self.regions = {name: layout[name].compute_local_region(mesh, zero_dims.get(name)) for name in self.local}
         weights = {
             name: ShardedTensor(block, layout[name].shape, self.regions[name][0]) for name, block in self.local.items()
         }
         init_weights(model, layout, weights, seed)
         self.data.sync_weights(frozen=True)
         self.optimizers = make_optimizers(optimizers, weights, layout, mesh, zero_dims)
-        self.state_size = state_size_ratio(optimizers, weights)
+        self.state_size = compute_state_size_ratio(optimizers, weights)
         ties = TiedParameters(pipeline, mesh)
         self._build_state(model, weights, self.optimizers, ties, sharded=self.data.sharded, compiled=compiled)
         # On a CPU there is no device to wait for, and the host can skip the pass that clips gradients.
@@ -152,7 +152,7 @@ class NativeEngine(BaseEngine):
             features = self.passes.features(batches, objective)
         else:
             features = [objective.features(self.model, batch) for batch in batches]
-        return objective.terms_of(self.model, concatenate_features(features)) if features else {}
+        return objective.compute_terms(self.model, concatenate_features(features)) if features else {}
 
     def _finish_passes(self) -> None:
         self.data.reduce()
@@ -222,9 +222,9 @@ class NativeEngine(BaseEngine):
     def _sync_all_weights(self) -> None:
         self.data.sync_weights(frozen=True)
 
-    def memory_needed(self, microbatches: int, block_input: int) -> MemoryNeeds:
-        """See `zero.memory_needed`."""
-        return memory_needed(
+    def estimate_memory(self, microbatches: int, block_input: int) -> MemoryNeeds:
+        """See `zero.estimate_memory_needs`."""
+        return estimate_memory_needs(
             self._model,
             self.state.weights.values(),
             self.precision,

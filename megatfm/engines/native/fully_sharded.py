@@ -21,7 +21,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from megatfm.engines.interface import Precision
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.ops.transfer import align_all
-from megatfm.parallel.layout import ModelLayout, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import DENSE_DATA_AXES, DataAxes, Mesh
 from megatfm.parallel.pipeline_schedule import reduce_gradients
 
@@ -50,7 +50,7 @@ class FullySharded:
         self.sharded = True
         model.to(precision.param_dtype)
         _shard(model, layout, mesh, precision, zero_options)
-        _prefetch(model, zero_options.prefetch_depth(device.type))
+        _prefetch(model, zero_options.get_prefetch_depth(device.type))
         if zero_options.use_group_allocator:
             _allocate_in_groups(model, mesh, device)
         model.to_empty(device=device)
@@ -65,7 +65,7 @@ class FullySharded:
         return self._model
 
     def start_microbatch(self, is_last: bool) -> None:
-        self._root.set_requires_gradient_sync(is_last or self._zero_options.accumulate == "sharded")
+        self._root.set_requires_gradient_sync(is_last or self._zero_options.grad_accumulation == "sharded")
         if self._zero_options.zero == 2:
             self._root.set_reshard_after_backward(is_last)
 
@@ -121,7 +121,7 @@ def _shard(model: nn.Module, layout: ModelLayout, mesh: Mesh, precision: Precisi
     # None: reshard all but the root, whose weights are needed again at once.
     reshard = False if zero_options.zero == 2 else None
     experts = _find_expert_modules(model, layout)
-    for module, data_axes in (*experts, *((m, DENSE_DATA_AXES) for m in (*transformer_blocks(model), model))):
+    for module, data_axes in (*experts, *((m, DENSE_DATA_AXES) for m in (*iter_blocks(model), model))):
         fully_shard(
             module,
             mesh=mesh.fsdp_mesh(data_axes),

@@ -22,7 +22,7 @@ from megatfm.engines.base import cast_inputs, materialize
 from megatfm.engines.interface import Precision
 from megatfm.engines.native.zero import ZeroOptions
 from megatfm.ops.transfer import align, align_all
-from megatfm.parallel.layout import ModelLayout, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import DataAxes, Mesh
 
 BUCKET_ELEMENTS = 2**24
@@ -160,10 +160,8 @@ class Replicated:
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         frozen = {name: p for name, p in self._parameters.items() if name not in trained}
         assigned = self._assign(trained, layout)
-        self._buckets, self._bucket_axes = (
-            [bucket for bucket, _ in assigned],
-            [data_axes for _, data_axes in assigned],
-        )
+        self._buckets = [bucket for bucket, _ in assigned]
+        self._bucket_axes = [data_axes for _, data_axes in assigned]
         self._frozen = self._assign(frozen, layout)
         self._gradients: dict[str, Tensor] = {}
         self._pending_gradients: dict[int, tuple[Tensor, Work]] = {}
@@ -257,7 +255,7 @@ class Replicated:
 
         in_blocks: set[nn.Parameter] = set()
         compiled: set[nn.Module] = set()
-        for block in transformer_blocks(model):
+        for block in iter_blocks(model):
             if block._compiled_call_impl is not None:
                 compiled.update(block.modules())
             else:

@@ -23,8 +23,8 @@ from megatfm.checkpoint import ShardedTensor
 from megatfm.config import ParallelConfig
 from megatfm.engines.interface import MOMENTS, MemoryNeeds, OptimizerGroup, Precision
 from megatfm.engines.passes import GradientSync
-from megatfm.engines.pipeline import max_block_inputs
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.engines.pipeline import count_max_block_inputs
+from megatfm.parallel.layout import iter_blocks
 from megatfm.parallel.mesh import PIPELINE, SHARD, Mesh
 from megatfm.parallel.pipeline_schedule import SPLITS_BACKWARD
 from megatfm.parallel.pipeline_stages import Pipeline
@@ -34,15 +34,16 @@ from megatfm.parallel.pipeline_stages import Pipeline
 class ZeroOptions:
     """Settings of ZeRO.
 
-    zero: the stage. accumulate: gradients of a step's micro-batches; "unsharded": each rank accumulates full gradients,
-    reduced once; "sharded": they are reduced after each micro-batch, so that only shards are kept (stages 2 and 3).
+    zero: the stage. grad_accumulation: gradients of a step's micro-batches; "unsharded": each rank accumulates full
+    gradients, reduced once; "sharded": they are reduced after each micro-batch, so that only shards are kept
+    (stages 2 and 3).
     reduce_dtype: dtype in which gradients are sent and summed over ranks; None: the stored one. prefetch: number of
-    blocks whose weights stages 2 and 3 prefetch; 0: FSDP2's own prefetching; None: see `prefetch_depth`.
+    blocks whose weights stages 2 and 3 prefetch; 0: FSDP2's own prefetching; None: see `get_prefetch_depth`.
     use_group_allocator: the process group allocates communication buffers (stages 2 and 3).
     """
 
     zero: Literal[0, 1, 2, 3] = 3
-    accumulate: Literal["unsharded", "sharded"] = "unsharded"
+    grad_accumulation: Literal["unsharded", "sharded"] = "unsharded"
     reduce_dtype: torch.dtype | None = None
     prefetch: int | None = None
     use_group_allocator: bool = False
@@ -59,7 +60,7 @@ class ZeroOptions:
             parallel.comm_buffers == "process_group",
         )
 
-    def prefetch_depth(self, device_type: str) -> int:
+    def get_prefetch_depth(self, device_type: str) -> int:
         """Return `prefetch`, or its default: 1 on GPUs, 0 on CPUs, where gathering competes with compute for cores."""
         return int(device_type != "cpu") if self.prefetch is None else self.prefetch
 
@@ -90,7 +91,7 @@ class DataParallel(GradientSync, Protocol):
         """Wait for weights in transfer, for which modules otherwise wait when they run."""
 
 
-def state_size_ratio(groups: Iterable[OptimizerGroup], weights: Mapping[str, ShardedTensor]) -> float:
+def compute_state_size_ratio(groups: Iterable[OptimizerGroup], weights: Mapping[str, ShardedTensor]) -> float:
     """Return the size of optimizer state relative to its weight, on average over this rank's trained weights."""
     bytes_of = {name: weights[name].tensor.nbytes for group in groups for name in group.names if name in weights}
     saved_bytes = sum(
@@ -102,7 +103,7 @@ def state_size_ratio(groups: Iterable[OptimizerGroup], weights: Mapping[str, Sha
     return 1 - saved_bytes / max(sum(bytes_of.values()), 1)
 
 
-def memory_needed(
+def estimate_memory_needs(
     model: nn.Module,
     weights: Iterable[ShardedTensor],
     precision: Precision,
@@ -126,20 +127,20 @@ def memory_needed(
     "All" means the weights of this rank's stages, sharded by tensor parallelism. Only the activations that every
     recompute mode keeps are counted: the input of each block, for the micro-batches that a rank holds at a time.
 
-    weights: this rank's blocks. state_size: see `state_size_ratio`. block_input: bytes of a micro-batch between two
-    blocks.
+    weights: this rank's blocks. state_size: see `compute_state_size_ratio`. block_input: bytes of a micro-batch between
+    two blocks.
     """
-    sizes = [sum(p.numel() for p in block.parameters()) for block in transformer_blocks(model)]
+    sizes = [sum(p.numel() for p in block.parameters()) for block in iter_blocks(model)]
     total, in_blocks = sum(p.numel() for p in model.parameters()), sum(sizes)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     local = sum(block.tensor.nbytes for block in weights) * trained // max(total, 1)
-    is_unsharded = pipeline is not None or (microbatches > 1 and zero_options.accumulate == "unsharded")
+    is_unsharded = pipeline is not None or (microbatches > 1 and zero_options.grad_accumulation == "unsharded")
     splits_backward = pipeline is not None and pipeline.schedule in SPLITS_BACKWARD
     gathered = 0
     if zero_options.zero == 2 or (zero_options.zero == 3 and splits_backward):
         gathered = total * precision.compute_dtype.itemsize
     elif zero_options.zero == 3:
-        depth = zero_options.prefetch_depth(mesh.device_mesh.device_type)
+        depth = zero_options.get_prefetch_depth(mesh.device_mesh.device_type)
         gathered_blocks = sum(sorted(sizes)[-1 - depth :])  # the block that runs, and those prefetched
         gathered = (total - in_blocks + gathered_blocks) * precision.compute_dtype.itemsize
     if mesh.size(SHARD) == 1 and not precision.is_mixed:
@@ -148,5 +149,5 @@ def memory_needed(
         gradients=trained * precision.param_dtype.itemsize if zero_options.zero < 2 or is_unsharded else local,
         optimizer_state=int(MOMENTS * local * state_size),
         gathered=gathered,
-        block_inputs=max_block_inputs(pipeline, mesh.rank(PIPELINE), microbatches, len(sizes)) * block_input,
+        block_inputs=count_max_block_inputs(pipeline, mesh.rank(PIPELINE), microbatches, len(sizes)) * block_input,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import DebertaPositionConfig, DebertaV2PositionConfig, ModelConfig, require_variant
-from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.cost import Cost, TokenCounts, sum_costs
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import ATTENTIONS, HeadProjections
 from megatfm.layers.attention.kv_cache import LayerCache
@@ -44,8 +44,8 @@ class _Projections(HeadProjections):
 
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of projecting the tokens and the position table, and of the core."""
-        table = total_cost(self.get_position_projections(), tokens.with_count(self.core.n_rows))
-        return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + table + self.core.cost(tokens)
+        table = sum_costs(self.get_position_projections(), tokens.with_count(self.core.n_rows))
+        return sum_costs((self.wq, self.wk, self.wv, self.wo), tokens) + table + self.core.cost(tokens)
 
     def forward(
         self,

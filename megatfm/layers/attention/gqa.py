@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from megatfm.config import GQAAttentionConfig, ModelConfig, require_variant
-from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.cost import Cost, TokenCounts, sum_costs
 from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention, HeadProjections
 from megatfm.layers.attention.kv_cache import LayerCache, update_cache
 from megatfm.layers.attention.patterns.pattern import AttentionPattern
@@ -60,7 +60,7 @@ class GroupedQueryAttention(HeadProjections):
         attended = tokens.with_count(tokens.encoder_tokens) if self.is_cross_attention else tokens
         key_value_modules = self.wk, self.wv, self.k_norm, *filter(None, [self.wk_norm])
         query_modules = (module for module in self.children() if module not in key_value_modules)
-        return total_cost(query_modules, tokens) + total_cost(key_value_modules, attended)
+        return sum_costs(query_modules, tokens) + sum_costs(key_value_modules, attended)
 
     def forward(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import LinformerAttentionConfig, ModelConfig, require_variant
-from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.cost import Cost, TokenCounts, sum_costs
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import ATTENTIONS, HeadProjections, log_kernel
 from megatfm.layers.attention.gqa import GroupedQueryAttention
@@ -130,7 +130,7 @@ class LinformerAttention(HeadProjections):
         """Return the cost of the projections; each key and value goes into `rank` sums, and each query attends to
         `rank` keys."""
         pairs = 4 * self.rank * tokens.n * self.channels
-        return total_cost((self.wq, self.wk, self.wv, self.wo), tokens) + Cost(
+        return sum_costs((self.wq, self.wk, self.wv, self.wo), tokens) + Cost(
             attention_macs=pairs, visible_attention_macs=pairs
         )
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, PooledAttentionConfig, require_variant
-from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.cost import Cost, TokenCounts, sum_costs
 from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.initialisation import Initialiser, Uniform
@@ -65,7 +65,7 @@ class PooledAttention(nn.Module):
             tokens.with_count(tokens.n * self.stride**2),
             tokens.n * (self.stride / self.pool_k.stride) ** 2,
         )
-        projections = total_cost((self.wq, self.wk, self.wv), input_tokens) + total_cost((self.wo,), tokens)
+        projections = sum_costs((self.wq, self.wk, self.wv), input_tokens) + sum_costs((self.wo,), tokens)
         pairs = self.core.channels * tokens.n * keys
         return projections + Cost(attention_macs=pairs, visible_attention_macs=pairs)
 

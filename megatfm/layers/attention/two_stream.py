@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.cost import Cost, TokenCounts, module_cost, total_cost
+from megatfm.cost import Cost, TokenCounts, compute_module_cost, sum_costs
 from megatfm.layers.attention.patterns.local import require_full
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Initialiser
@@ -146,13 +146,13 @@ class TwoStreamAttention(nn.Module):
         content = content or tokens.n
         width, distances = self.wo.weight.shape[1], 2 * content - 1
         biases = self.content_bias.numel() * 3
-        projection_cost = total_cost((self.wq, self.wo), tokens) + total_cost(
+        projection_cost = sum_costs((self.wq, self.wo), tokens) + sum_costs(
             (self.wk, self.wv), tokens.with_count(content)
         )
         score_macs = width * tokens.n * (2 * content + distances)
         return (
             projection_cost
-            + module_cost(self.wk_position, tokens.with_count(distances))
+            + compute_module_cost(self.wk_position, tokens.with_count(distances))
             + Cost(self.segments.numel() * tokens.n, biases * tokens.n, score_macs, score_macs)
         )
 

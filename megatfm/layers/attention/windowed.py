@@ -13,7 +13,7 @@ from megatfm.config import (
     Windows2dPatternConfig,
     require_variant,
 )
-from megatfm.cost import Cost, TokenCounts, total_cost
+from megatfm.cost import Cost, TokenCounts, sum_costs
 from megatfm.errors import UsageError
 from megatfm.layers.attention.dot_product import ATTENTIONS, DotProductAttention
 from megatfm.layers.attention.kv_cache import LayerCache
@@ -65,7 +65,7 @@ class WindowedAttention(nn.Module):
     def cost(self, tokens: TokenCounts) -> Cost:
         """Return the cost of projections and attention; position biases are computed once for all windows and cost
         little."""
-        return total_cost((self.wq, self.wk, self.wv, self.wo, self.core), tokens)
+        return sum_costs((self.wq, self.wk, self.wv, self.wo, self.core), tokens)
 
     def forward(
         self,

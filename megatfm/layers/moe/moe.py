@@ -92,7 +92,7 @@ def quantise_counts(values_BTE: Tensor, is_token_BT: Tensor) -> Tensor:
     return steps_BTE.masked_fill(~is_token_BT[..., None], 0).sum((0, 1))
 
 
-class RealTokens(nn.Module):
+class NonPaddingMask(nn.Module):
     """Return boolean [B, T], false for padding."""
 
     def forward(self, sequence: SequenceMetadata) -> Tensor:
@@ -110,7 +110,7 @@ class MoE(nn.Module):
     tp_plan = (
         ("", "sequence_parallel"),
         ("router", "sequence_parallel"),
-        ("real", "split_output"),
+        ("non_padding_mask", "split_output"),
         ("row_sums", "sum_tokens_by_row"),
         ("counted", "sum_output"),
         ("total", "sum_output"),
@@ -120,7 +120,7 @@ class MoE(nn.Module):
         super().__init__()
         options = require_variant(config.ffn, MoEConfig, "model.ffn")
         self.options, self.router = options.router, ROUTERS.get(options.router.name)(config, initial)
-        self.real, self.experts = RealTokens(), Experts(config, initial)
+        self.non_padding_mask, self.experts = NonPaddingMask(), Experts(config, initial)
         self.shared = None
         if options.n_shared_experts:
             self.shared = FFN(config.with_changes({"ffn": options.shared_ffn}), initial)
@@ -152,7 +152,7 @@ class MoE(nn.Module):
         return {name: term for name, term in losses.items() if term.weight}
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> BlockOutput:
-        routing, is_token_BT = self.router(x_BTD, sequence), self.real(sequence)
+        routing, is_token_BT = self.router(x_BTD, sequence), self.non_padding_mask(sequence)
         choices_BTK = routing.expert_indices.where(is_token_BT[..., None], len(self.shares))
         shared: list[Tensor] = []
         inputs = x_BTD, routing.expert_weights, choices_BTK, sequence

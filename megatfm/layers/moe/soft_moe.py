@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatfm.config import ModelConfig, require_variant
 from megatfm.config.ffn import SoftMoEConfig
-from megatfm.cost import Cost, TokenCounts, module_cost
+from megatfm.cost import Cost, TokenCounts, compute_module_cost
 from megatfm.layers.feed_forward import FFNS
 from megatfm.layers.initialisation import Initialiser
 from megatfm.layers.moe.experts import Experts
@@ -56,7 +56,7 @@ class SoftMoE(nn.Module):
         mixing = 2.0 * tokens.n * slots * d
         return Cost(
             matmul_macs=tokens.n * slots * d, attention_macs=mixing, visible_attention_macs=mixing
-        ) + module_cost(self.experts, tokens.with_count(slots))
+        ) + compute_module_cost(self.experts, tokens.with_count(slots))
 
     def forward(self, x_BTD: Tensor, sequence: SequenceMetadata) -> Tensor:
         precise = torch.promote_types(x_BTD.dtype, torch.float32)

@@ -38,7 +38,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read files past the page cache, however small they are."""
     monkeypatch.setattr(chunked_io, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(chunked_io, "MIN_DIRECT_BYTES", CHUNK // 2)
-    monkeypatch.setattr(chunked_io, "_in_page_cache", lambda fd, size: False)
+    monkeypatch.setattr(chunked_io, "_is_in_page_cache", lambda fd, size: False)
     monkeypatch.setattr(file_format, "DIRECT_BYTES", 0)
 
 

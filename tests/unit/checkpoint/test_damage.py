@@ -22,8 +22,8 @@ from megatfm.checkpoint import (
     file_format,
     find_latest,
     load,
-    read_names,
     read_state,
+    read_tensor_specs,
     read_tensors,
     save,
 )
@@ -39,7 +39,7 @@ def path(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """Step 2, with a whole step 1 before it."""
     if request.param == "past it":
         monkeypatch.setattr(file_format, "DIRECT_BYTES", 0)
-        monkeypatch.setattr(chunked_io, "_in_page_cache", lambda fd, size: False)
+        monkeypatch.setattr(chunked_io, "_is_in_page_cache", lambda fd, size: False)
     tensors = {"w": torch.arange(24.0).reshape(4, 6), "b": torch.arange(6)}
     save(tmp_path, 1, tensors, {"step": 1})
     return save(tmp_path, 2, tensors, {"step": 2})
@@ -347,7 +347,7 @@ def test_forged_files_are_refused(path: Path, content: bytes) -> None:
 def test_the_store_is_read_without_its_tensors(path: Path) -> None:
     remove(path / SHARD)
     assert read_state(path) == {"step": 2}
-    assert read_names(path) == {"w": (torch.float32, (4, 6)), "b": (torch.int64, (6,))}
+    assert read_tensor_specs(path) == {"w": (torch.float32, (4, 6)), "b": (torch.int64, (6,))}
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_each_piece_is_written_once_by_one_that_holds_it(by_rank: list[dict[str,
     holders = defaultdict(set)
     for rank, shards in enumerate(by_rank):
         for name, shard in shards.items():
-            for region in shard.pieces():
+            for region in shard.list_pieces():
                 holders[name, region].add(rank)
     groups = planned(by_rank)
     written = [(item.name, item.region, rank) for rank in range(len(by_rank)) for item in WritePlan(groups, rank).items]
@@ -227,7 +227,7 @@ def test_a_flat_shard_is_saved_and_read_like_a_box(tmp_path: Path) -> None:
         FlatShardedTensor(block.reshape(-1)[:5], (6, 10), (0, 4), (6, 4), 0),
         FlatShardedTensor(block.reshape(-1)[17:], (6, 10), (0, 4), (6, 4), 17),
     ]
-    pieces = [piece for box in (held, *further) for piece in box.pieces()]
+    pieces = [piece for box in (held, *further) for piece in box.list_pieces()]
     checkpoint.sharded_tensor.check_cover("w", (6, 10), pieces)
 
 

@@ -141,7 +141,7 @@ def test_replicas_are_written_once_and_by_turns(workers: Workers, tmp_path: Path
     path = workers.run(save_hsdp, 4, tmp_path)[0]
     content = metadata.read_metadata(path)
     stored = Counter[str]()
-    for piece in content.pieces_in(content.files):
+    for piece in content.iter_pieces_in(content.files):
         stored[piece.file] += prod(piece.sizes) * piece.dtype.itemsize
     total = 3 * 4096 * 4 + 100 * 8 * 4 + 3 * 4
     assert sum(stored.values()) == total

@@ -17,8 +17,8 @@ from megatfm.checkpoint import (
     chunked_io,
     file_format,
     load,
-    read_names,
     read_state,
+    read_tensor_specs,
     read_tensors,
     save,
     sharded_tensor,
@@ -70,7 +70,7 @@ def test_round_trip_in_place(tmp_path: Path) -> None:
     assert json.dumps(read_state(path)) == json.dumps(state)
     for name, tensor in tensors.items():
         assert same_bits(targets[name], tensor), name
-    assert read_names(path) == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    assert read_tensor_specs(path) == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     check_all_bytes(path)
 
 

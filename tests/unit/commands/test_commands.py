@@ -219,26 +219,6 @@ def test_the_verdict_is_no_where_torch_is_missing(
     assert "Disk" in printed, "what comes after must still be told"
 
 
-def test_a_lock_of_a_build_that_was_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(doctor, "_get_version", lambda package: "0.19.8")
-    answer = (True, "async_io|no|apt-get install libaio-dev")
-    monkeypatch.setattr(doctor, "_run", lambda command, seconds=0.0: answer)
-    assert "build lock" not in findings("DeepSpeed")
-    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    monkeypatch.setattr(doctor, "COMPILERS", set())
-    actual = findings("DeepSpeed")["build lock"]
-    assert not actual.ok
-    assert str(lock) in actual.detail
-    assert actual.advice == f"rm {lock}"
-    assert findings("DeepSpeed")["async_io"].advice == "apt-get install libaio-dev"
-    (lock.parent.parent / "async_io").mkdir()
-    (lock.parent.parent / "async_io/async_io.so").touch()
-    assert findings("DeepSpeed")["async_io"].detail == "compiled (megatfm doesn't need it)"
-
-
 def test_an_old_torch_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, enough in {"2.9.1": False, "2.11.0": True, "3.0": True, "2.13.0+cpu": True}.items():
         monkeypatch.setattr(doctor, "_get_version", lambda name, version=version: version)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from megatfm.config import Config, load_config
 from megatfm.config.deepspeed_json import make_deepspeed_json
+from megatfm.config.key_migrations import migrate
 from megatfm.errors import UsageError
 from megatfm.verify.shrink import shrink
 
@@ -43,9 +44,6 @@ def test_deepspeed_json_follows_from_the_config() -> None:
         "memory_efficient_linear": False,
         "zero_hpz_partition_size": 8,
     }
-    inexact = make_deepspeed_json(config("deepspeed.quantized_weights=true"), "bf16")["zero_optimization"]
-    assert inexact["zero_quantized_weights"] is True
-    assert "zero_quantized_gradients" not in inexact
     added_up = make_deepspeed_json(config("parallel.zero=1"), "bf16")
     assert added_up["bf16"] == {"enabled": True, "immediate_grad_update": True}
     assert "compute_grad_norm" not in added_up["zero_optimization"], "which DeepSpeed would refuse"
@@ -65,9 +63,6 @@ def test_deepspeed_json_follows_from_the_config() -> None:
             ["deepspeed.zero_hpz_partition_size=2", "deepspeed.offload_parameters=cpu"],
             "leave one of them out",
         ),
-        (["deepspeed.quantized_weights=true", "parallel.zero=2"], "set parallel.zero = 3"),
-        (["deepspeed.quantized_gradients=true", "parallel.ep=2"], "set parallel.ep = 1"),
-        (["deepspeed.quantized_weights=true", "train.device=cpu"], "its operator needs CUDA: leave it out"),
         (["optimizer.name=schedule_free_adamw", "lr_schedule.name=constant"], "set parallel.zero = 2"),
         (["train.compile=true"], "set train.compile = false"),
         (["optimizer.name=muon"], "optimizer.name = 'muon', which looks at whole tensors"),
@@ -158,7 +153,7 @@ def test_conflicts_are_refused_by_key(tmp_path: Path) -> None:
     for output in (
         "gradient_clipping = 1.0, but optimizer.max_grad_norm = 0.5",
         "zero_optimization.stage = 3, but parallel.zero = 2",
-        "zero_optimization.zero_quantized_weights = true, but deepspeed.quantized_weights = false",
+        "zero_optimization.zero_quantized_weights: what is sent would be rounded",
         "zero_optimization.zero_hpz_partition_size = 8, but deepspeed.zero_hpz_partition_size = 1",
         "zero_optimization.offload_optimizer.super_offload: Adam's state stays in a process of its own",
         "zero_optimization.offload_optimizer.ratio: a second optimizer",
@@ -273,12 +268,18 @@ def test_float16_s_scale_is_ours_where_it_counts(tmp_path: Path) -> None:
     assert message.startswith("fp16.loss_scale_window = 1000, but the scale starts at 2¹⁶")
 
 
-def test_verify_leaves_out_what_is_inexact_and_says_so() -> None:
-    words = ["deepspeed.quantized_weights=true", "deepspeed.zero_hpz_partition_size=2", "parallel.dp_shard=2"]
-    small, changed = shrink(config(*words))
-    assert small.deepspeed.quantized_keys == []
+def test_verify_keeps_second_copies_of_weights() -> None:
+    small, _ = shrink(config("deepspeed.zero_hpz_partition_size=2", "parallel.dp_shard=2"))
     assert small.deepspeed.zero_hpz_partition_size == 2
-    assert [line for line in changed if "deepspeed" in line and "inexact" in line]
+
+
+def test_stored_configs_of_removed_keys_load_where_they_were_off() -> None:
+    stored = config().model_dump(mode="json")
+    stored["deepspeed"] |= {"quantized_weights": False, "quantized_gradients": False}
+    assert Config.model_validate(migrate(stored)) == config()
+    stored["deepspeed"]["quantized_weights"] = True
+    with pytest.raises(ValidationError, match="quantized_weights"):
+        Config.model_validate(migrate(stored))
 
 
 def test_importing_megatfm_and_training_natively_never_imports_it() -> None:

@@ -214,7 +214,7 @@ KINDS = {
 
 def test_kinds_are_a_cycle_over_depth() -> None:
     config = ModelConfig.from_dotted({**FIVE_LAYERS, **KINDS})
-    assert [config.layer_type_at(depth) for depth in range(5)] == ["wide", "wide", "plain", "wide", "wide"]
+    assert [config.get_layer_type(depth) for depth in range(5)] == ["wide", "wide", "plain", "wide", "wide"]
     assert [config.layer_config(depth).ffn.d_ff for depth in range(5)] == [20, 20, 12, 20, 20]
     wide = config.layer_config(0)
     assert (wide.position.theta, wide.d_model, wide.layer_types) == (500.0, 8, ())
@@ -239,7 +239,7 @@ def test_a_plugin_s_keys_can_differ_one_by_one() -> None:
 def test_without_kinds_all_blocks_are_the_model_s() -> None:
     config = ModelConfig.from_dotted(FIVE_LAYERS)
     assert config.layer_config(3) is config
-    assert config.layer_type_at(3) is None
+    assert config.get_layer_type(3) is None
 
 
 @pytest.mark.parametrize(

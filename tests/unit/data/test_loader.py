@@ -38,6 +38,10 @@ def joined(step: list[Batch]) -> np.ndarray:
     return np.concatenate([batch["tokens"] for batch in step])
 
 
+def padding_row(rows: PackedDataset) -> Batch:
+    return {name: values[0] for name, values in rows.read_rows([None]).items()}
+
+
 def reference(rows: PackedDataset, start: int, n: int) -> np.ndarray:
     return np.stack([rows.read_row(position)["tokens"] for position in range(start, start + n)])
 
@@ -48,7 +52,7 @@ def test_rows_of_one_document_come_without_its_number(rows: PackedDataset, micro
     actual = [batch for step in steps(rows, 6, micro_batch=micro_batch, end_position=45) for batch in step]
     for number, batch in enumerate(actual):
         places = range(number * micro_batch, (number + 1) * micro_batch)
-        expected = np.stack([(rows.read_row(at) if at < 45 else rows.make_padding_row())["documents"] for at in places])
+        expected = np.stack([(rows.read_row(at) if at < 45 else padding_row(rows))["documents"] for at in places])
         assert ("documents" in batch) == bool(expected.any())
         np.testing.assert_array_equal(batch.get("documents", np.zeros_like(expected)), expected)
     assert 0 < sum("documents" in batch for batch in actual) < len(actual)
@@ -59,8 +63,7 @@ def test_the_share_of_padding_is_told(rows: PackedDataset) -> None:
         for first in (0, 8):
             next(loader)
             actual = [
-                (rows.read_row(at) if at < 13 else rows.make_padding_row())["documents"]
-                for at in range(first, first + 8)
+                (rows.read_row(at) if at < 13 else padding_row(rows))["documents"] for at in range(first, first + 8)
             ]
             assert loader.padding == (np.stack(actual) == -1).mean()
     assert loader.padding == 3 / 8
@@ -148,7 +151,7 @@ def test_with_a_stop_every_row_comes_once_and_padding_fills_the_last_step(rows: 
         assert loader.position == -(-n // 8) * 8
         assert list(loader) == []
     np.testing.assert_array_equal(read[:n], reference(rows, 0, n))
-    np.testing.assert_array_equal(read[n:], np.stack([rows.make_padding_row()["tokens"]] * (-n % 8)))
+    np.testing.assert_array_equal(read[n:], np.stack([padding_row(rows)["tokens"]] * (-n % 8)))
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
     again = data_prep.run(config(tmp_path, task_bytes=1024))
     assert again.already_done
     sink = io.StringIO()
-    Console(file=sink, width=200).print(again.table())
+    Console(file=sink, width=200).print(again.to_table())
     for page in ((tmp_path / "out" / "report.html").read_text(), sink.getvalue()):
         assert "30" in page
         assert "token" not in re.sub(r"<dt>tokenizer[^<]*|no tokenizer|sentencepiece|>tokenizers<", "", page)

@@ -17,7 +17,7 @@ from megatfm.config.prep_steps import DecontaminateConfig
 from megatfm.data_prep.dedup import key_table as index_module
 from megatfm.data_prep.dedup.clusters import mark_near_duplicates, spanning_forest
 from megatfm.data_prep.dedup.first_occurrence import group_equal_keys, mark_repeats
-from megatfm.data_prep.dedup.hashing import compute_signatures, ngram_hashes, word_hashes
+from megatfm.data_prep.dedup.hashing import compute_signatures, hash_ngrams, hash_words
 from megatfm.data_prep.dedup.key_table import DedupContext, KeyTable, Partitioning, write_keys
 from megatfm.data_prep.documents import Document, StepStats
 from megatfm.data_prep.execution.executors import StageResult
@@ -192,8 +192,8 @@ def test_rows_are_divided_by_what_there_is() -> None:
     small = Partitioning.fit_memory(10**6, 2**20, 100, 100)
     assert small.chunk_rows * 100 <= 2**20
     assert 10**6 / small.ranges * 100 <= 2**20
-    assert Partitioning.fit_memory(10**9, 2**30, 100, 100).chunks >= index_module.TASKS
-    assert Partitioning.fit_memory(1000, 2**30, 100, 100) == Partitioning(1000, index_module.TASK_ROWS, 1)
+    assert Partitioning.fit_memory(10**9, 2**30, 100, 100).chunks >= index_module.MIN_PARTS
+    assert Partitioning.fit_memory(1000, 2**30, 100, 100) == Partitioning(1000, index_module.PART_ROWS, 1)
 
 
 @pytest.mark.parametrize("memory", [2**20, 2**22])
@@ -292,13 +292,13 @@ def test_words_and_runs_by_definition() -> None:
     ]  # fmt: skip
     alphabet += ["\u200b", "\u00ad", "\u200d", "हि", "न्दी", "م", "ـ", "가", "①", "\ufe0f", "\U00020000", "𝐱"]
     texts = ["".join(rng.choices(alphabet, k=rng.randrange(40))) for _ in range(400)]
-    hashes, offsets = word_hashes(texts)
+    hashes, offsets = hash_words(texts)
     words = [split(text) for text in texts]
     assert np.diff(offsets).tolist() == list(map(len, words))
     flat = [word for item in words for word in item]
     assert len(set(zip(flat, hashes.tolist(), strict=True))) == len(set(flat)) == len(set(hashes.tolist()))
     for length in (1, 2, 5):
-        runs, begins = ngram_hashes(hashes, offsets, length)
+        runs, begins = hash_ngrams(hashes, offsets, length)
         expected = [
             [tuple(word[at : at + length]) for at in range(max(1, len(word) - length + 1))] if word else []
             for word in words

@@ -15,7 +15,7 @@ import pytest
 from datatrove.data import Document as TheirDocument
 
 from megatfm.data_prep.documents import Document
-from megatfm.data_prep.filters.base import filter_names
+from megatfm.data_prep.filters.base import list_filter_names
 from megatfm.data_prep.filters.repetition import _RepeatedNgrams
 from megatfm.errors import UsageError
 from tests.support.prep_files import WORDS, apply_step, build_step, random_pages
@@ -168,17 +168,17 @@ def test_ngrams_by_definition() -> None:
             runs.grow()
             grams = [" ".join(words[at : at + n]) for at in range(len(words) - n + 1)]
             top, times = Counter(grams).most_common(1)[0] if grams else ("", 0)
-            assert runs.top_characters() == len(top) * times
+            assert runs.count_top_characters() == len(top) * times
             repeated = their_repetition.find_all_duplicate(words, n)
-            assert runs.repeated_characters() == repeated
+            assert runs.count_repeated_characters() == repeated
             near = rng.choice((-3, -1, 0, 0.5, 1, 40))
             for step in (limited, _RepeatedNgrams(words)):
-                assert step.top_is_over(n, len(top) * times + near) == (near < 0)
-                assert step.repeated_are_over(n, repeated + near) == (near < 0)
+                assert step.is_top_over(n, len(top) * times + near) == (near < 0)
+                assert step.are_repeated_over(n, repeated + near) == (near < 0)
             over += limited.n < n
         # One limit among loose ones, unless the words of a run overlap and come to more than the text.
         text = " ".join(words)
-        top_over = any(_RepeatedNgrams(words).top_is_over(n, len(text)) for n in (2, 3, 4))
+        top_over = any(_RepeatedNgrams(words).is_top_over(n, len(text)) for n in (2, 3, 4))
         for n in range(5, 11):
             share = their_repetition.find_all_duplicate(words, n) / len(text)
             loose = {
@@ -293,7 +293,7 @@ def test_samples_are_fixed_and_grow() -> None:
 
 def test_every_step_counts_what_went_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("cat sat on mat with that have\n")
-    for name in set(filter_names()) - {
+    for name in set(list_filter_names()) - {
         "metadata_filter",
         "linear_classifier",
         "fasttext",

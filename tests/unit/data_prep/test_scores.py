@@ -15,9 +15,9 @@ import torch
 from megatfm.config.prep import PrepConfig
 from megatfm.config.section import Section
 from megatfm.data_prep.documents import Document, StepStats
-from megatfm.data_prep.execution.config_identity import config_identity
+from megatfm.data_prep.execution.config_identity import identify_config
 from megatfm.data_prep.filters.base import make_filter
-from megatfm.data_prep.filters.classifiers import LinearClassifier, hash_ngrams
+from megatfm.data_prep.filters.classifiers import LinearClassifier, hash_features
 from megatfm.errors import UsageError
 from megatfm.inference.text import open_text_model
 from tests.support.trained_runs import padded_decoder, random_model, tokenizer_model, write_trained_run
@@ -63,7 +63,7 @@ def test_a_linear_classifier_of_ones_own(weights: LinearClassifier, tmp_path: Pa
     for text in good:
         actual = apply(text, **how)
         assert isinstance(actual, Document)
-        (places,) = hash_ngrams([text], weights.ngrams, len(weights.weight))
+        (places,) = hash_features([text], weights.ngrams, len(weights.weight))
         by_hand = 1 / (1 + math.exp(-weights.bias - weights.weight[places].astype(float).mean()))
         assert actual.fields["quality"] == pytest.approx(by_hand, abs=1e-6)
     assert {apply(text, **how) for text in bad} == {"probability_below_min_score"}
@@ -76,8 +76,8 @@ def test_a_linear_classifier_of_ones_own(weights: LinearClassifier, tmp_path: Pa
 
 
 def test_features_are_all_runs_of_words_of_each_text_alone() -> None:
-    alone = [hash_ngrams([text], 3, 2**20)[0] for text in ("One, two three.", "", "two")]
-    for one, again in zip(alone, hash_ngrams(["One, two three.", "", "two"], 3, 2**20), strict=True):
+    alone = [hash_features([text], 3, 2**20)[0] for text in ("One, two three.", "", "two")]
+    for one, again in zip(alone, hash_features(["One, two three.", "", "two"], 3, 2**20), strict=True):
         np.testing.assert_array_equal(one, again)
     assert [len(item) for item in alone] == [3 + 2 + 1, 0, 1]
     assert alone[2][0] in alone[0][:3]
@@ -89,7 +89,7 @@ def test_the_fit_is_a_minimum(weights: LinearClassifier) -> None:
     selected, labels = texts(PROSE, 60, 0) + texts(SPAM, 60, 1), [1.0] * 60 + [-1.0] * 60
     w = torch.tensor(weights.weight, dtype=torch.float64, requires_grad=True)
     b = torch.tensor(weights.bias, dtype=torch.float64, requires_grad=True)
-    logits = torch.stack([w[torch.tensor(feature)].mean() + b for feature in hash_ngrams(selected, 2, 2**12)])
+    logits = torch.stack([w[torch.tensor(feature)].mean() + b for feature in hash_features(selected, 2, 2**12)])
     loss = torch.nn.functional.softplus(-torch.tensor(labels) * logits).mean() + 1e-4 / 2 * (w @ w)
     loss.backward()
     assert max(float(w.grad.abs().max()), float(b.grad.abs())) < 2e-4
@@ -169,7 +169,7 @@ def test_keys_of_a_plugins_step_are_its_own() -> None:
         "name": "mine", "word_tokenizer": "space", "file": "no such file", "run": "r", "files": ["a"], "folder": "f",
     }  # fmt: skip
     values = {"out": "x", "read": {"builtin": "python-stdlib"}, "plugins": ["mine"], "steps": [step]}
-    assert config_identity(PrepConfig.model_validate(values))["steps"] == [step]
+    assert identify_config(PrepConfig.model_validate(values))["steps"] == [step]
 
 
 def test_a_transformer_that_classifies(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_transformer_that_classifies(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no config\.json: folder is that of a model"):
         apply("x", name="classifier", folder=str(tmp_path))
     same, other = (
-        config_identity(PrepConfig.model_validate(values))["steps"]
+        identify_config(PrepConfig.model_validate(values))["steps"]
         for values in (
             {
                 "out": "x",

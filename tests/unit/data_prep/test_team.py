@@ -21,11 +21,11 @@ from megatfm import data_prep
 from megatfm.config import to_toml
 from megatfm.config.prep import PrepConfig
 from megatfm.data_prep.cli import cli
-from megatfm.data_prep.execution.dask import _DaskPreparation, dask_workers
+from megatfm.data_prep.execution.dask import _DaskPreparation, connect_dask_workers
 from megatfm.data_prep.execution.executors import (
     LockExecutor,
-    mpi_rank_from_environment,
-    mpi_world,
+    get_mpi_rank,
+    get_mpi_world,
     parse_task,
     supports_flock,
 )
@@ -144,11 +144,11 @@ def test_a_rank_that_dies_costs_its_part_only(
 @pytest.mark.parametrize("begin", ["OMPI_COMM_WORLD", "PMI"])
 def test_ranks_are_known_from_the_environment(begin: str) -> None:
     names = (f"{begin}_RANK", f"{begin}_SIZE")
-    assert mpi_rank_from_environment(dict(zip(names, ("2", "4"), strict=True))) == (3, 4)
-    assert mpi_rank_from_environment(dict(zip(names, ("0", "1"), strict=True))) is None
-    assert mpi_rank_from_environment({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "2"}) == (2, 2)
-    assert mpi_rank_from_environment({"PMIX_RANK": "0"}) is None
-    assert mpi_rank_from_environment({}) is None
+    assert get_mpi_rank(dict(zip(names, ("2", "4"), strict=True))) == (3, 4)
+    assert get_mpi_rank(dict(zip(names, ("0", "1"), strict=True))) is None
+    assert get_mpi_rank({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "2"}) == (2, 2)
+    assert get_mpi_rank({"PMIX_RANK": "0"}) is None
+    assert get_mpi_rank({}) is None
 
 
 def test_a_part_is_done_by_one_of_many(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_tasks_need_locks(config: Make, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_mpi_that_does_not_match_mpirun_is_named() -> None:
     with pytest.raises(MegatfmError, match="mpi4py sees 1"):
-        mpi_world(2)
+        get_mpi_world(2)
 
 
 # ------------------------------------------------------------------------------------------------------- Dask
@@ -245,7 +245,7 @@ def test_errors_of_a_team_are_those_of_one_process(config: Make, cluster: LocalC
     wrong = config(**DASK_STEPS)
     with pytest.raises(MegatfmError) as alone:
         data_prep.run(wrong)
-    with pytest.raises(MegatfmError) as together, dask_workers(cluster.scheduler_address, wrong) as team:
+    with pytest.raises(MegatfmError) as together, connect_dask_workers(cluster.scheduler_address, wrong) as team:
         data_prep.run(wrong, make_executor=team)
     with Workspace(wrong).lock():
         pass  # as all have left
@@ -268,7 +268,7 @@ def test_workers_make_the_same_and_one_that_dies_is_made_up_for(
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    with dask_workers(cluster.scheduler_address, together) as team:
+    with connect_dask_workers(cluster.scheduler_address, together) as team:
         data_prep.run(together, make_executor=team)
     killer.join(1)
     assert [nanny.pid for nanny in cluster.workers.values()] != pids

@@ -18,7 +18,7 @@ from megatfm import data_prep, tokenizers
 from megatfm.config import load_section
 from megatfm.config.prep import PrepConfig, TokenizerConfig
 from megatfm.corpus.corpus import Corpus
-from megatfm.data_prep.execution.config_identity import config_identity
+from megatfm.data_prep.execution.config_identity import identify_config
 from megatfm.data_prep.fast_encode import CachedWordEncoder, FastEncoder, _Gigatoken
 from megatfm.data_prep.tokenize import make_tokenizer_files, write_tokenizer
 from megatfm.errors import MegatfmError, UsageError
@@ -133,9 +133,9 @@ def brought(config: Make, out: str, place: Path) -> PrepConfig:
 
 def test_settings_that_came_later_leave_old_corpora_as_they_are() -> None:
     """Folders prepared before there were kinds still count as finished."""
-    values = config_identity(load_section(PrepConfig, "quickstart-data"))["tokenizer"]
+    values = identify_config(load_section(PrepConfig, "quickstart-data"))["tokenizer"]
     assert values == {"vocab_size": 4096, "sentinels": 32, "train_bytes": 2**27}
-    values = config_identity(
+    values = identify_config(
         load_section(PrepConfig, "quickstart-data", ["tokenizer.kind=wordpiece", "tokenizer.lowercase=false"])
     )
     assert values["tokenizer"]["kind"] == "wordpiece"

@@ -79,7 +79,7 @@ def check_misaligned_state(path: Path, optimizer: OptimizerSection) -> None:
     """State that lies anywhere, and by columns, is taken over as what a checkpoint filled in place."""
     engine, other = (build_engine(UNTIED_MODEL, ParallelConfig(), optimizer) for _ in range(2))
     for taken in (engine, other):
-        state = taken.empty_state_dict(checkpoint.read_names(path))
+        state = taken.empty_state_dict(checkpoint.read_tensor_specs(path))
         checkpoint.load(path, state)
         if taken is other:
             state = {name: moved(part) for name, part in state.items()}

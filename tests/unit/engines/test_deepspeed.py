@@ -16,63 +16,19 @@ from torch import nn
 
 from megatfm.config import load_config
 from megatfm.config.deepspeed_json import make_deepspeed_json
-from megatfm.engines.deepspeed import library
-from megatfm.engines.deepspeed.library import load_quantizer
+from megatfm.engines.deepspeed import nvme_offload
 from megatfm.engines.deepspeed.nvme_offload import (
-    CONTENT,
-    MARK,
+    MARKER_CONTENT,
+    MARKER_FILENAME,
     OffloadDirectory,
     SyncIOHandle,
     add_buffers,
-    buffers_in_use,
+    count_buffers_in_use,
 )
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.models import build
 from megatfm.parallel.layout import TensorLayout
 from megatfm.parallel.mesh import SHARD
-
-
-class Builder:
-    """As much of DeepSpeed's as is asked for."""
-
-    name = "quantizer"
-
-    def __init__(self, compiles: bool = True) -> None:
-        self.compiles = compiles
-
-    def is_compatible(self, verbose: bool) -> bool:
-        return self.compiles
-
-
-def refusal(builder: Builder) -> str:
-    with pytest.raises(UsageError) as actual:
-        library._load_compiled(builder, "this needs the quantizer", "compile it")
-    assert "\n" not in str(actual.value)
-    return str(actual.value)
-
-
-def test_an_operator_that_can_t_be_had_is_refused_and_never_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(subprocess, "Popen", None)
-    assert "which isn't compiled yet: " in refusal(Builder())
-    assert "compile it" in refusal(Builder())
-    assert "doesn't compile here" in refusal(Builder(compiles=False))
-    (tmp_path / "quantizer/quantizer.so").write_bytes(b"not for this torch")
-    assert f"remove {tmp_path / 'quantizer'}" in refusal(Builder())
-    (tmp_path / "quantizer/lock").touch()
-    assert f"{tmp_path / 'quantizer/lock'} exists, so it is being compiled" in refusal(Builder())
-    (tmp_path / "quantizer/lock").unlink()
-    (tmp_path / "quantizer/quantizer.so").unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "there is no compiler: apt-get install g++" in refusal(Builder())
-
-
-def test_rounding_is_for_gpus() -> None:
-    with pytest.raises(UsageError, match=r"deepspeed.quantized_weights on 'cpu': .*, or run on GPUs"):
-        load_quantizer(library, torch.device("cpu"), "deepspeed.quantized_weights")
-
 
 BASE = ["data.tokenizer=t", "data.train=d", "optimizer.name=adamw", "parallel.engine=deepspeed"]
 DISK = ["deepspeed.nvme_path=/disk", "deepspeed.offload_parameters=nvme", "deepspeed.offload_optimizer=nvme"]
@@ -93,15 +49,15 @@ def test_two_blocks_and_what_is_outside_of_blocks_can_be_in_use() -> None:
     outside = {name for name in names if ".layers." not in name}
     of_one = {name for name in names if ".layers.0." in name}
     assert len(of_one) >= 6
-    assert buffers_in_use(model, names) == len(outside) + 2 * len(of_one) < len(names)
-    assert buffers_in_use(model, outside) == len(outside)
-    assert buffers_in_use(model, set()) == 1
+    assert count_buffers_in_use(model, names) == len(outside) + 2 * len(of_one) < len(names)
+    assert count_buffers_in_use(model, outside) == len(outside)
+    assert count_buffers_in_use(model, set()) == 1
 
 
 def test_all_buffers_serve_a_model_with_frozen_weights() -> None:
     model = model_of()
     next(model.parameters()).requires_grad_(False)
-    assert buffers_in_use(model, matrices(model)) == len(matrices(model))
+    assert count_buffers_in_use(model, matrices(model)) == len(matrices(model))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed")
@@ -117,7 +73,7 @@ def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     place = derived["zero_optimization"]["offload_param"]
     large = {name for name, p in model.named_parameters() if p.numel() * 4 / 2 >= 2**20}
     assert large
-    assert (place["buffer_count"], place["buffer_size"]) == (buffers_in_use(model, large), largest)
+    assert (place["buffer_count"], place["buffer_size"]) == (count_buffers_in_use(model, large), largest)
     assert derived["zero_optimization"]["offload_optimizer"]["buffer_count"] == 4
     mesh.size = lambda axis: 1
     with pytest.raises(UsageError, match="weights that one data rank holds whole"):
@@ -126,7 +82,7 @@ def test_a_json_may_ask_for_more_buffers_and_never_has_fewer() -> None:
     place |= {"buffer_count": 1, "buffer_size": 10 * largest}
     derived["zero_optimization"]["offload_optimizer"]["buffer_count"] = 9
     add_buffers(derived, setup)
-    assert (place["buffer_count"], place["buffer_size"]) == (buffers_in_use(model, large), 10 * largest)
+    assert (place["buffer_count"], place["buffer_size"]) == (count_buffers_in_use(model, large), 10 * largest)
     assert derived["zero_optimization"]["offload_optimizer"]["buffer_count"] == 9
 
 
@@ -230,12 +186,12 @@ def test_only_what_it_made_itself_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "precious").write_text("precious")
     (tmp_path / "megatfm-data/lock").touch()
-    (parent / f"{host}-abcdefgh" / MARK).write_text("{}")
+    (parent / f"{host}-abcdefgh" / MARKER_FILENAME).write_text("{}")
     elsewhere = tmp_path / "elsewhere"
     other = parent / "other.host-abcdefgh"
     for folder in (elsewhere, other):
         folder.mkdir()
-        (folder / MARK).write_bytes(CONTENT)
+        (folder / MARKER_FILENAME).write_bytes(MARKER_CONTENT)
     (parent / f"{host}-bcdefghi").symlink_to(elsewhere)
     before = sorted(tmp_path.rglob("*"))
     OffloadDirectory(tmp_path).remove()
@@ -262,7 +218,7 @@ def test_a_place_that_can_t_be_written_is_named(tmp_path: Path, place: str) -> N
 
 # ------------------------------------------------------------------------------------------------ internals
 
-FOLDER = Path(library.__file__).parent
+FOLDER = Path(nvme_offload.__file__).parent
 
 
 def private_names(source: str) -> list[str]:

@@ -19,7 +19,7 @@ from megatfm.engines.state import ModuleState
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import Constant
 from megatfm.layers.norm import NORMS
-from megatfm.parallel.layout import ModelLayout, transformer_blocks
+from megatfm.parallel.layout import ModelLayout, iter_blocks
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.resilience import compare_replicas
 from megatfm.verify.expected import compute_expected_traffic
@@ -138,7 +138,7 @@ def compare(
         checkpoint.save(folder / str(number), 3, stored, {})
         again = make(config, parallel, ADAMW)
         path = folder / str(number) / "step-00000003"
-        room = again.empty_state_dict(checkpoint.read_names(path))
+        room = again.empty_state_dict(checkpoint.read_tensor_specs(path))
         checkpoint.load(path, room)
         again.load_state_dict(room)
         for name, drift in drifts.items():
@@ -269,7 +269,7 @@ def expected(config: ModelConfig = UNTIED_MODEL) -> dict[str, dict[str, float]]:
     model, batch = one_device(config), global_batch(seed=3)
     outputs = {}
     for path, module in model.named_modules():
-        if module in set(transformer_blocks(model)):
+        if module in set(iter_blocks(model)):
             module.register_forward_hook(lambda _, __, y, path=path: outputs.update({path: y.detach()}))
     _, gradients = one_device_gradients(model, batch)
     actual: dict[str, dict[str, float]] = {}
@@ -321,7 +321,7 @@ def compare_content() -> None:
     config, batch = family_case("xlnet", False)
     model, objective, _ = one_device_reference(config, batch)
     outputs: dict[str, Tensor] = {}
-    inside = set(transformer_blocks(model))
+    inside = set(iter_blocks(model))
     for path, module in model.named_modules():
         if module in inside:
             module.register_forward_hook(lambda _, __, streams, path=path: outputs.update({path: streams[0]}))

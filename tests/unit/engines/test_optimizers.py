@@ -201,8 +201,8 @@ def test_names_that_share_options_share_torch_s_group() -> None:
         lr_ratios={"b": 0.5},
     )
     tensors = {name: torch.zeros(1) for name in "abc"}
-    groups = group.parameter_groups({**tensors, "d": torch.zeros(1)})
+    groups = group.make_param_groups({**tensors, "d": torch.zeros(1)})
     assert [names for names, _ in groups] == [["a"], ["b"], ["c"], ["d"]]
-    same = OptimizerGroup(list("abc"), "elementwise", RowOptimizer).parameter_groups(tensors)
+    same = OptimizerGroup(list("abc"), "elementwise", RowOptimizer).make_param_groups(tensors)
     assert [names for names, _ in same] == [["a", "b", "c"]]
     assert same[0][1]["lr_ratio"] == 1.0

@@ -21,7 +21,7 @@ from megatfm.engines.pipeline import PipelineForwardBackward
 from megatfm.errors import MegatfmError
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 from megatfm.parallel.mesh import PIPELINE
 from tests.support.batches import CAUSAL, PassThroughObjective, family_batch, global_batch
 from tests.support.models import ADAMW, FAMILY_MODELS, UNTIED_MODEL
@@ -234,7 +234,7 @@ def kept_and_repeated(how: str) -> tuple[int, int, int]:
     """Bytes that the forward pass keeps besides weights; weights' products, and all operations in the backward pass."""
     model = build(LLAMA).train()
     initialise(model, 7)
-    activation_checkpointing.recompute(model, transformer_blocks(model), how)
+    activation_checkpointing.recompute(model, iter_blocks(model), how)
     tokens = torch.arange(48).reshape(2, 24) % 64
 
     def forward() -> Tensor:
@@ -277,7 +277,7 @@ def count_products(sequence_parallel: bool, how: str) -> tuple[set[int], int, di
     engine = build_engine(LLAMA, parallel, ADAMW, recomputed=how)
     batch = global_batch(seed=3)
     _, expected = one_device_gradients(one_device(LLAMA), batch)
-    block, counts = next(iter(transformer_blocks(engine.model))), set()
+    block, counts = next(iter(iter_blocks(engine.model))), set()
     original = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -353,7 +353,7 @@ def test_without_gradients_nothing_is_kept_for_later() -> None:
     initialise(model, 7)
     tokens = torch.arange(24)[None] % 64
     expected = model.eval()(tokens).logits
-    activation_checkpointing.recompute(model, transformer_blocks(model), "full")
+    activation_checkpointing.recompute(model, iter_blocks(model), "full")
     assert torch.equal(model(tokens).logits, expected)
     with torch.no_grad():
         assert torch.equal(nn.Module.train(model)(tokens).logits, expected)

@@ -154,7 +154,7 @@ def save_and_load(folder: Path) -> None:
     path = checkpoint.save(folder, 1, engine.state_dict(), {})
     for precision, has_scale in (("fp16", True), ("bf16", False)):
         other = build_engine(UNTIED_MODEL, ParallelConfig(), ADAMW, precision=precision)
-        state = other.empty_state_dict(checkpoint.read_names(path))
+        state = other.empty_state_dict(checkpoint.read_tensor_specs(path))
         checkpoint.load(path, state)
         other.load_state_dict(state)
         if has_scale:

@@ -67,7 +67,7 @@ def load(engine: NativeEngine, path: Path) -> None:
     """Into an engine whose weights are others."""
     for tensor in engine.local.values():
         tensor.fill_(9.0)
-    state = engine.empty_state_dict(checkpoint.read_names(path))
+    state = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
     checkpoint.load(path, state)
     engine.load_state_dict(state)
 

@@ -10,8 +10,8 @@ from megatfm.config import load_config
 from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
 from megatfm.launchers.slurm import Site, SlurmLauncher, load_site
-from megatfm.launchers.validation import explain_layout_error, max_fitting_nodes
-from megatfm.parallel.mesh import axis_sizes
+from megatfm.launchers.validation import explain_layout_error, find_max_fitting_nodes
+from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.train.corpora import make_batch_schedule
 from megatfm.train.startup_checks import fit_layout
 from tests.support.launch_jobs import CLUSTER_FLAGS, FakeSlurm, make_job, run_launch
@@ -208,7 +208,7 @@ def test_validation_says_what_training_would_say(layout: list[str]) -> None:
     fits = []
     for processes in range(1, 33):
         try:
-            sizes = axis_sizes(config.parallel, processes)
+            sizes = compute_axis_sizes(config.parallel, processes)
             for batch in make_batch_schedule(config).batches:
                 check_global_batch(batch, 2, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
@@ -226,7 +226,7 @@ def test_an_elastic_run_is_checked_for_the_nodes_that_it_may_have(layout: list[s
     for processes in range(1, 33):
         try:
             fitted, _ = fit_layout(config, processes)
-            sizes = axis_sizes(fitted.parallel, processes)
+            sizes = compute_axis_sizes(fitted.parallel, processes)
             for batch in make_batch_schedule(fitted).batches:
                 check_global_batch(batch, fitted.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"])
             fits.append(processes)
@@ -238,10 +238,10 @@ def test_an_elastic_run_is_checked_for_the_nodes_that_it_may_have(layout: list[s
 
 def test_the_most_nodes_on_which_it_fits() -> None:
     config = load_config("quickstart", ["train.global_batch=8", "train.micro_batch=1"])
-    assert max_fitting_nodes(config, range(2, 5), 1) == 4
-    assert max_fitting_nodes(config, range(2, 4), 1) == 2, "three do not divide eight"
-    assert max_fitting_nodes(config, range(3, 4), 1) is None
-    assert max_fitting_nodes(config, range(5, 4), 1) is None
+    assert find_max_fitting_nodes(config, range(2, 5), 1) == 4
+    assert find_max_fitting_nodes(config, range(2, 4), 1) == 2, "three do not divide eight"
+    assert find_max_fitting_nodes(config, range(3, 4), 1) is None
+    assert find_max_fitting_nodes(config, range(5, 4), 1) is None
     huge = load_config("quickstart", ["train.global_batch=2147483646", "train.micro_batch=2147483646"])
     assert "(train.micro_batch = 1073741823 would)" in str(explain_layout_error(huge, 2)), "at once"
     assert "is not a multiple of train.micro_batch = 1 on 3 data ranks" in str(explain_layout_error(config, 3))

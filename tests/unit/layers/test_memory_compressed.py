@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
-from megatfm.cost import TokenCounts, module_cost
+from megatfm.cost import TokenCounts, compute_module_cost
 from megatfm.errors import UsageError
 from megatfm.layers.attention.memory_compressed import MemoryCompressedPattern
 from megatfm.layers.attention.patterns.mask import PatternMask
@@ -111,7 +111,7 @@ def test_models_that_compressed_attention_can_not_serve_are_refused(changes: dic
 
 
 def test_memory_compressed_attention_costs_matrices_and_pairs() -> None:
-    cost = module_cost(Block(config_of(4), "decoder").attn, TokenCounts(LENGTH))
+    cost = compute_module_cost(Block(config_of(4), "decoder").attn, TokenCounts(LENGTH))
     assert (
         cost.attention_macs == cost.visible_attention_macs == 2 * WIDTH * MemoryCompressedPattern(4).count_pairs(LENGTH)
     )

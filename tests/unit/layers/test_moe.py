@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
 from megatfm.config import Config, load_config
-from megatfm.cost import TokenCounts, module_cost
+from megatfm.cost import TokenCounts, compute_module_cost
 from megatfm.layers.initialisation import initialise, make_initialiser
 from megatfm.layers.loss_terms import BlockOutput
 from megatfm.layers.moe.moe import MoE
@@ -353,7 +353,7 @@ def test_contradictory_options_of_experts_are_refused(keys: dict[str, Any], outp
 
 def test_a_token_meets_its_experts_and_the_shared_ones() -> None:
     module, one = build_moe(n_shared_experts=2), 3 * D * F_
-    cost = module_cost(module, TokenCounts(5.0))
+    cost = compute_module_cost(module, TokenCounts(5.0))
     assert cost.matmul_macs == 5 * (E * D + 3 * one + 2 * one)
     assert cost.inactive_parameters == (E - 3) * one
 

@@ -21,8 +21,8 @@ from megatfm.layers.initialisation import initialise
 from megatfm.layers.linear import Linear
 from megatfm.layers.output_head import HEADS, SentenceHead
 from megatfm.models import build
-from megatfm.parallel.pipeline_stages import activation_shape
-from megatfm.split_points import live_fields
+from megatfm.parallel.pipeline_stages import compute_activation_shape
+from megatfm.split_points import find_live_fields
 from megatfm.train.resilience import forward_backward_with_replay
 from tests.support.batches import CAUSAL, family_batch, global_batch
 from tests.support.models import ADAMW, FAMILY_MODELS, UNTIED_MODEL
@@ -279,11 +279,11 @@ def test_stages_of_one_split_point_in_turn_are_forward(name: str) -> None:
     points, carry, losses = model.split_points, {}, {}
     assert len({point.name for point in points}) == len(points)
     for i, point in enumerate(points):
-        assert carry.keys() == live_fields(points, i).keys()
+        assert carry.keys() == find_live_fields(points, i).keys()
         output = model.stage({point.name}).forward(**batch, **carry)
-        carry = {name: output.carried()[name] for name in live_fields(points, i + 1)}
-        for name, spec in live_fields(points, i + 1).items():
-            assert carry[name].shape == activation_shape(spec, batch, 1)
+        carry = {name: output.carried()[name] for name in find_live_fields(points, i + 1)}
+        for name, spec in find_live_fields(points, i + 1).items():
+            assert carry[name].shape == compute_activation_shape(spec, batch, 1)
             assert carry[name].dtype == (torch.int64 if spec.d_model is None else torch.float64)
         losses |= output.losses or {}
     expected = model(**batch).losses

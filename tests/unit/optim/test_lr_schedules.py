@@ -26,9 +26,9 @@ from megatfm.engines.optimizers import ElementwiseOptimizer
 from megatfm.errors import UsageError
 from megatfm.ops.keyed_random import BF16_STEPS, hash_elements, stochastic_round
 from megatfm.optim import optimizers
-from megatfm.optim.lr_schedules import schedule_factor
+from megatfm.optim.lr_schedules import compute_schedule_factor
 from megatfm.optim.optimizers import BF16StateAdamW
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.parameters import build_optimizer_groups
 from tests.support.image_models import IMAGE_MODELS, ImageObjective, image_model_batch
 from tests.support.parity import build_engine, microbatches, one_device_reference
 from tests.support.workers import Workers
@@ -38,7 +38,7 @@ SECTION: TypeAdapter[Any] = TypeAdapter(ScheduleConfig)
 
 def factors(steps: int, **config: object) -> list[float]:
     schedule = SECTION.validate_python(config)
-    return [schedule_factor(schedule, step, steps) for step in range(1, steps + 1)]
+    return [compute_schedule_factor(schedule, step, steps) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
@@ -126,7 +126,7 @@ def test_a_longer_wsd_run_shares_the_stable_part() -> None:
 
 def test_an_unknown_schedule_does_not_wait_for_the_end_of_warm_up() -> None:
     with pytest.raises(UsageError, match=r"unknown schedule 'cosin' \(did you mean 'cosine'\?\)"):
-        schedule_factor(PluginSchedule(name="cosin", warmup_steps=5), 1, 10)
+        compute_schedule_factor(PluginSchedule(name="cosin", warmup_steps=5), 1, 10)
 
 
 # ---------------------------------------------------------------------------------------- moments in bfloat16
@@ -238,7 +238,7 @@ def test_the_average_is_its_formula(config: OptimizerSection) -> None:
     model = Plain()
     without = copy.deepcopy(model)
     plain, averaged = (
-        ElementwiseOptimizer(optimizer_groups(c, m)[0], dict(m.named_parameters()))
+        ElementwiseOptimizer(build_optimizer_groups(c, m)[0], dict(m.named_parameters()))
         for c, m in ((config.model_copy(update={"ema_decay": None}), without), (config, model))
     )
     assert averaged.averaged() == {}
@@ -272,7 +272,7 @@ def test_optimizers_that_it_does_not_go_with(config: OptimizerSection, reason: s
     model = Plain()
     model.layers = nn.ModuleList([Plain().linear])
     with pytest.raises(UsageError, match=reason):
-        optimizer_groups(config, model)
+        build_optimizer_groups(config, model)
 
 
 def averages(parallel: ParallelConfig) -> tuple[set[str], float]:
@@ -283,7 +283,7 @@ def averages(parallel: ParallelConfig) -> tuple[set[str], float]:
     plain = torch.optim.AdamW([
         {"params": [p], "weight_decay": group["weight_decay"]}
         for name, p in model.named_parameters()
-        for group in [optimizer_groups(optimizer, model)[0].options[name]]
+        for group in [build_optimizer_groups(optimizer, model)[0].options[name]]
     ], lr=1e-2, betas=(0.9, 0.95))  # fmt: skip
     engine, expected = build_engine(config, parallel, optimizer), dict[str, torch.Tensor]()
     for _ in range(3):

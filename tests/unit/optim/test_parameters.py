@@ -24,8 +24,8 @@ from megatfm.engines.optimizers import TorchOptimizer
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.norm import NORMS
 from megatfm.models import build
-from megatfm.optim.lr_schedules import SCHEDULES, schedule_factor
-from megatfm.optim.parameters import OPTIMIZERS, ParameterInfo, optimizer_groups, parameter_table
+from megatfm.optim.lr_schedules import SCHEDULES, compute_schedule_factor
+from megatfm.optim.parameters import OPTIMIZERS, ParameterInfo, build_optimizer_groups, describe_parameters
 
 SMALL = {"vocab_size": 96, "d_model": 32, "n_layers": 3, "attention.n_heads": 4, "ffn.d_ff": 64}
 ADAMW = AdamWConfig(lr=1e-3)
@@ -37,7 +37,7 @@ def model(**parts: Any) -> nn.Module:
 
 
 def table(config: OptimizerSection = ADAMW, **parts: Any) -> dict[str, ParameterInfo]:
-    return parameter_table(model(**parts), config)
+    return describe_parameters(model(**parts), config)
 
 
 BERT = {
@@ -93,7 +93,7 @@ def test_a_number_for_each_head_is_a_vector_whatever_its_dims() -> None:
             self.slopes, self.roles = nn.Parameter(torch.ones(4, 1, 1)), {"slopes": "vector"}
 
     layer = nn.ModuleDict({"norm": Stacked(), "experts": Experts()})
-    parameters = parameter_table(nn.ModuleDict({"layers": nn.ModuleDict({"0": layer})}), ADAMW)
+    parameters = describe_parameters(nn.ModuleDict({"layers": nn.ModuleDict({"0": layer})}), ADAMW)
     assert {name: info.decays for name, info in parameters.items()} == {
         "layers.0.norm.weight": False,
         "layers.0.experts.weight": True,
@@ -104,11 +104,11 @@ def test_a_number_for_each_head_is_a_vector_whatever_its_dims() -> None:
 
 
 def test_muon_moves_the_blocks_matrices_and_no_others() -> None:
-    groups = optimizer_groups(MuonConfig(lr=1e-3), model(**BERT, **{"position.offset": 0}))
+    groups = build_optimizer_groups(MuonConfig(lr=1e-3), model(**BERT, **{"position.offset": 0}))
     moved = {name for group in groups if group.granularity == "whole_tensor" for name in group.names}
     parts = ("attn.wq", "attn.wk", "attn.wv", "attn.wo", "ffn.w_gate", "ffn.w_up", "ffn.w_down")
     assert moved == {f"encoder.layers.{i}.{part}.weight" for i in range(3) for part in parts}
-    shaw = optimizer_groups(MuonConfig(lr=1e-3), model(**{"position.name": "shaw"}))
+    shaw = build_optimizer_groups(MuonConfig(lr=1e-3), model(**{"position.name": "shaw"}))
     assert not any(name.endswith(("keys", "values")) for name in shaw[0].names), "rows of a table"
 
 
@@ -154,7 +154,7 @@ def test_a_head_with_tables_and_blocks_of_its_own_has_the_full_rate() -> None:
 def test_mup_s_rates_multiply_those_of_the_layers() -> None:
     config = AdamWConfig(lr=1e-3, layer_decay=0.5)
     parts = {"attention.bias": True, "mup": {"base_width": 8}, "embedding.tied": False}
-    (group,) = optimizer_groups(config, model(**parts))
+    (group,) = build_optimizer_groups(config, model(**parts))
     plain = rates(**parts)
     for name, ratio in group.lr_ratios.items():
         hidden = ".layers." in name and name.endswith(".weight") and "norm" not in name
@@ -164,14 +164,14 @@ def test_mup_s_rates_multiply_those_of_the_layers() -> None:
         MegatfmError,
         match=r"there is a learning rate factor for 'nothing', but the model has no such parameter",
     ):
-        parameter_table(model(), ADAMW, {"nothing": 0.5})
+        describe_parameters(model(), ADAMW, {"nothing": 0.5})
 
 
 @pytest.mark.parametrize("name", ["muon", "soap", "adafactor", "lamb"])
 def test_mup_is_refused_where_its_rules_do_not_hold(name: str) -> None:
     config: Any = TypeAdapter(OptimizerConfig).validate_python({"name": name, "lr": 0.01})
     with pytest.raises(UsageError, match=rf"optimizer\.name = '{name}' sizes its updates by the whole tensor"):
-        optimizer_groups(config, model(mup={"base_width": 8}))
+        build_optimizer_groups(config, model(mup={"base_width": 8}))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap", "adafactor", "lamb", "lion", "schedule_free_adamw"])
@@ -186,7 +186,7 @@ def test_every_optimizer_obeys_roles_and_rates(name: str) -> None:
         net = model(**BERT)
         weights = {n: torch.randn(p.shape, generator=generator) for n, p in net.named_parameters()}
         before = {n: weight.clone() for n, weight in weights.items()}
-        for group in optimizer_groups(config, net):
+        for group in build_optimizer_groups(config, net):
             optimizer = TorchOptimizer(group, {n: weights[n] for n in group.names})
             for _ in range(2):  # SOAP only measures at the first
                 towards = {n: torch.randn(w.shape, generator=generator) for n, w in weights.items()}
@@ -209,9 +209,9 @@ def test_an_optimizer_that_forgets_a_parameter_is_found(monkeypatch: pytest.Monk
     ):
         monkeypatch.setitem(OPTIMIZERS._parts, "adamw", fault)
         with pytest.raises(MegatfmError, match=rf"has decoder\.embedding\.tokens\.weight in {count} groups"):
-            optimizer_groups(ADAMW, model())
+            build_optimizer_groups(ADAMW, model())
     with pytest.raises(UsageError, match="unknown optimizer 'nothing'; there are: adafactor, adamw, "):
-        optimizer_groups(ADAMW.model_copy(update={"name": "nothing"}), model())
+        build_optimizer_groups(ADAMW.model_copy(update={"name": "nothing"}), model())
 
 
 CODE = "from megatfm.optim.parameters import OPTIMIZERS; print(*OPTIMIZERS.names())"
@@ -238,7 +238,7 @@ def test_an_optimizer_and_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: p
     config = load_config("quickstart", OVERRIDES)
     try:
         assert describe(config).optimizer_bytes == 4  # imports the plugin
-        (group,) = optimizer_groups(config.optimizer, build(config.model))
+        (group,) = build_optimizer_groups(config.optimizer, build(config.model))
     finally:
         sys.modules.pop("my_optimizers", None)
     shapes = {name: p.shape for name, p in build(config.model).named_parameters()}
@@ -253,6 +253,6 @@ def test_an_optimizer_and_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: p
         first, buffer = by_hand[decays]
         second = first - 0.05 * (0.5 * buffer + 1 + 0.25 * decays * first)
         torch.testing.assert_close(block, torch.full_like(block, second))
-    assert [schedule_factor(config.lr_schedule, step, 10) for step in range(1, 8)] == [
+    assert [compute_schedule_factor(config.lr_schedule, step, 10) for step in range(1, 8)] == [
         0.5, 1, 0.5, 0.5, 0.5, 0.25, 0.25,
     ]  # fmt: skip

@@ -20,9 +20,9 @@ from megatfm.models import build
 from megatfm.objectives import OBJECTIVES
 from megatfm.parallel.context_parallel import (
     ContextParallel,
+    compute_token_indices,
     make_zigzag_predicate,
     split_batch,
-    token_indices,
 )
 from megatfm.parallel.parallelize import check_context_plans
 from megatfm.verify.shrink import draw_batch
@@ -49,7 +49,7 @@ class FakeContextParallel:
     folded: bool
 
     def token_indices(self, length: int) -> list[torch.Tensor]:
-        return [*token_indices(length, self.size, self.folded)]
+        return [*compute_token_indices(length, self.size, self.folded)]
 
 
 class SumOverTokens(torch.nn.Module):
@@ -196,7 +196,7 @@ def test_a_field_that_is_not_one_a_token_is_refused() -> None:
 @pytest.mark.parametrize("folded", [False, True])
 def test_rows_are_dealt_whole_and_evenly(folded: bool) -> None:
     for length, ranks, unit in ((24, 2, 1), (25, 3, 1), (26, 3, 2), (64, 4, 4)):
-        dealt = token_indices(length, ranks, folded, unit)
+        dealt = compute_token_indices(length, ranks, folded, unit)
         assert torch.equal(torch.cat(dealt).sort().values, torch.arange(length))
         sizes = [len(item) for item in dealt]
         assert max(sizes) - min(sizes) <= (1 + folded) * unit
@@ -232,7 +232,7 @@ def test_windows_as_wide_as_the_row_are_dealt_evenly() -> None:
         ]
         is_folded_at = make_zigzag_predicate(model)
         for ranks in (2, 3, 5, 8):
-            pairs = {int((indices + 1).sum()) for indices in token_indices(240, ranks, is_folded_at(240))}
+            pairs = {int((indices + 1).sum()) for indices in compute_token_indices(240, ranks, is_folded_at(240))}
             assert len(pairs) == 1, (section, ranks)
 
 
@@ -240,7 +240,7 @@ def test_a_row_that_is_too_short_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"a row of 3 tokens can't be cut into 4 chunks of at least 1 for parallel\.cp = 2"
     ):
-        token_indices(3, 2, is_zigzag=True)
+        compute_token_indices(3, 2, is_zigzag=True)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_fetched_keys_do_not_grow_with_the_row(pattern: AttentionPattern) -> Non
     """Nor the number of queries that are sent; and every key that a query sees is fetched, or the query is sent."""
     sent = []
     for length in (384, 768):
-        row, dealt = SequenceMetadata(torch.arange(length)[None]), token_indices(length, 4, is_zigzag=False)
+        row, dealt = SequenceMetadata(torch.arange(length)[None]), compute_token_indices(length, 4, is_zigzag=False)
         wide = find_global_queries(pattern.simplify(length), row, dealt)
         fetched = [find_reachable_keys(pattern.simplify(length), row, item) for item in dealt]
         sent.append((len(wide), [len(actual) - length // 4 for actual in fetched]))

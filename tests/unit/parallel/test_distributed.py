@@ -29,7 +29,7 @@ from megatfm.parallel.distributed import (
     init_distributed,
     shutdown,
 )
-from megatfm.parallel.mesh import axis_sizes, build_mesh
+from megatfm.parallel.mesh import build_mesh, compute_axis_sizes
 from megatfm.parallel.process_environment import ProcessEnvironment
 from tests.support.workers import Workers
 
@@ -326,7 +326,7 @@ def test_a_name_server_that_does_not_answer_is_waited_for(monkeypatch: pytest.Mo
     ],
 )
 def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...]) -> None:
-    assert tuple(axis_sizes(config, world).values()) == sizes
+    assert tuple(compute_axis_sizes(config, world).values()) == sizes
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_sizes_of_axes(config: ParallelConfig, world: int, sizes: tuple[int, ...
 )  # fmt: skip
 def test_axes_that_do_not_fit(config: ParallelConfig, world: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        axis_sizes(config, world)
+        compute_axis_sizes(config, world)
     assert str(caught.value).startswith(f"the layout {message}")
 
 

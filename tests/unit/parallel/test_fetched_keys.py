@@ -18,7 +18,7 @@ from megatfm.layers.attention.patterns.local import Chunked, Fixed, Full, Longfo
 from megatfm.layers.attention.patterns.mask import find_global_queries, find_reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.parallel import collectives
-from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_sparse_fetch, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, compute_token_indices, is_sparse_fetch
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, LENGTH, UNTIED_MODEL
 from tests.support.parity import build_engine
@@ -88,7 +88,7 @@ def test_fetched_keys_are_those_that_queries_see(name: str, prefix: int) -> None
         row = rows_of(kind, np.random.default_rng(ranks))
         if prefix:
             row.prefix = (row.positions < prefix) & row.non_padding_mask
-        needed, dealt = needed_by(pattern, row), token_indices(ROW_LENGTH, ranks, folded, unit)
+        needed, dealt = needed_by(pattern, row), compute_token_indices(ROW_LENGTH, ranks, folded, unit)
         narrow = torch.ones(ROW_LENGTH, dtype=torch.bool)
         narrow[find_global_queries(pattern, row, dealt)] = False
         for local in dealt:
@@ -114,7 +114,7 @@ def test_a_fetch_is_sparse_below_half_of_the_other_tokens() -> None:
     """By counting; and what one rank gives another is what that one gets of it."""
     littles = set()
     for kind, ranks, folded in product(KINDS, (2, 3, 5), (False, True)):
-        row, dealt = rows_of(kind, np.random.default_rng(ranks)), token_indices(ROW_LENGTH, ranks, folded)
+        row, dealt = rows_of(kind, np.random.default_rng(ranks)), compute_token_indices(ROW_LENGTH, ranks, folded)
         needed = needed_by(Full(causal=True), row)
         by_rank = [set(needed[at].any(0).nonzero()[:, 0].tolist()) - set(at.tolist()) for at in dealt]
         needs = [find_reachable_keys(Full(causal=True), row, at) for at in dealt]
@@ -140,7 +140,7 @@ def test_planning_a_long_row_asks_for_few_documents(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Window, "key_ranges", lambda *inputs: requested.append(inputs) or real(*inputs))
     length = 4096
     row = SequenceMetadata(torch.arange(length)[None] % 3, torch.arange(length)[None] // 3)
-    find_reachable_keys(Window(2), row, token_indices(length, 8, is_zigzag=True)[3])
+    find_reachable_keys(Window(2), row, compute_token_indices(length, 8, is_zigzag=True)[3])
     assert len(requested) <= 4
 
 

@@ -15,7 +15,7 @@ from megatfm.parallel.layout import Shard, TensorLayout
 from megatfm.parallel.mesh import EXPERT_DATA_AXES, build_mesh
 from megatfm.parallel.parallelize import UNPLANNED, match_styles, parallelize
 from megatfm.parallel.styles import COLWISE, REPLICATED, ROWWISE, SEQUENCE_PARALLEL
-from megatfm.verify.module_cuts import module_cuts
+from megatfm.verify.module_cuts import find_module_cuts
 from tests.support.workers import Workers
 
 # --------------------------------------------------------------------------------------------------- placements
@@ -60,11 +60,11 @@ def test_the_chunks_of_all_ranks_are_those_that_each_rank_computes(zero_dim: int
             mesh = build_mesh(config, 16, "cpu")
             cuts = (Shard("ep", 0, mesh.rank("ep"), 2), Shard("tp", 2, mesh.rank("tp"), 2))
             layout = TensorLayout("w", (6, 5, 4), cuts, data_axes=EXPERT_DATA_AXES)
-            layouts.append(layout.local_region(mesh, zero_dim))
+            layouts.append(layout.compute_local_region(mesh, zero_dim))
             all_chunks.append(
                 (
                     dist.get_process_group_ranks(mesh.flat_group(mesh.shard_axes)),
-                    layout.regions(mesh, zero_dim, mesh.positions(mesh.shard_axes)),
+                    layout.compute_regions(mesh, zero_dim, mesh.positions(mesh.shard_axes)),
                 )
             )
     for ranks, regions in all_chunks:
@@ -169,7 +169,7 @@ def test_a_pattern_matches_segment_by_segment(pattern: str, matched: list[str]) 
 
     model = Matched()
     assert sorted(name for name, style in match_styles(model, complete=False).items() if style == COLWISE) == matched
-    cuts = module_cuts(model, ParallelConfig(tp=2))
+    cuts = find_module_cuts(model, ParallelConfig(tp=2))
     assert sorted(name for name, module_cut in cuts.items() if module_cut.dim == 0) == matched
 
 

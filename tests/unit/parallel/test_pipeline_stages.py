@@ -23,9 +23,9 @@ from megatfm.parallel.pipeline_schedule import (
     FakeStage,
     add_send_recv,
     build_schedule,
+    get_torch_pipeline_order,
     reduce_gradients,
     stage_to_rank,
-    torch_pipeline_order,
 )
 from megatfm.parallel.pipeline_stages import Pipeline, compute_cost, prune_to_stages, split_into_stages
 from tests.plugins import plugin
@@ -97,7 +97,7 @@ def test_a_stage_may_begin_with_any_head_that_costs_something(make: Callable[...
 
 def test_stages_exchange_what_later_ones_read(make: Callable[..., nn.Module]) -> None:
     t5 = make(family="encoder_decoder", n_encoder_layers=2, **{"position.name": "t5"})
-    pipeline = split_into_stages(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, at=[
+    pipeline = split_into_stages(t5, "interleaved", 2, 2, lengths={"tokens": 8, "encoder_tokens": 8}, pp_split_points=[
         "encoder.layers.1", "decoder.layers.2", "head",
     ])  # fmt: skip
     assert [list(stage.inputs) for stage in pipeline.stages] == [
@@ -135,11 +135,11 @@ def test_a_rank_keeps_what_its_stages_use_under_the_same_names(
             model, schedule, 2, 2 if schedule == "zbv" else 1, lengths={"tokens": 8, "encoder_tokens": 8}
         )
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        prune_to_stages(model, pipeline.stages_of(rank))
+        prune_to_stages(model, pipeline.list_stages(rank))
         for name, parameter in model.named_parameters():
             assert parameter.shape == shapes[name]
             ranks_by_name.setdefault(name, []).append(rank)
-        for stage in pipeline.stages_of(rank):
+        for stage in pipeline.list_stages(rank):
             for point in stage.split_points:
                 for path in point.modules:
                     model.get_submodule(path)
@@ -172,7 +172,7 @@ def test_schedules_ask_for_a_stage_s_place(kind: Any) -> None:
     RecordingStage.names.clear()
     at = (0, 3) if kind in KINDS[2:] else (0, 2)
     stages: list[FakeStage] = [RecordingStage(stage_index=i, num_stages=4, group_size=2) for i in at]
-    order = torch_pipeline_order(kind, stages, 4)
+    order = get_torch_pipeline_order(kind, stages, 4)
     assert set(order) == {0, 1}
     assert "num_stages" in RecordingStage.names
     assert RecordingStage.names <= PLACE

@@ -12,7 +12,7 @@ from megatfm.config import load_config
 from megatfm.data.loader import check_global_batch
 from megatfm.errors import UsageError
 from megatfm.models import build
-from megatfm.parallel.mesh import axis_sizes
+from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.parallel.parallelize import _make_tensor_layout, match_styles
 from megatfm.train.build import plan_pipeline_split
 
@@ -33,7 +33,7 @@ def accept(base: Sequence[str], overrides: Sequence[str], processes: int | None)
     config = load_config(base[0], [*base[1:], *overrides])
     parallel = config.parallel
     ranks = parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.tp
-    sizes = axis_sizes(parallel, processes or ranks)
+    sizes = compute_axis_sizes(parallel, processes or ranks)
     check_global_batch(config.train.global_batch, config.train.micro_batch, sizes["dp_replicate"] * sizes["dp_shard"])
     with torch.device("meta"):
         model = build(config.model)

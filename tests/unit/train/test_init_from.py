@@ -209,7 +209,7 @@ def test_random_numbers_after_a_resume_are_those_of_an_uninterrupted_run(tmp_pat
     expected = [draw() for _ in range(3)]
     rng_state.seed_all(4, 0)
     assert draw() not in expected
-    room = rng_state.empty_rng_state_dict(checkpoint.read_names(path), 0, 1, CPU)
+    room = rng_state.empty_rng_state_dict(checkpoint.read_tensor_specs(path), 0, 1, CPU)
     checkpoint.load(path, room)
     rng_state.load_rng_state_dict(room, 0, CPU)
     assert [draw() for _ in range(3)] == expected

@@ -128,7 +128,7 @@ def test_another_precision_is_said_or_refused(was: str, now: str, goes_on: bool)
     if goes_on:
         allowed = resume.check_compatible(resume_point, state(precision=now), [])
         assert allowed == [f"precision: {was} → {now}"]
-        assert resume.changes_that_may_fix_skips(allowed) == allowed
+        assert resume.find_changes_that_may_fix_skips(allowed) == allowed
         return
     with pytest.raises(UsageError, match=r"'fp64', whose .* are float64; those of 'fp32' are float32: continue with"):
         resume.check_compatible(resume_point, state(precision=now), ["model"])
@@ -262,7 +262,7 @@ def corrupt() -> Callable[[Path], None]:
 
 def test_node_local_checkpoints_are_asked_for_as_a_whole() -> None:
     for key, value in (("checkpoint.local_dir", "/local"), ("checkpoint.local_every", 5)):
-        with pytest.raises(ValueError, match="local and local_every go together"):
+        with pytest.raises(ValueError, match="local_dir and local_every go together"):
             Config.model_validate(change(VALUES, key, value))
 
 
@@ -337,7 +337,7 @@ def test_shapes_that_do_not_fit_are_named(
 def test_an_allowance_that_would_fail_is_not_offered(allow: list[str]) -> None:
     resume_point, now = resume.ResumePoint(PATH, state()), state(CHANGES["model"])
     with pytest.raises(UsageError) as caught:
-        resume.check_compatible(resume_point, now, allow, unfit="a is [2] there alone")
+        resume.check_compatible(resume_point, now, allow, shape_mismatch="a is [2] there alone")
     assert str(caught.value) == (
         f"{PATH}: was saved by a run that differs: model.ffn.d_ff: 16 → 32. Its weights don't fit "
         "(a is [2] there alone), and resume.allow can't change that: give the run another name"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.engines.interface import Batch
 from megatfm.errors import NO_PROGRESS, MegatfmError, NoProgressError, UsageError
-from megatfm.parallel.mesh import axis_sizes
+from megatfm.parallel.mesh import compute_axis_sizes
 from megatfm.tracking.run_directory import RunDirectory
 from megatfm.train.resilience import compare_replicas, forward_backward_with_replay
 from megatfm.train.signals import INTERRUPTED, STOP_SIGNALS, StopSignals
@@ -161,7 +161,7 @@ def config(**settings: object) -> Config:
 
 
 def layout(config: Config, world_size: int) -> tuple[dict[str, int], int]:
-    return axis_sizes(config.parallel, world_size), config.train.micro_batch
+    return compute_axis_sizes(config.parallel, world_size), config.train.micro_batch
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])

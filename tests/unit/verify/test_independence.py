@@ -15,7 +15,7 @@ import torch
 import megatfm.layers
 import megatfm.models
 from megatfm.config import Config, load_config
-from megatfm.parallel.context_parallel import make_zigzag_predicate, token_indices
+from megatfm.parallel.context_parallel import compute_token_indices, make_zigzag_predicate
 from megatfm.train.build import build_model, plan_pipeline_split
 from megatfm.verify import expected
 from megatfm.verify.expected_context import ContextShards
@@ -32,7 +32,7 @@ FILES = [
 CHECKED = ("megatfm.parallel", "megatfm.layers", "megatfm.engines.native")
 """Rooms that cause the traffic."""
 THEIRS = {"key_ranges", "find_reachable_keys", "global_queries", "find_global_queries"}
-THEIRS |= {"token_indices", "simplify", "has_uneven_work", "plan_fetch", "fetch_plan"}
+THEIRS |= {"token_indices", "compute_token_indices", "simplify", "has_uneven_work", "plan_fetch", "fetch_plan"}
 """Names by which these rooms say themselves what is sent."""
 
 
@@ -73,7 +73,7 @@ def test_rows_are_dealt_as_the_ranks_deal_them(ranks: int) -> None:
     for length, folded, unit in itertools.product((31, 64), (False, True), (1, 3)):
         actual, reference = (
             assign_tokens(length, ranks, unit, is_zigzag=folded),
-            token_indices(length, ranks, folded, unit),
+            compute_token_indices(length, ranks, folded, unit),
         )
         assert all(np.array_equal(one, other) for one, other in zip(actual, reference, strict=True))
 

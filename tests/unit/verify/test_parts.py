@@ -1,5 +1,7 @@
 """Parts of verify: shrinking, batches, the comparison, the counting of bytes."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ from megatfm.layers.attention.dot_product import DotProductAttention
 from megatfm.models import build
 from megatfm.verify.rank_processes import RankResult
 from megatfm.verify.reference import take_reference_step
-from megatfm.verify.shrink import DOCUMENT_KINDS, draw_batch, shrink
+from megatfm.verify.shrink import Documents, draw_batch, shrink
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from megatfm.verify.verify import compute_gradient_differences
 
@@ -91,7 +93,7 @@ def test_batches_have_documents_and_padding() -> None:
 
 def test_rows_are_filled_with_the_kind_of_documents_that_is_asked_for() -> None:
     small, _ = shrink(config(LLAMA, ParallelConfig(dp_shard=4)))
-    documents = {kind: draw_batch(small, kind)["documents"] for kind in DOCUMENT_KINDS}
+    documents = {kind: draw_batch(small, kind)["documents"] for kind in get_args(Documents)}
     assert (documents["short"].max(1) >= 5).all()
     assert (documents["one"] == 0).all()
     assert (documents["long"].max(1) == 1).all()
@@ -100,7 +102,7 @@ def test_rows_are_filled_with_the_kind_of_documents_that_is_asked_for() -> None:
     mixed = documents["mixed"]
     assert {tuple(row) for row in mixed[1::4].tolist()} == {(0,) * 64}
     assert ((mixed[2::4] == -1).sum(1) > 50).all()
-    assert DOCUMENTS == DOCUMENT_KINDS, "the command says them again, to be quick"
+    assert get_args(Documents) == DOCUMENTS, "the command says them again, to be quick"
 
 
 def answer(blocks: dict[str, tuple[tuple[int, ...], torch.Tensor]]) -> RankResult:
@@ -151,7 +153,7 @@ def count_collectives() -> list[CollectiveTraffic]:
         splits = [[2, 4], [4, 2]][dist.get_rank()]
         dist.all_to_all_single(torch.empty_like(rows), rows, splits, splits)
         torch.ones(3) + 1
-    return traffic.flows()
+    return traffic.list_traffic()
 
 
 def count_coalesced() -> list[CollectiveTraffic]:
@@ -165,7 +167,7 @@ def count_coalesced() -> list[CollectiveTraffic]:
             *ops.reduce_scatter_tensor_coalesced([rows, more], "sum", 2, world.group_name),
         ):
             ops.wait_tensor(one)
-    return traffic.flows()
+    return traffic.list_traffic()
 
 
 def test_tensors_that_go_together_count_as_those_that_go_alone(workers) -> None:
@@ -200,7 +202,7 @@ def test_every_kind_is_kept_and_small() -> None:
     }  # fmt: skip
     small, _ = shrink(load_config("quickstart", [f"{key}={value}" for key, value in options.items()]))
     assert small.model.n_layers == 3
-    assert [small.model.layer_type_at(depth) for depth in range(3)] == ["a", "a", "b"]
+    assert [small.model.get_layer_type(depth) for depth in range(3)] == ["a", "a", "b"]
     b = small.model.layer_config(2)
     assert (b.attention.n_heads, b.attention.kv_heads) == (16, 4)
     assert b.ffn.d_ff < 100

@@ -18,7 +18,7 @@ from megatfm.engines.native.engine import NativeEngine, NativeOptions
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.models import build
-from megatfm.optim.parameters import optimizer_groups
+from megatfm.optim.parameters import build_optimizer_groups
 from megatfm.parallel.mesh import build_mesh
 from megatfm.parallel.parallelize import parallelize
 from tests.support.batches import CAUSAL, global_batch
@@ -83,7 +83,7 @@ def graphed(config: ModelConfig, precision: str, recorder: Taped) -> NativeEngin
     mesh = build_mesh(ParallelConfig(), 1, "cpu")
     with torch.device("meta"):
         model = build(config)
-    groups = optimizer_groups(ADAMW, model)
+    groups = build_optimizer_groups(ADAMW, model)
     return NativeEngine(
         model,
         parallelize(model, mesh, sequence_parallel=True),

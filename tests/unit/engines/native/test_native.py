@@ -267,7 +267,7 @@ def compare(parallel: ParallelConfig, optimizer: OptimizerSection, precision: st
         assert host.loss_scale.value == device.loss_scale.value  # type: ignore[union-attr]
     path = checkpoint.save(folder / f"{optimizer.name}-{precision}", 1, device.state_dict(), {})
     resumed = early(build_engine(TIED_MODEL, parallel, optimizer, precision=precision))
-    state = resumed.empty_state_dict(checkpoint.read_names(path))
+    state = resumed.empty_state_dict(checkpoint.read_tensor_specs(path))
     checkpoint.load(path, state)
     resumed.load_state_dict(state)
     for engine in (host, device, resumed):

@@ -15,7 +15,7 @@ from megatfm.engines.native import replicated
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import Replicated
 from megatfm.engines.native.zero import ZeroOptions
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 from megatfm.verify.traffic import CollectiveTraffic, TrafficCounter
 from tests.support.batches import CAUSAL, global_batch
 from tests.support.models import ADAMW, TIED_MODEL, UNTIED_MODEL
@@ -43,7 +43,7 @@ def one_step(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[Collecti
     data.reduce = note  # type: ignore[method-assign]
     with TrafficCounter({}) as traffic:
         engine.forward_backward(microbatches(engine, global_batch(seed=4)), CAUSAL)
-    return engine.gradients(), traffic.flows(), sent[0]
+    return engine.gradients(), traffic.list_traffic(), sent[0]
 
 
 def compare_overlapped() -> None:
@@ -99,7 +99,7 @@ def compare_arrival() -> None:
         engine = build_engine(model, parallel, ADAMW, precision="fp32")
         data, backward_part = engine.data, []
         assert isinstance(data, Replicated)
-        for block in transformer_blocks(engine.model):
+        for block in iter_blocks(engine.model):
             block.register_forward_pre_hook(lambda *_: backward_part.append(len(data._pending_parameters)))
         arriving = trained(engine)
         first, second = (
@@ -136,7 +136,7 @@ def read_by_hand() -> None:
         engine.forward_backward(microbatches(engine, global_batch(seed=1)), CAUSAL)
         engine.step(1e-2, clip=1.0)
         assert len(data._pending_parameters) == len(data._buckets) > 4
-        attention = list(transformer_blocks(module))[3].attn
+        attention = list(iter_blocks(module))[3].attn
         names = [
             name for name, p in module.named_parameters() if any(p is parameter for parameter in attention.parameters())
         ]
@@ -177,13 +177,13 @@ def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor],
 
     def noted(params: Any, *remaining: Any) -> Any:
         module = params[0]._module_info.module
-        actual.extend(f"g{n}" for n, block in enumerate(transformer_blocks(engine.model)) if module in block.modules())
+        actual.extend(f"g{n}" for n, block in enumerate(iter_blocks(engine.model)) if module in block.modules())
         return gather(params, *remaining)
 
     def runs(what: str) -> Any:
         return lambda *_: actual.append(what)
 
-    for n, block in enumerate(transformer_blocks(engine.model)):
+    for n, block in enumerate(iter_blocks(engine.model)):
         block.register_forward_pre_hook(runs(f"f{n}"))
         # Of a part of it, as nothing says which comes first of several hooks that wait for one gradient.
         block.get_submodule("ffn").register_full_backward_pre_hook(runs(f"b{n}"))
@@ -210,7 +210,7 @@ def list_expected_gathers(ahead: int, by_itself: int) -> Iterator[str]:
 def compare_prefetched(recomputed: str) -> None:
     expected: tuple[dict[str, Tensor], float] | None = None
     assert ParallelConfig().fsdp_prefetch is None
-    assert [ZeroOptions().prefetch_depth(device) for device in ("cpu", "cuda")] == [0, 1]
+    assert [ZeroOptions().get_prefetch_depth(device) for device in ("cpu", "cuda")] == [0, 1]
     for ahead in (0, 1, 2):
         actual, gradients, evaluated = order(ahead, recomputed)
         assert actual == list(list_expected_gathers(ahead, max(ahead, 1))), (ahead, actual)

@@ -10,9 +10,9 @@ from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.engines.interface import MemoryNeeds
 from megatfm.engines.native.engine import NativeEngine
 from megatfm.engines.native.replicated import assign_buckets
-from megatfm.engines.native.zero import max_block_inputs
+from megatfm.engines.native.zero import count_max_block_inputs
 from megatfm.models import build
-from megatfm.parallel.layout import transformer_blocks
+from megatfm.parallel.layout import iter_blocks
 from megatfm.parallel.pipeline_stages import Pipeline
 from megatfm.train.startup_checks import compute_block_input_bytes
 from megatfm.verify.traffic import TrafficCounter
@@ -118,7 +118,7 @@ def reduced(parallel: ParallelConfig) -> tuple[float, int]:
         expected_block = local_block(engine, name, expected[name])
         off += float((gradient - expected_block).square().sum())
         norm += float(expected_block.square().sum())
-    sent = sum(flow.sent_bytes for flow in traffic.flows() if flow.collective in REDUCTIONS)
+    sent = sum(flow.sent_bytes for flow in traffic.list_traffic() if flow.collective in REDUCTIONS)
     return (off / norm) ** 0.5, sent
 
 
@@ -162,7 +162,7 @@ def config(parallel: ParallelConfig, micro_batch: int = MICRO) -> Config:
 def needs(config: Config, engine: NativeEngine) -> MemoryNeeds:
     """As the check before training asks for it."""
     microbatches = config.train.global_batch // (config.train.micro_batch * engine.mesh.data_ranks)
-    return engine.memory_needed(
+    return engine.estimate_memory(
         microbatches, compute_block_input_bytes(config, engine.precision.compute_dtype.itemsize)
     )
 
@@ -179,7 +179,7 @@ def compare_memory() -> None:
         assert one_pass.gradients == (actual["whole gradients"] or actual["gradients"]), zero
         largest = max(
             sum(p.numel() for p in b.parameters())
-            for b in transformer_blocks(build_engine(UNTIED_MODEL, parallel, ADAMW).model)
+            for b in iter_blocks(build_engine(UNTIED_MODEL, parallel, ADAMW).model)
         )
         # Between a forward and a backward pass stage 3 has no block gathered; in a block's pass, one.
         assert output.gathered == (0 if zero < 2 else actual["computed"] + (zero == 3) * 2 * largest), zero
@@ -222,7 +222,7 @@ def test_a_block_more_keeps_its_input_more(workers: Workers) -> None:
 )  # fmt: skip
 def test_a_pipeline_rank_holds_several_microbatches(schedule: str, rank: int, microbatches: int, expected: int) -> None:
     pipeline = Pipeline(schedule, ranks=4, stages_per_rank=1, stages=(), parameter_ranks={})
-    assert max_block_inputs(pipeline, rank, microbatches, n_blocks=3) == 3 * expected
+    assert count_max_block_inputs(pipeline, rank, microbatches, n_blocks=3) == 3 * expected
 
 
 def test_sequence_parallel_ranks_keep_their_part() -> None:
