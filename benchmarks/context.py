@@ -36,7 +36,7 @@ from megatfm.corpus.corpus import Corpus
 from megatfm.layers.attention.patterns.local import Full
 from megatfm.layers.attention.patterns.mask import find_reachable_keys
 from megatfm.layers.sequence import SequenceMetadata
-from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, is_sparse_fetch, token_indices
+from megatfm.parallel.context_parallel import ContextParallel, FetchPlan, compute_token_indices, is_sparse_fetch
 
 # -------------------------------------------------------------------------------------------------- traffic
 
@@ -78,7 +78,7 @@ def draw_row(length: int, mean: int, random: np.random.Generator) -> SequenceMet
 
 def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
     """Count the traffic of a ring, and of the method that context parallelism chooses."""
-    length, dealt = row.length, token_indices(row.length, ranks, is_zigzag=True)
+    length, dealt = row.length, compute_token_indices(row.length, ranks, is_zigzag=True)
     start = time.perf_counter()
     needs = [find_reachable_keys(PATTERN, row, at) for at in dealt]
     if fetches := is_sparse_fetch(dealt, needs):
