@@ -72,8 +72,9 @@ class InputFiles:
         self.bad: list[BadFile] = []
         self.files = list(self._walk_remote(self._remote) if self._remote else self._walk(Path(str(self.root))))
         if not self.files and not self.bad:
+            kind = "images, and no tars of them," if config.format == "images" else "text files"
             raise UsageError(
-                f"{self.root}: no text files here ({self.n_excluded} left out by name): set read.folder to a folder "
+                f"{self.root}: no {kind} here ({self.n_excluded} left out by name): set read.folder to a folder "
                 "that has some, or change read.include and read.exclude"
             )
 

@@ -33,7 +33,8 @@ from megatfm.errors import UsageError
 from megatfm.registry import add_plugin_folders, did_you_mean
 
 CORPUS = "data.corpus"
-"""Shorthand for data.train, data.validation and data.tokenizer of a corpus of `megatfm prep`."""
+"""Shorthand for data.train, data.validation and, for objectives that read text, data.tokenizer of a corpus of `megatfm
+prep`."""
 COMMAND_OF: dict[type[Section], str] = {Config: "train", PrepConfig: "prep"}
 """Config class → the command that takes it."""
 
@@ -46,7 +47,8 @@ def load_config(
     replaced_sections: Mapping[str, Any] | None = None,
 ) -> Config:
     """Load the training config of a file or preset, with `key=value` overrides. Raises UsageError."""
-    return load_section(Config, path_or_preset, overrides, replaced_sections)
+    config = load_section(Config, path_or_preset, overrides, replaced_sections)
+    return config if config.reads_text else _without_corpus_tokenizer(config, overrides)
 
 
 def load_section(
@@ -187,6 +189,14 @@ def _set_corpus(values: dict[str, Any], override: str, folder: str) -> None:
     data["train"] = FromCommandLine(f"{parent}/train")
     data["validation"] = {"validation": FromCommandLine(f"{parent}/validation")}
     data["tokenizer"] = FromCommandLine(folder)
+
+
+def _without_corpus_tokenizer(config: Config, overrides: Sequence[str]) -> Config:
+    """Return the config without the tokenizer that `data.corpus` sets, which a corpus of images may lack."""
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    if CORPUS not in overridden or "data.tokenizer" in overridden:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": None})})
 
 
 def _descend(values: dict[str, Any], parts: Sequence[str], override: str) -> dict[str, Any]:

@@ -59,8 +59,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        reads_text = getattr(self.objective, "reads_text", not isinstance(self.objective, PluginObjective))
-        if self.data.tokenizer is None and reads_text:
+        if self.data.tokenizer is None and self.reads_text:
             raise ValueError("data.tokenizer: field required; for example 'corpora/quickstart/tokenizer.model'")
         family = self.model.family
         if family not in FAMILIES and not self.plugins:
@@ -143,6 +142,11 @@ class Config(Section):
                 f"train.global_batch = {rows} is not a multiple of "
                 f"train.micro_batch = {micro_batch}: the nearest that is one is {nearest}"
             )
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the objective needs a tokenizer; a plugin's says so later."""
+        return getattr(self.objective, "reads_text", not isinstance(self.objective, PluginObjective))
 
     def find_compile_conflict(self) -> str | None:
         """Return why blocks can't be compiled, and what to set instead; None if they can."""

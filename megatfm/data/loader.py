@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
+import numpy.ma  # np.unique would import it at its first call, which fails in two threads at once
 from numpy.typing import NDArray
 
 from megatfm.data.dataset import RowDataset, join_rows

@@ -73,6 +73,11 @@ class ImageToText(Objective):
         self.image_in_text = config.image_placement == "in_text"
         self.image_token = model.connector.image_token_id
         self.prompt_end = config.prompt_end_token_id
+        if self.image_token in (special.bos, special.eos, special.pad):
+            raise UsageError(
+                f"model.connector.image_token_id = {self.image_token} is the tokenizer's begin, end or padding token: "
+                "choose an id that no text has"
+            )
         if self.prompt_end is not None and self.prompt_end in (self.image_token, special.bos):
             raise UsageError(
                 f"objective.prompt_end_token_id = {self.prompt_end} is the image's token or the begin token: choose an "

@@ -32,8 +32,8 @@ class AttentionRequest:
     """Description of one attention call.
 
     scores: number of scores, B · N · T · S. builtin_mask: as in `AttentionMask`. has_dense_bias: a bias of all pairs.
-    has_relative_bias: a bias by distance. compiled: a block is being compiled. is_varlen: the mask is a window within
-    documents, and FlashAttention supports the heads.
+    trains_dense_bias: and it needs a gradient. has_relative_bias: a bias by distance. compiled: a block is being
+    compiled. is_varlen: the mask is a window within documents, and FlashAttention supports the heads.
     """
 
     device: str
@@ -49,6 +49,7 @@ class AttentionRequest:
     compiled: bool = False
     is_varlen: bool = False
     has_relative_bias: bool = False
+    trains_dense_bias: bool = False
 
     @classmethod
     def from_inputs(
@@ -84,6 +85,7 @@ class AttentionRequest:
             compiled,
             is_varlen,
             is_relative(bias),
+            bias is not None and not is_relative(bias) and bias.requires_grad,
         )
 
     @property
@@ -144,8 +146,10 @@ def _has_no_builtin_mask(request: AttentionRequest) -> bool:
 
 
 def _prefers_matmuls(request: AttentionRequest) -> bool:
-    is_bf16_on_cpu = request.device == "cpu" and request.dtype == torch.bfloat16
-    return is_bf16_on_cpu and request.scores <= MATMUL_SCORES and not request.needs_dense_mask
+    """For bfloat16, and for biases that need gradients, with which torch fuses nothing and looks for blind queries."""
+    is_unfused = request.dtype == torch.bfloat16 or request.trains_dense_bias
+    fits = request.scores <= MATMUL_SCORES and not request.needs_dense_mask
+    return request.device == "cpu" and is_unfused and fits
 
 
 def _supports_sdpa(request: AttentionRequest) -> bool:

@@ -125,6 +125,10 @@ def test_one_corpus_is_three_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert quickstart("data.corpus=s3://b/c/").data.train == "s3://b/c/train", "S3 keeps double slashes"
     assert quickstart("data.corpus=/").data.validation == {"validation": "/validation"}
     assert quickstart("data.corpus=a", "data.tokenizer=b").data.tokenizer == f"{tmp_path}/b"
+    images = load_config("quickstart-vision", ["data.corpus=a"]).data
+    assert (images.train, images.tokenizer) == (f"{tmp_path}/a/train", None), "no text is read"
+    assert load_config("quickstart-vision", ["data.corpus=a", "data.tokenizer=b"]).data.tokenizer == f"{tmp_path}/b"
+    assert load_config("clip-b32", ["data.corpus=a"]).data.tokenizer == f"{tmp_path}/a"
     later = "data.mixture_schedule=[{tokens=9,weights={code=1}}]"
     data = quickstart("data.mixture={code={path='c',weight=1}}", "data.train=", later, "data.corpus=a").data
     assert (data.train, data.mixture, data.mixture_schedule) == (f"{tmp_path}/a/train", {}, [])

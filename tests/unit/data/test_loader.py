@@ -2,6 +2,7 @@
 
 import gc
 import json
+import subprocess
 import sys
 import threading
 import traceback
@@ -292,3 +293,10 @@ def test_an_error_of_one_reader_is_raised_by_all(rows: PackedDataset) -> None:
     actual = read_together(rows, 2, 3, global_batch=8, micro_batch=2)
     assert [str(item) for item in actual] == ["at 12"] * 2
     assert any("in failing" in "".join(traceback.format_exception(item)) for item in actual)
+
+
+def test_no_thread_is_the_first_to_import_a_part_of_numpy() -> None:
+    """np.unique imports numpy.ma at its first call; of two threads that do so at once, one recurses without end."""
+    program = "import sys, megatfm.data.loader; print('numpy.ma' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"

@@ -12,7 +12,7 @@ from megatfm.layers.attention.patterns.mask import PatternMask
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.ops.attention import kernels, sdpa
 from megatfm.ops.attention.kernels import AttentionRequest, choose_kernel
-from megatfm.ops.attention.mask import CAUSAL_MASK, AttentionMask, DenseMask
+from megatfm.ops.attention.mask import CAUSAL_MASK, FULL_MASK, AttentionMask, DenseMask
 from megatfm.ops.attention.reference import AttentionOptions, attention_reference
 
 B, N, T, H = 2, 6, 11, 4
@@ -122,3 +122,17 @@ def test_metadata_that_layers_share_is_made_once() -> None:
     layout = SequenceMetadata(torch.arange(3)[None], torch.zeros(1, 3, dtype=torch.int64))
     assert [layout.cached("x", lambda: result.append(1) or len(result)) for _ in range(3)] == [1, 1, 1]
     assert layout.mask(EARLIER) is layout.mask(Full(causal=True))
+
+
+@pytest.mark.parametrize(("trains_bias", "name"), [(True, "products"), (False, "fused")])
+def test_biases_that_are_trained_are_added_to_written_out_scores(trains_bias: bool, name: str) -> None:
+    """On a CPU, as of windows of a map; torch's own way with such a bias also looks for queries that see nothing."""
+    q, k, v = (x.float() for x in heads(N))
+    bias = torch.randn(1, N, T, T, generator=torch.Generator().manual_seed(0)).requires_grad_(trains_bias)
+    kernel = choose_kernel(
+        AttentionRequest.from_inputs(q, k, FULL_MASK, AttentionOptions(), has_dropout=False, bias=bias)
+    )
+    assert kernel.name == name
+    actual = kernel.run(q, k, v, FULL_MASK, bias, AttentionOptions(), None)
+    expected = torch.einsum("bnts,bnsh->bnth", (torch.einsum("bnth,bnsh->bnts", q, k) / H**0.5 + bias).softmax(-1), v)
+    torch.testing.assert_close(actual, expected)
