@@ -64,6 +64,8 @@ def estimate_command(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     check_trust(config, args)
+    for flag in ("calibrate", "html", "write"):
+        _check_new_file(flag, getattr(args, flag))
     args.gpus = (1 if args.calibrate else 8) if args.gpus is None else args.gpus
     if args.calibrate:
         _calibrate(args, config.train.precision)
@@ -93,6 +95,15 @@ def estimate_command(args: argparse.Namespace) -> int:
     return 0 if estimate.fits else 1
 
 
+def _check_new_file(flag: str, path: Path | None) -> None:
+    """Raise UsageError for a file that exists, or whose folder does not, before anything is computed."""
+    if path is not None and path.exists():
+        advice = ", or use it by --hardware" * (flag == "calibrate")
+        raise UsageError(f"--{flag} {path}: the file exists: give another name{advice}")
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"--{flag} {path}: there is no folder {path.parent}: make it, or give another name")
+
+
 def _calibrate(args: argparse.Namespace, precision: str) -> None:
     """Measure this machine, write its description, and set the arguments to use it. Raises UsageError."""
     import torch
@@ -102,8 +113,6 @@ def _calibrate(args: argparse.Namespace, precision: str) -> None:
 
     if args.hardware:
         raise UsageError("--calibrate writes a table and --hardware reads one: give one of them")
-    if args.calibrate.exists():
-        raise UsageError(f"--calibrate {args.calibrate}: the file exists: give another name, or use it by --hardware")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"

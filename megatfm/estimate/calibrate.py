@@ -60,11 +60,11 @@ def measure_device(device: torch.device, precision: str = "fp32") -> dict[str, A
     shapes = matmul_shapes(kind)
     matmuls = clock.fastest([_matmul(shape, dtype, device) for shape in shapes])
     rows = [[*shape, seconds] for shape, seconds in zip(shapes, matmuls, strict=True)]
-    peak = max(2 * m * n * k / seconds for m, n, k, seconds in rows)
     sizes = MOVED_BYTES[kind]
     moves = clock.fastest([_add_in_place(n_bytes, dtype, device) for n_bytes in sizes])
     rate = max(n_bytes / seconds for n_bytes, seconds in zip(sizes, moves, strict=True) if n_bytes > 2**20)
     forward, backward = _attention_rates(clock, dtype, device)
+    peak = max(forward, *(2 * m * n * k / seconds for m, n, k, seconds in rows))
     name = (
         torch.cuda.get_device_name(device)
         if kind == "cuda"

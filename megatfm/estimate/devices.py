@@ -2,10 +2,12 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
@@ -13,7 +15,9 @@ from megatfm.registry import did_you_mean
 GIB = 2**30
 NODE = "here"
 """Name of the calibrated machine, as device and as node."""
-EXAMPLE = 'a table [device.NAME] with the keys of those in megatfm/estimate/devices.toml, or extends = "h100"'
+Share = Annotated[float, Field(gt=0, le=1)]
+Flops = Mapping[Annotated[str, Field(pattern="^(bf16|fp16|fp8|fp32|fp64)$")], PositiveFloat]
+CHECKED = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -29,21 +33,23 @@ class Device:
     additions; operators: time as a multiple of an addition that moves as many bytes.
     """
 
+    __pydantic_config__ = CHECKED
+
     key: str
     name: str
-    memory_gib: float
-    flops: Mapping[str, float]
-    memory_bandwidth: float
-    multiprocessors: int
-    tile: tuple[int, int]
-    matmul_efficiency: float
-    attention_efficiency: float
-    memory_efficiency: float
-    launch_seconds: float
-    host_seconds: float
-    reserved_gib: float
+    memory_gib: PositiveFloat
+    flops: Annotated[Flops, Field(min_length=1)]
+    memory_bandwidth: PositiveFloat
+    multiprocessors: PositiveInt
+    tile: tuple[PositiveInt, PositiveInt]
+    matmul_efficiency: Share
+    attention_efficiency: Share
+    memory_efficiency: Share
+    launch_seconds: PositiveFloat
+    host_seconds: NonNegativeFloat
+    reserved_gib: NonNegativeFloat
     source: str
-    attention_backward: float = 0.85
+    attention_backward: PositiveFloat = 0.85
     compiles: bool = True
     products: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     moves: Sequence[Sequence[float]] = ()
@@ -58,9 +64,10 @@ class Device:
         """Return the dense FLOP/s in a `train.precision`. Raises UsageError for one that the device lacks."""
         key = "fp8" if precision.startswith("fp8") else precision
         if key not in self.flops:
+            measure = f", or measure it so: --calibrate FILE train.precision={key}" * (self.key == NODE)
             raise UsageError(
-                f"train.precision = {precision!r}: {self.name} has no {key} (devices.toml): set "
-                f"train.precision = {'bf16' if 'bf16' in self.flops else next(iter(self.flops))!r}"
+                f"train.precision = {precision!r}: the table of {self.name} has no {key}: set "
+                f"train.precision = {'bf16' if 'bf16' in self.flops else next(iter(self.flops))!r}{measure}"
             )
         return self.flops[key]
 
@@ -70,10 +77,12 @@ class Link:
     """Connection of a GPU to others, in one direction. bandwidth: bytes a second; efficiency: share of it that
     collectives reach; latency: seconds of one step of a ring."""
 
+    __pydantic_config__ = CHECKED
+
     name: str
-    bandwidth: float
-    efficiency: float
-    latency: float
+    bandwidth: PositiveFloat
+    efficiency: Share
+    latency: NonNegativeFloat
 
     @property
     def rate(self) -> float:
@@ -85,11 +94,13 @@ class Link:
 class Node:
     """A machine: its GPUs, the link among them, each GPU's network to other machines, and its share of the disk."""
 
+    __pydantic_config__ = CHECKED
+
     key: str
-    gpus: int
+    gpus: PositiveInt
     within: Link
     between: Link
-    disk_bandwidth: float
+    disk_bandwidth: PositiveFloat
     source: str
 
 
@@ -110,6 +121,9 @@ class Cluster:
         return f"{self.gpus:,} × {self.device.name} on {self.nodes:,} node{'s' * (self.nodes > 1)} of {self.node.gpus}"
 
 
+Section = TypeVar("Section", Device, Node)
+
+
 def load_cluster(
     device: str,
     gpus: int,
@@ -119,19 +133,18 @@ def load_cluster(
 ) -> Cluster:
     """Look up a cluster. hardware: a user's file, whose tables take precedence. Raises UsageError for unknown names."""
     tables = _tables(hardware)
-    if gpus < 1:
-        raise UsageError(f"--gpus {gpus}: choose 1 or more")
-    gpu = _device(tables["device"], device)
-    node = node or tables["default_node"].get(device) or next(iter(tables["node"]))
-    section = _get(tables["node"], node, "--node")
-    try:
-        within, between = Link(**section.pop("within")), Link(**section.pop("between"))
-        machine = Node(key=node, within=within, between=between, **section)
-    except TypeError as error:
-        raise UsageError(f"[node.{node}]: {error}: see megatfm/estimate/devices.toml") from None
+    for flag, number in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
+        if number is not None and number < 1:
+            raise UsageError(f"{flag} {number}: choose 1 or more")
+    devices = tables["device"]
+    section = _section(devices, device, "device", "--device")
+    names = _ancestors(devices, device)
+    default_nodes = (tables["default_node"][name] for name in names if name in tables["default_node"])
+    node = node or next(default_nodes, next(iter(tables["node"])))
+    machine = _read(Node, "node", node, _section(tables["node"], node, "node", "--node"))
     if gpus_per_node:
         machine = replace(machine, gpus=gpus_per_node)
-    return Cluster(gpu, machine, gpus)
+    return Cluster(_read(Device, "device", device, section), machine, gpus)
 
 
 def device_names(hardware: Path | None = None) -> list[str]:
@@ -139,23 +152,46 @@ def device_names(hardware: Path | None = None) -> list[str]:
     return sorted(_tables(hardware)["device"])
 
 
-def _device(table: Mapping[str, Any], key: str) -> Device:
-    section = _get(table, key, "--device")
-    if base := section.pop("extends", None):
-        section = {**_get(table, base, f"[device.{key}] extends"), **section}
+def _section(table: Mapping[str, Any], key: str, kind: str, flag: str) -> dict[str, Any]:
+    """Return a table's section, with the keys of those that it extends. Raises UsageError for an unknown name."""
+    section: dict[str, Any] = {}
+    for name in _ancestors(table, key):
+        if name not in table:
+            where = flag if name == key else f"[{kind}.{key}] extends ="
+            raise UsageError(
+                f"{where} {name!r}: unknown{did_you_mean(name, table)}; known: {', '.join(sorted(table))}; "
+                "add others by a file of your own (--hardware)"
+            )
+        section = {**table[name], **section}
+    section.pop("extends", None)
+    return section
+
+
+def _ancestors(table: Mapping[str, Any], key: str) -> list[str]:
+    """Return a section's name, then those of the sections that it extends. Raises UsageError for a circle."""
+    names = [key]
+    while base := table.get(names[-1], {}).get("extends"):
+        if base in names:
+            raise UsageError(f"{key!r} extends itself ({' → '.join([*names, base])}): name another section")
+        names.append(str(base))
+    return names
+
+
+def _read(cls: type[Section], kind: str, key: str, section: Mapping[str, Any]) -> Section:
+    """Make a device or node of a section. Raises UsageError for an unknown or missing key, and for a wrong value."""
     try:
-        return Device(key=key, **{**section, "tile": tuple(section.get("tile", ()))})
-    except TypeError as error:
-        raise UsageError(f"[device.{key}]: {error}: give {EXAMPLE}") from None
-
-
-def _get(table: Mapping[str, Any], key: str, flag: str) -> dict[str, Any]:
-    if key not in table:
-        raise UsageError(
-            f"{flag} {key!r}: unknown{did_you_mean(key, table)}; known: {', '.join(sorted(table))}; "
-            "add others by a file of your own (--hardware)"
-        )
-    return dict(table[key])
+        return TypeAdapter(cls).validate_python({**section, "key": key})
+    except ValidationError as error:
+        first, where = error.errors()[0], f"[{kind}.{key}]"
+        path = ".".join(map(str, first["loc"]))
+        if first["type"] == "unexpected_keyword_argument":
+            known = [f.name for f in fields(cls)]
+            raise UsageError(f"{where} {path}: unknown key{did_you_mean(path, known)}") from None
+        if first["type"] == "missing":
+            missing = ", ".join(".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "missing")
+            example = "h100" if cls is Device else "dgx-h100"
+            raise UsageError(f'{where} lacks {missing}: give them, or extends = "{example}"') from None
+        raise UsageError(f"{where} {path} = {first['input']!r}: {first['msg']}") from None
 
 
 def _tables(hardware: Path | None) -> dict[str, dict[str, Any]]:
@@ -169,4 +205,9 @@ def _tables(hardware: Path | None) -> dict[str, dict[str, Any]]:
         raise UsageError(f"--hardware {hardware}: can't be read: {error}") from None
     if unknown := sorted(set(added) - set(tables)):
         raise UsageError(f"--hardware {hardware}: no table {unknown[0]!r}: there are {', '.join(sorted(tables))}")
+    for kind, table in added.items():
+        entry = str if kind == "default_node" else dict
+        if not isinstance(table, dict) or not all(isinstance(value, entry) for value in table.values()):
+            form = '[default_node] with lines DEVICE = "NODE"' if entry is str else f"a table [{kind}.NAME]"
+            raise UsageError(f"--hardware {hardware}: {kind!r} is not {form}: see megatfm/estimate/devices.toml")
     return {name: {**table, **added.get(name, {})} for name, table in tables.items()}

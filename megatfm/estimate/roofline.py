@@ -1,7 +1,8 @@
 """Time of operators on a device: a roofline (Williams et al. 2009) of matmuls, attention and memory-bound operators.
 
 The rate of a matmul depends on its shape: partly filled tiles, and a last wave with idle multiprocessors, take as long
-as full ones. Compiled code reads and writes a region of elementwise operators once.
+as full ones. Matmuls with fewer tiles than multiprocessors split K. Compiled code reads and writes a region of
+elementwise operators once.
 """
 
 import math
@@ -17,6 +18,10 @@ SMALLER_TILES = ((1, 1.0), (2, 0.8), (4, 0.55))
 """Divisors of a device's tile, and the share of the peak rate that tiles of this size reach."""
 NEIGHBOURS = 12
 """Measured matmuls from which the rate of another shape is interpolated."""
+MIN_SLICE = 256
+"""Least K of a slice of split-K: shorter ones don't hide a tile's start and end (assumed)."""
+PARTIAL_BYTES = 8
+"""Bytes by which a slice's float32 result of an element is written and read."""
 KERNELS_PER_REGION = 1.5
 """Average number of kernels in a compiled region."""
 
@@ -107,10 +112,24 @@ def matmul_seconds(device: Device, operator: Operator, fp8: bool = False) -> flo
         rows, columns = device.tile[0] // divisor, device.tile[1] // divisor
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         at_once = device.multiprocessors * divisor**2
-        computed = math.ceil(tiles / at_once) * at_once * rows * columns * 2 * k
-        best = min(best, computed / (peak * share))
+        wave = at_once * rows * columns * 2 * k / (peak * share)
+        slices = min(at_once // tiles, k // MIN_SLICE)
+        best = min(best, math.ceil(tiles / at_once) * wave, _split_k_seconds(device, wave, batch * m * n, slices))
     bound = operator.moved_bytes / (device.memory_bandwidth * device.memory_efficiency)
     return max(best, bound, device.launch_seconds)
+
+
+def _split_k_seconds(device: Device, wave: float, numel: int, max_slices: int) -> float:
+    """Estimate the seconds of a matmul whose K is cut into slices that run at once and are summed by a second kernel.
+
+    wave: seconds without slices; numel: of the result. It takes the best number of slices.
+    """
+    if max_slices < 2:
+        return math.inf
+    partial = numel * PARTIAL_BYTES / (device.memory_bandwidth * device.memory_efficiency)
+    best = math.sqrt(wave / partial)
+    candidates = (min(max_slices, max(2, slices)) for slices in (math.floor(best), math.ceil(best)))
+    return min(wave / slices + slices * partial for slices in candidates) + device.launch_seconds
 
 
 def attention_seconds(device: Device, operator: Operator) -> float:

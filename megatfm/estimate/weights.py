@@ -17,6 +17,9 @@ from megatfm.parallel.layout import ModelLayout
 from megatfm.parallel.mesh import TENSOR
 from megatfm.split_points import SplitPoint
 
+BUCKET_NUMEL = 2**24
+"""Elements of the weights that ZeRO 1 gathers together (`engines.native.replicated.BUCKET_ELEMENTS`)."""
+
 
 @dataclass(frozen=True)
 class LocalWeight:
@@ -205,7 +208,10 @@ def rank_bytes(config: Config, weights: Sequence[LocalWeight], parts: Sequence[i
         gather_buffer = (largest[0] if largest else 0) * compute
     copies = unsharded_numel * 2 if zero < 2 and is_mixed else 0
     reduced = sum(stored[w.name] for w in trained) * size
-    regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute if zero == 1 else 0
+    regathered = 0
+    if zero == 1:  # all buffers, and the shard from which the last one is gathered
+        regathered = sum(stored[w.name] * shards[w.name] for w in trained) * compute
+        regathered += sum(stored[w.name] for w in last_bucket(trained)) * compute
     return RankBytes(
         weight_bytes,
         copies,
@@ -251,6 +257,17 @@ def _fullest_owner(weights: Sequence[LocalWeight], parallel: ParallelConfig) -> 
 
 def _shards(weight: LocalWeight, parallel: ParallelConfig) -> int:
     return _expert_shards(parallel) if weight.is_expert else parallel.dp_shard
+
+
+def last_bucket(weights: Iterable[LocalWeight]) -> list[LocalWeight]:
+    """Return the weights that ZeRO 1 gathers last: experts come after the others, in buckets of neighbours."""
+    bucket: list[LocalWeight] = []
+    for weight in sorted(weights, key=lambda w: w.is_expert):
+        is_full = sum(w.local for w in bucket) + weight.local > BUCKET_NUMEL
+        if bucket and (is_full or bucket[0].is_expert != weight.is_expert):
+            bucket = []
+        bucket.append(weight)
+    return bucket
 
 
 def numel_by_block(weights: Sequence[LocalWeight]) -> Mapping[tuple[int, ...], int]:

@@ -165,6 +165,8 @@ def test_the_written_table_is_used_and_read_again(tmp_path: Path, capsys: pytest
     assert len(cluster.device.products["fp32"]) == 8
     assert not cluster.device.compiles
     assert cluster.device.moves[1][0] == 2**21
+    assert run(*words, "--hardware", str(path), "--device", "here", "--gpus", "1", "train.precision=bf16") == 2
+    assert "or measure it so: --calibrate FILE train.precision=bf16" in capsys.readouterr().err
     assert run(*words, "--calibrate", str(path)) == 2
     assert "the file exists" in capsys.readouterr().err
     assert run(*words, "--calibrate", str(tmp_path / "other"), "train.precision=fp64") == 2

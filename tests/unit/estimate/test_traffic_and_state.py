@@ -1,15 +1,19 @@
 """Traffic and state of estimated ranks, against executed ranks and against what `describe` counts."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatfm.config import Config, ParallelConfig, load_config
 from megatfm.describe.per_rank import count_rank_state
+from megatfm.engines.native.replicated import BUCKET_ELEMENTS, assign_buckets
 from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, estimator
 from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.traffic import axes_of
+from megatfm.estimate.weights import LocalWeight, last_bucket
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import draw_batch, shrink
 from tests.support.workers import Workers
@@ -249,3 +253,21 @@ def test_a_convolutions_products_are_counted(groups: int, needs_input: bool) -> 
     products = 3 * 5 * 4 * 12 * (6 // groups) * 9  # places of the outputs, their channels, inputs of each
     assert sum(op.flops for op in forward.operators) == 2 * products
     assert sum(op.flops for op in backward.operators) == 2 * products * (1 + needs_input)
+
+
+def weight(name: str, shape: Sequence[int], *, is_expert: bool) -> LocalWeight:
+    rows, columns = shape
+    return LocalWeight(name, rows * columns, rows, columns, is_expert, True, 0, (0,), True)
+
+
+@pytest.mark.parametrize("last", [(4000, 4000), (8, 2_000_000), (2, 20_000_000)])
+def test_the_last_gather_of_zero_1_is_that_of_the_engines_last_bucket(last: tuple[int, int]) -> None:
+    """The engine assigns weights with other data ranks, such as experts, to buckets of their own."""
+    dense = {"a": (4096, 4096), "b": (100, 5)}
+    experts = {"c": (8, 1_000_000), "d": (4, 100), "e": last}
+    listed = [weight(name, shape, is_expert=name in experts) for name, shape in (experts | dense).items()]
+    *_, bucket = assign_buckets(experts, 4, BUCKET_ELEMENTS)
+    assert [w.name for w in last_bucket(listed)] == list(bucket.shapes)
+    assert sum(w.shard(4) for w in last_bucket(listed)) == bucket.width
+    *_, bucket = assign_buckets(dense, 4, BUCKET_ELEMENTS)
+    assert [w.name for w in last_bucket(w for w in listed if not w.is_expert)] == list(bucket.shapes)
