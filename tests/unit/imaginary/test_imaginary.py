@@ -74,7 +74,16 @@ def test_an_imaginary_rank_sends_what_a_real_one_does(
 @pytest.mark.parametrize("preset", ["swin-t", "mvitv2-t", "xlnet-base", "t5-base"])
 def test_the_host_waits_nowhere_in_a_step(preset: str, tmp_path: Path) -> None:
     """Smaller maps and the order of prediction are known to the host; Adafactor's norms stay on the device."""
-    trace = traced(small(preset, ParallelConfig(dp_shard=2, zero=1)), tmp_path, 2, 1)
+    config = small(preset, ParallelConfig(dp_shard=2, zero=1))
+    changes: dict[str, object] = {"train.global_batch": 2 * config.train.micro_batch}
+    if config.model.stages is not None:
+        changes |= {
+            "model.n_layers": 3,
+            "model.stages.layers": (1, 2),
+            "model.stages.heads": config.model.stages.heads[:2],
+        }
+    trace = traced(config.with_changes(changes), tmp_path, 2, 1)
+    assert trace.facts["microbatches"] == 1
     assert not trace.facts["waits"]
 
 
