@@ -3,7 +3,7 @@
 import pytest
 
 from megatfm.config import ParallelConfig
-from tests.support.layouts import cells_by_ranks
+from tests.support.layouts import make_cases_by_ranks
 from tests.support.models import ADAMW
 from tests.support.parity import build_engine, model_gradient_errors
 from tests.support.tower_models import (
@@ -61,7 +61,7 @@ def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, fl
     return wrong
 
 
-@pytest.mark.parametrize(("name", "layouts", "ranks"), cells_by_ranks(TOWER_MODELS, LAYOUTS))
+@pytest.mark.parametrize(("name", "layouts", "ranks"), make_cases_by_ranks(TOWER_MODELS, LAYOUTS))
 def test_gradients_of_towers_equal_one_device(workers: Workers, name: str, layouts: list[str], ranks: int) -> None:
     for wrong in workers.run(compare, ranks, name, layouts, ranks, timeout=240.0):
         assert wrong == {layout: {} for layout in layouts}
