@@ -77,7 +77,7 @@ def parse_time(text: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Partition:
+class SlurmPartition:
     """A partition: its state (UP, or why it is closed), and its longest and default time limit in seconds, if any."""
 
     name: str
@@ -86,7 +86,7 @@ class Partition:
     default_time: int | None
 
 
-def find_partition(name: str | None) -> Partition | None:
+def find_partition(name: str | None) -> SlurmPartition | None:
     """Return the named partition, without a name SLURM's default one; None if SLURM can't be asked or names none."""
     try:
         output = run_slurm_command("scontrol", "-o", "show", "partition", *([name] if name else []))
@@ -96,7 +96,9 @@ def find_partition(name: str | None) -> Partition | None:
         fields = _parse_fields(line)
         if "PartitionName" in fields and (name or fields.get("Default") == "YES"):
             max_time, default_time = (parse_time(fields.get(key, "")) for key in ("MaxTime", "DefaultTime"))
-            return Partition(fields["PartitionName"], fields.get("State", "UP"), max_time, default_time or max_time)
+            return SlurmPartition(
+                fields["PartitionName"], fields.get("State", "UP"), max_time, default_time or max_time
+            )
     return None
 
 

@@ -69,7 +69,7 @@ START_SECONDS = 120
 """Seconds that a run needs to start, including the minute by which SLURM may send its signal early."""
 
 
-def find_launch_errors(job: Job, site: Site | None, partition: scheduler.Partition | None = None) -> Iterator[str]:
+def find_launch_errors(job: Job, site: Site | None, partition: scheduler.SlurmPartition | None = None) -> Iterator[str]:
     """Yield one line for each reason why a job can't be launched.
 
     site: None unless it is a SLURM job. partition: the job's partition, if SLURM describes it.
@@ -97,7 +97,7 @@ def _check_unfinished(job: Job) -> str | None:
     )
 
 
-def find_launch_warnings(job: Job, site: Site, partition: scheduler.Partition | None) -> Iterator[str]:
+def find_launch_warnings(job: Job, site: Site, partition: scheduler.SlurmPartition | None) -> Iterator[str]:
     """Yield one line for each doubt about a SLURM job that does not prevent its submission."""
     if site.container:
         for problem in find_missing_paths(job):
@@ -118,7 +118,7 @@ def find_launch_warnings(job: Job, site: Site, partition: scheduler.Partition | 
         )
 
 
-def _find_time_limit_errors(job: Job, site: Site, partition: scheduler.Partition | None) -> Iterator[str]:
+def _find_time_limit_errors(job: Job, site: Site, partition: scheduler.SlurmPartition | None) -> Iterator[str]:
     """Yield errors for time limits with which SLURM would never start the job, or stop it as soon as it starts."""
     limit, origin = _find_time_limit(job, partition)
     if limit is None:
@@ -137,7 +137,7 @@ def _find_time_limit_errors(job: Job, site: Site, partition: scheduler.Partition
         )
 
 
-def _find_time_limit(job: Job, partition: scheduler.Partition | None) -> tuple[int | None, str]:
+def _find_time_limit(job: Job, partition: scheduler.SlurmPartition | None) -> tuple[int | None, str]:
     """Return a job's time limit in seconds, None if unknown, and a phrase that says what sets it."""
     if job.time_limit is not None:
         return scheduler.parse_time(job.time_limit), f"--time {job.time_limit}"

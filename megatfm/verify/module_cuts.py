@@ -206,7 +206,7 @@ CLASS_STYLES: Mapping[str, StylePlan] = {
         ("positions", "sequence_parallel"),
     ),
     "Connector": (("w_in", "sequence_parallel"), ("w_out", "sequence_parallel")),
-    "VisionLanguage": (("find_image_tokens", "gather_output_for_tokens"),),
+    "VisionLanguage": (("image_vectors", "gather_output_for_tokens"),),
     "PixelDecoderHead": REPLICATED_STYLES,
 }
 """Class → pattern of submodule names ("" for itself) and style."""

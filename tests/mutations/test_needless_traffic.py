@@ -69,7 +69,7 @@ def a_rank_is_dealt_more_of_a_row_than_others(patch: Patch) -> None:
     def uneven(length: int, ranks: int, folded: bool, unit: int = 1) -> list[Tensor]:
         return list(torch.arange(length).tensor_split([length // ranks + 3 + i for i in range(ranks - 1)]))
 
-    rewrite(patch, context_parallel.token_indices.__wrapped__, uneven)
+    rewrite(patch, context_parallel.compute_token_indices.__wrapped__, uneven)
 
 
 def more_tokens_around_spans_are_fetched(patch: Patch) -> None:
@@ -106,7 +106,7 @@ def misses(fault: str | None, config: Config) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if fault:
             globals()[fault](patch)
-        context_parallel.token_indices.cache_clear()
+        context_parallel.compute_token_indices.cache_clear()
         batch = draw_batch(config)
         answer = _step(config, batch, dist.get_world_size())
         expected = compute_expected_traffic(config, batch)[dist.get_rank()]

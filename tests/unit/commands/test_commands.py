@@ -103,7 +103,7 @@ def test_hardware_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "My GPU" in capsys.readouterr().out
     path.write_text('[device.mine]\nname = "My GPU"\n', encoding="utf-8")
     assert run(*CONFIG, "--hardware", str(path), "--device", "mine") == 2
-    assert "missing" in capsys.readouterr().err
+    assert "[device.mine] lacks memory_gib" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------ folders with an adapter alone

@@ -200,7 +200,7 @@ def test_a_resume_within_the_warmup_goes_on(rows: PackedDataset) -> None:
         full = [next(loader) for _ in range(N_STEPS)]
         assert loader.state_dict()["warmup"] == "[(3, 4, 4), (2, 8, 2)]"
     for step in (1, 3, 4, 6):
-        start = {"position": WARMUP.position(step), "step": step}
+        start = {"position": POSITIONS[step], "step": step}
         with DataLoader(rows, global_batch=WARMUP, micro_batch=4, **start) as loader:
             for one, other in zip(full[step:], loader, strict=False):
                 np.testing.assert_equal(one, other)
