@@ -108,9 +108,9 @@ def format_table(rows: list[int], ranks: list[int], draws: int) -> Iterator[str]
                 )
                 exchanges = sorted({x.exchanges for x in traffic})
                 fetched = sum(x.exchanges == 2 for x in traffic)
-                shown = f"{mean:,}" if mean else "the row"
+                document_length = f"{mean:,}" if mean else "the row"
                 yield (
-                    f"| {length:,} | {size} | {shown} | {needed / 1e6:.1f} | {ring / 1e6:.1f} | "
+                    f"| {length:,} | {size} | {document_length} | {needed / 1e6:.1f} | {ring / 1e6:.1f} | "
                     f"{now / 1e6:.1f} | {ring / now:.1f} | {3 * (size - 1)} → {' or '.join(map(str, exchanges))} | "
                     f"{fetched}/{draws} | {plan:.1f} |"
                 )

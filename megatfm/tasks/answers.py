@@ -159,15 +159,15 @@ class AnswerEncoder:
         if self.task.form != "chat" or self.task.chat_template is None:
             return []
         try:
-            own = load_chat_template(self.tokenizer_file, self.tokenizer, None)
+            tokenizer_template = load_chat_template(self.tokenizer_file, self.tokenizer, None)
         except UsageError:
             return []
-        chosen = load_chat_template(self.tokenizer_file, self.tokenizer, self.task.chat_template)
+        task_template = load_chat_template(self.tokenizer_file, self.tokenizer, self.task.chat_template)
         for row_number, row in enumerate(rows, start=1):
             messages = row[self.task.messages]
             try:
-                is_same = own.render(messages) == chosen.render(messages)
-            except UsageError:  # such as roles that the own template lacks
+                is_same = tokenizer_template.render(messages) == task_template.render(messages)
+            except UsageError:  # such as roles that the tokenizer's template lacks
                 is_same = False
             if not is_same:
                 return [

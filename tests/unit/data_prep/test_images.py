@@ -210,9 +210,11 @@ def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
     for name in ("a.gif", "b.tiff"):
         write_file(tmp_path / "in" / name, image(1))
     assert "left out by name: 2 files or folders" in data_prep.run(config(tmp_path)).result["notes"]
-    others = config(tmp_path, "none", read={"folder": str(tmp_path / "in"), "exclude": ["*.jp*", "*.png", "*.[cjt]*"]})
+    without_images = config(
+        tmp_path, "none", read={"folder": str(tmp_path / "in"), "exclude": ["*.jp*", "*.png", "*.[cjt]*"]}
+    )
     with pytest.raises(UsageError, match=r"in: no images, and no tars of them, here \([0-9]+ left out by name\)"):
-        data_prep.run(others)
+        data_prep.run(without_images)
 
 
 def test_hostile_tars_are_refused(tmp_path: Path) -> None:
