@@ -13,7 +13,7 @@ from megatfm.estimate.devices import load_cluster
 from megatfm.estimate.estimator import Estimate, estimator
 from megatfm.estimate.operators import OperatorRecorder
 from megatfm.estimate.traffic import axes_of
-from megatfm.estimate.weights import LocalWeight, last_bucket
+from megatfm.estimate.weights import LocalWeight, last_bucket, rank_bytes
 from megatfm.verify.rank_processes import _step
 from megatfm.verify.shrink import draw_batch, shrink
 from tests.support.workers import Workers
@@ -260,14 +260,26 @@ def weight(name: str, shape: Sequence[int], *, is_expert: bool) -> LocalWeight:
     return LocalWeight(name, rows * columns, rows, columns, is_expert, True, 0, (0,), True)
 
 
-@pytest.mark.parametrize("last", [(4000, 4000), (8, 2_000_000), (2, 20_000_000)])
-def test_the_last_gather_of_zero_1_is_that_of_the_engines_last_bucket(last: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [((8, 1_000_000), (4000, 4000)), ((8, 1_000_000), (8, 2_000_000)), ((8, 100), (2, 20_000_000)), ((8, 10), (8, 8))],
+)
+def test_the_last_gather_of_zero_1_is_that_of_the_engines_last_bucket(
+    first: tuple[int, int], last: tuple[int, int]
+) -> None:
     """The engine assigns weights with other data ranks, such as experts, to buckets of their own."""
     dense = {"a": (4096, 4096), "b": (100, 5)}
-    experts = {"c": (8, 1_000_000), "d": (4, 100), "e": last}
+    experts = {"c": first, "d": (4, 100), "e": last}
     listed = [weight(name, shape, is_expert=name in experts) for name, shape in (experts | dense).items()]
     *_, bucket = assign_buckets(experts, 4, BUCKET_ELEMENTS)
     assert [w.name for w in last_bucket(listed)] == list(bucket.shapes)
     assert sum(w.shard(4) for w in last_bucket(listed)) == bucket.width
     *_, bucket = assign_buckets(dense, 4, BUCKET_ELEMENTS)
     assert [w.name for w in last_bucket(w for w in listed if not w.is_expert)] == list(bucket.shapes)
+
+
+def test_zero_1_gathers_all_weights_beside_the_shard_of_the_last_bucket() -> None:
+    overrides = ["parallel.zero=1", "parallel.dp_shard=4", "train.precision=bf16", "data.train=d", "data.tokenizer=t"]
+    weights = [weight("a", (4096, 4096), is_expert=False), weight("b", (100, 5), is_expert=False)]
+    held = rank_bytes(load_config("gpt2-124m", overrides), weights, [0])
+    assert held.regathered == 2 * (4096 * 4096 + 100 * 5 + 25 * 5), "the first fills a bucket"
