@@ -178,7 +178,7 @@ def _make_inputs(
     lengths = {point.token_field: length for point in points}
     if len(lengths) > 1:
         lengths["tokens"] = config.data.target_length or length
-    fields_read = {module.reads for module in model.modules() if isinstance(module, InputEmbedding | Stack)}
+    fields_read = {module.input_field for module in model.modules() if isinstance(module, InputEmbedding | Stack)}
     fields_read.add("tokens")
     accepted = getattr(model, "accepted", frozenset(lengths) | fields_read)
     # ELECTRA's generator runs only if there are targets.

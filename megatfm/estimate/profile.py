@@ -255,7 +255,7 @@ class LocalModel:
         if len(lengths) > 1:
             lengths["tokens"] = data.target_length or data.sequence_length
         lengths = {name: -(-length // cp) for name, length in lengths.items()}  # of the fullest rank
-        read = {module.reads for module in model.modules() if isinstance(module, InputEmbedding)}
+        read = {module.input_field for module in model.modules() if isinstance(module, InputEmbedding)}
         accepted = getattr(model, "accepted", frozenset(lengths) | read | {"targets"})
         read |= {"tokens", "targets", "positions"} | ({"original"} & accepted)
         names = {side.removesuffix("tokens") + name: n for side, n in lengths.items() for name in read}

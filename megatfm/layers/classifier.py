@@ -130,8 +130,8 @@ class ClassifierHead(nn.Module):
     mixed_labels [B, T]: the other class of mixed images; label_weights [B, T]: the first one's share.
     """
 
-    reads = ("labels",)
-    may_read = ("mixed_labels", "label_weights")
+    input_fields = ("labels",)
+    optional_fields = ("mixed_labels", "label_weights")
     takes_sequence = True
     predicts = True
     term = "classifier"

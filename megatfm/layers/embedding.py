@@ -20,9 +20,10 @@ from megatfm.registry import Registry
 EMBEDDINGS: Registry[Callable[[ModelConfig, Initialiser], nn.Module]] = Registry("embedding (model.embedding.name)")
 """Embeddings by name, made as `EMBEDDINGS.get(name)(config, initial)`.
 
-An embedding maps a field of the batch to vectors [B, T, E], with E = `config.embedding_width`. Its attribute `reads`
-names the field (default: the embedding's own name). With `takes_sequence = True` it also gets the SequenceMetadata. In
-the model it is `embedding.NAME`. InputEmbedding adds positions, segments, norm, dropout and projection."""
+An embedding maps a field of the batch to vectors [B, T, E], with E = `config.embedding_width`. Its attribute
+`input_field` names the field (default: the embedding's own name). With `takes_sequence = True` it also gets the
+SequenceMetadata. In the model it is `embedding.NAME`. InputEmbedding adds positions, segments, norm, dropout and
+projection."""
 
 
 @EMBEDDINGS.register("tokens")
@@ -91,7 +92,7 @@ class InputEmbedding(nn.Module):
 
     shared: another InputEmbedding whose field embedding (and, with `share_positions`, positions) this one uses too.
     inserts_vectors: replace some token embeddings by `SequenceMetadata.inserted` (images in vision-language models).
-    The attribute `reads` names the field of the batch that `forward` takes.
+    The attribute `input_field` names the field of the batch that `forward` takes.
     """
 
     tp_plan = (
@@ -122,7 +123,7 @@ class InputEmbedding(nn.Module):
         self.name = config.embedding.name
         first = shared.first if shared else EMBEDDINGS.get(self.name)(config, initial)
         self.add_module(self.name, first)
-        self.reads = str(getattr(first, "reads", self.name))
+        self.input_field = str(getattr(first, "input_field", self.name))
         position = POSITIONS.get(config.position.name).absolute
         if shared and share_positions:
             self.positions: nn.Module | None = shared.positions
@@ -167,7 +168,7 @@ class InputEmbedding(nn.Module):
         return self.table
 
     def forward(self, inputs_BT: Tensor, sequence: SequenceMetadata, segments_BT: Tensor | None = None) -> Tensor:
-        """Embed the field that `reads` names; return [B, T, D]. segments: None: all tokens are in segment 0."""
+        """Embed the field that `input_field` names; return [B, T, D]. segments: None: all tokens are in segment 0."""
         first = self.first
         x_BTE = first(inputs_BT, sequence) if getattr(first, "takes_sequence", False) else first(inputs_BT)
         if self.scale != 1.0:

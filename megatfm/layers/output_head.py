@@ -170,10 +170,10 @@ class LMHead(nn.Module):
 HEADS: Registry[Callable[[ModelConfig, Any, Embedding | None], nn.Module]] = Registry("head (model.extra_heads)")
 """Heads besides the language-model head, built as `head(config, section, tokens)`; tokens: the token embedding or None.
 
-A head is a module that is called with hidden vectors [B, T, D] and the fields of the batch that it `reads`, if the
-batch has all of them. Then it returns the sum of its loss `term` (by default named like the head), or a dict of several
-terms. Without the fields it returns predictions, if it `predicts`. Fields that it `may_read` are passed by keyword if
-the batch has them, and `sequence`, the SequenceMetadata, if it `takes_sequence`."""
+A head is a module that is called with hidden vectors [B, T, D] and the fields of the batch that its `input_fields`
+name, if the batch has all of them. Then it returns the sum of its loss `term` (by default named like the head), or a
+dict of several terms. Without the fields it returns predictions, if it `predicts`. Its `optional_fields` are passed by
+keyword if the batch has them, and `sequence`, the SequenceMetadata, if it `takes_sequence`."""
 
 
 @HEADS.register("sentence")
@@ -183,7 +183,7 @@ class SentenceHead(nn.Module):
     targets [B, T]: the class at each sequence's first token, −100 elsewhere.
     """
 
-    reads = ("sentence_targets",)
+    input_fields = ("sentence_targets",)
     predicts = True
 
     tp_plan = (("", "gather_input_replicated"), ("*", "replicated"))
@@ -229,7 +229,7 @@ class SpanBoundaryHead(nn.Module):
     Two layers of dense, GELU and norm on [left boundary; right boundary; position in the span], then the vocabulary.
     """
 
-    reads = ("targets", "span_left", "span_right")
+    input_fields = ("targets", "span_left", "span_right")
     full_row_fields = ("span_left", "span_right")
     cp_plan = "local"
     predicts = False

@@ -21,7 +21,7 @@ class OverlappingPatches(nn.Module):
     """A convolution over images, assembled from normalised pixels [B, T, K] of patches and padded with zeros."""
 
     tp_plan = (("", "split_output"),)
-    reads, takes_sequence = "patches", True
+    input_field, takes_sequence = "patches", True
 
     def __init__(self, config: ModelConfig, initial: Initialiser) -> None:
         super().__init__()

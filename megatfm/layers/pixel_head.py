@@ -25,7 +25,7 @@ class PixelsHead(nn.Module):
     patches that count. target_patches: uint8 [B, T, K], normalised like the embedding's input.
     """
 
-    reads = ("masked", "target_patches")
+    input_fields = ("masked", "target_patches")
     takes_sequence = True
     reads_first_map = True
     predicts = True

@@ -112,9 +112,9 @@ class TextClassifier(TaskHead):
     label is that of the first.
     """
 
-    reads = ("sentence_targets",)
+    input_fields = ("sentence_targets",)
     full_row_fields = ("examples",)
-    may_read = ("examples", "parts", "words", "keys", "token_indices")
+    optional_fields = ("examples", "parts", "words", "keys", "token_indices")
     predicts = True
     term = "sentence"
 
@@ -176,9 +176,9 @@ class MultipleChoiceHead(TaskHead):
     the first of these tokens, −100 elsewhere. Examples may have different numbers of choices.
     """
 
-    reads = ("choice_targets",)
+    input_fields = ("choice_targets",)
     full_row_fields = ("examples", "parts")
-    may_read = ("examples", "parts", "keys", "token_indices")
+    optional_fields = ("examples", "parts", "keys", "token_indices")
     predicts = True
     term = "choice"
 
@@ -228,9 +228,9 @@ class SpanExtractionHead(TaskHead):
     first token has 3 where it has no answer. examples [B, T]: the text's index at its first token, −1 elsewhere.
     """
 
-    reads = ("answer_marks",)
+    input_fields = ("answer_marks",)
     full_row_fields = ("answer_marks",)
-    may_read = ("examples", "keys", "token_indices")
+    optional_fields = ("examples", "keys", "token_indices")
     takes_sequence = True
     predicts = True
     term = "answer_span"

@@ -89,11 +89,11 @@ class Model(nn.Module):
         targets: fields of the model's own head. Each field is also accepted with the prefix "full_row_", which context
         parallelism uses.
         """
-        head_fields = [tuple(getattr(self, name).reads) for name in self.extra_heads]
+        head_fields = [tuple(getattr(self, name).input_fields) for name in self.extra_heads]
         self.target_fields = (*((name,) for name in targets), *head_fields)
         known_fields = {*fields, *(name for names in self.target_fields for name in names)}
         for name in self.extra_heads:
-            known_fields |= {*getattr(getattr(self, name), "may_read", ())}
+            known_fields |= {*getattr(getattr(self, name), "optional_fields", ())}
         sides = {get_side_prefix(name) for name in known_fields}
         full = {f"{get_side_prefix(name)}full_row_{name.removeprefix(get_side_prefix(name))}" for name in known_fields}
         self.accepted = frozenset(known_fields | full | {f"{side}token_indices" for side in sides} | {"keys"})
@@ -119,11 +119,11 @@ class Model(nn.Module):
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
+        view = make_view(self)
         for path in self.stacks:
             stack: Any = getattr(self, path, None)
             if stack is not None:
-                setattr(view, path, stack.stage(names_below(path, names)))
+                setattr(view, path, stack.stage(filter_names_below(path, names)))
         view.runs_head = self.head_split_point in names
         view.extra_heads = [name for name in self.extra_heads if name in names]
         return view
@@ -153,11 +153,13 @@ class Model(nn.Module):
             input_BTX = hidden_BTD
             if (depths := getattr(head, "layers", ())) and layers is not None:
                 input_BTX = torch.cat([layers[depth] for depth in depths], -1)
-            options: dict[str, Any] = {field: batch[field] for field in getattr(head, "may_read", ()) if field in batch}
+            options: dict[str, Any] = {
+                field: batch[field] for field in getattr(head, "optional_fields", ()) if field in batch
+            }
             if getattr(head, "takes_sequence", False):
                 options["sequence"] = sequence
-            if all(field in batch for field in head.reads):
-                fields = [batch[field] for field in head.reads]
+            if all(field in batch for field in head.input_fields):
+                fields = [batch[field] for field in head.input_fields]
                 full_rows = [batch.get(f"full_row_{field}") for field in getattr(head, "full_row_fields", ())]
                 result = head(input_BTX, *fields, *full_rows, **options)
                 terms = result if isinstance(result, dict) else {str(getattr(head, "term", name)): result}
@@ -195,7 +197,7 @@ def get_side_prefix(field: str) -> str:
     return "encoder_" if field.startswith("encoder_") else ""
 
 
-def view_of(module: M) -> M:
+def make_view(module: M) -> M:
     """Return a shallow copy of a module that shares parameters and submodules.
 
     Setting attributes of the view does not change the module. Call the view's `forward`: hooks stay with the module.
@@ -207,7 +209,7 @@ def view_of(module: M) -> M:
     return view
 
 
-def names_below(path: str, names: Collection[str]) -> set[str]:
+def filter_names_below(path: str, names: Collection[str]) -> set[str]:
     """Return the names below a module's path, relative to it."""
     return {name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")}
 

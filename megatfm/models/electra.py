@@ -14,7 +14,7 @@ from megatfm.layers.feed_forward import ACTIVATIONS
 from megatfm.layers.initialisation import make_initialiser
 from megatfm.layers.linear import Linear
 from megatfm.layers.loss_terms import add_by_name
-from megatfm.models.base import MODELS, Model, Output, names_below, sequence_fields, view_of
+from megatfm.models.base import MODELS, Model, Output, filter_names_below, make_view, sequence_fields
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.models.transformer import Encoder
 from megatfm.ops.cross_entropy import IGNORE
@@ -111,9 +111,9 @@ class Electra(Model):
 
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs these split points only, for a pipeline stage."""
-        view = view_of(self)
+        view = make_view(self)
         for path in ("generator", "discriminator"):
-            below = names_below(path, names)
+            below = filter_names_below(path, names)
             setattr(view, path, getattr(self, path).stage(below) if below else None)
         return view
 
@@ -156,7 +156,7 @@ class Discriminator(Model):
         super().__init__(config)
         embedding = embedding or InputEmbedding(config, "encoder")
         self.encoder = Stack(config, "encoder", embedding=embedding)
-        self.reads = embedding.reads
+        self.input_field = embedding.input_field
         initial, d = make_initialiser(config, "encoder"), config.d_model
         self.activation = ACTIVATIONS.get(config.ffn.activation).function
         self.runs_head = config.lm_head.name != "none"
@@ -165,7 +165,7 @@ class Discriminator(Model):
             self.verdict = Linear(d, 1, initial("dense", d, 1), bias=True)
         self.add_heads(embedding.table)
         targets = ("replaced",) if self.runs_head else ()
-        self.accept(self.reads, *sequence_fields(config), targets=targets)
+        self.accept(self.input_field, *sequence_fields(config), targets=targets)
         self.split_points = [
             *self.encoder.split_points("encoder"),
             *([SplitPoint("verdict", ("dense", "verdict"), ("hidden",))] if self.runs_head else []),
@@ -187,11 +187,13 @@ class Discriminator(Model):
         other arguments are those of `Encoder.forward`.
         """
         batch = self.read(tokens=tokens, replaced=replaced, keys=keys, **fields)
-        sequence = make_sequence(batch, self.reads, keys=keys)
+        sequence = make_sequence(batch, self.input_field, keys=keys)
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
 
         if self.encoder is not None:
-            x_BTD, losses = self.encoder(batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden)
+            x_BTD, losses = self.encoder(
+                batch[self.input_field], sequence, segments=batch.get("segments"), hidden=hidden
+            )
         if self.runs_head and (replaced is not None or not self.has_targets(batch)):
             logits = self.verdict(self.activation(self.dense(x_BTD)))[..., 0]
             if replaced is not None:

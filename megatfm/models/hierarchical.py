@@ -20,10 +20,10 @@ from megatfm.models.base import (
     MODELS,
     Model,
     Output,
+    make_view,
     require_field,
     sequence_fields,
     unpack,
-    view_of,
 )
 from megatfm.models.stack import make_sequence
 from megatfm.split_points import CarrySpec, SplitPoint
@@ -80,7 +80,7 @@ class PyramidStack(nn.Module):
 
     def stage(self, names: Collection[str]) -> Self | None:
         """Return a view that runs these split points only (names relative to the stack); None if there are none."""
-        view = view_of(self)
+        view = make_view(self)
         view.depths = [depth for depth in self.depths if f"layers.{depth}" in names]
         view.embedding = self.embedding if "embedding" in names else None
         view.norm = self.norm if "norm" in names else None
@@ -167,10 +167,10 @@ class Hierarchical(Model):
         super().__init__(config)
         embedding = InputEmbedding(config, "encoder")
         self.encoder = PyramidStack(config, embedding)
-        self.reads = embedding.reads
+        self.input_field = embedding.input_field
         self.compute_map_sizes = self.encoder.compute_map_sizes
         self.add_heads(None, config.stage_config(len(require_stages(config).layers) - 1))
-        self.accept(self.reads, *sequence_fields(config), targets=())
+        self.accept(self.input_field, *sequence_fields(config), targets=())
         self.split_points = [
             *self.encoder.split_points("encoder"),
             *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
@@ -192,13 +192,13 @@ class Hierarchical(Model):
         UsageError for images of several sizes.
         """
         batch = self.read(patches=patches, keys=keys, **fields)
-        first = make_sequence(batch, self.reads, keys=keys)
+        first = make_sequence(batch, self.input_field, keys=keys)
         sizes = self.compute_map_sizes(batch)
         maps = [MapSequence.from_sequence(first, sizes[0])]
         maps += [maps[0].downsampled(size, previous) for previous, size in pairwise(sizes)]
         x, losses = hidden, dict[str, Tensor]()
         if self.encoder is not None:
-            x, losses = self.encoder(require_field(batch, self.reads), maps, hidden)
+            x, losses = self.encoder(require_field(batch, self.input_field), maps, hidden)
         if self.extra_heads:
             batch = self._downsample_fields(batch, maps)
         return self.output(batch, x, losses, sequence=maps[-1])
@@ -210,7 +210,7 @@ class Hierarchical(Model):
             name
             for head in heads
             if not getattr(head, "reads_first_map", False)
-            for name in (*head.reads, *getattr(head, "may_read", ()))
+            for name in (*head.input_fields, *getattr(head, "optional_fields", ()))
         }
         index_S, (rows, length) = maps[0].find_downsampled_indices(maps[-1].size), maps[0].positions.shape
         return {

@@ -55,7 +55,7 @@ class VisibleTokens(nn.Module):
     """Decoder input: projected vectors of visible tokens, a learned mask token elsewhere, plus positions."""
 
     tp_plan = (("", "split_output"), ("projection", "sequence_parallel"), ("positions", "sequence_parallel"))
-    reads = "source"
+    input_field = "source"
 
     def __init__(self, encoder: ModelConfig, decoder: ModelConfig) -> None:
         super().__init__()

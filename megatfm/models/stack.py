@@ -18,7 +18,7 @@ from megatfm.layers.norm import make_norm
 from megatfm.layers.position import POSITIONS
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.layers.sequence_shard import SequenceShard
-from megatfm.models.base import require_field, unpack, view_of
+from megatfm.models.base import make_view, require_field, unpack
 from megatfm.split_points import CarrySpec, SplitPoint
 
 # B batch, T tokens, S tokens of the memory, D model width
@@ -47,7 +47,7 @@ class Stack(nn.Module):
         self.d_model = config.d_model
         embedding = embedding or InputEmbedding(config, kind)
         self.embedding: InputEmbedding | None = embedding
-        self.reads = embedding.reads
+        self.input_field = embedding.input_field
         n_layers = initialisation.count_blocks(config, kind)
         distinct = config.distinct_layers or n_layers
         self.layers = nn.ModuleDict({str(i): Block(config, kind, i, cross=cross) for i in range(distinct)})
@@ -109,7 +109,7 @@ class Stack(nn.Module):
 
     def stage(self, names: Collection[str]) -> Self | None:
         """Return a view that runs these split points only (names relative to the stack); None if there are none."""
-        view = view_of(self)
+        view = make_view(self)
         view.depths = [depth for depth in range(len(self.layer_of_depth)) if f"layers.{depth}" in names]
         view.embedding = self.embedding if "embedding" in names else None
         view.norm = self.norm if "norm" in names else None
@@ -181,7 +181,7 @@ class FullRow(NamedTuple):
 
 def make_sequence(
     batch: Mapping[str, Tensor],
-    reads: str,
+    input_field: str,
     side: str = "",
     *,
     keys: Tensor | None = None,
@@ -190,10 +190,10 @@ def make_sequence(
 ) -> SequenceMetadata:
     """Make the sequence metadata of one side of a batch.
 
-    reads: the field that the embedding reads, [B, T, …]. Without the field `positions`, each row is one document that
-    continues after the cache's tokens. keys: random keys of this stack.
+    input_field: the field that the embedding takes, [B, T, …]. Without the field `positions`, each row is one document
+    that continues after the cache's tokens. keys: random keys of this stack.
     """
-    inputs_BT = require_field(batch, side + reads)
+    inputs_BT = require_field(batch, side + input_field)
     full_row = FullRow.of(batch, side)
     positions_BT, documents_BT = batch.get(f"{side}positions"), batch.get(f"{side}documents")
     if full_row is not None:

@@ -41,20 +41,20 @@ class Decoder(Model):
         super().__init__(config)
         embedding = InputEmbedding(config, "decoder")
         self.decoder = Stack(config, "decoder", embedding=embedding)
-        self.reads = embedding.reads
+        self.input_field = embedding.input_field
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.future = nn.ModuleDict(
             {str(n): FutureHead(config, config.n_layers + n - 1) for n in range(1, config.n_mtp_heads + 1)}
         )
-        self.ahead = list(self.future)
+        self.future_offsets = list(self.future)
         self.add_heads(embedding.table)
         fields = ("prefix", *PAIR_FIELDS, *sequence_fields(config))
-        self.accept(self.reads, *fields, targets=list_target_fields(config))
+        self.accept(self.input_field, *fields, targets=list_target_fields(config))
         self.split_points = [
             *self.decoder.split_points("decoder"),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
-            *(SplitPoint(f"future.{n}", (f"future.{n}", "head"), ("hidden",)) for n in self.ahead),
+            *(SplitPoint(f"future.{n}", (f"future.{n}", "head"), ("hidden",)) for n in self.future_offsets),
             *(SplitPoint(name, (name,), ("hidden",)) for name in self.extra_heads),
         ]
 
@@ -77,13 +77,13 @@ class Decoder(Model):
         stage. Further fields: those of additional heads. Raises TypeError for an unknown field.
         """
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
-        sequence = make_sequence(batch, self.reads, keys=keys, cache=cache)
+        sequence = make_sequence(batch, self.input_field, keys=keys, cache=cache)
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
         layers = self.make_layer_list()
 
         if self.decoder is not None:
             x_BTD, losses = self.decoder(
-                batch[self.reads],
+                batch[self.input_field],
                 sequence,
                 segments=batch.get("segments"),
                 hidden=hidden,
@@ -95,7 +95,7 @@ class Decoder(Model):
                 losses |= zip(PREFERENCE_TERMS, self.head(x_BTD, targets, pairs=_get_pairs(batch)), strict=True)
             elif self.runs_head:
                 losses["causal"] = self.head(x_BTD, targets)
-            for n in self.ahead:
+            for n in self.future_offsets:
                 future, at_layer = self.future[n], sequence.at_layer(self.config.n_layers + int(n))
                 y_BTD, losses = unpack(future, future(x_BTD, at_layer), losses)
                 losses[f"future_{n}"] = self.head(y_BTD, _shift_targets(batch, int(n)))
@@ -106,7 +106,7 @@ class Decoder(Model):
     def stage(self, names: Collection[str]) -> Self:
         """Return a view that runs these split points only, for a pipeline stage."""
         view = super().stage(names)
-        view.ahead = [n for n in self.ahead if f"future.{n}" in names]
+        view.future_offsets = [n for n in self.future_offsets if f"future.{n}" in names]
         return view
 
 
@@ -120,11 +120,11 @@ class Encoder(Model):
         super().__init__(config)
         embedding = embedding or InputEmbedding(config, "encoder")
         self.encoder = Stack(config, "encoder", embedding=embedding)
-        self.reads = embedding.reads
+        self.input_field = embedding.input_field
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         self.add_heads(embedding.table)
-        self.accept(self.reads, *sequence_fields(config), targets=list_target_fields(config))
+        self.accept(self.input_field, *sequence_fields(config), targets=list_target_fields(config))
         self.split_points = [
             *self.encoder.split_points("encoder"),
             *([SplitPoint("head", ("head",), ("hidden",))] if self.runs_head else []),
@@ -146,13 +146,13 @@ class Encoder(Model):
         Other arguments are those of `Decoder.forward`, without prefix and cache.
         """
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
-        sequence = make_sequence(batch, self.reads, keys=keys)
+        sequence = make_sequence(batch, self.input_field, keys=keys)
         x_BTD, losses, logits = hidden, dict[str, Tensor](), None
         layers = self.make_layer_list()
 
         if self.encoder is not None:
             x_BTD, losses = self.encoder(
-                batch[self.reads], sequence, segments=batch.get("segments"), hidden=hidden, layers=layers
+                batch[self.input_field], sequence, segments=batch.get("segments"), hidden=hidden, layers=layers
             )
         if self.head is not None and self.runs_head:
             if targets is not None:
@@ -182,12 +182,12 @@ class EncoderDecoder(Model):
         self.memory = nn.Identity()  # tensor parallelism gathers the encoder's output here
         embedding = InputEmbedding(config, "decoder", shared=shared)
         self.decoder = Stack(config, "decoder", cross=True, embedding=embedding)
-        self.encoder_reads, self.reads = shared.reads, embedding.reads
+        self.encoder_input_field, self.input_field = shared.input_field, embedding.input_field
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config)) if self.runs_head else None
         self.add_heads(embedding.table)
-        encoder_fields = (f"encoder_{name}" for name in (self.encoder_reads, *sequence_fields(config)))
-        self.accept(self.reads, *sequence_fields(config), *encoder_fields, targets=list_target_fields(config))
+        encoder_fields = (f"encoder_{name}" for name in (self.encoder_input_field, *sequence_fields(config)))
+        self.accept(self.input_field, *sequence_fields(config), *encoder_fields, targets=list_target_fields(config))
         self.split_points = [
             *self.encoder.split_points("encoder", "encoder_hidden", side="encoder_"),
             *self.decoder.split_points("decoder", memory=("encoder_hidden",), memory_modules=("memory",)),
@@ -218,19 +218,19 @@ class EncoderDecoder(Model):
         """
         batch = self.read(tokens=tokens, encoder_tokens=encoder_tokens, targets=targets, keys=keys, **fields)
         encoder_sequence = self._make_encoder_sequence(batch, keys, memory)
-        sequence = make_sequence(batch, self.reads, keys=keys, cache=cache, memory=encoder_sequence)
+        sequence = make_sequence(batch, self.input_field, keys=keys, cache=cache, memory=encoder_sequence)
         x_BTD, encoder_losses, losses, logits = hidden, dict[str, Tensor](), dict[str, Tensor](), None
 
         if self.encoder is not None and memory is None:
             encoder_hidden, encoder_losses = self.encoder(
-                batch[f"encoder_{self.encoder_reads}"], encoder_sequence,
+                batch[f"encoder_{self.encoder_input_field}"], encoder_sequence,
                 segments=batch.get("encoder_segments"), hidden=encoder_hidden,
             )  # fmt: skip
         if self.decoder is not None:
             if memory is None and self.decoder.depths:
                 memory = self.memory(encoder_hidden)
             x_BTD, losses = self.decoder(
-                batch[self.reads], sequence, segments=batch.get("segments"),
+                batch[self.input_field], sequence, segments=batch.get("segments"),
                 hidden=hidden, memory=memory, cache=cache,
             )  # fmt: skip
         losses = add_by_name(encoder_losses, losses)
@@ -250,8 +250,8 @@ class EncoderDecoder(Model):
         keys: Tensor | None = None,
     ) -> Tensor:
         """Run the encoder on tokens [B, S]; return the memory [B, S, D], which `forward` accepts instead of tokens."""
-        reads = f"encoder_{self.encoder_reads}"
-        batch = self.read(**{reads: tokens}, encoder_positions=positions, encoder_documents=documents)
+        input_field = f"encoder_{self.encoder_input_field}"
+        batch = self.read(**{input_field: tokens}, encoder_positions=positions, encoder_documents=documents)
         assert self.encoder is not None  # the whole model, not a stage
         hidden_BSD, _ = self.encoder(tokens, self._make_encoder_sequence(batch, keys))
         memory_BSD: Tensor = self.memory(hidden_BSD)
@@ -261,13 +261,13 @@ class EncoderDecoder(Model):
         self, batch: Mapping[str, Tensor], keys: Tensor | None, memory: Tensor | None = None
     ) -> SequenceMetadata:
         """Make the metadata of the encoder's tokens. Raises TypeError if the batch has neither tokens nor memory."""
-        reads = f"encoder_{self.encoder_reads}"
+        input_field = f"encoder_{self.encoder_input_field}"
         if memory is not None:
-            batch = {**batch, reads: memory[..., 0]}  # for its length
-        if reads not in batch:
-            raise TypeError(f"an encoder-decoder needs {reads}, or the memory that encode() gave")
+            batch = {**batch, input_field: memory[..., 0]}  # for its length
+        if input_field not in batch:
+            raise TypeError(f"an encoder-decoder needs {input_field}, or the memory that encode() gave")
         # Both stacks count layers from 0, so the encoder needs different random keys.
-        return make_sequence(batch, self.encoder_reads, "encoder_", keys=None if keys is None else ~keys)
+        return make_sequence(batch, self.encoder_input_field, "encoder_", keys=None if keys is None else ~keys)
 
 
 class FutureHead(nn.Module):
@@ -296,9 +296,9 @@ class FutureHead(nn.Module):
 
 def _get_pairs(batch: Mapping[str, Tensor]) -> PairFields:
     """Return the preference pairs of a batch."""
-    whole_rows = batch.get("full_row_documents", require_field(batch, "documents"))
+    full_documents = batch.get("full_row_documents", require_field(batch, "documents"))
     return PairFields(
-        batch["pairs"], require_field(batch, "reference"), batch["documents"], whole_rows.shape[1] // 2 + 1
+        batch["pairs"], require_field(batch, "reference"), batch["documents"], full_documents.shape[1] // 2 + 1
     )
 
 

@@ -28,10 +28,10 @@ from megatfm.models.base import (
     MODELS,
     Model,
     Output,
+    make_view,
     require_field,
     sequence_fields,
     unpack,
-    view_of,
 )
 from megatfm.models.stack import make_sequence
 from megatfm.ops.cross_entropy import IGNORE
@@ -58,7 +58,7 @@ class XLNet(Model):
         super().__init__(config)
         embedding = InputEmbedding(config, "encoder")
         self.encoder = TwoStreamStack(config, embedding)
-        self.reads = embedding.reads
+        self.input_field = embedding.input_field
         self.runs_head = config.lm_head.name != "none"
         self.head = LMHead(config, embedding.tied_table(config), sparse=True) if self.runs_head else None
         # Attention compares segments, even if the embedding has none.
@@ -67,7 +67,7 @@ class XLNet(Model):
             self.encoder.query.requires_grad_(False)  # no token is predicted, so it has no part in the loss
         predicted = () if config.extra_heads else ("order",)
         targets = () if config.extra_heads else ("targets",)
-        self.accept(self.reads, *sequence_fields(config), "segments", *predicted, targets=targets)
+        self.accept(self.input_field, *sequence_fields(config), "segments", *predicted, targets=targets)
         self.split_points = [
             *self.encoder.split_points("encoder", has_queries=not config.extra_heads),
             *([SplitPoint("head", ("head",), ("query",))] if self.runs_head else []),
@@ -95,13 +95,13 @@ class XLNet(Model):
         that token from those of lower ranks.
         """
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
-        sequence = make_sequence(batch, self.reads, keys=keys)
+        sequence = make_sequence(batch, self.input_field, keys=keys)
         content_stream, query_stream = make_streams(batch, sequence)
         x_BTD, g_BQD, losses, logits = content, query, dict[str, Tensor](), None
 
         if self.encoder is not None:
             x_BTD, g_BQD, losses = self.encoder(
-                batch[self.reads], content_stream, query_stream, content=content, query=query
+                batch[self.input_field], content_stream, query_stream, content=content, query=query
             )
         hidden = x_BTD if g_BQD is None else g_BQD
         if self.head is not None and self.runs_head:
@@ -204,7 +204,7 @@ class TwoStreamStack(nn.Module):
         """Return a view that runs these split points only (names relative to the stack); None if there are none."""
         if not names:
             return None
-        view = view_of(self)
+        view = make_view(self)
         view.depths = [depth for depth in range(len(self.order)) if f"layers.{depth}" in names]
         view.embedding = self.embedding if "embedding" in names else None
         view.query = self.query if "query" in names else None

@@ -137,11 +137,11 @@ def gradients_of_fetched_vectors_stay_on_their_rank(patch: Patch) -> None:
 def images_of_a_row_see_one_another(patch: Patch) -> None:
     real = vision_language.make_sequence
 
-    def sequence(batch: dict[str, Tensor], reads: str, side: str = "", **options: Any) -> Any:
+    def sequence(batch: dict[str, Tensor], input_field: str, side: str = "", **options: Any) -> Any:
         if side:
             fields = ("encoder_documents", "encoder_full_row_documents")
             batch = batch | {name: batch[name].clamp(max=0) for name in fields if name in batch}
-        return real(batch, reads, side, **options)
+        return real(batch, input_field, side, **options)
 
     patch.setattr(vision_language, "make_sequence", sequence)
 

@@ -21,7 +21,7 @@ class Topic(nn.Module):
     """Logits [B, C] of the mean over each row's text, or, given labels [B], their summed cross-entropy."""
 
     tp_plan = (("", "gather_input_replicated"), ("classifier", "replicated"))
-    reads = ("in_text", "labels")
+    input_fields = ("in_text", "labels")
 
     def __init__(self, config, section, tokens):
         super().__init__()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatfm.layers.output_head import LMHead
 from megatfm.models import MODELS, Model
-from megatfm.models.base import names_below, sequence_fields, view_of
+from megatfm.models.base import filter_names_below, make_view, sequence_fields
 from megatfm.models.stack import Stack, make_sequence
 from megatfm.objectives import OBJECTIVES, Causal
 from megatfm.split_points import SplitPoint
@@ -24,8 +24,8 @@ class Looped(Model):
         self.runs_head = True
         self.accept("tokens", *sequence_fields(config))
         embedding, *blocks, norm = self.decoder.split_points("decoder")
-        again = [replace(point, name=f"again.{point.name}") for point in blocks]
-        self.split_points = [embedding, *blocks, *again, norm, SplitPoint("head", ("head",), ("hidden",))]
+        repeated = [replace(point, name=f"repeated.{point.name}") for point in blocks]
+        self.split_points = [embedding, *blocks, *repeated, norm, SplitPoint("head", ("head",), ("hidden",))]
 
     def forward(self, tokens=None, *, targets=None, keys=None, hidden=None, **fields):
         batch = self.read(tokens=tokens, targets=targets, keys=keys, **fields)
@@ -41,12 +41,12 @@ class Looped(Model):
 
     def stage(self, names):
         """The model of a pipeline stage: without the parts that are not among the names."""
-        view = view_of(self)
-        once, again = names_below("decoder", names), names_below("again.decoder", names)
-        view.decoder = self.decoder and self.decoder.stage(once | again)
+        view = make_view(self)
+        first, second = filter_names_below("decoder", names), filter_names_below("repeated.decoder", names)
+        view.decoder = self.decoder and self.decoder.stage(first | second)
         if view.decoder is not None:
             n = len(self.decoder.layer_of_depth)
-            view.decoder.depths = [d for below in (once, again) for d in range(n) if f"layers.{d}" in below]
+            view.decoder.depths = [d for below in (first, second) for d in range(n) if f"layers.{d}" in below]
         view.runs_head = "head" in names
         return view
 

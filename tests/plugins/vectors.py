@@ -35,7 +35,7 @@ class NextVector(nn.Module):
     """Σ ‖prediction − next vector‖² over the vectors that have a next one; without these, the predictions."""
 
     tp_plan = (("", "gather_input_replicated"), ("matrix", "replicated"))
-    reads = ("next_vectors", "has_next")
+    input_fields = ("next_vectors", "has_next")
     predicts = True
 
     def __init__(self, config, section, tokens):

@@ -157,7 +157,7 @@ def test_the_query_stream_is_the_same_in_every_layout(layout: dict[str, int]) ->
 
 def test_heads_that_share_a_term_add_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Squares(nn.Module):
-        reads, term = ("targets",), "causal"
+        input_fields, term = ("targets",), "causal"
 
         def __init__(self, config: ModelConfig, section: Any, tokens: Any) -> None:
             super().__init__()
