@@ -90,7 +90,7 @@ def test_schedules_on_four_ranks_equal_one_device(workers: Workers, schedule: st
     check(workers, 4, names, ParallelConfig(pp=4, pp_schedule=schedule))
 
 
-@pytest.mark.parametrize(("schedule", "names"), make_cases(dict.fromkeys(("1f1b", "zbv"), OTHERS)))
+@pytest.mark.parametrize(("schedule", "names"), make_cases(dict.fromkeys(PIPELINE_SCHEDULES, OTHERS)))
 def test_other_families_on_two_ranks(workers: Workers, schedule: str, names: list[str]) -> None:
     check(workers, 2, names, ParallelConfig(pp=2, pp_schedule=schedule))
 

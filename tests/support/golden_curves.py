@@ -75,8 +75,9 @@ def make_batch(config: Config, objective: Objective, step: int) -> dict[str, tor
         start = first + 10 * number
         if objective.needs_files:
             how = PackingConfig(objective, lengths[: len(objective.field_prefixes)], seed=0)
-            members = [make_image_files(start)]
-            rows.append(pack_in_memory([np.zeros(0, np.uint16)], how, first=start, members=members).build_row(0))
+            files = make_image_files(start)
+            caption = make_caption(int(files["cls"]), start) if objective.reads_text else np.zeros(0, np.uint16)
+            rows.append(pack_in_memory([caption], how, first=start, members=[files]).build_row(0))
             continue
         documents = [make_document(start + i, lengths[0] // 2 - 4) for i in range(4)]
         across = config.data.attend_across_documents
@@ -245,3 +246,11 @@ def make_image_files(number: int) -> dict[str, bytes]:
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
     return {"png": out.getvalue(), "cls": b"%d" % label}
+
+
+def make_caption(label: int, number: int) -> NDArray[np.int64]:
+    """The word of an image's class among up to four other words."""
+    noise = rng.random_uint64(6, "golden", "caption", number)
+    words = CLASSES + (noise[2:] % np.uint64(WORDS)).astype(np.int64)
+    words = words[: int(noise[0] % np.uint64(5))]
+    return RESERVED + np.insert(words, int(noise[1] % np.uint64(len(words) + 1)), label)
