@@ -70,6 +70,8 @@ class InputFiles:
         self._skip_bad = config.on_error == "skip"
         self.n_excluded = 0
         self.bad: list[BadFile] = []
+        self.folders: list[str] = []
+        """Names of local folders below the corpus folder, those without files included."""
         self.files = list(self._walk_remote(self._remote) if self._remote else self._walk(Path(str(self.root))))
         if not self.files and not self.bad:
             kind = "images, and no tars of them," if config.format == "images" else "text files"
@@ -184,6 +186,7 @@ class InputFiles:
                 if identity in [above for _, above in stack]:
                     self.skip_or_refuse(str(path), "is a link that leads back to a folder above it")
                 else:
+                    self.folders.append(_make_name(path.relative_to(root)))
                     stack.append((self._list_entries(path), identity))
             elif not matches_path(path.name, self._include):
                 self.n_excluded += 1

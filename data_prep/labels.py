@@ -2,8 +2,8 @@
 
 import csv
 import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from blake3 import blake3
@@ -21,13 +21,16 @@ MAX_SHOWN = 5
 class ClassLabels:
     """The classes of a corpus. names: class names in the order of the classes; empty if labels are numbers.
 
-    sources: names of the image files below the corpus folder.
+    sources, folders: names of the image files and of all folders below the corpus folder. Raises UsageError for a
+    folder without images, whose class would be missing.
     """
 
-    def __init__(self, config: LabelsConfig, sources: Iterable[str]) -> None:
+    def __init__(self, config: LabelsConfig, sources: Sequence[str], folders: Iterable[str] = ()) -> None:
         self._config = config
         self._table = _read_table(config) if config.by == "table" else {}
         self.names = self._list_class_names(sources)
+        if self.names and config.by == "folder" and config.classes is None:
+            _check_no_empty_folder(sources, folders)
         self._class_indices = {name: index for index, name in enumerate(self.names)}
 
     @property
@@ -80,7 +83,7 @@ class ClassLabels:
         value = get_nested(json.loads(members.get("json", b"null")), self._config.key)
         return None if value is None or isinstance(value, dict | list | bool) else str(value)
 
-    def _list_class_names(self, sources: Iterable[str]) -> list[str]:
+    def _list_class_names(self, sources: Sequence[str]) -> list[str]:
         if self._config.classes is not None:
             setting = f"read.labels.classes = {self._config.classes!r}"
             return read_class_names(Path(self._config.classes), setting)
@@ -103,6 +106,17 @@ def get_parent_folder(path: str) -> str | None:
     """Return the name of a file's folder; None if it has none."""
     folders = path.split("/")[:-1]
     return folders[-1] if folders else None
+
+
+def _check_no_empty_folder(sources: Sequence[str], folders: Iterable[str]) -> None:
+    """Raise a UsageError for a folder without images: classes are numbered by name, so later ones would move."""
+    with_images = {str(parent) for source in sources for parent in PurePosixPath(source).parents}
+    if (empty := next((folder for folder in folders if folder not in with_images), None)) is not None:
+        raise UsageError(
+            f"read.labels.by = 'folder': the folder {empty.replace('%23', '#')} holds no JPEG, PNG or WebP, so its class would be missing and "
+            "later classes would be numbered one lower: add its images, remove it, leave it out by read.exclude, or list "
+            "all classes in read.labels.classes"
+        )
 
 
 def _parse_class_number(name: str) -> int | None:

@@ -142,7 +142,7 @@ def _import(stages: StageRunner, inputs: InputFiles, values: StageResult, basis:
     source: ImportSource
     classes: list[str] = []
     if config.read.format == "images":
-        labels = ClassLabels(config.read.labels, (file.name for file in inputs.files))
+        labels = ClassLabels(config.read.labels, [file.name for file in inputs.files], inputs.folders)
         basis["labels"], classes = labels.fingerprint, labels.names
         source = ImageFiles(inputs, tokenizer, config.task_bytes, labels, config.split)
     else:

@@ -27,6 +27,7 @@ from megatfm.data_prep.split import (
     plan_by_files,
 )
 from megatfm.errors import MegatfmError, UsageError
+from tests.support.prep_files import write_file
 
 WORDS = [f"w{number}" for number in range(5000)]
 sizes = st.dictionaries(st.text(min_size=1, max_size=5), st.integers(0, 1000), max_size=50)
@@ -196,6 +197,25 @@ def test_folders_are_classes_in_alphabetical_order(tmp_path: Path) -> None:
     actual, classes = labels_of(tmp_path, by="folder")
     assert classes == ["10 Euro", "birne", "Äpfel", "猫"]
     assert {n: classes[label] for n, label in actual.items()} == {n: CLASSES[n % 4] for n in range(12)}
+
+
+@pytest.mark.parametrize("file", [None, "1.gif", "inner/1.bmp"])
+def test_a_folder_without_images_would_move_later_classes(tmp_path: Path, file: str | None) -> None:
+    write_image_folders(tmp_path / "in", lambda n, name: {f"all/{name}/{n}.png": png(n)})
+    empty = tmp_path / "in" / "all" / "Birne #2"
+    empty.mkdir()
+    if file is not None:
+        write_file(empty / file, b"GIF89a")
+    with pytest.raises(UsageError, match=r"the folder all/Birne #2 holds no JPEG, PNG or WebP"):
+        labels_of(tmp_path, by="folder")
+    (tmp_path / "classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
+    assert labels_of(tmp_path, by="folder", classes=str(tmp_path / "classes.txt"))[1] == list(CLASSES)
+
+
+def test_an_empty_folder_beside_folders_of_numbers_moves_no_class(tmp_path: Path) -> None:
+    write_image_folders(tmp_path / "in", lambda n, name: {f"{name}/{n}.png": png(n)}, ("10", "2", "0", "07"))
+    (tmp_path / "in" / "5").mkdir()
+    assert labels_of(tmp_path, by="folder")[0][0] == 10
 
 
 def test_folders_of_numbers_are_these_numbers(tmp_path: Path) -> None:
