@@ -111,11 +111,13 @@ def get_parent_folder(path: str) -> str | None:
 def _check_no_empty_folder(sources: Sequence[str], folders: Iterable[str]) -> None:
     """Raise a UsageError for a folder without images: classes are numbered by name, so later ones would move."""
     with_images = {str(parent) for source in sources for parent in PurePosixPath(source).parents}
-    if (empty := next((folder for folder in folders if folder not in with_images), None)) is not None:
+    empty = next((folder for folder in folders if folder not in with_images), None)
+    if empty is not None:
+        name = empty.replace("%23", "#")
         raise UsageError(
-            f"read.labels.by = 'folder': the folder {empty.replace('%23', '#')} holds no JPEG, PNG or WebP, so its class would be missing and "
-            "later classes would be numbered one lower: add its images, remove it, leave it out by read.exclude, or list "
-            "all classes in read.labels.classes"
+            f"read.labels.by = 'folder': the folder {name} holds no JPEG, PNG or WebP, so its class would be missing "
+            "and later ones numbered one lower: add its images, remove the folder, leave it out by read.exclude, or "
+            "list all classes in read.labels.classes"
         )
 
 
