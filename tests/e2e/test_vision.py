@@ -5,11 +5,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
-from tests.support.forked_commands import run_megatfm
-from tests.support.training_runs import training_curve
+from tests.support.forked_commands import ForkedCommand, keep_last_override, run_megatfm
+from tests.support.training_runs import assert_bitwise_equal, training_curve
 
 SMALL = [
     "train.steps=24", "lr_schedule.warmup_steps=2", "model.n_layers=2", "model.d_model=32", "model.ffn.d_ff=64",
@@ -58,6 +59,33 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
     run_megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
     again = {line["step"]: line["loss"] for line in training_curve(run)}
     assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]
+
+
+@pytest.mark.slow
+def test_killed_training_resumes_to_the_bit(tmp_path: Path) -> None:
+    """Two ranks with worker processes, augmentation, mixed images and averaged weights; all are killed at once."""
+    output = tmp_path / "output"
+    run_megatfm("prep", "quickstart-vision-data", output=output, cwd=tmp_path)
+    shorter = keep_last_override([*SMALL, "train.steps=12", "checkpoint.every=3"])
+    words = [
+        "quickstart-vision", "--nproc", 2, *shorter, "train.micro_batch=32", "data.workers=2",
+        'data.images.transforms=[{name = "rand_augment", n_ops = 2, magnitude = 9.0}]', "data.images.cutmix=1.0",
+        'optimizer={name = "adamw", lr = 5e-3, ema_decay = 0.9}',
+    ]  # fmt: skip
+    run_megatfm("launch", *words, "run_dir=whole", output=output, cwd=tmp_path)
+    command = ForkedCommand(["launch", *words, "run_dir=killed"], output, tmp_path)
+    try:
+        command.wait_for_lines(tmp_path / "killed/metrics.jsonl", 7)  # the save of step 6 began after that of step 3
+        processes = psutil.Process(command.pid).children(recursive=True)
+        assert len(processes) >= 2 + 2 * 2, "ranks and their workers"
+        for process in processes:
+            process.kill()
+    finally:
+        command.end()
+    saved = {path.name for path in (tmp_path / "killed/checkpoints").glob("step-*")}
+    assert {"step-00000003"} <= saved < {f"step-{step:08}" for step in (3, 6, 9, 12)}
+    run_megatfm("launch", *words, "run_dir=killed", output=output, cwd=tmp_path)
+    assert_bitwise_equal(tmp_path / "whole", tmp_path / "killed", ("exp_avg", "exp_avg_sq", "ema"))
 
 
 def test_a_folder_of_classes_of_any_shape(tmp_path: Path) -> None:
