@@ -216,7 +216,8 @@ def merge_section(annotation: Any, base: Mapping[str, Any], changes: Mapping[str
     """Return the base's table of a section with changes. annotation: the section's type.
 
     Sections merge at every depth. Values, lists and tables with the user's own names, such as `data.validation`,
-    replace the base's. Under another `name`, keys that only the base's variant has are dropped.
+    replace the base's; entries of one name merge if they are sections (`model.extra_heads`). Under another `name`, keys
+    that only the base's variant has are dropped.
     """
     options = list_variants(annotation)
     merged = dict(base)
@@ -228,10 +229,26 @@ def merge_section(annotation: Any, base: Mapping[str, Any], changes: Mapping[str
         base_value = merged.get(key)
         is_section = field is None or list_variants(field.annotation)  # no field: a plugin's key
         if isinstance(value, Mapping):
-            base_table = base_value if is_section and isinstance(base_value, Mapping) else {}
-            value = merge_section(field.annotation if field else None, base_table, value)
+            base_table = base_value if isinstance(base_value, Mapping) else {}
+            value_type = get_value_type(field.annotation) if field else None
+            if list_variants(value_type):
+                value = _merge_entries(value_type, base_table, value)
+            else:
+                value = merge_section(field.annotation if field else None, base_table if is_section else {}, value)
         merged[key] = value
     return merged
+
+
+def _merge_entries(annotation: Any, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a table with the user's own names; an entry that the base has too changes the base's."""
+    entries: dict[str, Any] = {}
+    for key, entry in changes.items():
+        base_entry = base.get(key)
+        if isinstance(entry, Mapping) and isinstance(base_entry, Mapping):
+            named = {"name": key} if "name" in entry else {}  # the key is the name of a head without one
+            entry = merge_section(annotation, {**named, **base_entry}, entry)
+        entries[key] = entry
+    return entries
 
 
 def drop_stale_keys(

@@ -126,6 +126,29 @@ def test_a_base_s_string_outlives_pickle_and_copy() -> None:
         assert (again, again.folder) == ("corpus", Path("/a"))
 
 
+def test_a_head_of_the_base_keeps_its_other_keys(tmp_path: Path) -> None:
+    """Heads that the file does not name are gone; under another `name`, keys that the head lacks are."""
+    classifier = "[model.extra_heads.classifier]\nn_classes = 2\n"
+    heads = load_config(write(tmp_path / "a.toml", f'extends = "swin-t"\n{classifier}')).model.extra_heads
+    assert heads["classifier"].model_dump() == {
+        **load_config("swin-t").model.extra_heads["classifier"].model_dump(), "n_classes": 2,
+    }  # fmt: skip
+    base = write(tmp_path / "two.toml", f'extends = "swin-t"\n{classifier}[model.extra_heads.pixels]\nstride = 32\n')
+    other = write(tmp_path / "b.toml", f'extends = "{base}"\n[model.extra_heads.pixels]\nstride = 32\n')
+    assert list(load_config(other).model.extra_heads) == ["pixels"]
+    renamed = '[model.extra_heads.classifier]\nname = "pixels"\nstride = 32\n'
+    head = load_config(write(tmp_path / "c.toml", f'extends = "swin-t"\n{renamed}')).model.extra_heads["classifier"]
+    assert (head.name, head.stride) == ("pixels", 32)
+
+
+def test_a_source_of_a_mixture_keeps_its_other_keys(file: Path, tmp_path: Path) -> None:
+    base = write(tmp_path / "base.toml", f'extends = "{file}"\nwithout = ["data.train"]\n[data.mixture]\n'
+                 'web = { path = "web", weight = 3.0 }\ncode = { path = "code", weight = 1.0 }\n')  # fmt: skip
+    mine = write(tmp_path / "mine.toml", f'extends = "{base}"\n[data.mixture]\nweb = {{ weight = 2.0 }}\n')
+    (source,) = load_config(mine).data.mixture.values()
+    assert (source.path, source.weight) == (str(tmp_path / "web"), 2.0)
+
+
 def test_a_file_takes_keys_of_its_base_out(file: Path, tmp_path: Path) -> None:
     """A key whose default is none, a section, a name of a free table; at any depth of bases, and set again above."""
     base = write(
