@@ -1,5 +1,7 @@
 """The `[model]` section: sizes, a section for each part, kinds of blocks, and checks by family."""
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Self
 
 from pydantic import (
@@ -274,11 +276,29 @@ class ModelConfig(Section):
 
     def stage_config(self, stage: int) -> "ModelConfig":
         """Return this config with the heads and widths of a stage, from 0."""
-        return self.with_changes(self.stages.find_changes_at(stage, self)) if self.stages else self
+        if self.stages is None:
+            return self
+        if stage not in self._block_configs:
+            self._block_configs[stage] = self.with_changes(self.stages.find_changes_at(stage, self))
+        return self._block_configs[stage]
 
     def type_config(self, kind: str) -> "ModelConfig":
         """Return this config with the settings of a kind of blocks."""
-        return self.with_changes({**self.layer_type[kind], "layer_types": (), "layer_type": {}})
+        if kind not in self._block_configs:
+            changes = {**self.layer_type[kind], "layer_types": (), "layer_type": {}}
+            self._block_configs[kind] = self.with_changes(changes)
+        return self._block_configs[kind]
+
+    @cached_property
+    def _block_configs(self) -> dict[int | str, "ModelConfig"]:
+        """Stage or kind of blocks → config, validated once."""
+        return {}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy as pydantic does, without the configs of blocks, which the update may change."""
+        copied = super().model_copy(update=update, deep=deep)
+        vars(copied).pop("_block_configs", None)
+        return copied
 
     @property
     def layer_cycle(self) -> list["ModelConfig"]:

@@ -81,6 +81,7 @@ class QuickScores:
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.cluster = estimator, estimator.cluster
         self._passes: dict[object, Passes] = {}
+        self._is_compiled: dict[object, bool] = {}
         self._sizes: dict[object, tuple[Numbers, Numbers, Numbers, float]] = {}
 
     @cached_property
@@ -218,7 +219,7 @@ class QuickScores:
 
     def _passes_of(self, config: Config) -> Passes:
         parallel, train = config.parallel, config.train
-        compiled = compiles(config, self.cluster.device)
+        compiled = self._compiles(config)
         key = (
             parallel.tp,
             parallel.cp,
@@ -245,6 +246,14 @@ class QuickScores:
                 pairs.append(times[id(part)])
             self._passes[full_key] = _sum_passes(pairs, train.recompute, compiled)
         return self._passes[full_key]
+
+    def _compiles(self, config: Config) -> bool:
+        """Return whether blocks are compiled, which depends on few keys of the layout."""
+        parallel = config.parallel
+        key = parallel.cp, parallel.pp > 1 and parallel.splits_backward, config.train.recompute
+        if key not in self._is_compiled:
+            self._is_compiled[key] = compiles(config, self.cluster.device)
+        return self._is_compiled[key]
 
     def _weight_sums(self, config: Config) -> tuple[Numbers, Numbers, Numbers, float]:
         """Return running sums over split points of dense and expert elements and of those outside blocks, and the
