@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/estimate.py calibrate --rounds 10
     python benchmarks/estimate.py published > benchmarks/results/DATE-estimate-published.md
+    OMP_NUM_THREADS=1 python benchmarks/estimate.py search > benchmarks/results/DATE-estimate-search.md
 
 calibrate: how well a calibrated table tells times of products whose shapes are not in it, and of a whole step, on this
 machine. Products of the table and held-out ones are measured in turns. A step of a small GPT-2 by the engine is
@@ -15,12 +16,15 @@ What a paper does not tell is set so: PTD-P's micro-batch and number of virtual 
 for fastest among 1, 2, 4, 8 and 1f1b, interleaved 2 to 5. Its attention was not fused: what reading and writing the
 scores takes is added by a closed form (`compute_unfused_seconds`). Its FLOP/s count recomputation (its equation 3);
 Llama's MFU does not.
+
+search: CPU seconds of `megatfm estimate --search` on one H100 cluster after another, imports left out.
 """
 
 import argparse
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from megatfm.config import Config, load_config
+from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
 from megatfm.estimate.calibrate import (
     DTYPES,
@@ -43,6 +48,7 @@ from megatfm.estimate.calibrate import (
 from megatfm.estimate.devices import NODE, Cluster, load_cluster
 from megatfm.estimate.estimator import Estimate, Estimator, estimator
 from megatfm.estimate.roofline import measured_rate
+from megatfm.estimate.search import search
 from megatfm.imaginary.step import batches_of
 from megatfm.parallel.mesh import build_mesh
 from megatfm.train.build import build_engine
@@ -339,7 +345,36 @@ def run_published(args: argparse.Namespace) -> None:
     print_llama()
 
 
-PARTS = {"calibrate": add_calibrate, "published": add_published}
+# ------------------------------------------------------------------------------------------------ search
+
+SEARCHES = (
+    ("llama3-8b", 16), ("llama3-8b", 64), ("olmoe-1b-7b", 16), ("olmoe-1b-7b", 64), ("olmoe-1b-7b", 128),
+    ("qwen3-30b-a3b", 64), ("deepseek-v3", 256),
+)  # fmt: skip
+
+
+def add_search(parser: argparse.ArgumentParser) -> common.Run:
+    return run_search
+
+
+def run_search(args: argparse.Namespace) -> None:
+    """Print one row for each search."""
+    print("# Searching for a layout\n")
+    how = "`OMP_NUM_THREADS=1 python benchmarks/estimate.py search`"
+    print(f"CPU seconds on one core, imports left out, {common.today()}: {how}.\n")
+    print("| Preset | GPUs | layouts | refused | fit | CPU seconds | ms a layout |\n|---|---|---|---|---|---|---|")
+    for preset, gpus in SEARCHES:
+        cluster = load_cluster("h100", gpus)
+        tp_sizes = [size for size in list_divisors(gpus) if size <= cluster.node.gpus]
+        with estimator(load_config(preset), cluster, tp_sizes) as opened:
+            start = time.process_time()
+            result = search(opened)
+            seconds = time.process_time() - start
+        counts = f"{result.tried:,} | {result.refused.total():,} | {result.n_fit:,}"
+        print(f"| {preset} | {gpus} | {counts} | {seconds:.1f} | {1e3 * seconds / result.tried:.2f} |", flush=True)
+
+
+PARTS = {"calibrate": add_calibrate, "published": add_published, "search": add_search}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -50,7 +50,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare the estimate with a traced step of a rank on an imaginary GPU",
     )
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="with --traced: the rank to trace (0)")
+    parser.add_argument("--rank", type=int, metavar="R", help="with --traced: the rank to trace (0)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page: memory, timeline of the schedule, scaling"
     )
@@ -66,6 +66,8 @@ def estimate_command(args: argparse.Namespace) -> int:
     check_trust(config, args)
     for flag in ("calibrate", "html", "write"):
         _check_new_file(flag, getattr(args, flag))
+    if args.rank is not None and not args.traced:
+        raise UsageError(f"--rank {args.rank}: an estimate covers all ranks: add --traced, or leave --rank out")
     args.gpus = (1 if args.calibrate else 8) if args.gpus is None else args.gpus
     if args.calibrate:
         _calibrate(args, config.train.precision)
@@ -102,6 +104,14 @@ def _check_new_file(flag: str, path: Path | None) -> None:
         raise UsageError(f"--{flag} {path}: the file exists: give another name{advice}")
     if path is not None and not path.parent.is_dir():
         raise UsageError(f"--{flag} {path}: there is no folder {path.parent}: make it, or give another name")
+    for sibling in _list_job_files(path) if path is not None and flag == "write" else ():
+        if sibling.exists():
+            raise UsageError(f"--write {path}: the file {sibling} exists: give another name")
+
+
+def _list_job_files(path: Path) -> list[Path]:
+    """Return the files that are written beside a config: the SLURM script, and the config that it runs."""
+    return [path.with_name(f"{path.stem}.{suffix}") for suffix in ("sbatch", "config.toml")]
 
 
 def _calibrate(args: argparse.Namespace, precision: str) -> None:
@@ -164,7 +174,7 @@ def _trace(args: argparse.Namespace, opened_estimator: "Estimator", estimate: "E
         *(override for override in args.overrides if override.partition("=")[0] not in keys),
         *changes,
     ]
-    traced = run_trace(args.config, overrides, args.gpus, args.rank)
+    traced = run_trace(args.config, overrides, args.gpus, args.rank or 0)
     bf16_estimate = opened_estimator.estimate(
         load_config(args.config, overrides).with_changes({"train.precision": "bf16"})
     )
@@ -185,12 +195,11 @@ def _write(args: argparse.Namespace, estimate: "Estimate") -> None:
     add_config_and_overrides(parser)
     cli.add_arguments(parser)
     launcher, job = cli.build_launch(parser.parse_args([*launch_arguments, "--dry-run"]))
-    names = [args.write]
+    script, job_config = _list_job_files(args.write)
     for name, text in launcher.render(job).items():
-        path = args.write.with_name(f"{args.write.stem}.{name}" if "." in name else f"{args.write.stem}.sbatch")
-        atomic_write(path, text)
-        names.append(path)
-    print(f"written: {', '.join(map(str, names))}; start it with: megatfm launch {' '.join(launch_arguments)}")
+        atomic_write(job_config if name == "config.toml" else script, text)
+    names = ", ".join(map(str, (args.write, script, job_config)))
+    print(f"written: {names}; start it with: megatfm launch {' '.join(launch_arguments)}")
 
 
 def _print(opened_estimator: "Estimator", estimate: "Estimate") -> None:

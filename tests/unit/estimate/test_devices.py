@@ -70,6 +70,9 @@ def test_a_wrong_file_is_refused_by_key_and_reason(tmp_path: Path, text: str, me
         (["--gpus-per-node", "-3"], "--gpus-per-node -3: choose 1 or more"),
         (["--gpus", "7"], "is not a multiple of micro-batches of 8 × 7 data ranks: the nearest that is one is 504"),
         (["--search", "--write", "old.toml"], "--write old.toml: the file exists: give another name"),
+        (["--search", "--write", "new.toml"], "--write new.toml: the file new.sbatch exists: give another name"),
+        (["--write", "older.toml"], "--write older.toml: the file older.config.toml exists: give another name"),
+        (["--rank", "3"], "--rank 3: an estimate covers all ranks: add --traced, or leave --rank out"),
         (["--html", "no/page.html"], "--html no/page.html: there is no folder no"),
         (["--calibrate", "old.toml"], "--calibrate old.toml: the file exists: give another name, or use it"),
     ],
@@ -78,7 +81,8 @@ def test_a_wrong_request_is_refused_before_it_is_computed(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "old.toml").touch()
+    for name in ("old.toml", "new.sbatch", "older.config.toml"):
+        (tmp_path / name).touch()
     with pytest.raises(SystemExit) as ended:
         main(["estimate", "gpt2-124m", *words])
     shown, errors = capsys.readouterr()

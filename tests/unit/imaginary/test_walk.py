@@ -15,6 +15,8 @@ WAITS_OF_FAMILIES = {"two_towers": {"parallel/data_ring.py": 1}}
 The numbers may only fall."""
 TABLES_AS_LONG_AS_ROWS = ("deberta-v3-base",)
 """Presets with as many relative positions as a row has tokens: scores of those look like scores of all pairs."""
+POOLED_SIDE = 28
+"""MViTv2's biases depend on queries, so their gradients are as large as scores: of 28 × 28 pooled tokens at most."""
 QUICK = ("gpt2-124m", "bert-base", "llama3-70b")
 SAME_BYTES = 0.002
 PEAK = 0.1
@@ -42,5 +44,8 @@ def test_a_recommended_layout_runs_on_an_imaginary_gpu(layout: Recommended) -> N
     for path, times in WAITS_OF_FAMILIES.get(family, {}).items():
         budget[path] = times * traced.traced.facts["microbatches"]
     assert all(times <= budget.get(path, 0) for path, times in traced.waits.items()), traced.waits
+    pairs = traced.traced.facts["all_pairs"]
+    if layout.preset.startswith("mvitv2"):
+        pairs = [line for line in pairs if f"{POOLED_SIDE**2}, {POOLED_SIDE**2}] at" not in line]
     if layout.preset not in TABLES_AS_LONG_AS_ROWS:
-        assert not traced.traced.facts["all_pairs"]
+        assert not pairs
