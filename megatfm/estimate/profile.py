@@ -4,6 +4,7 @@ The real parts run with the real plan on fake tensors, over a process group that
 stands for all of it. Attention is recorded as one fused kernel, experts as grouped matmuls.
 """
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,6 +24,7 @@ from megatfm.errors import UsageError
 from megatfm.estimate.operators import Operator, OperatorRecorder, Recording, tensor_bytes
 from megatfm.estimate.part_profile import ModelProfile, PartProfile, SavedTensor, WeightGradient
 from megatfm.estimate.stand_ins import (
+    ROWS,
     VOCAB_PARALLEL_STATISTICS,
     AttentionStandIn,
     CrossEntropyStandIn,
@@ -347,8 +349,10 @@ class LocalModel:
         if name == "_grouped_mm" and dims:
             section = experts_section(self.config.model)
             rows = inputs[0].shape[0] * dims[0] / (section.n_experts if section else dims[0])
-            dims = (dims[0], max(1, round(rows / dims[0])), *dims[2:])
-            flops = 2 * rows * dims[2] * dims[3]
+            flops = 2 * rows * math.prod(size for size in dims[1:] if size != ROWS)
+            group_rows = max(1, round(rows / dims[0]))
+            m, n, k = (group_rows if size == ROWS else size for size in dims[1:])
+            dims = dims[0], m, n, k
         operator = Operator(name, kind, flops, reads, writes, dims, inputs[0].element_size())
         if kind == "collective":
             operator = replace(operator, collective=name, sent_bytes=(self.tp - 1) * inputs[0].nbytes)

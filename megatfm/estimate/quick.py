@@ -54,6 +54,8 @@ def _scale_operator(op: Operator, factor: int, tokens: int, weights: frozenset[i
     if dims is not None:
         batch, m, n, k = dims
         is_weight_gradient = k % tokens == 0 and batch == 1
+        if op.name == "_grouped_mm":
+            is_weight_gradient = weights.isdisjoint(op.reads)
         dims = (batch, m, n, k * factor) if is_weight_gradient else (batch, m * factor, n, k)
     reads = {n: b if n in weights else b * factor for n, b in op.reads.items()}
     writes = {n: b if is_weight_gradient or n in weights else b * factor for n, b in op.writes.items()}

@@ -173,6 +173,10 @@ class CrossEntropyStandIn(torch.autograd.Function):
         return None, None, into_hidden, into_weight, into_bias
 
 
+ROWS = 0
+"""In the dims of a grouped matmul, the rows of a group."""
+
+
 class ExpertsStandIn(torch.autograd.Function):
     """Grouped matmul of experts with as many rows as they get on average."""
 
@@ -181,33 +185,27 @@ class ExpertsStandIn(torch.autograd.Function):
         ctx.save_for_backward(x_MI, weight_GOI, ends_G)
         ctx.note = note
         output_MO = x_MI.new_empty(len(x_MI), weight_GOI.shape[1])
-        _note_groups(note, x_MI, weight_GOI, output_MO, weight_GOI)
+        groups, outer, inner = weight_GOI.shape
+        _note_groups(note, x_MI, weight_GOI, output_MO, (groups, ROWS, outer, inner))
         return output_MO
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         x_MI, weight_GOI, _ = ctx.saved_tensors
         into_x = into_weight = None
+        groups, outer, inner = weight_GOI.shape
         if ctx.needs_input_grad[1]:
             into_x = torch.empty_like(x_MI)
-            _note_groups(ctx.note, gradient, weight_GOI, into_x, weight_GOI)
+            _note_groups(ctx.note, gradient, weight_GOI, into_x, (groups, ROWS, inner, outer))
         if ctx.needs_input_grad[2]:
             into_weight = torch.empty_like(weight_GOI)
-            _note_groups(ctx.note, gradient, x_MI, into_weight, weight_GOI)
+            _note_groups(ctx.note, gradient, x_MI, into_weight, (groups, outer, inner, ROWS))
         return None, into_x, into_weight, None
 
 
-def _note_groups(note: Note, left: Tensor, right: Tensor, output: Tensor, weight_GOI: Tensor) -> None:
-    """Note a grouped matmul. This rank's experts get their share of all rows [M, I] (`note` knows it)."""
-    groups, outer, inner = weight_GOI.shape
-    note(
-        "_grouped_mm",
-        "matmul",
-        0.0,
-        (left, right),
-        (output,),
-        (groups, -(-len(left) // groups), outer, inner),
-    )
+def _note_groups(note: Note, left: Tensor, right: Tensor, output: Tensor, dims: tuple[int, int, int, int]) -> None:
+    """Note a grouped matmul. dims: groups, m, n and k, with ROWS for a group's rows, whose number `note` knows."""
+    note("_grouped_mm", "matmul", 0.0, (left, right), (output,), dims)
 
 
 @contextmanager

@@ -3,12 +3,20 @@
 import heapq
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatfm.config import load_config
 from megatfm.estimate.devices import Device, load_cluster
+from megatfm.estimate.estimator import estimator
 from megatfm.estimate.operators import Operator
+from megatfm.estimate.quick import scale_profile
 from megatfm.estimate.roofline import matmul_seconds
+from megatfm.estimate.stand_ins import ROWS, experts_by_shapes
+from megatfm.ops.grouped_mm import KERNELS
 
 PROCESSORS = 6
 LAUNCH = 1e-6
@@ -63,3 +71,57 @@ def test_a_gradient_of_a_small_weight_uses_all_multiprocessors(device: Device) -
     m, n, k = 128, 256, 1 << 20
     whole_rate = 2 * m * n * k / (PROCESSORS * 1e12)
     assert matmul_seconds(device, Operator("mm", "matmul", 0.0, {}, {}, (1, m, n, k))) < 1.01 * whole_rate
+
+
+class GroupedShapes(TorchDispatchMode):
+    """Notes groups, m, n and k of torch's grouped products; a reduction over rows has a group's share of them as k."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dims: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::_grouped_mm":
+            left, right = args[0].shape, args[1].shape
+            groups = max(left[:-2] + right[:-2] + out.shape[:-2])
+            over_rows = len(left) == len(right) == 2
+            m = left[-2] if over_rows else left[-2] // groups
+            self.dims.append((groups, m, right[-1], left[-1] // groups if over_rows else left[-1]))
+        return out
+
+
+def test_grouped_products_are_noted_with_the_shapes_of_executed_ones() -> None:
+    groups, rows, outer, inner = 4, 64, 32, 48
+    x = torch.zeros(groups * rows, inner, requires_grad=True)
+    weight = torch.zeros(groups, outer, inner, requires_grad=True)
+    ends = rows * torch.arange(1, groups + 1, dtype=torch.int32)
+    with GroupedShapes() as executed:
+        KERNELS["grouped"](x, weight, ends).square().sum().backward()
+    noted: list[tuple[int, ...]] = []
+
+    def note(name: str, kind: str, flops: float, inputs: Any, outputs: Any, dims: tuple[int, ...]) -> None:
+        noted.append(tuple(rows if size == ROWS else size for size in dims))
+
+    with experts_by_shapes(note):  # type: ignore[arg-type]
+        KERNELS["grouped"](x, weight, ends).square().sum().backward()
+    assert len(noted) == 3
+    assert sorted(noted) == sorted(executed.dims)
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+def test_experts_of_a_larger_micro_batch_are_those_of_its_profile(factor: int) -> None:
+    """Scaled from one row, or profiled: the same products, so the same seconds."""
+    config = load_config("olmoe-1b-7b", [])
+    with estimator(config, load_cluster("h100", 8)) as opened:
+        sizes = {}
+        for rows in (1, factor):
+            changed = config.with_changes({"train.micro_batch": rows, "train.precision": "bf16"})
+            (part,) = {id(part): part for part in opened.profile(changed).parts if part.is_block}.values()
+            sizes[rows] = scale_profile(part, factor // rows, config.data.sequence_length)
+    dims = [
+        sorted(op.dims for op in (*part.forward, *part.backward) if op.name == "_grouped_mm" and op.dims)
+        for part in sizes.values()
+    ]
+    assert dims[0] == dims[1]
+    assert len(dims[0]) >= 6
