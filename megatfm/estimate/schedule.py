@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatfm.parallel.pipeline_schedule import Action, Kind, build_schedule
 
@@ -34,6 +35,12 @@ class Timeline:
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
 
+@lru_cache(maxsize=64)
+def _order_passes(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Sequence[Action]]:
+    """Return the passes of each rank; many layouts of a search share them."""
+    return build_schedule(schedule, ranks, stages_per_rank, microbatches)
+
+
 def simulate(
     schedule: str,
     ranks: int,
@@ -44,7 +51,7 @@ def simulate(
     transfer: float,
 ) -> Timeline:
     """Simulate a step. seconds: "F", "B", "I", "W" → time of each stage. transfer: between stages on two ranks."""
-    queues = [list(order) for order in build_schedule(schedule, ranks, stages_per_rank, microbatches)]
+    queues = _order_passes(schedule, ranks, stages_per_rank, microbatches)
     positions, free, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     ends: dict[tuple[int, str, int], float] = {}
     passes: list[Pass] = []
