@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -61,6 +60,8 @@ def test_adapters_of_an_encoder_and_its_head(folder: Path, capfd: pytest.Capture
     config = json.loads((folder / "adapter/adapter_config.json").read_text())
     assert (config["task_type"], config["r"], config["lora_alpha"]) == ("SEQ_CLS", 4, 8.0)
     assert (folder / "adapter/adapter_model.safetensors").stat().st_size < 60_000
+    import peft
+
     base = transformers.BertForSequenceClassification.from_pretrained(folder / "bert", num_labels=2)
     adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
     with torch.no_grad():
@@ -94,6 +95,8 @@ def test_preferences_from_pairs_to_a_merged_model(folder: Path, capfd: pytest.Ca
 def test_a_peft_adapter_is_trained_on(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = write_model(folder, "llama")
     write_preferences(folder)
+    import peft
+
     options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, options)
     for name, parameter in adapted.named_parameters():

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.support.chat_models import conversations, save_llama
@@ -58,6 +57,8 @@ def write_articles(path: Path, n: int, seed: int) -> None:
 
 def write_peft_adapter(folder: Path, base: Path) -> None:
     """Write an adapter of queries and values, as PEFT does."""
+    from peft import LoraConfig, get_peft_model
+
     model = AutoModelForCausalLM.from_pretrained(base)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     adapted.save_pretrained(folder)

@@ -313,6 +313,7 @@ def test_the_stations_of_a_batch_are_where_the_page_says() -> None:
             target = getattr(target, part)
 
 
+@cache
 def defined_names() -> set[str]:
     """Every class, function and alias of a type in the package, by its own name."""
     actual: set[str] = set()

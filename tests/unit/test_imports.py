@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,17 +47,20 @@ NAMES_AXES = (
 """The mesh, what is expected of it, the axes that engines declare, and the keys of configs."""
 
 
-def imported_names(source: str, module: str) -> Iterator[tuple[int, str]]:
+@cache
+def imported_names(source: str, module: str) -> list[tuple[int, str]]:
     """Line and full name of each import in a file, and of each use of `torch.distributed`."""
+    names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            names += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = module.split(".")[: len(module.split(".")) - node.level] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed"):
-            yield node.lineno, "torch.distributed"
+            names += [(node.lineno, f"{origin}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr == "distributed" and ast.unparse(node.value) == "torch":
+            names.append((node.lineno, "torch.distributed"))
+    return names
 
 
 def is_folder_of_the_checkout(module: str, name: str) -> bool:

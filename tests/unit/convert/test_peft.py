@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -57,6 +56,8 @@ TARGET_PARAMETERS = {
 
 def adapter(model: Any, folder: Path, targets: list[str], **options: Any) -> Any:
     """A PEFT model whose adapters are not 0, saved with its base."""
+    import peft
+
     base = folder / "base"
     model.save_pretrained(base)
     values = {"r": 4, "lora_alpha": 6, "target_modules": targets, "lora_dropout": 0.0, **options}
@@ -96,7 +97,7 @@ def test_an_adapter_of_peft_is_ours_and_theirs_again(name: str, tmp_path: Path) 
 
     to_peft(tmp_path / "ours", tmp_path / "back")
     base = type(peft_model.get_base_model()).from_pretrained(tmp_path / "base")
-    again = peft.PeftModel.from_pretrained(base, tmp_path / "back").eval()
+    again = type(peft_model).from_pretrained(base, tmp_path / "back").eval()
     torch.testing.assert_close(logits(again).detach(), expected, rtol=2e-4, atol=2e-5)
 
     convert(tmp_path / "ours", tmp_path / "merged", "hf")
@@ -202,7 +203,7 @@ def test_other_weights_that_are_trained(tmp_path: Path) -> None:
     assert lora_model.get_parameter("head.weight").requires_grad
     to_peft(tmp_path / "ours", tmp_path / "back")
     base = type(peft_model.get_base_model()).from_pretrained(tmp_path / "base")
-    again = peft.PeftModel.from_pretrained(base, tmp_path / "back").eval()
+    again = type(peft_model).from_pretrained(base, tmp_path / "back").eval()
     torch.testing.assert_close(logits(again), logits(peft_model), rtol=2e-4, atol=2e-5)
 
 

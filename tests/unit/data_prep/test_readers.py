@@ -8,7 +8,6 @@ import tarfile
 import zlib
 from pathlib import Path
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -52,6 +51,8 @@ def test_every_text_comes_out(tmp_path: Path, name: str) -> None:
 
 def test_folders_of_datasets(tmp_path: Path) -> None:
     """As that library saves them, with its descriptions and caches, which are no text."""
+    import datasets
+
     columns = {"text": [f"{number}: {text}" for number in range(5) for text in TEXTS], "url": URLS * 5}
     rows = datasets.Dataset.from_dict(columns)
     rows.save_to_disk(tmp_path / "one", num_shards=3)

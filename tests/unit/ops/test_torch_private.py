@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatfm.layers.attention.patterns import AttentionPattern
@@ -90,6 +89,7 @@ T = 256
 @pytest.fixture
 def frames(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A counter of graphs that Dynamo hands to the compiler, in whose place they run as they are."""
+    from torch._dynamo.testing import CompileCounter
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from megatfm.report import write_report
 from megatfm.report.predictions import compute_class_results, read_galleries, summarize
@@ -29,6 +28,8 @@ def counts_of(targets: Iterable[int], predicted: Iterable[int]) -> dict[tuple[in
 
 @pytest.mark.parametrize("n_classes", [2, 16, 17, 70])
 def test_scores_and_matrix_against_scikit_learn(n_classes: int) -> None:
+    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
     random = np.random.default_rng(n_classes)
     targets = random.integers(0, n_classes, 500)
     predicted = np.where(random.random(500) < 0.6, targets, random.integers(0, n_classes, 500))

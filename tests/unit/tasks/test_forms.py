@@ -12,7 +12,6 @@ import pytest
 import tokenizers as library
 import transformers
 from pydantic import ValidationError
-from sklearn.utils.class_weight import compute_class_weight
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from megatfm import tokenizers
@@ -180,6 +179,8 @@ def test_labels_that_teach_nothing_are_refused(tmp_path: Path, lines: list[str],
 
 def test_balanced_labels_weigh_as_those_of_scikit_learn(tmp_path: Path) -> None:
     """In tagging, all words count."""
+    from sklearn.utils.class_weight import compute_class_weight
+
     labels, names = [*"aabaacaaab"], ["c", "a", "b"]
     (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"x,{label}\n" for label in labels))
     config = TaskConfig(train=str(tmp_path / "a.csv"), labels=names, class_weights="balanced")

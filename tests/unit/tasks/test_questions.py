@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.metrics
 
 from megatfm.config import EvaluationTaskConfig
 from megatfm.errors import UsageError
@@ -231,6 +230,8 @@ def test_a_rank_counts_from_one() -> None:
 
 def test_ranks_give_scikit_learn_s_recall_and_mrr() -> None:
     """One right answer a question: recall at k is top-k accuracy, MRR the label ranking average precision."""
+    import sklearn.metrics
+
     random = np.random.default_rng(4)
     n_questions, n_answers = 40, 25
     similarities, right = (
