@@ -120,27 +120,12 @@ def split_into_stages(
             f"can be cut into {len(starts)} at most: choose "
             f"{_suggest_layout(schedule, ranks, stages_per_rank, len(starts))}"
         )
-    trained = _find_trained_fields(model, points)
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     if pp_split_points:
         bounds = _find_named_cuts(points, pp_split_points, len(rank_of))
     else:
         bounds = _balance_cuts(starts, costs, len(rank_of))
-    stages = []
-    for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(points)], strict=True)):
-        stages.append(
-            PipelineStage(
-                index,
-                rank_of[index],
-                points[first:last],
-                find_live_fields(points, first),
-                find_live_fields(points, last),
-                frozenset(name for point in points[first:last] for name in point.writes),
-                trained[first] & frozenset(find_live_fields(points, first)),
-                trained[last] & frozenset(find_live_fields(points, last)),
-                sum(costs[first:last]),
-            )
-        )
+    stages = _make_stages(model, points, costs, rank_of, bounds)
     return Pipeline(
         schedule,
         ranks,
@@ -151,6 +136,34 @@ def split_into_stages(
         _find_module_holders(model, stages),
         frozen,
     )
+
+
+def _make_stages(
+    model: nn.Module,
+    points: Sequence[SplitPoint],
+    costs: Sequence[float],
+    rank_of: Sequence[int],
+    bounds: Sequence[int],
+) -> list[PipelineStage]:
+    """Make the stages. rank_of: each stage's rank. bounds: the first split point of each stage but the first."""
+    trained = _find_trained_fields(model, points)
+    stages = []
+    for index, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(points)], strict=True)):
+        received, sent = find_live_fields(points, first), find_live_fields(points, last)
+        stages.append(
+            PipelineStage(
+                index,
+                rank_of[index],
+                points[first:last],
+                received,
+                sent,
+                frozenset(name for point in points[first:last] for name in point.writes),
+                trained[first] & frozenset(received),
+                trained[last] & frozenset(sent),
+                sum(costs[first:last]),
+            )
+        )
+    return stages
 
 
 def compute_cost(
