@@ -70,6 +70,8 @@ class ForegroundLauncher:
             # Ranks that were refused have removed their files. Any other file would belong to a run that began.
             if code == EXIT_USAGE and new_paths.is_new(run) and new_paths.holds_all_of(run):
                 new_paths.remove()
+            elif code == EXIT_USAGE:
+                new_paths.restore()
         return code
 
     def _run_recorded(self, job: Job, attempt: Callable[[bool], int], is_new: bool) -> int:

@@ -114,13 +114,18 @@ class NewPaths:
 
     def remove_files(self) -> None:
         """Remove files, last registered first, and trees; restore replaced files. Stops where one can't be removed."""
+        self.restore()
         with contextlib.suppress(OSError):
-            for path, content in self.replaced.items():
-                atomic_write(path, content)
             for path in reversed(self.files):
                 path.unlink(missing_ok=True)
             for tree in self.trees:
                 shutil.rmtree(tree, ignore_errors=True)
+
+    def restore(self) -> None:
+        """Write the former content of replaced files."""
+        with contextlib.suppress(OSError):
+            for path, content in self.replaced.items():
+                atomic_write(path, content)
 
     def remove_folders(self) -> None:
         """Remove the folders that are empty."""

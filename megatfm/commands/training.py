@@ -111,7 +111,7 @@ def _write_resolved_config(args: argparse.Namespace, new_paths: NewPaths) -> Pat
     check_no_process(path.parent)  # a running launcher's restarts would read the new file
     try:
         new_paths.make_folder(path.parent)
-        new_paths.will_write(path)
+        new_paths.will_replace(path)
         atomic_write(path, to_toml(config))
     except OSError as error:
         raise MegatfmError(f"{path}: can't write the run's config: {error.strerror}") from error

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatfm.errors import LockedError, UsageError
+from megatfm.errors import EXIT_FAILED, EXIT_USAGE, LockedError, UsageError
+from megatfm.files import NewPaths
 from megatfm.launchers.cli import add_arguments, main
 from megatfm.launchers.local import LocalLauncher, MpiLauncher
 from megatfm.launchers.record import read_json_if_valid, tail_jsonl
@@ -46,6 +47,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: Path) -> Pa
 
 
 # ------------------------------------------------------------------------------------------------------- local
+
+
+@pytest.mark.parametrize(("code", "expected"), [(EXIT_USAGE, "old"), (EXIT_FAILED, "new")])
+def test_a_refused_run_has_the_config_that_was_replaced(folder: Path, code: int, expected: str) -> None:
+    run, new_paths = folder / "runs" / "quickstart", NewPaths()
+    run.mkdir(parents=True)
+    (run / "from.toml").write_text("old")
+    new_paths.will_replace(run / "from.toml")
+    (run / "from.toml").write_text("new")
+    assert LocalLauncher().run(make_job(), lambda is_new: code, new_paths) == code
+    assert (run / "from.toml").read_text() == expected
 
 
 def test_local_ranks_get_the_variables_of_torchrun(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
