@@ -94,7 +94,7 @@ class Estimator:
     _models: dict[object, LocalModel] = field(default_factory=dict)
     _profiles: dict[object, ModelProfile] = field(default_factory=dict)
     _weights: dict[object, list[LocalWeight]] = field(default_factory=dict)
-    _pipelines: dict[object, Pipeline | UsageError] = field(default_factory=dict)
+    _pipelines: dict[object, Pipeline | str] = field(default_factory=dict)
 
     @cached_property
     def description(self) -> Description:
@@ -224,10 +224,10 @@ class Estimator:
             try:
                 self._pipelines[key] = plan_pipeline_split(config, self._meta_model)
             except UsageError as error:
-                self._pipelines[key] = error
+                self._pipelines[key] = str(error)
         planned = self._pipelines[key]
-        if isinstance(planned, UsageError):
-            raise planned
+        if isinstance(planned, str):  # not the error itself, whose traceback would keep a config alive at each raise
+            raise UsageError(planned)
         return planned
 
 
