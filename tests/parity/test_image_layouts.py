@@ -22,7 +22,7 @@ def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, fl
     wrong = {}
     for layout in layouts:
         parallel = LAYOUTS[ranks][layout]
-        recomputed = "full" if layout in ("cp3", "tp3") else "none"
+        recomputed = "full" if layout in ("cp3", "tp3", "pp3", "zero3 on 3") else "none"
         engine = build_engine(config, parallel, ADAMW, recomputed=recomputed)
         cut = uneven_microbatches if parallel.pp > 1 else microbatches
         stats = engine.forward_backward(cut(engine, batch), objective)

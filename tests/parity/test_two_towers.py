@@ -44,6 +44,9 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+RECOMPUTED = ("tp 2", "zero 3", "cp 3", "pp 3")
+
+
 def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, float]]:
     """Wrong gradients by layout: of one micro-batch and of three, in turn."""
     wrong, row = {}, list(TOWER_MODELS).index(name)
@@ -51,7 +54,8 @@ def compare(name: str, layouts: list[str], ranks: int) -> dict[str, dict[str, fl
     for column, (layout, parallel) in enumerate(LAYOUTS[ranks].items()):
         if layout not in layouts:
             continue
-        engine = build_engine(TOWER_MODELS[name], parallel, ADAMW)
+        recomputed = "full" if layout in RECOMPUTED else "none"
+        engine = build_engine(TOWER_MODELS[name], parallel, ADAMW, recomputed=recomputed)
         mesh = engine.mesh
         n = 2 * parallel.pp if parallel.pp > 1 else (3, 1)[(row + column) % 2]
         batches = tower_microbatches(batch, mesh.data_rank, mesh.data_ranks, n)
