@@ -335,3 +335,15 @@ def test_a_mistake_names_key_and_way_out(load: Load, overrides: tuple[str, ...],
     with pytest.raises(UsageError) as caught:
         load(*overrides)
     assert line in str(caught.value)
+
+
+def test_blocks_of_a_changed_copy_are_those_of_the_copy() -> None:
+    """Configs of blocks are kept once they are computed."""
+    kinds = load_config("gemma3-1b").model
+    kind = kinds.layer_types[0]
+    assert kinds.type_config(kind).d_model == kinds.d_model
+    assert kinds.model_copy(update={"d_model": 64}).type_config(kind).d_model == 64
+    assert kinds.with_changes({"norm.eps": 0.5}).type_config(kind).norm.eps == 0.5
+    stages = load_config("swin-t").model
+    assert stages.stage_config(1).d_model == 192
+    assert stages.model_copy(update={"d_model": 48}).stage_config(1).d_model == 96
