@@ -18,17 +18,18 @@ from megatfm.config.attention import (
     Windows2dPatternConfig,
 )
 from megatfm.config.data import DataConfig
+from megatfm.config.heads import (
+    ClassifierHeadConfig,
+    MultipleChoiceHeadConfig,
+    SentenceHeadConfig,
+    SpanExtractionHeadConfig,
+    TextClassifierHeadConfig,
+)
 from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
 from megatfm.config.images import ImagesConfig
 from megatfm.config.load import load_config, load_section, to_toml
 from megatfm.config.model import ModelConfig
-from megatfm.config.model_parts import (
-    ClassifierHeadConfig,
-    OverlappingPatchesConfig,
-    PatchEmbeddingConfig,
-    PixelDecoderConfig,
-    SentenceHeadConfig,
-)
+from megatfm.config.model_parts import OverlappingPatchesConfig, PatchEmbeddingConfig, PixelDecoderConfig
 from megatfm.config.objective import (
     AnswersObjective,
     CausalObjective,
@@ -89,11 +90,6 @@ from megatfm.config.root import Config
 from megatfm.config.section import make_usage_error, require_variant
 from megatfm.config.sources import find_config, list_model_presets, list_presets
 from megatfm.config.task import EvaluationTaskConfig, TaskConfig
-from megatfm.config.task_heads import (
-    MultipleChoiceHeadConfig,
-    SpanExtractionHeadConfig,
-    TextClassifierHeadConfig,
-)
 from megatfm.config.training import (
     ResilienceConfig,
     TrainConfig,

@@ -15,19 +15,18 @@ from pydantic import (
 )
 
 from megatfm.config.attention import AttentionConfig, LinformerAttentionConfig, MLAAttentionConfig
-from megatfm.config.families import FAMILIES, find_supporting_families
-from megatfm.config.ffn import FFNConfig, MoEConfig, SoftMoEConfig
+from megatfm.config.ffn import FFNConfig
 from megatfm.config.foreign_keys import reject_renamed_keys
+from megatfm.config.heads import HeadConfig, HeadsConfig
 from megatfm.config.image_text import ConnectorConfig, ContrastiveConfig, TextTowerConfig, VisionTowerConfig
-from megatfm.config.lora import LoRAConfig
+from megatfm.config.model_checks import check_combinations
 from megatfm.config.model_parts import (
     WIDTH_POWERS,
     EmbeddingConfig,
     GeneratorConfig,
     GPT2InitConfig,
-    HeadConfig,
-    HeadsConfig,
     InitConfig,
+    LoRAConfig,
     MuPConfig,
     NormConfig,
     PatchEmbeddingConfig,
@@ -35,7 +34,7 @@ from megatfm.config.model_parts import (
     RMSNormConfig,
     TokenEmbeddingConfig,
 )
-from megatfm.config.position import PositionConfig, RopeConfig, T5PositionConfig
+from megatfm.config.position import PositionConfig, RopeConfig
 from megatfm.config.section import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -45,7 +44,6 @@ from megatfm.config.section import (
     unflatten,
 )
 from megatfm.config.stages import StagesConfig, check_stages, fill_in_stages, without_layers
-from megatfm.config.vision_checks import check_image_parts
 from megatfm.registry import did_you_mean
 
 
@@ -149,85 +147,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.family == "electra" and self.generator is None:
-            raise ValueError("family = 'electra' needs model.generator: give it")
-        self._check_family()
-        xlnet = {
-            self.family == "xlnet",
-            self.attention.name == "two_stream",
-            self.position.name == "transformer_xl",
-        }
-        if len(xlnet) > 1:
-            raise ValueError(
-                "family = 'xlnet', attention.name = 'two_stream' and position.name = 'transformer_xl' belong together: "
-                "set all three, or none"
-            )
-        if self.family == "xlnet" and self.extra_heads and self.lm_head.name != "none":
-            raise ValueError(
-                f"extra_heads.{next(iter(self.extra_heads))} beside a language model head: family = 'xlnet' trains one "
-                "of them at a time: set lm_head.name = 'none'"
-            )
-        check_image_parts(self)
-        self._check_experts_see_no_future()
+        check_combinations(self)
         check_stages(self)
-        if isinstance(self.position, T5PositionConfig):
-            causal = self.family in ("decoder", "encoder_decoder", "vision_language")
-            one_way = self.family in ("decoder", "vision_language")
-            self.position.check_buckets(causal=causal, bidirectional=not one_way)
-        if self.mup and self.embedding.dim:
-            raise ValueError("mup is for models of one width: leave out embedding.dim")
-        if (self.init.name == "deepnorm") != (self.norm.placement == "deepnorm"):
-            raise ValueError(
-                "norm.placement = 'deepnorm' and init.name = 'deepnorm' belong together: set both, or neither"
-            )
         return self
-
-    def _check_family(self) -> None:
-        """Check that the family, unless it is a plugin's, supports the keys and heads that are set."""
-        if (family := FAMILIES.get(self.family)) is None:
-            return
-        values = {
-            "n_encoder_layers": self.n_encoder_layers,
-            "extra_heads.sentence": "sentence" in self.extra_heads,
-            "extra_heads.boundary": "boundary" in self.extra_heads,
-            "n_mtp_heads": self.n_mtp_heads,
-            "embedding.n_segments": self.embedding.n_segments,
-            "generator": self.generator,
-            "ffn.name = 'moe'": isinstance(self.ffn, MoEConfig),
-            "mup": self.mup,
-            "stages": self.stages,
-            "pixel_decoder": self.pixel_decoder,
-            "text_tower": self.text_tower,
-            "contrastive": self.contrastive,
-            "vision_tower": self.vision_tower,
-            "connector": self.connector,
-        }
-        for key, value in values.items():
-            if value and key not in family.supported_keys:
-                raise ValueError(
-                    f"{key} has no meaning with family = {self.family!r}: leave it out, or choose family = "
-                    + " or ".join(map(repr, find_supporting_families(key)))
-                )
-        if family.heads_refusal and (
-            self.extra_heads or (self.lm_head.name == "none" and not family.allows_no_lm_head)
-        ):
-            heads = [f"extra_heads.{name}" for name in self.extra_heads] or ["lm_head.name = 'none'"]
-            raise ValueError(
-                f"{heads[0]} has no meaning with family = {self.family!r}, {family.heads_refusal}: leave it out, or "
-                "choose another family"
-            )
-
-    def _check_experts_see_no_future(self) -> None:
-        ffn, key = self.ffn, ""
-        if isinstance(ffn, SoftMoEConfig):
-            key = "ffn.name = 'soft_moe'"
-        elif isinstance(ffn, MoEConfig) and ffn.router.is_bidirectional:
-            key = f"ffn.router.name = {ffn.router.name!r}"
-        if key and self.family in ("decoder", "encoder_decoder", "vision_language"):
-            raise ValueError(
-                f"{key} leaks the future in a causal model: what a token gets depends on later ones: choose family = "
-                "'encoder', or another router"
-            )
 
     @model_validator(mode="after")
     def _check_layer_types(self) -> Self:

@@ -1,10 +1,8 @@
-"""Sections of the model's smaller parts: norms, embedding, heads, initial weights, ELECTRA's generator and muP."""
+"""Sections of the model's smaller parts: norms, embedding, initial weights, further stacks, muP and LoRA."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -14,11 +12,6 @@ from pydantic import (
 )
 
 from megatfm.config.section import MAX_LAYERS, MAX_WIDTH, ByName, DropProbability, Section
-from megatfm.config.task_heads import (
-    MultipleChoiceHeadConfig,
-    SpanExtractionHeadConfig,
-    TextClassifierHeadConfig,
-)
 
 POST_NORM_PLACEMENTS = ("post", "deepnorm")
 """Placements whose blocks end in a norm, so that a stack needs no final norm."""
@@ -186,23 +179,6 @@ EmbeddingConfig = Annotated[
 ]
 
 
-class HeadConfig(Section):
-    """The output head over the vocabulary, and the loss on its logits."""
-
-    name: Literal["linear", "transform", "none"] = "linear"
-    """linear: a matrix. transform: BERT's dense layer, activation and norm before it. none: other heads only."""
-    bias: bool = False
-    """A bias for each token of the vocabulary."""
-    transform_bias: bool = True
-    """A bias in the dense layer of `transform` (ModernBERT: none)."""
-    scale: WidthFactor = 1.0
-    """Factor on the hidden vectors before the output matrix; `"d_model^-1/2"` follows the width."""
-    softcap: PositiveFloat | None = None
-    """Logits l become c tanh(l / c) with this c."""
-    label_smoothing: DropProbability = 0.0
-    """Share of a target's probability that is spread over the vocabulary, in training."""
-
-
 class InitSection(Section):
     """Keys of every initialisation."""
 
@@ -309,71 +285,17 @@ class MuPConfig(Section):
     """Whether q_lora_rank and kv_lora_rank of latent attention are fixed, or scale with the width."""
 
 
-class SentenceHeadConfig(Section):
-    """Classes of sequences, from the first token through a tanh pooler (BERT, ALBERT)."""
+class LoRAConfig(Section):
+    """Low-rank adapters (Hu et al. 2022): W x + alpha / rank · B A x, where A and B are trained and W is not."""
 
-    name: Literal["sentence"] = "sentence"
-    classes: PositiveInt = Field(default=2, le=MAX_WIDTH)
-    """Number of classes."""
-
-
-class BoundaryHeadConfig(Section):
-    """SpanBERT's head, which predicts a span from the tokens around it."""
-
-    name: Literal["boundary"] = "boundary"
-
-
-class ClassifierHeadConfig(Section):
-    """Classes of images, from a class token or a pool over the image's tokens."""
-
-    name: Literal["classifier"] = "classifier"
-    n_classes: PositiveInt = Field(examples=[1000], le=MAX_WIDTH)
-    """Number of classes."""
-    pool: Literal["class", "mean", "class_mean", "attention"] = "class"
-    """Input of the classifier: the class token, the mean of the patches, both side by side (DINOv2), or a learned query
-    that attends to all of the image's tokens (SigLIP)."""
-    hidden: bool = False
-    """A dense layer and tanh before the classifier (ViT's pretraining head)."""
-    label_smoothing: DropProbability = 0.0
-    """Share of a label's probability that is spread over the classes, in training."""
-    bias: bool = True
-    """A bias for each class."""
-
-
-class PixelsHeadConfig(Section):
-    """Pixels under each token of the last map, by one linear layer (SimMIM; Xie et al. 2022)."""
-
-    name: Literal["pixels"] = "pixels"
-    stride: PositiveInt = Field(default=32, le=MAX_WIDTH)
-    """Side in pixels of the square that a token predicts: the patch's, doubled with each further stage."""
-
-
-class PluginHeadConfig(Section):
-    """A head that a package in `plugins` registers, with its own keys."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["my_head"])
-    """The name under which it is registered; left out, that of the table."""
-
-
-def _with_table_name(heads: Any) -> Any:
-    """Use a table's key as the head's name, unless the table has a `name`."""
-    if not isinstance(heads, Mapping):
-        return heads
-    return {
-        key: {"name": key, **section} if isinstance(section, Mapping) else section for key, section in heads.items()
-    }
-
-
-HeadSection = Annotated[
-    SentenceHeadConfig
-    | BoundaryHeadConfig
-    | ClassifierHeadConfig
-    | PixelsHeadConfig
-    | TextClassifierHeadConfig
-    | SpanExtractionHeadConfig
-    | MultipleChoiceHeadConfig
-    | PluginHeadConfig,
-    ByName(),
-]
-HeadsConfig = Annotated[dict[str, HeadSection], BeforeValidator(_with_table_name)]
+    rank: PositiveInt = Field(default=16, le=MAX_WIDTH)
+    """Rows of A, and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """Scale: the factor on B A x is alpha / rank."""
+    dropout: DropProbability = 0.0
+    """Dropout of A's input."""
+    targets: list[str] = Field(default_factory=list, examples=[["wq", "wv"], ["decoder.layers.*.ffn.experts.w_*"]])
+    """Patterns of the names, or ends of names, of the matrices with adapters; left out, all linear layers of the
+    blocks, to which the matrices of experts don't belong."""
+    trained: list[str] = Field(default_factory=list, examples=[["head.*"]])
+    """Patterns of the names of further trained weights; `megatfm finetune` adds the task's head."""

@@ -8,8 +8,8 @@ from pydantic.fields import FieldInfo
 from megatfm.config import layout_checks
 from megatfm.config.data import DataConfig
 from megatfm.config.deepspeed import DeepSpeedConfig, check_compatibility
-from megatfm.config.families import FAMILIES, suggest_family
 from megatfm.config.model import ModelConfig
+from megatfm.config.model_checks import FAMILIES, suggest_family
 from megatfm.config.objective import CausalObjective, ObjectiveConfig, PluginObjective
 from megatfm.config.optimizer import (
     CosineSchedule,

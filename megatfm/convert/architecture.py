@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megatfm.config import MLAAttentionConfig, ModelConfig, ScaledAttention
 from megatfm.config.model import PER_LAYER_KEYS
-from megatfm.config.model_parts import HeadConfig
+from megatfm.config.heads import HeadConfig
 from megatfm.convert.hf_config import COMMON, Json, Key, resolve_hf_config, supported_values
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatfm.config import ModelConfig
-from megatfm.config.model_parts import GeneratorConfig, HeadConfig
+from megatfm.config.heads import HeadConfig
+from megatfm.config.model_parts import GeneratorConfig
 from megatfm.convert.architecture import Architecture, find_architecture, find_config_differences
 from megatfm.convert.hf_checkpoint import HfFolder, is_hf_folder
 from megatfm.convert.hf_config import Json

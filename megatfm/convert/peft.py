@@ -21,7 +21,7 @@ from megatfm import checkpoint
 from megatfm.checkpoint import file_io
 from megatfm.checkpoint.directory import ADAPTER_CONFIG
 from megatfm.config import ModelConfig
-from megatfm.config.lora import LoRAConfig
+from megatfm.config.model_parts import LoRAConfig
 from megatfm.convert.architecture import Architecture
 from megatfm.convert.convert import check_is_new, new_folder, open_best_checkpoint
 from megatfm.convert.electra_pair import choose_exported_models

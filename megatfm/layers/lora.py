@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from megatfm.config.lora import LoRAConfig
+from megatfm.config.model_parts import LoRAConfig
 from megatfm.errors import UsageError
 from megatfm.layers.dropout import Dropout
 from megatfm.layers.initialisation import Constant, Uniform

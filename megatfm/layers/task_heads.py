@@ -50,7 +50,7 @@ class RowScores(nn.Module):
 
 
 class TaskHead(nn.Module):
-    """A linear layer on tokens' vectors, after the pooler that the section names (`config.task_heads.PoolerName`)."""
+    """A linear layer on tokens' vectors, after the pooler that the section names (`config.heads.PoolerName`)."""
 
     cp_plan = "local"
 

@@ -11,7 +11,7 @@ from megatfm.config import (
     SimMIMObjective,
     Windows2dPatternConfig,
 )
-from megatfm.config.model_parts import PixelsHeadConfig
+from megatfm.config.heads import PixelsHeadConfig
 from megatfm.config.objective import ObjectiveConfig
 from megatfm.config.stages import StagesConfig
 

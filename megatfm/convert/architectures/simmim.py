@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatfm.config import ModelConfig
-from megatfm.config.model_parts import PixelsHeadConfig
+from megatfm.config.heads import PixelsHeadConfig
 from megatfm.convert.architecture import ARCHITECTURES, register_architecture
 from megatfm.convert.architectures import swin as swin  # registers the classifiers
 from megatfm.convert.architectures import vit as vit
