@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatfm.config import MLAAttentionConfig, ModelConfig, ScaledAttention
-from megatfm.config.model import PER_LAYER_KEYS
 from megatfm.config.heads import HeadConfig
+from megatfm.config.model import PER_LAYER_KEYS
 from megatfm.convert.hf_config import COMMON, Json, Key, resolve_hf_config, supported_values
 from megatfm.convert.weight_mapping import WeightMapping
 from megatfm.errors import UsageError
