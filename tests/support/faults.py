@@ -1,11 +1,12 @@
 """Helpers to plant faults, and faults where ranks share experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm.parallel import collectives, expert_parallel
 from megatfm.parallel.collectives import TensorParallelGroup
@@ -14,11 +15,32 @@ from tests.support.expert_models import MOE_OPTIONS
 
 Backward = Callable[..., tuple[Any, ...]]
 EVERYTHING = {"*"}
+"""Patterns of all parameters whose gradient is not zero on one device."""
 
 
 def patch_backward(patch: pytest.MonkeyPatch, function: type[torch.autograd.Function], backward: Backward) -> None:
     """Replace the backward pass of a function."""
     patch.setattr(function, "backward", staticmethod(backward))
+
+
+def list_expected_errors(model: nn.Module, patterns: Iterable[str]) -> set[str]:
+    """Return the parameters of a model with gradients whose gradients a fault makes wrong.
+
+    A bias of keys shifts all scores of a query alike, and so has no gradient under a softmax: a pattern that ends in
+    `wk.bias` names one in which a fault leaves a gradient, and other patterns leave these out.
+    """
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    bound = 1e-12 * torch.cat([g.flatten() for g in gradients.values()]).norm()
+    zero = {name for name, gradient in gradients.items() if gradient.norm() <= bound}
+    assert all(name.endswith("wk.bias") for name in zero), sorted(zero)
+    expected = {
+        name
+        for name in gradients
+        for pattern in patterns
+        if fnmatchcase(name, pattern) and (name not in zero or pattern.endswith("wk.bias"))
+    }
+    assert expected
+    return expected
 
 
 Patch = pytest.MonkeyPatch
