@@ -21,9 +21,11 @@ from tests.support.batches import family_batch
 from tests.support.expert_models import EP2, EXPERT_MATRICES, EXPERT_MODELS, EXPERT_TP_LAYOUTS, TP2
 from tests.support.expert_parity import second_step, two_steps_on_one_device
 from tests.support.faults import (
+    EVERYTHING,
     bring_gradients_back_in_another_order,
     forget_the_weights_other_shares,
     leave_rows_in_the_order_of_experts,
+    list_expected_errors,
     take_experts_for_everybody_s,
 )
 from tests.support.parity import model_gradient_errors
@@ -61,18 +63,20 @@ def average_over_the_ranks_of_experts(patch: Patch) -> None:
     patch.setattr(FSDPModule, "set_gradient_divide_factor", divide)
 
 
-ROUTER, BELOW = "decoder.layers.1.ffn.router.weight", "decoder.layers.0.ffn.w_up.weight"
+ROUTER_AND_BELOW = {"*", "-*.layers.1.ffn.experts.*", "-decoder.norm.*"}
+"""Parameters whose gradients come by way of the last router's choices or weights."""
+EXPERTS_AND_BELOW = {"*", "-*.layers.1.ffn.router.*", "-decoder.norm.*"}
 
 
-FAULTS: dict[Callable[[Patch], None], tuple[ParallelConfig, str]] = {
-    count_one_rank_s_choices: (ParallelConfig(dp_shard=2, zero=3), ROUTER),
-    balance_parts_as_if_they_were_rows: (TP2, ROUTER),
-    give_each_rank_the_first_experts: (TP2, ROUTER),
-    forget_the_weights_other_shares: (TP2, ROUTER),
-    leave_rows_in_the_order_of_experts: (EP2, ROUTER),
-    bring_gradients_back_in_another_order: (EP2, BELOW),
+FAULTS: dict[Callable[[Patch], None], tuple[ParallelConfig, set[str]]] = {
+    count_one_rank_s_choices: (ParallelConfig(dp_shard=2, zero=3), ROUTER_AND_BELOW),
+    balance_parts_as_if_they_were_rows: (TP2, ROUTER_AND_BELOW),
+    give_each_rank_the_first_experts: (TP2, EVERYTHING),
+    forget_the_weights_other_shares: (TP2, ROUTER_AND_BELOW),
+    leave_rows_in_the_order_of_experts: (EP2, EVERYTHING),
+    bring_gradients_back_in_another_order: (EP2, EXPERTS_AND_BELOW),
 }
-"""With a layout that shows it, and a weight whose gradient is wrong."""
+"""Fault → the layout that shows it, and parameters whose gradients must be found wrong, and no others."""
 
 
 OF_EXPERTS_ALONE: dict[Callable[[Patch], None], ParallelConfig] = {
@@ -103,9 +107,10 @@ def count_on_one_rank(update: Any) -> Any:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
-    layout, expected = FAULTS[fault]
+    layout, patterns = FAULTS[fault]
     actual = set[str]().union(*workers.run(wrong, 2, fault.__name__, layout, timeout=120.0))
-    assert expected in actual
+    model, *_ = two_steps_on_one_device(EXPERT_MODELS["top-k"], family_batch(EXPERT_MODELS["top-k"]))
+    assert actual == list_expected_errors(model, patterns)
 
 
 @pytest.mark.parametrize("fault", OF_EXPERTS_ALONE, ids=lambda fault: fault.__name__)
@@ -135,17 +140,18 @@ def limit_each_part_of_a_row(patch: Patch) -> None:
     patch.setattr(TensorParallelGroup, "gather_replicated", lambda self, x: torch.cat([x, x], 1))
 
 
-OF_OTHER_WAYS: dict[Callable[[Patch], None], tuple[str, str, str]] = {
-    add_the_last_bias_everywhere: ("deepseek-v3", "tp2 by channels", "experts.b_down"),
-    limit_each_part_of_a_row: ("switch", "ep2 of tp2", "experts.w_up"),
+OF_OTHER_WAYS: dict[Callable[[Patch], None], tuple[str, str, set[str]]] = {
+    add_the_last_bias_everywhere: ("deepseek-v3", "tp2 by channels", {"*.experts.b_down"}),
+    limit_each_part_of_a_row: ("switch", "ep2 of tp2", EVERYTHING),
 }
 
 
 @pytest.mark.parametrize("fault", OF_OTHER_WAYS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_of_other_ways_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
-    name, layout, expected = OF_OTHER_WAYS[fault]
+    name, layout, patterns = OF_OTHER_WAYS[fault]
     results = workers.run(wrong, 2, fault.__name__, EXPERT_TP_LAYOUTS[2][layout], name, timeout=120.0)
-    assert any(one.endswith(expected) for one in set[str]().union(*results))
+    model, *_ = two_steps_on_one_device(EXPERT_MODELS[name], family_batch(EXPERT_MODELS[name]))
+    assert set[str]().union(*results) == list_expected_errors(model, patterns)
 
 
 def test_without_a_fault_nothing_is_found(workers: Workers) -> None:
