@@ -88,6 +88,8 @@ MORE: dict[str, tuple[int, list[Config]]] = {
     "heads of tasks in decoders, too": (10, [make_case("decoder, classes", zero=z, dp_shard=2) for z in (1, 2)]),
     "heads of tasks, tensors": (10, [make_case("bert, classes", zero=3, dp_shard=2, tp=2)]),
     "adapters of experts, too": (10, [make_case("moe, adapters", zero=z, dp_shard=2, ep=2) for z in (0, 1, 3)]),
+    "two streams": (2, [make_case("xlnet", zero=stage, dp_shard=2) for stage in (0, 3)]),
+    "generators and discriminators": (2, [make_case("electra", zero=stage, dp_shard=2) for stage in (1, 3)]),
     "recomputed": (10, [make_case("bert", "train.recompute=selective", zero=3, dp_shard=2, tp=2)]),
 }
 

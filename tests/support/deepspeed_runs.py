@@ -32,6 +32,7 @@ FAMILIES = {
     "bert, classes": "bert-base", "decoder, classes": "quickstart", "moe, adapters": "mixtral-8x7b", "vit": "vit-s16",
     "mae": "mae-b16", "swin": "swin-t", "simmim": "simmim-swin-b", "bert, answers": "bert-base",
     "bert, choices": "bert-base", "swin v2": "swinv2-t", "mvit v2": "mvitv2-t", "llava": "llava-1.5-7b",
+    "xlnet": "xlnet-base", "electra": "electra-base",
 }  # fmt: skip
 HEADLESS = ["model.lm_head={name='none'}"]
 CLASSIFIER = [*HEADLESS, "objective={name='text_classification'}"]
@@ -57,7 +58,7 @@ CHANGES = {
 IMAGES = {"vit", "mae", "swin", "simmim", "swin v2", "mvit v2"}
 """Families that read images alone, and so no tokenizer."""
 MODELS_OF_IMAGES = {*IMAGES, "llava"}
-VARIANTS = {"windows", *CHANGES, *MODELS_OF_IMAGES}
+VARIANTS = {"windows", "xlnet", "electra", *CHANGES, *MODELS_OF_IMAGES}
 OPTIMIZERS: dict[str, list[str]] = {
     # As large as the largest gradients, so that an update is off by as much as its gradient is.
     "adamw": ["optimizer.name=adamw", "optimizer.eps=1e-2"],
