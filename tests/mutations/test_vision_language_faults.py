@@ -1,7 +1,6 @@
 """Faults that one could make where images stand among text: a fast cell of the layouts' grid must find each."""
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from megatfm.models import vision_language
 from megatfm.models.vision_language import Connector, VisionLanguage
 from megatfm.parallel import context_parallel, styles
 from tests.support.batches import PassThroughObjective
+from tests.support.faults import ALL_BUT_KEY_BIASES, KEY_BIASES, match_parameters, parameters_without_gradient
 from tests.support.llava_models import CASES, LAYOUTS, LLAVA_MODELS, llava_batch
 from tests.support.models import ADAMW
 from tests.support.parity import (
@@ -156,25 +156,26 @@ def patches_of_a_rank_are_placed_from_the_image_s_corner(patch: Patch) -> None:
     patch.setattr(SequenceShard, "__init__", init)
 
 
-VECTORS = {"connector.*", "encoder.layers.*"}
+BELOW_TEXT = {"connector.*", "encoder.*", f"-{KEY_BIASES}"}
 FAULTS: dict[Callable[[Patch], None], tuple[str, int, str, set[str]]] = {
-    images_are_shifted_by_one_token: ("mlp", 1, "one process", VECTORS),
-    class_tokens_are_passed_on: ("linear", 1, "one process", VECTORS),
-    patches_of_a_row_are_read_backwards: ("experts", 2, "cp", VECTORS),
-    a_row_has_the_images_of_the_next: ("linear", 2, "zero 1", VECTORS),
-    image_tokens_are_looked_up_as_well: ("dropout", 1, "one process", {"decoder.embedding.tokens.*"}),
-    the_connector_s_second_matrix_is_left_out: ("mlp", 2, "cp", {"connector.*"}),
-    the_connector_s_activation_is_left_out: ("mlp", 1, "one process", {"connector.*"}),
-    gradients_of_image_vectors_stay_on_the_rank_that_reads_them: ("linear", 2, "tp", VECTORS),
+    images_are_shifted_by_one_token: ("mlp", 1, "one process", ALL_BUT_KEY_BIASES),
+    class_tokens_are_passed_on: ("linear", 1, "one process", ALL_BUT_KEY_BIASES),
+    patches_of_a_row_are_read_backwards: ("experts", 2, "cp", ALL_BUT_KEY_BIASES),
+    a_row_has_the_images_of_the_next: ("linear", 2, "zero 1", ALL_BUT_KEY_BIASES),
+    image_tokens_are_looked_up_as_well: ("dropout", 1, "one process", ALL_BUT_KEY_BIASES),
+    the_connector_s_second_matrix_is_left_out: ("mlp", 2, "cp", ALL_BUT_KEY_BIASES),
+    the_connector_s_activation_is_left_out: ("mlp", 1, "one process", ALL_BUT_KEY_BIASES),
+    gradients_of_image_vectors_stay_on_the_rank_that_reads_them: ("linear", 2, "tp", BELOW_TEXT),
     gradients_of_the_connector_are_of_one_rank_s_tokens: ("mlp", 3, "tp", {"connector.*"}),
-    shards_of_image_vectors_are_gathered_in_another_order: ("linear", 4, "cp × tp", VECTORS),
-    image_vectors_are_of_the_micro_batch_before: ("mlp", 1, "one process", VECTORS),
-    image_tokens_are_counted_from_the_cut: ("mlp", 2, "cp", VECTORS),
-    gradients_of_fetched_vectors_stay_on_their_rank: ("linear", 2, "cp", VECTORS),
-    images_of_a_row_see_one_another: ("mlp", 2, "cp", {"encoder.layers.*"}),
-    patches_of_a_rank_are_placed_from_the_image_s_corner: ("dropout", 3, "cp", {"encoder.embedding.*"}),
+    shards_of_image_vectors_are_gathered_in_another_order: ("linear", 4, "cp × tp", ALL_BUT_KEY_BIASES),
+    image_vectors_are_of_the_micro_batch_before: ("mlp", 1, "one process", ALL_BUT_KEY_BIASES),
+    image_tokens_are_counted_from_the_cut: ("mlp", 2, "cp", ALL_BUT_KEY_BIASES),
+    gradients_of_fetched_vectors_stay_on_their_rank: ("linear", 2, "cp", BELOW_TEXT),
+    images_of_a_row_see_one_another: ("mlp", 2, "cp", ALL_BUT_KEY_BIASES),
+    patches_of_a_rank_are_placed_from_the_image_s_corner: ("dropout", 3, "cp", ALL_BUT_KEY_BIASES),
 }
-"""Fault → the cell that shows it (model, ranks, layout), and parameters whose gradients must be found wrong."""
+"""Fault → the cell that shows it (model, ranks, layout), and parameters whose gradients must be found wrong, and no
+others."""
 
 
 def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
@@ -193,13 +194,15 @@ def wrong_gradients(fault: str) -> tuple[set[str], set[str]]:
 def test_the_fault_is_found(workers: Workers, fault: Callable[[Patch], None]) -> None:
     by_rank = workers.run(wrong_gradients, FAULTS[fault][1], fault.__name__)
     parameters, result = by_rank[0][0], set().union(*(wrong for _, wrong in by_rank))
-    expected = {
-        parameter
-        for parameter in parameters
-        if any(fnmatchcase(parameter, pattern) for pattern in FAULTS[fault][3]) and not parameter.endswith("wk.bias")
-    }
-    assert expected
-    assert expected <= result, sorted(expected - result)
+    assert result == match_parameters(parameters, FAULTS[fault][3])
+
+
+@pytest.mark.parametrize("name", LLAVA_MODELS)
+def test_key_biases_alone_have_no_gradient(name: str) -> None:
+    """See `KEY_BIASES`. Any other parameter without a gradient would hide faults."""
+    model, _, _ = one_device_reference(LLAVA_MODELS[name], llava_batch(name), PassThroughObjective)
+    names = {parameter for parameter, _ in model.named_parameters()}
+    assert parameters_without_gradient(model) == match_parameters(names, {KEY_BIASES})
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

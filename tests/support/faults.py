@@ -1,11 +1,12 @@
 """Helpers to plant faults, and faults where ranks share experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatfm.parallel import collectives, expert_parallel
 from megatfm.parallel.collectives import TensorParallelGroup
@@ -14,6 +15,28 @@ from tests.support.expert_models import MOE_OPTIONS
 
 Backward = Callable[..., tuple[Any, ...]]
 EVERYTHING = {"*"}
+KEY_BIASES = "*.wk.bias"
+"""Biases of keys where scores are plain products. Such a bias b adds q·b to all scores of a query q, and a softmax's
+gradients of its scores, p_j (g_j − Σ_k p_k g_k), sum to zero. So that of b is zero, and no fault that leaves a softmax
+and its gradient whole can make it wrong."""
+ALL_BUT_KEY_BIASES = {"*", f"-{KEY_BIASES}"}
+
+
+def match_parameters(parameters: Collection[str], patterns: Collection[str]) -> set[str]:
+    """Return the parameters that match a pattern, less those that match one with a minus before it.
+
+    A pattern that matches none is an error.
+    """
+    names = {pattern: {name for name in parameters if fnmatchcase(name, pattern.lstrip("-"))} for pattern in patterns}
+    assert all(names.values()), names
+    added, removed = ([names[p] for p in patterns if p.startswith("-") is is_minus] for is_minus in (False, True))
+    return set().union(*added) - set().union(*removed)
+
+
+def parameters_without_gradient(model: nn.Module) -> set[str]:
+    """Parameters whose gradient is nothing beside that of the model: their errors are taken against its floor."""
+    norms = {name: float(parameter.grad.norm()) for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    return {name for name, norm in norms.items() if norm <= 1e-14 * max(norms.values())}
 
 
 def patch_backward(patch: pytest.MonkeyPatch, function: type[torch.autograd.Function], backward: Backward) -> None:
