@@ -135,8 +135,7 @@ def test_schedules_with_other_axes(workers: Workers, layout: str, names: list[st
 
 @pytest.mark.parametrize("recomputed", ["full", "selective"])
 def test_blocks_that_are_recomputed(workers: Workers, recomputed: str) -> None:
-    names = ["t5", "electra", "swin", "mvit v2", "swin v2"]
-    workers.run(compare, 2, names, ParallelConfig(pp=2), recomputed, timeout=180.0)
+    workers.run(compare, 2, ["t5", "electra"], ParallelConfig(pp=2), recomputed)
 
 
 def train(parallel: ParallelConfig, optimizer: OptimizerSection) -> float:
