@@ -168,9 +168,9 @@ def _find_template(folder: Path, name: str) -> str:
     stored = _parse_config(config_file).get("chat_template") if config_file.is_file() else None
     entries = stored if isinstance(stored, list) else [{"name": DEFAULT_TEMPLATE, "template": stored}]
     templates = {
-        str(entry.get("name")): entry["template"]
+        str(entry.get("name")): source
         for entry in entries
-        if isinstance(entry, Mapping) and isinstance(entry.get("template"), str)
+        if isinstance(entry, Mapping) and isinstance(source := entry.get("template"), str)
     }
     names = sorted({*files, *templates})
     if not names:
