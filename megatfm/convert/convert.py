@@ -116,7 +116,7 @@ def _to_hf(source: Path, folder: Path, shard_bytes: int, trust_plugins: bool) ->
         for key, (dtype, shape) in checkpoint.read_tensor_specs(path).items()
         if key.startswith("model.")
     }
-    _check_names(path, tensors, config.model)
+    check_tensor_names(path, tensors, config.model)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     dtype = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
     written_names, summary, notes, non_finite = set[str](), list[str](), list[str](), list[str]()
@@ -254,7 +254,8 @@ def note_non_finite(names: Sequence[str]) -> list[str]:
     return [f"NaN or infinity in {names[0]}{others}: the model's outputs may be NaN, too"]
 
 
-def _check_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
+def check_tensor_names(path: Path, names: Iterable[str], config: ModelConfig) -> None:
+    """Raise MegatfmError unless a checkpoint has all tensors of the model that its config describes, and no others."""
     expected = list_tensor_shapes(config)
     if differing := set(names) ^ expected.keys():
         name = min(differing)

@@ -11,10 +11,16 @@ from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
 from megatfm import checkpoint
-from megatfm.config import Config, ModelConfig, make_usage_error
+from megatfm.config import ModelConfig, make_usage_error
 from megatfm.config.ffn import DenseFFNConfig, FFNConfig, MoEConfig
-from megatfm.config.key_migrations import migrate
-from megatfm.convert.convert import check_is_new, list_tensor_shapes, new_folder, write_model
+from megatfm.convert.convert import (
+    check_is_new,
+    check_tensor_names,
+    list_tensor_shapes,
+    new_folder,
+    read_config,
+    write_model,
+)
 from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.initialisation import Normal, draw
 from megatfm.registry import import_foreign_plugins
@@ -159,8 +165,15 @@ def upcycle(source: str | Path, target: str | Path, mixture: Upcycling, *, trust
     check_is_new(target)
     path = checkpoint.find_checkpoint(source)
     state = checkpoint.read_state(path)
-    config = Config.model_validate(migrate(state.get("config")))
+    config = read_config(path, state)
     import_foreign_plugins(config.plugins, path, trusted=trust_plugins)
+    if config.model.lora is not None:
+        raise UsageError(
+            f"{source}: its model has adapters (model.lora), and those of its feed-forward networks would be lost: "
+            f"merge them first, megatfm convert {source} MERGED --to megatfm"
+        )
+    dense = _LazyCheckpoint(path)
+    check_tensor_names(path, dense, config.model)
     try:
         model = mixture.model(config.model)
         upcycled = config.with_changes(
@@ -174,7 +187,7 @@ def upcycle(source: str | Path, target: str | Path, mixture: Upcycling, *, trust
     kept_state: dict[str, JsonValue] = {key: state[key] for key in ("tokenizer", "begins", "stop") if key in state}
     comment = f"# Made by `megatfm convert --to moe` from {source}: go on with `megatfm train --from {target}`.\n\n"
     with new_folder(target) as folder:
-        tensors = mixture.tensors(_LazyCheckpoint(path), shapes)
+        tensors = mixture.tensors(dense, shapes)
         write_model(folder, upcycled, ((f"model.{name}", t) for name, t in tensors), kept_state, comment)
     dropped = max(kind.ffn.dropout for kind in config.model.layer_kinds)
     notes = [f"ffn.dropout = {dropped} is left out: experts have none"] if dropped else []
@@ -191,7 +204,8 @@ class _LazyCheckpoint(Mapping[str, Tensor]):
         return checkpoint.read_tensors(self.path, only={f"model.{name}"})[f"model.{name}"]
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix("model.") for name in checkpoint.read_tensor_specs(self.path))
+        names = checkpoint.read_tensor_specs(self.path)
+        return (name.removeprefix("model.") for name in names if name.startswith("model."))
 
     def __len__(self) -> int:
-        return len(checkpoint.read_tensor_specs(self.path))
+        return len(list(iter(self)))

@@ -108,9 +108,13 @@ def _write_json_lines(records: Iterator[dict[str, Any]], out: Path) -> None:
 
 
 def _write_parquet(records: Iterator[dict[str, Any]], out: Path) -> None:
-    import pyarrow  # by name, since it takes a while to import
-    import pyarrow.parquet
-
+    try:
+        import pyarrow  # by name, since it takes a while to import
+        import pyarrow.parquet
+    except ImportError:
+        raise MegatfmError(
+            f"{out}: Parquet is written by pyarrow: `pip install megatfm[prep]`, or export .jsonl"
+        ) from None
     schema = pyarrow.schema([(name, pyarrow.large_string()) for name in ("text", "id", "source", "fields")])
     partial = out.with_name(f".{out.name}.partial")
     try:

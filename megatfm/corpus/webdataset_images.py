@@ -222,7 +222,7 @@ def _record_label(rule: LabelRule, files: Mapping[str, bytes], labels: dict[str,
 def read_class_names(path: Path, setting: str) -> list[str]:
     """Read the names of classes, one a line. setting: names the file in errors. Raises UsageError."""
     try:
-        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{setting}: can't be read ({error})") from error
     while names and not names[-1]:

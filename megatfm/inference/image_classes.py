@@ -46,6 +46,7 @@ class ClassCollector:
         """Add the M images of a micro-batch. The lowest class of equal logits counts as predicted."""
         probabilities = logits_MC.detach().double().softmax(-1).cpu().numpy()
         labels, predicted = labels_M.cpu().numpy(), probabilities.argmax(-1)
+        n_earlier = sum(map(len, self.pairs))
         self.pairs.append(np.stack([labels, predicted], axis=1).astype(np.int64))
         if not self.n_mistakes or "patches" not in self._batch:
             return
@@ -55,7 +56,8 @@ class ClassCollector:
                 continue
             pixels = pixels_of_label(self._batch, index, self.patch_size)
             mistake = Mistake(probability, int(labels[index]), int(predicted[index]), pixels)
-            heapq.heappush(self._mistakes, (probability, -sum(map(len, self.pairs)) - index, mistake))
+            # Equally probable mistakes are ordered by their number, which differs, so that pixels are never compared.
+            heapq.heappush(self._mistakes, (probability, -n_earlier - index, mistake))
             if len(self._mistakes) > self.n_mistakes:
                 heapq.heappop(self._mistakes)
 

@@ -19,7 +19,14 @@ from megatfm.errors import UsageError
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""Folder beside a tokenizer for its templates of other names, as transformers writes it."""
+DEFAULT_TEMPLATE = "default"
 ASSISTANT = "assistant"
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+"""What rendering a template may raise: errors of Jinja, and of Python in the template's expressions."""
 log = logging.getLogger("megatfm")
 CHAT_FORMS = ("chat", "preference")
 """Forms of tasks whose answers a chat template ends."""
@@ -49,7 +56,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = _dump_json
         environment.globals["raise_exception"] = _raise_exception
         try:
             return environment.from_string(self.source)
@@ -65,7 +72,7 @@ class ChatTemplate:
             return self._compiled.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
             )
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             raise UsageError(f"the chat template refuses the messages: {error}") from None
 
     def render_unfinished(self, messages: Sequence[Message]) -> str:
@@ -114,37 +121,23 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _dump_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Return a value as JSON: the filter `tojson` as transformers defines it, without Jinja's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
 def load_chat_template(
-    tokenizer_file: str | Path, tokenizer: Tokenizer, template_file: str | None, *, name: str = "default"
+    tokenizer_file: str | Path, tokenizer: Tokenizer, template_file: str | None, *, name: str = DEFAULT_TEMPLATE
 ) -> ChatTemplate:
     """Return the template in `template_file`, or the one beside the tokenizer. Raises UsageError if there is none.
 
     name: of the template, where the tokenizer has several.
     """
-    folder = Path(tokenizer_file)
-    folder = folder if folder.is_dir() else folder.parent
-    tokenizer_config = _read_json(folder / CONFIG_FILE)
     if template_file is not None:
-        try:
-            source: Any = Path(template_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"task.chat_template = {template_file}: can't read it: {error}") from None
-    elif (folder / TEMPLATE_FILE).is_file():
-        source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+        source = _read_template(Path(template_file), f"task.chat_template = {template_file}")
     else:
-        source = tokenizer_config.get("chat_template")
-    if isinstance(source, list):  # named templates
-        templates = {str(entry.get("name")): entry.get("template") for entry in source}
-        if name not in templates:
-            raise UsageError(
-                f"{folder}: the tokenizer has no chat template {name!r}: choose one of {', '.join(templates)}"
-            )
-        source = templates[name]
-    if not isinstance(source, str):
-        raise UsageError(
-            f"{folder}: the tokenizer has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE}): give "
-            "a Jinja file as task.chat_template"
-        )
+        path = Path(tokenizer_file)
+        source = _find_template(path if path.is_dir() else path.parent, name)
     roles = {f"{role}_token": getattr(tokenizer, role) for role in ("bos", "eos", "pad", "unk", "cls", "sep", "mask")}
     spellings = {name: tokenizer.id_to_piece(token) for name, token in roles.items() if token is not None}
     return ChatTemplate(source, spellings)
@@ -164,11 +157,49 @@ def answer_end_tokens(task: TaskConfig | None, tokenizer_file: str | Path, token
     return () if token is None else (token,)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    loaded = json.loads(path.read_text(encoding="utf-8"))
-    return loaded if isinstance(loaded, dict) else {}
+def _find_template(folder: Path, name: str) -> str:
+    """Return a tokenizer's template: from a Jinja file of its own, or from tokenizer_config.json. Raises UsageError."""
+    files = {path.stem: path for path in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        files[DEFAULT_TEMPLATE] = folder / TEMPLATE_FILE
+    if name in files:
+        return _read_template(files[name], str(files[name]))
+    config_file = folder / CONFIG_FILE
+    stored = _parse_config(config_file).get("chat_template") if config_file.is_file() else None
+    entries = stored if isinstance(stored, list) else [{"name": DEFAULT_TEMPLATE, "template": stored}]
+    templates = {
+        str(entry.get("name")): source
+        for entry in entries
+        if isinstance(entry, Mapping) and isinstance(source := entry.get("template"), str)
+    }
+    names = sorted({*files, *templates})
+    if not names:
+        raise UsageError(
+            f"{folder}: the tokenizer has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE}): give "
+            "a Jinja file as task.chat_template"
+        )
+    if name not in templates:
+        raise UsageError(f"{folder}: the tokenizer has no chat template {name!r}: choose one of {', '.join(names)}")
+    return templates[name]
+
+
+def _read_template(path: Path, place: str) -> str:
+    """Return a file's text. place: names the file in an error. Raises UsageError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{place}: can't read it: {error}") from None
+
+
+def _parse_config(path: Path) -> Mapping[str, Any]:
+    """Return the content of a tokenizer_config.json. Raises UsageError if it is no JSON object."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: can't read it: {error}") from None
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{path}: is no JSON object: mend it, or take it away")
+    return content
 
 
 def check_messages(messages: Any, tokenizer: HuggingFaceTokenizer) -> str | None:

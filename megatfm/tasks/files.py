@@ -161,10 +161,13 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def _read_dataset_folder(path: Path) -> list[Row]:
-    """Read a folder that `Dataset.save_to_disk` wrote, or one of parquet files, as the Hub stores them."""
+    """Read a folder that `Dataset.save_to_disk` wrote, or one of parquet files, as the Hub stores them.
+
+    Files `cache-*.arrow` are left out: the datasets library keeps results of `map` and `filter` beside the data.
+    """
     if parquet := sorted(path.glob("*.parquet")):
         return [row for file in parquet for row in _read_parquet(file)]
-    arrow = sorted(path.glob("*.arrow"))
+    arrow = [file for file in sorted(path.glob("*.arrow")) if not file.name.startswith("cache-")]
     if not arrow:
         splits = sorted(child.name for child in path.iterdir() if child.is_dir())
         hint = f": give a split, for example {path / splits[0]}" if splits else ": give a file or dataset"
@@ -175,6 +178,9 @@ def _read_dataset_folder(path: Path) -> list[Row]:
         raise MegatfmError(f"{path}: Arrow files are read by pyarrow: `pip install megatfm[tasks]`") from None
     rows: list[Row] = []
     for file in arrow:
-        with pyarrow.memory_map(str(file)) as source:
-            rows += pyarrow.ipc.open_stream(source).read_all().to_pylist()
+        try:
+            with pyarrow.memory_map(str(file)) as source:
+                rows += pyarrow.ipc.open_stream(source).read_all().to_pylist()
+        except pyarrow.ArrowInvalid as error:
+            raise UsageError(f"{file}: can't be read as Arrow's stream: {error}: save the dataset again") from None
     return rows

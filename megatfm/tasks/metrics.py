@@ -149,7 +149,8 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return the percentile interval (low, high) of a metric over resampled examples (Efron 1979)."""
     random, n = np.random.default_rng(seed), len(targets)
-    values = [metric(targets[chosen], predicted[chosen]) for chosen in random.integers(0, n, (samples, n))]
+    draws = (random.integers(0, n, n) for _ in range(samples))  # one at a time, for files of millions of rows
+    values = [metric(targets[chosen], predicted[chosen]) for chosen in draws]
     low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 

@@ -75,20 +75,21 @@ class Predictions:
             for example, tags in zip(example_indices, self._list_tags(self.predicted), strict=True):
                 yield {"row": example + 1, "labels": tags}
             return
+        all_probabilities, all_predicted = self.probabilities, self.predicted
         for index, example in enumerate(self.examples.tolist()):
             if form == "regression":
                 yield {"row": example + 1, "value": round(float(self.logits[index, 0]), 6)}
                 continue
             probabilities = {
                 label: round(float(p), 6)
-                for label, p, logit in zip(labels, self.probabilities[index], self.logits[index], strict=False)
+                for label, p, logit in zip(labels, all_probabilities[index], self.logits[index], strict=False)
                 if logit > -np.inf
             }
             if form == "multilabel":
-                chosen = [label for label, flag in zip(labels, self.predicted[index], strict=True) if flag]
+                chosen = [label for label, flag in zip(labels, all_predicted[index], strict=True) if flag]
                 yield {"row": example + 1, "labels": chosen, "probabilities": probabilities}
             else:
-                best = labels[int(self.predicted[index])]
+                best = labels[int(all_predicted[index])]
                 yield {
                     "row": example + 1,
                     "label": best,

@@ -15,6 +15,7 @@ from megatfm import rng
 from megatfm.config import EvaluationTaskConfig, load_section
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
+from megatfm.tasks.chat import TEMPLATE_ERRORS
 from megatfm.tasks.files import Row, read_rows, require_columns
 from megatfm.tasks.forms import label_text
 from megatfm.tokenizers import Tokenizer
@@ -177,7 +178,7 @@ class QuestionReader:
     def _render(self, template: str, number: int, row: Row) -> str:
         try:
             return _compile(template).render(row)
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             columns = ", ".join(map(str, row))
             self._refuse(number, f"the template {template!r:.60} can't be filled in: {error}; there are: {columns}")
             raise AssertionError from error

@@ -13,8 +13,8 @@ from megatfm.errors import MegatfmError
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = frozenset(string.punctuation)
-BLEU_SAMPLES = 1000
-"""Bootstrap samples of corpus-level metrics."""
+BOOTSTRAP_SAMPLES = 1000
+"""Samples from which the interval of a metric of texts is estimated."""
 
 
 def normalise_answer(text: str) -> str:
@@ -62,14 +62,14 @@ def corpus_metric(name: str, answers: Sequence[str], references: Sequence[str]) 
     if name == "exact_match":
         hits = np.array([a.strip() == r.strip() for a, r in zip(answers, references, strict=True)], np.float64)
         random = np.random.default_rng(0)
-        means = hits[random.integers(0, len(hits), (BLEU_SAMPLES, len(hits)))].mean(1)
+        means = [hits[random.integers(0, len(hits), len(hits))].mean() for _ in range(BOOTSTRAP_SAMPLES)]
         low, high = np.quantile(means, [0.025, 0.975])
         return float(hits.mean()), (float(low), float(high))
     metric = _make_sacrebleu_metric(name)
     from sacrebleu.significance import _bootstrap_resample
 
     statistics = metric._extract_corpus_statistics(list(answers), [list(references)])
-    _, samples = _bootstrap_resample(statistics, metric, BLEU_SAMPLES)
+    _, samples = _bootstrap_resample(statistics, metric, BOOTSTRAP_SAMPLES)
     scores = sorted(float(sample.score) for sample in samples)
     outside = len(scores) // 40  # sacrebleu's bounds; its mean ± half of their distance may lie below 0
     interval = scores[outside], scores[-1 - outside]

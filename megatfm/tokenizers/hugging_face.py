@@ -100,12 +100,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return list(self._list_special_tokens())
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
-        """Encode a text in which special tokens are spelled out; return ids [n] and their characters (begin, end)."""
+        """Encode a text in which special tokens are spelled out; return ids [n] and their characters (begin, end).
+
+        Raises MegatfmError for half a surrogate pair.
+        """
+        check_unicode([text])
         encoding = self._special_reader.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), list(encoding.offsets)
 
     def encode_text_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids [n] of `encode`, and begin and end of the characters of each [n, 2]."""
+        """Return the ids [n] of `encode`, and begin and end of each one's characters [n, 2]. Raises MegatfmError."""
+        check_unicode([text])
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids, offsets = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
         if not np.isin(ids, list(self._skipped_ids)).any():
@@ -327,6 +332,8 @@ def convert_wordpiece(vocabulary: bytes, config: bytes | None, name: str) -> byt
         tokenizer_config = json.loads(config) if config else {}
     except ValueError as error:
         raise UsageError(f"{name}: not a vocabulary, a piece a line in UTF-8: {error}") from None
+    if not isinstance(tokenizer_config, dict):
+        raise UsageError(f"{name}: the {CONFIG} beside it is not valid: mend it or remove it")
     ids = {piece.rstrip("\r"): index for index, piece in enumerate(pieces) if piece.strip()}
     if missing := [piece for piece in SPECIAL if piece not in ids]:
         raise UsageError(f"{name}: no WordPiece: it has no {missing[0]}: {CONVERT_HINT}")

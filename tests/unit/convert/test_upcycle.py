@@ -14,7 +14,7 @@ from megatfm.config import Config
 from megatfm.convert.convert import convert
 from megatfm.convert.starting_config import make_starting_config
 from megatfm.convert.upcycle import Upcycling, upcycle
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.layers.moe.experts import Experts
 from megatfm.train.init_from import match_weights
 from tests.support.hf_folders import DECODER_TOKENS, build_hf_gpt2, build_hf_llama
@@ -98,6 +98,29 @@ def test_a_config_that_goes_with_no_experts_is_a_usage_error(
     monkeypatch.setattr("megatfm.checkpoint.read_state", lambda _: values)
     with pytest.raises(UsageError, match=r"its config doesn't go with a mixture of experts: train\.recompute = 'full'"):
         upcycle(dense, tmp_path / "moe", Upcycling(4))
+    assert not (tmp_path / "moe").exists()
+
+
+def test_a_model_that_would_lose_tensors_is_refused(tmp_path: Path, tokenizer_model: bytes) -> None:
+    """Adapters of feed-forward networks, and a config or a checkpoint of another version."""
+    adapted = SMALL_DECODER.with_changes({"lora": {"rank": 2}})
+    run = write_trained_run(tmp_path / "adapted", tokenizer_model, random_model(adapted, torch.float32))
+    with pytest.raises(UsageError, match=r"adapted: its model has adapters .* merge them first, megatfm convert"):
+        upcycle(run, tmp_path / "moe", Upcycling(3))
+    run = write_trained_run(tmp_path / "run", tokenizer_model, random_model(SMALL_DECODER, torch.float32))
+    state = read_state(find_checkpoint(run))
+    for model, message in (
+        (
+            {"n_layers": SMALL_DECODER.n_layers + 1},
+            r"is not in the checkpoint, but in the model that its config describes",
+        ),
+        ({"n_layers": 0}, "this version of megatfm can't read its config"),
+    ):
+        other = {**state, "config": {**state["config"], "model": {**state["config"]["model"], **model}}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("megatfm.checkpoint.read_state", lambda _, other=other: other)
+            with pytest.raises(MegatfmError, match=message):
+                upcycle(run, tmp_path / "moe", Upcycling(3))
     assert not (tmp_path / "moe").exists()
 
 

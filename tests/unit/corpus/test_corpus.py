@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -307,6 +308,15 @@ def test_a_corpus_that_can_t_be_exported_leaves_no_file(exported_from: Path, tmp
         with pytest.raises(UsageError, match=rf"{name}: \.\w+ is no format .*\.parquet or \.bin, or .*{name}/ for a"):
             export_corpus(exported_from, tmp_path / name, CODEC)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_parquet_without_its_package_is_one_line(
+    exported_from: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MegatfmError, match=r"a\.parquet: Parquet is written by pyarrow: `pip install"):
+        export_corpus(exported_from, tmp_path / "a.parquet", CODEC)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("out", ["s3://bucket/a.jsonl", "gs://bucket/tars", Path("s3://bucket/ids.bin")])

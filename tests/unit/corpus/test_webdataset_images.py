@@ -16,7 +16,7 @@ from megatfm.corpus import webdataset_index
 from megatfm.corpus.corpus import Corpus
 from megatfm.corpus.image_columns import ImageColumns
 from megatfm.corpus.inspect import check_corpus, describe_corpus
-from megatfm.corpus.webdataset_images import LabelRule, index_images
+from megatfm.corpus.webdataset_images import LabelRule, index_images, read_class_names
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.loader import DataLoader
 from megatfm.errors import MegatfmError, UsageError
@@ -191,6 +191,8 @@ def test_labels_that_are_missing_or_unknown(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=f"x.tar: sample 'a' has no label in {place}"):
             index_images(tmp_path, LabelRule.parse(rule))
     (tmp_path / "x.tar").write_bytes(make_tar(*GOOD, make_member("a.txt", b"dog")))
+    (tmp_path / "classes").write_text("\ufeffdog\ncat\n")  # as some editors begin a file
+    assert read_class_names(tmp_path / "classes", "--classes") == ["dog", "cat"]
     (tmp_path / "classes").write_text("cat\n")
     with pytest.raises(UsageError, match="the label 'dog', which is none of the 1"):
         index_images(tmp_path, LabelRule("txt"), tmp_path / "classes")

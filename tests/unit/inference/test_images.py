@@ -19,7 +19,7 @@ from transformers.models.vit import modeling_vit
 from megatfm.config import ModelConfig
 from megatfm.errors import UsageError
 from megatfm.inference.attention_rollout import compute_rollout, record_attention
-from megatfm.inference.image_classes import collect_classes
+from megatfm.inference.image_classes import ClassCollector, collect_classes
 from megatfm.inference.pictures import (
     Gallery,
     Picture,
@@ -199,6 +199,20 @@ def test_ranks_agree_with_one(ranks: int, workers: Workers) -> None:
     for result in workers.run(on_ranks, ranks, 4):
         assert result[0] == counts
         assert [entry[:3] for entry in result[1]] == [entry[:3] for entry in mistakes]
+
+
+def test_equally_sure_mistakes_of_batches_of_several_sizes() -> None:
+    """All are kept. Probabilities of 1 are frequent, and images may be in a set twice."""
+    collector = ClassCollector(SIDE, 7)
+    images = [draw_pixels(8, 8, seed=number) for number in range(7)]
+    for numbers in ([0, 1, 2, 3], [4, 5], [6]):
+        batch = make_batch([images[number] for number in numbers], SIDE, 1, [list(range(len(numbers)))], labels=[1] * 4)
+        collector.remember_batch(torch.nn.Identity(), (), batch)
+        collector.add(torch.tensor([[99.0, 0.0]] * len(numbers)), torch.ones(len(numbers), dtype=torch.int64))
+    counts, mistakes = collector.gather()
+    assert counts == [[1, 0, 7]]
+    kept = {mistake.pixels.tobytes() for mistake in mistakes}
+    assert kept == {image.permute(1, 2, 0).numpy().tobytes() for image in images}
 
 
 def test_nothing_evaluated() -> None:

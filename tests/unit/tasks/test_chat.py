@@ -1,5 +1,6 @@
 """Conversations and preferences: tokens as transformers renders them, what is trained, rows that are refused."""
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatfm.objectives.supervised import ANNOTATION, Answers
 from megatfm.ops.cross_entropy import IGNORE
 from megatfm.rng import ChunkKey
 from megatfm.tasks.answers import AnswerEncoder, format_trained
+from megatfm.tasks.chat import ChatTemplate, load_chat_template
 from megatfm.tasks.corpus import prepare_corpus
 from megatfm.tasks.preferences import PreferenceEncoder
 from megatfm.tokenizers import Tokenizer, train_sentencepiece
@@ -178,9 +180,46 @@ def test_templates_that_refuse_or_rewrite_are_named(both: tuple[Tokenizer, Any, 
     rewriting.write_text("{% for m in messages %}")
     with pytest.raises(UsageError, match="no Jinja template"):
         encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
-    rewriting.write_text("{{ ''.__class__.__mro__ }}")
-    with pytest.raises(UsageError, match="refuses the messages"):
-        encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
+    for refused in (
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ 'a'.encode('b') }}",
+    ):
+        rewriting.write_text(refused)
+        with pytest.raises(UsageError, match="x, row 1: the chat template refuses the messages"):
+            encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
+
+
+def test_json_in_a_template_is_that_of_transformers() -> None:
+    template = ChatTemplate("{{ messages | tojson }} {{ messages | tojson(ensure_ascii=true, indent=1) }}", {})
+    assert template.render([{"role": "ü"}]) == '[{"role": "ü"}] [\n {\n  "role": "\\u00fc"\n }\n]'
+
+
+def test_a_tokenizer_s_template_is_found_by_its_name(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
+    ours, theirs, _ = both
+    library_tokenizer = copy.deepcopy(theirs)
+    library_tokenizer.chat_template = {"default": "one", "tool_use": "two"}
+    for stored_in_files in (True, False):
+        folder = tmp_path / str(stored_in_files)
+        library_tokenizer.save_pretrained(folder, save_jinja_files=stored_in_files)
+        sources = [load_chat_template(folder, ours, None, name=name).source for name in ("default", "tool_use")]
+        assert sources == ["one", "two"]
+        with pytest.raises(UsageError, match="has no chat template 'rag': choose one of default, tool_use"):
+            load_chat_template(folder, ours, None, name="rag")
+
+
+def test_unreadable_files_beside_a_tokenizer_are_named(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
+    ours, *_ = both
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('\ufeff{"chat_template": "one"}')  # as some editors write it
+    assert load_chat_template(tmp_path, ours, None).source == "one"
+    config.write_text('{"chat_template"')
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json: can't read it"):
+        load_chat_template(tmp_path, ours, None)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"chat_template\.jinja: can't read it: 'utf-8' codec"):
+        load_chat_template(tmp_path, ours, None)
 
 
 def test_a_template_is_held_against_the_tokenizer_s_own(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:

@@ -142,6 +142,17 @@ def test_choices_are_joined_by_example() -> None:
     assert rows[1]["probability"] == pytest.approx(1 / (1 + np.exp(-1)), abs=1e-6)
 
 
+def test_a_predictions_file_takes_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one over all examples for each line of the file."""
+    n_examples, calls = 50, []
+    monkeypatch.setattr(np, "exp", lambda x, exp=np.exp: calls.append(1) or exp(x))
+    config = TaskConfig.model_validate({"train": "x.csv", "labels": ["no", "yes"]})
+    numbers, logits = np.arange(n_examples), np.zeros((n_examples, 2), np.float32)
+    rows = list(Predictions(config, numbers, np.zeros_like(numbers), logits, np.zeros_like(numbers)).rows())
+    assert [row["row"] for row in rows] == list(range(1, n_examples + 1))
+    assert len(calls) == 1
+
+
 def test_a_pair_in_both_orders_is_two_texts(bert: Path) -> None:
     tokenizer = tokenizers.load(bert / "tokenizer.json")
     values = {"train": "x.csv", "labels": ["no", "yes"], "text_pair": "other", "both_orders": True}

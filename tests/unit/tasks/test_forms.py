@@ -302,8 +302,15 @@ def test_a_tab_separated_file_has_no_quotes(tmp_path: Path) -> None:
 def test_datasets_of_the_hub_are_read(tmp_path: Path) -> None:
     import datasets
 
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved" / "train")
-    assert read_rows(tmp_path / "saved" / "train") == ROWS
+    folder = tmp_path / "saved" / "train"
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder)
+    assert read_rows(folder) == ROWS
+    datasets.load_from_disk(folder).map(lambda row: {"text": row["text"].lower()})  # leaves a cache file
+    assert list(folder.glob("cache-*.arrow"))
+    assert read_rows(folder) == ROWS
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"damaged" * 9)
+    with pytest.raises(UsageError, match=r"data-00000-of-00001\.arrow: can't be read as Arrow's stream"):
+        read_rows(folder)
     with pytest.raises(UsageError, match=r"holds neither .*: give a split, for example .*saved/train"):
         read_rows(tmp_path / "saved")
 

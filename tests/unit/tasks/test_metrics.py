@@ -5,6 +5,7 @@ import math
 import random
 import re
 import string
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,6 +55,23 @@ def test_the_interval_covers_what_it_says() -> None:
     assert 0.95 - 5 * (0.95 * 0.05 / 200) ** 0.5 < inside / 200 <= 1
     same = [metrics.bootstrap_interval(metrics.accuracy, TARGETS, PREDICTED) for _ in range(2)]
     assert same[0] == same[1]
+
+
+@pytest.mark.parametrize("of_texts", [False, True])
+def test_an_interval_takes_the_memory_of_one_sample(of_texts: bool) -> None:
+    """And is that of all samples drawn at once, as earlier versions drew them."""
+    hits = np.arange(20_000) % 3 == 0
+    drawn = hits[np.random.default_rng(0).integers(0, len(hits), (1000, len(hits)))].mean(1)
+    expected = np.quantile(drawn, [0.025, 0.975])
+    tracemalloc.start()
+    if of_texts:
+        _, interval = corpus_metric("exact_match", ["a"] * len(hits), ["a" if hit else "b" for hit in hits])
+    else:
+        interval = metrics.bootstrap_interval(metrics.accuracy, np.ones(len(hits), np.bool_), hits)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert interval == pytest.approx(expected.tolist(), rel=1e-12)
+    assert peak < 20 * hits.size * 8
 
 
 @pytest.mark.parametrize(

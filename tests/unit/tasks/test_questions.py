@@ -124,6 +124,7 @@ def test_the_fingerprint_tells_tasks_apart_by_what_is_asked(tmp_path: Path) -> N
         (CHOICE.replace("{{ a }}", "{{ c }}"), {}, "'c' is undefined; there are: ask, a, b"),
         (CHOICE.replace("{{ a }}", "{{ a"), {}, "can't be filled in"),
         (CHOICE.replace("{{ a }}", "{{ ''.__class__.mro() }}"), {}, "can't be filled in"),
+        (CHOICE.replace("{{ a }}", "{{ a + 1 }}"), {}, "can't be filled in: can only concatenate str"),
         (CHOICE.replace('"key"', '"kee"'), {}, "has no column 'kee'"),
         (CHOICE.replace('["{{ a }}", "{{ b }}"]', '"a"'), {}, "column 'a' is 'ja': give a list"),
         (CHOICE.replace('["{{ a }}", "{{ b }}"]', '"all"'), {"all": ["x"], "key": 0}, "has one answer"),

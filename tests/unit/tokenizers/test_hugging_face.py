@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatfm.errors import UsageError
+from megatfm.errors import MegatfmError, UsageError
 from megatfm.inference.detokenizer import IncrementalDetokenizer
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer, load, train_byte_bpe
 from tests.support.tokenizer_cases import ODD_TEXTS
@@ -233,6 +233,13 @@ def test_words_that_end_with_a_mark_begin_nowhere(changed: Changed) -> None:
     tokenizer = changed(change)
     assert tokenizer.kind == "bpe"
     assert tokenizer.word_starts() is None
+
+
+def test_half_a_surrogate_pair_is_refused_with_offsets_too(plain: File) -> None:
+    tokenizer = HuggingFaceTokenizer(json.dumps(plain).encode())
+    for encode in (tokenizer.encode_with_offsets, tokenizer.encode_text_with_offsets):
+        with pytest.raises(MegatfmError, match="surrogates not allowed at character 3: it is not Unicode"):
+            encode("abc\ud800")
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,9 @@ def test_a_vocab_txt_alone_is_bert_s(tmp_path: Path, lower: bool) -> None:
     (tmp_path / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(UsageError, match=r"vocab\.txt: no WordPiece: it has no \[PAD\]"):
         load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UsageError, match=r"vocab\.txt: the tokenizer_config\.json beside it is not valid"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "roberta"])
