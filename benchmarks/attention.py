@@ -117,11 +117,7 @@ def make_layer(length: int, **changes: object) -> nn.Module:
 
 def make_linformer(length: int, dtype: torch.dtype) -> CaseWithInputs:
     """Return Linformer attention of heads, and inputs: heads and the projections along the sequence."""
-    options = {
-        "attention.name": "linformer",
-        "attention.max_length": length,
-        "attention.projected_length": RANK,
-    }
+    options = {"attention.name": "linformer", "attention.max_length": length, "attention.projected_length": RANK}
     attn = make_layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
     sketches = attn.of_keys.weight, attn.of_values.weight
     return lambda q, k, v, *projections: attn._attend_documents(projections, q, k, v, None), [
@@ -308,10 +304,7 @@ def measure_packed(args: argparse.Namespace, name: str, length: int) -> dict[str
 def measure_peak_memory(name: str, length: int) -> int:
     """Return the peak memory of a case beside its inputs, in bytes (VmHWM, reset before)."""
     torch.set_num_threads(1)
-    case, tensors = make_memory_case(name, length) or (
-        make_cases(length)[name],
-        draw_inputs(length, torch.float32),
-    )
+    case, tensors = make_memory_case(name, length) or (make_cases(length)[name], draw_inputs(length, torch.float32))
     common.reset_peak_memory()
     before = common.read_memory("VmRSS")
     time_passes(case, tensors)

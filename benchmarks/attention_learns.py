@@ -241,14 +241,7 @@ def learn_text(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tuple[st
         wider = {"vocab_size": 256, "n_layers": 4, "d_model": 96, "ffn.d_ff": 256}
         network = train({**wider, **model}, batches, sizes)
         spent = time.process_time() - start
-        yield (
-            name,
-            {
-                "width": near,
-                "nats a byte": measure_by_position(network, text, sizes.judged),
-                "seconds": spent,
-            },
-        )
+        yield (name, {"width": near, "nats a byte": measure_by_position(network, text, sizes.judged), "seconds": spent})
 
 
 def add_to_results(out: Path, task: str, settings: Figures, name: str, figures: Figures) -> None:

@@ -96,10 +96,7 @@ def measure(rank: int, world: int, folder: Path, size: int, rounds: int, answers
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     bench, target = Bench(rank, folder, make_state(rank, world, size)), folder / f"on-{world}"
     rounds_measured = []
-    with (
-        checkpoint.Saver(target, keep=1) as background,
-        checkpoint.Saver(target, mode="sync", keep=1) as plain,
-    ):
+    with checkpoint.Saver(target, keep=1) as background, checkpoint.Saver(target, mode="sync", keep=1) as plain:
         background.save(0, bench.tensors, {})  # takes the memory
         background.wait_for_save()
         for number in range(rounds):

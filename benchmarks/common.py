@@ -249,13 +249,7 @@ def format_toml(value: object) -> str:
 
 
 def make_moe_section(
-    d_ff: int,
-    router: Mapping[str, object],
-    *,
-    experts: int = 8,
-    top_k: int = 2,
-    n_shared_experts: int = 0,
-    **more: Any,
+    d_ff: int, router: Mapping[str, object], *, experts: int = 8, top_k: int = 2, n_shared_experts: int = 0, **more: Any
 ) -> dict[str, object]:
     """Return a config of experts with as many active weights as a dense network of `d_ff`, shared ones included."""
     sizes = {"d_ff": d_ff // (top_k + n_shared_experts), "n_experts": experts, "top_k": top_k}

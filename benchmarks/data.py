@@ -212,10 +212,7 @@ def format_table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str
         share = statistics.median(speeds[name][0] / speeds[against][0] for speeds in rounds)
         lines.append(f"| {name} | {wall / 1e6:.1f} | {processor / 1e6:.1f} | {against} | {share:.2f} |")
     waited = measure_wait(folder)
-    lines += [
-        "",
-        f"A trainer whose step of {BATCH} rows takes 50 ms waits {1e3 * waited:.2f} ms a step for its data.",
-    ]
+    lines += ["", f"A trainer whose step of {BATCH} rows takes 50 ms waits {1e3 * waited:.2f} ms a step for its data."]
     return "\n".join(lines) + "\n"
 
 
@@ -263,12 +260,7 @@ def write_corpora(folder: Path, megabytes: float, places: list[str], mosaic: boo
         if reference is not None:
             reference.finish()
     index_folder(folder / "tars", "t")  # for `.tar` without compression
-    facts = {
-        "documents": len(documents),
-        "bytes": size,
-        "tokens": tokens,
-        "seconds": time.perf_counter() - start,
-    }
+    facts = {"documents": len(documents), "bytes": size, "tokens": tokens, "seconds": time.perf_counter() - start}
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
@@ -289,12 +281,7 @@ def make_mds_subset(folder: Path, shards: int) -> Path:
 def import_mosaic(folder: str) -> None:
     """Let `import streaming` find the library, with stubs of torchvision, which it needs for images only."""
     sys.path.append(folder)
-    names = (
-        "torchvision",
-        "torchvision.datasets",
-        "torchvision.transforms",
-        "torchvision.transforms.functional",
-    )
+    names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
     for name in names:
         module: Any = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)

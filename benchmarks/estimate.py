@@ -37,14 +37,7 @@ import torch.distributed as dist
 from megatfm.config import Config, load_config
 from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
-from megatfm.estimate.calibrate import (
-    DTYPES,
-    Clock,
-    _matmul,
-    matmul_shapes,
-    measure_device,
-    write_table,
-)
+from megatfm.estimate.calibrate import DTYPES, Clock, _matmul, matmul_shapes, measure_device, write_table
 from megatfm.estimate.devices import NODE, Cluster, load_cluster
 from megatfm.estimate.estimator import Estimate, Estimator, estimator
 from megatfm.estimate.roofline import measured_rate
@@ -66,10 +59,7 @@ STEP = [
 
 def draw_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
     """Shapes, of multiples of 16, drawn between the smallest and the largest of the table's sizes."""
-    draw, largest = (
-        random.Random(seed),
-        max(matmul_shapes("cpu"), key=lambda shape: shape[0] * shape[1] * shape[2]),
-    )
+    draw, largest = (random.Random(seed), max(matmul_shapes("cpu"), key=lambda shape: shape[0] * shape[1] * shape[2]))
     most, shapes = largest[0] * largest[1] * largest[2], list[tuple[int, int, int]]()
     while len(shapes) < count:
         m, n, k = (16 * round(2 ** draw.uniform(6, 11) / 16) for _ in range(3))
@@ -148,12 +138,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
 
 # ------------------------------------------------------------------------------------------------ published
 
-GPT = [
-    "data.sequence_length=2048",
-    "parallel.zero=0",
-    "parallel.sequence_parallel=false",
-    "train.recompute=full",
-]
+GPT = ["data.sequence_length=2048", "parallel.zero=0", "parallel.sequence_parallel=false", "train.recompute=full"]
 SCORE_PASSES = 18
 """Times that scores are read or written: 5 in a forward pass, which recomputation repeats, and 8 in a backward pass."""
 
@@ -317,13 +302,7 @@ def print_llama() -> None:
     """Print table 4 of Llama 3; stages, which the paper gives, are interleaved, ZeRO 2 keeps gathered weights."""
     print("\n| Llama 3 405B, table 4 | published | as is | error |\n|---|---|---|---|", flush=True)
     for name, gpus, overrides, published in LLAMA:
-        words = [
-            "parallel.tp=8",
-            "parallel.dp_shard=-1",
-            "parallel.zero=2",
-            "train.micro_batch=1",
-            *overrides,
-        ]
+        words = ["parallel.tp=8", "parallel.dp_shard=-1", "parallel.zero=2", "train.micro_batch=1", *overrides]
         words += ["parallel.grad_accumulation=unsharded", "parallel.pp_schedule=interleaved"]
         with estimator(load_config("llama3-405b", words), load_cluster("h100", gpus)) as opened:
             estimate = opened.estimate(opened.base)

@@ -155,16 +155,7 @@ def measure(case: Case, device: torch.device, steps: int, *, tiny: bool) -> Row:
 
 def format_report(title: str, lines: list[str], device: torch.device) -> str:
     where = common.get_device_name(device.type)
-    headings = (
-        "Model",
-        "Parameters",
-        "Tokens a row",
-        "Rows",
-        "How",
-        "Tokens a second",
-        "Wanted",
-        "Peak memory, GB",
-    )
+    headings = ("Model", "Parameters", "Tokens a row", "Rows", "How", "Tokens a second", "Wanted", "Peak memory, GB")
     return "\n".join(
         [
             f"# Decoders on one GPU: {title}, {common.today()}",

@@ -111,10 +111,7 @@ def measure_cross_entropy(device: torch.device, repeats: int) -> Iterator[str]:
 
 def make_sdpa_kernel(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Shape], Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
-        if shape.documents > 1 and backend not in (
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.CUDNN_ATTENTION,
-        ):
+        if shape.documents > 1 and backend not in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             raise NotImplementedError("takes no mask of documents")
         mask = None if shape.documents == 1 else make_mask(make_sequence(shape, q.device))
         with sdpa_kernel(backend):
@@ -243,10 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{common.get_device_name(device.type)}, torch {torch.__version__}.",
     )
     tables = [
-        (
-            "| Copies and products | measured | expected |\n|---|---|---|",
-            measure_copies(device, repeats, elements),
-        ),
+        ("| Copies and products | measured | expected |\n|---|---|---|", measure_copies(device, repeats, elements)),
         (None, measure_matmuls(device, repeats, shrink)),
         (None, measure_cross_entropy(device, repeats)),
         (

@@ -50,10 +50,7 @@ class Stages:
         with open(self.folder / "log.txt", "ab+") as log:
             begin = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", "megatfm", *words],
-                cwd=self.folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                [sys.executable, "-m", "megatfm", *words], cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
             )
             while stop and process.poll() is None:
                 if len(read_losses(stop[0])) >= stop[1]:

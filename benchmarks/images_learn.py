@@ -314,12 +314,7 @@ def train_tokenizer(work: Path, pairs: list[tuple[str, bytes, bytes]]) -> None:
     if not (work / "corpora" / "text" / "prep.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "captions.txt").write_bytes(b"\n".join(caption for _, _, caption in pairs))
-        words = (
-            f"read.folder={folder}",
-            f"out={work}/corpora/text",
-            "tokenizer.vocab_size=800",
-            "split.validation=0",
-        )
+        words = (f"read.folder={folder}", f"out={work}/corpora/text", "tokenizer.vocab_size=800", "split.validation=0")
         common.run_megatfm("prep", "quickstart-data", *words)  # fmt: skip
 
 

@@ -68,12 +68,7 @@ def measure_row(language: str, share: float) -> tuple[float, ...]:
         a, b = compute_signatures([text, other], 5, 112)
         estimated = float((a == b).mean())
         results.append(
-            (
-                compute_similarity(language, text, other),
-                estimated,
-                estimated >= 0.75,
-                is_found(language, share, seed),
-            )
+            (compute_similarity(language, text, other), estimated, estimated >= 0.75, is_found(language, share, seed))
         )
     return tuple(np.mean(results, axis=0).tolist())
 

@@ -125,10 +125,7 @@ def run_passes(args: argparse.Namespace) -> None:
                 figures = summarize(compare(make_side(make_pass(actual)), make_side(make_pass(expected)), args.rounds))
                 row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **figures}
                 results.append(row)
-                print(
-                    "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()),
-                    flush=True,
-                )
+                print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()), flush=True)
     if args.out:
         facts = {
             "date": common.today(),

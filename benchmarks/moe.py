@@ -55,12 +55,7 @@ def build_megatfm(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> C
     """Build a megatfm decoder; dense without `ffn`."""
     section = {"d_ff": args.d_ff}
     if ffn:
-        section = {
-            "name": "moe",
-            "d_ff": args.d_ff // args.top_k,
-            "n_experts": args.experts,
-            "top_k": args.top_k,
-        }
+        section = {"name": "moe", "d_ff": args.d_ff // args.top_k, "n_experts": args.experts, "top_k": args.top_k}
     config = ModelConfig.from_dotted(
         vocab_size=VOCABULARY,
         d_model=args.width,

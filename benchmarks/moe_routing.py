@@ -31,13 +31,7 @@ from megatfm.config import ModelConfig, ParallelConfig, load_config
 from megatfm.layers.sequence import SequenceMetadata
 from megatfm.parallel import distributed
 from tests.support.batches import family_batch
-from tests.support.expert_models import (
-    EXPERT_CONTEXT_LAYOUTS,
-    EXPERT_LAYOUTS,
-    EXPERT_MODELS,
-    EXPERT_TP_LAYOUTS,
-    TP2,
-)
+from tests.support.expert_models import EXPERT_CONTEXT_LAYOUTS, EXPERT_LAYOUTS, EXPERT_MODELS, EXPERT_TP_LAYOUTS, TP2
 from tests.support.expert_parity import moe_layers, objective_for
 from tests.support.golden_curves import MOE_PRESET, SMALL_MOE, train_curves
 from tests.support.parity import build_engine, microbatches

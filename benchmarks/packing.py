@@ -55,12 +55,7 @@ from megatfm.rng import ChunkKey
 # -------------------------------------------------------------------------------------------------- padding
 
 # The middle length, and how far lengths spread (of the logarithm).
-KINDS = {
-    "sayings": (24, 0.5),
-    "dictionary entries": (60, 0.9),
-    "manual pages": (900, 1.1),
-    "books": (120_000, 0.6),
-}
+KINDS = {"sayings": (24, 0.5), "dictionary entries": (60, 0.9), "manual pages": (900, 1.1), "books": (120_000, 0.6)}
 ROW_LENGTHS = (2048, 8192, 32_768, 131_072, 1_048_576)
 HEADERS = 2048
 """Bytes of tar that each document had: two headers, and what fills their contents to whole blocks."""
@@ -207,10 +202,7 @@ def measure_row(corpus: CorpusStub, name: str, family: str, n_rows: int) -> str:
     sequences = sum(-(-corpus.lengths() // task.max_tokens)) if task.max_tokens else corpus.n_samples
     read = plan().read_rows(range(n_rows))
     real = [read[f"{side}documents"] >= 0 for side in task.field_prefixes]
-    packing, fill = (
-        sum(map(np.sum, real)) / (time_best_of_three(pack) - planning),
-        [np.mean(side) for side in real],
-    )
+    packing, fill = (sum(map(np.sum, real)) / (time_best_of_three(pack) - planning), [np.mean(side) for side in real])
     return (
         f"| {name} | {family} | {BUILT * n / time_best_of_three(build) / 1e6:.1f} | {packing / 1e6:.1f} | "
         f"{planning / sequences * 1e6:.1f} | {', '.join(f'{share:.1%}' for share in fill)} |"

@@ -113,10 +113,7 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
     stages: dict[str, tuple[Callable[[], object], float]] = {
         "fix unicode, MB/s": (make_step(FixUnicode()), size),
         "hashes for exact duplicates, MB/s": (lambda: list(ExactDedup().compute_keys(records)), size),
-        "MinHash with shingling, thousand documents of 8 KB/s": (
-            make_scan("minhash", pieces),
-            len(pieces) / 1000,
-        ),
+        "MinHash with shingling, thousand documents of 8 KB/s": (make_scan("minhash", pieces), len(pieces) / 1000),
         "lines, scan, MB/s": (make_scan("lines", records), size),
         "substrings, scan, MB/s": (make_scan("exact_substrings", quarter), count_megabytes(documents[::4])),
     }

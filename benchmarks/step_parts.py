@@ -98,17 +98,8 @@ LENGTH, ROWS = 512, 4
 
 
 def load_model_config(width: int) -> Config:
-    sizes = [
-        f"model.d_model={width}",
-        f"model.ffn.d_ff={4 * width}",
-        f"model.attention.n_heads={width // 64}",
-    ]
-    other_settings = [
-        "model.dropout=0",
-        "model.attention.dropout=0",
-        "model.vocab_size=8192",
-        "parallel.dp_shard=1",
-    ]
+    sizes = [f"model.d_model={width}", f"model.ffn.d_ff={4 * width}", f"model.attention.n_heads={width // 64}"]
+    other_settings = ["model.dropout=0", "model.attention.dropout=0", "model.vocab_size=8192", "parallel.dp_shard=1"]
     batch = [f"data.sequence_length={LENGTH}", f"train.micro_batch={ROWS}", f"train.global_batch={ROWS}"]
     return load_config("gpt2-124m", [*sizes, *other_settings, *batch])
 

@@ -270,10 +270,7 @@ def run_few_shot(args: argparse.Namespace) -> None:
         results = evaluate(args, pretrain_decoder(args, width))
         for shots in SHOTS:
             result = results[f"shots-{shots}"]
-            accuracy, interval = (
-                result["metrics"]["accuracy_per_byte"],
-                result["intervals"]["accuracy_per_byte"],
-            )
+            accuracy, interval = (result["metrics"]["accuracy_per_byte"], result["intervals"]["accuracy_per_byte"])
             page.add(
                 f"| {width} | {shots} | {accuracy:.3f} | {interval[0]:.3f} – {interval[1]:.3f} "
                 f"| {result['metrics']['bits_per_byte']:.3f} |"
@@ -309,17 +306,9 @@ def pretrain_decoder(args: argparse.Namespace, width: int) -> Path:
     if not (folder / "done").exists():
         common.run_megatfm(
             *("train", "quickstart", f"name=decoder-{width}", f"run_dir={folder}", "model.n_layers=2"),
-            *(
-                f"model.d_model={width}",
-                f"model.ffn.d_ff={3 * width}",
-                f"model.attention.n_heads={width // 16}",
-            ),
+            *(f"model.d_model={width}", f"model.ffn.d_ff={3 * width}", f"model.attention.n_heads={width // 16}"),
             *(f"data.train={args.corpus}/train", f'data.validation={{held-out="{args.corpus}/validation"}}'),
-            *(
-                f"data.tokenizer={args.corpus}/tokenizer.json",
-                f"train.steps={args.steps}",
-                "evaluate.every=500",
-            ),
+            *(f"data.tokenizer={args.corpus}/tokenizer.json", f"train.steps={args.steps}", "evaluate.every=500"),
             *('optimizer={name="adamw", lr=3e-3}', "lr_schedule.warmup_steps=100", "train.micro_batch=16"),
             *("train.precision=fp32", "log.sinks=[]"),
         )
