@@ -252,7 +252,9 @@ def rows(result: Path) -> list[list[str]]:
 
 
 def decoders(folder: Path) -> None:
-    assert load_script("gpu").main(["--tiny", "--case", "124m", "--steps", "1", "--out", str(folder)]) == 0
+    module = load_script("gpu_training")
+    words = ["steps", "--tiny", "--case", "124m", "--steps", "1", "--out", str(folder)]
+    assert module.common.run_part(module.__doc__, module.PARTS, words) == 0
 
 
 def test_decoders_write_a_dated_result(workers: Workers, tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_decoders_write_a_dated_result(workers: Workers, tmp_path: Path) -> None
 
 
 def test_cases_are_of_the_sizes_that_they_claim() -> None:
-    module = load_script("gpu")
+    module = load_script("gpu_training")
     counts = {}
     for title, cases in module.CASES.items():
         for case in cases:
@@ -307,7 +309,9 @@ def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.timeout(600)
 def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """The commands that a user types, one process after the other."""
-    assert load_script("gpu_run").main(["--tiny", "--steps", "12", "--out", str(tmp_path)]) == 0
+    module = load_script("gpu_training")
+    words = ["run", "--tiny", "--steps", "12", "--out", str(tmp_path)]
+    assert module.common.run_part(module.__doc__, module.PARTS, words) == 0
     (result,) = tmp_path.glob("*-gpu-run.md")
     outcomes = {row[0]: row[2] for row in rows(result)}
     assert outcomes["losses and norms, to the bit"] == "all 12 alike"
@@ -316,7 +320,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_found_with_their_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = load_script("gpu_packages")
+    module = load_script("gpu")
     assert module.find_missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
     assert module.find_missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]
     real_distribution = metadata.distribution
