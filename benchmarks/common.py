@@ -89,7 +89,8 @@ def write_json(path: Path | None, value: object, indent: int = 1) -> None:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def write_rows(path: Path, rows: Iterable[object]) -> None:
@@ -218,10 +219,11 @@ def make_side(step: Step) -> Side:
     return side
 
 
-def compare(actual: Side, expected: Side, rounds: int) -> dict[str, list[float]]:
-    """Return expected / actual seconds by clock and round, after two steps to warm up; who goes first alternates."""
+def compare(actual: Side, expected: Side, rounds: int, *, warmup: int = 2) -> dict[str, list[float]]:
+    """Return expected / actual seconds by clock and round, after steps to warm up; who goes first alternates."""
     for side in (actual, expected):
-        side(), side()
+        for _ in range(warmup):
+            side()
     seconds = take_turns({"ours": actual, "theirs": expected}, rounds)
     pairs = list(zip(seconds["theirs"], seconds["ours"], strict=True))
     return {clock: [theirs[clock] / ours[clock] for theirs, ours in pairs] for clock in CLOCKS}
@@ -281,11 +283,3 @@ def format_toml(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {format_toml(item)}" for key, item in value.items()) + "}"
     return json.dumps(value)
-
-
-def make_moe_section(
-    d_ff: int, router: Mapping[str, object], *, experts: int = 8, top_k: int = 2, n_shared_experts: int = 0, **more: Any
-) -> dict[str, object]:
-    """Return a config of experts with as many active weights as a dense network of `d_ff`, shared ones included."""
-    sizes = {"d_ff": d_ff // (top_k + n_shared_experts), "n_experts": experts, "top_k": top_k}
-    return {"name": "moe", **sizes, "n_shared_experts": n_shared_experts, **more, "router": router}
