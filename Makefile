@@ -53,10 +53,10 @@ test-cpus: $(VENV)/.installed-test ## the tests of numbers, as on other CPUs and
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 soak: $(VENV)/.installed-test ## a hundred kills, then half an hour of training under kills; ARGS="--minutes 3" for less
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(RUN) benchmarks/soak.py $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/checkpoint.py kills $(ARGS)
 
 gpu: ## what needs a GPU, with the torch that is there, into OUT=benchmarks/results; PARTS="facts tests 124m" for some
-	bash benchmarks/gpu.sh $(PARTS)
+	$(PYTHON) benchmarks/gpu.py $(PARTS) $(if $(OUT),--out "$(OUT)") $(if $(WHEELS),--wheels "$(WHEELS)") $(TINY)
 
 lint: $(VENV)/.installed-test ## ruff, mypy and the import rules
 	$(RUN) -m ruff check .

@@ -14,6 +14,7 @@ several lengths, each in a process of its own.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -41,6 +42,7 @@ from megatfm.ops.attention.reference import AttentionOptions, attention_referenc
 from megatfm.train.profiling import keep_freed_memory
 
 HEADS, WIDTH, RANK = 2, 64, 128
+LINFORMER = f"linformer {RANK}"
 D_MODEL = HEADS * WIDTH
 ALL_AT_ONCE = 4096
 """Tokens of a row above which attention that is not fused is computed by a quarter of so many queries at a time, lest
@@ -117,17 +119,11 @@ def make_layer(length: int, **changes: object) -> nn.Module:
 
 def make_linformer(length: int, dtype: torch.dtype) -> CaseWithInputs:
     """Return Linformer attention of heads, and inputs: heads and the projections along the sequence."""
-    options = {
-        "attention.name": "linformer",
-        "attention.max_length": length,
-        "attention.projected_length": RANK,
-    }
+    options = {"attention.name": "linformer", "attention.max_length": length, "attention.projected_length": RANK}
     attn = make_layer(length, **options, **{"attention.share": "headwise"}).to(dtype)
     sketches = attn.of_keys.weight, attn.of_values.weight
-    return lambda q, k, v, *projections: attn._attend_documents(projections, q, k, v, None), [
-        *draw_inputs(length, dtype),
-        *sketches,
-    ]
+    inputs = [*draw_inputs(length, dtype), *sketches]
+    return lambda q, k, v, *projections: attn._attend_documents(projections, q, k, v, None), inputs
 
 
 class _ByQueries(torch.autograd.Function):
@@ -209,26 +205,6 @@ LAYERS: dict[str, Callable[[int, torch.dtype], CaseWithInputs]] = {
     "transformers' bigbird layer": make_transformers_bigbird,
     "bigbird layer": lambda length, dtype: make_layer_case({"name": "bigbird"}, length, dtype),
 }
-MEMORY_CASES = ("linformer 128", *LAYERS)
-
-
-def make_compared_cases(part: str, length: int, dtype: torch.dtype) -> dict[str, CaseWithInputs]:
-    """Return the cases of a part. linformer: it and full attention, fused or not; peers: layers with projections."""
-    if part == "peers":
-        return {name: make(length, dtype) for name, make in LAYERS.items()}
-    tensors = draw_inputs(length, dtype)
-    return {
-        "linformer 128": make_linformer(length, dtype),
-        "unfused": (attend_unfused, tensors),
-        "fused": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), tensors),
-    }
-
-
-def make_memory_case(name: str, length: int) -> CaseWithInputs | None:
-    """Return Linformer or a layer by name; None for a pattern."""
-    if name == "linformer 128":
-        return make_linformer(length, torch.float32)
-    return LAYERS[name](length, torch.float32) if name in LAYERS else None
 
 
 def time_passes(case: Case, tensors: Sequence[Tensor]) -> float:
@@ -239,15 +215,10 @@ def time_passes(case: Case, tensors: Sequence[Tensor]) -> float:
     return time.thread_time() - start
 
 
-def time_rounds(timed: Mapping[str, Callable[[], float]], count: int) -> Times:
-    """Return the seconds of each function by round, in turns, after a round to warm up."""
-    times: Times = {name: [] for name in timed}
-    for number in range(count + 1):
-        for name in common.shuffle_order(timed, number):
-            elapsed = timed[name]()
-            if number:
-                times[name].append(elapsed)
-    return times
+def time_rounds(cases: Mapping[str, CaseWithInputs], count: int) -> Times:
+    """Return the seconds of each case by round, in turns, after a round to warm up."""
+    calls = {name: functools.partial(time_passes, *case) for name, case in cases.items()}
+    return common.take_turns(calls, count, common.shuffle_order, warmup=1)
 
 
 def compute_ratio(times: Times, over: str, under: str) -> float:
@@ -255,63 +226,78 @@ def compute_ratio(times: Times, over: str, under: str) -> float:
     return common.compute_median_ratio(times[over], times[under])
 
 
-def measure_speed(args: argparse.Namespace, name: str, length: int) -> dict[str, dict[str, float]]:
+def measure_speed(args: argparse.Namespace, dtype: str, length: int) -> dict[str, dict[str, float]]:
     """Return for each case how many times as fast as dense attention it is (median), and microseconds a token."""
-    tensors = draw_inputs(length, DTYPES[name])
-    chosen = {key: case for key, case in make_cases(length).items() if key == "dense" or args.wanted(key)}
-    times = time_rounds(
-        {key: lambda case=case: time_passes(case, tensors) for key, case in chosen.items()}, args.rounds
-    )
+    tensors = draw_inputs(length, DTYPES[dtype])
+    chosen = {key: (case, tensors) for key, case in make_cases(length).items() if key == "dense" or args.wanted(key)}
+    times = time_rounds(chosen, args.rounds)
     return {
         key: {
             "times_dense": compute_ratio(times, "dense", key),
-            "us_per_token": statistics.median(seconds_taken) / length * 1e6,
+            "us_per_token": statistics.median(seconds) / length * 1e6,
         }
-        for key, seconds_taken in times.items()
+        for key, seconds in times.items()
     }
 
 
-def measure_flatness(args: argparse.Namespace, name: str, case: str) -> dict[str, dict[str, float]]:
+def measure_flatness(args: argparse.Namespace, dtype: str, name: str) -> dict[str, dict[str, float]]:
     """Return microseconds a token by length, and their median ratio to the shortest length."""
-    timed = {}
+    cases = {}
     for length in args.lengths:
-        case_and_inputs = (
-            make_linformer(length, DTYPES[name])
-            if case == "linformer 128"
-            else (make_cases(length)[case], draw_inputs(length, DTYPES[name]))
-        )
-        timed[str(length)] = lambda case_and_inputs=case_and_inputs: time_passes(*case_and_inputs)
-    times, shortest = time_rounds(timed, args.rounds), str(args.lengths[0])
+        if name == LINFORMER:
+            cases[str(length)] = make_linformer(length, DTYPES[dtype])
+        else:
+            cases[str(length)] = make_cases(length)[name], draw_inputs(length, DTYPES[dtype])
+    times, shortest = time_rounds(cases, args.rounds), str(args.lengths[0])
     return {
         key: {
-            "us_per_token": statistics.median(seconds_taken) / int(key) * 1e6,
+            "us_per_token": statistics.median(seconds) / int(key) * 1e6,
             "of_the_shortest": compute_ratio(times, key, shortest) * int(shortest) / int(key),
         }
-        for key, seconds_taken in times.items()
+        for key, seconds in times.items()
     }
 
 
-def measure_packed(args: argparse.Namespace, name: str, length: int) -> dict[str, float]:
+def measure_packed(args: argparse.Namespace, dtype: str, length: int) -> dict[str, float]:
     """Return the speed of rows of documents as a multiple of one document's, for full attention and a window."""
-    tensors, ratios = draw_inputs(length, DTYPES[name]), {}
+    tensors, ratios = draw_inputs(length, DTYPES[dtype]), {}
     for key, pattern in (("full", Full(causal=True)), (f"window {WINDOW}", Window(WINDOW - 1))):
         if args.wanted(key):
             single = attend_densely if key == "full" else make_block_sparse_case(pattern, length)
-            chosen = {"one": single, **{str(n): make_block_sparse_case(pattern, length, n) for n in PACKED}}
-            chosen["{} to {}".format(*UNEQUAL)] = make_block_sparse_case(pattern, length, -1)
-            timed = {n: lambda case=case: time_passes(case, tensors) for n, case in chosen.items()}
-            times = time_rounds(timed, args.rounds)
-            ratios |= {f"{key}, documents of {n}": compute_ratio(times, "one", n) for n in chosen if n != "one"}
+            cases = {"one": single, **{str(n): make_block_sparse_case(pattern, length, n) for n in PACKED}}
+            cases["{} to {}".format(*UNEQUAL)] = make_block_sparse_case(pattern, length, -1)
+            times = time_rounds({n: (case, tensors) for n, case in cases.items()}, args.rounds)
+            ratios |= {f"{key}, documents of {n}": compute_ratio(times, "one", n) for n in cases if n != "one"}
     return ratios
+
+
+def measure_linformer(args: argparse.Namespace, dtype: str, length: int) -> dict[str, float]:
+    """Return the seconds of full attention, fused or not, as a multiple of Linformer's."""
+    tensors = draw_inputs(length, DTYPES[dtype])
+    cases = {
+        LINFORMER: make_linformer(length, DTYPES[dtype]),
+        "unfused": (attend_unfused, tensors),
+        "fused": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), tensors),
+    }
+    times = time_rounds({name: case for name, case in cases.items() if args.wanted(name)}, args.rounds)
+    return {f"{name} / {LINFORMER}": compute_ratio(times, name, LINFORMER) for name in times if name != LINFORMER}
+
+
+def measure_peers(args: argparse.Namespace, dtype: str, length: int) -> dict[str, float]:
+    """Return the seconds of transformers' layers, with projections, as a multiple of ours."""
+    cases = {name: make(length, DTYPES[dtype]) for name, make in LAYERS.items() if args.wanted(name)}
+    times = time_rounds(cases, args.rounds)
+    pairs = {name: name.removeprefix("transformers' ") for name in times}
+    return {f"{name} / {ours}": compute_ratio(times, name, ours) for name, ours in pairs.items() if name != ours}
 
 
 def measure_peak_memory(name: str, length: int) -> int:
     """Return the peak memory of a case beside its inputs, in bytes (VmHWM, reset before)."""
     torch.set_num_threads(1)
-    case, tensors = make_memory_case(name, length) or (
-        make_cases(length)[name],
-        draw_inputs(length, torch.float32),
-    )
+    if name in make_cases(length):
+        case, tensors = make_cases(length)[name], draw_inputs(length, torch.float32)
+    else:
+        case, tensors = {LINFORMER: make_linformer, **LAYERS}[name](length, torch.float32)
     common.reset_peak_memory()
     before = common.read_memory("VmRSS")
     time_passes(case, tensors)
@@ -324,42 +310,31 @@ def run_in_new_process(function: Callable[[str, int], int], *arguments: object) 
         return pool.submit(function, *arguments).result()
 
 
+def measure_memory(args: argparse.Namespace) -> Iterator[tuple[list[str], int]]:
+    """Yield the peak memory of each case at each length."""
+    for name in filter(args.wanted, (*make_cases(MASKED), LINFORMER, *LAYERS)):
+        for length in args.lengths:
+            if "mask" not in name or length <= MASKED:
+                yield ["memory", name, str(length)], run_in_new_process(measure_peak_memory, name, length)
+
+
+BY_LENGTH = {"speed": measure_speed, "packed": measure_packed, "linformer": measure_linformer, "peers": measure_peers}
+FLAT = (f"window {WINDOW}", "bigbird", f"longformer {WINDOW}", LINFORMER)
+
+
 def measure_parts(args: argparse.Namespace) -> Iterator[tuple[list[str], Any]]:
     """Measure all parts; yield keys of the figures in the results, and the figures."""
     for part in args.parts:
         if part == "memory":
-            for name in (*make_cases(MASKED), *MEMORY_CASES):
-                for length in args.lengths if args.wanted(name) else ():
-                    if "mask" not in name or length <= MASKED:
-                        yield [part, name, str(length)], run_in_new_process(measure_peak_memory, name, length)
+            yield from measure_memory(args)
             continue
         for dtype in args.dtypes:
             if part == "flat":
-                for name in (f"window {WINDOW}", "bigbird", f"longformer {WINDOW}", "linformer 128"):
-                    if args.wanted(name):
-                        yield [part, dtype, name], measure_flatness(args, dtype, name)
-            for length in args.lengths if part in ("speed", "packed") else ():
-                yield (
-                    [part, dtype, str(length)],
-                    {"speed": measure_speed, "packed": measure_packed}[part](args, dtype, length),
-                )
-            for length in args.lengths if part in ("linformer", "peers") else ():
-                layers_compared = make_compared_cases(part, length, DTYPES[dtype])
-                chosen = {key: case for key, case in layers_compared.items() if args.wanted(key)}
-                times = time_rounds(
-                    {key: lambda case=case: time_passes(*case) for key, case in chosen.items()}, args.rounds
-                )
-                against = {key: key.removeprefix("transformers' ") for key in times} if part == "peers" else {}
-                yield (
-                    [part, dtype, str(length)],
-                    {
-                        f"{key} / {against.get(key, 'linformer 128')}": compute_ratio(
-                            times, key, against.get(key, "linformer 128")
-                        )
-                        for key in times
-                        if key != against.get(key, "linformer 128")
-                    },
-                )
+                for name in filter(args.wanted, FLAT):
+                    yield [part, dtype, name], measure_flatness(args, dtype, name)
+            else:
+                for length in args.lengths:
+                    yield [part, dtype, str(length)], BY_LENGTH[part](args, dtype, length)
 
 
 def add_to_results(path: Path, where: Sequence[str], figures: Any) -> None:
@@ -373,7 +348,7 @@ def add_to_results(path: Path, where: Sequence[str], figures: Any) -> None:
     common.write_json(path, results)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = common.make_parser(__doc__)
     parts = ["speed", "flat", "packed", "linformer", "peers", "memory"]
     parser.add_argument("--out", type=common.make_output_folder)
@@ -382,7 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--rounds", type=int, default=10)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     args.wanted = lambda name: any(name.startswith(only) for only in args.only)
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -1,8 +1,6 @@
 """Which attention patterns learn to look far back, and what a longer context is worth: small models on a CPU.
 
-    python benchmarks/attention_learns.py listops --out benchmarks/results
-    python benchmarks/attention_learns.py recall --out benchmarks/results
-    python benchmarks/attention_learns.py text --out benchmarks/results [--folder TEXTS]
+    python benchmarks/attention_learns.py listops|recall|text --out benchmarks/results [--folder TEXTS]
 
 listops: expressions of 500 to 2,000 tokens as Long Range Arena draws them, ten classes, packed into rows of 4,096
 tokens, after shorter ones of 10 to 100 and of 100 to 500. recall: 8 facts in rows of 8,192 tokens, trained on rows of
@@ -13,23 +11,179 @@ channels and 4 heads (text: 4 blocks of 96), each pattern alone; the budget is a
 trained on. A result holds the models of all runs of its day.
 """
 
+import argparse
 import json
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain, count, islice, pairwise
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import common
 import torch
-from attention_tasks import IGNORED, LISTOPS, Batch, Expressions, ListOps, Recall, Text
 from torch import Tensor, nn
 
 from megatfm.config import ModelConfig
 from megatfm.layers.initialisation import initialise
 from megatfm.models import build
+
+# ---------------------------------------------------------------------------------------------------- tasks
+
+Batch = dict[str, Tensor]
+"""Inputs of a model by name, and its targets: −100 where nothing is asked."""
+IGNORED = -100
+LISTOPS = 17
+"""Tokens: MIN, MAX, MED, SM, the closing bracket, ten digits, a token before the expression and one after it."""
+CLOSE, DIGIT, BEFORE, AFTER = 4, 5, 15, 16
+
+
+@dataclass(frozen=True)
+class Expressions:
+    """Which expressions are drawn; by default those of Long Range Arena (Tay et al. 2021, its published generator)."""
+
+    longer_than: int = 500
+    shorter_than: int = 2000
+    depth: int = 10
+    arguments: int = 10
+    operator: float = 0.25
+    """Share of nested items that are operators and not digits."""
+
+    def draw(self, random: Random) -> tuple[list[int], int]:
+        """Tokens of one, with a token before and one after it, and its value."""
+        while True:
+            tokens: list[int] = []
+            value = self._grow(random, 1, tokens)
+            if self.longer_than < len(tokens) < self.shorter_than:
+                return [BEFORE, *tokens, AFTER], value
+
+    def _grow(self, random: Random, depth: int, tokens: list[int]) -> int:
+        if depth >= self.depth or random.random() > self.operator:
+            value = random.randrange(10)
+            tokens.append(DIGIT + value)
+            return value
+        operator = random.randrange(4)
+        tokens.append(operator)
+        values = sorted(
+            # Once it is too long it is thrown away: nothing of it matters any more.
+            self._grow(random, depth + 1 if len(tokens) < self.shorter_than else self.depth, tokens)
+            for _ in range(random.randint(2, self.arguments))
+        )
+        tokens.append(CLOSE)
+        median = (values[len(values) // 2] + values[(len(values) - 1) // 2]) // 2
+        return (values[0], values[-1], median, sum(values) % 10)[operator]
+
+
+@dataclass(frozen=True)
+class ListOps:
+    """Rows of `length` tokens, packed with whole expressions; asked is the value, where all of it has been read
+    (decoders), or at its front (encoders)."""
+
+    length: int
+    expressions: Expressions = Expressions()
+
+    def iter_batches(self, seed: int, *, encoder: bool) -> Iterator[Batch]:
+        """Yield batches of one row without end, the same for every model."""
+        random = Random(seed)
+        waiting: tuple[list[int], int] | None = None
+        while True:
+            tokens = torch.full((1, self.length), AFTER)
+            documents, targets = torch.full_like(tokens, -1), torch.full_like(tokens, IGNORED)
+            positions, filled, number = torch.arange(self.length)[None].clone(), 0, 0
+            while True:
+                text, value = waiting or self.expressions.draw(random)
+                end = filled + len(text)
+                if end > self.length:
+                    waiting = text, value
+                    break
+                tokens[0, filled:end] = torch.tensor(text)
+                documents[0, filled:end], positions[0, filled:end] = number, torch.arange(len(text))
+                targets[0, filled if encoder else end - 1] = value
+                waiting, filled, number = None, end, number + 1
+            positions[0, filled:] = torch.arange(self.length - filled) % (self.expressions.shorter_than + 1)
+            yield {"tokens": tokens, "documents": documents, "positions": positions, "targets": targets}
+
+    def measure_guesses(self, count: int, seed: int) -> dict[str, float]:
+        """Return the accuracy of guessing one value, and of guessing by the outermost operator."""
+        random = Random(seed)
+        drawn = [self.expressions.draw(random) for _ in range(count)]
+        table = torch.zeros(LISTOPS, 10)
+        for text, value in drawn:
+            table[text[1], value] += 1
+        return {
+            "one value": round(float(table.sum(0).max()) / count, 3),
+            "by the first operator": round(float(table.max(1).values.sum()) / count, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Rows of facts, each a key and its value in one token, at random places among fillers, and at the end a question
+    for each key. Facts within a question's reach can be answered, whatever lies further back can't."""
+
+    facts: int = 8
+    values: int = 8
+    fillers: int = 8
+
+    @property
+    def vocabulary(self) -> int:
+        return self.facts * self.values + self.facts + self.fillers
+
+    def draw_batch(self, count: int, length: int, seed: int) -> Batch:
+        """Draw a batch [count, length]."""
+        random = torch.Generator().manual_seed(seed)
+        keys = torch.stack([torch.randperm(self.facts, generator=random) for _ in range(count)])
+        values = torch.randint(self.values, (count, self.facts), generator=random)
+        free = length - self.facts
+        places = torch.stack([torch.randperm(free, generator=random)[: self.facts] for _ in range(count)])
+        fillers = self.vocabulary - self.fillers, self.vocabulary
+        tokens = torch.randint(*fillers, (count, length), generator=random)
+        tokens.scatter_(1, places, keys * self.values + values)
+        asked = torch.stack([torch.randperm(self.facts, generator=random) for _ in range(count)])
+        tokens[:, -self.facts :] = self.facts * self.values + keys.gather(1, asked)
+        targets = torch.full_like(tokens, IGNORED)
+        targets[:, -self.facts :] = values.gather(1, asked)
+        return {"tokens": tokens, "targets": targets}
+
+    def find_distances(self, batch: Batch) -> Tensor:
+        """Return the distance in tokens from the fact to each question of a batch's first row, int64 [facts]."""
+        row = batch["tokens"][0]
+        places = (row < self.facts * self.values).nonzero()[:, 0]
+        of_key = torch.empty(self.facts, dtype=torch.int64)
+        of_key[row[places] // self.values] = places
+        asked = row[-self.facts :] - self.facts * self.values
+        return torch.arange(len(row) - self.facts, len(row)) - of_key[asked]
+
+
+class Text:
+    """Bytes of files (each a document of its own, those that are too short left out), for models to go on with."""
+
+    def __init__(self, folder: Path, length: int) -> None:
+        files = [folder] if folder.is_file() else sorted(folder.rglob("*.py")) + sorted(folder.rglob("*.txt"))
+        texts = [torch.tensor(list(file.read_bytes()), dtype=torch.uint8) for file in files]
+        texts = [text for text in texts if len(text) > length]
+        if len(texts) == 1:
+            cut = len(texts[0]) * 19 // 20
+            texts = [texts[0][:cut], texts[0][cut:]]
+        n_held_out = max(len(texts) // 20, 1)
+        self.length, self.training, self.held_out = length, texts[:-n_held_out], texts[-n_held_out:]
+
+    def draw_batch(self, count: int, seed: int, *, held_out: bool = False) -> Batch:
+        """Draw a batch [count, length] of spans of files, each from a random offset."""
+        random = torch.Generator().manual_seed(seed)
+        files = self.held_out if held_out else self.training
+        sizes = torch.tensor([float(len(file)) for file in files])
+        spans = []
+        for which in torch.multinomial(sizes, count, replacement=True, generator=random).tolist():
+            start = int(torch.randint(len(files[which]) - self.length, (), generator=random))
+            spans.append(files[which][start : start + self.length + 1].long())
+        drawn = torch.stack(spans)
+        return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
+
+
+# ------------------------------------------------------------------------------------------------- training
 
 Models = dict[str, dict[str, Any]]
 Figures = dict[str, Any]
@@ -37,10 +191,6 @@ SMALL = {
     "d_model": 64, "n_layers": 2, "attention.n_heads": 4, "ffn.d_ff": 128, "norm.name": "rms_norm",
     "init.name": "xavier",
 }  # fmt: skip
-REPORT_EVERY = 50
-"""Steps between two lines on what is going on."""
-
-
 GROW = (0.6, 0.25, 0.15)
 """Parts of the steps that are taken on short rows or expressions, on longer ones, and on those that are judged."""
 
@@ -59,7 +209,10 @@ class Sizes(NamedTuple):
         return (self.seed - 1) * 2**20
 
 
-FULL_SIZE = {"listops": Sizes(4096, 120, 60), "recall": Sizes(8192, 240, 64), "text": Sizes(2048, 100, 16)}
+def stack_near_and_full(pattern: dict[str, Any], n_near: int) -> dict[str, Any]:
+    """Return overrides for blocks of a pattern, and a block of full attention after them."""
+    types = [*["near"] * n_near, "all"]
+    return {"layer_types": types, "layer_type.near.attention.pattern": pattern, "layer_type.all": {}}
 
 
 def make_models(length: int, near: int, positions: str) -> Models:
@@ -67,34 +220,27 @@ def make_models(length: int, near: int, positions: str) -> Models:
 
     length: tokens of the longest row; near: width of windows; positions: of encoders and of compressed attention.
     """
-    elsewhere = {"position.name": positions}
-    if positions == "learned":
-        elsewhere["position.max_positions"] = length
+    elsewhere = {"position.name": positions} | ({"position.max_positions": length} if positions == "learned" else {})
     encoder = {"family": "encoder", "lm_head.bias": True, **elsewhere}
 
     def with_pattern(model: dict[str, Any], **pattern: Any) -> dict[str, Any]:
         return {**model, "attention.pattern": pattern}
 
+    chunked = {"name": "chunked", "size": near}
     blocks = {"block_size": max(near // 4, 2), "n_random_blocks": 3}
     window = {"name": "window", "width": near}
     return {
         "full": {},
         "window": with_pattern({}, **window),
-        "window, then full": {
-            "layer_types": ["near", "all"], "layer_type.near.attention.pattern": window, "layer_type.all": {},
-        },
+        "window, then full": stack_near_and_full(window, 1),
         "dilated": with_pattern({}, **window, dilation=8),
-        "chunked": with_pattern({}, name="chunked", size=near),
-        "chunked, then full": {
-            "layer_types": ["near", "all"], "layer_type.near.attention.pattern": {"name": "chunked", "size": near},
-            "layer_type.all": {},
-        },
+        "chunked": with_pattern({}, **chunked),
+        "chunked, then full": stack_near_and_full(chunked, 1),
         "strided": with_pattern({}, name="strided", stride=near),
         "fixed": with_pattern({}, name="fixed", stride=near, n_summary_tokens=4),
         "bigbird of a decoder": with_pattern({}, name="bigbird", **blocks),
         "local, then compressed": {
-            **elsewhere, "layer_types": ["local", "compressed"],
-            "layer_type.local.attention.pattern": {"name": "chunked", "size": near},
+            **elsewhere, "layer_types": ["local", "compressed"], "layer_type.local.attention.pattern": chunked,
             "layer_type.compressed.attention.name": "compressed",
         },
         "full, encoder": encoder,
@@ -106,15 +252,14 @@ def make_models(length: int, near: int, positions: str) -> Models:
     }  # fmt: skip
 
 
-def train(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: float = 3e-3) -> nn.Module:
-    """Train a model by AdamW, warmed up over a tenth of the steps."""
-    steps = sizes.steps
+def train(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: float = 3e-3) -> tuple[nn.Module, float]:
+    """Train a model by AdamW, warmed up over a tenth of the steps; return it and the CPU seconds."""
+    start, steps = time.process_time(), sizes.steps
     network = build(ModelConfig.from_dotted({**SMALL, **model})).train()
     initialise(network, sizes.seed)
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
-    recent: list[float] = []
-    for step, batch in enumerate(islice(batches, steps), 1):
+    for batch in islice(batches, steps):
         asked = (batch["targets"] != IGNORED).sum()
         loss = torch.stack([*network(**batch).losses.values()]).sum() / asked
         optimizer.zero_grad()
@@ -122,18 +267,14 @@ def train(model: dict[str, Any], batches: Iterator[Batch], sizes: Sizes, rate: f
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        recent = [*recent[1 - REPORT_EVERY :], loss.item()]
-        if step % REPORT_EVERY == 0:
-            print(f"  step {step}: loss {sum(recent) / len(recent):.3f}", file=sys.stderr, flush=True)
-    return network.eval()
+    return network.eval(), time.process_time() - start
 
 
 def compute_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits [questions, classes] at targets that aren't ignored."""
     inputs = {name: values for name, values in batch.items() if name != "targets"}
     with torch.no_grad():
-        logits: Tensor = model(**inputs).logits
-    return logits[batch["targets"] != IGNORED]
+        return model(**inputs).logits[batch["targets"] != IGNORED]
 
 
 def measure_accuracy(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float | int]:
@@ -146,33 +287,31 @@ def measure_accuracy(model: nn.Module, batches: Iterator[Batch]) -> dict[str, fl
     return {"right": round(right / asked, 3), "of": asked}
 
 
-def learn_listops(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Figures]]:
+def select(models: Models, only: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the models with these names; all without names."""
+    return ((name, model) for name, model in models.items() if not only or name in only)
+
+
+def learn_listops(args: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str, Figures]]:
     """Yield the accuracy of each pattern, trained on expressions that grow, and that of guesses without a model."""
     bounds = ((10, 100), (100, 500), (500, 2000)) if sizes.length > 2001 else ((5, 20), (10, 30), (20, 60))
-    stages = [(ListOps(sizes.length, Expressions(*bound)), part) for bound, part in zip(bounds, GROW, strict=True)]
-    task = stages[-1][0]
-    yield "guesses", task.measure_guesses(sizes.judged * 50, 2)
-    for name, model in make_models(sizes.length, max(sizes.length // 32, 8), "learned").items():
-        if only and name not in only:
-            continue
+    stages = [ListOps(sizes.length, Expressions(*bound)) for bound in bounds]
+    yield "guesses", stages[-1].measure_guesses(sizes.judged * 50, 2)
+    for name, model in select(make_models(sizes.length, max(sizes.length // 32, 8), "learned"), args.only):
         encoder = "family" in model
-        start = time.process_time()
         batches = chain.from_iterable(
             islice(stage.iter_batches(sizes.first + i, encoder=encoder), round(sizes.steps * part))
-            for i, (stage, part) in enumerate(stages)
+            for i, (stage, part) in enumerate(zip(stages, GROW, strict=True))
         )
-        network = train({**model, "vocab_size": LISTOPS}, batches, sizes)
-        spent = time.process_time() - start
-        shares = {
-            "{} to {} tokens".format(*bound): measure_accuracy(
-                network, islice(stage.iter_batches(9, encoder=encoder), max(sizes.judged // (3 - i) ** 2, 1))
-            )
-            for i, (bound, (stage, _)) in enumerate(zip(bounds, stages, strict=True))
-        }
-        yield name, {**shares, "seconds": spent}
+        network, seconds = train({**model, "vocab_size": LISTOPS}, batches, sizes)
+        figures: Figures = {}
+        for i, ((low, high), stage) in enumerate(zip(bounds, stages, strict=True)):
+            judged = islice(stage.iter_batches(9, encoder=encoder), max(sizes.judged // (3 - i) ** 2, 1))
+            figures[f"{low} to {high} tokens"] = measure_accuracy(network, judged)
+        yield name, {**figures, "seconds": seconds}
 
 
-def learn_recall(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Figures]]:
+def learn_recall(args: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str, Figures]]:
     """Yield each pattern's accuracy in the longest rows by distance, trained on rows that double.
 
     No model has positions: facts don't depend on them, and rotations would have to be learnt for each length.
@@ -182,17 +321,13 @@ def learn_recall(only: list[str], sizes: Sizes) -> Iterator[tuple[str, Figures]]
     short, steps_a_length = sizes.steps // 2, sizes.steps // 2 // (len(lengths) + 1)
     course = [lengths[0]] * short + [length for length in lengths[1:] for _ in range(steps_a_length)]
     course += [sizes.length] * (sizes.steps - len(course))
-    for name, model in make_models(sizes.length, near, "none").items():
-        if only and name not in only:
-            continue
-        start = time.process_time()
+    for name, model in select(make_models(sizes.length, near, "none"), args.only):
         batches = (
             task.draw_batch(sizes.length // length, length, sizes.first + step) for step, length in enumerate(course)
         )
         settings = {**model, "vocab_size": task.vocabulary, "position.name": "none"}
-        network = train(settings, batches, sizes)
-        spent = time.process_time() - start
-        yield name, {**measure_by_distance(network, task, sizes, near), "seconds": spent}
+        network, seconds = train(settings, batches, sizes)
+        yield name, {**measure_by_distance(network, task, sizes, near), "seconds": seconds}
 
 
 def measure_by_distance(model: nn.Module, task: Recall, sizes: Sizes, near: int) -> Figures:
@@ -205,11 +340,12 @@ def measure_by_distance(model: nn.Module, task: Recall, sizes: Sizes, near: int)
         is_right = compute_logits(model, batch).argmax(-1) == batch["targets"][batch["targets"] != IGNORED]
         right.index_add_(0, which, is_right.float())
         asked.index_add_(0, which, torch.ones(len(which)))
-    stretches = {
-        f"{low} to {high}": {"right": round(float(r / n), 3) if n else None, "of": int(n)}
-        for (low, high), r, n in zip(pairwise(bounds), right, asked, strict=True)
+    names = [*(f"{low} to {high}" for low, high in pairwise(bounds)), "all"]
+    right, asked = (torch.cat((counts, counts.sum(0, keepdim=True))) for counts in (right, asked))
+    return {
+        name: {"right": round(float(r / n), 3) if n else None, "of": int(n)}
+        for name, r, n in zip(names, right, asked, strict=True)
     }
-    return {**stretches, "all": {"right": round(float(right.sum() / asked.sum()), 3), "of": int(asked.sum())}}
 
 
 def measure_by_position(model: nn.Module, text: Text, rows: int) -> dict[str, float]:
@@ -222,33 +358,26 @@ def measure_by_position(model: nn.Module, text: Text, rows: int) -> dict[str, fl
     return {f"{low} to {high}": round(float(total[low:high].mean()) / rows, 4) for low, high in pairwise(bounds)}
 
 
-def learn_text(only: list[str], sizes: Sizes, folder: Path) -> Iterator[tuple[str, Figures]]:
+def learn_text(args: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str, Figures]]:
     """Yield the loss of decoders of four blocks: full attention, windows, and windows in three blocks of four."""
-    text, near = Text(folder, sizes.length), max(sizes.length // 32, 8)
+    text, near = Text(args.folder, sizes.length), max(sizes.length // 32, 8)
     window = {"name": "window", "width": near}
-    models: Models = {
-        "full": {}, "window": {"attention.pattern": window},
-        "window three times, then full": {
-            "layer_types": ["near", "near", "near", "all"], "layer_type.near.attention.pattern": window,
-            "layer_type.all": {},
-        },
-    }  # fmt: skip
-    for name, model in models.items():
-        if only and name not in only:
-            continue
-        start = time.process_time()
+    models: Models = {"full": {}, "window": {"attention.pattern": window}}
+    models["window three times, then full"] = stack_near_and_full(window, 3)
+    wider = {"vocab_size": 256, "n_layers": 4, "d_model": 96, "ffn.d_ff": 256}
+    for name, model in select(models, args.only):
         batches = (text.draw_batch(max(8192 // sizes.length, 1), step) for step in count(sizes.first))
-        wider = {"vocab_size": 256, "n_layers": 4, "d_model": 96, "ffn.d_ff": 256}
-        network = train({**wider, **model}, batches, sizes)
-        spent = time.process_time() - start
-        yield (
-            name,
-            {
-                "width": near,
-                "nats a byte": measure_by_position(network, text, sizes.judged),
-                "seconds": spent,
-            },
-        )
+        network, seconds = train({**wider, **model}, batches, sizes)
+        losses = measure_by_position(network, text, sizes.judged)
+        yield name, {"width": near, "nats a byte": losses, "seconds": seconds}
+
+
+TASKS = {
+    "listops": (learn_listops, Sizes(4096, 120, 60)),
+    "recall": (learn_recall, Sizes(8192, 240, 64)),
+    "text": (learn_text, Sizes(2048, 100, 16)),
+}
+"""Task → its function, and the sizes of a full run."""
 
 
 def add_to_results(out: Path, task: str, settings: Figures, name: str, figures: Figures) -> None:
@@ -259,35 +388,23 @@ def add_to_results(out: Path, task: str, settings: Figures, name: str, figures: 
     common.write_json(path, {**settings, "models": {**models, name: figures}})
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = common.make_parser(__doc__)
-    parser.add_argument("task", choices=FULL_SIZE)
+    parser.add_argument("task", choices=TASKS)
     parser.add_argument("--out", type=common.make_output_folder)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--sizes", nargs=3, type=int, metavar=("LENGTH", "STEPS", "JUDGED"))
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=1,
-        help="of weights and rows; a seed other than 1 is added to the names in the result",
-    )
+    seed_help = "of weights and rows; a seed other than 1 is added to the names in the result"
+    parser.add_argument("--seed", type=int, default=1, help=seed_help)
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = (Sizes(*args.sizes) if args.sizes else FULL_SIZE[args.task])._replace(seed=args.seed)
-    tasks: dict[str, Callable[[], Iterator[tuple[str, Figures]]]] = {
-        "listops": lambda: learn_listops(args.only, sizes),
-        "recall": lambda: learn_recall(args.only, sizes),
-        "text": lambda: learn_text(args.only, sizes, args.folder),
-    }
-    settings = {
-        "date": common.today(),
-        "machine": f"{common.get_cpu_name()}, 1 thread, torch {torch.__version__}",
-        "length": sizes.length,
-        "steps": sizes.steps,
-        "judged": sizes.judged,
-    }
-    for name, figures in tasks[args.task]():
+    learn, full_size = TASKS[args.task]
+    sizes = (Sizes(*args.sizes) if args.sizes else full_size)._replace(seed=args.seed)
+    machine = f"{common.get_cpu_name()}, 1 thread, torch {torch.__version__}"
+    settings = {"date": common.today(), "machine": machine, **sizes._asdict()}
+    del settings["seed"]  # models of several seeds share a result
+    for name, figures in learn(args, sizes):
         if "seconds" in figures:
             figures["seconds"] = round(figures["seconds"])
         name = name if sizes.seed == 1 else f"{name} (seed {sizes.seed})"

@@ -1,22 +1,38 @@
-"""Save and load against `dd` with fsync on the same disk, and how long a step stalls.
+"""Checkpoints: speed of saving and loading against `dd`, and training whose ranks are killed.
 
-    python benchmarks/checkpoint.py /disk/folder                  # 1 GB, 1 and 2 ranks, 10 rounds
-    python benchmarks/checkpoint.py /disk/folder --gigabytes 0.2 --rounds 2 --ranks 1 --out /dev/null
+    python benchmarks/checkpoint.py speed /disk/folder                # 1 GB, 1 and 2 ranks, 10 rounds
+    python benchmarks/checkpoint.py speed /disk/folder --gigabytes 0.2 --rounds 2 --ranks 1 --out /dev/null
+    python benchmarks/checkpoint.py kills                             # 100 kills, then 30 minutes: make soak
+    python benchmarks/checkpoint.py kills --kills 12 --minutes 3
 
-Every round takes each measure once, in turn, so that a disk that slows down slows all of them; medians of the ratios
-within a round are what counts. `dd` writes as many bytes into a new file in blocks of 8 MB and syncs (conv=fsync),
-once through the page cache and once past it (oflag=direct), and reads the very files that the load reads, both ways,
-too, each time after their pages were dropped from memory. Who goes first alternates. The stall is what a step (half a
-second of matrix products on one core) takes longer with a save that begins before it, until the weights may change;
-the write then goes on. "blocked" is the part of it in which the step only waits for the copy or helps with it; the
-rest is what the background takes of processor and memory meanwhile. The first save also takes its memory, and isn't
-counted.
+speed: save and load against `dd` with fsync on the same disk, and how long a step stalls. Every round takes each
+measure once, in turn, so that a disk that slows down slows all of them; medians of the ratios within a round are what
+counts. `dd` writes as many bytes into a new file in blocks of 8 MB and syncs (conv=fsync), once through the page cache
+and once past it (oflag=direct), and reads the very files that the load reads, both ways, too, each time after their
+pages were dropped from memory. Who goes first alternates. The stall is what a step (half a second of matrix products on
+one core) takes longer with a save that begins before it, until the weights may change; the write then goes on.
+"blocked" is the part of it in which the step only waits for the copy or helps with it; the background takes the other
+part from processor and memory. The first save also takes its memory, and isn't counted.
+
+kills: a hundred kills at seeded moments, after which every curve and every stored bit is compared with runs that nobody
+killed (`tests/support/kill_series.py`). Then a run whose ranks are killed every ~20 seconds. Effective training: the
+seconds of steps that are part of the final record (each step once), over the wall time less what processes take from
+their start to their first step. No step before the last save may be lost.
 """
 
+import argparse
+import contextlib
+import json
+import os
+import random
 import shutil
+import signal
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,24 +43,32 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatfm import checkpoint
+from megatfm import checkpoint, data_prep
 from megatfm.checkpoint import file_io
+from megatfm.config import load_section
+from megatfm.config.prep import PrepConfig
+from tests.support import kill_series, killed_ranks
+from tests.support.rank_processes import free_port
+
+# ---------------------------------------------------------------------------------------------------- speed
 
 BLOCK = 8 * 2**20
 PRODUCTS = 40
-RESULT = Path(__file__).parent / "results" / f"{common.today()}-checkpoint.json"
+RESULT = common.make_dated_path(common.RESULTS, "checkpoint.json")
 Read = tuple[str, Callable[[], object], bool]
 """Name, function that is timed, and whether all ranks call it."""
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
+def add_speed(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("folder", type=Path, help="a new folder on the disk to measure")
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--out", type=common.make_output_file, default=RESULT, help="where to write the result as JSON")
-    args = parser.parse_args()
+    return run_speed
+
+
+def run_speed(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True)
     results = []
     try:
@@ -55,15 +79,13 @@ def main() -> None:
             results.append(report(answers.get(), world))
     finally:
         shutil.rmtree(args.folder)
-    facts = {
-        "date": common.today(),
-        "machine": common.describe_system(),
-        "torch": torch.__version__,
-        "gigabytes": args.gigabytes,
-        "rounds": args.rounds,
-        "results": results,
-    }
-    common.write_json(args.out, facts)
+    sizes = {"gigabytes": args.gigabytes, "rounds": args.rounds}
+    common.write_json(args.out, {**describe_run(), **sizes, "results": results})
+
+
+def describe_run() -> dict[str, str]:
+    """Return date, machine and version, for a result."""
+    return {"date": common.today(), "machine": common.describe_system(), "torch": torch.__version__}
 
 
 def report(rounds: list[dict[str, float]], world: int) -> dict[str, Any]:
@@ -96,10 +118,7 @@ def measure(rank: int, world: int, folder: Path, size: int, rounds: int, answers
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     bench, target = Bench(rank, folder, make_state(rank, world, size)), folder / f"on-{world}"
     rounds_measured = []
-    with (
-        checkpoint.Saver(target, keep=1) as background,
-        checkpoint.Saver(target, mode="sync", keep=1) as plain,
-    ):
+    with checkpoint.Saver(target, keep=1) as background, checkpoint.Saver(target, mode="sync", keep=1) as plain:
         background.save(0, bench.tensors, {})  # takes the memory
         background.wait_for_save()
         for number in range(rounds):
@@ -215,5 +234,142 @@ def make_state(rank: int, world: int, size: int) -> dict[str, checkpoint.Sharded
     }
 
 
+# ---------------------------------------------------------------------------------------------------- kills
+
+EVERY = 5
+PREP = """
+out = "{out}"
+[read]
+folder = "{texts}"
+[split]
+validation = 0.2
+[tokenizer]
+vocab_size = 512
+"""
+
+
+def add_kills(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--between", type=float, default=20.0, help="seconds between kills, on average")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=common.make_output_file, help="where to write the result as JSON")
+    return run_kills
+
+
+def run_kills(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    torch.empty(1, device="meta").to(torch.float64)  # slow the first time
+    with tempfile.TemporaryDirectory(prefix="megatfm-soak-") as name:
+        folder = Path(name)
+        corpus = prepare(folder)
+        with contextlib.redirect_stdout(sys.stderr):
+            kills = kill_series.run_series(corpus, folder / "kills", kill_series.divide_kills(args.kills), args.seed)
+        print("kills:", json.dumps(kills), flush=True)
+        fire = train_with_kills(corpus, folder / "fire", args.minutes * 60, args.between, args.ranks, args.seed)
+        print("under fire:", json.dumps(fire))
+    numbers = f"--kills {args.kills} --minutes {args.minutes} --between {args.between}"
+    facts = {**describe_run(), "command": f"benchmarks/checkpoint.py kills {numbers}"}
+    common.write_json(args.out, {**facts, "kills": kills, "under fire": fire})
+
+
+def prepare(folder: Path) -> Path:
+    """Prepare a small corpus of the standard library's sources in a child process, since prep may start threads."""
+    corpus = folder / "corpus"
+
+    def make() -> None:
+        texts = folder / "texts"
+        texts.mkdir()
+        for file in sorted(Path(json.__file__).parents[1].glob("*.py")):
+            (texts / file.name).write_bytes(file.read_bytes())
+        config = folder / "prep.toml"
+        config.write_text(PREP.format(out=corpus, texts=texts))
+        data_prep.run(load_section(PrepConfig, config))
+        os._exit(0)
+
+    pid = killed_ranks.fork_process(make)
+    assert os.waitpid(pid, 0)[1] == 0, "the corpus could not be made"
+    return corpus
+
+
+def train_with_kills(
+    corpus: Path, folder: Path, seconds: float, between: float, world: int, seed: int
+) -> dict[str, Any]:
+    """Train for `seconds`; at random intervals kill one rank, end the others, and restart all."""
+    folder.mkdir()
+    config = folder / "kill_series.toml"
+    config.write_text(kill_series.CONFIG.replace("CORPUS", str(corpus)))
+    run, draw = folder / "run", random.Random(seed)
+    words = [
+        "train", str(config), f"run_dir={run}", f"parallel.dp_shard={world}", "train.steps=100000000",
+        "model.d_model=128", "model.ffn.d_ff=512", "model.n_layers=4", "data.sequence_length=64",
+        f"checkpoint.every={EVERY}", "checkpoint.keep=2", "log.every=1000",
+    ]  # fmt: skip
+    begin, starting, starts, lost = time.monotonic(), 0.0, 0, Counter[str]()
+    while time.monotonic() < begin + seconds:
+        start = time.time()
+        pids = start_ranks(words, world, folder)
+        starts += 1
+        while (last := read_last_step(run))["time"] < start and time.time() < start + kill_series.PATIENCE_SECONDS:
+            time.sleep(0.01)
+        assert last["time"] > start, (folder / "said-0").read_text()
+        starting += last["time"] - last["step_seconds"] - start
+        due = min(time.monotonic() + draw.uniform(0.5, 1.5) * between, begin + seconds)
+        time.sleep(max(0.0, due - time.monotonic()))
+        reached = read_last_step(run)["step"]
+        os.kill(draw.choice(pids), signal.SIGKILL)
+        for pid in pids:  # as a launcher does, once one has ended
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+        lost["steps done again"] += max(0, reached - saved)
+        lost["most at once"] = max(lost["most at once"], reached - saved)
+        # One interval that was begun, and one whose save was still being written.
+        assert reached - saved <= 3 * EVERY, f"at step {reached}, but the newest checkpoint is of {saved}"
+    wall = time.monotonic() - begin
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
+    numbers = [line["step"] for line in lines]
+    assert numbers == list(range(1, len(numbers) + 1)), "every step once"
+    useful = sum(line["step_seconds"] for line in lines if line["step"] <= saved)
+    return {
+        "seconds": round(wall, 1),
+        "starting seconds": round(starting, 1),
+        "kills": starts,
+        "ranks": world,
+        "steps": saved,
+        **lost,
+        "effective": round(useful / (wall - starting), 4),
+    }
+
+
+def start_ranks(words: list[str], world: int, folder: Path) -> list[int]:
+    """Fork all ranks of a run."""
+    port = free_port()
+    pids = []
+    for rank in range(world):
+        variables = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        output = folder / f"said-{rank}"
+        pids.append(killed_ranks.fork_process(lambda: killed_ranks.run_rank(words, variables, output)))  # noqa: B023
+    return pids
+
+
+def read_last_step(run: Path) -> dict[str, Any]:
+    """Return the last complete line of metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    if path.exists():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            for line in reversed(file.read().split(b"\n")[:-1]):
+                with contextlib.suppress(ValueError):
+                    return dict(json.loads(line))
+    return {"step": 0, "time": 0.0}
+
+
+PARTS = {"speed": add_speed, "kills": add_kills}
+
 if __name__ == "__main__":
-    main()
+    common.run_part(__doc__, PARTS)

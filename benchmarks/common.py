@@ -19,16 +19,21 @@ from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # for what scripts share with tests
+RESULTS = ROOT / "benchmarks" / "results"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """The CPU clock counts all threads, and is disturbed less by other work on the machine."""
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 """Instructions for matmuls, the best first."""
 
 Item = TypeVar("Item")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Step = Callable[[], object]
 Side = Callable[[], dict[str, float]]
 """A function that takes a step and returns its seconds by clock."""
-Run = Callable[[argparse.Namespace], None]
+Run = Callable[[argparse.Namespace], int | None]
 Part = Callable[[argparse.ArgumentParser], Run]
 """A function that declares arguments, and returns what runs with them."""
 
@@ -38,15 +43,15 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def run_part(description: str | None, parts: Mapping[str, Part], arguments: Sequence[str] | None = None) -> None:
-    """Run the part of a script that the first argument names."""
+def run_part(description: str | None, parts: Mapping[str, Part], arguments: Sequence[str] | None = None) -> int:
+    """Run the part of a script that the first argument names; return its exit code."""
     parser = make_parser(description)
     commands = parser.add_subparsers(metavar="PART", required=True)
     for name, add in parts.items():
         command = commands.add_parser(name)
         command.set_defaults(run=add(command))
     args = parser.parse_args(arguments)
-    args.run(args)
+    return args.run(args) or 0
 
 
 def make_output_folder(path: str) -> Path:
@@ -82,6 +87,18 @@ def write_json(path: Path | None, value: object, indent: int = 1) -> None:
     write_text(path, json.dumps(value, indent=indent))
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> None:
+    """Write a file of JSON lines, after its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+
+
 def run_megatfm(*words: str) -> float:
     """Run a command of megatfm on one thread; its output is shown only if it fails. Raises SystemExit.
 
@@ -109,6 +126,12 @@ class Page:
         self.lines += lines
         print("\n".join(lines), flush=True)
         write_text(self.path, "\n".join(self.lines))
+
+
+def format_error(error: Exception, longest: int = 160) -> str:
+    """Return the first line of an error, as a cell of a table."""
+    first = str(error).partition("\n")[0].replace("|", "/")[:longest]
+    return f"{type(error).__name__}: {first}"
 
 
 def get_cpu_name(*, instructions: bool = False) -> str:
@@ -156,6 +179,23 @@ def shuffle_order(items: Iterable[Item], number: int) -> list[Item]:
     return random.Random(number).sample(ordered, len(ordered))
 
 
+def take_turns(
+    calls: Mapping[Key, Callable[[], Value]],
+    rounds: int,
+    order: Callable[[Iterable[Key], int], list[Key]] = alternate_order,
+    *,
+    warmup: int = 0,
+) -> dict[Key, list[Value]]:
+    """Return what each call returns by round, all in turns, after `warmup` rounds that don't count."""
+    values: dict[Key, list[Value]] = {name: [] for name in calls}
+    for number in range(-warmup, rounds):
+        for name in order(calls, number):
+            value = calls[name]()
+            if number >= 0:
+                values[name].append(value)
+    return values
+
+
 def time_call(run: Step, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds that a call takes."""
     start = clock()
@@ -179,17 +219,14 @@ def make_side(step: Step) -> Side:
     return side
 
 
-def compare(actual: Side, expected: Side, rounds: int) -> dict[str, list[float]]:
-    """Return expected / actual seconds by clock and round, after two steps to warm up; who goes first alternates."""
-    sides = {"ours": actual, "theirs": expected}
-    for side in sides.values():
-        side(), side()
-    ratios: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
-    for number in range(rounds):
-        elapsed = {name: sides[name]() for name in alternate_order(sides, number)}
-        for clock, values in ratios.items():
-            values.append(elapsed["theirs"][clock] / elapsed["ours"][clock])
-    return ratios
+def compare(actual: Side, expected: Side, rounds: int, *, warmup: int = 2) -> dict[str, list[float]]:
+    """Return expected / actual seconds by clock and round, after steps to warm up; who goes first alternates."""
+    for side in (actual, expected):
+        for _ in range(warmup):
+            side()
+    seconds = take_turns({"ours": actual, "theirs": expected}, rounds)
+    pairs = list(zip(seconds["theirs"], seconds["ours"], strict=True))
+    return {clock: [theirs[clock] / ours[clock] for theirs, ours in pairs] for clock in CLOCKS}
 
 
 def summarize(ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -246,17 +283,3 @@ def format_toml(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {format_toml(item)}" for key, item in value.items()) + "}"
     return json.dumps(value)
-
-
-def make_moe_section(
-    d_ff: int,
-    router: Mapping[str, object],
-    *,
-    experts: int = 8,
-    top_k: int = 2,
-    n_shared_experts: int = 0,
-    **more: Any,
-) -> dict[str, object]:
-    """Return a config of experts with as many active weights as a dense network of `d_ff`, shared ones included."""
-    sizes = {"d_ff": d_ff // (top_k + n_shared_experts), "n_experts": experts, "top_k": top_k}
-    return {"name": "moe", **sizes, "n_shared_experts": n_shared_experts, **more, "router": router}

@@ -78,10 +78,7 @@ def compile_kernel(kernel: Any, signature: dict[str, str], fixed: dict[str, Any]
         ptx.write_text(binary.asm["ptx"], encoding="utf-8")
         command = [ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", ptx.with_suffix(".cubin")]
         messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spills = (
-        re.search(r"Used (\d+) registers", messages),
-        re.findall(r"(\d+) bytes spill", messages),
-    )
+    registers, spills = (re.search(r"Used (\d+) registers", messages), re.findall(r"(\d+) bytes spill", messages))
     assert registers, messages
     return KernelResources(int(registers[1]), sum(map(int, spills)), binary.metadata.shared)
 
@@ -123,12 +120,7 @@ CASES = {
     "GPT-2 (LayerNorm, GELU)": ("gpt2-124m", []),
     "Llama (RMSNorm, SwiGLU, RoPE)": (
         "llama3-8b",
-        [
-            "model.d_model=512",
-            "model.ffn.d_ff=1536",
-            "model.attention.n_heads=8",
-            "model.attention.n_kv_heads=2",
-        ],
+        ["model.d_model=512", "model.ffn.d_ff=1536", "model.attention.n_heads=8", "model.attention.n_kv_heads=2"],
     ),
 }
 """Name → preset, and what is smaller than in it."""

@@ -68,10 +68,7 @@ def run_ranks(args: argparse.Namespace) -> None:
     threading.stack_size(256 * 1024)
     rows = []
     for ranks in args.ranks:
-        flat, tree = (
-            list(range(ranks)),
-            [r if r < PER_NODE else r // PER_NODE * PER_NODE for r in range(ranks)],
-        )
+        flat, tree = (list(range(ranks)), [r if r < PER_NODE else r // PER_NODE * PER_NODE for r in range(ranks)])
         rows.append(
             {
                 "ranks": ranks,
@@ -180,11 +177,7 @@ def measure_start(ranks: int) -> dict[str, Any]:
     meet_cpu, errors = time_meeting(ranks, range(ranks), 60.0)
     assert not errors, errors[:1]
     _, errors = time_meeting(ranks, range(ranks - 1), 5.0)
-    return {
-        "meet_cpu_s": round(meet_cpu, 3),
-        "name_the_missing": sorted(set(errors)),
-        "named_by": len(errors),
-    }
+    return {"meet_cpu_s": round(meet_cpu, 3), "name_the_missing": sorted(set(errors)), "named_by": len(errors)}
 
 
 def time_meeting(world_size: int, present: Sequence[int], seconds: float) -> tuple[float, list[str]]:
@@ -231,12 +224,7 @@ def run_checkpoint(args: argparse.Namespace) -> None:
         for ranks in args.ranks:
             rows.append(measure(shapes, ranks, replicas))
             print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "system": common.describe_system(),
-        "cpu": common.get_cpu_name(),
-        "layers": args.layers,
-        "rows": rows,
-    }
+    result = {"system": common.describe_system(), "cpu": common.get_cpu_name(), "layers": args.layers, "rows": rows}
     common.write_json(common.make_dated_path(args.out, "control-plane-checkpoint.json"), result)
 
 

@@ -1,4 +1,4 @@
-"""Speed of reading training data, against raw zstd, mmap, the webdataset library and MosaicML Streaming, on real text.
+"""Speed of reading training data, against raw zstd, mmap and the webdataset library, on real text.
 
     python benchmarks/data.py --corpus FOLDER --places TEXTS --out benchmarks/results
 
@@ -6,17 +6,11 @@ The corpus is made in `--corpus` at the first run, which takes minutes, and take
 machine (see `texts.py`) and of `--places` (Debian's linux-source, unpacked, has 1.3 GB), each once, tokenized by a
 SentencePiece model that is trained on a part of it, the same samples for every contender. The contenders take turns in
 a random order within each round; everything is shuffled but for the raw ones. Raw ones, samples and rows of megatfm are
-of the whole corpus; the webdataset library and Streaming, which are slower, read the first shards of it, whole, so that
-nothing they have read ahead is left uncounted. "With opening" opens the corpus each time: manifest, indexes and their
-checks. Rows are packed: int64 tokens, targets, documents and positions. Rounds end after `--seconds`, but there are
-five.
-
-`--mosaic FOLDER` is where
-`pip install --target FOLDER --no-deps mosaicml-streaming Brotli zstd python-snappy cramjam catalogue xxhash pillow` put
-that library, which asks for an older NumPy than megatfm's.
+of the whole corpus; the webdataset library, which is slower, reads the first shards of it, whole, so that nothing it
+has read ahead is left uncounted. "With opening" opens the corpus each time: manifest, indexes and their checks. Rows
+are packed: int64 tokens, targets, documents and positions. Rounds end after `--seconds`, but there are five.
 """
 
-import importlib.machinery
 import io
 import json
 import mmap
@@ -26,10 +20,9 @@ import random
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import common
 import numpy as np
@@ -52,9 +45,12 @@ VOCABULARY = 8000
 LENGTH, BATCH = 2048, 32
 LEAST_ROUNDS = 5
 N_SLOW_SHARDS = 2
-"""Shards of 64 MB that the slower libraries read."""
+"""Shards of 64 MB that the webdataset library reads."""
 SPECIAL = SpecialTokens(bos=1, eos=2, pad=0, vocab_size=VOCABULARY)
 RAW, MAPPED, BY_SAMPLE = "raw zstd", "mmap, 256 KB at a time", "mmap, a sample at a time"
+
+Speeds = dict[str, tuple[float, float]]
+"""Contender → tokens a second, and tokens a CPU second."""
 
 
 class Contender(NamedTuple):
@@ -64,7 +60,7 @@ class Contender(NamedTuple):
     against: str
 
 
-def make_contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
+def make_contenders(folder: Path) -> dict[str, Contender]:
     """Return all contenders by name."""
     corpus, plain = Corpus.open(folder / "ours"), Corpus.open(folder / "tars")
     tars = sorted(str(path) for path in (folder / "tars").glob("*.tar"))
@@ -100,7 +96,7 @@ def make_contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         data = wds.WebDataset(tars[:N_SLOW_SHARDS], shardshuffle=N_SLOW_SHARDS, seed=next(seeds), empty_check=False)
         return (sample["tokens.npy"] for sample in data.shuffle(1000).decode())
 
-    by_name = {
+    return {
         RAW: Contender(read_raw, RAW),
         "megatfm samples, zstd": Contender(lambda: read_samples(corpus), RAW),
         "megatfm samples, zstd, with opening": Contender(lambda: read_samples(Corpus.open(folder / "ours")), RAW),
@@ -115,29 +111,12 @@ def make_contenders(folder: Path, mosaic: bool) -> dict[str, Contender]:
         ),
         f"webdataset rows of {LENGTH}, tar": Contender(lambda: pack_as_usual(iter_webdataset()), RAW),
     }
-    if mosaic:
-        by_name["MosaicML Streaming samples"] = Contender(lambda: read_with_streaming(folder, next(seeds)), RAW)
-    return by_name
 
 
 def find_sample_spans(index: ShardIndex) -> list[tuple[int, int]]:
     """Return start and end of each sample's tokens in a plain tar."""
     starts = index.samples["offset"] + np.repeat(index.offsets[:-1], index.frames["samples"])
     return list(zip(starts.tolist(), (starts + 2 * index.samples["tokens"].astype(np.int64)).tolist(), strict=True))
-
-
-def read_with_streaming(folder: Path, seed: int) -> int:
-    """Read by MosaicML Streaming; return the number of tokens."""
-    from streaming import StreamingDataset
-    from streaming.base.util import clean_stale_shared_memory
-
-    data = StreamingDataset(
-        local=str(make_mds_subset(folder, N_SLOW_SHARDS)), shuffle=True, batch_size=1, shuffle_seed=seed
-    )
-    tokens = sum(len(sample["tokens"]) for sample in data)
-    del data
-    clean_stale_shared_memory()
-    return tokens
 
 
 def pack_as_usual(documents: Iterator[np.ndarray]) -> int:
@@ -155,7 +134,8 @@ def pack_as_usual(documents: Iterator[np.ndarray]) -> int:
             positions = np.where(documents_ == 0, positions - positions[0], positions)
             batch.append((tokens, targets, documents_, positions))
             if len(batch) == BATCH:
-                read += sum(field.size for field in [np.stack(field) for field in zip(*batch, strict=True)][:1])
+                stacked = [np.stack(field) for field in zip(*batch, strict=True)]
+                read += stacked[0].size
                 batch = []
         fields = [field[full:] for field in fields]
     return read
@@ -173,9 +153,9 @@ def measure_wait(folder: Path, step_seconds: float = 0.05, steps: int = 40) -> f
         return (loader.wait_seconds - before) / steps
 
 
-def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[dict[str, tuple[float, float]]]:
-    """Return tokens a second and tokens a CPU second of every contender, by round."""
-    rounds, begin = list[dict[str, tuple[float, float]]](), time.perf_counter()
+def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[Speeds]:
+    """Return the speeds of every contender by round."""
+    rounds, begin = list[Speeds](), time.perf_counter()
     for number in range(most + 1):
         speeds = {}
         for name in common.shuffle_order(runs, number):
@@ -191,32 +171,29 @@ def measure(runs: dict[str, Contender], most: int, seconds: float) -> list[dict[
     return rounds
 
 
-def format_table(folder: Path, runs: dict[str, Contender], rounds: list[dict[str, tuple[float, float]]]) -> str:
-    """The result, as a page."""
+def write_page(path: Path | None, folder: Path, runs: dict[str, Contender], rounds: list[Speeds]) -> None:
+    """Print the result, and write it."""
     facts = json.loads((folder / "facts.json").read_text())
     disk = sum(shard.bytes for shard in Corpus.open(folder / "ours").manifest.shards)
-    lines = [
+    page = common.Page(
+        path,
         f"# Reading training data, {common.today()}",
         "",
         f"{facts['documents']:,} documents, {facts['bytes']:,} bytes of text, {facts['tokens']:,} tokens; {disk:,} "
         f"bytes on disk as zstd frames, made in {facts['seconds']:.0f} s.",
         f"`python benchmarks/data.py`; {common.get_cpu_name()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, NumPy {np.__version__}, webdataset {wds.__version__}. Medians of {len(rounds)} "
-        f"interleaved rounds. webdataset and Streaming read {N_SLOW_SHARDS} of the shards of 64 MB, the others all.",
+        f"interleaved rounds. webdataset reads {N_SLOW_SHARDS} of the shards of 64 MB, the others all.",
         "",
         "| | M tokens/s | M tokens/CPU s | speed against | in parts of it |",
         "|---|---|---|---|---|",
-    ]
+    )
     for name, (_, against) in runs.items():
         wall, processor = (statistics.median(speeds[name][i] for speeds in rounds) for i in (0, 1))
         share = statistics.median(speeds[name][0] / speeds[against][0] for speeds in rounds)
-        lines.append(f"| {name} | {wall / 1e6:.1f} | {processor / 1e6:.1f} | {against} | {share:.2f} |")
-    waited = measure_wait(folder)
-    lines += [
-        "",
-        f"A trainer whose step of {BATCH} rows takes 50 ms waits {1e3 * waited:.2f} ms a step for its data.",
-    ]
-    return "\n".join(lines) + "\n"
+        page.add(f"| {name} | {wall / 1e6:.1f} | {processor / 1e6:.1f} | {against} | {share:.2f} |")
+    waited = 1e3 * measure_wait(folder)
+    page.add("", f"A trainer whose step of {BATCH} rows takes 50 ms waits {waited:.2f} ms a step for its data.")
 
 
 def tokenize(documents: list[str]) -> Iterator[np.ndarray]:
@@ -237,7 +214,7 @@ def tokenize(documents: list[str]) -> Iterator[np.ndarray]:
             yield np.array(ids, np.uint16)
 
 
-def write_corpora(folder: Path, megabytes: float, places: list[str], mosaic: bool) -> None:
+def write_corpora(folder: Path, megabytes: float, places: list[str]) -> None:
     """Write the same samples for every contender, and their numbers into facts.json."""
     folder.mkdir(parents=True, exist_ok=True)
     start, documents = time.perf_counter(), list(iter_texts(int(megabytes * 1e6), places))
@@ -248,58 +225,15 @@ def write_corpora(folder: Path, megabytes: float, places: list[str], mosaic: boo
         ShardWriter(folder / "ours", tokenizer_hash="t", token_dtype="uint16", shard_bytes=2**26) as writer,
         wds.ShardWriter(str(folder / "tars/%06d.tar"), maxsize=2**26, maxcount=10**9, verbose=0) as tars,
     ):
-        reference = None
-        if mosaic:
-            from streaming import MDSWriter
-
-            reference = MDSWriter(out=str(folder / "mds"), columns={"tokens": "ndarray:uint16"}, size_limit=2**26)
         for i, ids in enumerate(tokenize(documents)):
             tokens += len(ids)
             writer.add(f"{i:09d}", ids, "text", len(documents[i].encode()))
             tars.write({"__key__": f"{i:09d}", "tokens.npy": ids})
-            if reference is not None:
-                reference.write({"tokens": ids})
         writer.finish({})
-        if reference is not None:
-            reference.finish()
     index_folder(folder / "tars", "t")  # for `.tar` without compression
-    facts = {
-        "documents": len(documents),
-        "bytes": size,
-        "tokens": tokens,
-        "seconds": time.perf_counter() - start,
-    }
-    (folder / "facts.json").write_text(json.dumps(facts))
-
-
-def make_mds_subset(folder: Path, shards: int) -> Path:
-    """Return a folder with the first of MosaicML's shards as a data set."""
-    full, part = folder / "mds", folder / f"mds-{shards}"
-    if not part.exists():
-        part.mkdir()
-        index = json.loads((full / "index.json").read_text())
-        index["shards"] = index["shards"][:shards]
-        for shard in index["shards"]:
-            name = shard["raw_data"]["basename"]
-            (part / name).hardlink_to(full / name)
-        (part / "index.json").write_text(json.dumps(index))
-    return part
-
-
-def import_mosaic(folder: str) -> None:
-    """Let `import streaming` find the library, with stubs of torchvision, which it needs for images only."""
-    sys.path.append(folder)
-    names = (
-        "torchvision",
-        "torchvision.datasets",
-        "torchvision.transforms",
-        "torchvision.transforms.functional",
-    )
-    for name in names:
-        module: Any = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        module.VisionDataset, module.to_tensor = object, None
-        sys.modules[name] = module
+    seconds = time.perf_counter() - start
+    facts = {"documents": len(documents), "bytes": size, "tokens": tokens, "seconds": seconds}
+    common.write_json(folder / "facts.json", facts)
 
 
 def main() -> None:
@@ -309,18 +243,14 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=1100, help="of text, at most")
     parser.add_argument("--rounds", type=int, default=10, help="at most")
     parser.add_argument("--seconds", type=float, default=400, help="after which no round begins, but for five")
-    parser.add_argument("--mosaic", metavar="FOLDER")
     parser.add_argument("--out", type=common.make_output_folder, metavar="FOLDER", help="for DATE-data.md")
     args = parser.parse_args()
-    if args.mosaic:
-        import_mosaic(args.mosaic)
     folder = Path(args.corpus)
     if not (folder / "facts.json").exists():
-        write_corpora(folder, args.megabytes, args.places, bool(args.mosaic))
-    runs = make_contenders(folder, bool(args.mosaic))
-    report = format_table(folder, runs, measure(runs, args.rounds, args.seconds))
-    print(report)
-    common.write_text(common.make_dated_path(args.out, "data.md"), report)
+        write_corpora(folder, args.megabytes, args.places)
+    runs = make_contenders(folder)
+    rounds = measure(runs, args.rounds, args.seconds)
+    write_page(common.make_dated_path(args.out, "data.md"), folder, runs, rounds)
 
 
 if __name__ == "__main__":

@@ -66,13 +66,7 @@ def main() -> None:
     cases = [
         (kind, size, memory)
         for size in args.gigabytes
-        for kind, memory in (
-            ("lines", LARGE),
-            ("lines", SMALL),
-            ("duckdb", SMALL),
-            ("near", LARGE),
-            ("near", SMALL),
-        )
+        for kind, memory in (("lines", LARGE), ("lines", SMALL), ("duckdb", SMALL), ("near", LARGE), ("near", SMALL))
     ]
     cases += [(kind, args.text / 1000, LARGE) for kind in ("near of text", "datatrove")]
     measurements: dict[tuple[str, float, int], list[Figures]] = {case: [] for case in cases}

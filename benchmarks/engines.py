@@ -50,13 +50,7 @@ PRESET = "gpt2-124m"
 SMALL = [
     *("model.d_model=256", "model.n_layers=6", "model.attention.n_heads=8", "model.ffn.d_ff=1024"),
     *("model.vocab_size=8192", "model.dropout=0", "model.attention.dropout=0", "data.sequence_length=256"),
-    *(
-        "data.tokenizer=none",
-        "data.train=none",
-        "optimizer.name=adamw",
-        "train.micro_batch=2",
-        "train.compile=false",
-    ),
+    *("data.tokenizer=none", "data.train=none", "optimizer.name=adamw", "train.micro_batch=2", "train.compile=false"),
 ]
 """Sizes that a CPU can do. With --set, anything else."""
 CASES: dict[str, list[str]] = {
@@ -211,12 +205,7 @@ def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
     configs = {
         place: load_case(
             "deepspeed",
-            [
-                *words,
-                f"deepspeed.offload_optimizer={place}",
-                f"deepspeed.offload_parameters={place}",
-                *args.set,
-            ],
+            [*words, f"deepspeed.offload_optimizer={place}", f"deepspeed.offload_parameters={place}", *args.set],
             args.ranks,
         )
         for place in PLACES
@@ -231,10 +220,7 @@ def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
     )
     for place in PLACES:
         clock, plain = ([step[0] for step in steps_of[at]] for at in (place, "none"))
-        extra, ratio = (
-            [a - b for a, b in zip(clock, plain, strict=True)],
-            common.compute_median_ratio(clock, plain),
-        )
+        extra, ratio = ([a - b for a, b in zip(clock, plain, strict=True)], common.compute_median_ratio(clock, plain))
         moved = {"none": 0, "cpu": 8 * elements}.get(place, statistics.median(step[2] for step in steps_of[place]))
         longer = statistics.median(extra)
         speed = f"{moved / longer / 1e6:,.0f}" if moved and longer > 0 else "–"

@@ -1,4 +1,4 @@
-"""Estimated times of steps, against this machine's and against published runs.
+"""Estimated times of steps, against this machine's and against published runs; how long a search takes.
 
     OMP_NUM_THREADS=1 python benchmarks/estimate.py calibrate --rounds 10
     python benchmarks/estimate.py published > benchmarks/results/DATE-estimate-published.md
@@ -22,11 +22,11 @@ search: CPU seconds of `megatfm estimate --search` on one H100 cluster after ano
 
 import argparse
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from statistics import median
 
@@ -37,14 +37,7 @@ import torch.distributed as dist
 from megatfm.config import Config, load_config
 from megatfm.config.section import list_divisors
 from megatfm.errors import UsageError
-from megatfm.estimate.calibrate import (
-    DTYPES,
-    Clock,
-    _matmul,
-    matmul_shapes,
-    measure_device,
-    write_table,
-)
+from megatfm.estimate.calibrate import DTYPES, Clock, _matmul, matmul_shapes, measure_device, write_table
 from megatfm.estimate.devices import NODE, Cluster, load_cluster
 from megatfm.estimate.estimator import Estimate, Estimator, estimator
 from megatfm.estimate.roofline import measured_rate
@@ -65,40 +58,33 @@ STEP = [
 
 
 def draw_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
-    """Shapes, of multiples of 16, drawn between the smallest and the largest of the table's sizes."""
-    draw, largest = (
-        random.Random(seed),
-        max(matmul_shapes("cpu"), key=lambda shape: shape[0] * shape[1] * shape[2]),
-    )
-    most, shapes = largest[0] * largest[1] * largest[2], list[tuple[int, int, int]]()
+    """Draw shapes, of multiples of 16, between the smallest and the largest of the table's sizes."""
+    draw, largest, shapes = random.Random(seed), max(map(prod, matmul_shapes("cpu"))), []
     while len(shapes) < count:
-        m, n, k = (16 * round(2 ** draw.uniform(6, 11) / 16) for _ in range(3))
-        if m * n * k <= most:
-            shapes.append((m, n, k))
+        shape = tuple(16 * round(2 ** draw.uniform(6, 11) / 16) for _ in range(3))
+        if prod(shape) <= largest:
+            shapes.append(shape)
     return shapes
 
 
 def measure_products(precision: str, rounds: int, count: int) -> None:
     """Print the errors of held-out products."""
-    device, known, others = torch.device("cpu"), matmul_shapes("cpu"), draw_shapes(count, 3)
-    functions = [_matmul(shape, DTYPES[precision], device) for shape in (*known, *others)]
+    device, known, held_out = torch.device("cpu"), matmul_shapes("cpu"), draw_shapes(count, 3)
+    functions = [_matmul(shape, DTYPES[precision], device) for shape in (*known, *held_out)]
     seconds = Clock(device).fastest(functions, rounds)
     table = [[*shape, t] for shape, t in zip(known, seconds, strict=False)]
-    errors = []
-    for (m, n, k), measured in zip(others, seconds[len(known) :], strict=True):
-        errors.append(2 * m * n * k / measured_rate(table, m, n, k) / measured - 1)
-    ordered = sorted(abs(error) for error in errors)
-    worst = max(errors, key=abs)
+    measured = zip(held_out, seconds[len(known) :], strict=True)
+    errors = [2 * prod(shape) / measured_rate(table, *shape) / elapsed - 1 for shape, elapsed in measured]
+    sizes = sorted(map(abs, errors))
     print(
-        f"{precision}: {len(known)} products in the table, {count} held out: error "
-        f"{100 * statistics.median(errors):+.1f} % in the median, "
-        f"without sign {100 * statistics.median(ordered):.1f} %, "
-        f"ninth decile {100 * ordered[int(0.9 * count)]:.1f} %, worst {100 * worst:+.0f} %"
+        f"{precision}: {len(known)} products in the table, {count} held out: error {100 * median(errors):+.1f} % in "
+        f"the median, without sign {100 * median(sizes):.1f} %, ninth decile {100 * sizes[int(0.9 * count)]:.1f} %, "
+        f"worst {100 * max(errors, key=abs):+.0f} %"
     )
 
 
 def measure_step(config: Config, rounds: int) -> float:
-    """CPU seconds of the engine's step, the least of several."""
+    """Return the CPU seconds of the engine's step, the least of several."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     device = torch.device("cpu")
     keep_freed_memory(device)
@@ -115,7 +101,7 @@ def measure_step(config: Config, rounds: int) -> float:
 
 
 def estimate_step(config: Config) -> tuple[float, dict[str, float]]:
-    """Seconds of the estimate with a table that is measured now."""
+    """Return the seconds of the estimate with a table that is measured now."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "here.toml"
         write_table(measure_device(torch.device("cpu"), config.train.precision), path)
@@ -148,12 +134,6 @@ def run_calibrate(args: argparse.Namespace) -> None:
 
 # ------------------------------------------------------------------------------------------------ published
 
-GPT = [
-    "data.sequence_length=2048",
-    "parallel.zero=0",
-    "parallel.sequence_parallel=false",
-    "train.recompute=full",
-]
 SCORE_PASSES = 18
 """Times that scores are read or written: 5 in a forward pass, which recomputation repeats, and 8 in a backward pass."""
 
@@ -198,41 +178,29 @@ LLAMA = (
 
 
 def make_gpt_config(row: Row) -> Config:
-    """The model and layout of a row of table 1."""
-    return load_config(
-        "gpt3-xl",
-        [
-            f"model.d_model={row.width}",
-            f"model.n_layers={row.layers}",
-            f"model.attention.n_heads={row.heads}",
-            "model.attention.head_dim=" + str(row.width // row.heads),
-            "model.attention.pattern.name=full",
-            f"model.ffn.d_ff={4 * row.width}",
-            "model.vocab_size=51200",
-            f"parallel.tp={row.tp}",
-            f"parallel.pp={row.pp}",
-            "parallel.dp_shard=-1",
-            f"train.global_batch={row.batch}",
-            "train.micro_batch=1",
-            *GPT,
-        ],
-    )
+    """Load the model and layout of a row of table 1."""
+    words = [
+        *(f"model.d_model={row.width}", f"model.n_layers={row.layers}", f"model.ffn.d_ff={4 * row.width}"),
+        *(f"model.attention.n_heads={row.heads}", f"model.attention.head_dim={row.width // row.heads}"),
+        *("model.attention.pattern.name=full", "model.vocab_size=51200", "data.sequence_length=2048"),
+        *(f"parallel.tp={row.tp}", f"parallel.pp={row.pp}", "parallel.dp_shard=-1", "parallel.zero=0"),
+        *(f"train.global_batch={row.batch}", "train.micro_batch=1", "train.recompute=full"),
+        "parallel.sequence_parallel=false",
+    ]
+    return load_config("gpt3-xl", words)
 
 
 def iter_variants(row: Row) -> Iterator[dict[str, object]]:
-    """Settings that the paper leaves open."""
+    """Yield settings that the paper leaves open."""
     for micro_batch in (1, 2, 4, 8):
         yield {"train.micro_batch": micro_batch}
         for virtual in (2, 3, 4, 5) if row.pp > 1 else ():
-            yield {
-                "train.micro_batch": micro_batch,
-                "parallel.pp_schedule": "interleaved",
-                "parallel.virtual_stages": virtual,
-            }
+            schedule = {"parallel.pp_schedule": "interleaved", "parallel.virtual_stages": virtual}
+            yield {"train.micro_batch": micro_batch, **schedule}
 
 
 def compute_unfused_seconds(row: Row, estimate: Estimate) -> float:
-    """Time in which scores [rows, heads, T, T] in 16 bits pass through memory."""
+    """Return the time in which scores [rows, heads, T, T] in 16 bits pass through memory."""
     train, device = estimate.config.train, estimate.cluster.device
     scores = train.micro_batch * row.heads // row.tp * 2048**2 * 2
     layers = row.layers / row.pp * estimate.microbatches
@@ -240,26 +208,26 @@ def compute_unfused_seconds(row: Row, estimate: Estimate) -> float:
 
 
 def compute_published_flops(row: Row) -> float:
-    """FLOPs of a step by the paper's equation 3, with recomputation."""
+    """Return the FLOPs of a step by the paper's equation 3, with recomputation."""
     s, v, h, n = 2048, 51200, row.width, row.layers
     return 96 * row.batch * s * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h))
 
 
 def find_fastest(opened: Estimator, row: Row) -> tuple[float, Estimate] | None:
-    """The variant with the shortest step among those that fit."""
-    found: list[tuple[float, Estimate]] = []
+    """Return the variant with the shortest step among those that fit."""
+    variants: list[tuple[float, Estimate]] = []
     for changes in iter_variants(row):
         try:
             estimate = opened.estimate(opened.base.with_changes(changes))
         except (UsageError, ValueError):
             continue
         if estimate.fits:
-            found.append((estimate.time.step + compute_unfused_seconds(row, estimate), estimate))
-    return min(found, key=lambda pair: pair[0], default=None)
+            variants.append((estimate.time.step + compute_unfused_seconds(row, estimate), estimate))
+    return min(variants, key=lambda pair: pair[0], default=None)
 
 
 def calibrate_cluster(cluster: Cluster, row: Row, measured: float) -> float:
-    """The efficiency of products with which a row comes out as measured, by bisection."""
+    """Return the efficiency of products with which a row comes out as measured, by bisection."""
     low, high = 0.3, 1.0
     with estimator(make_gpt_config(row), cluster) as opened:
         for _ in range(12):
@@ -275,7 +243,7 @@ def calibrate_cluster(cluster: Cluster, row: Row, measured: float) -> float:
 
 
 def scale_efficiency(cluster: Cluster, share: float) -> Cluster:
-    """A cluster whose devices multiply at another share of their peak."""
+    """Return a cluster whose devices multiply at another share of their peak."""
     return replace(cluster, device=replace(cluster.device, matmul_efficiency=share))
 
 
@@ -286,28 +254,25 @@ def print_ptd_p() -> None:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     errors: tuple[list[float], list[float]] = [], []
     for row in PTD_P:
-        cluster, cells = load_cluster("a100", row.gpus), []
-        layout = ""
+        cluster, cells, layout = load_cluster("a100", row.gpus), [], ""
         with estimator(make_gpt_config(row), cluster) as opened:
-            for place, one in enumerate((cluster, scale_efficiency(cluster, share))):
-                opened.cluster = one
+            for its_errors, opened.cluster in zip(errors, (cluster, scale_efficiency(cluster, share)), strict=True):
                 best = find_fastest(opened, row)
                 if best is None:
                     cells.append("does not fit | ")
                     continue
-                seconds, estimate = best
-                tflops = compute_published_flops(row) / seconds / row.gpus / 1e12
-                errors[place].append(tflops / row.tflops - 1)
-                cells.append(f"{tflops:.0f} | {100 * errors[place][-1]:+.1f} %")
-                layout = format_layout(row, estimate)
+                tflops = compute_published_flops(row) / best[0] / row.gpus / 1e12
+                its_errors.append(tflops / row.tflops - 1)
+                cells.append(f"{tflops:.0f} | {100 * its_errors[-1]:+.1f} %")
+                layout = format_layout(row, best[1])
         print(f"| {row.name} | {row.gpus:,} | {layout} | {row.tflops} | {' | '.join(cells)} |", flush=True)
-    for name, found in zip(("As is", "Rate of row 1, the nine others"), (errors[0], errors[1][1:]), strict=True):
-        sizes = [abs(error) for error in found]
+    for name, shown in zip(("As is", "Rate of row 1, the nine others"), (errors[0], errors[1][1:]), strict=True):
+        sizes = list(map(abs, shown))
         print(f"\n{name}: median error {100 * median(sizes):.1f} %, largest {100 * max(sizes):.1f} %.")
 
 
 def format_layout(row: Row, estimate: Estimate) -> str:
-    """A row's layout, and what was chosen of it."""
+    """Format a row's layout, and what was chosen of it."""
     parallel = estimate.config.parallel
     virtual = f" × {parallel.stages_per_rank} stages" if parallel.stages_per_rank > 1 else ""
     return f"tp {row.tp}, pp {row.pp}{virtual}, micro-batch {estimate.config.train.micro_batch}"
@@ -316,16 +281,10 @@ def format_layout(row: Row, estimate: Estimate) -> str:
 def print_llama() -> None:
     """Print table 4 of Llama 3; stages, which the paper gives, are interleaved, ZeRO 2 keeps gathered weights."""
     print("\n| Llama 3 405B, table 4 | published | as is | error |\n|---|---|---|---|", flush=True)
+    plain = ["parallel.tp=8", "parallel.dp_shard=-1", "parallel.zero=2", "train.micro_batch=1"]
+    plain += ["parallel.grad_accumulation=unsharded", "parallel.pp_schedule=interleaved"]
     for name, gpus, overrides, published in LLAMA:
-        words = [
-            "parallel.tp=8",
-            "parallel.dp_shard=-1",
-            "parallel.zero=2",
-            "train.micro_batch=1",
-            *overrides,
-        ]
-        words += ["parallel.grad_accumulation=unsharded", "parallel.pp_schedule=interleaved"]
-        with estimator(load_config("llama3-405b", words), load_cluster("h100", gpus)) as opened:
+        with estimator(load_config("llama3-405b", [*plain, *overrides]), load_cluster("h100", gpus)) as opened:
             estimate = opened.estimate(opened.base)
         tflops = estimate.mfu[0] * estimate.cluster.device.peak("bf16") / 1e12
         error = 100 * (tflops / published - 1)

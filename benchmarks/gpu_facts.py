@@ -7,10 +7,12 @@ and gradients are searched for numbers that are not finite and compared with flo
 of the pairs that are seen. Times are medians after warming up. "Expected" was written before a GPU was there.
 """
 
+import functools
+import inspect
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import common
 import torch
@@ -38,12 +40,12 @@ PRODUCTS = {
 ATTENTION = {"124M": (16, 12, 1024, 64), "1.3B": (4, 16, 2048, 128), "long": (1, 16, 16384, 128)}
 """Name → rows, heads, tokens, head width."""
 EXPECTED = {
-    "flash": "350 – 450",
-    "cudnn": "450 – 600",
-    "efficient": "150 – 200",
-    "flex": "300 – 400",
-    "varlen": "350 – 450",
-}
+    "flash": "350 – 450", "cudnn": "450 – 600", "efficient": "150 – 200", "flex": "300 – 400", "varlen": "350 – 450",
+}  # fmt: skip
+"""Kernel → TFLOP/s expected of an H200."""
+
+Passes = Callable[[], tuple[Tensor, ...]]
+"""A function that returns output and gradients."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,8 @@ def time_calls(run: Callable[[], object], device: torch.device, repeats: int) ->
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(3):
         run()
-    rounds = []
-    for _ in range(repeats):
-        wait()
-        rounds.append(common.time_call(lambda: (run(), wait())))
-    return statistics.median(rounds)
+    wait()
+    return statistics.median(common.time_call(lambda: (run(), wait())) for _ in range(repeats))
 
 
 def measure_copies(device: torch.device, repeats: int, elements: int) -> Iterator[str]:
@@ -111,10 +110,7 @@ def measure_cross_entropy(device: torch.device, repeats: int) -> Iterator[str]:
 
 def make_sdpa_kernel(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Shape], Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
-        if shape.documents > 1 and backend not in (
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.CUDNN_ATTENTION,
-        ):
+        if shape.documents > 1 and backend not in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             raise NotImplementedError("takes no mask of documents")
         mask = None if shape.documents == 1 else make_mask(make_sequence(shape, q.device))
         with sdpa_kernel(backend):
@@ -147,15 +143,10 @@ def attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
     length = shape.tokens // shape.documents
     starts = torch.arange(0, shape.rows * shape.tokens + 1, length, dtype=torch.int32, device=q.device)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    causal = {"window_size": (-1, 0)} if "window_size" in _list_parameters(varlen_attn) else {"is_causal": True}
+    has_window = "window_size" in inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if has_window else {"is_causal": True}
     output = varlen_attn(*flat, starts, starts, length, length, **causal)
     return output.unflatten(0, (shape.rows, -1)).transpose(1, 2)
-
-
-def _list_parameters(function: Callable[..., object]) -> set[str]:
-    import inspect
-
-    return set(inspect.signature(function).parameters)
 
 
 KERNELS = {
@@ -172,54 +163,48 @@ def measure_attention(device: torch.device, repeats: int, shapes: list[Shape]) -
         size = (shape.rows, shape.heads, shape.tokens, shape.width)
         inputs = [torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         grad_output = torch.randn(size, device=device, dtype=torch.bfloat16)
-        exact = _compute_reference(inputs, grad_output, shape) if shape.tokens <= 2048 else None
+        exact = compute_reference(inputs, grad_output, shape) if shape.tokens <= 2048 else None
         for name, kernel in KERNELS.items():
-            head = f"| {shape.name}, {shape.documents} documents a row | {name} "
+            passes = functools.partial(run_passes, kernel, inputs, grad_output, shape)
             try:
-                output, *gradients = _run_passes(kernel, inputs, grad_output, shape)
-                finite = all(bool(x.isfinite().all()) for x in (output, *gradients))
-                error = (
-                    "–" if exact is None else f"{max(map(_compute_relative_error, (output, *gradients), exact)):.1e}"
-                )
-                rate = shape.flops / time_calls(
-                    lambda kernel=kernel, inputs=inputs, grad_output=grad_output, shape=shape: _run_passes(
-                        kernel, inputs, grad_output, shape
-                    ),
-                    device,
-                    repeats,
-                )
-                yield f"{head}| {rate / 1e12:,.1f} | {EXPECTED[name]} | {'yes' if finite else '**NO**'} | {error} |"
+                cells = measure_kernel(name, passes, exact, shape.flops, device, repeats)
             except Exception as error:
-                first = str(error).partition("\n")[0].replace("|", "/")[:120]
-                yield f"{head}| {type(error).__name__}: {first} | {EXPECTED[name]} | | |"
+                cells = f"{common.format_error(error)} | {EXPECTED[name]} | | |"
+            yield f"| {shape.name}, {shape.documents} documents a row | {name} | {cells}"
 
 
-def _run_passes(
+def measure_kernel(
+    name: str, passes: Passes, exact: tuple[Tensor, ...] | None, flops: float, device: torch.device, repeats: int
+) -> str:
+    """Return the cells of a kernel. exact: output and gradients in float32, if they were computed."""
+    values = passes()
+    finite = all(bool(x.isfinite().all()) for x in values)
+    error = "–" if exact is None else f"{max(map(compute_relative_error, values, exact)):.1e}"
+    rate = flops / time_calls(passes, device, repeats)
+    return f"{rate / 1e12:,.1f} | {EXPECTED[name]} | {'yes' if finite else '**NO**'} | {error} |"
+
+
+def run_passes(
     kernel: Callable[..., Tensor], inputs: list[Tensor], grad_output: Tensor, shape: Shape
 ) -> tuple[Tensor, ...]:
     output = kernel(*inputs, shape)
     return output, *torch.autograd.grad(output, inputs, grad_output)
 
 
-def _compute_reference(inputs: list[Tensor], grad_output: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+def compute_reference(inputs: list[Tensor], grad_output: Tensor, shape: Shape) -> tuple[Tensor, ...]:
     """Return output and gradients in float32 by SDPA's math backend, a row at a time."""
-    parts_of: list[list[Tensor]] = [[], [], [], []]
-    row = Shape(shape.name, 1, shape.heads, shape.tokens, shape.width, shape.documents)
-    mask = make_mask(make_sequence(row, grad_output.device))
+    mask = make_mask(make_sequence(replace(shape, rows=1), grad_output.device))
+    by_row = []
     for number in range(shape.rows):
         leaves = [x[number : number + 1].detach().float().requires_grad_() for x in inputs]
         with sdpa_kernel(SDPBackend.MATH):
             output = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
-        for parts, value in zip(
-            parts_of,
-            (output, *torch.autograd.grad(output, leaves, grad_output[number : number + 1].float())),
-            strict=True,
-        ):
-            parts.append(value.detach())
-    return tuple(torch.cat(parts) for parts in parts_of)
+        gradients = torch.autograd.grad(output, leaves, grad_output[number : number + 1].float())
+        by_row.append((output.detach(), *gradients))
+    return tuple(map(torch.cat, zip(*by_row, strict=True)))
 
 
-def _compute_relative_error(values: Tensor, exact: Tensor) -> float:
+def compute_relative_error(values: Tensor, exact: Tensor) -> float:
     return float((values.detach().float() - exact).norm() / exact.norm())
 
 
@@ -242,23 +227,19 @@ def main(arguments: list[str] | None = None) -> int:
         "",
         f"{common.get_device_name(device.type)}, torch {torch.__version__}.",
     )
-    tables = [
-        (
-            "| Copies and products | measured | expected |\n|---|---|---|",
-            measure_copies(device, repeats, elements),
-        ),
-        (None, measure_matmuls(device, repeats, shrink)),
-        (None, measure_cross_entropy(device, repeats)),
-        (
-            "| Attention, both passes | kernel | TFLOP/s | expected | finite | error |\n|---|---|---|---|---|---|",
-            measure_attention(device, repeats, shapes),
-        ),
-    ]
-    for heading, rows in tables:
-        if heading:
-            page.add("", heading)
+    page.add("", "| Copies and products | measured | expected |", "|---|---|---|")
+    for rows in (
+        measure_copies(device, repeats, elements),
+        measure_matmuls(device, repeats, shrink),
+        measure_cross_entropy(device, repeats),
+    ):
         for row in rows:
             page.add(row)
+    page.add(
+        "", "| Attention, both passes | kernel | TFLOP/s | expected | finite | error |", "|---|---|---|---|---|---|"
+    )
+    for row in measure_attention(device, repeats, shapes):
+        page.add(row)
     return int(any("**NO**" in line for line in page.lines))
 
 

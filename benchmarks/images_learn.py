@@ -23,7 +23,7 @@ import random
 import statistics
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ import common
 
 # --------------------------------------------------------------------------------------------------- labels
 
-SIZE = 32
+Sample = tuple[str, bytes, bytes]
 CLASSIFIER = (
     "data.images.size=32", 'data.images.transforms=[{name="random_crop",padding=2}]', "train.micro_batch=64",
     "evaluate.every=1000000", "checkpoint.every=1000000", "log.every=50",
@@ -69,33 +69,45 @@ class Plan:
         return str((self.work / "corpora" / name).absolute())
 
 
-def read_samples(path: Path) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield key, image and label of each sample."""
+def read_samples(path: Path, extension: str = "cls") -> list[Sample]:
+    """Return key, image, and label or caption of each sample, in random order."""
     files: dict[str, dict[str, bytes]] = defaultdict(dict)
     with tarfile.open(path) as tar:
         for member in tar:
-            key, _, extension = member.name.partition(".")
-            if extension in ("png", "cls") and (content := tar.extractfile(member)):
-                files[key][extension] = content.read()
-    yield from ((key, parts["png"], parts["cls"]) for key, parts in files.items())
+            key, _, kind = member.name.partition(".")
+            if kind in ("png", extension) and (content := tar.extractfile(member)):
+                files[key][kind] = content.read()
+    samples = [(key, parts["png"], parts[extension]) for key, parts in files.items()]
+    random.Random(0).shuffle(samples)
+    return samples
+
+
+def write_tar(path: Path, samples: Iterable[Sample], extension: str = "cls") -> None:
+    """Write samples as a tar, as the webdataset library does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for key, image, text in samples:
+            for name, content in ((f"{key}.png", image), (f"{key}.{extension}", text)):
+                header = tarfile.TarInfo(name)
+                header.size = len(content)
+                tar.addfile(header, io.BytesIO(content))
 
 
 def prepare_corpora(plan: Plan) -> dict[str, int]:
     """Prepare three corpora in random order, and of each seed one with a few images of each class; return counts."""
-    counts = {}
-    for name in ("train", "validation", "test"):
-        samples = list(read_samples(plan.images / f"{name}.tar"))
-        random.Random(0).shuffle(samples)
-        counts[name] = len(samples)
-        prepare_corpus(plan, name, samples)
-        if name == "train":
-            for seed in range(3):
-                counts[f"few-{seed}"] = prepare_corpus(plan, f"few-{seed}", choose_few(samples, plan.per_class, seed))
-    return counts
+    samples = {name: read_samples(plan.images / f"{name}.tar") for name in ("train", "validation", "test")}
+    samples |= {f"few-{seed}": choose_few(samples["train"], plan.per_class, seed) for seed in range(3)}
+    for name, of_corpus in samples.items():
+        folder = plan.work / "tars" / name
+        if not (plan.work / "corpora" / name / "prep.json").exists():
+            write_tar(folder / "images.tar", of_corpus)
+            words = (f"read.folder={folder}", "split.validation_files=", "split.validation=0")
+            common.run_megatfm("prep", "quickstart-vision-data", *words, f"out={plan.work / 'corpora' / name}")
+    return {name: len(of_corpus) for name, of_corpus in samples.items()}
 
 
-def choose_few(samples: list[tuple[str, bytes, bytes]], per_class: int, seed: int) -> list[tuple[str, bytes, bytes]]:
-    """So many samples of each class."""
+def choose_few(samples: list[Sample], per_class: int, seed: int) -> list[Sample]:
+    """Return so many samples of each class."""
     shuffled = random.Random(seed).sample(samples, len(samples))
     counts: dict[bytes, int] = defaultdict(int)
     chosen = []
@@ -104,27 +116,6 @@ def choose_few(samples: list[tuple[str, bytes, bytes]], per_class: int, seed: in
         if counts[sample[2]] <= per_class:
             chosen.append(sample)
     return chosen
-
-
-def prepare_corpus(plan: Plan, name: str, samples: list[tuple[str, bytes, bytes]]) -> int:
-    """Write samples as a tar and prepare it, unless that was done before; returns how many."""
-    folder = plan.work / "tars" / name
-    if not (plan.work / "corpora" / name / "prep.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(folder / "images.tar", "w") as tar:
-            for key, image, label in samples:
-                add_file(tar, f"{key}.png", image)
-                add_file(tar, f"{key}.cls", label)
-        words = (f"read.folder={folder}", "split.validation_files=", "split.validation=0")
-        common.run_megatfm("prep", "quickstart-vision-data", *words, f"out={plan.work / 'corpora' / name}")
-    return len(samples)
-
-
-def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Append a file to a tar."""
-    header = tarfile.TarInfo(name)
-    header.size = len(content)
-    tar.addfile(header, io.BytesIO(content))
 
 
 def train(plan: Plan, name: str, corpus: str, steps: int, seed: int, *words: str) -> dict[str, Any]:
@@ -141,9 +132,9 @@ def train(plan: Plan, name: str, corpus: str, steps: int, seed: int, *words: str
         ]  # fmt: skip
         by_key = {word.partition("=")[0]: word for word in changes}  # a later word wins
         seconds = common.run_megatfm("train", "quickstart-vision", *by_key.values())
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        sets = lines[-1].get("evaluation", {})
-        figures = {name: values["metrics"]["top1"] for name, values in sets.items()} or {"loss": lines[-1]["loss"]}
+        last = common.read_rows(folder / "metrics.jsonl")[-1]
+        sets = last.get("evaluation", {})
+        figures = {name: values["metrics"]["top1"] for name, values in sets.items()} or {"loss": last["loss"]}
         result.write_text(json.dumps({**figures, "cpu_seconds": round(seconds), "steps": steps}))
     figures = json.loads(result.read_text())
     print(name, seed, figures, flush=True)
@@ -278,28 +269,12 @@ every = 1000000
 """
 
 
-def read_pairs(path: Path) -> list[tuple[str, bytes, bytes]]:
-    """Return key, image and caption of each sample, in random order."""
-    files: dict[str, bytes] = {}
-    with tarfile.open(path) as tar:
-        for member in tar:
-            if content := tar.extractfile(member):
-                files[member.name] = content.read()
-    keys = sorted({name.partition(".")[0] for name in files})
-    random.Random(0).shuffle(keys)
-    return [(key, files[f"{key}.png"], files[f"{key}.txt"]) for key in keys]
-
-
-def prepare_pairs(work: Path, name: str, pairs: list[tuple[str, bytes, bytes]]) -> None:
+def prepare_pairs(work: Path, name: str, pairs: list[Sample]) -> None:
     """Write pairs as a tar and prepare it, unless that was done before."""
     folder = work / "tars" / name
     if (work / "corpora" / name / "prep.json").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(folder / "pairs.tar", "w") as tar:
-        for key, image, caption in pairs:
-            add_file(tar, f"{key}.png", image)
-            add_file(tar, f"{key}.txt", caption)
+    write_tar(folder / "pairs.tar", pairs, "txt")
     config = work / f"{name}.toml"
     config.write_text(
         f'out = "{work}/corpora/{name}"\n[read]\nfolder = "{folder}"\nformat = "images"\n'
@@ -308,18 +283,13 @@ def prepare_pairs(work: Path, name: str, pairs: list[tuple[str, bytes, bytes]]) 
     common.run_megatfm("prep", str(config))
 
 
-def train_tokenizer(work: Path, pairs: list[tuple[str, bytes, bytes]]) -> None:
+def train_tokenizer(work: Path, pairs: list[Sample]) -> None:
     """Train a tokenizer on the captions, unless that was done before."""
     folder = work / "text"
     if not (work / "corpora" / "text" / "prep.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "captions.txt").write_bytes(b"\n".join(caption for _, _, caption in pairs))
-        words = (
-            f"read.folder={folder}",
-            f"out={work}/corpora/text",
-            "tokenizer.vocab_size=800",
-            "split.validation=0",
-        )
+        words = (f"read.folder={folder}", f"out={work}/corpora/text", "tokenizer.vocab_size=800", "split.validation=0")
         common.run_megatfm("prep", "quickstart-data", *words)  # fmt: skip
 
 
@@ -336,8 +306,8 @@ def train_towers(work: Path, groups: list[str], steps: int, seed: int) -> dict[s
             *(f"train.steps={steps}", f"data.train={work}/corpora/train/train"),
             *(f"data.tokenizer={work}/corpora/text/tokenizer.model", f"data.validation={{{sets}}}"),
         )
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        metrics = [values["metrics"] for values in lines[-1]["evaluation"].values()]
+        evaluation = common.read_rows(folder / "metrics.jsonl")[-1]["evaluation"]
+        metrics = [values["metrics"] for values in evaluation.values()]
         means = {name: statistics.mean(group[name] for group in metrics) for name in ("top1", "top5")}
         result.write_text(json.dumps({**means, "cpu_seconds": round(seconds)}))
     figures: dict[str, float] = json.loads(result.read_text())
@@ -357,10 +327,10 @@ def add_captions(parser: argparse.ArgumentParser) -> common.Run:
 def run_captions(args: argparse.Namespace) -> None:
     """Prepare, train with each seed, write the page."""
     work = args.work.absolute()
-    pairs = read_pairs(args.images / "train.tar")
+    pairs = read_samples(args.images / "train.tar", "txt")
     train_tokenizer(work, pairs)
     prepare_pairs(work, "train", pairs)
-    tested = read_pairs(args.images / "test.tar")
+    tested = read_samples(args.images / "test.tar", "txt")
     groups = [f"group_{i}" for i in range(len(tested) // GROUP)]
     for i, group in enumerate(groups):
         prepare_pairs(work, group, tested[i * GROUP : (i + 1) * GROUP])

@@ -1,12 +1,11 @@
-"""Trace a recommended layout of every preset on the imaginary GPU and tabulate it beside the estimate.
+"""A recommended layout of every preset, traced on the imaginary GPU and tabulated beside the estimate.
 
-    PYTHONPATH=. python benchmarks/imaginary_walk.py walk.jsonl [--shard 0/2]   # resumes: recorded layouts are skipped
-    PYTHONPATH=. python benchmarks/imaginary_walk.py walk.jsonl --table >> docs/internals/imaginary-walk.md
+    python benchmarks/imaginary_walk.py walk.jsonl [--shard 0/2]   # resumes: recorded layouts are skipped
+    python benchmarks/imaginary_walk.py walk.jsonl --table >> docs/internals/imaginary-walk.md
 
 `walk.jsonl` gets one line a layout. `tests/unit/imaginary/test_walk.py` asserts the same quantities.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -14,19 +13,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
+
 from tests.support.recommended_layouts import Recommended, recommended, traced_layout
 
 
-def name_of(layout: Recommended) -> str:
-    """Name of a layout: its preset, and its row length where that is not the preset's."""
+def make_name(layout: Recommended) -> str:
+    """Return the name of a layout: its preset, and its row length where that is not the preset's."""
     length = next((x for x in layout.overrides if x.startswith("data.sequence_length=")), "")
     return " ".join([layout.preset, *([f"rows of {int(length.partition('=')[2]):,}"] if length else [])])
 
 
-def measure(layout: Recommended) -> dict[str, Any]:
+def trace(layout: Recommended) -> dict[str, Any]:
     """Trace one layout. Returns a JSON object; `error` where the estimate or the trace failed."""
     start = time.perf_counter()
-    row: dict[str, Any] = {"name": name_of(layout), "gpus": layout.gpus, "overrides": list(layout.overrides)}
+    row: dict[str, Any] = {"name": make_name(layout), "gpus": layout.gpus, "overrides": list(layout.overrides)}
     try:
         traced = traced_layout(layout)
     except Exception as error:  # a crash is a result, too
@@ -46,21 +47,21 @@ def measure(layout: Recommended) -> dict[str, Any]:
     return {**row, "seconds": time.perf_counter() - start}
 
 
-def peak_error(row: dict[str, Any]) -> float | None:
-    """Relative error of the modelled peak; None where the model is traced alone."""
+def compute_peak_error(row: dict[str, Any]) -> float | None:
+    """Return the relative error of the modelled peak; None where the model is traced alone."""
     pairs = {name: (modelled, traced) for name, modelled, traced in row.get("differences", [])}
     return pairs["peak"][0] / pairs["peak"][1] - 1 if "peak" in pairs else None
 
 
-def traffic_error(row: dict[str, Any]) -> float | None:
-    """Largest relative error of traffic by axis and collective, of flows of a mebibyte or more."""
+def compute_traffic_error(row: dict[str, Any]) -> float | None:
+    """Return the largest relative error of traffic by axis and collective, of flows of a mebibyte or more."""
     flows = [(a, b) for name, a, b in row.get("differences", []) if name not in ("peak", "stored weights")]
     return max((abs(a - b) / max(a, b) for a, b in flows), default=0.0) if row.get("differences") else None
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def format_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a Markdown table, with a summary above it."""
-    errors = [abs(error) for row in rows if (error := peak_error(row)) is not None]
+    errors = [abs(error) for row in rows if (error := compute_peak_error(row)) is not None]
     yield (
         f"{len(rows)} layouts, {sum('error' in row for row in rows)} failed. Error of the modelled peak: median "
         f"{median(errors):.1%}, 90 % of layouts below {sorted(errors)[int(0.9 * (len(errors) - 1))]:.1%}, "
@@ -74,7 +75,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         if "error" in row:
             yield f"| {' | '.join(cells)} | **{row['error']}** | | | | | |"
             continue
-        peak, traffic = peak_error(row), traffic_error(row)
+        peak, traffic = compute_peak_error(row), compute_traffic_error(row)
         waits = ", ".join(f"{times} `{path}`" for path, times in row["waits"].items())
         cells += [
             row["layout"],
@@ -88,23 +89,23 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.make_parser(__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th layout, from the I-th on")
     parser.add_argument("--only", nargs="*", help="presets to trace")
     parser.add_argument("--table", action="store_true", help="print the table of recorded results")
     args = parser.parse_args()
-    lines = args.results.read_text().splitlines() if args.results.exists() else []
-    recorded = {row["name"]: row for row in map(json.loads, lines)}
+    rows = common.read_rows(args.results) if args.results.exists() else []
     if args.table:
-        print("\n".join(table(list(recorded.values()))))
+        print("\n".join(format_table(rows)))
         return
+    recorded = {row["name"] for row in rows}
     index, n_shards = map(int, args.shard.split("/"))
     for layout in recommended()[index::n_shards]:
-        if name_of(layout) in recorded or (args.only is not None and layout.preset not in args.only):
+        if make_name(layout) in recorded or (args.only is not None and layout.preset not in args.only):
             continue
         with args.results.open("a") as file:
-            file.write(json.dumps(measure(layout)) + "\n")
+            file.write(json.dumps(trace(layout)) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Speed of models against transformers' on this CPU: forward and backward passes, and generation.
+"""Speed of models on this CPU: passes and generation against transformers', and what parts of a step cost.
 
     python benchmarks/model_speed.py passes --rounds 10 --threads 2 --out benchmarks/results/DATE-zoo-speed.json
     python benchmarks/model_speed.py generation --rounds 10 --out benchmarks/results/DATE-generation.md
+    python benchmarks/model_speed.py initial [--threads 2] [--rounds 10]
+    python benchmarks/model_speed.py layer-statistics --out benchmarks/results
 
 Rounds are interleaved in one process, and sides alternate who goes first. A figure is the median over all rounds of
 (transformers' seconds / megatfm's seconds): above 1, megatfm is faster; by the clock on the wall, and by the
@@ -14,10 +16,17 @@ generation: greedy, from batched prompts, against `transformers.generate`. A GPT
 is written to a folder, and megatfm opens that. Prompts of uneven lengths are padded at their left; both sides have a
 key-value cache, take the likeliest token and never end early, so that they do the same number of steps. Both must make
 the same tokens.
+
+initial: drawing initial weights by several threads, against one.
+
+layer-statistics: optimizer steps with the norms of each layer, against steps without. A decoder of 12 blocks on one
+process, batches of 2,048 tokens in rows of 512; eager, since outputs of compiled blocks can't be observed.
+`log.layer_stats_every = N` pays the extra once in N steps.
 """
 
 import argparse
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,21 +35,23 @@ from platform import python_version
 
 import common
 import torch
+import torch.distributed as dist
 import transformers
-from common import Page, Step, compare, get_cpu_name, make_output_file, make_side, summarize, today
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers import __version__ as transformers_version
 
-from megatfm.config import load_config
+from megatfm.config import Config, load_config
 from megatfm.convert.load import load_hf_model
+from megatfm.engines.interface import Engine
 from megatfm.inference.decoding import Prompts, generate
-from megatfm.layers.initialisation import initialise
+from megatfm.layers.initialisation import Normal, TruncatedNormal, draw, initialise
 from megatfm.models import build
+from megatfm.objectives import Causal, SpecialTokens
+from megatfm.parallel.mesh import build_mesh
+from megatfm.train.build import build_engine
 
 # --------------------------------------------------------------------------------------------------- passes
 
-Loss = Callable[[], torch.Tensor]
+Loss = Callable[[], Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -70,7 +81,7 @@ def make_bert_losses(rows: int, length: int, dtype: torch.dtype, compiled: bool)
     sentence = torch.full_like(tokens, -100)
     sentence[:, 0] = torch.arange(rows) % 2
 
-    def step_of_ours() -> torch.Tensor:
+    def step_of_ours() -> Tensor:
         losses = model(tokens, targets=targets, sentence_targets=sentence).losses
         return losses["masked"] / (targets >= 0).sum() + losses["sentence"] / rows
 
@@ -95,11 +106,6 @@ def prepare_model(model: nn.Module, dtype: torch.dtype, compiled: bool) -> nn.Mo
     return torch.compile(model) if compiled else model  # type: ignore[return-value]
 
 
-def make_pass(loss: Loss) -> Step:
-    """Return a function that runs a forward and a backward pass."""
-    return lambda: loss().backward()
-
-
 def add_passes(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
@@ -121,21 +127,19 @@ def run_passes(args: argparse.Namespace) -> None:
             for state in args.states:
                 torch.manual_seed(0)
                 torch._dynamo.reset()
-                actual, expected = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
-                figures = summarize(compare(make_side(make_pass(actual)), make_side(make_pass(expected)), args.rounds))
+                losses = MODELS[name](args.rows, args.length, DTYPES[dtype], state == "compiled")
+                ours, theirs = (common.make_side(lambda loss=loss: loss().backward()) for loss in losses)
+                figures = common.summarize(common.compare(ours, theirs, args.rounds))
                 row: dict[str, str | float] = {"model": name, "dtype": dtype, "state": state, **figures}
                 results.append(row)
-                print(
-                    "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()),
-                    flush=True,
-                )
+                print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()), flush=True)
     if args.out:
         facts = {
             "date": common.today(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": python_version(),
-            "processor": get_cpu_name(instructions=True),
+            "processor": common.get_cpu_name(instructions=True),
             "threads": args.threads,
             "rows": args.rows,
             "length": args.length,
@@ -168,7 +172,7 @@ CASES = (Case(8, 16, 64, 32), Case(32, 16, 64, 24), Case(8, 200, 256, 16), Case(
 
 def make_sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
     """Return a function for each side, which returns the new tokens [rows, new_tokens]."""
-    reference = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa").eval()
+    reference = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="sdpa").eval()
     model, prompts = load_hf_model(folder), case.draw_prompts(reference.config.vocab_size)
     longest = max(map(len, prompts))
     ids, mask = (torch.zeros(case.rows, longest, dtype=torch.int64) for _ in range(2))
@@ -192,7 +196,9 @@ def measure_ratios(folder: Path, case: Case, rounds: int) -> dict[str, float]:
     """Return the median, the lowest and the highest ratio by each clock. Raises AssertionError where tokens differ."""
     both = make_sides(folder, case)
     assert torch.equal(both["transformers"](), both["megatfm"]()), "the sides generate different tokens"
-    return summarize(compare(make_side(both["megatfm"]), make_side(both["transformers"]), rounds))
+    return common.summarize(
+        common.compare(common.make_side(both["megatfm"]), common.make_side(both["transformers"]), rounds)
+    )
 
 
 def add_generation(parser: argparse.ArgumentParser) -> common.Run:
@@ -200,24 +206,24 @@ def add_generation(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--out", type=make_output_file)
+    parser.add_argument("--out", type=common.make_output_file)
     return run_generation
 
 
 def run_generation(args: argparse.Namespace) -> None:
     """Run all cases, and print or write a table."""
     torch.manual_seed(0)
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=args.vocabulary, n_positions=512, n_embd=args.width, n_layer=args.layers, n_head=args.width // 64,
         initializer_range=0.2, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    page = Page(
+    page = common.Page(
         args.out,
-        f"# Greedy generation against transformers, {today()}",
+        f"# Greedy generation against transformers, {common.today()}",
         "",
-        f"{get_cpu_name()}, {torch.get_num_threads()} threads, other work on the machine: load "
+        f"{common.get_cpu_name()}, {torch.get_num_threads()} threads, other work on the machine: load "
         f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. torch {torch.__version__}, "
-        f"transformers {transformers_version}.",
+        f"transformers {transformers.__version__}.",
         f"GPT-2 of {args.layers} layers, width {args.width}, {args.vocabulary:,} tokens, float32. {args.rounds} "
         "interleaved rounds.",
         "Ratio: transformers' seconds / megatfm's, median (lowest to highest) over rounds.",
@@ -226,7 +232,7 @@ def run_generation(args: argparse.Namespace) -> None:
         "|---|---|---|---|---|",
     )
     with tempfile.TemporaryDirectory() as folder:
-        GPT2LMHeadModel(config).save_pretrained(folder)
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
         for case in CASES:
             measured = measure_ratios(Path(folder), case, args.rounds)
             cells = [
@@ -238,7 +244,97 @@ def run_generation(args: argparse.Namespace) -> None:
             )
 
 
-PARTS = {"passes": add_passes, "generation": add_generation}
+# -------------------------------------------------------------------------------------------------- initial
+
+FEED_FORWARD_SHAPE = (16384, 4096)
+"""One matrix of a 6.7B feed-forward network."""
+
+
+def time_drawing(kind: Normal | TruncatedNormal, threads: int) -> float:
+    return common.time_call(lambda: draw(kind, 0, "weight", FEED_FORWARD_SHAPE, (0, 0), FEED_FORWARD_SHAPE, threads))
+
+
+def add_initial(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    return run_initial
+
+
+def run_initial(args: argparse.Namespace) -> None:
+    for kind in (Normal(0.02), TruncatedNormal(0.02)):
+        rounds = [(time_drawing(kind, 1), time_drawing(kind, args.threads)) for _ in range(args.rounds)]
+        single, several = zip(*rounds, strict=True)
+        ratio = common.compute_median_ratio(single, several)
+        rate = FEED_FORWARD_SHAPE[0] * FEED_FORWARD_SHAPE[1] / statistics.median(single)
+        print(f"{type(kind).__name__}: {args.threads} threads / 1: {ratio:.2f} (1: {rate / 1e6:.0f} M/s)")
+
+
+# ----------------------------------------------------------------------------------------- layer-statistics
+
+LENGTH, ROWS = 512, 4
+
+
+def load_model_config(width: int) -> Config:
+    sizes = [f"model.d_model={width}", f"model.ffn.d_ff={4 * width}", f"model.attention.n_heads={width // 64}"]
+    plain = ["model.dropout=0", "model.attention.dropout=0", "model.vocab_size=8192", "parallel.dp_shard=1"]
+    batch = [f"data.sequence_length={LENGTH}", f"train.micro_batch={ROWS}", f"train.global_batch={ROWS}"]
+    return load_config("gpt2-124m", [*sizes, *plain, *batch])
+
+
+def take_step(engine: Engine, batch: dict[str, Tensor], *, records_stats: bool) -> None:
+    engine.forward_backward([batch], Causal(SpecialTokens(bos=1, eos=2, pad=0)), record_activations=records_stats)
+    if records_stats:
+        engine.layer_statistics()
+    engine.step(1e-4, clip=1.0)
+
+
+def measure_layer_statistics(width: int, rounds: int) -> list[float]:
+    """Return the ratios of steps with norms to steps without, by round."""
+    config = load_model_config(width)
+    engine = build_engine(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"), "fp32")
+    tokens = torch.randint(0, 8192, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def time_step(records_stats: bool) -> float:
+        return common.time_call(lambda: take_step(engine, batch, records_stats=records_stats))
+
+    calls = {kind: lambda kind=kind: time_step(kind) for kind in (False, True)}
+    seconds = common.take_turns(calls, rounds, warmup=1)  # the first round allocates
+    return [recorded / plain for recorded, plain in zip(seconds[True], seconds[False], strict=True)]
+
+
+def add_layer_statistics(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 768])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-layer-statistics.md")
+    return run_layer_statistics
+
+
+def run_layer_statistics(args: argparse.Namespace) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    page = common.Page(
+        common.make_dated_path(args.out, "layer-statistics.md"),
+        f"# What norms by layer cost, {common.today()}",
+        "",
+        f"`python benchmarks/model_speed.py layer-statistics`, {args.rounds} rounds, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} thread(s).",
+        "",
+        "| d | a step, times one without: median | quartiles | of a run with `log.layer_stats_every = 10` |",
+        "|---|---|---|---|",
+    )
+    for width in args.widths:
+        ratios = measure_layer_statistics(width, args.rounds)
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        page.add(f"| {width} | {middle:.3f} | {low:.3f} to {high:.3f} | {100 * (middle - 1) / 10:.2f} % more |")
+    dist.destroy_process_group()
+
+
+PARTS = {
+    "passes": add_passes,
+    "generation": add_generation,
+    "initial": add_initial,
+    "layer-statistics": add_layer_statistics,
+}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

@@ -1,11 +1,12 @@
-"""Whole steps of a mixture of experts against a dense model, a capacity, and transformers' Mixtral, on this CPU.
+"""A mixture of experts on this CPU: steps against a dense model and transformers' Mixtral, and routes by layout.
 
-    python benchmarks/moe.py --rounds 12 --out benchmarks/results/DATE-moe.md
+    python benchmarks/moe.py speed --rounds 12 --out benchmarks/results/DATE-moe.md
+    python benchmarks/moe.py flips --out benchmarks/results/DATE-moe-flips.md
 
-A step is a forward pass, a backward pass and AdamW's update (torch's, on the same weights for all), in one process.
-Every model has the same number of active weights: experts are 1/K as wide as the dense network, of which a token goes
-through K. Rounds are interleaved, begin with each model in turn, and every step has other random tokens, so that
-experts get other numbers of rows, as in training. A ratio is the median over rounds of the other's CPU seconds by
+speed: a step is a forward pass, a backward pass and AdamW's update (torch's, on the same weights for all), in one
+process. Every model has the same number of active weights: experts are 1/K as wide as the dense network, of which a
+token goes through K. Rounds are interleaved, begin with each model in turn, and every step has other random tokens, so
+that experts get other numbers of rows, as in training. A ratio is the median over rounds of the other's CPU seconds by
 ours, so above 1 ours is faster.
 
 Routing: random weights choose nearly evenly; `--skew` lets the logits fall by expert by so many nats (ours alone, so
@@ -16,13 +17,19 @@ backward pass, without weights, by token.
 other into allocated memory, with even loads: no attention, norm, activation,
 gather, loss or optimizer. As long as torch multiplies, no step can be shorter, so transformers' ratio by it bounds
 every ratio to transformers.
+
+flips: share of tokens that are routed to other experts on another layout, because sums over ranks round in another
+order. The model is one of `tests/parity/test_experts.py`, without dropout: two of four blocks have 12 experts, of which
+2 are chosen, with initial weights, whose probabilities nearly tie: the worst case. Tokens are drawn anew for each
+batch. A token of a block counts where its set of experts isn't that of data ranks alone, as many as the layout has
+ranks.
 """
 
 import argparse
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import common
@@ -31,13 +38,21 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatfm.config import ModelConfig
+from megatfm.config import ModelConfig, ParallelConfig
 from megatfm.engines.native.compile import compile_all
 from megatfm.layers.initialisation import initialise
 from megatfm.layers.moe.moe import MoE
+from megatfm.layers.sequence import SequenceMetadata
 from megatfm.models import build
 from megatfm.parallel.layout import iter_blocks
 from megatfm.train.profiling import keep_freed_memory
+from tests.support.batches import family_batch
+from tests.support.expert_models import EXPERT_CONTEXT_LAYOUTS, EXPERT_LAYOUTS, EXPERT_MODELS, EXPERT_TP_LAYOUTS, TP2
+from tests.support.expert_parity import moe_layers, objective_for
+from tests.support.parity import build_engine, microbatches
+from tests.support.workers import Workers
+
+# ---------------------------------------------------------------------------------------------------- speed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VOCABULARY, HEAD = 4096, 64
@@ -55,12 +70,7 @@ def build_megatfm(args: argparse.Namespace, dtype: torch.dtype, **ffn: Any) -> C
     """Build a megatfm decoder; dense without `ffn`."""
     section = {"d_ff": args.d_ff}
     if ffn:
-        section = {
-            "name": "moe",
-            "d_ff": args.d_ff // args.top_k,
-            "n_experts": args.experts,
-            "top_k": args.top_k,
-        }
+        section = {"name": "moe", "d_ff": args.d_ff // args.top_k, "n_experts": args.experts, "top_k": args.top_k}
     config = ModelConfig.from_dotted(
         vocab_size=VOCABULARY,
         d_model=args.width,
@@ -194,28 +204,23 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[str]:
             if number >= 0:
                 seconds_taken[side].append(spent)
     tokens = torch.randint(VOCABULARY, (args.rows, args.length + 1))
+    n_tokens = tokens[:, 1:].numel()
     for side in names:
+        ratios = [a / b for a, b in zip(seconds_taken[side], seconds_taken["dropless"], strict=True)]
         candidate = sides.get(side)
-        ratios = [
-            expected / reference
-            for expected, reference in zip(seconds_taken[side], seconds_taken["dropless"], strict=True)
-        ]
+        has_experts = candidate and any(isinstance(m, MoE) for m in candidate.model.modules())
         cells = (
             name,
             side,
-            f"{tokens[:, 1:].numel() / statistics.median(seconds_taken[side]):,.0f}",
+            f"{n_tokens / statistics.median(seconds_taken[side]):,.0f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{measure_saved_bytes(candidate, tokens) / tokens[:, 1:].numel() / 1e3:.1f}" if candidate else "",
-            f"{compute_imbalance(candidate):.2f}"
-            if candidate and any(isinstance(m, MoE) for m in candidate.model.modules())
-            else "",
+            f"{measure_saved_bytes(candidate, tokens) / n_tokens / 1e3:.1f}" if candidate else "",
+            f"{compute_imbalance(candidate):.2f}" if has_experts else "",
         )
         yield f"| {' | '.join(cells)} |"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run what the arguments ask for; print a table, and write it where asked to."""
-    parser = common.make_parser(__doc__)
+def add_speed(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=6, help="rounds that don't count")
     parser.add_argument("--threads", type=int, default=1)
@@ -227,30 +232,29 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--skew", type=float, default=0.0)
-    parser.add_argument(
-        "--experts-implementations",
-        nargs="+",
-        default=["eager", "grouped_mm"],
-        help="transformers': eager, batched_mm, grouped_mm",
-    )
+    theirs = "transformers': eager, batched_mm, grouped_mm"
+    parser.add_argument("--experts-implementations", nargs="+", default=["eager", "grouped_mm"], help=theirs)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--out", type=common.make_output_file)
     parser.add_argument("--compiled", action="store_true", help="dropless under train.compile as well")
-    args = parser.parse_args(arguments)
+    return run_speed
+
+
+def run_speed(args: argparse.Namespace) -> None:
+    """Run what the arguments ask for; print a table, and write it where asked to."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     keep_freed_memory(torch.device("cpu"))  # as in training
-    load = Path("/proc/loadavg")
-    load_text = f", a load of {load.read_text().split()[0]} besides" if load.exists() else ""
     page = common.Page(
         args.out,
         f"# Whole steps of a mixture of experts, {common.today()}",
         "",
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} thread(s){load_text};",
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} thread(s), a load of "
+        f"{os.getloadavg()[0]:.1f} besides;",
         f"{args.layers} blocks of width {args.width}, dense network of {args.d_ff}, {args.experts} experts of "
         f"{args.d_ff // args.top_k}, {args.top_k} for a token, {args.rows} rows of",
         f"{args.length} tokens, a vocabulary of {VOCABULARY:,}, scores falling by {args.skew:g} nats; {args.rounds} "
-        "interleaved rounds. `python benchmarks/moe.py`,",
+        "interleaved rounds. `python benchmarks/moe.py speed`,",
         "whose head says how it is measured. Ratio: CPU seconds by those of dropless experts, median (range).",
         "",
         "| Numbers | Model | Tokens/s | Ratio | kB kept a token | Busiest expert by the mean |",
@@ -261,5 +265,126 @@ def main(arguments: list[str] | None = None) -> None:
             page.add(row)
 
 
+# ---------------------------------------------------------------------------------------------------- flips
+
+DATA_RANKS = "data ranks"
+LAYOUTS: dict[int, dict[str, ParallelConfig]] = {
+    2: {
+        DATA_RANKS: ParallelConfig(dp_shard=2, zero=1),
+        "ep2": EXPERT_LAYOUTS[2]["ep2, zero1"],
+        "tp2": TP2,
+        **EXPERT_TP_LAYOUTS[2],
+        "cp2": ParallelConfig(dp_shard=1, cp=2),
+        "ep2 of cp2": ParallelConfig(dp_shard=1, cp=2, ep=2),
+        "pp2": ParallelConfig(pp=2),
+    },
+    4: {
+        DATA_RANKS: ParallelConfig(dp_shard=4, zero=1),
+        "ep4": EXPERT_LAYOUTS[4]["ep4, zero1"],
+        "ep2 × tp2": EXPERT_LAYOUTS[4]["ep2 × tp2"],
+        "ep4 of 2 × tp2": EXPERT_TP_LAYOUTS[4]["ep4 of 2 × tp2, zero1"],
+        "ep2 × tp2 by channels": EXPERT_TP_LAYOUTS[4]["ep2 × tp2 by channels, zero1"],
+        "ep2 × cp2": EXPERT_CONTEXT_LAYOUTS["ep2 × cp2, zero1"],
+        "ep4 of 2 × cp2": EXPERT_CONTEXT_LAYOUTS["ep4 of 2 × cp2, zero1"],
+        "ep2 × pp2": EXPERT_LAYOUTS[4]["ep2 × pp2, zero1"],
+    },
+}
+Choices = dict[tuple[int, str, int, int], frozenset[int]]
+"""Chosen experts by batch, block, row and position."""
+
+
+def make_model() -> ModelConfig:
+    """Return the config of a model that every layout can run."""
+    return ModelConfig.model_validate({**EXPERT_MODELS["by batch"].model_dump(), "dropout": 0.0})
+
+
+def draw_batch(config: ModelConfig, number: int) -> dict[str, Tensor]:
+    """Draw a batch whose rows are one document each."""
+    batch, generator = family_batch(config), torch.Generator().manual_seed(number)
+    rows, length = batch["tokens"].shape
+    drawn = torch.randint(1, config.vocab_size, (rows, length + 1), generator=generator)
+    places = {"positions": torch.arange(length).repeat(rows, 1), "documents": torch.zeros_like(drawn[:, 1:])}
+    return {**batch, **places, "tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
+
+
+def record_choices(parallel: ParallelConfig, precision: str, batches: int) -> Choices:
+    """Return the chosen experts of the tokens that this rank routes."""
+    config, experts_chosen = make_model(), Choices()
+    engine = build_engine(config, parallel, precision=precision)
+    number = 0
+
+    def note(path: str) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Tensor, SequenceMetadata], routing: Any) -> None:
+            x_BTD, sequence = inputs
+            assert sequence.rng_keys is not None
+            keys_BT = sequence.rng_keys[:, None].expand_as(sequence.positions)
+            tokens, part = x_BTD.shape[:2].numel(), engine.mesh.rank("tp")
+            # Under sequence parallelism, this rank's part of the tokens, counted through the rows.
+            parts = keys_BT.numel() // tokens
+            of_tokens = (full.flatten().chunk(parts)[part % parts] for full in (keys_BT, sequence.positions))
+            chosen_NK = routing.expert_indices.flatten(0, 1)
+            for key, place, chosen_K in zip(*(x.tolist() for x in (*of_tokens, chosen_NK)), strict=True):
+                experts_chosen[number, path, key, place] = frozenset(chosen_K)
+
+        return hook
+
+    for path, module in moe_layers(engine.model).items():
+        module.router.register_forward_hook(note(path))
+    for number in range(batches):
+        batch = draw_batch(config, number)
+        engine.forward_backward(microbatches(engine, batch), objective_for(config, batch))
+        engine.zero_grad()
+    return experts_chosen
+
+
+def record_all_choices(ranks: int, precision: str, batches: int) -> dict[str, Choices]:
+    """Choices by layout."""
+    return {name: record_choices(parallel, precision, batches) for name, parallel in LAYOUTS[ranks].items()}
+
+
+def format_rows(choices_of_ranks: list[Mapping[str, Choices]], ranks: int, precision: str) -> list[str]:
+    """Format the lines of the table."""
+    merged = {
+        name: {key: experts for rank in choices_of_ranks for key, experts in rank[name].items()}
+        for name in choices_of_ranks[0]
+    }
+    plain, lines = merged.pop(DATA_RANKS), []
+    for name, other_choices in merged.items():
+        assert other_choices.keys() == plain.keys(), name
+        flipped = sum(other_choices[key] != experts for key, experts in plain.items())
+        lines.append(
+            f"| {precision} | {ranks} | {name} | {flipped} of {len(plain):,} | {100 * flipped / len(plain):.2f} |"
+        )
+    return lines
+
+
+def add_flips(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--out", type=common.make_output_file)
+    return run_flips
+
+
+def run_flips(args: argparse.Namespace) -> None:
+    """Print a table, and write it with --out."""
+    page = common.Page(
+        args.out,
+        f"# Routes that differ between layouts, {common.today()}",
+        "",
+        f"`python benchmarks/moe.py flips`, whose head says what is counted; torch {torch.__version__}, gloo.",
+        "",
+        "| Numbers | Ranks | Layout | Tokens with other experts | % |",
+        "|---|---|---|---|---|",
+    )
+    workers = Workers()
+    for precision in args.precisions:
+        for ranks in args.ranks:
+            choices_of_ranks = workers.run(record_all_choices, ranks, ranks, precision, args.batches, timeout=500.0)
+            page.add(*format_rows(choices_of_ranks, ranks, precision))
+
+
+PARTS = {"speed": add_speed, "flips": add_flips}
+
 if __name__ == "__main__":
-    main()
+    common.run_part(__doc__, PARTS)

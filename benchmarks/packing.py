@@ -6,8 +6,7 @@
 
 padding: its share by the lengths of documents and of rows, counted, so no clock matters. Corpora of documents as long
 as short sayings, dictionary entries, manual pages and books are written as shards, and rows planned of them: cut at
-row ends, and with whole sequences. "Before" is what rows that never span blocks, of shards in which each document has
-members of its own, would have: a row is cut short where its block ends.
+row ends, and with whole sequences.
 
 objectives: speed of making, planning and packing sequences, and how full rows are. Documents of random tokens with
 log-normal lengths (median 403, as long as 60,000), in blocks of 160, so about as large as a corpus's; rows of 512
@@ -45,7 +44,7 @@ from megatfm.corpus.manifest import CorpusShard, IndexFile, Manifest
 from megatfm.corpus.shard_index import FRAME_DTYPE, ShardIndex, make_sample_dtype
 from megatfm.corpus.storage import ShardCacheConfig
 from megatfm.corpus.writer import ShardWriter
-from megatfm.data.bin_packing import best_fit_decreasing, measure_padding
+from megatfm.data.bin_packing import measure_padding
 from megatfm.data.dataset import PackedDataset
 from megatfm.data.packing_plan import build_packing_plan
 from megatfm.data.sequences import DocumentChunk
@@ -54,16 +53,9 @@ from megatfm.rng import ChunkKey
 
 # -------------------------------------------------------------------------------------------------- padding
 
-# The middle length, and how far lengths spread (of the logarithm).
-KINDS = {
-    "sayings": (24, 0.5),
-    "dictionary entries": (60, 0.9),
-    "manual pages": (900, 1.1),
-    "books": (120_000, 0.6),
-}
+KINDS = {"sayings": (24, 0.5), "dictionary entries": (60, 0.9), "manual pages": (900, 1.1), "books": (120_000, 0.6)}
+"""Documents → their middle length, and how far lengths spread (of the logarithm)."""
 ROW_LENGTHS = (2048, 8192, 32_768, 131_072, 1_048_576)
-HEADERS = 2048
-"""Bytes of tar that each document had: two headers, and what fills their contents to whole blocks."""
 
 
 def write_documents(folder: Path, middle: int, spread: float, tokens: int) -> None:
@@ -78,20 +70,6 @@ def write_documents(folder: Path, middle: int, spread: float, tokens: int) -> No
         writer.finish({})
 
 
-def compute_old_padding(lengths: NDArray[np.int64], row: int) -> tuple[float, float]:
-    """Return the padding of cut rows and of complete sequences if rows don't span blocks of 256 KiB of tar."""
-    ends = np.cumsum(2 * lengths + HEADERS) // 2**18
-    blocks = np.split(lengths, np.flatnonzero(np.diff(ends)) + 1)
-    cut = sum(-(-int(block.sum()) // row) for block in blocks)
-    whole_rows = 0
-    for block in blocks:
-        counts = np.maximum(-(-block // row), 1)
-        remainder = block - (counts - 1) * row
-        whole_rows += int((counts - 1).sum()) + int(best_fit_decreasing(remainder[:, None], (row,)).max()) + 1
-    total = int(lengths.sum())
-    return 1 - total / (cut * row), 1 - total / (whole_rows * row)
-
-
 def add_padding(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--longest", type=int, default=ROW_LENGTHS[-1])
@@ -99,18 +77,16 @@ def add_padding(parser: argparse.ArgumentParser) -> common.Run:
 
 
 def run_padding(args: argparse.Namespace) -> None:
-    print("| Documents | Row | Cut, before | Cut | Whole, before | Whole | Bytes on disk a token |")
-    print("|---|---|---|---|---|---|---|")
+    print("| Documents | Row | Cut | Whole | Bytes on disk a token |\n|---|---|---|---|---|")
     for kind, (middle, spread) in KINDS.items():
-        with tempfile.TemporaryDirectory() as place:
-            write_documents(Path(place) / "corpus", middle, spread, args.tokens)
-            corpus = Corpus.open(Path(place) / "corpus")
+        with tempfile.TemporaryDirectory() as folder:
+            write_documents(Path(folder, "corpus"), middle, spread, args.tokens)
+            corpus = Corpus.open(Path(folder, "corpus"))
             lengths = corpus.lengths() + 1
             disk = sum(shard.bytes for shard in corpus.manifest.shards) / corpus.n_tokens
             for row in (size for size in ROW_LENGTHS if size <= args.longest):
-                was, now = compute_old_padding(lengths, row), measure_padding(lengths, corpus.blocks, row)
-                figures = [f"{100 * share:.2f} %" for pair in zip(was, now, strict=True) for share in pair]
-                print(f"| {kind} | {row:,} | {' | '.join(figures)} | {disk:.2f} |", flush=True)
+                cut, whole = measure_padding(lengths, corpus.blocks, row)
+                print(f"| {kind} | {row:,} | {100 * cut:.2f} % | {100 * whole:.2f} % | {disk:.2f} |", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------- objectives
@@ -180,40 +156,25 @@ def time_best_of_three(run: Callable[[], object]) -> float:
 def measure_row(corpus: CorpusStub, name: str, family: str, n_rows: int) -> str:
     rows = (512, 128) if family == "encoder_decoder" else (512,)
     task = make_objective(name, family, rows)
-    n = min(task.max_tokens or 512, 512)
-    text, partners = (
-        np.resize(corpus.read_block(0)[0][1], n),
-        Partners([tokens for _, tokens in corpus.read_block(0)]),
-    )
+    n, documents = min(task.max_tokens or 512, 512), [tokens for _, tokens in corpus.read_block(0)]
+    text, partners = np.resize(documents[0], n), Partners(documents)
+    lengths = {"sequence_length": rows[0], "target_length": rows[-1]}
 
     def build() -> None:
         for sample in range(BUILT):
             task.build_example(DocumentChunk(text, partners), ChunkKey(0, 0, sample, 0))
 
     def plan() -> PackedDataset:
-        return PackedDataset(
-            corpus,  # type: ignore[arg-type]
-            task,
-            sequence_length=rows[0],
-            target_length=rows[-1],
-            seed=0,
-            shuffle=False,
-        )
-
-    def pack() -> None:
-        plan().read_rows(range(n_rows))
+        return PackedDataset(corpus, task, **lengths, seed=0, shuffle=False)  # type: ignore[arg-type]
 
     planning = time_best_of_three(plan)
     sequences = sum(-(-corpus.lengths() // task.max_tokens)) if task.max_tokens else corpus.n_samples
     read = plan().read_rows(range(n_rows))
     real = [read[f"{side}documents"] >= 0 for side in task.field_prefixes]
-    packing, fill = (
-        sum(map(np.sum, real)) / (time_best_of_three(pack) - planning),
-        [np.mean(side) for side in real],
-    )
+    packing = sum(map(np.sum, real)) / (time_best_of_three(lambda: plan().read_rows(range(n_rows))) - planning)
     return (
         f"| {name} | {family} | {BUILT * n / time_best_of_three(build) / 1e6:.1f} | {packing / 1e6:.1f} | "
-        f"{planning / sequences * 1e6:.1f} | {', '.join(f'{share:.1%}' for share in fill)} |"
+        f"{planning / sequences * 1e6:.1f} | {', '.join(f'{np.mean(side):.1%}' for side in real)} |"
     )
 
 
@@ -286,17 +247,10 @@ def write_corpus(folder: Path, documents: int) -> None:
         os.link(folder / "index", folder / f"{name}.index.zst")
         with open(folder / f"{name}.tar.zst", "wb") as file:
             file.truncate(size)
-        shards.append(
-            CorpusShard(
-                file=f"{name}.tar.zst",
-                bytes=size,
-                blake3=blake3(name.encode()).hexdigest(),
-                samples=SHARD_DOCUMENTS,
-                tokens=int(tokens.sum()),
-                text_bytes=int(4 * tokens.sum()),
-                index=IndexFile(file=f"{name}.index.zst", bytes=len(data), blake3=blake3(data).hexdigest()),
-            )
-        )
+        index = IndexFile(file=f"{name}.index.zst", bytes=len(data), blake3=blake3(data).hexdigest())
+        digest, n_tokens = blake3(name.encode()).hexdigest(), int(tokens.sum())
+        sizes = {"samples": SHARD_DOCUMENTS, "tokens": n_tokens, "text_bytes": 4 * n_tokens}
+        shards.append(CorpusShard(file=f"{name}.tar.zst", bytes=size, blake3=digest, **sizes, index=index))
     Manifest(token_dtype="uint16", tokenizer_hash="t", shards=tuple(shards), provenance={}).save(folder)
 
 
@@ -316,28 +270,23 @@ def measure_memory(folder: Path) -> None:
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def read_held_memory() -> int:
-    """Return the memory of this process in bytes; a page that n processes map counts as its n-th part (Pss)."""
-    return common.read_memory("Pss", "smaps_rollup")
-
-
 def run_rank(rank: int, folder: Path, cache: Path | None, lookups: int, barrier: Any, answers: Any) -> None:
-    """Open the corpus and look up blocks; put the bytes held, and the seconds of both, when all ranks are as far."""
-    before = read_held_memory()
+    """Open the corpus and look up blocks; put the bytes held (Pss), and the seconds of both, when all are as far."""
+    before = common.read_memory("Pss", "smaps_rollup")
     barrier.wait()
     start = time.perf_counter()
     corpus = Corpus.open(folder, ShardCacheConfig(cache) if cache else None)
     opened = time.perf_counter() - start
     barrier.wait()
     gc.collect()
-    at_opening = read_held_memory() - before
+    at_opening = common.read_memory("Pss", "smaps_rollup") - before
     start = time.perf_counter()
     for block in np.random.default_rng(rank).integers(0, corpus.n_blocks, lookups).tolist():
         corpus.lengths(block, block + 1)
     looked_up = time.perf_counter() - start
     gc.collect()
     barrier.wait()
-    answers.put((at_opening, read_held_memory() - before, opened, looked_up / lookups))
+    answers.put((at_opening, common.read_memory("Pss", "smaps_rollup") - before, opened, looked_up / lookups))
     barrier.wait()
 
 

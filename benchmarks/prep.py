@@ -1,11 +1,16 @@
-"""Speed of cleaning, comparing and tokenizing real text on one core, each stage in rounds that take turns.
+"""Preparing text: the speed of each stage on one core, and recall of near duplicates by language.
 
-    python benchmarks/prep.py --megabytes 1000 --rounds 10 --out benchmarks/results
+    python benchmarks/prep.py speed --megabytes 1000 --rounds 10 --out benchmarks/results
+    python benchmarks/prep.py recall --out benchmarks/results
 
-The text is what the machine has (see `texts.py`): documentation, manuals, the sources of Python and its packages,
-and what `--places` hold besides, each text once. Every round of a stage gets text that no round had before, so that
-nothing is timed on a repeated corpus; encoders start cold, in processes of their own, with a tokenizer trained on 8 MB.
-CPU seconds of one thread; medians of rounds.
+speed: cleaning, comparing and tokenizing what text the machine has (see `texts.py`): documentation, manuals, the
+sources of Python and its packages, and what `--places` hold besides, each text once. Stages take turns in each round,
+and each round gets text that no round had before, so that nothing is timed on a repeated corpus. Encoders start cold,
+in processes of their own, with a tokenizer trained on 8 MB. CPU seconds of one thread; medians of rounds.
+
+recall: of near duplicates and evaluation texts in languages with and without spaces, where some characters of a text
+are others. Texts are drawn from the characters of a language, as words where it has spaces. The exact similarity is
+that of the sets of runs of five words by white space, in Chinese and Japanese of five characters, in Thai of twenty.
 """
 
 import argparse
@@ -27,6 +32,8 @@ from typing import Any
 import common
 from texts import iter_texts
 
+# ---------------------------------------------------------------------------------------------------- speed
+
 PIECE = 8192
 FILTERS = ("gopher_quality", "gopher_repetition", "c4", "fineweb", "pii", "language")
 ENCODERS = ("byte-bpe", "sentencepiece-bpe")
@@ -35,17 +42,20 @@ COMPARED = 40
 """Every n-th document is also encoded by the tokenizer itself, which is slow, and compared."""
 
 
-def main() -> None:
-    parser = common.make_parser(__doc__)
+def add_speed(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("--megabytes", type=int, default=1000, help="text for all rounds together")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--places", nargs="*", default=[], metavar="FOLDER", help="more folders of text")
     parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-prep.md")
-    parser.add_argument("--encode", nargs=2, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--encode", nargs=2, type=Path, metavar=("FOLDER", "TEXTS"), help=argparse.SUPPRESS)
+    return run_speed
+
+
+def run_speed(args: argparse.Namespace) -> None:
+    """Measure all stages, and write the page."""
     if args.encode:
-        print(encode(*map(Path, args.encode)))
+        print(encode(*args.encode))
         return
     # Documents are shuffled, so that every round has text of all kinds.
     documents = list(iter_texts(args.megabytes * 10**6, args.places))
@@ -67,7 +77,7 @@ def measure_rounds(parts: Sequence[Sequence[str]], folder: Path, vocabulary: int
         (folder / "texts.json").write_text(json.dumps(list(part)), encoding="utf-8")
         with ThreadPoolExecutor(1) as aside:
             encoded = aside.submit(encode_cold, folder)
-            named_speeds = [*measure(part), *encoded.result()]
+            named_speeds = [*measure_stages(part), *encoded.result()]
         for name, speed in named_speeds:
             speeds.setdefault(name, []).append(speed)
         print(f"round {number + 1} of {len(parts)}", file=sys.stderr)
@@ -78,13 +88,13 @@ def encode_cold(folder: Path) -> list[tuple[str, float]]:
     """Return names and speeds of the encoders, each in a fresh process."""
     named_speeds: list[tuple[str, float]] = []
     for kind in ENCODERS:
-        again = [sys.executable, __file__, "--encode", str(folder / kind), str(folder / "texts.json")]
+        again = [sys.executable, __file__, "speed", "--encode", str(folder / kind), str(folder / "texts.json")]
         done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
         named_speeds += [(name, speed) for name, speed in json.loads(done.stdout).items()]
     return named_speeds
 
 
-def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
+def measure_stages(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
     """Yield the name and speed of each stage on these documents, in random order."""
     from pydantic import TypeAdapter
 
@@ -113,10 +123,7 @@ def measure(documents: Sequence[str]) -> Iterator[tuple[str, float]]:
     stages: dict[str, tuple[Callable[[], object], float]] = {
         "fix unicode, MB/s": (make_step(FixUnicode()), size),
         "hashes for exact duplicates, MB/s": (lambda: list(ExactDedup().compute_keys(records)), size),
-        "MinHash with shingling, thousand documents of 8 KB/s": (
-            make_scan("minhash", pieces),
-            len(pieces) / 1000,
-        ),
+        "MinHash with shingling, thousand documents of 8 KB/s": (make_scan("minhash", pieces), len(pieces) / 1000),
         "lines, scan, MB/s": (make_scan("lines", records), size),
         "substrings, scan, MB/s": (make_scan("exact_substrings", quarter), count_megabytes(documents[::4])),
     }
@@ -203,7 +210,7 @@ def format_page(speeds: dict[str, list[float]], size: int, count: int, args: arg
     more = f" --places ({len(args.places)} more folders)" if args.places else ""
     lines = [
         f"# Preparing text, {common.today()}\n",
-        f"`python benchmarks/prep.py --megabytes {args.megabytes} --rounds {args.rounds}{more}`\n",
+        f"`python benchmarks/prep.py speed --megabytes {args.megabytes} --rounds {args.rounds}{more}`\n",
         f"{size / 1e6:,.0f} MB in {count:,} documents; {machine}, one thread; Python",
         f"{platform.python_version()}, {versions}.\n",
         "| Stage | Median | Lowest | Highest |\n|---|---:|---:|---:|",
@@ -213,6 +220,105 @@ def format_page(speeds: dict[str, list[float]], size: int, count: int, args: arg
     return "\n".join(lines) + "\n"
 
 
+# --------------------------------------------------------------------------------------------------- recall
+
+LETTERS = {
+    "Chinese": "".join(map(chr, range(0x4E00, 0x5200))),
+    "Japanese": "".join(map(chr, [*range(0x3042, 0x3094), *range(0x30A2, 0x30F4), *range(0x65E0, 0x6660)])),
+    "Thai": "มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกันในเกียรติศักดิ์สิทธิต่างเหตุผลมโนธรรมควรปฏิบัติด้วยเจตนารมณ์แห่ง",
+    "Hindi": "सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता समानता प्राप्त है उन्हें बुद्धि की देन",
+    "Arabic": "يولد جميع الناس أحرارا متساوين في الكرامة والحقوق وقد وهبوا عقلا وضميرا وعليهم أن يعامل بعضهم",
+    "German": "alle Menschen sind frei und gleich an Würde und Rechten geboren sie sind mit Vernunft begabt",
+}
+UNSPACED = ("Chinese", "Japanese", "Thai")
+SHARES = (0.002, 0.005, 0.01, 0.02, 0.03)
+CHARACTERS = 3000
+EVALUATION = 120
+"""Characters of an evaluation text."""
+
+
+def add_recall(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--rounds", type=int, default=40, help="texts of each language and share")
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-language-recall.md")
+    return run_recall
+
+
+def run_recall(args: argparse.Namespace) -> None:
+    """Measure all languages, and write the page."""
+    page = common.Page(
+        common.make_dated_path(args.out, "language-recall.md"),
+        f"# Near duplicates and evaluation texts by language, {common.today()}",
+        "",
+        f"Python {platform.python_version()}, `python benchmarks/prep.py recall`: {args.rounds} texts of "
+        f"{CHARACTERS:,} random characters of the language, evaluation texts of {EVALUATION} characters in the middle "
+        "of others; a share of the characters is replaced by others.",
+        "",
+        "| Language | Characters that differ | Similarity: exact | estimated | taken for near, at 0.75 | evaluation "
+        "texts found |",
+        "|---|---|---|---|---|---|",
+    )
+    for language in LETTERS:
+        for share in SHARES:
+            exact, estimated, near, recalled = measure_recall(language, share, args.rounds)
+            page.add(f"| {language} | {share:.1%} | {exact:.2f} | {estimated:.2f} | {near:.0%} | {recalled:.0%} |")
+
+
+def measure_recall(language: str, share: float, rounds: int) -> tuple[float, ...]:
+    """Return means over rounds: exact and estimated similarity, shares of near texts and found evaluation texts."""
+    from megatfm.data_prep.dedup.hashing import compute_signatures
+
+    results = []
+    for seed in range(rounds):
+        text = draw_text(language, CHARACTERS, seed)
+        edited = edit(text, share, seed)
+        a, b = compute_signatures([text, edited], 5, 112)
+        estimated = float((a == b).mean())
+        exact = compute_similarity(language, text, edited)
+        results.append((exact, estimated, estimated >= 0.75, is_found(language, share, seed)))
+    return tuple(statistics.fmean(column) for column in zip(*results, strict=True))
+
+
+def is_found(language: str, share: float, seed: int) -> bool:
+    """Return whether an evaluation text with replaced characters is found in a document."""
+    from megatfm.config.prep_steps import DecontaminateConfig
+    from megatfm.data_prep.documents import Document, StepStats
+    from megatfm.data_prep.filters.selection import Decontaminate
+
+    text = draw_text(language, EVALUATION, seed + 1000)
+    gap = "" if language in UNSPACED else " "
+    around = [draw_text(language, 500, seed + at) for at in (2000, 3000)]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "set.txt"
+        path.write_text(text, encoding="utf-8")
+        rule = Decontaminate(DecontaminateConfig(name="decontaminate", files=(str(path),)))
+        document = gap.join((around[0], edit(text, share, seed), around[1]))
+        return isinstance(rule.apply(Document("x", document), StepStats("x")), str)
+
+
+def draw_text(language: str, characters: int, seed: int) -> str:
+    rng, letters = random.Random(seed), sorted(set(LETTERS[language]) - {" "})
+    words = ["".join(rng.choices(letters, k=rng.randrange(2, 9))) for _ in range(characters // 5)]
+    return ("" if language in UNSPACED else " ").join(words)[:characters]
+
+
+def edit(text: str, share: float, seed: int) -> str:
+    rng, letters = random.Random(seed), [*text]
+    for at in rng.sample(range(len(letters)), round(share * len(letters))):
+        letters[at] = rng.choice(text)
+    return "".join(letters)
+
+
+def compute_similarity(language: str, text: str, other: str) -> float:
+    length = 20 if language == "Thai" else 5
+    first, second = (
+        {tuple(units[at : at + length]) for at in range(len(units) - length + 1)}
+        for units in ((text, other) if language in UNSPACED else (text.split(), other.split()))
+    )
+    return len(first & second) / len(first | second)
+
+
+PARTS = {"speed": add_speed, "recall": add_recall}
+
 if __name__ == "__main__":
     os.environ |= {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    main()
+    common.run_part(__doc__, PARTS)

@@ -1,7 +1,8 @@
-"""Small models on the quickstart's corpus: experts against a dense network, and presets of the zoo.
+"""Small models on the quickstart's corpus: experts against a dense network, routers, and presets of the zoo.
 
     megatfm prep quickstart-data tokenizer.vocab_size=512 out=corpora/quickstart-512
     python benchmarks/quickstart_learns.py moe --out benchmarks/results/DATE-moe-learns.md
+    python benchmarks/quickstart_learns.py routers --out benchmarks/results/DATE-moe-routers.md
     megatfm prep quickstart-data
     python benchmarks/quickstart_learns.py zoo --out benchmarks/results/DATE-zoo-learns.md
 
@@ -11,6 +12,13 @@ through as many weights of experts as of the dense network; a learned router add
 block. Busiest is the load of the busiest expert as a multiple of the mean, over the steps after warm-up and over
 blocks: the mean, and the highest in one step and block. The loss is the next token's, without terms that balance.
 
+routers: every router against a dense model on made-up documents, in float64: a table that any CPU makes again. The
+model and its documents are those of `tests/golden/test_preset_curves.py`: 60 steps of 1,024 tokens, each of which
+follows from the one before seven times in eight. A model that knows a document's topic alone reaches ln 16 = 2.77.
+Loss: the next token's, without terms of balance, the mean of the last 10 steps. Busiest: the load of the busiest expert
+of any block by the mean, over the last 24 steps: their mean, and the highest. Active weights are those of the dense
+model, but for the router's; a capacity is a row's.
+
 zoo: a small GPT, BERT, T5 and ELECTRA, each its preset, made small. The table holds each term of the loss on held-out
 text, in nats, after STEPS steps. A cross-entropy over the vocabulary is to be seen beside the entropy of the held-out
 tokens' frequencies, which a model reaches that has learnt nothing else. The corpus is the standard library of the
@@ -19,10 +27,10 @@ text that is the same everywhere.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from platform import python_version
@@ -36,6 +44,8 @@ import torch
 from megatfm.config import load_config
 from megatfm.corpus.corpus import Corpus
 from megatfm.describe import describe
+from megatfm.parallel import distributed
+from tests.support.golden_curves import MOE_PRESET, SMALL_MOE, train_curves
 
 # ------------------------------------------------------------------------------------------------------ moe
 
@@ -46,29 +56,43 @@ WARM = 0.2
 """Share of the steps that counts as warm-up for the balance."""
 
 
-make_moe = partial(common.make_moe_section, D_FF)
-"""A section of experts with as many active weights as the dense network."""
+def make_moe_section(
+    d_ff: int, router: Mapping[str, object], *, experts: int = 8, top_k: int = 2, n_shared_experts: int = 0, **more: Any
+) -> dict[str, object]:
+    """Return a config of experts with as many active weights as a dense network of `d_ff`, shared ones included."""
+    sizes = {"d_ff": d_ff // (top_k + n_shared_experts), "n_experts": experts, "top_k": top_k}
+    return {"name": "moe", **sizes, "n_shared_experts": n_shared_experts, **more, "router": router}
 
-EVEN = {"name": "deepseek_v3", "bias_update_rate": 0.01}
-NETWORKS: dict[str, dict[str, object] | None] = {
-    "dense": None,
-    "`top_k`, `balance` 0.05": make_moe({"name": "top_k", "aux_loss_coef": 0.05}),
-    "`deepseek_v3`, `bias_update_rate` 0.01": make_moe(EVEN),
-    "`top_k`, `balance` 0.1": make_moe({"name": "top_k", "aux_loss_coef": 0.1}),
-    "`top_k`, no balance": make_moe({"name": "top_k"}),
-    "`switch`, `balance` 0.1, `capacity` 1.25": make_moe(
-        {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity_factor=1.25
-    ),
-    "`hash`": make_moe({"name": "hash"}),
-    "`deepseek_v3`, 32 experts of a quarter, 8 chosen": make_moe(EVEN, experts=32, top_k=8),
-    "`deepseek_v3`, one shared and one chosen": make_moe(EVEN, top_k=1, n_shared_experts=1),
-    "`top_k`, `sequence_balance` 0.1": make_moe({"name": "top_k", "seq_aux_loss_coef": 0.1}),
-    "`top_k`, `balance` 0.1, `capacity` 1.25": make_moe({"name": "top_k", "aux_loss_coef": 0.1}, capacity_factor=1.25),
-    "`gshard`, `balance` 0.1": make_moe({"name": "gshard", "aux_loss_coef": 0.1}),
-    "`noisy_top_k`, `importance`, `load` 0.1": make_moe(
-        {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
-    ),
-}
+
+def make_networks(d_ff: int) -> dict[str, dict[str, object]]:
+    """Return feed-forward networks by name: a dense one, and experts with as many active weights."""
+    make_moe = partial(make_moe_section, d_ff)
+    even = {"name": "deepseek_v3", "bias_update_rate": 0.01}
+    top_k, balanced = {"name": "top_k"}, {"name": "top_k", "aux_loss_coef": 0.1}
+    return {
+        "dense": {"d_ff": d_ff},
+        "`top_k`, `balance` 0.05": make_moe({**top_k, "aux_loss_coef": 0.05}),
+        "`deepseek_v3`, `bias_update_rate` 0.01": make_moe(even),
+        "`top_k`, `balance` 0.1": make_moe(balanced),
+        "`top_k`, `balance` 0.01": make_moe({**top_k, "aux_loss_coef": 0.01}),
+        "`top_k`, no balance": make_moe(top_k),
+        "`switch`, `balance` 0.1, `capacity` 1.25": make_moe(
+            {"name": "switch", "aux_loss_coef": 0.1}, top_k=1, capacity_factor=1.25
+        ),
+        "`hash`": make_moe({"name": "hash"}),
+        "`deepseek_v3`, 16 experts of half the width, 4 chosen": make_moe(even, experts=16, top_k=4),
+        "`deepseek_v3`, 32 experts of a quarter, 8 chosen": make_moe(even, experts=32, top_k=8),
+        "`deepseek_v3`, one shared and one chosen": make_moe(even, top_k=1, n_shared_experts=1),
+        "`top_k`, `sequence_balance` 0.1": make_moe({**top_k, "seq_aux_loss_coef": 0.1}),
+        "`top_k`, `balance` 0.1, `capacity` 1.25": make_moe(balanced, capacity_factor=1.25),
+        "`gshard`, `balance` 0.1": make_moe({"name": "gshard", "aux_loss_coef": 0.1}),
+        "`noisy_top_k`, `importance`, `load` 0.1": make_moe(
+            {"name": "noisy_top_k", "importance_loss_coef": 0.1, "load_loss_coef": 0.1}
+        ),
+    }
+
+
+NETWORKS = make_networks(D_FF)
 
 
 class Outcome(NamedTuple):
@@ -81,22 +105,21 @@ class Outcome(NamedTuple):
     dropped: float
 
 
-def make_network_overrides(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> list[str]:
+def make_network_overrides(ffn: dict[str, object], corpora: Path, steps: int, seed: int, run: Path) -> list[str]:
     """Return the overrides of a run."""
-    section = {"d_ff": D_FF} if ffn is None else ffn
     return [
-        *QUIET, f"model.ffn={common.format_toml(section)}", f"train.steps={steps}", f"train.seed={seed}",
+        *QUIET, f"model.ffn={common.format_toml(ffn)}", f"train.steps={steps}", f"train.seed={seed}",
         f"run_dir={run}", f"data.corpus={corpora}",
     ]  # fmt: skip
 
 
-def train(ffn: dict[str, object] | None, corpora: Path, steps: int, seed: int, run: Path) -> Outcome:
+def train(ffn: dict[str, object], corpora: Path, steps: int, seed: int, run: Path) -> Outcome:
     """Train in a separate process unless that is done, and read metrics.jsonl."""
     words = make_network_overrides(ffn, corpora, steps, seed, run)
     record = run / "metrics.jsonl"
     if not record.exists() or '"evaluation"' not in record.read_text():
         subprocess.run([sys.executable, "-m", "megatfm", "train", "quickstart-moe", *words], check=True)
-    lines: list[dict[str, Any]] = [json.loads(line) for line in record.read_text().splitlines()]
+    lines = common.read_rows(record)
     layers = [
         layer
         for line in lines
@@ -170,6 +193,49 @@ def run_moe(args: argparse.Namespace) -> None:
             page.add(format_row(name, outcomes[name], outcomes["dense"]))
 
 
+# -------------------------------------------------------------------------------------------------- routers
+
+DENSE_WIDTH = 64
+"""Width of the dense network."""
+WARM_STEPS = 36
+"""Steps that do not count for the balance."""
+
+
+def measure_router(name: str, ffn: Mapping[str, object]) -> str:
+    """Train, and make a row of the table."""
+    small = [f"{key}={value}" for key, value in SMALL_MOE.items() if not key.startswith("model.ffn")]
+    config = load_config(MOE_PRESET, [f"model.ffn={common.format_toml(ffn)}", *small])
+    metrics = train_curves(config.model_dump())
+    loads = metrics.get("busiest", [])[WARM_STEPS:]
+    cells = (
+        name,
+        f"{statistics.fmean(metrics.get('causal', metrics['loss'])[-10:]):.3f}",
+        f"{statistics.fmean(loads):.2f}, {max(loads):.2f}" if loads else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def add_routers(parser: argparse.ArgumentParser) -> common.Run:
+    parser.add_argument("--out", type=common.make_output_file)
+    return run_routers
+
+
+def run_routers(args: argparse.Namespace) -> None:
+    """Train all, print a table and write it."""
+    page = common.Page(
+        args.out,
+        f"# Routers on made-up documents, {common.today()}",
+        "",
+        f"`python benchmarks/quickstart_learns.py routers`, torch {torch.__version__}, float64.",
+        "",
+        "| Feed-forward network | Loss, nats a token | Busiest: mean, highest |",
+        "|---|---|---|",
+    )
+    with distributed.distributed_session(device="cpu"):
+        for name, ffn in make_networks(DENSE_WIDTH).items():
+            page.add(measure_router(name, ffn))
+
+
 # ------------------------------------------------------------------------------------------------------ zoo
 
 SMALL = (
@@ -213,7 +279,7 @@ def train_and_evaluate(preset: str, corpora: Path, steps: int, run: Path) -> dic
     """Train in a separate process; return each loss term on held-out text after the last step."""
     words = make_preset_overrides(preset, corpora, steps, run)
     subprocess.run([sys.executable, "-m", "megatfm", "train", preset, *words], check=True)
-    result = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["evaluation"]["held-out"]
+    result = common.read_rows(run / "metrics.jsonl")[-1]["evaluation"]["held-out"]
     return result.get("terms") or {"loss": result["loss"]}
 
 
@@ -226,31 +292,25 @@ def add_zoo(parser: argparse.ArgumentParser) -> common.Run:
 
 def run_zoo(args: argparse.Namespace) -> None:
     """Train all, print a table and write it."""
-    corpora, rows = args.corpus.resolve(), list[str]()
-    known = compute_entropy(corpora / "validation")
+    corpora = args.corpus.resolve()
+    page = common.Page(
+        args.out,
+        f"# Small models of the zoo on the quickstart's corpus, {common.today()}",
+        "",
+        f"`python benchmarks/quickstart_learns.py zoo --steps {args.steps}`, torch {torch.__version__}; the text",
+        f"is the standard library of Python {python_version()}. The held-out tokens' frequencies alone: "
+        f"{compute_entropy(corpora / 'validation'):.3f} nats.",
+        "",
+        "| Preset, made small | Term | Held-out loss, nats |",
+        "|---|---|---|",
+    )
     with TemporaryDirectory() as folder:
         for preset in PRESETS:
             for term, loss in train_and_evaluate(preset, corpora, args.steps, Path(folder) / preset).items():
-                rows.append(f"| `{preset}` | {term} | {loss:.3f} |")
-    page = "\n".join(
-        [
-            f"# Small models of the zoo on the quickstart's corpus, {common.today()}",
-            "",
-            f"`python benchmarks/quickstart_learns.py zoo --steps {args.steps}`, torch {torch.__version__}; the text",
-            f"is the standard library of Python {python_version()}. The "
-            f"held-out tokens' frequencies alone: {known:.3f} nats.",
-            "",
-            "| Preset, made small | Term | Held-out loss, nats |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
-    print(page)
-    common.write_text(args.out, page)
+                page.add(f"| `{preset}` | {term} | {loss:.3f} |")
 
 
-PARTS = {"moe": add_moe, "zoo": add_zoo}
+PARTS = {"moe": add_moe, "routers": add_routers, "zoo": add_zoo}
 
 if __name__ == "__main__":
     common.run_part(__doc__, PARTS)

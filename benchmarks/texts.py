@@ -14,7 +14,7 @@ lists into a temporary folder. Descriptions are under the licences of their pack
 
 letters: texts whose pairs a small model learns to tell apart, documents of eight letters, drawn from two of their own.
 
-    python benchmarks/tasks_help.py finetune letters --only pairs-200 pairs-2000 --vocab 300 --heads 2 --steps 300 \
+    python benchmarks/finetuning.py compare letters --only pairs-200 pairs-2000 --vocab 300 --heads 2 --steps 300 \
         --work runs/letters --out benchmarks/results --page pairs-help
 
 reads them in debian's place:
@@ -29,7 +29,6 @@ reads them in debian's place:
 import argparse
 import gzip
 import hashlib
-import json
 import os
 import random
 import re
@@ -38,6 +37,7 @@ import subprocess
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -68,13 +68,13 @@ def add_debian(parser: argparse.ArgumentParser) -> common.Run:
 def run_debian(args: argparse.Namespace) -> None:
     """Fetch the lists, and write all files."""
     packages, translations = read_packages(args.language)
-    rows = [("topics", *row) for row in iter_topics(packages)] + [("pairs", *row) for row in iter_pairs(packages)]
-    rows += [("translation", *row) for row in translations]
-    lines: dict[str, list[str]] = {}
-    for kind, source, row in rows:
-        lines.setdefault(f"{kind}.{choose_split(source)}", []).append(json.dumps(row, ensure_ascii=False))
-    for name, content in sorted(lines.items()):
-        common.write_text(args.out / f"{name}.jsonl", "\n".join(content))
+    kinds = {"topics": iter_topics(packages), "pairs": iter_pairs(packages), "translation": translations}
+    rows: dict[str, list[Mapping[str, str]]] = {}
+    for kind, sourced_rows in kinds.items():
+        for source, row in sourced_rows:
+            rows.setdefault(f"{kind}.{choose_split(source)}", []).append(row)
+    for name, content in sorted(rows.items()):
+        common.write_rows(args.out / f"{name}.jsonl", content)
         print(f"{name}: {len(content):,} rows")
 
 
@@ -86,20 +86,8 @@ def choose_split(source: str) -> str:
 
 def read_packages(language: str | None) -> tuple[list[Package], list[tuple[str, Mapping[str, str]]]]:
     """Return packages with distinct long descriptions, and pairs of translated paragraphs by package."""
-    languages = ["en", *([language] if language else [])]
-    texts: dict[tuple[str, str], dict[str, str]] = {}
     with TemporaryDirectory() as folder:
-        lists = Path(folder)
-        (lists / "partial").mkdir()
-        options = ["-o", f"Dir::State::lists={folder}", "-o", "APT::Sandbox::User=root"]
-        language_option = f"Acquire::Languages={','.join(languages)}"
-        subprocess.run(["apt-get", "-qq", *options, "-o", language_option, "update"], check=True)
-        available = capture_output("apt-cache", *options, "dumpavail")
-        for name in languages:
-            for path in sorted(lists.glob(f"*_i18n_Translation-{name}*")):
-                for fields in iter_stanzas(capture_output("/usr/lib/apt/apt-helper", "cat-file", str(path))):
-                    if body := fields.get(f"Description-{name}"):
-                        texts.setdefault((fields["Package"], fields.get("Description-md5", "")), {})[name] = body
+        available, texts = fetch_lists(Path(folder), ["en", *([language] if language else [])])
     english = {package: bodies["en"] for (package, _), bodies in texts.items() if "en" in bodies}
     by_description: dict[str, Package] = {}
     for fields in iter_stanzas(available):
@@ -110,6 +98,22 @@ def read_packages(language: str | None) -> tuple[list[Package], list[tuple[str, 
         if len(description) >= MIN_CHARACTERS:
             by_description.setdefault(description, Package(source, section, synopsis.strip(), description))
     return list(by_description.values()), list(iter_translations(texts, language)) if language else []
+
+
+def fetch_lists(folder: Path, languages: list[str]) -> tuple[str, dict[tuple[str, str], dict[str, str]]]:
+    """Fetch the lists into a folder; return those of packages, and descriptions by package, hash and language."""
+    (folder / "partial").mkdir()
+    options = ["-o", f"Dir::State::lists={folder}", "-o", "APT::Sandbox::User=root"]
+    language_option = f"Acquire::Languages={','.join(languages)}"
+    subprocess.run(["apt-get", "-qq", *options, "-o", language_option, "update"], check=True)
+    texts: dict[tuple[str, str], dict[str, str]] = {}
+    for name in languages:
+        paths = sorted(folder.glob(f"*_i18n_Translation-{name}*"))
+        contents = (capture_output("/usr/lib/apt/apt-helper", "cat-file", str(path)) for path in paths)
+        for fields in chain.from_iterable(map(iter_stanzas, contents)):
+            if body := fields.get(f"Description-{name}"):
+                texts.setdefault((fields["Package"], fields.get("Description-md5", "")), {})[name] = body
+    return capture_output("apt-cache", *options, "dumpavail"), texts
 
 
 def capture_output(*command: str) -> str:
@@ -203,9 +207,11 @@ def run_letters(args: argparse.Namespace) -> None:
     """Write all files."""
     folder: Path = args.out
     draw = random.Random(0)
-    write_rows(folder / "topics.train.jsonl", ({"text": " ".join(make_document(draw))} for _ in range(N_DOCUMENTS)))
+    common.write_rows(
+        folder / "topics.train.jsonl", ({"text": " ".join(make_document(draw))} for _ in range(N_DOCUMENTS))
+    )
     for split, n_pairs in N_PAIRS.items():
-        write_rows(folder / f"pairs.{split}.jsonl", iter_letter_pairs(draw, n_pairs))
+        common.write_rows(folder / f"pairs.{split}.jsonl", iter_letter_pairs(draw, n_pairs))
 
 
 def make_document(draw: random.Random) -> list[str]:
@@ -223,11 +229,6 @@ def iter_letter_pairs(draw: random.Random, count: int) -> Iterator[dict[str, str
         yield {"first": " ".join(first[: N_LETTERS // 2]), "second": " ".join(second), "label": label}
 
 
-def write_rows(path: Path, rows: Iterator[dict[str, str]]) -> None:
-    """Write a file of JSON lines."""
-    common.write_text(path, "\n".join(map(json.dumps, rows)))
-
-
 # -------------------------------------------------------------------------------------------- files of this machine
 
 PLACES = ("/usr/share/doc", "/usr/share/man", sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
@@ -239,28 +240,35 @@ KINDS = {
 def iter_texts(most: int, places: list[str]) -> Iterator[str]:
     """Yield distinct texts of files, up to `most` bytes."""
     digests, total = set[bytes](), 0
+    for text in filter(None, map(read_text, iter_files(places))):
+        digest = blake3(text.encode()).digest()
+        if digest not in digests:
+            digests.add(digest)
+            total += len(text.encode())
+            yield text
+            if total >= most:
+                return
+
+
+def iter_files(places: list[str]) -> Iterator[Path]:
+    """Yield manuals and files of text, in the order of their names."""
     for place in (*PLACES, *places):
         for folder, folders, names in os.walk(place):
             folders.sort()
-            for name in sorted(names):
-                path = Path(folder, name)
-                plain = name.removesuffix(".gz")
-                is_manual = folder.startswith("/usr/share/man")
-                if not (is_manual or Path(plain).suffix in KINDS) or path.is_symlink() or not path.is_file():
-                    continue
-                data = path.read_bytes()
-                try:
-                    text = (gzip.decompress(data) if name.endswith(".gz") else data).decode()
-                except (UnicodeDecodeError, OSError, EOFError):
-                    continue
-                digest = blake3(text.encode()).digest()
-                if digest in digests or not text.strip():  # no tokens, which Streaming does not take
-                    continue
-                digests.add(digest)
-                total += len(text.encode())
-                yield text
-                if total >= most:
-                    return
+            for path in (Path(folder, name) for name in sorted(names)):
+                is_text = folder.startswith("/usr/share/man") or Path(path.name.removesuffix(".gz")).suffix in KINDS
+                if is_text and path.is_file() and not path.is_symlink():
+                    yield path
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; "" if it has none."""
+    data = path.read_bytes()
+    try:
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (UnicodeDecodeError, OSError, EOFError):
+        return ""
+    return text if text.strip() else ""
 
 
 PARTS = {"debian": add_debian, "letters": add_letters}

@@ -63,11 +63,7 @@ def make_objective() -> Objective:
         "embedding.name": "patches", "embedding.patch_size": PATCH, "lm_head.name": "none",
         "extra_heads.classifier": {"n_classes": 1000},
     })  # fmt: skip
-    changes = {
-        "size": SIZE,
-        "transforms": ["random_resized_crop", "horizontal_flip"],
-        "interpolation": "bilinear",
-    }
+    changes = {"size": SIZE, "transforms": ["random_resized_crop", "horizontal_flip"], "interpolation": "bilinear"}
     return build_objective(ImageClassificationObjective(), model, None, (TOKENS,), ImagesConfig.model_validate(changes))
 
 
@@ -102,10 +98,7 @@ def transform_by_hand(image: Image.Image) -> torch.Tensor:
     random = np.random
     area = image.width * image.height * random.uniform(0.08, 1.0)
     ratio = np.exp(random.uniform(np.log(3 / 4), np.log(4 / 3)))
-    width, height = (
-        min(image.width, round((area * ratio) ** 0.5)),
-        min(image.height, round((area / ratio) ** 0.5)),
-    )
+    width, height = (min(image.width, round((area * ratio) ** 0.5)), min(image.height, round((area / ratio) ** 0.5)))
     left, top = random.randint(image.width - width + 1), random.randint(image.height - height + 1)
     image = image.crop((left, top, left + width, top + height)).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
     if random.uniform() < 0.5:

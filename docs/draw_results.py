@@ -1,4 +1,4 @@
-"""Draws accuracy against the number of labels, with and without pretraining, from `benchmarks/tasks_help.py`'s results.
+"""Draws accuracy against the number of labels, with and without pretraining, from `benchmarks/finetuning.py`'s results.
 
 `python docs/draw_results.py` writes docs/images/pretraining-helps.svg anew; a test says when that is due.
 """

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def tasks() -> Any:
-    return load_script("attention_tasks")
+    return load_script("attention_learns")
 
 
 def value_of(tokens: list[int]) -> int:

@@ -26,22 +26,22 @@ from tests.support.workers import Workers
 ROOT = Path(__file__).parents[3]
 OURS = ("megatfm", "tests")
 SMALL = (
-    "checkpoint.py FOLDER/disk --gigabytes 0.01 --rounds 1 --ranks 1 --out FOLDER/result.json",
+    "checkpoint.py speed FOLDER/disk --gigabytes 0.01 --rounds 1 --ranks 1 --out FOLDER/result.json",
     "compiled_kernels.py resources",
     "context.py traffic --rows 2048 --ranks 2 3 --draws 1",
     "control_plane.py checkpoint --ranks 64 --replicas 1 --layers 2 --out FOLDER",
     "control_plane.py ranks --ranks 16 --out FOLDER",
     "model_speed.py generation --rounds 1 --width 64 --layers 1 --vocabulary 100 --out FOLDER/result.md",
+    "model_speed.py initial --threads 1 --rounds 1",
+    "model_speed.py layer-statistics --widths 64 --rounds 2 --out FOLDER",
     "model_speed.py passes --rounds 1 --rows 1 --length 32 --models bert-base --dtypes fp32 --states eager",
-    "moe.py --rounds 1 --warmup 1 --width 128 --d-ff 64 --layers 1 --rows 1 --length 64 --dtypes fp32",
-    "moe_routing.py flips --precisions fp32 --ranks 2 --batches 1 --out FOLDER/result.md",
+    "moe.py flips --precisions fp32 --ranks 2 --batches 1 --out FOLDER/result.md",
+    "moe.py speed --rounds 1 --warmup 1 --width 128 --d-ff 64 --layers 1 --rows 1 --length 64 --dtypes fp32",
     "packing.py memory --documents 1000",
     "packing.py objectives --documents 640 --rows 64 --out FOLDER",
     "packing.py padding --tokens 200000 --longest 2048",
-    "prep.py --megabytes 3 --rounds 1 --vocabulary 1000 --out FOLDER",
-    "step_parts.py initial --threads 1 --rounds 1",
-    "step_parts.py layer-statistics --widths 64 --rounds 2 --out FOLDER",
-    "step_parts.py newton-schulz --rounds 1",
+    "prep.py recall --rounds 1 --out FOLDER",
+    "prep.py speed --megabytes 3 --rounds 1 --vocabulary 1000 --out FOLDER",
     "texts.py letters FOLDER",
     "training_step.py gpt2 --rounds 1 --pairs 1 --rows 1 --length 16 --precisions fp32 --memory alike --states eager"
     " --set model.n_layers=1",
@@ -252,7 +252,9 @@ def rows(result: Path) -> list[list[str]]:
 
 
 def decoders(folder: Path) -> None:
-    assert load_script("gpu").main(["--tiny", "--case", "124m", "--steps", "1", "--out", str(folder)]) == 0
+    module = load_script("gpu_training")
+    words = ["steps", "--tiny", "--case", "124m", "--steps", "1", "--out", str(folder)]
+    assert module.common.run_part(module.__doc__, module.PARTS, words) == 0
 
 
 def test_decoders_write_a_dated_result(workers: Workers, tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_decoders_write_a_dated_result(workers: Workers, tmp_path: Path) -> None
 
 
 def test_cases_are_of_the_sizes_that_they_claim() -> None:
-    module = load_script("gpu")
+    module = load_script("gpu_training")
     counts = {}
     for title, cases in module.CASES.items():
         for case in cases:
@@ -307,7 +309,9 @@ def test_a_kernel_that_gives_no_numbers_is_marked(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.timeout(600)
 def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """The commands that a user types, one process after the other."""
-    assert load_script("gpu_run").main(["--tiny", "--steps", "12", "--out", str(tmp_path)]) == 0
+    module = load_script("gpu_training")
+    words = ["run", "--tiny", "--steps", "12", "--out", str(tmp_path)]
+    assert module.common.run_part(module.__doc__, module.PARTS, words) == 0
     (result,) = tmp_path.glob("*-gpu-run.md")
     outcomes = {row[0]: row[2] for row in rows(result)}
     assert outcomes["losses and norms, to the bit"] == "all 12 alike"
@@ -316,7 +320,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_found_with_their_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = load_script("gpu_packages")
+    module = load_script("gpu")
     assert module.find_missing(["pytest>=8", "torch>=99", "nvidia-cublas"]) == []
     assert module.find_missing(["pytest>=99", "no-such-package>=1"]) == ["no-such-package>=1", "pytest>=99"]
     real_distribution = metadata.distribution
