@@ -26,8 +26,9 @@ def patch_backward(patch: pytest.MonkeyPatch, function: type[torch.autograd.Func
 def list_expected_errors(model: nn.Module, patterns: Iterable[str]) -> set[str]:
     """Return the parameters of a model with gradients whose gradients a fault makes wrong.
 
-    patterns: of names, each of which matches some; those behind a minus are left out. A bias of keys shifts all scores of a query alike, and so has
-    no gradient under a softmax: only a pattern with `wk` in it stands for one in which a fault leaves a gradient.
+    patterns: of names, each of which matches some; those behind a minus are left out. A bias of keys shifts all scores
+    of a query alike, and so has no gradient under a softmax: only a pattern with `wk` in it stands for one in which a
+    fault leaves a gradient.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     bound = 1e-12 * torch.cat([g.flatten() for g in gradients.values()]).norm()
