@@ -182,7 +182,7 @@ def format_number(value: float) -> str:
 
 
 def _summarize(line: Line) -> str:
-    points = [(s, v) for s, v in zip(line.curve.steps, line.curve.values, strict=True) if math.isfinite(v)]
+    points = line.curve.finite_points
     (first, start), (last, end) = points[0], points[-1]
     return f"{line.name}: {format_number(start)} at step {first:,}, {format_number(end)} at step {last:,}"
 

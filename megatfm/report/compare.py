@@ -68,8 +68,8 @@ class RunComparison:
 
     def _list_evaluations(self) -> list[Evaluation]:
         """Return what was evaluated in any run: validation set, and path of the loss or metric."""
-        sets = dict.fromkeys(name for run in self.runs for name in run.evaluated)
-        metrics = dict.fromkeys(metric for run in self.runs for metric in run.metrics)
+        sets = dict.fromkeys(name for run in self.runs for name in run.validation_sets)
+        metrics = dict.fromkeys(metric for run in self.runs for metric in run.evaluation_metrics)
         keys = [("loss",), ("bits_per_byte",), *(("metrics", metric) for metric in metrics)]
         return [
             (name, key)

@@ -28,24 +28,24 @@ TASK_METRICS = {
 
 def make_task_charts(run: Run, compared: Mapping[str, Run]) -> list[Chart | None]:
     """Return the charts of the tasks of `evaluate.tasks`, one for each metric."""
-    tasks = list(dict.fromkeys(path[1] for path in run.curves if path[0] == "tasks"))
+    tasks = list(dict.fromkeys(path[1] for path in run.curves if len(path) == 3 and path[0] == "tasks"))
 
-    def lines(metric: str) -> list[Line]:
-        drawn = [Line(name, run.get_curve("tasks", name, metric), 1 + i % 6, "dots") for i, name in enumerate(tasks)]
-        return drawn + [
-            Line(f"{other}, {name}", other_run.get_curve("tasks", name, metric), 6 - i % 5, "other", i + 1)
-            for i, (other, other_run) in enumerate(compared.items())
-            for name in tasks
+    def make_lines(metric: str) -> list[Line]:
+        lines = [Line(task, run.get_curve("tasks", task, metric), 1 + i % 6, "dots") for i, task in enumerate(tasks)]
+        return lines + [
+            Line(f"{name}, {task}", compared_run.get_curve("tasks", task, metric), 6 - i % 5, "other", i + 1)
+            for i, (name, compared_run) in enumerate(compared.items())
+            for task in tasks
         ]
 
-    return [make_chart(title, unit, lines(metric)) for metric, (title, unit) in TASK_METRICS.items()]
+    return [make_chart(title, unit, make_lines(metric)) for metric, (title, unit) in TASK_METRICS.items()]
 
 
 def make_position_charts(run: Run) -> list[Chart | None]:
     """Return charts of the loss by position in the row, one per validation set (see `evaluate.position_buckets`)."""
-    length = run.config.get("data", {}).get("sequence_length", 1)
-    drawn = []
-    for name in run.evaluated:
+    length = run.get_section("data").get("sequence_length", 1)
+    charts = []
+    for name in run.validation_sets:
         n_buckets = sum(path[:3] == ("evaluation", name, "loss_by_position") for path in run.curves)
         edges = [-(-length * i // n_buckets) for i in range(n_buckets + 1)] if n_buckets else []
         lines = [
@@ -57,8 +57,8 @@ def make_position_charts(run: Run) -> list[Chart | None]:
             )
             for i, (first, end) in enumerate(pairwise(edges))
         ]
-        drawn.append(make_chart("Loss by position in the row", f"nats per token, {name}", lines))
-    return drawn
+        charts.append(make_chart("Loss by position in the row", f"nats per token, {name}", lines))
+    return charts
 
 
 def list_baselines(run: Run, name: str) -> list[ReferenceLine]:
@@ -69,8 +69,7 @@ def list_baselines(run: Run, name: str) -> list[ReferenceLine]:
 
 def get_loss_unit(run: Run) -> str:
     """Return the unit of the loss, which depends on the objective."""
-    objective = run.config.get("objective") or {}
-    return LOSS_UNITS.get(objective.get("name", ""), "nats per token")
+    return LOSS_UNITS.get(str(run.get_section("objective").get("name")), "nats per token")
 
 
 def describe_metric(metric: str) -> tuple[str, str]:

@@ -53,26 +53,29 @@ def write_report(
     its estimate and the difference. The page is one file without external references. Raises UsageError if a folder is
     not a run directory, MegatfmError if the page can't be written.
     """
-    run, behind = Run(Path(folder)), [Run(Path(other)) for other in compared]
-    return write_page(run.folder / "report.html", render(run, behind, estimated), "free space or change permissions")
+    run = Run(Path(folder))
+    distinct_folders = {path.resolve(): path for path in map(Path, compared)}
+    page = render(run, [Run(path) for path in distinct_folders.values()], estimated)
+    return write_page(run.folder / "report.html", page, "free space or change permissions")
 
 
 def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[str]] = ()) -> str:
     """Return the report of a run as HTML."""
-    differing = find_non_default_settings(run.config)
-    # First of all, since these add to the notes of the run.
-    classes, galleries = compute_class_results(run), read_galleries(run)
-    _, *names = make_unique_names([run.folder, *(other.folder for other in compared)])
-    behind = dict(zip(names, compared, strict=True))
-    notes = [*run.notes, *(f"{name}: {note}" for name, other in behind.items() for note in other.notes)]
+    non_default = find_non_default_settings(run.config)
+    _, *names = make_unique_names([run.folder, *(compared_run.folder for compared_run in compared)])
+    compared_by_name = dict(zip(names, compared, strict=True))
+    # Before the notes are collected, since these add to the notes of the run.
+    classes, galleries, preps = compute_class_results(run), read_galleries(run), summarize_preps(run)
+    charts = make_run_charts(run, compared_by_name)
+    compared_notes = [f"{name}: {note}" for name, other_run in compared_by_name.items() for note in other_run.notes]
     return render_page(
         "report.html",
         [run, *compared],
         name=run.config.get("name", run.folder.name),
-        subtitle=format_subtitle(run.config),
+        subtitle=format_subtitle(run),
         status=describe_progress(run),
         headline=list_headlines(run),
-        charts=make_run_charts(run, behind),
+        charts=charts,
         times=compute_time_shares(run),
         estimated=estimated,
         maps=make_expert_load_maps(run),
@@ -81,17 +84,14 @@ def render(run: Run, compared: Sequence[Run] = (), estimated: Sequence[Sequence[
         galleries=galleries,
         evaluated_step=run.confusion.get("step", run.task_results.get("step", run.pictures.get("step"))),
         corpora=run.read_corpora(),
-        preps=[
-            (name, list_prep_steps(prep), [*prep.get("notes", []), *prep.get("skipped_files", [])])
-            for name, prep in run.read_prep().items()
-        ],
+        preps=preps,
         plan=run.plan,
-        differing=None if differing is None else split_sections(differing),
+        differing=None if non_default is None else split_sections(non_default),
         config=split_sections(run.config),
         environment=list(flatten(run.environment)),
         events=run.events,
         resume=make_resume_command(run),
-        notes=notes,
+        notes=[*run.notes, *compared_notes],
     )
 
 
@@ -101,10 +101,10 @@ def group_by_prompt(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, lis
     for sample in samples:
         samples_by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)
 
-    def step(sample: Mapping[str, Any]) -> int:
+    def get_step(sample: Mapping[str, Any]) -> int:
         return int(sample["step"]) if isinstance(sample.get("step"), int) else 0
 
-    return [(prompt, sorted(group, key=step)) for prompt, group in samples_by_prompt.items()]
+    return [(prompt, sorted(group, key=get_step)) for prompt, group in samples_by_prompt.items()]
 
 
 def make_resume_command(run: Run) -> str:
@@ -131,7 +131,7 @@ def _parse_count(text: object) -> int:
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else 0
 
 
-def format_subtitle(config: Mapping[str, Any]) -> str:
+def format_subtitle(run: Run) -> str:
     """Describe the run in one line: architecture, sequence length, batch size and optimizer."""
     parts = (
         ("model", "family", "{}"),
@@ -141,16 +141,16 @@ def format_subtitle(config: Mapping[str, Any]) -> str:
         ("train", "global_batch", "{} per step"),
         ("optimizer", "name", "{}"),
     )
-    values = ((template, config.get(section, {}).get(key)) for section, key, template in parts)
+    values = ((template, run.get_section(section).get(key)) for section, key, template in parts)
     return " · ".join(template.format(value) for template, value in values if value is not None)
 
 
 def describe_progress(run: Run) -> str:
     """Return the run's progress as text: "finished · 1,000 steps" or "step 500 of 1,000"."""
-    steps = run.config.get("train", {}).get("steps")
+    steps = run.get_section("train").get("steps")
     if not run.last_step:
         return "no step yet"
-    if steps is None or run.last_step >= steps:
+    if not isinstance(steps, int) or run.last_step >= steps:
         return f"finished · {run.last_step:,} steps"
     return f"step {run.last_step:,} of {steps:,}"
 
@@ -158,8 +158,8 @@ def describe_progress(run: Run) -> str:
 def list_headlines(run: Run) -> list[Headline]:
     """Return the key results that the run has."""
     headlines = []
-    for name in run.evaluated:
-        suffix = f", {name}" if len(run.evaluated) > 1 else ""
+    for name in run.validation_sets:
+        suffix = f", {name}" if len(run.validation_sets) > 1 else ""
         bits, loss = (run.get_curve("evaluation", name, key).values for key in ("bits_per_byte", "loss"))
         if bits:
             best = min(list_baselines(run, name), key=lambda level: level.value, default=None)
@@ -201,11 +201,23 @@ def list_headlines(run: Run) -> list[Headline]:
     return headlines
 
 
-def list_prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+def summarize_preps(run: Run) -> list[tuple[str, list[tuple[str, ...]], list[str]]]:
+    """Return training corpus, its rows of `list_prep_steps`, and the notes of `megatfm prep`; notes invalid files."""
+    summaries = []
+    for name, prep in run.read_prep().items():
+        try:
+            notes = [str(note) for key in ("notes", "skipped_files") for note in prep.get(key, [])]
+            summaries.append((name, list_prep_steps(prep), notes))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            run.notes.append(f"prep.json of {name} is not shown: it is not as `megatfm prep` writes it")
+    return summaries
+
+
+def list_prep_steps(prep: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return table rows: documents and bytes that each step of `megatfm prep` passed on, changed and dropped."""
     return [
         (
-            step["step"],
+            str(step["step"]),
             format_number(step["documents_out"]),
             format_bytes(step["bytes_out"]),
             format_number(step["changed"]),
@@ -263,21 +275,15 @@ def _read_file(name: str) -> str:
 
 def sample_axes(run: Run) -> list[list[float]]:
     """Return steps, tokens and hours of training at evenly spaced steps; the page's script interpolates."""
-    tokens = dict(zip(*_list_columns(run, "tokens"), strict=True))
+    tokens = dict(run.get_curve("tokens").finite_points)
     hours, total = dict[int, float](), 0.0
-    for step, seconds in zip(*_list_columns(run, "step_seconds"), strict=True):
+    for step, seconds in run.get_curve("step_seconds").finite_points:
         total += seconds / 3600
         hours[step] = total
     steps = sorted(tokens.keys() & hours.keys())
     chosen = steps[:: max(1, len(steps) // N_AXIS_SAMPLES)]
     chosen += steps[-1:] if chosen and chosen[-1] != steps[-1] else []
     return [[0, *chosen], [0, *(tokens[step] for step in chosen)], [0, *(round(hours[s], 6) for s in chosen)]]
-
-
-def _list_columns(run: Run, name: str) -> tuple[list[int], list[float]]:
-    curve = run.get_curve(name)
-    pairs = [pair for pair in zip(curve.steps, curve.values, strict=True) if pair[1] < float("inf")]
-    return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def format_bytes(count: float) -> str:
@@ -297,7 +303,10 @@ def format_duration(seconds: float) -> str:
 
 
 def format_utc(seconds: Any) -> str:
-    """Format seconds since 1970 as a time in UTC; "" for anything but a number."""
+    """Format seconds since 1970 as a time in UTC; "" for anything but a number, or beyond the calendar."""
     if not isinstance(seconds, int | float):
         return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return ""

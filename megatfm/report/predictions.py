@@ -2,7 +2,7 @@
 
 import base64
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,10 @@ from megatfm.tasks.forms import label_text
 
 MAX_CELLS = 16
 """Largest number of classes for which the confusion matrix is a table of counts; it is a picture of shares for more."""
+MAX_PIXELS = 1024
+"""Largest number of pixels of a picture's side; in pictures of more classes, a pixel stands for several."""
+MAX_CLASS_INDEX = 2**20
+"""Larger indices of classes in a file are invalid."""
 MAX_CLASSES, N_WORST, MAX_CONFUSIONS, MAX_ERRORS = 16, 10, 10, 20
 """Largest numbers of rows: of the table of classes, of worst classes if there are more, of confusions, and of texts."""
 MAX_TICKS = 32
@@ -23,7 +27,7 @@ MAX_TICKS = 32
 MAX_PICTURES, MAX_PICTURE_BYTES = 96, 2**20
 MAX_TEXT = 400
 """Largest number of characters of a text that are shown."""
-RIGHT, WRONG = (47, 107, 216), (217, 115, 13)
+CORRECT_COLOUR, WRONG_COLOUR = (47, 107, 216), (217, 115, 13)
 
 Counts = Mapping[tuple[int, int], int]
 """(label, predicted class) → examples."""
@@ -90,7 +94,7 @@ class ClassResults:
 
 
 @dataclass(frozen=True)
-class ShownGallery:
+class Gallery:
     """Pictures of one kind, as data URIs with captions."""
 
     title: str
@@ -135,8 +139,11 @@ def _parse_counts(entries: Any) -> dict[tuple[int, int], int]:
     """Return the positive counts of entries [label, predicted, count]; ignores invalid entries."""
     counts: Counter[tuple[int, int]] = Counter()
     for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, list) and len(entry) == 3 and all(type(n) is int and n >= 0 for n in entry):
-            counts[entry[0], entry[1]] += entry[2]
+        if not isinstance(entry, list) or len(entry) != 3 or not all(type(n) is int and n >= 0 for n in entry):
+            continue
+        label, predicted, count = entry
+        if max(label, predicted) <= MAX_CLASS_INDEX:
+            counts[label, predicted] += count
     return {pair: count for pair, count in counts.items() if count}
 
 
@@ -199,15 +206,18 @@ def _make_cell(count: int, of_label: int, is_right: bool) -> Cell:
 
 
 def _draw_matrix(counts: Counts, n_classes: int, of_label: Mapping[int, int]) -> str:
-    """Draw the confusion matrix with one pixel per pair of classes.
+    """Draw the confusion matrix with one pixel per pair of classes, or the strongest of several pairs.
 
     The opacity is the square root of the pair's share of the label's examples, so that rare errors are visible.
     """
-    clear = (0, 0, 0, 0)
-    pixels = [[clear] * n_classes for _ in range(n_classes)]
+    stride = -(-n_classes // MAX_PIXELS)
+    side, transparent = -(-n_classes // stride), (0, 0, 0, 0)
+    pixels = [[transparent] * side for _ in range(side)]
     for (label, predicted), count in counts.items():
         opacity = max(24, round(255 * math.sqrt(count / of_label[label])))
-        pixels[label][predicted] = (*(RIGHT if label == predicted else WRONG), opacity)
+        row, column = pixels[label // stride], predicted // stride
+        if opacity > row[column][3]:
+            row[column] = (*(CORRECT_COLOUR if label == predicted else WRONG_COLOUR), opacity)
     return encode_png(pixels)
 
 
@@ -268,12 +278,11 @@ def list_text_errors(run: Run, name: str) -> list[TextError]:
 # --- pictures -------------------------------------------------------------------------------------------------------
 
 
-def read_galleries(run: Run) -> list[ShownGallery]:
+def read_galleries(run: Run) -> list[Gallery]:
     """Return the pictures that `megatfm evaluate --images` has written; notes those that can't be read."""
     entries = run.pictures.get("galleries")
-    shown: list[ShownGallery] = []
-    problems: dict[str, int] = defaultdict(int)
-    remaining = MAX_PICTURES
+    galleries: list[Gallery] = []
+    n_unreadable, remaining = 0, MAX_PICTURES
     for entry in entries if isinstance(entries, list) else []:
         if not isinstance(entry, Mapping):
             continue
@@ -284,12 +293,13 @@ def read_galleries(run: Run) -> list[ShownGallery]:
             if uri:
                 pictures.append((uri, str(picture.get("caption", ""))))
             else:
-                problems["can't be read"] += 1
+                n_unreadable += 1
         remaining -= len(pictures)
         if pictures:
-            shown.append(ShownGallery(str(entry.get("title", "")), str(entry.get("note", "")), pictures))
-    run.notes += [f"{count} picture(s) left out that {problem}" for problem, count in problems.items()]
-    return shown
+            galleries.append(Gallery(str(entry.get("title", "")), str(entry.get("note", "")), pictures))
+    if n_unreadable:
+        run.notes.append(f"{n_unreadable} picture(s) left out that can't be read")
+    return galleries
 
 
 def _read_data_uri(folder: Path, name: Any) -> str:

@@ -18,6 +18,9 @@ from megatfm.corpus.manifest import MANIFEST, Manifest
 from megatfm.corpus.storage import CachedRemoteStorage, ShardCacheConfig, open_storage
 from megatfm.errors import MegatfmError, UsageError
 
+MAX_STEPS = 2**53
+"""Steps from here on are not steps of a run, and a browser's numbers could not hold them."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -30,6 +33,11 @@ class Curve:
     def finite(self) -> list[float]:
         """Finite values only, so this may be shorter than the steps."""
         return [value for value in self.values if math.isfinite(value)]
+
+    @property
+    def finite_points(self) -> list[tuple[int, float]]:
+        """Pairs of step and finite value."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,13 @@ class Run:
         self.pictures = self._read_table("pictures.json")
         self.plan = self._read_text("plan.txt")
 
+    def get_section(self, *path: str) -> Mapping[str, Any]:
+        """Return a section of the config, e.g. `get_section("data", "mixture")`; empty if it is missing or no table."""
+        section: Any = self.config
+        for key in path:
+            section = section.get(key) if isinstance(section, Mapping) else None
+        return section if isinstance(section, Mapping) else {}
+
     @property
     def last_step(self) -> int:
         """Last recorded step; 0 if there is none."""
@@ -76,33 +91,35 @@ class Run:
         return self.curves.get(path, Curve())
 
     @property
-    def evaluated(self) -> list[str]:
+    def validation_sets(self) -> list[str]:
         """Names of the validation sets that have results, in order of appearance."""
         return list(dict.fromkeys(path[1] for path in self.curves if len(path) == 3 and path[0] == "evaluation"))
 
     @property
-    def metrics(self) -> list[str]:
-        """Names of the evaluations' metrics, in order of appearance."""
+    def evaluation_metrics(self) -> list[str]:
+        """Names of the evaluations' metrics besides the loss, in order of appearance."""
         return list(
             dict.fromkeys(path[3] for path in self.curves if len(path) == 4 and path[::2] == ("evaluation", "metrics"))
         )
 
     @property
-    def terms(self) -> list[str]:
+    def loss_terms(self) -> list[str]:
         """Names of the loss terms, if the loss has several."""
         return list(dict.fromkeys(path[1] for path in self.curves if len(path) == 2 and path[0] == "terms"))
 
     def read_corpora(self) -> list[CorpusFacts]:
         """Return the statistics of the training and validation corpora."""
-        validation = self.config.get("data", {}).get("validation") or {}
-        corpora = [*self._list_training_corpora(), *validation.items()]
+        corpora = [*self._list_training_corpora(), *self.get_section("data", "validation").items()]
         return [_read_corpus(name, str(folder)) for name, folder in corpora]
 
     def read_prep(self) -> dict[str, dict[str, Any]]:
         """Return training corpus → its prep.json, for those that have one."""
         tables: dict[str, dict[str, Any]] = {}
         for name, location in self._list_training_corpora():
-            store = open_storage(location, ShardCacheConfig())
+            try:
+                store = open_storage(location, ShardCacheConfig())
+            except UsageError:  # `read_corpora` shows why
+                continue
             if isinstance(store, CachedRemoteStorage):
                 table = _read_remote_table(replace(store, url=store.url.rpartition("/")[0]), "prep.json")
             else:
@@ -113,10 +130,10 @@ class Run:
 
     def _list_training_corpora(self) -> list[tuple[str, str]]:
         """Return name and folder or URL of the training corpus, or of each source of a mixture."""
-        data = self.config.get("data", {})
-        mixture = data.get("mixture") or {}
-        sources = [(name, source.get("path")) for name, source in mixture.items()]
-        return [(name, str(location)) for name, location in [("train", data.get("train")), *sources] if location]
+        sources = [(name, self.get_section("data", "mixture", name)) for name in self.get_section("data", "mixture")]
+        locations = [("train", self.get_section("data").get("train"))]
+        locations += [(name, source.get("path")) for name, source in sources]
+        return [(name, str(location)) for name, location in locations if location]
 
     def _read_config(self) -> dict[str, Any]:
         path = self.folder / "config.toml"
@@ -170,9 +187,11 @@ class Run:
         Curves are arrays, since a run may have a million steps.
         """
         columns: dict[tuple[str, ...], tuple[array[int], array[float]]] = {}
+        n_without_step = 0
         for record in self.read_lines("metrics.jsonl"):
             step = record.get("step")
-            if not isinstance(step, int):
+            if not isinstance(step, int) or not 0 <= step < MAX_STEPS:
+                n_without_step += 1
                 continue
             samples = record.pop("samples", [])
             if isinstance(samples, list):
@@ -181,6 +200,8 @@ class Run:
                 steps, values = columns.setdefault(path, (array("q"), array("d")))
                 steps.append(step)
                 values.append(value)
+        if n_without_step:
+            self.notes.append(f"metrics.jsonl: {n_without_step} line(s) left out that have no valid step")
         return {path: Curve(*column) for path, column in columns.items()}
 
 
@@ -209,7 +230,15 @@ def _iter_numbers(table: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Ite
         elif isinstance(value, list):
             yield from _iter_numbers({str(index): item for index, item in enumerate(value)}, (*prefix, key))
         elif isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
-            yield (*prefix, key), float(value)
+            yield (*prefix, key), _to_float(value)
+
+
+def _to_float(value: float | str) -> float:
+    """Return a number of a JSON file. An integer beyond the range of floats becomes infinite, as JSON's 1e999 does."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if isinstance(value, int) and value > 0 else -math.inf
 
 
 def _read_remote_table(store: CachedRemoteStorage, name: str) -> dict[str, Any]:

@@ -87,15 +87,15 @@ class RunLines:
 
     def list_compared(self, *path: str, name: str = "", is_smooth: bool = False) -> list[Line]:
         """Return the curves at a path of the compared runs. name: appended to the names of the runs."""
-        curves = [(other, run.get_curve(*path)) for other, run in self.compared.items()]
+        curves = [(run_name, run.get_curve(*path)) for run_name, run in self.compared.items()]
         return [
-            Line(other + name, smooth(curve) if is_smooth else curve, 6 - i % 5, "other", i + 1)
-            for i, (other, curve) in enumerate(curves)
+            Line(run_name + name, smooth(curve) if is_smooth else curve, 6 - i % 5, "other", i + 1)
+            for i, (run_name, curve) in enumerate(curves)
         ]
 
     def list_evaluated(self, *key: str) -> list[Line]:
         """Return the curves of a metric on each validation set."""
-        names = self.run.evaluated
+        names = self.run.validation_sets
         lines = [
             Line(name, self.run.get_curve("evaluation", name, *key), 2 + i % 5, "dots") for i, name in enumerate(names)
         ]
@@ -116,8 +116,8 @@ class RunLines:
 def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list[Chart]:
     """Return the charts of the curves that the run has. compared: name → run whose curves are drawn behind."""
     lines = RunLines(run, compared or {})
-    terms = [Line(name, smooth(run.get_curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.terms)]
-    levels = [level for name in run.evaluated for level in list_baselines(run, name)]
+    terms = [Line(name, smooth(run.get_curve("terms", name)), 1 + i % 6) for i, name in enumerate(run.loss_terms)]
+    levels = [level for name in run.validation_sets for level in list_baselines(run, name)]
     candidates = (
         make_chart(
             "Loss",
@@ -127,7 +127,10 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
         make_chart("Terms of the loss", "mean over their targets", terms),
         make_source_chart(run),
         make_chart("Bits per byte", "held-out text", lines.list_evaluated("bits_per_byte"), levels=levels),
-        *(make_chart(*describe_metric(metric), lines.list_evaluated("metrics", metric)) for metric in run.metrics),
+        *(
+            make_chart(*describe_metric(metric), lines.list_evaluated("metrics", metric))
+            for metric in run.evaluation_metrics
+        ),
         *make_task_charts(run, lines.compared),
         *make_position_charts(run),
         make_chart("Gradient norm", "before clipping", lines.list_smoothed("gradient norm", "grad_norm")),
@@ -149,8 +152,7 @@ def make_run_charts(run: Run, compared: Mapping[str, Run] | None = None) -> list
         make_mixture_chart(run),
         *make_layer_charts(run),
     )
-    drawn = [candidate for candidate in candidates if candidate]
-    return [replace(drawing, events=list_event_lines(run, *drawing.steps)) for drawing in drawn]
+    return [replace(chart, events=list_event_lines(run, *chart.steps)) for chart in candidates if chart]
 
 
 def list_event_lines(run: Run, first: int, last: int) -> list[EventLine]:
@@ -165,27 +167,41 @@ def list_event_lines(run: Run, first: int, last: int) -> list[EventLine]:
 
 def make_mixture_chart(run: Run) -> Chart | None:
     """Return the chart of each corpus's share of the rows, for a mixture."""
-    data, tokens = run.config.get("data", {}), run.get_curve("tokens")
-    sources = data.get("mixture")
-    if not isinstance(sources, Mapping) or not tokens.steps:
-        return None
-    phases = [(0.0, {name: float(source["weight"]) for name, source in sources.items()})]
-    phases += [(float(change["tokens"]), change["weights"]) for change in data.get("mixture_schedule", [])]
+    points, phases = run.get_curve("tokens").finite_points, _list_mixture_phases(run)
+    sources = phases[0][1] if phases else {}
 
-    def percentage(name: str, seen: float) -> float:
-        weights = [weights for begins, weights in phases if begins <= seen][-1]
-        return 100 * float(weights.get(name, 0)) / sum(map(float, weights.values()))
+    def compute_percentage(name: str, n_tokens: float) -> float:
+        weights = [weights for begin, weights in phases if begin <= n_tokens][-1]
+        return 100 * weights.get(name, 0.0) / sum(weights.values())
 
-    def curve(name: str) -> Curve:
-        return Curve(tokens.steps, [percentage(name, seen) for seen in tokens.values])
+    def compute_curve(name: str) -> Curve:
+        return Curve([step for step, _ in points], [compute_percentage(name, n_tokens) for _, n_tokens in points])
 
-    lines = [Line(name, curve(name), 1 + i % 6) for i, name in enumerate(sources)]
+    lines = [Line(name, compute_curve(name), 1 + i % 6) for i, name in enumerate(sources)]
     return make_chart("Mixture", "% of the rows", lines, from_zero=True)
+
+
+def _list_mixture_phases(run: Run) -> list[tuple[float, dict[str, float]]]:
+    """Return the mixture's phases, (first token, source → weight); none if they are invalid, which is noted."""
+    sources = run.get_section("data", "mixture")
+    if not sources:
+        return []
+    try:
+        phases = [(-math.inf, {name: float(source["weight"]) for name, source in sources.items()})]
+        for change in run.get_section("data").get("mixture_schedule") or []:
+            weights = {name: float(weight) for name, weight in change["weights"].items()}
+            phases.append((float(change["tokens"]), weights))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        phases = []
+    if not phases or not all(sum(weights.values()) > 0 for _, weights in phases):
+        run.notes.append("config.toml: the mixture's weights are not shown, since they are invalid")
+        return []
+    return phases
 
 
 def make_source_chart(run: Run) -> Chart | None:
     """Return the chart of the training loss of each corpus of a mixture."""
-    names = [path[1] for path in run.curves if path[0] == "loss_by_source"]
+    names = [path[1] for path in run.curves if len(path) == 2 and path[0] == "loss_by_source"]
     lines = [Line(name, smooth(run.get_curve("loss_by_source", name)), 1 + i % 6) for i, name in enumerate(names)]
     return make_chart("Training loss by source", "nats per token", lines)
 
@@ -297,17 +313,22 @@ class HeatMap:
 
 def make_expert_load_maps(run: Run) -> list[HeatMap]:
     """Return a heat map for each layer with experts, at most MAX_LAYERS, evenly spaced (`log.layer_stats_every`)."""
-    layers = {path[1] for path in run.curves if path[0] == "norms" and len(path) == 4 and path[2] == "load"}
+    layers = {path[1] for path in run.curves if _is_expert_load(path)}
     charted_layers = pick_evenly(sorted(layers, key=make_natural_key), MAX_LAYERS)
     selection = f" · {len(charted_layers)} of {len(layers)} layers" if len(charted_layers) < len(layers) else ""
     return [_make_load_map(run, layer, selection) for layer in charted_layers]
 
 
+def _is_expert_load(path: tuple[str, ...]) -> bool:
+    """Return whether a curve is the load of an expert: norms, layer, load, index of the expert."""
+    return len(path) == 4 and path[::2] == ("norms", "load") and path[3].isdecimal()
+
+
 def _make_load_map(run: Run, layer: str, selection: str) -> HeatMap:
     """Return the heat map of a layer. selection: appended to the unit."""
-    keys = sorted((path for path in run.curves if path[:3] == ("norms", layer, "load")), key=lambda path: int(path[3]))
-    curves = [run.get_curve(*key) for key in keys]
-    first, last = curves[0].steps[0], curves[0].steps[-1]
+    paths = (path for path in run.curves if _is_expert_load(path) and path[1] == layer)
+    curves = [run.get_curve(*path) for path in sorted(paths, key=lambda path: int(path[3]))]
+    first, last = min(min(curve.steps) for curve in curves), max(max(curve.steps) for curve in curves)
     columns = min(COLUMNS, len(curves[0].steps))
 
     def column_of(step: float) -> float:
@@ -339,15 +360,10 @@ def _compute_means(curve: Curve, columns: int, column_of_value: Sequence[int]) -
 
 
 def _summarize_loads(curves: Sequence[Curve]) -> str:
-    def describe_load(which: str, value: float, expert: int, step: int) -> str:
-        return f"{which}: expert {expert} with {format_number(value)} at step {step:,}"
+    def describe_load(label: str, value: float, expert: int, step: int) -> str:
+        return f"{label}: expert {expert} with {format_number(value)} at step {step:,}"
 
-    loads = [
-        (value, expert, step)
-        for expert, curve in enumerate(curves)
-        for step, value in zip(curve.steps, curve.values, strict=True)
-        if math.isfinite(value)
-    ]
+    loads = [(value, expert, step) for expert, curve in enumerate(curves) for step, value in curve.finite_points]
     if not loads:
         return "nothing finite"
     return "; ".join((describe_load("Busiest", *max(loads)), describe_load("idlest", *min(loads))))

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.support.reported_runs import replace_metrics, report_page
 NAN = float("nan")
 
 
-def curve(values: list[float]) -> Curve:
+def curve(values: Sequence[float]) -> Curve:
     return Curve(range(1, len(values) + 1), values)
 
 

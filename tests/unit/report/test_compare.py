@@ -56,7 +56,7 @@ def test_metrics_of_a_task_are_compared(runs: list[Path], tmp_path: Path) -> Non
     (other / "metrics.jsonl").write_text("")
     comparison = RunComparison.read(runs)
     results = comparison.collect_results()
-    set_name = comparison.runs[0].evaluated[0]
+    set_name = comparison.runs[0].validation_sets[0]
     cells = dict(zip(results.columns, zip(*results.rows, strict=True), strict=True))
     assert cells[f"{set_name} accuracy"] == ("0.7500", "–")
     assert cells[f"{set_name} f1_macro"] == ("0.5000", "–")

@@ -66,6 +66,17 @@ def test_a_class_without_examples_and_one_never_predicted() -> None:
     assert result.confusions == [("α", "β", 3, 0.75)]
 
 
+def test_the_picture_of_many_classes_has_a_bounded_size() -> None:
+    """A pixel stands for several classes; the strongest of its pairs is drawn."""
+    n_classes = 21_841  # of ImageNet-21k
+    counts = {(7, 7): 4, (7, 9): 1, (100, 21_840): 3}
+    result = summarize("set", counts, [str(number) for number in range(n_classes)])
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(result.picture.partition(",")[2]))))
+    assert pixels.shape == (993, 993, 4)  # 22 classes a pixel
+    assert np.argwhere(pixels[..., 3]).tolist() == [[0, 0], [4, 992]]
+    assert pixels[0, 0, 2] > pixels[0, 0, 0], "the correct predictions are the stronger pair"
+
+
 def write_images(run: Path, labels: list[str], counts: Any) -> None:
     (run / "confusion.json").write_text(json.dumps({"step": 7, "sets": {EVIL: {"labels": labels, "counts": counts}}}))
 
@@ -99,7 +110,7 @@ def test_a_run_without_predictions_has_no_such_sections(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "counts",
-    [None, {}, [], [[0]], [[0, "1", 2]], [[-1, 0, 2]], [[0, 0, 0]], [[True, 0, 1]], [[0, 0, 1.5]]],
+    [None, {}, [], [[0]], [[0, "1", 2]], [[-1, 0, 2]], [[0, 0, 0]], [[True, 0, 1]], [[0, 0, 1.5]], [[2**40, 0, 1]]],
 )
 def test_counts_that_are_none(run: Path, counts: Any) -> None:
     write_images(run, ["a"], counts)

@@ -1,4 +1,7 @@
+"""The report of a run: its contents, damaged files, compared runs, and the command that resumes it."""
+
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -188,6 +191,42 @@ def test_damaged_side_files_are_notes_not_failures(run: Path) -> None:
     assert len(page.charts()) == 7
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "note"),
+    [
+        ("metrics.jsonl", {"step": 10**30, "loss": 1.0}, "metrics.jsonl: 1 line(s) left out that have no valid step"),
+        ("metrics.jsonl", {"step": "7", "loss": 1.0}, "metrics.jsonl: 1 line(s) left out that have no valid step"),
+        ("metrics.jsonl", {"step": 1, "loss": 10**400}, "step 1 of 1,000"),
+        ("metrics.jsonl", {"step": 1, "loss": 1.0, "tasks": 5, "terms": [1], "loss_by_source": 2}, "step 1 of 1,000"),
+        ("metrics.jsonl", {"step": 1, "loss": 1.0, "norms": {"layer": {"load": {"x": 1}}}}, "step 1 of 1,000"),
+        ("events.jsonl", {"time": 1e300, "event": "stopped"}, "stopped"),
+        ("events.jsonl", {"time": math.inf, "event": "stopped"}, "stopped"),
+        ("../../corpora/prep.json", {"steps": [{"step": "read"}]}, "prep.json of train is not shown"),
+        ("../../corpora/prep.json", {"steps": [], "notes": 7}, "prep.json of train is not shown"),
+    ],
+)
+def test_impossible_values_of_side_files_do_not_stop_the_report(run: Path, name: str, line: object, note: str) -> None:
+    (run / name).write_text(json.dumps(line) + "\n")
+    assert note in report_page(run).text
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ("train = 3", "finished"),
+        ('[train]\nsteps = "many"', "finished"),
+        ("data = [3]", "Corpus"),
+        ('objective = "causal"', "nats per token"),
+        ('[data]\ntrain = "pipe:cat corpus"', "a corpus has no commands to run"),
+        ('[data.mixture]\ncode = { path = "a", weight = 0 }', "the mixture's weights are not shown"),
+        ('[data.mixture]\ncode = { path = "a" }', "the mixture's weights are not shown"),
+    ],
+)
+def test_a_config_of_the_wrong_form_does_not_stop_the_report(run: Path, config: str, text: str) -> None:
+    (run / "config.toml").write_text(config + "\n")
+    assert text in report_page(run).text
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"not a run directory \(it has no config.toml\)"):
         write_report(tmp_path)
@@ -236,17 +275,26 @@ def test_other_runs_lie_behind_the_curves_under_their_names(run: Path, tmp_path:
         main(["report", str(run), "--with", str(other)])
     assert left.value.code == 0
     page = Page(run / "report.html")
-    behind = page.lines("other")
-    assert [line["name"] for line in behind] == [
+    lines = page.lines("other")
+    assert [line["name"] for line in lines] == [
         "slower",
         "slower, stdlib",
         "slower, stdlib",
         *["slower"] * 3,
     ]
-    assert all(line["run"] == 1 and sum(line["steps"]) == 100 for line in behind)
+    assert all(line["run"] == 1 and sum(line["steps"]) == 100 for line in lines)
     assert len(json.loads(next(str(a["data-axes"]) for tag, a in page.tags if tag == "main"))) == 2
     with pytest.raises(UsageError, match="not a run directory"):
         write_report(run, [tmp_path])
+
+
+def test_a_compared_run_that_is_given_twice_is_drawn_once(run: Path, tmp_path: Path) -> None:
+    """Otherwise, lines of later runs would have the axes of an earlier one."""
+    slower, faster = (write_reported_run(tmp_path / name, 20) for name in ("slower", "faster"))
+    write_report(run, [slower, slower, tmp_path / "slower" / ".." / "slower" / "runs" / "synthetic", faster])
+    page = Page(run / "report.html")
+    assert {line["run"] for line in page.lines("other")} == {1, 2}
+    assert len(json.loads(next(str(a["data-axes"]) for tag, a in page.tags if tag == "main"))) == 3
 
 
 def test_time_is_told_by_what_it_went_to(run: Path) -> None:
