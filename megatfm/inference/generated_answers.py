@@ -13,8 +13,7 @@ from megatfm.errors import UsageError
 from megatfm.inference.beam_search import beam_search, gnmt_penalty
 from megatfm.inference.decoding import Prompts, Sampling, has_encoder, stream
 from megatfm.inference.likelihood import BATCH_SIZE, blocks_of_shape, padded_length
-from megatfm.tasks.files import Row
-from megatfm.tasks.forms import row_text
+from megatfm.tasks.files import Row, read_row_text
 from megatfm.tasks.text_metrics import corpus_metric, metric_signature
 from megatfm.tokenizers import Tokenizer
 
@@ -58,7 +57,7 @@ def answer_rows(
     """
     task = config.task
     assert task is not None
-    texts = [row_text(path, number, row, task.text) for number, row in enumerate(rows, start=1)]
+    texts = [read_row_text(path, number, row, task.text) for number, row in enumerate(rows, start=1)]
     prompts = [encode_prompt(model, tokenizer, task, text) for text in texts]
     if has_encoder(model):
         prompts = _cut_prompts(config, path, prompts)

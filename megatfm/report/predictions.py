@@ -12,7 +12,7 @@ from megatfm.errors import MegatfmError
 from megatfm.report.charts import Tick, encode_png
 from megatfm.report.run import Run
 from megatfm.tasks.files import read_rows
-from megatfm.tasks.forms import label_text
+from megatfm.tasks.labels import format_label
 
 MAX_CELLS = 16
 """Largest number of classes for which the confusion matrix is a table of counts; it is a picture of shares for more."""
@@ -262,7 +262,7 @@ def list_text_errors(run: Run, name: str) -> list[TextError]:
         if not 1 <= line["row"] <= len(rows):
             continue
         row, predicted = rows[line["row"] - 1], str(line["label"])
-        label = label_text(row.get(task.get("label", "label")))
+        label = format_label(row.get(task.get("label", "label")))
         if label == predicted:
             continue
         parts = (row.get(column) for column in (task.get("text", "text"), task.get("text_pair")) if column)

@@ -13,8 +13,8 @@ from megatfm.corpus.shard_format import Sample
 from megatfm.errors import UsageError
 from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.chat import ChatTemplate, check_messages, load_chat_template
-from megatfm.tasks.files import Row, require_columns
-from megatfm.tasks.forms import THREADS, EncodedExample, require_tokens, row_text
+from megatfm.tasks.examples import THREADS, EncodedExample, ExampleFormat, require_tokens
+from megatfm.tasks.files import Row, read_row_text, refuse_row, require_columns
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 Spans = list[tuple[int, int]]
@@ -22,41 +22,43 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class AnswerEncoder:
-    """Encodes the rows of one file.
+    """Encodes the rows of one file. A decoder's example may have one token more than a row: the last is only a target.
 
-    length: tokens of a row; a decoder's example may have one more, since its last token is only a target.
-    target_length: tokens of an encoder-decoder's decoder row; None: a decoder.
+    tokenizer_file: the file beside which a chat template lies.
     """
 
     path: str
     task: TaskConfig
     tokenizer: Tokenizer
-    tokenizer_file: str
-    length: int
-    target_length: int | None = None
+    example_format: ExampleFormat
+    tokenizer_file: str = ""
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
         """Return examples and notes for the log. Raises UsageError that names the row."""
-        if self.target_length is not None:
-            return self._encode_pairs(rows, self.target_length)
+        if self.example_format.target_length is not None:
+            return self._encode_pairs(rows, self.example_format.target_length)
+        length = self.example_format.sequence_length
         encode = self.encode_chats if self.task.form == "chat" else self.encode_prompts
         examples, n_cut, n_closed = [], 0, 0
         for row_number, (tokens, spans, text_bytes) in enumerate(encode(rows), start=1):
-            if len(tokens) > self.length + 1:
+            if len(tokens) > length + 1:
                 if self.task.too_long == "error":
                     needed = len(tokens) - 1
-                    self.refuse(
+                    refuse_row(
+                        self.path,
                         row_number,
-                        f"has {needed} tokens, more than data.sequence_length = {self.length}: choose {needed} or "
+                        f"has {needed} tokens, more than data.sequence_length = {length}: choose {needed} or "
                         "more, or task.too_long = 'truncate'",
                     )
                 n_cut += 1
-                tokens = tokens[: self.length + 1]
+                tokens = tokens[: length + 1]
             # No position predicts the first token.
             trained = [(max(begin, 1), min(end, len(tokens))) for begin, end in spans if begin < len(tokens)]
             trained = [(begin, end) for begin, end in trained if begin < end]
             if not trained:
-                self.refuse(row_number, "no token is trained: its answer is empty, or beyond data.sequence_length")
+                refuse_row(
+                    self.path, row_number, "no token is trained: its answer is empty, or beyond data.sequence_length"
+                )
             last_answer = tokens[trained[-1][0] : trained[-1][1]]
             n_closed += bool(np.isin(last_answer, list(self.tokenizer.special.reserved)).any())
             examples.append(EncodedExample(tokens, text_bytes, {"trained": [list(span) for span in trained]}))
@@ -68,7 +70,10 @@ class AnswerEncoder:
         texts, answers = self._read_columns(rows)
         encoded = [tokenizer.encode_batch([f"{task.prefix}{text}" for text in texts], THREADS)]
         encoded.append(tokenizer.encode_batch(answers, THREADS))
-        limits = {"data.sequence_length": self.length - 1, "data.target_length": target_length - 1}
+        limits = {
+            "data.sequence_length": self.example_format.sequence_length - 1,
+            "data.target_length": target_length - 1,
+        }
         for row_number, pair in enumerate(zip(*encoded, strict=True), start=1):
             n_cut += self._check_sides(row_number, pair, limits)
             source, answer = (side[:limit] for side, limit in zip(pair, limits.values(), strict=True))
@@ -88,11 +93,12 @@ class AnswerEncoder:
         is_cut = False
         for side, tokens, (key, limit) in zip(("text", "answer"), pair, limits.items(), strict=True):
             if not len(tokens):
-                self.refuse(row_number, f"its {side} makes no token: take the row out")
+                refuse_row(self.path, row_number, f"its {side} makes no token: take the row out")
             if limit < 1:
                 raise UsageError(f"{key} = {limit + 1}: leaves no room for text beside the end token: choose more")
             if len(tokens) > limit and self.task.too_long == "error":
-                self.refuse(
+                refuse_row(
+                    self.path,
                     row_number,
                     f"its {side} has {len(tokens) + 1} tokens, more than {key} = {limit + 1}: choose {len(tokens) + 1} "
                     "or more, or task.too_long = 'truncate'",
@@ -105,7 +111,7 @@ class AnswerEncoder:
         columns = {"task.text": self.task.text, "task.label": self.task.label}
         require_columns(self.path, rows, columns)
         texts, answers = (
-            [row_text(self.path, row_number, row, column) for row_number, row in enumerate(rows, start=1)]
+            [read_row_text(self.path, row_number, row, column) for row_number, row in enumerate(rows, start=1)]
             for column in columns.values()
         )
         return texts, answers
@@ -138,7 +144,7 @@ class AnswerEncoder:
         for row_number, row in enumerate(rows, start=1):
             messages: Any = row.get(column)
             if problem := check_messages(messages, tokenizer):
-                self.refuse(row_number, problem)
+                refuse_row(self.path, row_number, problem)
             encoded.append(self._encode_chat(row_number, messages, template, tokenizer))
         return encoded
 
@@ -148,7 +154,7 @@ class AnswerEncoder:
         try:
             text, answers = template.answer_spans(messages)
         except UsageError as error:
-            raise UsageError(f"{self.path}, row {row_number}: {error}") from None
+            refuse_row(self.path, row_number, str(error))
         tokens, offsets = tokenizer.encode_with_offsets(text)
         starts = np.array([start for start, _ in offsets], np.int64)
         spans = [(int(starts.searchsorted(begin)), int(starts.searchsorted(end))) for begin, end in answers]
@@ -177,11 +183,11 @@ class AnswerEncoder:
         return []
 
     def _write_notes(self, examples: Sequence[EncodedExample], n_cut: int, n_closed: int) -> list[str]:
-        n_tokens = sum(len(example.tokens) for example in examples)
+        n_tokens, length = sum(len(example.tokens) for example in examples), self.example_format.sequence_length
         n_trained = sum(end - begin for example in examples for begin, end in example.annotation["trained"])
         notes = [f"{self.path}: {n_trained:,} of {n_tokens:,} tokens are trained"]
         if n_cut:
-            notes.append(f"{self.path}: {n_cut} of {len(examples)} examples are cut to {self.length} tokens")
+            notes.append(f"{self.path}: {n_cut} of {len(examples)} examples are cut to {length} tokens")
         if n_closed < len(examples):
             notes.append(
                 f"{self.path}: the last answer of {len(examples) - n_closed} of {len(examples)} examples has no "
@@ -189,10 +195,6 @@ class AnswerEncoder:
                 "one"
             )
         return notes
-
-    def refuse(self, row_number: int, reason: str) -> None:
-        """Raise a UsageError that names the file and the row."""
-        raise UsageError(f"{self.path}, row {row_number}: {reason}")
 
 
 def describe_example(sample: Sample, tokenizer: Tokenizer, *, colour: bool, labels: Sequence[str] = ()) -> str | None:

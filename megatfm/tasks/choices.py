@@ -2,34 +2,29 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config import TaskConfig
-from megatfm.errors import UsageError
-from megatfm.tasks.files import Row, require_columns
-from megatfm.tasks.forms import (
+from megatfm.tasks.examples import (
     THREADS,
     EncodedExample,
+    ExampleFormat,
     build_frame,
-    class_index,
     join_sequences,
-    label_text,
     require_tokens,
-    row_text,
     truncate_longest,
 )
+from megatfm.tasks.files import Row, read_row_text, refuse_row, require_columns
+from megatfm.tasks.labels import find_class_index, format_label
 from megatfm.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
 class ChoiceEncoder:
-    """Encodes the rows of one file.
+    """Encodes the rows of one file. with_labels: false for files whose choices are to be predicted.
 
-    cls_index: the token that carries a choice's score, 0 or −1. ends_in_cls: for XLNet; another last token is a
-    decoder's.
     An encoder's pair is (text, question and choice), a decoder's (text and question, choice): Radford et al. 2018,
     section 3.3.
     """
@@ -37,48 +32,43 @@ class ChoiceEncoder:
     path: str
     task: TaskConfig
     tokenizer: Tokenizer
-    length: int
+    example_format: ExampleFormat
     with_labels: bool
-    cls_index: int
-    ends_in_cls: bool = False
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether the model is a decoder."""
-        return self.cls_index == -1 and not self.ends_in_cls
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
         """Return examples and notes for the log. Raises UsageError that names the row."""
-        task = self.task
+        task, length = self.task, self.example_format.sequence_length
         columns = {"task.text": task.text} | ({"task.text_pair": task.text_pair} if task.text_pair else {})
         require_columns(self.path, rows, columns | ({"task.label": task.label} if self.with_labels else {}))
         for column in task.choices:
             require_columns(self.path, rows, {"task.choices": column})
-        frame = build_frame(self.tokenizer, is_causal=self.is_causal, ends_in_cls=self.ends_in_cls)
+        frame = build_frame(self.tokenizer, self.example_format)
         examples, n_cut = list[EncodedExample](), 0
         for row_number, row in enumerate(rows, start=1):
-            texts = [row_text(self.path, row_number, row, column) for column in columns.values()]
+            texts = [read_row_text(self.path, row_number, row, column) for column in columns.values()]
             choices = self._read_choices(row_number, row)
-            label = self._label(row_number, row, len(choices)) if self.with_labels else 0
+            label = self._read_label(row_number, row, len(choices)) if self.with_labels else 0
             firsts, seconds = self._tokenize_sides(texts, choices)
             choice_columns = task.choices if len(task.choices) > 1 else task.choices * len(choices)
             for column, tokens in zip((task.text, *choice_columns), (firsts[0], *seconds), strict=True):
                 require_tokens(self.path, row_number, column, tokens)
-            room = self.length // len(choices) - frame.n_special(pair=True)
+            room = length // len(choices) - frame.n_special(pair=True)
             if room < 2:
-                self._refuse(
+                refuse_row(
+                    self.path,
                     row_number,
-                    f"data.sequence_length = {self.length} has no room for {len(choices)} choices, which share a row: "
+                    f"data.sequence_length = {length} has no room for {len(choices)} choices, which share a row: "
                     "choose more",
                 )
             longest = max(len(first) + len(second) for first, second in zip(firsts, seconds, strict=True))
             if longest > room:
                 needed = (longest + frame.n_special(pair=True)) * len(choices)
                 if task.too_long == "error":
-                    self._refuse(
+                    refuse_row(
+                        self.path,
                         row_number,
                         f"has {len(choices)} choices, which share a row, of up to {longest} tokens, and needs {needed} "
-                        f"of data.sequence_length = {self.length}: choose {needed} or more, or task.too_long = "
+                        f"of data.sequence_length = {length}: choose {needed} or more, or task.too_long = "
                         "'truncate'",
                     )
                 n_cut += 1
@@ -87,8 +77,8 @@ class ChoiceEncoder:
                 for first, second in zip(firsts, seconds, strict=True)
             ]
             n_bytes = len("".join([*texts * len(choices), *choices]).encode())
-            examples.append(join_sequences(framed, self.cls_index, label, n_bytes))
-        note = f"{self.path}: {n_cut} of {len(rows)} examples are cut to {self.length} tokens for all choices"
+            examples.append(join_sequences(framed, self.example_format.cls_index, label, n_bytes))
+        note = f"{self.path}: {n_cut} of {len(rows)} examples are cut to {length} tokens for all choices"
         return examples, [note] if n_cut else []
 
     def _tokenize_sides(
@@ -96,7 +86,7 @@ class ChoiceEncoder:
     ) -> tuple[list[NDArray[np.integer]], list[NDArray[np.integer]]]:
         """Return the tokens of the first and of the second text of each choice."""
         text, *question = texts
-        if self.is_causal:
+        if self.example_format.is_causal:
             first, seconds = " ".join([text, *question]), list(choices)
         else:
             first, seconds = text, [" ".join([*question, choice]) for choice in choices]
@@ -106,29 +96,31 @@ class ChoiceEncoder:
     def _read_choices(self, row_number: int, row: Row) -> list[str]:
         columns = self.task.choices
         if len(columns) > 1:
-            return [row_text(self.path, row_number, row, column) for column in columns]
+            return [read_row_text(self.path, row_number, row, column) for column in columns]
         value = row.get(columns[0])
         if isinstance(value, Mapping):  # ARC: {"text": [...], "label": [...]}
             value = value.get("text")
         if not isinstance(value, list) or len(value) < 2:
-            self._refuse(row_number, f"column {columns[0]!r} is {value!r:.40}: give a list of two or more choices")
-        return [row_text(self.path, row_number, {columns[0]: choice}, columns[0]) for choice in value]
+            refuse_row(
+                self.path, row_number, f"column {columns[0]!r} is {value!r:.40}: give a list of two or more choices"
+            )
+        return [read_row_text(self.path, row_number, {columns[0]: choice}, columns[0]) for choice in value]
 
-    def _label(self, row_number: int, row: Row, n_choices: int) -> int:
+    def _read_label(self, row_number: int, row: Row, n_choices: int) -> int:
         value = row.get(self.task.label, "")
         if self.task.labels:
-            choice = class_index(self.path, row_number, value, self.task.labels)
+            choice = find_class_index(self.path, row_number, value, self.task.labels)
         else:
-            text = label_text(value)
+            text = format_label(value)
             if not text.isdecimal():
-                self._refuse(
+                refuse_row(
+                    self.path,
                     row_number,
                     f"label {text!r} is no number of a choice, from 0: name the choices in task.labels",
                 )
             choice = int(text)
         if choice >= n_choices:
-            self._refuse(row_number, f"label {label_text(value)!r} is none of its {n_choices} choices: mend the row")
+            refuse_row(
+                self.path, row_number, f"label {format_label(value)!r} is none of its {n_choices} choices: mend the row"
+            )
         return choice
-
-    def _refuse(self, row_number: int, reason: str) -> NoReturn:
-        raise UsageError(f"{self.path}, row {row_number}: {reason}")

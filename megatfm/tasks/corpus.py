@@ -3,9 +3,10 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -18,9 +19,11 @@ from megatfm.objectives.supervised import ANNOTATION
 from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.chat import CHAT_FORMS, load_chat_template
 from megatfm.tasks.choices import ChoiceEncoder
-from megatfm.tasks.files import read_rows, require_columns
-from megatfm.tasks.forms import MAX_SHOWN, EncodedExample, RowEncoder, collect_labels, label_text, list_labels
-from megatfm.tasks.preferences import LogProbabilities, PreferenceEncoder
+from megatfm.tasks.examples import EncodedExample, ExampleFormat
+from megatfm.tasks.files import Row, read_rows, require_columns
+from megatfm.tasks.labelled_texts import LabelledTextEncoder
+from megatfm.tasks.labels import MAX_SHOWN, collect_labels, format_label, list_labels
+from megatfm.tasks.preferences import PreferenceEncoder, ReferenceScorer
 from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatfm.version import __version__
@@ -54,7 +57,7 @@ def read_labels(task: TaskConfig) -> list[str]:
     rows = read_rows(task.train)
     require_columns(task.train, rows, {"task.label": task.label})
     labels = (
-        sorted({label_text(row.get(task.label)) for row in rows}) if predicts_numbers else collect_labels(task, rows)
+        sorted({format_label(row.get(task.label)) for row in rows}) if predicts_numbers else collect_labels(task, rows)
     )
     if len(labels) < 2 and task.form != "multilabel":
         raise UsageError(
@@ -92,23 +95,17 @@ def prepare_corpus(
     path: str,
     task: TaskConfig,
     tokenizer: Tokenizer,
-    sequence_length: int,
+    example_format: ExampleFormat,
     folder: Path,
     *,
     tokenizer_file: str = "",
     with_labels: bool = True,
-    is_causal: bool = False,
-    ends_in_cls: bool = False,
-    target_length: int | None = None,
-    reference: LogProbabilities | None = None,
-    reference_identity: str = "",
+    reference: ReferenceScorer | None = None,
 ) -> TaskCorpus:
     """Tokenize a file into a corpus below `folder`, or reuse the one that an earlier call left there.
 
-    task: with all `labels`. with_labels: false for files whose labels are to be predicted. is_causal: for a decoder,
-    whose last token of an example carries the label. ends_in_cls: for XLNet, likewise. sequence_length: tokens of a
-    row. target_length: tokens of an encoder-decoder's decoder row. reference: for preferences, scores answers by the
-    model at the start; reference_identity names that model. Raises UsageError that names file and row.
+    task: with all `labels`. tokenizer_file: the file beside which a chat template lies. with_labels: false for files
+    whose labels are to be predicted. reference: for preferences. Raises UsageError that names file and row.
     """
     rows = read_rows(path)
     identity = {
@@ -116,32 +113,40 @@ def prepare_corpus(
         "rows": blake3(json.dumps(rows, default=str, sort_keys=True).encode()).hexdigest(),
         "tokenizer": tokenizer.hash,
         "task": {name: value for name, value in task.model_dump(mode="json").items() if name not in NOT_STORED},
-        "sequence_length": sequence_length,
+        "sequence_length": example_format.sequence_length,
         "with_labels": with_labels,
-        "is_causal": is_causal,
-        **({"ends_in_cls": True} if ends_in_cls else {}),
-        "target_length": target_length,
+        "is_causal": example_format.is_causal,
+        **({"ends_in_cls": True} if example_format.ends_in_cls else {}),
+        "target_length": example_format.target_length,
         "chat_template": _hash_chat_template(task, tokenizer_file, tokenizer),
-        **({"reference": reference_identity} if reference_identity else {}),
+        **({"reference": reference.identity} if reference else {}),
     }
     corpus_folder = folder / blake3(json.dumps(identity, sort_keys=True).encode()).hexdigest(8)
     if not (corpus_folder / MANIFEST).is_file():
-        cls_index = -1 if is_causal or ends_in_cls else 0
-        encoder: RowEncoder | AnswerEncoder | SpanEncoder | ChoiceEncoder | PreferenceEncoder
-        if task.form == "span_extraction":
-            encoder = SpanEncoder(path, task, tokenizer, sequence_length, with_labels, is_causal, ends_in_cls)
-        elif task.form == "multiple_choice":
-            encoder = ChoiceEncoder(path, task, tokenizer, sequence_length, with_labels, cls_index, ends_in_cls)
+        encoder: _Encoder
+        if reference is not None:
+            encoder = PreferenceEncoder(path, task, tokenizer, example_format, tokenizer_file, reference)
         elif task.has_head:
-            encoder = RowEncoder(path, task, tokenizer, sequence_length, with_labels, cls_index, ends_in_cls)
-        elif reference is not None:
-            encoder = PreferenceEncoder(path, task, tokenizer, tokenizer_file, sequence_length, reference)
+            encoder = ENCODERS.get(task.form, LabelledTextEncoder)(path, task, tokenizer, example_format, with_labels)
         else:
-            encoder = AnswerEncoder(path, task, tokenizer, tokenizer_file, sequence_length, target_length)
+            encoder = AnswerEncoder(path, task, tokenizer, example_format, tokenizer_file)
         encoded, notes = encoder.encode(rows)
         _write(corpus_folder, encoded, str(path), tokenizer, identity | {"notes": notes})
     manifest = json.loads((corpus_folder / MANIFEST).read_bytes())
     return TaskCorpus(corpus_folder, len(rows), manifest["provenance"]["notes"])
+
+
+class _Encoder(Protocol):
+    def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
+        """Return examples and notes for the log. Raises UsageError that names the row."""
+        ...
+
+
+ENCODERS: Mapping[str, Callable[[str, TaskConfig, Tokenizer, ExampleFormat, bool], _Encoder]] = {
+    "span_extraction": SpanEncoder,
+    "multiple_choice": ChoiceEncoder,
+}
+"""Form of a task with a head → its encoder, where that is not `LabelledTextEncoder`."""
 
 
 def _hash_chat_template(task: TaskConfig, tokenizer_file: str, tokenizer: Tokenizer) -> str | None:

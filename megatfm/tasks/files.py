@@ -5,7 +5,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatfm.errors import MegatfmError, UsageError
 
@@ -55,6 +55,20 @@ def require_columns(path: str | Path, rows: Sequence[Row], columns: Mapping[str,
         raise UsageError(f"{path}: has no column {name!r}, which {key} names; there are: {listed}: {remedy}")
 
 
+def refuse_row(path: str | Path, row_number: int, reason: str) -> NoReturn:
+    """Raise a UsageError that names a file's row. row_number: from 1."""
+    raise UsageError(f"{path}, row {row_number}: {reason}")
+
+
+def read_row_text(path: str, row_number: int, row: Row, column: str) -> str:
+    """Return the text of a row's column. Raises UsageError if it is empty or not a text."""
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip():
+        shown = "empty" if value is None or isinstance(value, str) else f"{value!r:.40}, not text"
+        refuse_row(path, row_number, f"column {column!r} is {shown}: give a text, or take the row out")
+    return value
+
+
 def _read_delimited(path: Path, delimiter: str) -> Iterator[Row]:
     """Read a file whose first line names the columns. Tab-separated files have no quotes, as GLUE's."""
     dialect: Any = {"quoting": csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL, "strict": True}
@@ -99,7 +113,7 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
         ]
     for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
-            raise UsageError(f"{path}, row {number}: is no JSON object: give one object a line, column → value")
+            refuse_row(path, number, "is no JSON object: give one object a line, column → value")
         yield value
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from megatfm.config import TaskConfig
 from megatfm.tasks.answers import AnswerEncoder, Spans
 from megatfm.tasks.chat import ASSISTANT
-from megatfm.tasks.files import Row, require_columns
-from megatfm.tasks.forms import EncodedExample
+from megatfm.tasks.examples import EncodedExample, ExampleFormat
+from megatfm.tasks.files import Row, refuse_row, require_columns
 from megatfm.tokenizers import Tokenizer
 
 SIDES = ("chosen", "rejected")
@@ -19,19 +19,28 @@ LogProbabilities = Callable[[Sequence[tuple[NDArray[np.int64], tuple[int, int]]]
 """(tokens [T], [begin, end) of the answer) of each sequence → log-probabilities of the answers, in nats."""
 
 
+class ReferenceScorer(Protocol):
+    """Scores answers by the model at the start. identity: of that model; another one makes another corpus."""
+
+    @property
+    def identity(self) -> str: ...
+
+    def __call__(self, sequences: Sequence[tuple[NDArray[np.int64], tuple[int, int]]]) -> Sequence[float]: ...
+
+
 @dataclass(frozen=True)
 class PreferenceEncoder:
     """Encodes the rows of one file as pairs: the chosen sequence, then the rejected one, each prompt and answer.
 
-    length: tokens of a row, which a pair must fit; the last token of each sequence is only a target. reference:
-    log-probabilities of answers by the model at the start.
+    A pair must fit a row; the last token of each sequence is only a target. reference: log-probabilities of answers by
+    the model at the start.
     """
 
     path: str
     task: TaskConfig
     tokenizer: Tokenizer
+    example_format: ExampleFormat
     tokenizer_file: str
-    length: int
     reference: LogProbabilities
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
@@ -43,12 +52,14 @@ class PreferenceEncoder:
         for row_number, pair in enumerate(zip(encoded["chosen"], encoded["rejected"], strict=True), start=1):
             (chosen, (begin, end), n_chosen), (rejected, (rejected_begin, rejected_end), n_rejected) = pair
             if np.array_equal(chosen, rejected):
-                self._make_answer_encoder().refuse(row_number, "both answers are the same: take the row out")
+                refuse_row(self.path, row_number, "both answers are the same: take the row out")
             needed = len(chosen) + len(rejected) - 2
-            if needed > self.length:
-                self._make_answer_encoder().refuse(
+            if needed > self.example_format.sequence_length:
+                refuse_row(
+                    self.path,
                     row_number,
-                    f"has {needed} tokens in both sequences, more than data.sequence_length = {self.length}: choose "
+                    f"has {needed} tokens in both sequences, more than data.sequence_length = "
+                    f"{self.example_format.sequence_length}: choose "
                     f"{needed} or more, or take the row out; pairs are not cut",
                 )
             rejected_start = len(chosen)
@@ -88,26 +99,25 @@ class PreferenceEncoder:
         """Return the conversation of a row that ends in the answer of a column."""
         prompt, answer = row.get(self.task.prompt), row.get(column)
         if not isinstance(answer, list) or not answer:
-            self._make_answer_encoder().refuse(
-                row_number, f"column {column!r} is no list of messages, as in other rows: give one"
-            )
-        assert isinstance(answer, list)
+            refuse_row(self.path, row_number, f"column {column!r} is no list of messages, as in other rows: give one")
         if isinstance(prompt, str) and prompt.strip() and len(answer) == 1:
-            self._make_answer_encoder().refuse(
+            refuse_row(
+                self.path,
                 row_number,
                 f"column {self.task.prompt!r} is a text, and column {column!r} a list with the answer alone, so that "
                 "the prompt would be left out: give the prompt as a list of messages, or both answers as texts",
             )
         messages = [*(prompt if isinstance(prompt, list) else []), *answer]
         if not isinstance(messages[-1], dict) or messages[-1].get("role") != ASSISTANT:
-            self._make_answer_encoder().refuse(
+            refuse_row(
+                self.path,
                 row_number,
                 f"the last message of column {column!r} is not the assistant's: end with the answer",
             )
         return messages
 
     def _make_answer_encoder(self) -> AnswerEncoder:
-        return AnswerEncoder(self.path, self.task, self.tokenizer, self.tokenizer_file, self.length)
+        return AnswerEncoder(self.path, self.task, self.tokenizer, self.example_format, self.tokenizer_file)
 
 
 def _get_last_span(spans: Spans, n_tokens: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from blake3 import blake3
@@ -16,8 +16,8 @@ from megatfm.config import EvaluationTaskConfig, load_section
 from megatfm.errors import UsageError
 from megatfm.registry import did_you_mean
 from megatfm.tasks.chat import TEMPLATE_ERRORS
-from megatfm.tasks.files import Row, read_rows, require_columns
-from megatfm.tasks.forms import label_text
+from megatfm.tasks.files import Row, read_rows, refuse_row, require_columns
+from megatfm.tasks.labels import format_label
 from megatfm.tokenizers import Tokenizer
 
 NAME = re.compile(r"[\w.-]+")
@@ -129,7 +129,7 @@ class QuestionReader:
             column = row.get(config.choices)
             if not isinstance(column, list) or not column:
                 self._refuse(number, f"column {config.choices!r} is {column!r:.40}: give a list of answers")
-            texts = [label_text(text) for text in column or ()]
+            texts = [format_label(text) for text in column]
         else:
             texts = [self._render(template, number, row) for template in config.choices]
         if len(texts) < 2:
@@ -147,7 +147,7 @@ class QuestionReader:
 
     def _find_right_answer(self, number: int, value: Any, texts: Sequence[str]) -> int:
         """Return the index of the right answer."""
-        name, labels = "" if value is None else label_text(value), self.config.labels
+        name, labels = "" if value is None else format_label(value), self.config.labels
         if labels:
             if name not in labels[: len(texts)]:
                 known = ", ".join(labels[: len(texts)])
@@ -170,7 +170,7 @@ class QuestionReader:
     def _read_accepted_texts(self, number: int, row: Row) -> tuple[str, ...]:
         """Return the accepted texts."""
         value = row.get(self.config.answer)
-        texts = [label_text(text) for text in (value if isinstance(value, list) else [value]) if text is not None]
+        texts = [format_label(text) for text in (value if isinstance(value, list) else [value]) if text is not None]
         if not texts or not all(texts):
             self._refuse(number, f"column {self.config.answer!r} is empty: give a text, or take the row out")
         return tuple(texts)
@@ -181,10 +181,9 @@ class QuestionReader:
         except TEMPLATE_ERRORS as error:
             columns = ", ".join(map(str, row))
             self._refuse(number, f"the template {template!r:.60} can't be filled in: {error}; there are: {columns}")
-            raise AssertionError from error
 
-    def _refuse(self, number: int, reason: str) -> None:
-        raise UsageError(f"{self.path}, row {number + 1}: {reason}")
+    def _refuse(self, number: int, reason: str) -> NoReturn:
+        refuse_row(self.path, number + 1, reason)
 
 
 @cache

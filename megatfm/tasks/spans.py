@@ -3,15 +3,15 @@
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
-from megatfm.tasks.files import Row, require_columns
-from megatfm.tasks.forms import EncodedExample, Frame, build_frame, require_tokens, row_text
+from megatfm.tasks.examples import EncodedExample, ExampleFormat, Frame, build_frame, require_tokens
+from megatfm.tasks.files import Row, read_row_text, refuse_row, require_columns
 from megatfm.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 ID = "id"
@@ -36,10 +36,8 @@ class SpanEncoder:
     path: str
     task: TaskConfig
     tokenizer: Tokenizer
-    length: int
+    example_format: ExampleFormat
     with_labels: bool
-    is_causal: bool = False
-    ends_in_cls: bool = False
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[EncodedExample], list[str]]:
         """Return windows in the order of the rows, and notes for the log. Raises UsageError that names the row."""
@@ -52,12 +50,12 @@ class SpanEncoder:
                 "task.form = 'span_extraction' needs a tokenizer.json, whose tokens have offsets into the text: "
                 "start from a model with such a tokenizer"
             )
-        frame = build_frame(tokenizer, is_causal=self.is_causal, ends_in_cls=self.ends_in_cls)
+        frame = build_frame(tokenizer, self.example_format)
         examples, counts = list[EncodedExample](), dict[str, int]()
         encoded: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         row_by_id: dict[str, int] = {}
         for row_number, row in enumerate(rows, start=1):
-            question, context = (row_text(self.path, row_number, row, column) for column in columns.values())
+            question, context = (read_row_text(self.path, row_number, row, column) for column in columns.values())
             if context not in encoded:  # the questions on a text follow one another: one entry is enough
                 encoded = {context: tokenizer.encode_text_with_offsets(context)}
             question_tokens = tokenizer.encode(question).astype(np.int64)
@@ -66,7 +64,11 @@ class SpanEncoder:
             answers = self._read_answers(row_number, row, context, counts) if self.with_labels else []
             name = str(row_number if row.get(ID) is None else row[ID])
             if row_by_id.setdefault(name, row_number) != row_number:
-                self._refuse(row_number, f"has {ID} {name!r}, as row {row_by_id[name]} has: give each question its own")
+                refuse_row(
+                    self.path,
+                    row_number,
+                    f"has {ID} {name!r}, as row {row_by_id[name]} has: give each question its own",
+                )
             question_tokens = self._cut_question(row_number, question_tokens, counts)
             question_fields = {"id": name, "context": context, "answers": [answer.text for answer in answers]}
             examples += self._make_windows(
@@ -80,7 +82,8 @@ class SpanEncoder:
         limit = self.task.max_question_tokens
         if len(question_tokens) > limit:
             if self.task.too_long == "error":
-                self._refuse(
+                refuse_row(
+                    self.path,
                     row_number,
                     f"its question has {len(question_tokens)} tokens, more than task.max_question_tokens = {limit}: "
                     f"choose {len(question_tokens)} or more, or task.too_long = 'truncate'",
@@ -98,11 +101,13 @@ class SpanEncoder:
         question_fields: Mapping[str, Any],
         frame: Frame,
     ) -> list[EncodedExample]:
-        room = self.length - frame.n_special(pair=True) - len(question_tokens)
+        length = self.example_format.sequence_length
+        room = length - frame.n_special(pair=True) - len(question_tokens)
         if room < 1:
-            self._refuse(
+            refuse_row(
+                self.path,
                 row_number,
-                f"data.sequence_length = {self.length} has no room for text beside the question's "
+                f"data.sequence_length = {length} has no room for text beside the question's "
                 f"{len(question_tokens)} tokens and the special ones: choose more",
             )
         span = self._find_token_span(row_number, offsets, answers[0]) if answers else None
@@ -129,7 +134,9 @@ class SpanEncoder:
         """Return the first and the last token that overlap an answer."""
         inside = (offsets[:, 1] > answer.begin) & (offsets[:, 0] < answer.end)
         if not inside.any():
-            self._refuse(row_number, f"answer {answer.text:.{SHOWN}} lies in no token of the text: mend the row")
+            refuse_row(
+                self.path, row_number, f"answer {answer.text:.{SHOWN}} lies in no token of the text: mend the row"
+            )
         indices = np.flatnonzero(inside)
         return int(indices[0]), int(indices[-1])
 
@@ -138,14 +145,16 @@ class SpanEncoder:
         for text, start in self._list_answers(row_number, row):
             answer, is_moved = find_answer(context, text, start)
             if answer is None:
-                self._refuse(
+                refuse_row(
+                    self.path,
                     row_number,
                     f"answer {text[:SHOWN]!r} is not in column {self.task.text_pair!r}: mend the row, or take it out",
                 )
             counts["moved"] = counts.get("moved", 0) + is_moved
             answers.append(answer)
         if not answers and not self.task.no_answer:
-            self._refuse(
+            refuse_row(
+                self.path,
                 row_number,
                 f"column {self.task.label!r} has no answer: take it out, or set task.no_answer=true where "
                 "questions may have none",
@@ -160,13 +169,15 @@ class SpanEncoder:
         if isinstance(value, Mapping):
             texts, starts = value.get("text"), value.get("answer_start")
             if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-                self._refuse(
+                refuse_row(
+                    self.path,
                     row_number,
                     f"column {self.task.label!r} lacks the lists 'text' and 'answer_start' of one length",
                 )
             value = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
         if not isinstance(value, list):
-            self._refuse(
+            refuse_row(
+                self.path,
                 row_number,
                 f"column {self.task.label!r} is {value!r:.40}: give objects with text and answer_start, as SQuAD's "
                 "files have",
@@ -177,7 +188,9 @@ class SpanEncoder:
                 (answer.get(key) for key in ("text", "answer_start")) if isinstance(answer, Mapping) else (0, 0)
             )
             if not isinstance(text, str) or not text.strip() or type(start) is not int or start < 0:
-                self._refuse(row_number, f"answer {answer!r:.60} lacks a text or its answer_start, a number from 0")
+                refuse_row(
+                    self.path, row_number, f"answer {answer!r:.60} lacks a text or its answer_start, a number from 0"
+                )
             listed.append((text, start))
         return listed
 
@@ -191,9 +204,6 @@ class SpanEncoder:
                 "the nearest place of their text was taken"
             )
         return notes
-
-    def _refuse(self, row_number: int, reason: str) -> NoReturn:
-        raise UsageError(f"{self.path}, row {row_number}: {reason}")
 
 
 def find_answer(context: str, text: str, start: int) -> tuple[Answer | None, bool]:

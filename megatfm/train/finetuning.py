@@ -20,6 +20,7 @@ from megatfm.config.key_migrations import migrate
 from megatfm.config.section import Section
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import TaskCorpus, check_files_exist, compute_class_weights, prepare_corpus, read_labels
+from megatfm.tasks.examples import ExampleFormat
 from megatfm.tokenizers import Tokenizer
 from megatfm.tracking.run_directory import run_folder
 from megatfm.train.corpora import open_corpora, open_tokenizer
@@ -110,16 +111,23 @@ def prepare_task_corpus(config: Config, path: str, tokenizer: Tokenizer, *, with
     """Tokenize a file of a run's task into the run directory, unless this has been done."""
     assert config.task is not None
     folder = run_folder(config) / TASK_CORPORA
-    reference = ReferenceModel(config) if config.task.form == "preference" else None
+    family = config.model.family
+    example_format = ExampleFormat(
+        config.data.sequence_length,
+        target_length=config.data.target_length if family == "encoder_decoder" else None,
+        is_causal=family == "decoder",
+        ends_in_cls=family == "xlnet",
+    )
     return prepare_corpus(
-        path, config.task, tokenizer, config.data.sequence_length, folder,
-        tokenizer_file=str(config.data.tokenizer), with_labels=with_labels,
-        is_causal=config.model.family == "decoder",
-        ends_in_cls=config.model.family == "xlnet",
-        target_length=config.data.target_length if config.model.family == "encoder_decoder" else None,
-        reference=reference,
-        reference_identity=reference.identity if reference else "",
-    )  # fmt: skip
+        path,
+        config.task,
+        tokenizer,
+        example_format,
+        folder,
+        tokenizer_file=str(config.data.tokenizer),
+        with_labels=with_labels,
+        reference=ReferenceModel(config) if config.task.form == "preference" else None,
+    )
 
 
 def _make_answer_changes(config: Config, task: TaskConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import transformers
 
 from megatfm import tokenizers
 from megatfm.config import load_config
-from megatfm.tasks.forms import build_frame
+from megatfm.tasks.examples import ExampleFormat, build_frame
 from tests.support.hf_folders import (
     FILLERS,
     NAMES,
@@ -91,7 +91,7 @@ def test_an_exported_head_gives_the_same_probabilities(name: str, folder: Path) 
     model, predicted = finetune_and_open(folder, name, "AutoModelForSequenceClassification")
     tokenizer = tokenizers.load(folder / "exported")
     is_xlnet = name.startswith("XLNet")
-    frame = build_frame(tokenizer, is_causal=name.endswith("CausalLM"), ends_in_cls=is_xlnet)
+    frame = build_frame(tokenizer, ExampleFormat(0, is_causal=name.endswith("CausalLM"), ends_in_cls=is_xlnet))
     for row, prediction in zip(rows, predicted[:9], strict=False):
         ids = torch.tensor(frame.wrap(tokenizer.encode(row["text"])).tokens)[None]
         segments = {"token_type_ids": torch.tensor([[0] * (ids.shape[1] - 1) + [2]])} if is_xlnet else {}

@@ -26,6 +26,7 @@ from megatfm.rng import ChunkKey
 from megatfm.tasks.answers import AnswerEncoder, format_trained
 from megatfm.tasks.chat import ChatTemplate, load_chat_template
 from megatfm.tasks.corpus import prepare_corpus
+from megatfm.tasks.examples import ExampleFormat
 from megatfm.tasks.preferences import PreferenceEncoder
 from megatfm.tokenizers import Tokenizer, train_sentencepiece
 from tests.support.models import UNTIED_MODEL
@@ -81,7 +82,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -> AnswerEncoder:
     task = TaskConfig.model_validate({"form": "chat", "train": "x", **values})
-    return AnswerEncoder("x", task, tokenizer, file, length)
+    return AnswerEncoder("x", task, tokenizer, ExampleFormat(length), file)
 
 
 @pytest.mark.parametrize("chat", range(len(CHATS)))
@@ -245,7 +246,12 @@ def test_a_template_that_changes_beside_the_tokenizer_is_read_anew(
     for source in (theirs.chat_template, theirs.chat_template, "{{ 'x' }}" + theirs.chat_template):
         (tmp_path / "chat_template.jinja").write_text(source)
         corpus = prepare_corpus(
-            str(tmp_path / "x.jsonl"), task, ours, 64, tmp_path, tokenizer_file=str(tmp_path), is_causal=True
+            str(tmp_path / "x.jsonl"),
+            task,
+            ours,
+            ExampleFormat(64, is_causal=True),
+            tmp_path,
+            tokenizer_file=str(tmp_path),
         )
         folders.append(corpus.folder)
     assert folders[0] == folders[1] != folders[2]
@@ -284,7 +290,7 @@ def scores(sequences: Sequence[Any]) -> list[float]:
 
 def preference_encoder(tokenizer: Tokenizer, length: int = 64, **task: Any) -> PreferenceEncoder:
     config = TaskConfig(form="preference", train="pairs.jsonl", **task)
-    return PreferenceEncoder("pairs.jsonl", config, tokenizer, "", length, scores)
+    return PreferenceEncoder("pairs.jsonl", config, tokenizer, ExampleFormat(length), "", scores)
 
 
 def test_prompts_are_read_and_answers_trained(tokenizer: Tokenizer) -> None:
@@ -357,7 +363,7 @@ def test_a_prompt_that_messages_would_leave_out_is_refused(both: tuple[Tokenizer
         "rejected": messages(("assistant", "c")),
     }
     config = TaskConfig(form="preference", train="pairs.jsonl")
-    pairs = PreferenceEncoder("pairs.jsonl", config, ours, file, 64, scores)
+    pairs = PreferenceEncoder("pairs.jsonl", config, ours, ExampleFormat(64), file, scores)
     with pytest.raises(UsageError, match=r"row 1: column 'prompt' is a text, and column 'chosen' a list with the"):
         pairs.encode([row])
     user = messages(("user", "a"))

@@ -11,7 +11,8 @@ from megatfm import tokenizers
 from megatfm.config import TaskConfig
 from megatfm.errors import UsageError
 from megatfm.tasks.choices import ChoiceEncoder
-from megatfm.tasks.forms import RowEncoder
+from megatfm.tasks.examples import ExampleFormat
+from megatfm.tasks.labelled_texts import LabelledTextEncoder
 from megatfm.tasks.predictions import Predictions, join_choices
 from tests.support.hf_folders import WORDS_OF_QUESTIONS, save_bert
 
@@ -30,9 +31,11 @@ def task(**values: Any) -> TaskConfig:
     return TaskConfig.model_validate(usual | values)
 
 
-def encode(bert: Path, rows: list[Any], length: int = 64, cls_index: int = 0, **values: Any) -> Any:
+def encode(bert: Path, rows: list[Any], length: int = 64, *, is_causal: bool = False, **values: Any) -> Any:
     tokenizer = tokenizers.load(bert / "tokenizer.json")
-    return ChoiceEncoder("x.jsonl", task(**values), tokenizer, length, True, cls_index).encode(rows)
+    return ChoiceEncoder(
+        "x.jsonl", task(**values), tokenizer, ExampleFormat(length, is_causal=is_causal), with_labels=True
+    ).encode(rows)
 
 
 @pytest.mark.parametrize("length", [64, 18])
@@ -61,7 +64,7 @@ def test_each_choice_is_framed_as_by_transformers(bert: Path, length: int) -> No
 
 
 def test_a_decoder_reads_text_and_question_before_the_choice(bert: Path) -> None:
-    (example,), _ = encode(bert, [ROW], cls_index=-1)
+    (example,), _ = encode(bert, [ROW], is_causal=True)
     tokenizer = tokenizers.load(bert / "tokenizer.json")
     parts = np.split(example.tokens, example.annotation["starts"][1:])
     for part, choice in zip(parts, ROW["choices"], strict=True):
@@ -158,10 +161,12 @@ def test_a_pair_in_both_orders_is_two_texts(bert: Path) -> None:
     values = {"train": "x.csv", "labels": ["no", "yes"], "text_pair": "other", "both_orders": True}
     config = TaskConfig.model_validate(values)
     row = {"text": "the old lamp", "other": "Bern", "label": "yes"}
-    (example,), _ = RowEncoder("x.csv", config, tokenizer, 20, True, 0).encode([row])
+    (example,), _ = LabelledTextEncoder("x.csv", config, tokenizer, ExampleFormat(20), True).encode([row])
     library = transformers.AutoTokenizer.from_pretrained(bert)
     ways = [library("the old lamp", "Bern")["input_ids"], library("Bern", "the old lamp")["input_ids"]]
     assert example.tokens.tolist() == ways[0] + ways[1]
     assert example.annotation == {"at": [0, 7], "labels": [1], "starts": [0, 7], "second": [5, 10]}
     with pytest.raises(UsageError, match=r"has 22 tokens, more than data\.sequence_length = 20"):
-        RowEncoder("x.csv", config, tokenizer, 20, True, 0).encode([row | {"text": "the old lamp was red and new"}])
+        LabelledTextEncoder("x.csv", config, tokenizer, ExampleFormat(20), True).encode(
+            [row | {"text": "the old lamp was red and new"}]
+        )

@@ -20,8 +20,10 @@ from megatfm.errors import UsageError
 from megatfm.tasks.answers import AnswerEncoder
 from megatfm.tasks.choices import ChoiceEncoder
 from megatfm.tasks.corpus import compute_class_weights, prepare_corpus, read_labels
+from megatfm.tasks.examples import ExampleFormat, build_frame, truncate_longest
 from megatfm.tasks.files import read_rows, require_columns
-from megatfm.tasks.forms import RowEncoder, build_frame, collect_labels, label_text, truncate_longest
+from megatfm.tasks.labelled_texts import LabelledTextEncoder
+from megatfm.tasks.labels import collect_labels, format_label
 from megatfm.tasks.spans import SpanEncoder
 from megatfm.tokenizers import Tokenizer
 
@@ -69,7 +71,7 @@ def test_frames_are_those_of_transformers(tmp_path: Path, kind: str, pair: bool,
     texts = ["the cat sat on a mat and saw it", "cat"], ["it sat", "the mat and the cat and it"]
     rows = rows_of(*({"text": a, "pair": b} for a, b in zip(*texts, strict=True)))
     config = task(text_pair="pair" if pair else None, too_long="truncate")
-    examples, _ = RowEncoder("x.csv", config, actual, length, True, 0).encode(rows)
+    examples, _ = LabelledTextEncoder("x.csv", config, actual, ExampleFormat(length), True).encode(rows)
     for example, a, b in zip(examples, *texts, strict=True):
         expected = reference(
             a, b if pair else None, truncation="longest_first", max_length=length, return_token_type_ids=True,
@@ -109,7 +111,7 @@ def test_the_longer_text_is_cut_first() -> None:
 def test_bad_rows_are_named(tmp_path: Path, row: Mapping[str, Any], config: dict[str, Any], message: str) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
     with pytest.raises(UsageError, match=f"x.csv.*{message}"):
-        RowEncoder("x.csv", task(**config), tokenizer, 12, True, 0).encode(rows_of({}, row))
+        LabelledTextEncoder("x.csv", task(**config), tokenizer, ExampleFormat(12), True).encode(rows_of({}, row))
 
 
 def test_a_text_of_which_no_token_is_left_is_refused(tmp_path: Path) -> None:
@@ -118,11 +120,12 @@ def test_a_text_of_which_no_token_is_left_is_refused(tmp_path: Path) -> None:
 
     def encode(row: dict[str, Any], **values: Any) -> Any:
         config = TaskConfig.model_validate({"train": "x", **values})
+        row_of_32 = ExampleFormat(32)
         return {
-            "multiple_choice": lambda: ChoiceEncoder("x", config, tokenizer, 32, True, 0),
-            "span_extraction": lambda: SpanEncoder("x", config, tokenizer, 32, False),
-            "generation": lambda: AnswerEncoder("x", config, tokenizer, "", 32),
-        }.get(config.form, lambda: RowEncoder("x", config, tokenizer, 32, True, 0))().encode([row])
+            "multiple_choice": lambda: ChoiceEncoder("x", config, tokenizer, row_of_32, True),
+            "span_extraction": lambda: SpanEncoder("x", config, tokenizer, row_of_32, False),
+            "generation": lambda: AnswerEncoder("x", config, tokenizer, row_of_32),
+        }.get(config.form, lambda: LabelledTextEncoder("x", config, tokenizer, row_of_32, True))().encode([row])
 
     pair = {"text": "text", "text_pair": "pair"}
     for column, values in (
@@ -142,7 +145,7 @@ def test_a_text_of_which_no_token_is_left_is_refused(tmp_path: Path) -> None:
 def test_no_room_for_text_is_said(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
     with pytest.raises(UsageError, match="sequence_length = 2: leaves no room"):
-        RowEncoder("x.csv", task(), tokenizer, 2, True, 0).encode(rows_of({}))
+        LabelledTextEncoder("x.csv", task(), tokenizer, ExampleFormat(2), True).encode(rows_of({}))
 
 
 def test_labels_are_sorted_as_numbers_where_they_are_numbers() -> None:
@@ -150,7 +153,7 @@ def test_labels_are_sorted_as_numbers_where_they_are_numbers() -> None:
     assert collect_labels(task(), rows) == ["-3", "1", "2", "10", "b", "true"]
     odd = ["\u00b2", "--3", "1" * 5000, "\u0663", "2"]
     assert collect_labels(task(), [{"label": value} for value in odd]) == ["2", "\u0663", "--3", "1" * 5000, "\u00b2"]
-    assert label_text(False) == "false"
+    assert format_label(False) == "false"
     with pytest.raises(UsageError, match="column 'label' is empty"):
         collect_labels(task(), [{"label": ""}, {"label": None}, {}])
 
@@ -217,7 +220,8 @@ def test_a_file_is_tokenized_once_for_all_that_decides_it(tmp_path: Path) -> Non
     file.write_text("text,label\nthe cat,yes\na mat,no\n")
 
     def folder(config: TaskConfig, length: int = 16, *, with_labels: bool = True) -> Path:
-        return prepare_corpus(str(file), config, tokenizer, length, tmp_path, with_labels=with_labels).folder
+        row = ExampleFormat(length)
+        return prepare_corpus(str(file), config, tokenizer, row, tmp_path, with_labels=with_labels).folder
 
     first = folder(task())
     stamp = (first / "manifest.json").stat().st_mtime_ns
@@ -234,17 +238,19 @@ def test_a_tokenizer_without_marks_is_refused(tmp_path: Path) -> None:
     built.add_special_tokens(["[UNK]", "<s>", "</s>"])
     built.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UsageError, match="no tokens such as \\[CLS\\]"):
-        build_frame(tokenizers.load(tmp_path / "tokenizer.json"))
+        build_frame(tokenizers.load(tmp_path / "tokenizer.json"), ExampleFormat(8))
 
 
-def encode(tmp_path: Path, rows: list[Mapping[str, Any]], length: int = 16, cls_index: int = 0, **values: Any) -> list:
-    tokenizer = save_tokenizer(tmp_path, "bert")
-    return RowEncoder("x", task(**values), tokenizer, length, True, cls_index).encode(rows)[0]
+def encode(
+    tmp_path: Path, rows: list[Mapping[str, Any]], length: int = 16, *, is_causal: bool = False, **values: Any
+) -> list:
+    tokenizer, example_format = save_tokenizer(tmp_path, "bert"), ExampleFormat(length, is_causal=is_causal)
+    return LabelledTextEncoder("x", task(**values), tokenizer, example_format, True).encode(rows)[0]
 
 
 def test_a_decoder_reads_the_label_at_the_last_token(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, "bert")
-    (example,) = encode(tmp_path, rows_of({}), cls_index=-1, text_pair="pair")
+    (example,) = encode(tmp_path, rows_of({}), is_causal=True, text_pair="pair")
     a, b = (tokenizer.encode(text).tolist() for text in ("the cat sat", "a mat"))
     assert example.tokens.tolist() == [tokenizer.bos, *a, tokenizer.sep, *b, tokenizer.cls]
     assert example.annotation == {"at": [7], "labels": [1], "second": 5}

@@ -14,6 +14,7 @@ from megatfm.config import TaskConfig
 from megatfm.corpus.corpus import Corpus
 from megatfm.errors import UsageError
 from megatfm.tasks.corpus import prepare_corpus
+from megatfm.tasks.examples import ExampleFormat
 from megatfm.tasks.files import read_rows
 from megatfm.tasks.span_predictions import SpanPredictions, read_annotations, shows_most_context
 from megatfm.tasks.spans import SpanEncoder, find_answer
@@ -34,7 +35,9 @@ def task(**values: Any) -> TaskConfig:
 
 
 def encode(bert: Path, rows: list[Mapping[str, Any]], length: int = 24, **values: Any) -> Any:
-    encoder = SpanEncoder("x.json", task(**values), tokenizers.load(bert / "tokenizer.json"), length, True)
+    encoder = SpanEncoder(
+        "x.json", task(**values), tokenizers.load(bert / "tokenizer.json"), ExampleFormat(length), with_labels=True
+    )
     return encoder.encode(rows)
 
 
@@ -184,7 +187,7 @@ def test_a_file_of_squad_is_read(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_places_is_refused() -> None:
     with pytest.raises(UsageError, match=r"needs a tokenizer\.json, whose tokens have offsets"):
-        SpanEncoder("x.json", task(), object(), 24, True).encode([ROW])  # type: ignore[arg-type]
+        SpanEncoder("x.json", task(), object(), ExampleFormat(24), True).encode([ROW])  # type: ignore[arg-type]
 
 
 def is_max_context(spans: list[tuple[int, int]], current: int, position: int) -> bool:
@@ -222,7 +225,7 @@ def predictions(folder: Path, seed: int, **values: Any) -> tuple[SpanPredictions
     options = {"form": "span_extraction", "train": "x.jsonl", "no_answer": True, "stride": 5, **values}
     config = TaskConfig.model_validate(options)
     tokenizer = load(folder / "bert/tokenizer.json")
-    corpus = prepare_corpus(str(folder / "x.jsonl"), config, tokenizer, 20, folder / "corpora")
+    corpus = prepare_corpus(str(folder / "x.jsonl"), config, tokenizer, ExampleFormat(20), folder / "corpora")
 
     opened, random = Corpus.open(corpus.folder), np.random.default_rng(seed)
     lengths = opened.lengths()
