@@ -146,7 +146,7 @@ class _ByQueries(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-        """The gradients for a gradient of ones."""
+        """Return the gradients for a gradient of ones."""
         return ctx.saved_tensors
 
 

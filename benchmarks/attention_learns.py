@@ -52,7 +52,7 @@ class Expressions:
     """Share of nested items that are operators and not digits."""
 
     def draw(self, random: Random) -> tuple[list[int], int]:
-        """Tokens of one, with a token before and one after it, and its value."""
+        """Draw one; return its tokens, with a token before and one after it, and its value."""
         while True:
             tokens: list[int] = []
             value = self._grow(random, 1, tokens)

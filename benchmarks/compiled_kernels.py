@@ -78,7 +78,7 @@ def compile_kernel(kernel: Any, signature: dict[str, str], fixed: dict[str, Any]
         ptx.write_text(binary.asm["ptx"], encoding="utf-8")
         command = [ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", ptx.with_suffix(".cubin")]
         messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spills = (re.search(r"Used (\d+) registers", messages), re.findall(r"(\d+) bytes spill", messages))
+    registers, spills = re.search(r"Used (\d+) registers", messages), re.findall(r"(\d+) bytes spill", messages)
     assert registers, messages
     return KernelResources(int(registers[1]), sum(map(int, spills)), binary.metadata.shared)
 
@@ -90,27 +90,24 @@ def add_resources(parser: argparse.ArgumentParser) -> common.Run:
 
 def run_resources(args: argparse.Namespace) -> None:
     """Compile all, print a table and write it."""
-    moved = 3 * TOKENS * VOCABULARY
-    lines = [
+    page = common.Page(
+        args.out,
         f"# Kernels compiled for sm_90, {common.today()}",
         "",
-        f"Triton {triton.__version__}, without a GPU: compiled, not run there. `python "
-        "benchmarks/compiled_kernels.py resources`. Bytes "
-        f"are those of {TOKENS:,} tokens over a vocabulary of {VOCABULARY:,} (GPT-2, 16 rows of 1,024), times at "
-        f"{COPIED / 1e12} TB/s.",
+        f"Triton {triton.__version__}, without a GPU: compiled, not run there. `python benchmarks/compiled_kernels.py "
+        f"resources`. Bytes are those of {TOKENS:,} tokens over a vocabulary of {VOCABULARY:,} (GPT-2, 16 rows of "
+        f"1,024), times at {COPIED / 1e12} TB/s.",
         "",
         "| Kernel | Registers a thread | Spilled bytes | Shared memory | Bytes moved | Predicted |",
         "|---|---|---|---|---|---|",
-    ]
+    )
     for element, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
         for how, options in (("", {}), (", soft cap, smoothed", {"capped": True, "smoothed": True})):
-            use, total = compile_cross_entropy(element, **options), moved * size
-            lines.append(
+            use, moved = compile_cross_entropy(element, **options), 3 * TOKENS * VOCABULARY * size
+            page.add(
                 f"| cross-entropy, {element}{how} | {use.registers} | {use.spilled} | {use.shared} B | "
-                f"{total / 1e9:.2f} GB | {1e3 * total / COPIED:.2f} ms |"
+                f"{moved / 1e9:.2f} GB | {1e3 * moved / COPIED:.2f} ms |"
             )
-    print("\n".join(lines))
-    common.write_text(args.out, "\n".join(lines))
 
 
 # --------------------------------------------------------------------------------------------------- fusion
@@ -184,25 +181,6 @@ def list_kernels(
         return forward, ran[len(forward) :]
 
 
-def format_report() -> str:
-    lines = [
-        f"# Kernels of a compiled block, {common.today()}",
-        "",
-        f"{common.get_cpu_name()}, torch {torch.__version__}, written by inductor for Triton and "
-        "not run; `python benchmarks/compiled_kernels.py fusion`. Matrix products and attention, which libraries do, "
-        "are not counted.",
-    ]
-    for case in CASES:
-        for way, written_kernels in zip(("forward", "backward"), list_kernels(load_case(case)), strict=True):
-            lines += [
-                "",
-                f"{case}, {way}: {len(written_kernels)}",
-                "",
-                *(f"- `{kernel.name}`" for kernel in written_kernels),
-            ]
-    return "\n".join(lines) + "\n"
-
-
 def add_fusion(parser: argparse.ArgumentParser) -> common.Run:
     parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-fusion.md")
     return run_fusion
@@ -210,9 +188,16 @@ def add_fusion(parser: argparse.ArgumentParser) -> common.Run:
 
 def run_fusion(args: argparse.Namespace) -> None:
     """Print the lists, and write them with --out."""
-    text = format_report()
-    print(text)
-    common.write_text(common.make_dated_path(args.out, "fusion.md"), text)
+    page = common.Page(
+        common.make_dated_path(args.out, "fusion.md"),
+        f"# Kernels of a compiled block, {common.today()}",
+        "",
+        f"{common.get_cpu_name()}, torch {torch.__version__}, written by inductor for Triton and not run; `python "
+        "benchmarks/compiled_kernels.py fusion`. Matrix products and attention, which libraries do, are not counted.",
+    )
+    for case in CASES:
+        for way, kernels in zip(("forward", "backward"), list_kernels(load_case(case)), strict=True):
+            page.add("", f"{case}, {way}: {len(kernels)}", "", *(f"- `{kernel.name}`" for kernel in kernels))
 
 
 # --------------------------------------------------------------------------------------------------- blocks
@@ -242,7 +227,7 @@ def load_preset(preset: str) -> ModelConfig:
 
 
 def load_module(written: WrittenKernel, folder: Path) -> ModuleType:
-    """The module with a kernel, whose decorator gives it back with what inductor says of it."""
+    """Load the module with a kernel, whose decorator gives it back with what inductor says of it."""
     path = folder / f"{written.name}.py"
     path.write_text(written.code.replace("triton_helpers.set_driver_to_cpu()", ""), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(written.name, path)
@@ -261,7 +246,7 @@ def load_module(written: WrittenKernel, folder: Path) -> ModuleType:
 
 
 def compile_ahead(written: WrittenKernel) -> KernelResources:
-    """Resources of a kernel on sm_90. Raises what Triton raises where it doesn't compile."""
+    """Return the resources of a kernel on sm_90. Raises what Triton raises where it doesn't compile."""
     with tempfile.TemporaryDirectory() as folder:
         module = load_module(written, Path(folder))
         kernel, hints = next(value for value in vars(module).values() if isinstance(value, tuple))
@@ -274,9 +259,8 @@ def compile_ahead(written: WrittenKernel) -> KernelResources:
 
 def compile_preset(preset: str, dtype: str) -> Iterator[tuple[str, WrittenKernel, KernelResources]]:
     """Yield "forward" or "backward", each kernel once, and its resources."""
-    for way, written_kernels in zip(
-        ("forward", "backward"), list_kernels(load_preset(preset), DTYPES[dtype]), strict=True
-    ):
+    kernels = list_kernels(load_preset(preset), DTYPES[dtype])
+    for way, written_kernels in zip(("forward", "backward"), kernels, strict=True):
         for written in dict.fromkeys(written_kernels):
             yield way, written, compile_ahead(written)
 

@@ -17,12 +17,12 @@ can pay; where it never did, copying can't. Nats a token.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,29 +91,19 @@ def count_traffic(row: SequenceMetadata, ranks: int) -> Traffic:
     return Traffic(ring, now, fetched, exchanges, plan_ms)
 
 
-def format_table(rows: list[int], ranks: list[int], draws: int) -> Iterator[str]:
-    """Yield the lines of a table: medians over draws."""
-    yield "| row | cp | mean document | needed, MB | ring, MB | now, MB | ring ÷ now | exchanges | fetched | plan, ms |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for length in rows:
-        for size in ranks:
-            for mean in LENGTHS:
-                if mean >= length:
-                    continue
-                random = np.random.default_rng(length + size)
-                traffic = [count_traffic(draw_row(length, mean, random), size) for _ in range(draws)]
-                ring, now, needed, plan = (
-                    statistics.median(getattr(x, name) for x in traffic)
-                    for name in ("ring", "now", "needed", "plan_ms")
-                )
-                exchanges = sorted({x.exchanges for x in traffic})
-                fetched = sum(x.exchanges == 2 for x in traffic)
-                document_length = f"{mean:,}" if mean else "the row"
-                yield (
-                    f"| {length:,} | {size} | {document_length} | {needed / 1e6:.1f} | {ring / 1e6:.1f} | "
-                    f"{now / 1e6:.1f} | {ring / now:.1f} | {3 * (size - 1)} → {' or '.join(map(str, exchanges))} | "
-                    f"{fetched}/{draws} | {plan:.1f} |"
-                )
+def format_row(length: int, size: int, mean: int, draws: int) -> str:
+    """Format a line of the table: medians over draws."""
+    random = np.random.default_rng(length + size)
+    traffic = [count_traffic(draw_row(length, mean, random), size) for _ in range(draws)]
+    ring, now, needed, plan = (
+        statistics.median(getattr(x, name) for x in traffic) for name in ("ring", "now", "needed", "plan_ms")
+    )
+    exchanges = " or ".join(map(str, sorted({x.exchanges for x in traffic})))
+    fetched = sum(x.exchanges == 2 for x in traffic)
+    return (
+        f"| {length:,} | {size} | {f'{mean:,}' if mean else 'the row'} | {needed / 1e6:.1f} | {ring / 1e6:.1f} | "
+        f"{now / 1e6:.1f} | {ring / now:.1f} | {3 * (size - 1)} → {exchanges} | {fetched}/{draws} | {plan:.1f} |"
+    )
 
 
 def add_traffic(parser: argparse.ArgumentParser) -> common.Run:
@@ -124,8 +114,13 @@ def add_traffic(parser: argparse.ArgumentParser) -> common.Run:
 
 
 def run_traffic(args: argparse.Namespace) -> None:
-    for line in format_table(args.rows, args.ranks, args.draws):
-        print(line, flush=True)
+    print(
+        "| row | cp | mean document | needed, MB | ring, MB | now, MB | ring ÷ now | exchanges | fetched | plan, ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for length, size, mean in itertools.product(args.rows, args.ranks, LENGTHS):
+        if mean < length:
+            print(format_row(length, size, mean, args.draws), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- worth
@@ -181,7 +176,7 @@ def judge(model: nn.Module, texts: Iterator[Tensor], longest: int) -> dict[str, 
             losses_of_context.append(compute_losses(model, text, context, first, end))
     far = torch.cat(back)
     groups = {"all": far >= 0}
-    groups |= {f"{low + 1} to {high} back": (far > low) & (far <= high) for low, high in pairwise(bounds)}
+    groups |= {f"{low + 1} to {high} back": (far > low) & (far <= high) for low, high in itertools.pairwise(bounds)}
     groups[f"more than {bounds[-1]} back"] = far > bounds[-1]
     groups["never"] = far == 0
     return {

@@ -68,41 +68,54 @@ def run_ranks(args: argparse.Namespace) -> None:
     threading.stack_size(256 * 1024)
     rows = []
     for ranks in args.ranks:
-        flat, tree = (list(range(ranks)), [r if r < PER_NODE else r // PER_NODE * PER_NODE for r in range(ranks)])
-        rows.append(
-            {
-                "ranks": ranks,
-                "connection a rank": measure_monitor(ranks, flat),
-                "connection a node": measure_monitor(ranks, tree),
-                "diagnosis": measure_diagnosis(ranks),
-                "start": measure_start(ranks),
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
+        tree = [rank if rank < PER_NODE else rank // PER_NODE * PER_NODE for rank in range(ranks)]
+        row = {
+            "ranks": ranks,
+            "connection a rank": measure_monitor(range(ranks)),
+            "connection a node": measure_monitor(tree),
+            "diagnosis": measure_diagnosis(ranks),
+            "start": measure_start(ranks),
+        }
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     result = {"system": common.describe_system(), "cpu": common.get_cpu_name(), "rows": rows}
     common.write_json(common.make_dated_path(args.out, "control-plane.json"), result)
 
 
-def measure_monitor(ranks: int, relays: Sequence[int]) -> dict[str, Any]:
+def list_hosts(ranks: int) -> list[str]:
+    return [f"n{rank // PER_NODE:05d}" for rank in range(ranks)]
+
+
+class Clients:
+    """Connections to a monitor. relays: for each rank, the rank whose connection carries its messages."""
+
+    def __init__(self, listener: socket.socket, relays: Sequence[int]) -> None:
+        self.members: dict[int, list[int]] = {}
+        for rank, relay in enumerate(relays):
+            self.members.setdefault(relay, []).append(rank)
+        self.lines = {relay: connect(listener, relay) for relay in self.members}
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message of every rank."""
+        for relay, line in self.lines.items():
+            ranks = self.members[relay]
+            line.send({"relayed": [(rank, message) for rank in ranks]} if len(ranks) > 1 else message)
+
+
+def measure_monitor(relays: Sequence[int]) -> dict[str, Any]:
     """Connect all, send heartbeats of all ranks round by round, and end."""
-    hosts = [f"n{rank // PER_NODE:05d}" for rank in range(ranks)]
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    server = RankMonitorServer(hosts, 600.0, 60.0, "token", listener, relays)
+    server = RankMonitorServer(list_hosts(len(relays)), 600.0, 60.0, "token", listener, relays)
     server.start()
     clock = time.pthread_getcpuclockid(server.ident or 0)
     start = time.perf_counter()
-    lines = {relay: connect(listener, relay) for relay in dict.fromkeys(relays)}
-    while server._n_identified < len(lines):
+    clients = Clients(listener, relays)
+    while server._n_identified < len(clients.lines):
         time.sleep(0.01)
     connect_wall = time.perf_counter() - start
-    members: dict[int, list[int]] = {}
-    for rank, relay in enumerate(relays):
-        members.setdefault(relay, []).append(rank)
     before = time.clock_gettime(clock)
     for number in range(ROUNDS):
-        sign = {"heartbeat": {**HEARTBEAT, "ticks": number + 1}}
-        for relay, line in lines.items():
-            line.send({"relayed": [(rank, sign) for rank in members[relay]]} if len(members[relay]) > 1 else sign)
+        clients.send({"heartbeat": {**HEARTBEAT, "ticks": number + 1}})
         while any(rank.heartbeat.ticks <= number for rank in server._detector._ranks):
             time.sleep(0.01)
     round_cpu = (time.clock_gettime(clock) - before) / ROUNDS
@@ -110,19 +123,14 @@ def measure_monitor(ranks: int, relays: Sequence[int]) -> dict[str, Any]:
     time.sleep(2.0)
     idle = (time.clock_gettime(clock) - before) / (time.perf_counter() - idle_start)
     start = time.perf_counter()
-    for relay, line in lines.items():
-        line.send(
-            {"relayed": [(rank, {"bye": True}) for rank in members[relay]]}
-            if len(members[relay]) > 1
-            else {"bye": True}
-        )
-    wait_for_bye(list(lines.values()))
+    clients.send({"bye": True})
+    wait_for_bye(list(clients.lines.values()))
     end_wall = time.perf_counter() - start
-    for line in lines.values():
+    for line in clients.lines.values():
         line.close()
     server.join(30)
     return {
-        "connections": len(lines),
+        "connections": len(clients.lines),
         "connect_wall_s": round(connect_wall, 3),
         "round_cpu_ms": round(1e3 * round_cpu, 2),
         "idle_percent_of_core": round(100 * idle, 2),
@@ -153,8 +161,7 @@ def wait_for_bye(lines: Sequence[JsonConnection]) -> None:
 
 def measure_diagnosis(ranks: int) -> dict[str, Any]:
     """Measure a diagnosis of healthy ranks, and one where all but rank 0 are silent."""
-    hosts = [f"n{rank // PER_NODE:05d}" for rank in range(ranks)]
-    detector = HangDetector(hosts, 30.0, 3.0, 0.0)
+    detector = HangDetector(list_hosts(ranks), 30.0, 3.0, 0.0)
     for rank in range(ranks):
         detector.record_heartbeat(rank, Heartbeat(1, "step", 1, 0.0, True), 0.0)
     start = time.process_time()
@@ -218,14 +225,13 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> common.Run:
 
 
 def run_checkpoint(args: argparse.Namespace) -> None:
-    shapes = load_shapes(args.layers)
-    rows = []
+    shapes, rows = load_shapes(args.layers), []
     for replicas in args.replicas:
         for ranks in args.ranks:
-            rows.append(measure(shapes, ranks, replicas))
+            rows.append(measure_plan(shapes, ranks, replicas))
             print(json.dumps(rows[-1]), flush=True)
-    result = {"system": common.describe_system(), "cpu": common.get_cpu_name(), "layers": args.layers, "rows": rows}
-    common.write_json(common.make_dated_path(args.out, "control-plane-checkpoint.json"), result)
+    facts = {"system": common.describe_system(), "cpu": common.get_cpu_name(), "layers": args.layers}
+    common.write_json(common.make_dated_path(args.out, "control-plane-checkpoint.json"), {**facts, "rows": rows})
 
 
 def load_shapes(layers: int) -> Shapes:
@@ -261,56 +267,48 @@ def iter_shards(shapes: Shapes, rank: int, tp: int, shards: int) -> Iterator[tup
         yield f"rng.{rank}.{kind}", ShardedTensor.from_tensor(zero.expand(size))
 
 
-def time_work(work: Callable[[], T]) -> tuple[float, T]:
-    start = time.process_time()
-    result = work()
-    return round(time.process_time() - start, 3), result
-
-
-def measure(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
+def measure_plan(shapes: Shapes, ranks: int, replicas: int) -> dict[str, Any]:
+    """Measure what each rank describes, how rank 0 merges it, and what metadata and a load plan of it cost."""
     shards = ranks // TP // replicas
-    describe_s, (groups, cuts) = time_work(lambda: group_shards(dict(iter_shards(shapes, 0, TP, shards))))
-    gathered = len(pickle.dumps([(hash_group(group), its_cuts) for group, its_cuts in zip(groups, cuts, strict=True)]))
+    figures: dict[str, Any] = {"ranks": ranks, "replicas": replicas, "tensors": 4 * (len(shapes) + ranks)}
+
+    def timed(name: str, work: Callable[[], T]) -> T:
+        start = time.process_time()
+        result = work()
+        figures[name] = round(time.process_time() - start, 3)
+        return result
+
+    def kib(value: object, times: int = 1) -> float:
+        return round(len(pickle.dumps(value)) * times / 2**10, 1)
+
+    groups, cuts = timed("describe_s", lambda: group_shards(dict(iter_shards(shapes, 0, TP, shards))))
+    hashes = [(hash_group(group), its_cuts) for group, its_cuts in zip(groups, cuts, strict=True)]
     by_digest: dict[bytes, Any] = {}
     described = []
     for rank in range(ranks):
         groups, cuts = group_shards(dict(iter_shards(shapes, rank, TP, shards)))
         shared = [by_digest.setdefault(hash_group(group), group) for group in groups]
         described.append(list(zip(shared, cuts, strict=True)))
-    names = len(pickle.dumps(list(by_digest.values())))
-    merge_s, plan = time_work(lambda: merge_plans(described))
+    plan = timed("merge_s", lambda: merge_plans(described))
     message = pickle.dumps(plan)
-    receive_s, plan = time_work(lambda: pickle.loads(message))
-    items_s, _ = time_work(lambda: WritePlan(plan, ranks - 1).items)
+    plan = timed("receive_s", lambda: pickle.loads(message))
+    timed("items_s", lambda: WritePlan(plan, ranks - 1).items)
     results = [write_result(plan, rank) for rank in range(ranks)]
     loads = [sum(item.nbytes for item in WritePlan(plan, rank).items) for rank in range(0, ranks, 7)]
-    reported = len(pickle.dumps((results[-1], None)))
-    state: dict[str, Any] = {"step": 1}
-    build_s, content = time_work(lambda: writer.build_metadata(1, state, plan, results))
-    encode_s, raw = time_work(lambda: encode_metadata(content))
-    parse_s, content = time_work(lambda: parse_metadata(Path("step-00000001"), raw))
+    content = timed("build_s", lambda: writer.build_metadata(1, {"step": 1}, plan, results))
+    raw = timed("encode_s", lambda: encode_metadata(content))
+    content = timed("parse_s", lambda: parse_metadata(Path("step-00000001"), raw))
     elsewhere = dict(iter_shards(shapes, ranks // 3, TP // 2, ranks // 4 // replicas))
-    reader_s, reader = time_work(lambda: Reader(Path("step-00000001"), content, elsewhere))
-    return {
-        "ranks": ranks,
-        "replicas": replicas,
-        "tensors": 4 * (len(shapes) + ranks),
+    reader = timed("reader_s", lambda: Reader(Path("step-00000001"), content, elsewhere))
+    return figures | {
         "groups": len(plan),
         "pieces": sum(len(group.pieces) * len(group.names) for group in plan),
-        "describe_s": describe_s,
-        "gathered_kib": round(gathered * ranks / 2**10, 1),
-        "names_kib": round(names / 2**10, 1),
-        "merge_s": merge_s,
-        "plan_kib": round(len(message) / 2**10, 1),
-        "receive_s": receive_s,
-        "items_s": items_s,
+        "gathered_kib": kib(hashes, ranks),
+        "names_kib": kib(list(by_digest.values())),
+        "plan_kib": kib(plan),
         "fullest_to_mean": round(max(loads) / (sum(loads) / len(loads)), 4),
-        "reported_kib": round(reported * ranks / 2**10, 1),
-        "build_s": build_s,
-        "encode_s": encode_s,
+        "reported_kib": kib((results[-1], None), ranks),
         "metadata_mib": round(len(raw) / 2**20, 2),
-        "parse_s": parse_s,
-        "reader_s": reader_s,
         "files_of_reader": len(reader.files),
     }
 

@@ -12,6 +12,7 @@ white space, as spaCy's would be slower. Imports don't count.
 """
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,15 +38,9 @@ LARGE, SMALL = 2**30, 2**27
 BANDS, SIMILARITY = 14, 0.75
 
 OURS = ("megatfm.data_prep.dedup.methods", "megatfm.data_prep.dedup.clusters", "megatfm.config.prep_steps")
-MODULES = {
-    "lines": OURS,
-    "near": OURS,
-    "near of text": OURS,
-    "duckdb": ("duckdb",),
-    "datatrove": ("datatrove.pipeline.dedup",),
-}
-
 Figures = dict[str, Any]
+Case = tuple[str, float, int]
+"""Kind, gigabytes, and bytes of memory."""
 
 
 def main() -> None:
@@ -54,31 +49,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", type=float, default=32, help="megabytes for datatrove and ours")
     parser.add_argument("--folder", type=Path, help="where the index lies meanwhile; left out, a temporary one")
-    parser.add_argument(
-        "--out", type=common.make_output_folder, help="folder for DATE-dedup.json; left out, it is printed"
-    )
+    parser.add_argument("--out", type=common.make_output_folder, help="folder for DATE-dedup.json")
     parser.add_argument("--one", nargs=4, metavar=("KIND", "FOLDER", "SIZE", "MEMORY"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         kind, folder, size, memory = args.one
         print(json.dumps(measure_here(kind, Path(folder), float(size), int(memory))))
         return
-    cases = [
-        (kind, size, memory)
-        for size in args.gigabytes
-        for kind, memory in (("lines", LARGE), ("lines", SMALL), ("duckdb", SMALL), ("near", LARGE), ("near", SMALL))
-    ]
+    kinds = (("lines", LARGE), ("lines", SMALL), ("duckdb", SMALL), ("near", LARGE), ("near", SMALL))
+    cases = [(kind, size, memory) for size in args.gigabytes for kind, memory in kinds]
     cases += [(kind, args.text / 1000, LARGE) for kind in ("near of text", "datatrove")]
-    measurements: dict[tuple[str, float, int], list[Figures]] = {case: [] for case in cases}
-    for number in range(args.rounds):
-        for case in common.alternate_order(cases, number):
-            measurements[case].append(measure(*case, args.folder))
-            print(*case, measurements[case][-1], file=sys.stderr)
-    report = json.dumps(summarize(measurements), indent=1)
-    if args.out is None:
-        print(report)
-    else:
-        common.write_text(common.make_dated_path(args.out, "dedup.json"), report)
+    calls = {case: functools.partial(measure, *case, args.folder) for case in cases}
+    report = summarize(common.take_turns(calls, args.rounds))
+    print(json.dumps(report, indent=1))
+    common.write_json(common.make_dated_path(args.out, "dedup.json"), report)
 
 
 def measure(kind: str, size: float, memory: int, parent: Path | None) -> Figures:
@@ -87,18 +71,19 @@ def measure(kind: str, size: float, memory: int, parent: Path | None) -> Figures
         again = [sys.executable, __file__, "--one", kind, folder, str(size), str(memory)]
         done = subprocess.run(again, check=True, stdout=subprocess.PIPE)
     figures: Figures = json.loads(done.stdout)
+    print(kind, size, memory, figures, file=sys.stderr)
     return figures
 
 
 def measure_here(kind: str, folder: Path, size: float, memory: int) -> Figures:
     import psutil
 
-    prepare, run = {
-        "lines": (make_lines, find_lines),
-        "near": (make_signatures, find_near),
-        "duckdb": (make_parquet, find_by_duckdb),
-        "near of text": (make_text, find_near_of_text),
-        "datatrove": (make_text, find_by_datatrove),
+    prepare, run, modules = {
+        "lines": (make_lines, find_lines, OURS),
+        "near": (make_signatures, find_near, OURS),
+        "duckdb": (make_parquet, find_by_duckdb, ("duckdb",)),
+        "near of text": (make_text, find_near_of_text, OURS),
+        "datatrove": (make_text, find_by_datatrove, ("datatrove.pipeline.dedup",)),
     }[kind]
     # Another process prepares the input, so that this one's figures exclude it.
     child = os.fork()
@@ -106,7 +91,7 @@ def measure_here(kind: str, folder: Path, size: float, memory: int) -> Figures:
         prepare(folder, size)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    for name in MODULES[kind]:
+    for name in modules:
         importlib.import_module(name)
     process = psutil.Process()
     before, begin = process.io_counters(), time.process_time()
@@ -159,7 +144,7 @@ def make_parquet(folder: Path, size: float) -> None:
 
 
 def make_text(folder: Path, size: float) -> None:
-    """Documents of 5 KB, a tenth of them copies with a word in fifty changed."""
+    """Write documents of 5 KB, a tenth of them copies with a word in fifty changed."""
     rng = np.random.default_rng(1)
     words = np.array([f"w{number:x}" for number in range(50_000)])
     documents: list[Any] = []
@@ -183,14 +168,10 @@ def find_lines(folder: Path, size: float, memory: int) -> int:
 def find_near(folder: Path, size: float, memory: int) -> int:
     from megatfm.data_prep.dedup.clusters import mark_near_duplicates
 
-    return _count_marked(
-        folder,
-        "<u4",
-        8 * BANDS,
-        int(size * DOCUMENTS),
-        memory,
-        lambda rows, index: mark_near_duplicates(rows, index, BANDS, SIMILARITY),
-    )
+    def mark(rows: Any, index: Any) -> dict[str, Any]:
+        return mark_near_duplicates(rows, index, BANDS, SIMILARITY)
+
+    return _count_marked(folder, "<u4", 8 * BANDS, int(size * DOCUMENTS), memory, mark)
 
 
 def find_near_of_text(folder: Path, size: float, memory: int) -> int:
@@ -243,12 +224,12 @@ def find_by_datatrove(folder: Path, size: float, memory: int) -> int:
         documents = (Document(text=record["text"], id=record["id"]) for record in map(json.loads, file))
         step = minhash.MinhashDedupSignature(output_folder=signatures, config=config)
         step._hash_func = lambda words: xxhash.xxh64_intdigest(words.encode())  # newer releases take bytes only
-        step.run_tasks(documents, 0, 1)
+        step.run(documents, 0, 1)
     for band in range(BANDS):
-        minhash.MinhashDedupBuckets(input_folder=signatures, output_folder=buckets, config=config).run_tasks(
+        minhash.MinhashDedupBuckets(input_folder=signatures, output_folder=buckets, config=config).run(
             None, band, BANDS
         )
-    minhash.MinhashDedupCluster(input_folder=buckets, output_folder=removed, config=config).run_tasks(None, 0, 1)
+    minhash.MinhashDedupCluster(input_folder=buckets, output_folder=removed, config=config).run(None, 0, 1)
     return sum(path.stat().st_size // 4 for path in Path(removed).glob("*.remove"))
 
 
@@ -275,28 +256,26 @@ def _count_marked(
     return sum(int(marks.read(at, min(at + step, len(rows))).sum()) for at in range(0, len(rows), step))
 
 
-def summarize(measurements: dict[tuple[str, float, int], list[Figures]]) -> dict[str, Any]:
+def summarize(measurements: Mapping[Case, Sequence[Figures]]) -> dict[str, Any]:
     medians = {
         case: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
         for case, rounds in measurements.items()
     }
+    sizes = sorted({size for kind, size, _ in measurements if kind == "lines"})
+    text = next(size for kind, size, _ in measurements if kind == "datatrove")
 
     def fit_slopes(kind: str, memory: int) -> dict[str, float]:
         """Return exponents of growth by least squares over logarithms; 1 is linear."""
-        points = sorted(
-            (case[1], figures) for case, figures in medians.items() if case[0] == kind and case[2] == memory
-        )
-        return {
-            key: round(fit_slope([size for size, _ in points], [figures[key] for _, figures in points]), 3)
-            for key in ("seconds", "read", "written", "disk")
-        }
+        by_size = [medians[kind, size, memory] for size in sizes]
+        keys = ("seconds", "read", "written", "disk")
+        values = {key: [figures[key] for figures in by_size] for key in keys}
+        return {key: round(float(np.polyfit(np.log(sizes), np.log(values[key]), 1)[0]), 3) for key in keys}
 
-    def compute_ratio(one: tuple[str, float, int], other: tuple[str, float, int]) -> float:
-        over, under = ([round_["seconds"] for round_ in measurements[case]] for case in (one, other))
-        return round(common.compute_median_ratio(over, under), 3)
+    def compute_ratio(over: Case, under: Case) -> float:
+        seconds = [[figures["seconds"] for figures in measurements[case]] for case in (over, under)]
+        return round(common.compute_median_ratio(*seconds), 3)
 
-    sizes = sorted({case[1] for case in measurements if case[0] == "lines"})
-    text = next(case[1] for case in measurements if case[0] == "datatrove")
+    kinds = ("lines", "near")
     names = ("numpy", "scipy", "duckdb", "datatrove")
     return {
         "date": common.today(),
@@ -309,13 +288,13 @@ def summarize(measurements: dict[tuple[str, float, int], list[Figures]]) -> dict
         ],
         "slopes": {
             f"{kind}, {memory // 2**20} MiB": fit_slopes(kind, memory)
-            for kind in ("lines", "near")
+            for kind in kinds
             for memory in (LARGE, SMALL)
             if len(sizes) > 1
         },
         "small over large memory": {
             f"{kind}, {size:g} GB": compute_ratio((kind, size, SMALL), (kind, size, LARGE))
-            for kind in ("lines", "near")
+            for kind in kinds
             for size in sizes
         },
         "duckdb over ours": {
@@ -323,10 +302,6 @@ def summarize(measurements: dict[tuple[str, float, int], list[Figures]]) -> dict
         },
         "datatrove over ours": compute_ratio(("datatrove", text, LARGE), ("near of text", text, LARGE)),
     }
-
-
-def fit_slope(sizes: Sequence[float], values: Sequence[float]) -> float:
-    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ disk does by itself, past the cache, in blocks of 1 MiB: where memory is free, a
 """
 
 import argparse
+import functools
 import gc
 import importlib
 import mmap
@@ -96,17 +97,12 @@ def make_step(config: Config, job: Job, rank: int) -> tuple[Engine, Callable[[],
 
 def read_peak_memory(device: str) -> int:
     """Return the peak memory in bytes since `reset_peak_memory`."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return common.read_memory("VmHWM")
+    return torch.cuda.max_memory_allocated() if device == "cuda" else common.read_memory("VmHWM")
 
 
 def reset_peak_memory(device: str) -> None:
     """Reset the peak memory."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        common.reset_peak_memory()
+    (torch.cuda.reset_peak_memory_stats if device == "cuda" else common.reset_peak_memory)()
 
 
 def count_file_bytes() -> Counter[str]:
@@ -123,7 +119,7 @@ def count_file_bytes() -> Counter[str]:
 
 
 def run_rank(rank: int, job: Job, answers: Any) -> None:
-    """One rank: (name → seconds by round and clock), peak memory of all, bytes sent in a step by name."""
+    """Run a rank; answer with figures by name and round, peak memory of all, and bytes sent in a step by name."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
     if job.device == "cuda":
@@ -132,27 +128,30 @@ def run_rank(rank: int, job: Job, answers: Any) -> None:
     dist.init_process_group(backend, store=dist.FileStore(job.store, job.ranks), rank=rank, world_size=job.ranks)
     reset_peak_memory(job.device)
     files = count_file_bytes()
-    before, steps, sent = read_peak_memory(job.device), {}, {}
+    before, sent = read_peak_memory(job.device), {}
+    steps: dict[str, Callable[[], Any]] = {}
     for name, config in job.configs.items():
         engine, steps[name] = make_step(config, job, rank)
         steps[name]()
         with TrafficCounter(engine.process_groups()) as traffic:
             steps[name]()
         sent[name] = sum(flow.sent_bytes for flow in traffic.list_traffic())
-    steps_taken: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
-    for number in range(job.rounds):
-        for name in common.alternate_order(steps, number):
-            dist.barrier()
-            files.clear()
-            wall, cpu = time.perf_counter(), time.process_time()
+
+    def measure_step(name: str) -> dict[str, float]:
+        def step() -> None:
             steps[name]()
             if job.device == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()
-            seconds = time.perf_counter() - wall, time.process_time() - cpu
-            steps_taken[name].append((*seconds, files["bytes"]))
-    answers[rank] = steps_taken, read_peak_memory(job.device) - before, sent
-    del engine, steps
+
+        dist.barrier()
+        files.clear()
+        return {**common.make_side(step)(), "bytes": files["bytes"]}
+
+    calls = {name: functools.partial(measure_step, name) for name in steps}
+    answers[rank] = common.take_turns(calls, job.rounds), read_peak_memory(job.device) - before, sent
+    steps.clear()
+    del engine
     gc.collect()  # engines, while they can still ask who they are
     dist.barrier()
     dist.destroy_process_group()
@@ -167,21 +166,26 @@ def run_ranks(configs: dict[str, Config], args: argparse.Namespace, rounds: int)
         return dict(answers)
 
 
+def measure_memory(name: str, config: Config, args: argparse.Namespace) -> str:
+    """Return the peak memory of each rank in MB, of processes that run nothing else."""
+    answers = run_ranks({name: config}, args, 2)
+    return ", ".join(f"{answers[rank][1] / 1e6:,.0f}" for rank in range(args.ranks))
+
+
 def measure_case(case: str, words: Sequence[str], offloaded: Sequence[str], args: argparse.Namespace) -> str:
     """Measure a case; return its row of the table."""
     extra = {"native": [], "deepspeed": list(offloaded)}
     configs = {name: load_case(name, [*words, *extra[name], *args.set], args.ranks) for name in ENGINES}
-    timed = run_ranks(configs, args, args.rounds)[0]
-    clocks = [
-        [expected[i] / actual[i] for actual, expected in zip(timed[0]["native"], timed[0]["deepspeed"], strict=True)]
-        for i in (0, 1)
-    ]
-    memory = {name: {r: a[1] / 1e6 for r, a in run_ranks({name: configs[name]}, args, 2).items()} for name in ENGINES}
-    held = " / ".join(", ".join(f"{memory[name][r]:,.0f}" for r in range(args.ranks)) for name in ENGINES)
-    sent = " / ".join(f"{timed[2][name] / 1e6:,.1f}" for name in ENGINES)
+    steps, _, sent = run_ranks(configs, args, args.rounds)[0]
+    pairs = list(zip(steps["deepspeed"], steps["native"], strict=True))
+    ratios = common.summarize(
+        {clock: [theirs[clock] / ours[clock] for theirs, ours in pairs] for clock in common.CLOCKS}
+    )
+    memory = " / ".join(measure_memory(name, configs[name], args) for name in ENGINES)
+    sent_mb = " / ".join(f"{sent[name] / 1e6:,.1f}" for name in ENGINES)
     return (
-        f"| {case} | **{statistics.median(clocks[0]):.2f}** ({min(clocks[0]):.2f} – {max(clocks[0]):.2f}) | "
-        f"{statistics.median(clocks[1]):.2f} | {held} | {sent} |"
+        f"| {case} | **{ratios['wall']:.2f}** ({ratios['wall_lowest']:.2f} – {ratios['wall_highest']:.2f}) | "
+        f"{ratios['cpu']:.2f} | {memory} | {sent_mb} |"
     )
 
 
@@ -202,16 +206,13 @@ def measure_disk(folder: Path) -> float:
 def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
     """Add a table of DeepSpeed's offload targets."""
     words = ["train.precision=fp32", "parallel.zero=3", f"deepspeed.nvme_path={args.offload}"]
+    kinds = "deepspeed.offload_optimizer", "deepspeed.offload_parameters"
     configs = {
-        place: load_case(
-            "deepspeed",
-            [*words, f"deepspeed.offload_optimizer={place}", f"deepspeed.offload_parameters={place}", *args.set],
-            args.ranks,
-        )
+        place: load_case("deepspeed", [*words, *(f"{kind}={place}" for kind in kinds), *args.set], args.ranks)
         for place in PLACES
     }
-    answers = run_ranks(configs, args, args.rounds)
-    steps_of, disk_speed = answers[0][0], measure_disk(args.offload)
+    steps = run_ranks(configs, args, args.rounds)[0][0]
+    disk_speed = measure_disk(args.offload)
     elements = sum(p.numel() for p in build(configs["none"].model).parameters()) // args.ranks
     page.add(
         "",
@@ -219,13 +220,13 @@ def add_offloading(page: common.Page, args: argparse.Namespace) -> None:
         "|---|---|---|---|---|",
     )
     for place in PLACES:
-        clock, plain = ([step[0] for step in steps_of[at]] for at in (place, "none"))
-        extra, ratio = ([a - b for a, b in zip(clock, plain, strict=True)], common.compute_median_ratio(clock, plain))
-        moved = {"none": 0, "cpu": 8 * elements}.get(place, statistics.median(step[2] for step in steps_of[place]))
-        longer = statistics.median(extra)
+        seconds, plain = ([step["wall"] for step in steps[name]] for name in (place, "none"))
+        ratio = common.compute_median_ratio(seconds, plain)
+        longer = statistics.median(a - b for a, b in zip(seconds, plain, strict=True))
+        moved = {"none": 0, "cpu": 8 * elements}.get(place, statistics.median(step["bytes"] for step in steps[place]))
         speed = f"{moved / longer / 1e6:,.0f}" if moved and longer > 0 else "–"
-        held = [a[1] / 1e6 for _, a in sorted(run_ranks({place: configs[place]}, args, 2).items())]
-        page.add(f"| {place} | {ratio:.2f} | {moved / 1e6:,.1f} | {speed} | {', '.join(f'{mb:,.0f}' for mb in held)} |")
+        memory = measure_memory(place, configs[place], args)
+        page.add(f"| {place} | {ratio:.2f} | {moved / 1e6:,.1f} | {speed} | {memory} |")
     page.add("", f"The disk by itself, one process: {disk_speed / 1e6:,.0f} MB/s.")
 
 

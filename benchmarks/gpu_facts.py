@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Forward and backward, of the pairs that are seen: 2 products forward, 5 backward."""
+        """Count forward and backward, of the pairs that are seen: 2 products forward, 5 backward."""
         length = self.tokens / self.documents
         pairs = self.rows * self.heads * self.documents * length * (length + 1) / 2
         return 7 * 2 * pairs * self.width

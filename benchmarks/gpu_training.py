@@ -56,7 +56,7 @@ class Case:
 
     @property
     def sizes(self) -> str:
-        """Cells: tokens of a row, rows, and settings that differ from the defaults of this script."""
+        """Format cells: tokens of a row, rows, and settings that differ from the defaults of this script."""
         settings = [word.removeprefix("train.") for word in self.overrides if word not in DENSE]
         how = ", ".join([*settings, *["packed"] * self.packed, *["eager"] * self.eager])
         return f"{self.length:,} | {self.rows} | {how}"

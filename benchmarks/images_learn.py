@@ -187,7 +187,7 @@ def run_labels(args: argparse.Namespace) -> None:
 
 
 def format_report(args: argparse.Namespace, counts: Mapping[str, int], runs: Mapping[str, list[dict[str, Any]]]) -> str:
-    """The table."""
+    """Format the table."""
     titles = {
         "vit": ("ViT, patches of 8, 4 layers, d_model 128", "all labels"),
         "swin": ("Swin, patches of 4, stages of 2 and 2 layers, d_model 64 and 128", "all labels"),

@@ -179,17 +179,17 @@ def make_sides(folder: Path, case: Case) -> dict[str, Callable[[], Tensor]]:
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
 
-    def by_transformers() -> Tensor:
+    def generate_theirs() -> Tensor:
         tokens = reference.generate(
             ids, attention_mask=mask, max_new_tokens=case.new_tokens, min_new_tokens=case.new_tokens,
             do_sample=False, num_beams=1, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip
         return tokens[:, longest:]
 
-    def by_megatfm() -> Tensor:
+    def generate_ours() -> Tensor:
         return generate(model, Prompts(prompts), max_tokens=case.new_tokens)[:, longest:]
 
-    return {"transformers": by_transformers, "megatfm": by_megatfm}
+    return {"transformers": generate_theirs, "megatfm": generate_ours}
 
 
 def measure_ratios(folder: Path, case: Case, rounds: int) -> dict[str, float]:

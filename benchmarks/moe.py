@@ -338,7 +338,7 @@ def record_choices(parallel: ParallelConfig, precision: str, batches: int) -> Ch
 
 
 def record_all_choices(ranks: int, precision: str, batches: int) -> dict[str, Choices]:
-    """Choices by layout."""
+    """Return the choices by layout."""
     return {name: record_choices(parallel, precision, batches) for name, parallel in LAYOUTS[ranks].items()}
 
 

@@ -85,8 +85,11 @@ def run_padding(args: argparse.Namespace) -> None:
             lengths = corpus.lengths() + 1
             disk = sum(shard.bytes for shard in corpus.manifest.shards) / corpus.n_tokens
             for row in (size for size in ROW_LENGTHS if size <= args.longest):
-                cut, whole = measure_padding(lengths, corpus.blocks, row)
-                print(f"| {kind} | {row:,} | {100 * cut:.2f} % | {100 * whole:.2f} % | {disk:.2f} |", flush=True)
+                cut_padding, sequence_padding = measure_padding(lengths, corpus.blocks, row)
+                print(
+                    f"| {kind} | {row:,} | {100 * cut_padding:.2f} % | {100 * sequence_padding:.2f} % | {disk:.2f} |",
+                    flush=True,
+                )
 
 
 # ----------------------------------------------------------------------------------------------- objectives

@@ -308,11 +308,11 @@ def edit(text: str, share: float, seed: int) -> str:
     return "".join(letters)
 
 
-def compute_similarity(language: str, text: str, other: str) -> float:
+def compute_similarity(language: str, text: str, edited: str) -> float:
     length = 20 if language == "Thai" else 5
     first, second = (
         {tuple(units[at : at + length]) for at in range(len(units) - length + 1)}
-        for units in ((text, other) if language in UNSPACED else (text.split(), other.split()))
+        for units in ((text, edited) if language in UNSPACED else (text.split(), edited.split()))
     )
     return len(first & second) / len(first | second)
 

@@ -160,16 +160,16 @@ def iter_pairs(packages: list[Package]) -> Iterator[tuple[str, Mapping[str, str]
         groups.setdefault((split, package.section), []).append(package)
         splits.setdefault(split, []).append(package)
     for package in packages:
-        split, other = choose_split(package.source), package
+        split, described = choose_split(package.source), package
         if draw.random() < 0.5:
             for _ in range(100):  # a section may hold one source alone
                 is_same_section = draw.random() < SAME_SECTION_SHARE
-                other = draw.choice(groups[split, package.section] if is_same_section else splits[split])
-                if other.source != package.source:
+                described = draw.choice(groups[split, package.section] if is_same_section else splits[split])
+                if described.source != package.source:
                     break
-        label = "same" if other is package else "other"
-        if label == "same" or other.source != package.source:
-            yield package.source, {"first": package.synopsis, "second": other.description, "label": label}
+        label = "same" if described is package else "other"
+        if label == "same" or described.source != package.source:
+            yield package.source, {"first": package.synopsis, "second": described.description, "label": label}
 
 
 def iter_translations(
@@ -222,9 +222,9 @@ def make_document(draw: random.Random) -> list[str]:
 def iter_letter_pairs(draw: random.Random, count: int) -> Iterator[dict[str, str]]:
     """Yield pairs of halves, of one document or of two."""
     for _ in range(count):
-        first, other = make_document(draw), make_document(draw)
+        first, unrelated = make_document(draw), make_document(draw)
         is_same = draw.random() < 0.5
-        second = (first if is_same else other)[N_LETTERS // 2 :]
+        second = (first if is_same else unrelated)[N_LETTERS // 2 :]
         label = "same" if is_same else "other"
         yield {"first": " ".join(first[: N_LETTERS // 2]), "second": " ".join(second), "label": label}
 

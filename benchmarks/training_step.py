@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import common
 import torch
 import torch.nn.functional as F
-from common import Step, get_cpu_name, make_side
 from torch import Tensor, nn
 
 from megatfm.config import Config, load_config
@@ -59,7 +58,7 @@ GPT2_RECIPE, IMAGE_RECIPE = Recipe(6e-4, (0.9, 0.95), 0.1), Recipe(1e-3, (0.9, 0
 
 def make_plain_step(
     model: nn.Module, compute_loss: Callable[[], Tensor], recipe: Recipe, device: str, precision: str
-) -> Step:
+) -> common.Step:
     """Return a step as in a short training script."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -80,7 +79,7 @@ def make_plain_step(
 
 def make_engine_step(
     config: Config, objective: Objective, batch: Mapping[str, Any], recipe: Recipe, device: str, precision: str
-) -> Step:
+) -> common.Step:
     """Return a step of the engine that `megatfm train` builds, on rows like the loader's."""
     engine = build_engine(config, build_mesh(config.parallel, 1, device), torch.device(device), precision)
     arrays = {**batch, "keys": torch.arange(config.train.micro_batch).numpy()}
@@ -100,7 +99,7 @@ def serve_steps(job: argparse.Namespace) -> None:
         keep_freed_memory(torch.device(job.device))
     torch.manual_seed(0)
     with distributed.distributed_session(600, job.device, 600):
-        side = make_side(make_gpt2_step(job) if job.preset == GPT2 else make_image_step(job))
+        side = common.make_side(make_gpt2_step(job) if job.preset == GPT2 else make_image_step(job))
         for _ in sys.stdin:
             print(json.dumps(side()), flush=True)
 
@@ -123,8 +122,8 @@ def make_page(args: argparse.Namespace, inputs: str) -> common.Page:
         args.out,
         f"# A whole step of {args.preset}, {common.today()}",
         "",
-        f"torch {torch.__version__}, {get_cpu_name(instructions=True)}, {args.threads} threads, {inputs}, {args.pairs} "
-        f"pairs of processes, {args.rounds} rounds each{', ' + ' '.join(args.set) if args.set else ''}; "
+        f"torch {torch.__version__}, {common.get_cpu_name(instructions=True)}, {args.threads} threads, {inputs}, "
+        f"{args.pairs} pairs of processes, {args.rounds} rounds each{', ' + ' '.join(args.set) if args.set else ''}; "
         "`python benchmarks/training_step.py`, whose head says how it is measured.",
         "",
         "| Precision | | Theirs | Memory | Theirs / ours, clock | lowest – highest | Theirs / ours, CPU | "
@@ -192,7 +191,7 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
 
 
-def make_gpt2_step(job: argparse.Namespace) -> Step:
+def make_gpt2_step(job: argparse.Namespace) -> common.Step:
     """Return a side's step on random tokens."""
     drawn = torch.randint(0, VOCABULARY, (job.rows, job.length + 1))
     tokens, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
@@ -234,10 +233,8 @@ MISSING = (
 LIBRARY = torch.library.Library("torchvision", "DEF")
 """Kept alive, since it owns the operators."""
 TIMM_NAMES = {
-    "swin-t": "swin_tiny_patch4_window7_224",
-    "swinv2-t": "swinv2_tiny_window8_256",
-    "mvitv2-t": "mvitv2_tiny",
-}
+    "swin-t": "swin_tiny_patch4_window7_224", "swinv2-t": "swinv2_tiny_window8_256", "mvitv2-t": "mvitv2_tiny",
+}  # fmt: skip
 
 
 def build_transformers_model(config: Config) -> nn.Module:
@@ -287,7 +284,7 @@ def build_timm_model(config: Config) -> nn.Module:
     ).train()  # fmt: skip
 
 
-def make_image_step(job: argparse.Namespace) -> Step:
+def make_image_step(job: argparse.Namespace) -> common.Step:
     """Return a side's step on random pixels."""
     for schema in MISSING:  # transformers, too, imports torchvision where it is there
         LIBRARY.define(schema)
@@ -307,7 +304,7 @@ def make_image_step(job: argparse.Namespace) -> Step:
     return make_plain_step(network, compute_loss, IMAGE_RECIPE, job.device, job.precision)
 
 
-def make_megatfm_image_step(job: argparse.Namespace, pixels: Tensor, labels: Tensor) -> Step:
+def make_megatfm_image_step(job: argparse.Namespace, pixels: Tensor, labels: Tensor) -> common.Step:
     """Return our step on rows like the loader's."""
     rows = len(pixels)
     quiet = ["model.drop_path=0", "model.extra_heads.classifier.label_smoothing=0", "data.images.mixup=0"]

@@ -44,7 +44,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def draw_photo(number: int) -> bytes:
-    """A JPEG with structure at every scale, of about 4 bits a pixel, as photos have."""
+    """Draw a JPEG with structure at every scale, of about 4 bits a pixel, as photos have."""
     random, pixels = np.random.default_rng(number), np.zeros((375, 500, 3), np.float32)
     for octave in range(2, 9):
         small = random.standard_normal((2 ** (octave - 1), 2**octave, 3)).astype(np.float32)
@@ -170,7 +170,7 @@ def make_page(args: argparse.Namespace, pictures: list[bytes], peer: str) -> com
     )
 
 
-def compare_row(name: str, ours: common.Step, other: common.Step, n_images: int, rounds: int) -> str:
+def compare_row(name: str, ours: common.Step, theirs: common.Step, n_images: int, rounds: int) -> str:
     """Time a side against ours in turns; returns its row of the page."""
     rates: list[float] = []
 
@@ -179,7 +179,7 @@ def compare_row(name: str, ours: common.Step, other: common.Step, n_images: int,
         rates.append(n_images / seconds["cpu"])
         return seconds
 
-    ratios = common.summarize(common.compare(our_side, common.make_side(other), rounds))
+    ratios = common.summarize(common.compare(our_side, common.make_side(theirs), rounds))
     cells = [f"{ratios[clock + end]:.2f}" for clock in ("cpu", "wall") for end in ("", "_lowest", "_highest")]
     return f"| {name} | {' | '.join(cells)} | {np.median(rates[2:]):,.0f} |"
 
