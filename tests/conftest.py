@@ -1,5 +1,7 @@
 """Shared by all tests: an environment without network and noise, seeds, signals, and the worker processes."""
 
+import atexit
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -20,11 +22,16 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+gc.disable()  # until libraries are imported: they make much and drop little
 pytest.register_assert_rewrite("tests.support")  # so that its assertions show their values, too
 
 from tests.support.seeding import seed_by_name  # noqa: E402
 from tests.support.slurm_cluster import JOB_REPORT_PROPERTY  # noqa: E402
 from tests.support.workers import Workers  # noqa: E402
+
+gc.freeze()  # what a session keeps to its end need not be traversed
+gc.enable()
+atexit.register(gc.unfreeze)  # libraries say so where any of their objects is left
 
 # Busy machines are slow, not wrong; and CI is to say the same twice.
 settings.register_profile("megatfm", deadline=None, derandomize="CI" in os.environ)
@@ -51,6 +58,11 @@ class FileScheduling(LoadScopeScheduling):
         if file in INDEPENDENT:
             return nodeid
         return CLUSTER if file.startswith(CLUSTER) else file
+
+
+def pytest_collection_finish() -> None:
+    """Leave the test modules, too, out of each search for garbage."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -32,12 +32,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-PRELOAD = [
-    "numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "torch._dynamo",
-    "megatfm.cli", "megatfm.train.trainer", "megatfm.verify.rank_processes",
-]  # fmt: skip
-if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs
-    PRELOAD += ["scipy.stats", "tensorboardX", "transformers.models.bert.modeling_bert"]
+PRELOAD = ["tests.support.preload"]
 STACK_SIGNAL = signal.SIGRTMAX - 1  # far from the signals that the tested code handles itself
 SETTLE_SECONDS = 1.0  # after the first failure: how long other ranks may still say what they saw
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")

@@ -1,0 +1,25 @@
+"""What the server imports from which ranks and commands are forked, so that none of them imports it again.
+
+No search for garbage traverses these modules: not while they are imported, and in no fork.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+
+MODULES = [
+    "numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "torch._dynamo",
+    "megatfm.cli", "megatfm.train.trainer", "megatfm.verify.rank_processes",
+]  # fmt: skip
+if "PYTEST_XDIST_WORKER" in os.environ:  # seconds that many files share, and a single file seldom needs
+    MODULES += ["scipy.stats", "tensorboardX", "transformers.models.bert.modeling_bert"]
+
+atexit.register(os._exit, 0)  # of the server: taking modules apart takes a second, and nobody looks at its exit code
+gc.disable()
+for name in MODULES:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+gc.freeze()
+gc.enable()
