@@ -192,6 +192,6 @@ def test_a_closed_output_ends_the_command_silently(tmp_path):
     reads, writes = os.pipe()
     os.close(reads)
     command = [sys.executable, "-m", "megatfm", "config", "schema"]
-    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60)
+    completed = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60)
     os.close(writes)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    assert (completed.returncode, completed.stderr) == (128 + signal.SIGPIPE, b"")

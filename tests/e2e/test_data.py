@@ -86,11 +86,11 @@ def test_warmups_and_mixtures_resume_exactly(workers: Any, mixed: Any, tmp_path:
     for step, ranks in ((2, 1), (4, 2)):
         delete_checkpoints_after(tmp_path / "whole", step)
         assert set(workers.run(run_training, ranks, mixed(exact, run="whole"))) == {EXIT_OK}
-        again = lines(tmp_path / "whole")
-        assert [line["tokens"] for line in again] == [line["tokens"] for line in full]
-        for one, other in zip(full, again, strict=True):
-            assert other["loss"] == pytest.approx(one["loss"], rel=0 if ranks == 1 else 1e-12, abs=0)
-            assert other["loss_by_source"] == pytest.approx(one["loss_by_source"], rel=1e-12, abs=0)
+        resumed = lines(tmp_path / "whole")
+        assert [line["tokens"] for line in resumed] == [line["tokens"] for line in full]
+        for first, second in zip(full, resumed, strict=True):
+            assert second["loss"] == pytest.approx(first["loss"], rel=0 if ranks == 1 else 1e-12, abs=0)
+            assert second["loss_by_source"] == pytest.approx(first["loss_by_source"], rel=1e-12, abs=0)
     delete_checkpoints_after(tmp_path / "whole", 5)
     with pytest.raises(WorkerFailure, match=r"UsageError: .*data\.mixture: .*resume\.allow"):
         workers.run(run_training, 1, mixed(exact, "data.mixture.code.weight=2", run="whole"))

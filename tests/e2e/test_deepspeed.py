@@ -61,9 +61,9 @@ def forget_the_end(folder: Path) -> None:
     (folder / "checkpoints/step-00000004").rename(folder / f"later {len(list(folder.iterdir()))}")
 
 
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not name.startswith("rng.") and not torch.equal(one[name], other[name])]
+def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    assert first.keys() == second.keys()
+    return [name for name in first if not name.startswith("rng.") and not torch.equal(first[name], second[name])]
 
 
 def test_deepspeed_trains_as_native_and_engines_can_change(
@@ -138,19 +138,19 @@ def test_a_step_computed_twice_that_differs_in_one_bit_is_found(workers: Workers
 
 
 @pytest.mark.parametrize(
-    ("how", "what", "patience"),
+    ("how", "reason", "patience"),
     [
         ("is_killed", "ended without an error message", 600),
         pytest.param("sleeps", r"has made no progress for \d+ s", 20, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, what: str, patience: int) -> None:
+def test_a_rank_that_dies_or_hangs_is_named(start: Start, how: str, reason: str, patience: int) -> None:
     """Hangs are detected without the engine: see tests/e2e/test_resilience.py."""
     words = deepspeed("parallel.zero=3", f"train.hang_seconds={patience}")
     run = start(*words, fault=Fault(1, "step", how))
     codes = run.wait(120)
     assert codes[0] == EXIT_FAILED, (how, codes, run.said(0))
-    assert re.search(rf"error: rank 1 on \S+ at step \d, step: {what}", run.said(0)), run.said(0)
+    assert re.search(rf"error: rank 1 on \S+ at step \d, step: {reason}", run.said(0)), run.said(0)
     (failed,) = [event for event in run.events() if event["event"] == "failed"]
     assert failed["ranks"] == [1]
 
@@ -193,12 +193,12 @@ def test_verify_compares_a_step_of_it(capsys: pytest.CaptureFixture[str]) -> Non
 def test_training_runs_under_deepspeed_s_own_launcher(config_file: Path, tmp_path: Path) -> None:
     launcher = [Path(sys.executable).with_name("deepspeed"), "--no_local_rank", "--num_gpus=1"]
     words = deepspeed("parallel.zero=2", "train.steps=2", "evaluate.every=0", f"run_dir={tmp_path / 'run'}")
-    done = subprocess.run(
+    completed = subprocess.run(
         [*launcher, f"--master_port={free_port()}", "--module", "megatfm", "train", config_file, *words],
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=850,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-2000:]
     assert len(losses(tmp_path / "run")) == 2

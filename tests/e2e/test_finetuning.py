@@ -294,7 +294,7 @@ def test_another_task_in_a_run_s_folder_is_refused_and_leaves_the_run(
     """Config, results and checkpoints stay; the first command still has nothing left to do."""
     words = ["finetune", "task.toml", "--from", "bert", "task.epochs=1"]
     assert run_command(*words) == 0
-    kept = {
+    contents = {
         name: (folder / "runs/things" / name).read_bytes() for name in ("config.toml", "finetune.toml", "task.json")
     }
     checkpoints = [path.name for path in list_checkpoints(folder / "runs/things/checkpoints")]
@@ -304,7 +304,7 @@ def test_another_task_in_a_run_s_folder_is_refused_and_leaves_the_run(
     for other in others:
         assert run_command(*words, *other) == 2, other
         assert "runs/things" in capfd.readouterr().err
-        for name, content in kept.items():
+        for name, content in contents.items():
             assert (folder / "runs/things" / name).read_bytes() == content, (other, name)
     assert [path.name for path in list_checkpoints(folder / "runs/things/checkpoints")] == checkpoints
     assert run_command(*words) == 0
@@ -349,12 +349,12 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert workers.run(run_training, 2, config) == [0, 0]
     for name in ("one", "two"):
         assert run_command(*words, f"name={name}") == 0
-    whole, one, two = (folder / f"runs/{name}" for name in ("whole", "one", "two"))
-    assert training_curve(one) == training_curve(whole)
-    losses = [[line["loss"] for line in training_curve(run)] for run in (two, whole)]
+    unstopped, one, two = (folder / f"runs/{name}" for name in ("whole", "one", "two"))
+    assert training_curve(one) == training_curve(unstopped)
+    losses = [[line["loss"] for line in training_curve(run)] for run in (two, unstopped)]
     assert len(losses[0]) > 10
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     for run in (one, two):
-        assert (run / "predictions/test.jsonl").read_bytes() == (whole / "predictions/test.jsonl").read_bytes()
+        assert (run / "predictions/test.jsonl").read_bytes() == (unstopped / "predictions/test.jsonl").read_bytes()
     assert workers.run(predict_rows, 3, two, folder / "test.jsonl", folder / "three.jsonl") == [True, False, False]
     assert (folder / "three.jsonl").read_bytes() == (two / "predictions/test.jsonl").read_bytes()

@@ -153,16 +153,16 @@ def test_a_run_goes_on_from_a_run(workers, make_config, corpus, tmp_path):
 
 
 def test_the_command_takes_a_model_with_and_without_a_config(foreign, corpus, config_file, tmp_path, monkeypatch):
-    taken = []
-    monkeypatch.setattr("megatfm.train.trainer.train", lambda config, *_: taken.append(config) or 0)
+    configs = []
+    monkeypatch.setattr("megatfm.train.trainer.train", lambda config, *_: configs.append(config) or 0)
     monkeypatch.setattr("megatfm.cli.signal.pthread_sigmask", lambda *args: None)
     run, text = f"run_dir={tmp_path / 'run'}", f"data.train={corpus}/train"
     for words in (["--from", str(foreign), run, text], [str(config_file), run, "--from", str(foreign)]):
         with pytest.raises(SystemExit) as left:
             cli.main(["train", *words])
         assert left.value.code == 0
-    assert [config.name for config in taken] == ["from-foreign", "small"]
-    (weights,) = {config.train.init_from for config in taken}
+    assert [config.name for config in configs] == ["from-foreign", "small"]
+    (weights,) = {config.train.init_from for config in configs}
     assert [str(path) for path in (tmp_path / "run").glob("from-*")] == [weights]
     recipe = tomllib.loads(config_file.read_text())
     del recipe["model"]  # the folder brings it
@@ -170,12 +170,12 @@ def test_the_command_takes_a_model_with_and_without_a_config(foreign, corpus, co
     with pytest.raises(SystemExit) as left:
         cli.main(["train", str(tmp_path / "recipe.toml"), run, "--from", str(foreign)])
     assert left.value.code == 0
-    assert taken[-1].model == taken[0].model
+    assert configs[-1].model == configs[0].model
     other = tmp_path / "other"
     shutil.copytree(foreign, other)
     with pytest.raises(SystemExit):
         cli.main(["train", "--from", str(other), run, text])
-    assert taken[-1].train.init_from != weights, "a folder of an earlier --from was taken for another's"
+    assert configs[-1].train.init_from != weights, "a folder of an earlier --from was taken for another's"
     with pytest.raises(SystemExit) as left:
         cli.main(["train"])
     assert left.value.code == 2
@@ -196,9 +196,9 @@ def test_a_branch_goes_on_as_the_run_did(workers, make_config, tmp_path, ranks):
     words = f"train.branch_from={tmp_path / 'trunk'}@4"
     branch = make_config(words, run="branch")
     assert workers.run(run_training, ranks, branch) == [EXIT_OK] * ranks
-    one, other = final_state(tmp_path / "trunk"), final_state(tmp_path / "branch")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    first, second = final_state(tmp_path / "trunk"), final_state(tmp_path / "branch")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert training_curve(tmp_path / "branch") == training_curve(tmp_path / "trunk")[4:]
     steps = [path.name for path in sorted((tmp_path / "branch/checkpoints").iterdir())]
     assert steps == ["step-00000008", "step-00000012"]
@@ -296,9 +296,9 @@ def test_a_plugin_s_engine_trains_as_native_and_engines_can_change(
     full = weights(tmp_path / "ddp")
     forget_the_end(tmp_path / "ddp")
     assert workers.run(train_with_plugins, 2, make_config(*DDP, run="ddp")) == [EXIT_OK] * 2
-    again = weights(tmp_path / "ddp")
-    assert again.keys() == full.keys()
-    assert all(torch.equal(again[name], full[name]) for name in full)
+    resumed = weights(tmp_path / "ddp")
+    assert resumed.keys() == full.keys()
+    assert all(torch.equal(resumed[name], full[name]) for name in full)
     (tmp_path / "ddp" / "later").rename(tmp_path / "ddp" / "later still")
     forget_the_end(tmp_path / "ddp")
     other = ["parallel.engine=native", "parallel.zero=3", "train.steps=8"]

@@ -107,8 +107,8 @@ def test_images_are_described(tmp_path: Path) -> None:
     for path in (run / "checkpoints").glob("step-00000240*"):
         path.rename(tmp_path / "away")
     run_megatfm("train", "captioner.toml", output=log, cwd=tmp_path)
-    again = {line["step"]: line["loss"] for line in training_curve(run)}
-    assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]
+    resumed_losses = {line["step"]: line["loss"] for line in training_curve(run)}
+    assert [resumed_losses[line["step"]] for line in curve] == [line["loss"] for line in curve]
     run_megatfm("launch", "captioner.toml", "--nproc", "2", "name=two", "train.steps=6", output=log, cwd=tmp_path)
     on_two_ranks = training_curve(tmp_path / "runs/two")[:5]  # while the learning rate still rises alike
     for line, alone in zip(on_two_ranks, curve[:5], strict=True):
@@ -142,5 +142,5 @@ def test_captions_are_prepared_learned_found_and_resumed(tmp_path: Path) -> None
     for path in (run / "checkpoints").glob("step-00000040*"):
         path.rename(tmp_path / "away")
     run_megatfm("train", "towers.toml", output=log, cwd=tmp_path)
-    again = {line["step"]: line["loss"] for line in training_curve(run)}
-    assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]
+    resumed_losses = {line["step"]: line["loss"] for line in training_curve(run)}
+    assert [resumed_losses[line["step"]] for line in curve] == [line["loss"] for line in curve]

@@ -52,13 +52,13 @@ def test_leftovers_and_a_checkpoint_without_permission_stop_nobody(start: Start,
     closed += [newest, stuck]
     for path in closed:
         path.chmod(0)
-    again = start(*QUICK, "train.steps=8", fault=UNPRIVILEGED)
-    assert again.wait(120) == [EXIT_OK, EXIT_OK], again.said(0)
+    second_run = start(*QUICK, "train.steps=8", fault=UNPRIVILEGED)
+    assert second_run.wait(120) == [EXIT_OK, EXIT_OK], second_run.said(0)
     log = (first.folder / "logs" / "rank-0.log").read_text()
     assert f"{newest.name} is not used: cannot read {newest}/metadata.json: Permission denied" in log
     assert f"a leftover of a killed save could not be removed: cannot remove {stuck}" in log
     assert not partial.exists()
-    assert [event["detail"] for event in again.events() if event["event"] == "resumed"] == [f"from {before.name}"]
+    assert [event["detail"] for event in second_run.events() if event["event"] == "resumed"] == [f"from {before.name}"]
     aside = [path for path in folder.iterdir() if path.name.startswith(".step-00000008.damaged-")]
     closed += aside
     assert len(aside) == 1, "out of the way of the one that is saved in its place"
@@ -80,13 +80,13 @@ def test_unreadable_leftovers_say_why_a_run_can_not_go_on(start: Start, closed: 
         closed.append(first.folder / name)
         mode = closed[-1].stat().st_mode
         closed[-1].chmod(0)
-        again = start(*QUICK, "train.steps=4", fault=UNPRIVILEGED)
-        assert again.wait(120) == [EXIT_FAILED, EXIT_FAILED], again.said(0)
+        second_run = start(*QUICK, "train.steps=4", fault=UNPRIVILEGED)
+        assert second_run.wait(120) == [EXIT_FAILED, EXIT_FAILED], second_run.said(0)
         closed[-1].chmod(mode)
         for rank in range(2):
-            last = again.said(rank).splitlines()[-1]
-            assert re.match(rf"error: .*{message.replace('RUN', str(first.folder))}", last), again.said(rank)
-            assert "Traceback" not in again.said(rank)
+            last = second_run.said(rank).splitlines()[-1]
+            assert re.match(rf"error: .*{message.replace('RUN', str(first.folder))}", last), second_run.said(rank)
+            assert "Traceback" not in second_run.said(rank)
 
 
 @pytest.mark.parametrize("successor", [False, True])
@@ -112,11 +112,11 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_at_the_start(start: Star
     assert first.wait(120) == [EXIT_OK, EXIT_OK], first.said(0)
     link = first.folder / "checkpoints" / "step-00000008"
     link.symlink_to(first.folder / "checkpoints" / "step-00000004")
-    again = start(*QUICK, "train.steps=12")
-    assert again.wait(120) == [EXIT_FAILED, EXIT_FAILED]
+    second_run = start(*QUICK, "train.steps=12")
+    assert second_run.wait(120) == [EXIT_FAILED, EXIT_FAILED]
     for rank in range(2):
-        assert f"{link} is a symbolic link: put the checkpoint itself there" in again.said(rank)
-    assert "resumed" not in [line["event"] for line in again.events()]
+        assert f"{link} is a symbolic link: put the checkpoint itself there" in second_run.said(rank)
+    assert "resumed" not in [line["event"] for line in second_run.events()]
 
 
 def test_a_model_for_which_there_is_no_memory_is_one_line(start: Start) -> None:
@@ -135,10 +135,10 @@ def test_a_checkpoint_of_a_step_that_is_no_number_is_one_line(start: Start) -> N
     content = metadata.read_metadata(path)
     content.state["step"] = "four"
     (path / metadata.METADATA_FILENAME).write_bytes(metadata.encode_metadata(content))
-    again = start(*QUICK, "train.steps=8")
-    assert again.wait(120) == [EXIT_FAILED, EXIT_FAILED]
-    assert f"{path}: not a checkpoint of a run: its step is 'four'" in again.said(0)
-    assert "Traceback" not in again.said(0)
+    second_run = start(*QUICK, "train.steps=8")
+    assert second_run.wait(120) == [EXIT_FAILED, EXIT_FAILED]
+    assert f"{path}: not a checkpoint of a run: its step is 'four'" in second_run.said(0)
+    assert "Traceback" not in second_run.said(0)
 
 
 IMPATIENT = """
@@ -157,8 +157,8 @@ cli.main(sys.argv[1:])
 
 def test_a_signal_while_it_starts_is_heard_as_soon_as_it_can_be(config_file: Path, tmp_path: Path) -> None:
     words = ["train", str(config_file), f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run([sys.executable, "-c", IMPATIENT, *words], capture_output=True, text=True)
-    assert done.returncode == EXIT_REQUEUE, done.stderr
+    completed = subprocess.run([sys.executable, "-c", IMPATIENT, *words], capture_output=True, text=True)
+    assert completed.returncode == EXIT_REQUEUE, completed.stderr
     assert json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])["event"] == "stopped"
 
 
@@ -168,11 +168,11 @@ def test_a_signal_while_it_starts_is_heard_as_soon_as_it_can_be(config_file: Pat
 def run_series(corpus: Path, folder: Path, kills: dict[str, int]) -> dict[str, Any]:
     """In a process of its own: it forks, and so must have no thread."""
     command = [sys.executable, "-m", "tests.support.kill_series", str(corpus), str(folder), json.dumps(kills)]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=850
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    report: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     print(report)
     assert report["kills"] == sum(kills.values())
     assert report["compared"] >= len(kills)

@@ -62,8 +62,8 @@ def test_a_rank_that_ends_ends_all_at_once_and_is_named(start: Start, cases: lis
             )
             assert failed["ranks"] == []
             continue
-        what = "failed: ZeroDivisionError: a planted fault" if how == "raises" else "ended without an error message"
-        match = re.search(rf"error: rank {rank} on {HOST} at step (\d+), {SEEN_IN[phase]}: {what}", output)
+        reason = "failed: ZeroDivisionError: a planted fault" if how == "raises" else "ended without an error message"
+        match = re.search(rf"error: rank {rank} on {HOST} at step (\d+), {SEEN_IN[phase]}: {reason}", output)
         assert match, (phase, output)
         assert int(match[1]) == STEPS[phase] if how == "raises" else int(match[1]) <= STEPS[phase]
         assert (failed["ranks"], failed["hosts"]) == ([rank], [HOST]), phase
@@ -106,8 +106,8 @@ def test_a_rank_that_hangs_is_named_within_the_time_that_is_set(start: Start, ca
         codes = run.wait(HANG + 60, without=[rank] if how == "is_stopped" else [])
         assert codes[1 - rank] == EXIT_FAILED, (phase, codes, run.said(1 - rank))
         output = run.said(1 - rank)
-        what = "has made no progress for" if how in ("sleeps", "sticks_in_c") else "no sign of life for"
-        named = rf"error: rank {rank} on {HOST} at step \d+, {SEEN_IN[phase]}: {what} (\d+) s"
+        reason = "has made no progress for" if how in ("sleeps", "sticks_in_c") else "no sign of life for"
+        named = rf"error: rank {rank} on {HOST} at step \d+, {SEEN_IN[phase]}: {reason} (\d+) s"
         match = re.search(named, output)
         assert match, (phase, output)
         assert HANG <= float(match[1]) <= HANG + 20, "test_hang_detector.py has it to the second"
@@ -133,8 +133,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save_ends_all_ranks(start: Star
         assert re.search(rf"^error: checkpoint of step 6 not saved: {refused}$", output, re.MULTILINE), output
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000003"]
     checkpoint.check_all_bytes(run.folder / "checkpoints" / "step-00000003")
-    again = start("train.steps=7", 'resume.allow=["schedule"]')
-    assert again.wait(60) == [EXIT_OK, EXIT_OK], again.said(0)
+    second_run = start("train.steps=7", 'resume.allow=["schedule"]')
+    assert second_run.wait(60) == [EXIT_OK, EXIT_OK], second_run.said(0)
 
 
 def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(start: Start, tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ def test_a_run_goes_on_from_node_local_checkpoints_without_one_of_its_nodes(star
     assert None not in run.wait(60)
     assert not list((run.folder / "checkpoints").glob("step-*"))
     shutil.rmtree(tmp_path / "node-1")
-    again = start(*often)
-    assert again.wait(90) == [EXIT_OK, EXIT_OK], again.said(0)
-    (resumed,) = [event["detail"] for event in again.events() if event["event"] == "resumed"]
+    second_run = start(*often)
+    assert second_run.wait(90) == [EXIT_OK, EXIT_OK], second_run.said(0)
+    (resumed,) = [event["detail"] for event in second_run.events() if event["event"] == "resumed"]
     assert int(resumed.removeprefix("from step-")) >= 6
     last = "checkpoints/step-00000016"
     first, second = (checkpoint.read_tensors(folder / last) for folder in (full.folder, run.folder))

@@ -48,10 +48,12 @@ def check_exported_answers(exported: Path, truth: Sequence[dict], rows: Sequence
     """Transformers' best span of a whole text, over all pairs of tokens, is the best of our windows."""
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(exported).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    short = [(one, row) for one, row in zip(truth, rows, strict=True) if len(one["context"].split()) <= 25]
+    short = [
+        (question, row) for question, row in zip(truth, rows, strict=True) if len(question["context"].split()) <= 25
+    ]
     assert len(short) > 5, "texts of one window"
-    for one, row in short:
-        inputs = tokenizer(one["question"], one["context"], return_tensors="pt", return_offsets_mapping=True)
+    for question, row in short:
+        inputs = tokenizer(question["question"], question["context"], return_tensors="pt", return_offsets_mapping=True)
         offsets, first = (
             inputs.pop("offset_mapping")[0].tolist(),
             inputs["input_ids"][0].tolist().index(3) + 1,
@@ -64,7 +66,7 @@ def check_exported_answers(exported: Path, truth: Sequence[dict], rows: Sequence
             for end in range(begin, len(offsets) - 1)
         }
         begin, end = max(spans, key=spans.__getitem__)
-        assert one["context"][offsets[begin][0] : offsets[end][1]] == row["answer"]
+        assert question["context"][offsets[begin][0] : offsets[end][1]] == row["answer"]
 
 
 @pytest.mark.parametrize("no_answer", [0.0, 0.4])
@@ -88,18 +90,20 @@ def test_answers_are_extracted(folder: Path, no_answer: float) -> None:
         make_questions(30, 3, no_answer=no_answer),
     )
     right = [
-        row["answer"] == (one["answers"][0]["text"] if one["answers"] else "")
-        for row, one in zip(rows, truth, strict=True)
+        row["answer"] == (question["answers"][0]["text"] if question["answers"] else "")
+        for row, question in zip(rows, truth, strict=True)
     ]
-    assert [row["id"] for row in rows] == [one["id"] for one in truth]
+    assert [row["id"] for row in rows] == [question["id"] for question in truth]
     assert sum(right) / 30 == pytest.approx(test["metrics"]["exact_match"])
-    for row, one in zip(rows, truth, strict=True):
+    for row, question in zip(rows, truth, strict=True):
         for answer in row["answers"]:
-            assert one["context"][answer["begin"] : answer["end"]] == answer["text"]
+            assert question["context"][answer["begin"] : answer["end"]] == answer["text"]
     if no_answer:
         assert test["threshold"] == results_of(folder)["validation"]["threshold"]
         assert {"no_answer_f1", "has_answer_f1"} <= test["metrics"].keys()
-    write_lines(folder / "new.jsonl", [{key: one[key] for key in ("id", "question", "context")} for one in truth])
+    write_lines(
+        folder / "new.jsonl", [{key: question[key] for key in ("id", "question", "context")} for question in truth]
+    )
     assert run_command("predict", "runs/task", "new.jsonl", "--out", "new.predictions.jsonl") == 0
     assert read_lines(folder / "new.predictions.jsonl") == rows
 
@@ -154,15 +158,15 @@ def test_pairs_are_read_in_both_orders(folder: Path, form: str) -> None:
     rows = [{"text": a, "other": b, "label": label} for (a, b), label in zip(texts, labels, strict=True)]
     write_lines(folder / "train.jsonl", rows)
     swapped = [{"text": row["other"], "other": row["text"], "label": row["label"]} for row in rows]
-    for name, some in (("validation", rows[:6]), ("test", swapped[:6])):
-        write_lines(folder / f"{name}.jsonl", some)
+    for name, examples in (("validation", rows[:6]), ("test", swapped[:6])):
+        write_lines(folder / f"{name}.jsonl", examples)
     words = [f"task.form={form}", "task.both_orders=true", "task.text_pair=other", "task.epochs=2"]
     model = f'{TINY}, family="decoder"}}'
     assert run_command("finetune", "task.toml", model, "data.tokenizer=bert", *words) == 0
     sets = [read_lines(folder / f"runs/task/predictions/{name}.jsonl") for name in ("validation", "test")]
-    for one, other in zip(*sets, strict=True):
-        assert one.get("value", one.get("probability")) == pytest.approx(
-            other.get("value", other.get("probability")), abs=1e-5
+    for first, second in zip(*sets, strict=True):
+        assert first.get("value", first.get("probability")) == pytest.approx(
+            second.get("value", second.get("probability")), abs=1e-5
         )
     assert len({json.dumps({k: v for k, v in row.items() if k != "row"}) for row in sets[0]}) > 1
 
@@ -215,8 +219,8 @@ def test_texts_are_answered_by_texts(
     corpus = next(iter(folder.glob("runs/task/task/*/manifest.json"))).parent
     capfd.readouterr()
     assert run_command("data", "show", str(corpus), "--sample", "1") == 0
-    assert "and where was" in (shown := capfd.readouterr().out)
-    assert "⟦Rome Oslo" in shown
+    assert "and where was" in (output := capfd.readouterr().out)
+    assert "⟦Rome Oslo" in output
 
 
 def check_long_texts(folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -293,9 +297,9 @@ def test_each_form_of_task_shows_its_trained_examples(folder: Path, capfd: pytes
         (corpus,) = {path.parent for path in folder.glob(f"runs/{form}/task/*/manifest.json")}
         capfd.readouterr()
         assert run_command("data", "show", str(corpus), "--sample", "0", "--tokenizer", "bert/tokenizer.json") == 0
-        shown = capfd.readouterr().out
+        output = capfd.readouterr().out
         for part in expected[form]:
-            assert part in shown, form
+            assert part in output, form
 
 
 @pytest.mark.parametrize("form", LABELS_OF_FORM)

@@ -185,10 +185,10 @@ def test_a_changed_run_is_refused_with_a_diff_unless_allowed(workers, make_confi
     ((_, message),) = workers.run(error_of, 1, make_config("train.steps=4", "model.ffn.d_ff=96"))
     assert "model.ffn.d_ff: 64 → 96. Its weights don't fit" in message
     assert "resume.allow=" not in message
-    both = ["train.steps=6", "optimizer.lr=1e-3"]
-    kind, message = workers.run(error_of, 1, make_config(*both))[0]
+    overrides = ["train.steps=6", "optimizer.lr=1e-3"]
+    kind, message = workers.run(error_of, 1, make_config(*overrides))[0]
     assert "resume.allow=optimizer,schedule" in message
-    allowed = make_config(*both, 'resume.allow=["optimizer", "schedule"]')
+    allowed = make_config(*overrides, 'resume.allow=["optimizer", "schedule"]')
     assert workers.run(run_training, 1, allowed) == [EXIT_OK]
 
 
@@ -202,8 +202,8 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(workers, make_c
     file.write_bytes(content)
     assert workers.run(run_training, 1, config) == [EXIT_OK]
     assert "step-00000012 is not used" in (tmp_path / "hurt/logs/rank-0.log").read_text()
-    again = final_state(tmp_path / "hurt")
-    assert all(torch.equal(tensor, again[name]) for name, tensor in full.items())
+    resumed = final_state(tmp_path / "hurt")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in full.items())
 
 
 def test_weights_of_another_run_start_a_fresh_one(workers, make_config, tmp_path):

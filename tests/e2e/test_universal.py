@@ -87,14 +87,14 @@ def test_weights_and_adam_s_state_go_over_to_the_bit(
     rules = UniversalFolder(source, like).rules
     for key, tensor in expected.items():
         prefix, suffix = ("model.", "") if key == "fp32" else ("optimizer.", f".{key}")
-        mine = {n: stored[f"{prefix}{n}{suffix}"] for rule in rules for n in rule.megatfm}
-        back = to_hf(rules, mine)
+        weights = {n: stored[f"{prefix}{n}{suffix}"] for rule in rules for n in rule.megatfm}
+        back = to_hf(rules, weights)
         assert back.keys() == tensor.keys()
         assert [name for name in tensor if not torch.equal(back[name], tensor[name])] == []
     assert {t.item() for name, t in stored.items() if name.endswith(".step")} == {float(STEPS)}
     convert(actual, tmp_path / "again", "hf")
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "again").state_dict()
-    assert [n for n, t in expected["fp32"].items() if not torch.equal(again[n], t)] == []
+    converted = LlamaForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    assert [n for n, t in expected["fp32"].items() if not torch.equal(converted[n], t)] == []
 
     config = load_section(
         Config,

@@ -57,8 +57,8 @@ def test_digits_are_prepared_learned_evaluated_and_drawn(tmp_path: Path) -> None
     for path in (run / "checkpoints").glob("step-00000024*"):
         path.rename(tmp_path / "away")
     run_megatfm("train", "quickstart-vision", *SMALL, output=output, cwd=tmp_path)
-    again = {line["step"]: line["loss"] for line in training_curve(run)}
-    assert [again[line["step"]] for line in curve] == [line["loss"] for line in curve]
+    resumed_losses = {line["step"]: line["loss"] for line in training_curve(run)}
+    assert [resumed_losses[line["step"]] for line in curve] == [line["loss"] for line in curve]
 
 
 @pytest.mark.slow

@@ -48,8 +48,8 @@ def test_a_stored_config_keeps_its_values(path: Path) -> None:
     stored = json.loads(path.read_text())
     opened = Config.model_validate(migrate(stored)).model_dump(mode="json")
     translated = {json.dumps(old) for _, old, _ in RENAMED_VALUES}
-    kept = Counter(leaves(stored)) - Counter(json.dumps(value) for _, value in REMOVED_KEYS)
-    assert not {value for value in kept - Counter(leaves(opened)) if value not in translated}
+    stored_values = Counter(leaves(stored)) - Counter(json.dumps(value) for _, value in REMOVED_KEYS)
+    assert not {value for value in stored_values - Counter(leaves(opened)) if value not in translated}
     preset, _, variant = path.stem.partition("+")
     today = stored_config(preset, list_variants()[variant] if variant else [])
     resume_point = resume.ResumePoint(path, facts(stored))
@@ -73,9 +73,9 @@ def test_a_stored_run_resumes_and_its_weights_open(workers: Workers, run: Path, 
     assert workers.run(go_on, 1, tmp_path / "run", tmp_path / "corpus") == [EXIT_OK]
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert "resumed" in [event["event"] for event in events]
-    again = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    resumed = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4]
     for key in ("loss", "grad_norm", "lr"):
-        for was, now in zip(recorded, again, strict=True):
+        for was, now in zip(recorded, resumed, strict=True):
             assert math.isclose(was[key], now[key], rel_tol=TOLERANCE), (was["step"], key)
     assert sum(p.numel() for p in megatfm.load(run).module.parameters()) > 0

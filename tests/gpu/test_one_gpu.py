@@ -261,14 +261,14 @@ def test_the_cross_entropy_by_its_kernel(variant: LogitOptions, dtype: torch.dty
 def test_running_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     """The record names the lines of Python that took memory: those of this file, too."""
     record_allocations(torch.device("cuda"))
-    held = torch.ones(2**20, device="cuda")
+    memory = torch.ones(2**20, device="cuda")
     with (
         pytest.raises(MegatfmError, match="memory snapshot: "),
         explain_out_of_memory(tmp_path, 0, torch.device("cuda")),
     ):
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
     assert Path(__file__).name.encode() in (tmp_path / "memory" / "rank-0.pickle").read_bytes()
-    assert held.all()
+    assert memory.all()
 
 
 def on_a_cpu(folder: Path) -> None:

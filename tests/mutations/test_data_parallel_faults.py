@@ -253,7 +253,7 @@ def list_passing_checks(ranks: int) -> list[str]:
     used = {(check, layout) for check, layout in FAULTS.values() if RANKS_OF_LAYOUT[layout] == ranks}
     return [
         f"{check.__name__}, {layout}"
-        for check, layout in sorted(used, key=lambda one: (one[0].__name__, one[1]))
+        for check, layout in sorted(used, key=lambda case: (case[0].__name__, case[1]))
         if check(layout)
     ]
 

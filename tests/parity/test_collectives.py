@@ -143,8 +143,8 @@ def check_cross_entropy(chunk: int, scale: float, variant: LogitOptions, with_bi
     if bias is not None and own_bias is not None:
         torch.testing.assert_close(own_bias.grad, select_rank_rows(bias.grad).detach(), rtol=1e-11, atol=1e-12)
     with torch.no_grad():
-        again = vocab_parallel_cross_entropy(hidden, shard, targets, own_bias, variant, first, group, chunk)
-    assert torch.equal(again, loss)
+        repeated = vocab_parallel_cross_entropy(hidden, shard, targets, own_bias, variant, first, group, chunk)
+    assert torch.equal(repeated, loss)
     none = torch.full_like(targets, -100)
     nothing = vocab_parallel_cross_entropy(hidden_here, shard, none, own_bias, variant, first, group, chunk)
     gradients = torch.autograd.grad(nothing, [hidden_here, shard])

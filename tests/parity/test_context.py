@@ -107,14 +107,14 @@ def test_counted_traffic_is_expected(workers: Workers, ranks: int) -> None:
     configs = {}
     for name, layouts in TRAFFIC[ranks].items():
         for layout in layouts:
-            which, _, again = layout.partition(", ")
+            layout_name, _, options = layout.partition(", ")
             objective = OBJECTIVES.get(name, CausalObjective())
-            parallel = CONTEXT_LAYOUTS[ranks][which]
+            parallel = CONTEXT_LAYOUTS[ranks][layout_name]
             parallel = parallel if parallel.ep > 1 else parallel.model_copy(update={"dp_shard": 1})
             model = CONTEXT_MODELS[name].with_changes({"extra_heads": {"boundary": {}} if name == "bert" else {}})
-            recompute = "full" if "recomputed" in again else "none"
+            recompute = "full" if "recomputed" in options else "none"
             config = traffic_config(model, objective, parallel, recompute=recompute)
-            full = {"attend_across_documents": "one document" in again}
+            full = {"attend_across_documents": "one document" in options}
             configs[f"{name}, {layout}"] = config.model_copy(update={"data": config.data.model_copy(update=full)})
     assert list_traffic_mismatches(workers, ranks, configs) == {}
 
@@ -181,9 +181,9 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
     # Full attention by ring; auto would take heads.
     parallel = ParallelConfig(cp=ranks, cp_method="ring" if ranks > 1 else "auto")
     engine = build_engine(config, parallel, ADAMW)
-    mine = context_microbatches(engine, batch)
+    batches = context_microbatches(engine, batch)
     if source is None:
-        engine.forward_backward(mine, objective)
+        engine.forward_backward(batches, objective)
         engine.step(RATE, clip=1.0)
         checkpoint.save(folder, 1, engine.state_dict(), {})
     else:
@@ -191,7 +191,7 @@ def next_step(name: str, folder: Path, source: Path | None) -> Step:
         checkpoint.load(source, room)
         engine.load_state_dict(room)
     # Other rows than before, which were drawn for dropout with other keys.
-    later = [{**item, "keys": item["keys"] + 1, "tokens": item["tokens"].flip(0)} for item in mine]
+    later = [{**item, "keys": item["keys"] + 1, "tokens": item["tokens"].flip(0)} for item in batches]
     loss = engine.forward_backward(later, objective).loss
     gradients = {key: gradient.clone() for key, gradient in engine.gradients().items()}
     engine.step(RATE, clip=1.0)
@@ -216,12 +216,12 @@ def moments(step: Step) -> dict[str, Tensor]:
     return actual
 
 
-def is_same_step(one: Step, other: Step) -> bool:
+def is_same_step(first: Step, second: Step) -> bool:
     """To the bit."""
-    pairs = [(mine, expected) for mine, expected in zip(one[1:], other[1:], strict=True)]
-    assert all(mine.keys() == reference.keys() for mine, reference in pairs)
-    return one[0] == other[0] and all(
-        torch.equal(value, reference[key]) for mine, reference in pairs for key, value in mine.items()
+    pairs = [(actual, expected) for actual, expected in zip(first[1:], second[1:], strict=True)]
+    assert all(actual.keys() == reference.keys() for actual, reference in pairs)
+    return first[0] == second[0] and all(
+        torch.equal(value, reference[key]) for actual, reference in pairs for key, value in actual.items()
     )
 
 
@@ -253,9 +253,11 @@ def test_the_next_step_is_that_of_the_run_that_saved(
     for ranks in opened:
         results = workers.run(next_step, ranks, name, tmp_path, source, timeout=180.0)
         if ranks == saved:
-            assert all(is_same_step(one, other) for one, other in zip(expected, results, strict=True))
+            assert all(
+                is_same_step(value, expected_value) for value, expected_value in zip(expected, results, strict=True)
+            )
             continue
-        for one in results:
-            assert one[0] == pytest.approx(expected[0][0], rel=1e-12)
-            assert compute_large_errors(one[1], expected[0][1]) == {}
-            assert compute_large_errors(moments(one), moments(expected[0])) == {}
+        for value in results:
+            assert value[0] == pytest.approx(expected[0][0], rel=1e-12)
+            assert compute_large_errors(value[1], expected[0][1]) == {}
+            assert compute_large_errors(moments(value), moments(expected[0])) == {}

@@ -87,7 +87,7 @@ def compare(names: Sequence[str], requested: Sequence[str], ranks: int) -> dict[
             config, model, objective, loss = one_device(name, batch)
             for way in requested:
                 local = took[name, way]
-                patch.setattr(context_attention, "_log_once", lambda _, taken, __, local=local: local.add(taken))
+                patch.setattr(context_attention, "_log_once", lambda _, choice, __, local=local: local.add(choice))
                 engine = build_engine(config, ParallelConfig(cp=ranks, cp_method=way), ADAMW)
                 rows = [{field: values[[row]] for field, values in batch.items()} for row in range(len(KINDS))]
                 stats = engine.forward_backward(rows, objective)

@@ -242,9 +242,9 @@ dtype = dtype_fixture(*MODULES)
 
 def pair_of(model: str, dtype: torch.dtype, seed: int = 0) -> Pair:
     name, values = MODELS[model]
-    both = build_pair(ModelConfig.from_dotted(**values), dtype, seed, among=[name])
-    assert type(both.reference).__name__ == name
-    return both
+    pair = build_pair(ModelConfig.from_dotted(**values), dtype, seed, among=[name])
+    assert type(pair.reference).__name__ == name
+    return pair
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -259,24 +259,24 @@ def mask_of(lengths: tuple[int, ...], *, left: bool = False) -> Tensor:
 
 def compare_decoder(model: str, dtype: torch.dtype, *, left: bool = False) -> LargestErrors:
     """Logits, loss and gradients over rows of odd lengths, padded at one end."""
-    figures, both, mask = LargestErrors(), pair_of(model, dtype), mask_of(LENGTHS, left=left)
+    figures, pair, mask = LargestErrors(), pair_of(model, dtype), mask_of(LENGTHS, left=left)
     tokens, counted = draw(*mask.shape, seed=0), mask == 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    expected = both.reference(
+    expected = pair.reference(
         input_ids=tokens, attention_mask=mask, position_ids=positions, labels=tokens.where(counted, -100)
     )
     where = {"documents": mask - 1, "positions": positions}
-    figures.compare_logits(both.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
+    figures.compare_logits(pair.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = tokens[:, 1:].where(counted[:, 1:] & counted[:, :-1], -100)
-    loss = both.model(tokens, targets=targets, **where).losses["causal"] / (targets != -100).sum()
+    loss = pair.model(tokens, targets=targets, **where).losses["causal"] / (targets != -100).sum()
     # transformers counts the first token after padding at the left as a target of that padding.
     expected_loss = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     their_loss = expected_loss if left else expected.loss
     figures.compare_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
     return figures
 
 
@@ -310,13 +310,13 @@ def packed(lengths: tuple[int, ...], padding: int) -> tuple[Tensor, Tensor, list
 @pytest.mark.parametrize("model", DECODERS)
 def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype) -> None:
     """Logits and gradients of one row with padding, against the documents one after the other."""
-    figures, both = LargestErrors(), pair_of(model, dtype, seed=1)
+    figures, pair = LargestErrors(), pair_of(model, dtype, seed=1)
     documents, positions, pieces = packed(PACKED, padding=2)
     tokens, targets = draw(1, 15, seed=4), torch.full((1, 15), -100)
     where = {"documents": documents, "positions": positions}
-    logits = both.model(tokens, **where).logits
+    logits = pair.model(tokens, **where).logits
     assert logits.isfinite().all()
-    alone = [both.reference(input_ids=tokens[:, piece]).logits for piece in pieces]
+    alone = [pair.reference(input_ids=tokens[:, piece]).logits for piece in pieces]
     for piece, expected in zip(pieces, alone, strict=True):
         figures.compare_logits(logits[:, piece], expected, dtype)
         targets[:, piece.start : piece.stop - 1] = tokens[:, piece.start + 1 : piece.stop]
@@ -325,34 +325,34 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
         for piece, expected in zip(pieces, alone, strict=True)
     ]
     loss, their_loss = (
-        both.model(tokens, targets=targets, **where).losses["causal"],
+        pair.model(tokens, targets=targets, **where).losses["causal"],
         torch.stack(losses).sum(),
     )
     figures.compare_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
 
 
 def compare_encoder_decoder(model: str, dtype: torch.dtype) -> LargestErrors:
     """Logits, loss and gradients over padded pairs of odd lengths."""
-    figures, both = LargestErrors(), pair_of(model, dtype)
+    figures, pair = LargestErrors(), pair_of(model, dtype)
     encoder_mask, mask = mask_of((12, 17, 5)), mask_of(LENGTHS)
     encoder_tokens, targets = draw(*encoder_mask.shape, seed=0), draw(*mask.shape, seed=1)
     targets = targets.where(mask == 1, -100)
     tokens = torch.cat([torch.zeros(3, 1, dtype=torch.int64), targets[:, :-1].clamp(min=0)], 1)
-    expected = both.reference(
+    expected = pair.reference(
         input_ids=encoder_tokens, attention_mask=encoder_mask, decoder_input_ids=tokens, decoder_attention_mask=mask,
         labels=targets,
     )  # fmt: skip
     where = {"encoder_tokens": encoder_tokens, "encoder_documents": encoder_mask - 1, "documents": mask - 1}
     counted = mask == 1
-    figures.compare_logits(both.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
-    loss = both.model(tokens, targets=targets, **where).losses["span"] / counted.sum()
+    figures.compare_logits(pair.model(tokens, **where).logits[counted], expected.logits[counted], dtype)
+    loss = pair.model(tokens, targets=targets, **where).losses["span"] / counted.sum()
     figures.compare_logits(loss, expected.loss, dtype)
     loss.backward()
     expected.loss.backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
     return figures
 
 
@@ -368,7 +368,7 @@ def test_padded_pairs_of_encoder_decoders_equal_transformers(model: str, dtype: 
 @pytest.mark.parametrize("model", [name for name in ENCODER_DECODERS if name != "switch"])
 def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> None:
     """Several pairs in a row of the encoder and one of the decoder, of other lengths and with padding."""
-    figures, both = LargestErrors(), pair_of(model, dtype, seed=1)
+    figures, pair = LargestErrors(), pair_of(model, dtype, seed=1)
     encoder_documents, encoder_positions, encoder_pieces = packed((4, 9, 2), padding=3)
     documents, positions, pieces = packed((6, 1, 5), padding=1)
     encoder_tokens, tokens, targets = draw(1, 18, seed=0), draw(1, 13, seed=1), draw(1, 13, seed=2)
@@ -377,17 +377,17 @@ def test_packed_pairs_are_each_pair_alone(model: str, dtype: torch.dtype) -> Non
         "encoder_tokens": encoder_tokens, "encoder_documents": encoder_documents,
         "encoder_positions": encoder_positions, "documents": documents, "positions": positions,
     }  # fmt: skip
-    logits = both.model(tokens, **where).logits
+    logits = pair.model(tokens, **where).logits
     assert logits.isfinite().all()
     their_loss = torch.zeros((), dtype=dtype)
     for encoder_piece, piece in zip(encoder_pieces, pieces, strict=True):
-        reference = both.reference(
+        reference = pair.reference(
             input_ids=encoder_tokens[:, encoder_piece], decoder_input_ids=tokens[:, piece]
         ).logits
         figures.compare_logits(logits[:, piece], reference, dtype)
         their_loss = their_loss + F.cross_entropy(reference[0], targets[0, piece], reduction="sum")
-    loss = both.model(tokens, targets=targets, **where).losses["span"]
+    loss = pair.model(tokens, targets=targets, **where).losses["span"]
     figures.compare_logits(loss, their_loss, dtype)
     loss.backward()
     their_loss.backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)

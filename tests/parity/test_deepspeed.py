@@ -51,9 +51,11 @@ def check(errors: Distances, config: Config) -> None:
 
 
 def compare_all(workers: Workers, cases: list[Config], steps: int) -> None:
-    (one,) = workers.run(record_one_device_run, 1, cases[0], steps)
+    (reference,) = workers.run(record_one_device_run, 1, cases[0], steps)
     for errors, config in zip(
-        workers.run(compare_with_native, count_ranks(cases[0]), cases, steps, one, timeout=400)[0], cases, strict=True
+        workers.run(compare_with_native, count_ranks(cases[0]), cases, steps, reference, timeout=400)[0],
+        cases,
+        strict=True,
     ):
         check(errors, config)
 
@@ -159,9 +161,9 @@ MORE_OFFLOADED: dict[str, tuple[int, list[Config]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", [*OFFLOADED, pytest.param("more", marks=pytest.mark.slow)])
-def test_offloading_to_the_host_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
-    steps, cases = (OFFLOADED | MORE_OFFLOADED)[which]
+@pytest.mark.parametrize("name", [*OFFLOADED, pytest.param("more", marks=pytest.mark.slow)])
+def test_offloading_to_the_host_gives_the_same_run(workers: Workers, tmp_path: Path, name: str) -> None:
+    steps, cases = (OFFLOADED | MORE_OFFLOADED)[name]
     for result in workers.run(compare_offloaded_runs, 2, tmp_path, cases, steps, timeout=250):
         assert result == []
 
@@ -184,9 +186,9 @@ MORE_IN_FILES: dict[str, list[Config]] = {
 }
 
 
-@pytest.mark.parametrize("which", [*IN_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES)])
-def test_offloading_to_files_gives_the_same_run(workers: Workers, tmp_path: Path, which: str) -> None:
-    cases = (IN_FILES | MORE_IN_FILES)[which]
+@pytest.mark.parametrize("row", [*IN_FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_IN_FILES)])
+def test_offloading_to_files_gives_the_same_run(workers: Workers, tmp_path: Path, row: str) -> None:
+    cases = (IN_FILES | MORE_IN_FILES)[row]
     for result in workers.run(compare_offloaded_runs, count_ranks(cases[0]), tmp_path, cases, 4, timeout=250):
         assert result == []
 
@@ -198,19 +200,19 @@ def on_a_host_without_fast_float16() -> list[torch.dtype]:
     kind, accelerator = parameters.InsertPostInitMethodToModuleSubClasses, parameters.get_accelerator()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(accelerator), "is_fp16_supported", lambda self: False)
-        taken = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
-        kind._set_dtype(taken[0], None, torch.float32)
+        modules = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
+        kind._set_dtype(modules[0], None, torch.float32)
         with allow_fp16_on_cpu():
-            kind._set_dtype(taken[1], None, torch.float32)
-            kind._set_dtype(taken[2], None, torch.float16)
+            kind._set_dtype(modules[1], None, torch.float32)
+            kind._set_dtype(modules[2], None, torch.float16)
         assert not accelerator.is_fp16_supported()
-    return [item.dtype for item in taken]
+    return [item.dtype for item in modules]
 
 
 def test_every_host_has_float16_and_keeps_float32_as_it_is(workers: Workers) -> None:
     """Where DeepSpeed has mended the first, our correction can go."""
-    taken = [torch.bfloat16, torch.float32, torch.float16]
-    assert workers.run(on_a_host_without_fast_float16, 1) == [taken]
+    dtypes = [torch.bfloat16, torch.float32, torch.float16]
+    assert workers.run(on_a_host_without_fast_float16, 1) == [dtypes]
 
 
 def test_steps_left_out_replays_frozen_weights_and_overflows(workers: Workers) -> None:

@@ -125,9 +125,9 @@ def compare(config: ModelConfig, mask: str) -> None:
     gradients = torch.autograd.grad(loss, list(named.values()))
     expected = torch.autograd.grad(expected_loss, list(named.values()))
     norm = torch.stack([g.norm() for g in expected]).norm()
-    for name, one, other in zip(named, gradients, expected, strict=True):
-        assert (one - other).norm() <= 1e-9 * torch.maximum(other.norm(), 1e-6 * norm), name
-        assert other.norm() > 1e-6 * norm or name.endswith("wk.bias"), f"nothing to compare for {name}"
+    for name, first, second in zip(named, gradients, expected, strict=True):
+        assert (first - second).norm() <= 1e-9 * torch.maximum(second.norm(), 1e-6 * norm), name
+        assert second.norm() > 1e-6 * norm or name.endswith("wk.bias"), f"nothing to compare for {name}"
 
 
 @pytest.mark.parametrize("mask", MASKS)

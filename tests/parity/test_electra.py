@@ -46,11 +46,13 @@ def batch() -> dict[str, Tensor]:
 
 def judged(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """The losses, and the tokens that the discriminator was given."""
-    shown: list[Tensor] = []
-    hook = model.discriminator.encoder.embedding.register_forward_pre_hook(lambda _, args: shown.append(args[0]))
+    judged_tokens: list[Tensor] = []
+    hook = model.discriminator.encoder.embedding.register_forward_pre_hook(
+        lambda _, args: judged_tokens.append(args[0])
+    )
     losses = model(**inputs).losses
     hook.remove()
-    return losses, shown[0]
+    return losses, judged_tokens[0]
 
 
 def test_losses_and_every_gradient(dtype: torch.dtype) -> None:
@@ -162,10 +164,10 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
     """The boundary loss from transformers' hidden vectors, span by span (the head alone is in tests/unit/layers)."""
     figures = LargestErrors()
     plain = ModelConfig.from_dotted(**BERT_ENCODER)
-    both = build_pair(plain, dtype)
+    pair = build_pair(plain, dtype)
     actual = build(plain.with_changes({"extra_heads": {"boundary": {}}})).to(dtype)
     perturb(actual, seed=5)
-    actual.load_state_dict(both.model.state_dict(), strict=False)
+    actual.load_state_dict(pair.model.state_dict(), strict=False)
     tokens, targets = draw_tokens(VOCABULARY, 1, 13, seed=6, low=PAD + 1), torch.full((1, 13), -100)
     left, right = torch.zeros(1, 13, dtype=torch.int64), torch.zeros(1, 13, dtype=torch.int64)
     spans = [(2, 2), (4, 8), (10, 11)]
@@ -173,7 +175,7 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
         for i in range(first, last + 1):
             targets[0, i], left[0, i], right[0, i] = 5 + i, i - first + 1, last + 1 - i
     losses = actual(tokens, targets=targets, span_left=left, span_right=right).losses
-    expected = both.reference(input_ids=tokens, labels=targets, output_hidden_states=True)
+    expected = pair.reference(input_ids=tokens, labels=targets, output_hidden_states=True)
     hidden, head = expected.hidden_states[-1][0], actual.boundary
     boundary_loss = torch.zeros((), dtype=dtype)
     for first, last in spans:
@@ -181,14 +183,14 @@ def test_spanbert_is_bert_and_one_loss_more(dtype: torch.dtype) -> None:
         x = torch.cat([around, head.positions.weight[: last - first + 1]], -1)
         for dense, norm in ((head.dense1, head.norm1), (head.dense2, head.norm2)):
             x = F.layer_norm(F.gelu(dense(x)), (norm.weight.numel(),), norm.weight, norm.bias, plain.norm.eps)
-        logits = x @ both.reference.bert.embeddings.word_embeddings.weight.T + head.bias
+        logits = x @ pair.reference.bert.embeddings.word_embeddings.weight.T + head.bias
         boundary_loss = boundary_loss + F.cross_entropy(logits, targets[0, first : last + 1], reduction="sum")
     n = (targets != -100).sum()
     figures.compare_logits(losses["masked"] / n, expected.loss, dtype)
     figures.compare_logits(losses["boundary"] / n, boundary_loss / n, dtype)
     ((losses["masked"] + losses["boundary"]) / n).backward()
     (expected.loss + boundary_loss / n).backward()
-    for name, parameter in both.model.named_parameters():
+    for name, parameter in pair.model.named_parameters():
         parameter.grad = actual.get_parameter(name).grad
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
     assert figures.compared > 20

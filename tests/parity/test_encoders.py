@@ -76,23 +76,23 @@ def their_logits(output: object) -> tuple[Tensor, Tensor | None]:
 def compare(model: str, dtype: torch.dtype) -> LargestErrors:
     """Logits, loss and gradients over a padded batch."""
     config, figures = config_of(model), LargestErrors()
-    both = build_pair(config, dtype)
-    assert type(both.reference).__name__ == MODELS[model][0]
+    pair = build_pair(config, dtype)
+    assert type(pair.reference).__name__ == MODELS[model][0]
     batch, sentences = padded_batch(config), sentence_labels(config)
-    expected = both.reference(**batch, **sentences)
+    expected = pair.reference(**batch, **sentences)
     inputs = convert_batch(batch, sentences, config.family)
     where = {key: inputs[key] for key in ("documents", "segments")}
-    actual = both.model(batch["input_ids"], **where)
+    actual = pair.model(batch["input_ids"], **where)
     their_tokens, their_sentences = their_logits(expected)
     counted = batch["attention_mask"] == 1
     figures.compare_logits(actual.logits[counted], their_tokens[counted], dtype)
     if their_sentences is not None:
         figures.compare_logits(actual.predictions["sentence"], their_sentences, dtype)
-    loss = our_loss(both.model(batch["input_ids"], **inputs).losses, batch, config.family)
+    loss = our_loss(pair.model(batch["input_ids"], **inputs).losses, batch, config.family)
     figures.compare_logits(loss, expected.loss, dtype)
     loss.backward()
     expected.loss.backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
     return figures
 
 
@@ -119,27 +119,27 @@ def test_padded_rows_of_encoders_equal_transformers(model: str, dtype: torch.dty
         assert_documented(preset, dtype, figures)
 
 
-def run_on_one_document(both: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tensor | None]:
+def run_on_one_document(pair: Pair, row: dict[str, Tensor], piece: slice) -> tuple[Tensor, Tensor | None]:
     """transformers on one document by itself."""
-    return their_logits(both.reference(**{key: values[:, piece] for key, values in row.items() if key != "labels"}))
+    return their_logits(pair.reference(**{key: values[:, piece] for key, values in row.items() if key != "labels"}))
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype) -> None:
     config, figures = config_of(model), LargestErrors()
-    both, lengths = build_pair(config, dtype, seed=1), (5, 1, 7)
+    pair, lengths = build_pair(config, dtype, seed=1), (5, 1, 7)
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((2,), -1)])
     positions = torch.cat([torch.arange(n) for n in lengths] + [torch.zeros(2, dtype=torch.int64)])
     row = {"input_ids": draw_tokens(VOCABULARY, 1, 15, seed=4, low=PAD + 1)}
     if config.embedding.n_segments:
         row["token_type_ids"] = draw_tokens(config.embedding.n_segments, 1, 15, seed=5)
-    actual = both.model(
+    actual = pair.model(
         row["input_ids"], documents=documents[None], positions=positions[None], segments=row.get("token_type_ids"),
     )  # fmt: skip
     start = 0
     for length in lengths:
         piece = slice(start, start + length)
-        figures.compare_logits(actual.logits[:, piece], run_on_one_document(both, row, piece)[0], dtype)
+        figures.compare_logits(actual.logits[:, piece], run_on_one_document(pair, row, piece)[0], dtype)
         start += length
     assert actual.logits.isfinite().all()
 
@@ -147,7 +147,7 @@ def test_packed_documents_are_each_document_alone(model: str, dtype: torch.dtype
 @pytest.mark.parametrize("model", ["bert", "albert"])
 def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
     """A class stands at each document's first token, so that a packed row has several."""
-    both, lengths = build_pair(config_of(model), dtype, seed=2), (6, 4, 5)
+    pair, lengths = build_pair(config_of(model), dtype, seed=2), (6, 4, 5)
     row = {
         "input_ids": draw_tokens(VOCABULARY, 1, 15, seed=6, low=PAD + 1),
         "token_type_ids": draw_tokens(2, 1, 15, seed=7),
@@ -156,7 +156,7 @@ def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
     starts = [0, 6, 10]
     targets[0, starts] = torch.tensor([1, 0, 1])
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    losses = both.model(
+    losses = pair.model(
         row["input_ids"],
         documents=documents,
         positions=torch.cat([torch.arange(n) for n in lengths])[None],
@@ -166,7 +166,7 @@ def test_sentences_of_packed_documents(model: str, dtype: torch.dtype) -> None:
     ).losses
     expected = torch.zeros((), dtype=dtype)
     for start, length in zip(starts, lengths, strict=True):
-        logits = run_on_one_document(both, row, slice(start, start + length))[1]
+        logits = run_on_one_document(pair, row, slice(start, start + length))[1]
         assert logits is not None
         expected = expected - logits.log_softmax(-1)[0, targets[0, start]]
     LargestErrors().compare_logits(losses["sentence"], expected, dtype)

@@ -36,16 +36,16 @@ def all_layouts(layouts: list[ParallelConfig]) -> dict[str, float]:
     batch, actual = global_batch(seed=5), {}
     model = one_device(BIASES)
     convert_to_fp8(model, rowwise=True)
-    one = {path: matrix.matmul for path, matrix in find_fp8_linears(model).items()}
+    matmuls = {path: matrix.matmul for path, matrix in find_fp8_linears(model).items()}
     _, expected = one_device_gradients(model, batch)
     for parallel in layouts:
         engine = build_engine(BIASES, parallel, ADAMW, recomputed="full")
         for name, module in engine.model.named_modules():
-            if isinstance(module, Linear) and name in one:
-                module.matmul = one[name]
+            if isinstance(module, Linear) and name in matmuls:
+                module.matmul = matmuls[name]
         engine.forward_backward(microbatches(engine, batch), CAUSAL)
-        mine = {name: expected[name] for name in engine.gradients()}
-        actual |= {f"{parallel} {name}": error for name, error in gradient_errors(engine, mine).items()}
+        local = {name: expected[name] for name in engine.gradients()}
+        actual |= {f"{parallel} {name}": error for name, error in gradient_errors(engine, local).items()}
     return actual
 
 
@@ -72,12 +72,12 @@ def cut_matrices(rowwise: bool) -> None:
             patch.setattr(fp8, "quantise", rounds)
             model = one_device(BIASES)
             convert_to_fp8(model, rowwise=rowwise)
-            one = {path: matrix.matmul for path, matrix in find_fp8_linears(model).items()}
+            matmuls = {path: matrix.matmul for path, matrix in find_fp8_linears(model).items()}
             _, expected = one_device_gradients(model, batch)
             for sequence_parallel in (True, False):
                 parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
                 engine = build_engine(BIASES, parallel, ADAMW)
-                for path, product in one.items():
+                for path, product in matmuls.items():
                     engine.model.get_submodule(path).matmul = product  # type: ignore[assignment]
                 # A tensor's scale is that of a micro-batch: all rows at once, as one device has them.
                 engine.forward_backward([batch], CAUSAL)

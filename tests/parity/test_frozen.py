@@ -80,7 +80,7 @@ def test_gradients_of_frozen_weights_are_not_sent(parallel: dict[str, Any]) -> N
     )
     assert not actual.wrong
     assert not actual.traffic_mismatches
-    still = {one.name for one in actual.gradients if one.norm == 0}
+    still = {gradient.name for gradient in actual.gradients if gradient.norm == 0}
     assert "decoder.layers.0.ffn.w_up.weight" in still
     assert "decoder.layers.1.ffn.w_up.weight" not in still
 

@@ -153,15 +153,15 @@ def compare_blocks(name: str, layouts: dict[str, ParallelConfig]) -> list[str]:
 def compare_state(engine: NativeEngine, model: nn.Module) -> None:
     """State that is updated once a step from counts over all ranks has the same bits as on one device."""
     engine.step(0.0, clip=0.0)
-    held = dict(engine.model.named_modules())
+    modules = dict(engine.model.named_modules())
     for path, module in model.named_modules():
-        if hasattr(module, "observed") and held.get(path) is not None:
+        if hasattr(module, "observed") and modules.get(path) is not None:
             alone = copy.deepcopy(module)
             with torch.no_grad():
                 alone.update(alone.observed)
             assert alone.bias.any()
-            assert torch.equal(held[path].bias, alone.bias), path
-            assert not held[path].observed
+            assert torch.equal(modules[path].bias, alone.bias), path
+            assert not modules[path].observed
             assert f"model.{path}.bias" in engine.state_dict()
 
 
@@ -217,4 +217,4 @@ def test_adapters_send_nothing_but_their_own_gradients(parallel: dict[str, Any])
     actual = verify(config.with_changes({"objective": {"name": "causal"}}))
     assert not actual.wrong
     assert not actual.traffic_mismatches
-    assert {one.name.partition(".lora.")[1] for one in actual.gradients if one.norm > 0} == {".lora."}
+    assert {gradient.name.partition(".lora.")[1] for gradient in actual.gradients if gradient.norm > 0} == {".lora."}

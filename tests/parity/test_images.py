@@ -64,20 +64,20 @@ def test_image_models_equal_transformers(name: str, size: str, dtype: torch.dtyp
     """A classifier's logits and loss, or a tower's last vectors; then every gradient."""
     common = {key: value for key, value in COMMON.items() if "position" not in MODELS[name] or "position" not in key}
     config, figures = ModelConfig.from_dotted(common | MODELS[name]), LargestErrors()
-    both = build_pair(config, dtype, among=[name])
+    pair = build_pair(config, dtype, among=[name])
     images = [draw_pixels(*SIZES[size], seed=seed) for seed in range(3)]
     labels, n_special = [1, 4, 0], config.embedding.n_special_tokens
     batch = make_batch(images, SIDE, n_special, [[0], [1], [2]], labels=labels if config.extra_heads else None)
     options = {} if name.lower().startswith("dino") else {"interpolate_pos_encoding": True}
-    expected = both.reference(pixel_values=normalised(images, config, dtype), **options)
+    expected = pair.reference(pixel_values=normalised(images, config, dtype), **options)
     if config.extra_heads:
-        loss = both.model(**batch).losses["classifier"] / 3
+        loss = pair.model(**batch).losses["classifier"] / 3
         del batch["labels"]
-        figures.compare_logits(both.model(**batch).predictions["classifier"], expected.logits, dtype)
+        figures.compare_logits(pair.model(**batch).predictions["classifier"], expected.logits, dtype)
         expected_loss = torch.nn.functional.cross_entropy(expected.logits, torch.tensor(labels))
         figures.compare_logits(loss, expected_loss, dtype)
     else:
-        hidden = both.model(**batch).hidden
+        hidden = pair.model(**batch).hidden
         last = expected.last_hidden_state
         if name == "CLIPVisionModel":
             hidden, last = hidden[:, 0], expected.pooler_output
@@ -86,7 +86,7 @@ def test_image_models_equal_transformers(name: str, size: str, dtype: torch.dtyp
         loss, expected_loss = (hidden * weights).sum(), (last * weights).sum()
     loss.backward()
     expected_loss.backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
     for preset in PRESETS if name == "ViTForImageClassification" else ():

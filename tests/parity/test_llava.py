@@ -95,24 +95,24 @@ def normalised(images: list[Tensor], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("rows", [[[0], [1], [2]], [[0, 1], [2]], [[2, 0, 1]]], ids=str)
 def test_logits_and_gradients(rows: list[list[int]], encoder: str, dtype: torch.dtype) -> None:
     config, figures = ENCODERS[encoder], LargestErrors()
-    both = build_pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
+    pair = build_pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
     images = [draw_pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(3)]
     batch, losses = packed(images, rows, n_special=int(encoder == "clip")), []
     flat = batch["documents"].flatten() >= 0
     targets = batch.pop("targets")
-    logits = both.model(**batch).logits.flatten(0, 1)[flat]
+    logits = pair.model(**batch).logits.flatten(0, 1)[flat]
     begin = 0
     for number in (number for row in rows for number in row):
         tokens = texts()[number]
-        expected = both.reference(input_ids=tokens[None], pixel_values=normalised([images[number]], dtype))
+        expected = pair.reference(input_ids=tokens[None], pixel_values=normalised([images[number]], dtype))
         figures.compare_logits(logits[begin : begin + len(tokens)], expected.logits[0], dtype)
         losses.append(torch.nn.functional.cross_entropy(expected.logits[0], text_targets(tokens), reduction="sum"))
         begin += len(tokens)
-    loss = both.model(**batch, targets=targets).losses["causal"]
+    loss = pair.model(**batch, targets=targets).losses["causal"]
     figures.compare_logits(loss, torch.stack(losses).sum(), dtype)
     loss.backward()
     torch.stack(losses).sum().backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 50
     assert_documented("llava-1.5-7b", dtype, figures)
@@ -121,25 +121,25 @@ def test_logits_and_gradients(rows: list[list[int]], encoder: str, dtype: torch.
 def test_a_text_of_two_images(dtype: torch.dtype) -> None:
     """Images don't see one another, and the text sees both."""
     config, figures = ENCODERS["clip"], LargestErrors()
-    both = build_pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
+    pair = build_pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
     images = [draw_pixels(SIDE * GRID, SIDE * GRID, seed=seed) for seed in range(2)]
     image = [IMAGE_TOKEN] * N_PATCHES
     tokens = torch.tensor([3, *image, 4, 5, *image, 6])
     side = {f"encoder_{field}": values for field, values in make_batch(images, SIDE, 1, [[0, 1]]).items()}
-    expected = both.reference(input_ids=tokens[None], pixel_values=normalised(images, dtype)).logits
-    figures.compare_logits(both.model(tokens=tokens[None], **side).logits, expected, dtype)
+    expected = pair.reference(input_ids=tokens[None], pixel_values=normalised(images, dtype)).logits
+    figures.compare_logits(pair.model(tokens=tokens[None], **side).logits, expected, dtype)
     targets = text_targets(tokens)
-    both.model(tokens=tokens[None], **side, targets=targets[None]).losses["causal"].backward()
+    pair.model(tokens=tokens[None], **side, targets=targets[None]).losses["causal"].backward()
     torch.nn.functional.cross_entropy(expected[0], targets, reduction="sum").backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
 
 
 def test_text_alone_is_a_decoder(dtype: torch.dtype) -> None:
     config = ENCODERS["clip"]
-    both = build_pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
+    pair = build_pair(config, dtype, among=["LlavaForConditionalGeneration"], unused=UNUSED)
     tokens = torch.arange(1, 9)[None]
-    expected = both.reference(input_ids=tokens).logits
-    LargestErrors().compare_logits(both.model(tokens).logits, expected, dtype)
+    expected = pair.reference(input_ids=tokens).logits
+    LargestErrors().compare_logits(pair.model(tokens).logits, expected, dtype)
 
 
 def test_another_number_of_image_tokens_is_refused() -> None:

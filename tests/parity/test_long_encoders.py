@@ -63,7 +63,7 @@ def batch_of(config: ModelConfig, length: int, rows: int = 2) -> dict[str, Tenso
 def compare(model: str, dtype: torch.dtype) -> LargestErrors:
     config, figures = ModelConfig.from_dotted(MODELS[model]), LargestErrors()
     for length in LENGTHS[model]:
-        both, batch = build_pair(config, dtype), batch_of(config, length)
+        pair, batch = build_pair(config, dtype), batch_of(config, length)
         wide = model.startswith("longformer")
         extra: dict[str, Tensor] = {}
         if wide:
@@ -71,24 +71,24 @@ def compare(model: str, dtype: torch.dtype) -> LargestErrors:
             mask[:, [token for token in config.attention.pattern.global_tokens if token < length]] = 1
             extra = {"global_attention_mask": mask}
         else:
-            both.reference.train()  # in evaluation its random blocks are all the first one
+            pair.reference.train()  # in evaluation its random blocks are all the first one
             extra = {"next_sentence_label": torch.tensor([0, 1])}
-        expected = both.reference(**batch, **extra)
+        expected = pair.reference(**batch, **extra)
         segments = {"segments": batch["token_type_ids"]}
-        actual = both.model(batch["input_ids"], **segments)
+        actual = pair.model(batch["input_ids"], **segments)
         figures.compare_logits(actual.logits, expected.logits if wide else expected.prediction_logits, dtype)
         inputs = segments | {"targets": batch["labels"]}
         if not wide:
             figures.compare_logits(actual.predictions["sentence"], expected.seq_relationship_logits, dtype)
             inputs["sentence_targets"] = torch.full_like(batch["labels"], -100)
             inputs["sentence_targets"][:, 0] = extra["next_sentence_label"]
-        losses = both.model(batch["input_ids"], **inputs).losses
+        losses = pair.model(batch["input_ids"], **inputs).losses
         loss = losses["masked"] / (batch["labels"] != -100).sum()
         loss = loss if wide else loss + losses["sentence"] / 2
         figures.compare_logits(loss, expected.loss, dtype)
         loss.backward()
         expected.loss.backward()
-        figures.compare_gradients(both, dtype)
+        figures.compare_gradients(pair, dtype)
     return figures
 
 
@@ -111,20 +111,20 @@ def test_block_sparse_kernels_of_long_encoders_equal_transformers(model: str) ->
 
 def test_padded_rows_of_longformer(dtype: torch.dtype) -> None:
     config = ModelConfig.from_dotted(MODELS["longformer"])
-    both, batch = build_pair(config, dtype), batch_of(config, 24)
+    pair, batch = build_pair(config, dtype), batch_of(config, 24)
     batch["attention_mask"][1, 15:] = 0
     batch["input_ids"][1, 15:], batch["labels"][1, 15:] = PAD, -100
     wide = torch.zeros_like(batch["input_ids"])
     wide[:, 0] = 1
-    expected = both.reference(**batch, global_attention_mask=wide)
+    expected = pair.reference(**batch, global_attention_mask=wide)
     where = {"documents": batch["attention_mask"] - 1, "segments": batch["token_type_ids"]}
-    actual = both.model(batch["input_ids"], **where)
+    actual = pair.model(batch["input_ids"], **where)
     counted, figures = batch["attention_mask"] == 1, LargestErrors()
     figures.compare_logits(actual.logits[counted], expected.logits[counted], dtype)
-    losses = both.model(batch["input_ids"], **where, targets=batch["labels"]).losses
+    losses = pair.model(batch["input_ids"], **where, targets=batch["labels"]).losses
     (losses["masked"] / (batch["labels"] != -100).sum()).backward()
     expected.loss.backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
 
 
 @pytest.mark.parametrize(("rows", "heads", "n_random", "seed"), [(12, 4, 1, 0), (30, 3, 3, 5), (40, 2, 2, 11)])

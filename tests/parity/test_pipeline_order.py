@@ -39,10 +39,10 @@ METHODS: dict[str, Kind] = {
 }  # fmt: skip
 
 
-def noted(kind: Kind, real: Callable[..., None], done: list[Action]) -> Callable[..., None]:
+def noted(kind: Kind, real: Callable[..., None], actions: list[Action]) -> Callable[..., None]:
     def method(self: PipelineForwardBackward, step: StepState, stage: PipelineStage, i: int) -> None:
         real(self, step, stage, i)
-        done.append(Action(stage.index, kind, i))
+        actions.append(Action(stage.index, kind, i))
 
     return method
 
@@ -54,13 +54,15 @@ def one_step(schedules: Sequence[str], ranks: int) -> dict[str, list[Action]]:
     batch = [{key: value[i : i + 1] for key, value in rows.items()} for i in range(2 * ranks)]
     for schedule in schedules:
         engine = build_engine(DEEP, ParallelConfig(pp=ranks, pp_schedule=schedule))
-        done: list[Action] = []
+        actions: list[Action] = []
         with pytest.MonkeyPatch.context() as patch:
             for name, kind in METHODS.items():
-                patch.setattr(PipelineForwardBackward, name, noted(kind, getattr(PipelineForwardBackward, name), done))
+                patch.setattr(
+                    PipelineForwardBackward, name, noted(kind, getattr(PipelineForwardBackward, name), actions)
+                )
             engine.forward_backward(batch, CAUSAL)
         assert all(torch.isfinite(g).all() for g in engine.gradients().values())
-        actual[schedule] = done
+        actual[schedule] = actions
     return actual
 
 
@@ -72,10 +74,10 @@ def test_schedules_have_the_bubble_of_the_formula(workers: Workers, ranks: int) 
     for schedule in PIPELINE_SCHEDULES:
         virtual = 1 if schedule in ("gpipe", "1f1b") else 2
         rank_of = stage_to_rank(schedule, ranks, virtual)
-        done = [rank[schedule] for rank in by_rank]
+        actions_by_rank = [rank[schedule] for rank in by_rank]
         planned = build_schedule(schedule, ranks, virtual, microbatches)
-        assert done == add_send_recv(planned, rank_of), schedule
-        passes = [[action for action in rank if " " not in action.kind] for rank in done]
+        assert actions_by_rank == add_send_recv(planned, rank_of), schedule
+        passes = [[action for action in rank if " " not in action.kind] for rank in actions_by_rank]
         work = (3 if schedule in SPLITS_BACKWARD else 1) * virtual * microbatches
         assert bubble_fraction(simulate_schedule(passes, rank_of, TIMES)) == pytest.approx(
             (ranks - 1) / (work + ranks - 1)

@@ -43,7 +43,7 @@ OTHERS = (
 
 def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "none") -> list[set[str]]:
     """Initial weights, loss, gradients, their norm and the evaluated loss; returns the parameters that are here."""
-    held = []
+    names_by_model = []
     for name in names:
         config, batch = family_case(name, parallel.pp * parallel.stages_per_rank > 4)
         model, objective, loss = one_device_reference(config, batch)
@@ -53,9 +53,9 @@ def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "n
                 assert torch.equal(local_block(engine, n, parameter.detach()), engine.local[n]), (
                     f"{name}: {n} starts otherwise"
                 )
-        mine = uneven_microbatches(engine, batch)
+        batches = uneven_microbatches(engine, batch)
         for _ in range(2):  # the second step finds nothing left of the first
-            stats = engine.forward_backward(mine, objective)
+            stats = engine.forward_backward(batches, objective)
             assert stats.loss == pytest.approx(loss, rel=1e-12), name
             assert model_gradient_errors(engine, model) == {}, name
             norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
@@ -64,20 +64,20 @@ def compare(names: Sequence[str], parallel: ParallelConfig, recomputed: str = "n
             terms = objective(model.eval(), batch)
         counts = objective.target_counts(batch)
         evaluated = sum(objective.loss_weights[term] * float(terms[term]) / int(counts[term]) for term in terms)
-        assert engine.evaluate(mine, objective).loss == pytest.approx(evaluated, rel=1e-12), name
-        held.append(set(engine.local))
-    return held
+        assert engine.evaluate(batches, objective).loss == pytest.approx(evaluated, rel=1e-12), name
+        names_by_model.append(set(engine.local))
+    return names_by_model
 
 
 def check(workers: Workers, ranks: int, names: Sequence[str], parallel: ParallelConfig) -> None:
-    held = workers.run(compare, ranks, names, parallel, timeout=180.0)
+    names_by_rank = workers.run(compare, ranks, names, parallel, timeout=180.0)
     for i, name in enumerate(names):
         config, _ = family_case(name, parallel.pp * parallel.stages_per_rank > 4)
         with torch.device("meta"):
             model = build(config)
         everything = {n for n, _ in model.named_parameters()}
-        assert set().union(*(rank[i] for rank in held)) == everything
-        assert min(len(rank[i]) for rank in held) < len(everything)
+        assert set().union(*(rank[i] for rank in names_by_rank)) == everything
+        assert min(len(rank[i]) for rank in names_by_rank) < len(everything)
 
 
 @pytest.mark.parametrize(("schedule", "names"), make_cases(dict.fromkeys(PIPELINE_SCHEDULES, FAMILIES), rounds=2))
@@ -188,13 +188,13 @@ def reshard(folder: Path, written: ParallelConfig, between: ParallelConfig) -> i
             return build_engine(TIED_MODEL, parallel)
         return build_engine(TIED_MODEL, parallel, ADAMW)
 
-    def carried_over(one: NativeEngine, step: int, parallel: ParallelConfig) -> NativeEngine:
-        path = checkpoint.save(folder, step, one.state_dict(), {}, keep=3)
-        other = engine(parallel)
-        stored = other.empty_state_dict(checkpoint.read_tensor_specs(path))
+    def carried_over(a: NativeEngine, step: int, parallel: ParallelConfig) -> NativeEngine:
+        path = checkpoint.save(folder, step, a.state_dict(), {}, keep=3)
+        b = engine(parallel)
+        stored = b.empty_state_dict(checkpoint.read_tensor_specs(path))
         checkpoint.load(path, stored)
-        other.load_state_dict(stored)
-        return other
+        b.load_state_dict(stored)
+        return b
 
     first = engine(written)
     batch = global_batch(seed=1)
@@ -205,11 +205,11 @@ def reshard(folder: Path, written: ParallelConfig, between: ParallelConfig) -> i
     before, after = first.state_dict(), last.state_dict()
     assert before.keys() == after.keys()
     for name, value in before.items():
-        other = after[name]
+        b = after[name]
         if isinstance(value, ShardedTensor):
-            assert isinstance(other, ShardedTensor)
-            value, other = value.tensor, other.tensor
-        assert torch.equal(value, other), name
+            assert isinstance(b, ShardedTensor)
+            value, b = value.tensor, b.tensor
+        assert torch.equal(value, b), name
     return len(before)
 
 
@@ -259,9 +259,9 @@ def most_in_flight(parallel: ParallelConfig) -> int:
 
 def test_1f1b_holds_few_micro_batches(workers: Workers) -> None:
     assert workers.run(most_in_flight, 2, ParallelConfig(pp=2, pp_schedule="gpipe")) == [5, 5]
-    held = workers.run(most_in_flight, 2, ParallelConfig(pp=2))
-    assert held[0] == 2
-    assert held[1] <= 2  # one, and perhaps one that has just arrived
+    in_flight = workers.run(most_in_flight, 2, ParallelConfig(pp=2))
+    assert in_flight[0] == 2
+    assert in_flight[1] <= 2  # one, and perhaps one that has just arrived
 
 
 def refuse(name: str, parallel: ParallelConfig, message: str) -> None:
@@ -301,12 +301,12 @@ def change_lengths(parallel: ParallelConfig) -> None:
     engine, model = build_engine(UNTIED_MODEL, parallel), one_device(UNTIED_MODEL)
     batch = global_batch(seed=3)
     for widths in ((12, 12, 12, 12), (7, 7, 7, 7), (5, 12, 8)):
-        mine = [{key: value[2 * i : 2 * i + 2, :w] for key, value in batch.items()} for i, w in enumerate(widths)]
-        count = sum(int((one["targets"] != -100).sum()) for one in mine)
+        batches = [{key: value[2 * i : 2 * i + 2, :w] for key, value in batch.items()} for i, w in enumerate(widths)]
+        count = sum(int((microbatch["targets"] != -100).sum()) for microbatch in batches)
         model.zero_grad()
-        losses = [model(**one).losses["causal"] / count for one in mine]
+        losses = [model(**microbatch).losses["causal"] / count for microbatch in batches]
         torch.stack(losses).sum().backward()
-        stats = engine.forward_backward(mine, CAUSAL)
+        stats = engine.forward_backward(batches, CAUSAL)
         assert stats.loss == pytest.approx(float(torch.stack(losses).sum().detach()), rel=1e-12)
         assert model_gradient_errors(engine, model) == {}
         engine.zero_grad()

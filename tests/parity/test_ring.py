@@ -69,8 +69,8 @@ def gradients_twice() -> bool:
             None,
             None,
         )
-    for again in (third, torch.autograd.grad(loss, arguments)):
-        for a, b in zip(first, again, strict=True):
+    for gradients in (third, torch.autograd.grad(loss, arguments)):
+        for a, b in zip(first, gradients, strict=True):
             assert torch.equal(a, b)
     return True
 
@@ -112,7 +112,7 @@ def test_biases_of_either_form(workers: Workers) -> None:
 def events() -> tuple[list[str], list[str]]:
     """A rank's events in either pass, in order."""
     attention, part = on_a_ring()
-    done: list[str] = []
+    messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
             (ring_attention, "partial_attention"),
@@ -121,29 +121,29 @@ def events() -> tuple[list[str], list[str]]:
         ):
             real = getattr(owner, name)
             message = "wait" if name == "wait" else "compute"
-            patch.setattr(owner, name, lambda *a, real=real, message=message: (done.append(message), real(*a))[1])
+            patch.setattr(owner, name, lambda *a, real=real, message=message: (messages.append(message), real(*a))[1])
         send = ring_attention._shift
         patch.setattr(
             ring_attention,
             "_shift",
-            lambda x, contexts, hows: (done.append("send") if hows else None, send(x, contexts, hows))[1],
+            lambda x, contexts, hows: (messages.append("send") if hows else None, send(x, contexts, hows))[1],
         )
         arguments = inputs(*[(1, HEADS, TOKENS, WIDTH)] * 3)
         out = attention(*arguments, part)
-        forward = [*done]
-        done.clear()
+        forward = [*messages]
+        messages.clear()
         out.sum().backward()
-    return forward, done
+    return forward, messages
 
 
 def test_the_next_part_travels_while_one_is_computed(workers: Workers) -> None:
     keys = ["send", "compute", "wait", "send", "compute", "wait", "compute"]
-    both = [
+    events_of_rank = [
         *["send", "compute", "wait", "send", "compute"],
         *["send", "wait", "compute"],  # gradients of the first foreign part leave, the last keys come
         *["wait", "send", "wait"],  # gradients are added to, and come home
     ]
-    assert workers.run(events, 3) == [(keys, both)] * 3
+    assert workers.run(events, 3) == [(keys, events_of_rank)] * 3
 
 
 def sums_of_parts() -> tuple[set[float], set[float]]:

@@ -200,16 +200,16 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     name = f"{relative}For{task}"
     figures = LargestErrors()
     with cast_to_float64(torch.float64, *MODELING):
-        both = build_pair(config, torch.float64, among=[name], unused=UNREAD.get(relative, ()))
-    assert type(both.reference).__name__ == name
+        pair = build_pair(config, torch.float64, among=[name], unused=UNREAD.get(relative, ()))
+    assert type(pair.reference).__name__ == name
     batch = {
         key: value[:, :9] for key, value in padded_batch(config).items() if key not in ("labels", "attention_mask")
     }
     reference_fields, labels, model_fields = task_inputs(task, batch)
     with cast_to_float64(torch.float64, *MODELING):
-        expected = both.reference(**reference_fields, **labels)
+        expected = pair.reference(**reference_fields, **labels)
     segments = {"segments": batch["token_type_ids"]} if "token_type_ids" in batch else {}
-    plain = both.model(batch["input_ids"], **segments).predictions[module]
+    plain = pair.model(batch["input_ids"], **segments).predictions[module]
     if task == "QuestionAnswering":
         reference = torch.stack([expected.start_logits, expected.end_logits], -1)
     else:
@@ -217,7 +217,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     figures.compare_logits(plain, reference, torch.float64)
     fields = {"tokens": batch["input_ids"], **segments, **model_fields}
     fields = join_rows(fields) if task == "MultipleChoice" else fields
-    (total,) = both.model(**fields).losses.values()
+    (total,) = pair.model(**fields).losses.values()
     counted = (
         {"MultipleChoice": 1, "TokenClassification": int((labels["labels"] >= 0).sum())} if "labels" in labels else {}
     )
@@ -226,7 +226,7 @@ def test_logits_loss_and_gradients_are_transformers_s(relative: str, task: str) 
     loss.backward()
     expected.loss.backward()
     if relative != "Longformer":  # the first token's last queries are global: the others have no gradient
-        figures.compare_gradients(both, torch.float64, UNDONE.get(task, ()))
+        figures.compare_gradients(pair, torch.float64, UNDONE.get(task, ()))
 
 
 @pytest.mark.parametrize(("relative", "task"), LAST_TOKEN_CLASSES)
@@ -241,35 +241,35 @@ def test_heads_of_decoders_and_xlnet_are_transformers_s(relative: str, task: str
     config = ModelConfig.from_dotted(body | BARE | {"extra_heads": {module: head}})
     figures = LargestErrors()
     with cast_to_float64(torch.float64, *MODELING):
-        both = build_pair(config, torch.float64, among=[name])
+        pair = build_pair(config, torch.float64, among=[name])
     if is_xlnet:
-        assert not both.model.encoder.query.weight.requires_grad
-    assert type(both.reference).__name__ == name
-    both.reference.config.pad_token_id = PAD  # by which it finds the last tokens; none of these is padding
+        assert not pair.model.encoder.query.weight.requires_grad
+    assert type(pair.reference).__name__ == name
+    pair.reference.config.pad_token_id = PAD  # by which it finds the last tokens; none of these is padding
     tokens = draw_tokens(VOCABULARY, 3, 9, seed=4, low=PAD + 1)
     segments = {"token_type_ids": draw_tokens(3, 3, 9, seed=5)} if is_xlnet else {}
     reference_fields, labels, model_fields = task_inputs(task, {"input_ids": tokens, **segments})
     with cast_to_float64(torch.float64, *MODELING):
-        expected = both.reference(**reference_fields, **labels)
+        expected = pair.reference(**reference_fields, **labels)
     fields = {"tokens": tokens} | ({"segments": segments["token_type_ids"]} if segments else {})
-    plain = both.model(**fields).predictions[module]
+    plain = pair.model(**fields).predictions[module]
     reference = torch.stack([expected.start_logits, expected.end_logits], -1) if module == "span" else expected.logits
     figures.compare_logits(plain, reference.reshape(plain.shape), torch.float64)
     if task in ("SequenceClassification", "MultipleChoice"):
         model_fields = {key: values if key == "parts" else values.flip(1) for key, values in model_fields.items()}
     fields |= model_fields
-    (total,) = both.model(**(join_rows(fields) if task == "MultipleChoice" else fields)).losses.values()
+    (total,) = pair.model(**(join_rows(fields) if task == "MultipleChoice" else fields)).losses.values()
     undone = UNDONE_LAST.get((is_xlnet, task), ())
     counts = {"MultipleChoice": 1, "TokenClassification": int((labels.get("labels", LABELS) >= 0).sum())}
     figures.compare_logits(total / counts.get(task, len(LABELS)), expected.loss, torch.float64)
     (total / counts.get(task, len(LABELS))).backward()
     expected.loss.backward()
     if is_xlnet:  # the vector of tokens to predict: neither has a gradient of it
-        assert both.reference.transformer.mask_emb.grad is None
-        both.reference.transformer.mask_emb.grad = torch.zeros(1, 1, config.d_model, dtype=torch.float64)
-        both.model.encoder.query.weight.grad = torch.zeros(config.d_model, dtype=torch.float64)
+        assert pair.reference.transformer.mask_emb.grad is None
+        pair.reference.transformer.mask_emb.grad = torch.zeros(1, 1, config.d_model, dtype=torch.float64)
+        pair.model.encoder.query.weight.grad = torch.zeros(config.d_model, dtype=torch.float64)
         undone = (*undone, "transformer.mask_emb")
-    figures.compare_gradients(both, torch.float64, undone)
+    figures.compare_gradients(pair, torch.float64, undone)
 
 
 def test_the_examples_of_a_row_are_seen_with_their_numbers() -> None:
@@ -302,11 +302,11 @@ def test_dropout_of_the_head_depends_on_the_example_alone() -> None:
     targets = torch.full((2, 9), -100)
     targets[:, 0] = 1
     fields = {"sentence_targets": targets, "keys": torch.tensor([5, 11])}
-    both = model(tokens, **fields).losses["sentence"]
+    loss = model(tokens, **fields).losses["sentence"]
     alone = [model(tokens[i : i + 1], **{k: v[i : i + 1] for k, v in fields.items()}) for i in (0, 1)]
-    torch.testing.assert_close(both, sum(output.losses["sentence"] for output in alone))
+    torch.testing.assert_close(loss, sum(output.losses["sentence"] for output in alone))
     other = model(tokens, **fields | {"keys": torch.tensor([6, 12])}).losses["sentence"]
-    assert (both - other).abs() > 1e-6
+    assert (loss - other).abs() > 1e-6
 
 
 def test_classes_weigh_as_those_of_torch() -> None:
@@ -324,15 +324,15 @@ def test_losses_of_numbers_are_transformers_s(loss: str) -> None:
     """Losses of multi_label_classification and regression are means over classes."""
     config = ModelConfig.from_dotted(BERT_ENCODER | BARE).with_changes({"extra_heads.sentence.loss": loss})
     plain = ModelConfig.from_dotted(BERT_ENCODER | BARE)
-    both = build_pair(plain, torch.float64, among=["BertForSequenceClassification"])
+    pair = build_pair(plain, torch.float64, among=["BertForSequenceClassification"])
     actual = build(config).double()
-    actual.load_state_dict(both.model.state_dict())
+    actual.load_state_dict(pair.model.state_dict())
     kinds = {"binary_cross_entropy": "multi_label_classification", "squared_error": "regression"}
-    both.reference.config.problem_type = kinds[loss]
+    pair.reference.config.problem_type = kinds[loss]
     tokens = draw_tokens(47, 2, 9, seed=4, low=PAD + 1)
     labels = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     targets, examples = torch.zeros(2, 9, 3), torch.full((2, 9), -1)
     targets[:, 0], examples[:, 0] = labels.float(), torch.tensor([3, 4])
     observed = actual(tokens, sentence_targets=targets, examples=examples).losses["sentence"] / 2
-    reference = both.reference(tokens, labels=labels).loss
+    reference = pair.reference(tokens, labels=labels).loss
     torch.testing.assert_close(observed, reference, rtol=1e-12, atol=0)

@@ -70,24 +70,24 @@ def convert_batch(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Ten
     }  # fmt: skip
 
 
-def predictions(both: Pair, batch: dict[str, Tensor], expected: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def predictions(pair: Pair, batch: dict[str, Tensor], expected: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Logits at the targets, row by row, in their order in the text."""
     inputs = {name: values for name, values in batch.items() if name != "targets"}
-    return both.model(**inputs).logits[batch["targets"] != IGNORE], expected[labels != IGNORE]
+    return pair.model(**inputs).logits[batch["targets"] != IGNORE], expected[labels != IGNORE]
 
 
 @pytest.mark.usefixtures("of_scores")
 def test_predictions_in_a_given_order(dtype: torch.dtype) -> None:
-    both, figures, batch = build_pair(CONFIG, dtype), LargestErrors(), batch_of(LENGTHS)
-    assert type(both.reference).__name__ == "XLNetLMHeadModel"
+    pair, figures, batch = build_pair(CONFIG, dtype), LargestErrors(), batch_of(LENGTHS)
+    assert type(pair.reference).__name__ == "XLNetLMHeadModel"
     inputs = convert_batch(batch, dtype)
-    output = both.reference(**inputs)
-    figures.compare_logits(*predictions(both, batch, output.logits, inputs["labels"]), dtype)
-    loss = both.model(**batch).losses["permutation"] / (batch["targets"] != IGNORE).sum()
+    output = pair.reference(**inputs)
+    figures.compare_logits(*predictions(pair, batch, output.logits, inputs["labels"]), dtype)
+    loss = pair.model(**batch).losses["permutation"] / (batch["targets"] != IGNORE).sum()
     figures.compare_logits(loss, output.loss, dtype)
     loss.backward()
     output.loss.backward()
-    figures.compare_gradients(both, dtype)
+    figures.compare_gradients(pair, dtype)
     assert figures.logits > 0, "the same code can't be its own oracle"
     assert figures.compared > 20
     assert_documented("xlnet-base", dtype, figures)
@@ -95,34 +95,34 @@ def test_predictions_in_a_given_order(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("of_scores")
 def test_without_an_order_all_tokens_see_one_another(dtype: torch.dtype) -> None:
-    both, figures, batch = build_pair(CONFIG, dtype, seed=1), LargestErrors(), batch_of(LENGTHS, 5)
+    pair, figures, batch = build_pair(CONFIG, dtype, seed=1), LargestErrors(), batch_of(LENGTHS, 5)
     inputs = {k: v for k, v in convert_batch(batch, dtype).items() if k in ("input_ids", "attention_mask")}
     inside = batch["documents"] == 0
     for segments in (None, batch["segments"]):
-        reference = both.reference(**inputs, token_type_ids=segments).logits
-        logits = both.model(batch["tokens"], documents=batch["documents"], segments=segments).logits
+        reference = pair.reference(**inputs, token_type_ids=segments).logits
+        logits = pair.model(batch["tokens"], documents=batch["documents"], segments=segments).logits
         figures.compare_logits(logits[inside], reference[inside], dtype)
     assert figures.logits > 0
 
 
 def test_packed_documents_are_each_document_alone(dtype: torch.dtype) -> None:
-    both, figures, lengths = build_pair(CONFIG, dtype, seed=2), LargestErrors(), (5, 4, 7)
+    pair, figures, lengths = build_pair(CONFIG, dtype, seed=2), LargestErrors(), (5, 4, 7)
     parts = [batch_of((n,), 10 * n) for n in lengths]
     for number, part in enumerate(parts):
         part["documents"] += number
     padding = {"tokens": 3, "documents": -1, "segments": 0, "order": 0, "targets": IGNORE}
     row = {k: torch.cat([*(p[k] for p in parts), torch.full((1, 2), v)], 1) for k, v in padding.items()}
-    logits = both.model(**{k: v for k, v in row.items() if k != "targets"}).logits
+    logits = pair.model(**{k: v for k, v in row.items() if k != "targets"}).logits
     start, loss = 0, torch.zeros((), dtype=dtype)
     for part, length in zip(parts, lengths, strict=True):
         part["documents"] = torch.zeros_like(part["documents"])
         inputs = convert_batch(part, dtype)
-        output = both.reference(**inputs)
+        output = pair.reference(**inputs)
         expected = part["targets"] != IGNORE
         figures.compare_logits(logits[:, start : start + length][expected], output.logits[0], dtype)
         loss = loss + output.loss * expected.sum()
         start += length
-    figures.compare_logits(both.model(**row).losses["permutation"], loss, dtype)
+    figures.compare_logits(pair.model(**row).losses["permutation"], loss, dtype)
     assert logits.isfinite().all()
 
 

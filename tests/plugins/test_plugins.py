@@ -52,7 +52,7 @@ def test_gradients_of_blocks_are_one_process_s(plugin: str, layout: str) -> None
     assert not actual.wrong
     assert not actual.traffic_mismatches
     assert not actual.axes_without_closed_form
-    assert all(one.norm > 0 for one in actual.gradients)
+    assert all(gradient.norm > 0 for gradient in actual.gradients)
 
 
 # ------------------------------------------------------------------------------- inputs, heads and objectives
@@ -85,8 +85,8 @@ def test_every_gradient_is_one_process_s(plugin: str, layout: str) -> None:
     assert not actual.wrong
     assert not actual.traffic_mismatches
     assert not actual.axes_without_closed_form
-    moved = {one.name for one in actual.gradients if one.norm > 0}
-    still = {one.name for one in actual.gradients if one.norm == 0}
+    moved = {gradient.name for gradient in actual.gradients if gradient.norm > 0}
+    still = {gradient.name for gradient in actual.gradients if gradient.norm == 0}
     if plugin == "labels":
         assert {name for name in still if not name.endswith("bias")} == {
             name for name in moved | still if name.startswith(tuple(pattern.rstrip("*") for pattern in freeze))

@@ -46,8 +46,11 @@ def context_case(name: str) -> tuple[ModelConfig, dict[str, Tensor], nn.Module, 
 def context_microbatches(engine: NativeEngine, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """This data rank's rows, one and then the others."""
     rows = CONTEXT_ROWS // engine.mesh.data_ranks
-    mine = {key: value[engine.mesh.data_rank * rows :][:rows] for key, value in batch.items()}
-    return [{key: value[:1] for key, value in mine.items()}, {key: value[1:] for key, value in mine.items()}]
+    rows_of_rank = {key: value[engine.mesh.data_rank * rows :][:rows] for key, value in batch.items()}
+    return [
+        {key: value[:1] for key, value in rows_of_rank.items()},
+        {key: value[1:] for key, value in rows_of_rank.items()},
+    ]
 
 
 @fill_memory_with_nan()

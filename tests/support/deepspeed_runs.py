@@ -193,15 +193,15 @@ def record_one_device_run(config: Config, steps: int) -> tuple[RunResult, dict[s
     return record_run(config, steps, **ONE_DEVICE), trained
 
 
-def relative_distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def relative_distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     """By norm, of the worst parameter; those with hardly any part in the whole count for a thousandth of it."""
-    least = 1e-3 * math.hypot(*(float(tensor.norm()) for tensor in other.values()))
-    errors = (float((one[n] - other[n]).norm()) / max(float(other[n].norm()), least) for n in other)
+    least = 1e-3 * math.hypot(*(float(tensor.norm()) for tensor in second.values()))
+    errors = (float((first[n] - second[n]).norm()) / max(float(second[n].norm()), least) for n in second)
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def update_distance(
-    one: Mapping[str, Tensor], other: Mapping[str, Tensor], exact: Mapping[str, Tensor], *, signs: bool
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], exact: Mapping[str, Tensor], *, signs: bool
 ) -> float:
     """The state without parameters whose gradient is zero but for rounding, as that of keys' biases; of an optimizer
     that takes signs, without elements whose gradient is no more than float32's error of it."""
@@ -209,13 +209,13 @@ def update_distance(
     names = [name for name, gradient in exact.items() if gradient.norm() > 1e-6 * everything]
     least = 1e-5 * max(float(gradient.abs().max()) for gradient in exact.values()) if signs else -1.0
     return relative_distance(
-        *({name: item[name] * (exact[name].abs() > least) for name in names} for item in (one, other))
+        *({name: item[name] * (exact[name].abs() > least) for name in names} for item in (first, second))
     )
 
 
-def loss_distance(one: RunResult, other: RunResult) -> float:
+def loss_distance(first: RunResult, second: RunResult) -> float:
     """Largest relative difference of two runs' losses."""
-    return max(abs(a / b - 1) for a, b in zip(one.losses, other.losses, strict=True))
+    return max(abs(a / b - 1) for a, b in zip(first.losses, second.losses, strict=True))
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,11 @@ class Distances:
     native_losses_one: float
 
 
-def compare_with_native(cases: list[Config], steps: int, one: tuple[RunResult, dict[str, Tensor]]) -> list[Distances]:
+def compare_with_native(
+    cases: list[Config], steps: int, one_device: tuple[RunResult, dict[str, Tensor]]
+) -> list[Distances]:
     """Cases of one layout, whose stages the native engine need not repeat."""
-    single, exact = one
+    single, exact = one_device
     native = record_run(cases[0], steps, engine="native")
     actual = []
     updates = partial(update_distance, exact=exact, signs=cases[0].optimizer.name == "lion")
@@ -287,9 +289,9 @@ def main() -> None:
     available = [layout for layout in args.layouts if supports_layout(args.family, layout)]
     with Workers() as workers:
         cases = {layout: make_stage_cases(args.family, layout, args.optimizer) for layout in available}
-        (one,) = workers.run(record_one_device_run, 1, cases[available[0]][0], 10, timeout=200)
+        (one_device,) = workers.run(record_one_device_run, 1, cases[available[0]][0], 10, timeout=200)
         for layout, case in cases.items():
-            actual = workers.run(compare_with_native, count_ranks(case[0]), case, 10, one, timeout=500)[0]
+            actual = workers.run(compare_with_native, count_ranks(case[0]), case, 10, one_device, timeout=500)[0]
             worst = [max(getattr(item, key) for item in actual) for key in Distances.__annotations__]
             print(f"| {args.family}, {args.optimizer} | {layout} | 0–{len(case) - 1} |", end="")
             print(" | ".join(f" {value:.1e}" for value in worst), "|", flush=True)

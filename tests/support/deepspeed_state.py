@@ -97,10 +97,10 @@ def load_checkpoint(engine: Engine, path: Path) -> None:
     engine.load_state_dict(room)
 
 
-def find_differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def find_differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
     """Names of tensors that differ in a bit."""
-    assert {name for name in one if "loss_scale" not in name} == {n for n in other if "loss_scale" not in n}
-    return [n for n in one if "loss_scale" not in n and not torch.equal(one[n], other[n])]
+    assert {name for name in first if "loss_scale" not in name} == {n for n in second if "loss_scale" not in n}
+    return [n for n in first if "loss_scale" not in n and not torch.equal(first[n], second[n])]
 
 
 def exchange_checkpoints(folder: Path, cases: list[Config]) -> list[str]:
@@ -115,15 +115,15 @@ def exchange_checkpoints(folder: Path, cases: list[Config]) -> list[str]:
         wrong += [f"{number}: {name}" for name in find_differences(expected, checkpoint.read_tensors(path))]
         loss = take_step(config, engine, 2)
         path = checkpoint.save(folder / str(number), 2, engine.state_dict(), {})
-        kept = checkpoint.read_tensors(path)
+        stored = checkpoint.read_tensors(path)
         load_checkpoint(native, path)
-        again = checkpoint.save(folder / f"{number} native", 2, native.state_dict(), {})
-        wrong += [f"{number}, native: {name}" for name in find_differences(kept, checkpoint.read_tensors(again))]
+        saved = checkpoint.save(folder / f"{number} native", 2, native.state_dict(), {})
+        wrong += [f"{number}, native: {name}" for name in find_differences(stored, checkpoint.read_tensors(saved))]
         load_checkpoint(engine, first)  # over what has moved: the same step once more
         if take_step(config, engine, 2) != loss:
             wrong.append(f"{number}: the loss of a repeated step")
         path = checkpoint.save(folder / str(number), 3, engine.state_dict(), {})
-        wrong += [f"{number}, repeated: {name}" for name in find_differences(kept, checkpoint.read_tensors(path))]
+        wrong += [f"{number}, repeated: {name}" for name in find_differences(stored, checkpoint.read_tensors(path))]
     return wrong
 
 
@@ -216,6 +216,6 @@ def check_optimizers(folder: Path) -> list[str]:
                 wrong.append(f"{optimizer}: loss {step}")
         path = checkpoint.save(folder / optimizer, 1, actual.state_dict(), {})
         load_checkpoint(native, path)
-        again = checkpoint.save(folder / optimizer, 2, native.state_dict(), {})
-        wrong += find_differences(checkpoint.read_tensors(path), checkpoint.read_tensors(again))
+        saved = checkpoint.save(folder / optimizer, 2, native.state_dict(), {})
+        wrong += find_differences(checkpoint.read_tensors(path), checkpoint.read_tensors(saved))
     return wrong

@@ -175,7 +175,7 @@ QUICK_LAYOUTS = {
 
 def make_four_rank_configs(configs: dict[str, Any], ranks: int, remaining: bool) -> dict[str, Any]:
     """Configs of a case: of four ranks, those of QUICK_LAYOUTS or the others."""
-    return {name: one for name, one in configs.items() if ranks != 4 or (name in QUICK_LAYOUTS) != remaining}
+    return {name: config for name, config in configs.items() if ranks != 4 or (name in QUICK_LAYOUTS) != remaining}
 
 
 PARTS_OF_FOUR = [pytest.param(4, False, id="4"), pytest.param(4, True, id="4, the others", marks=SLOW)]

@@ -43,7 +43,7 @@ def frozen_errors(name: str, *layouts: ParallelConfig) -> list[set[str]]:
     """Differences from one device of a model whose weights are frozen in part, by layout."""
     patterns, config = FREEZE[name], FAMILY_MODELS[name]
     named = dict(frozen_model(config, patterns).named_parameters())
-    assert all(named[n].requires_grad != any(fnmatchcase(n, one) for one in patterns) for n in named)
+    assert all(named[n].requires_grad != any(fnmatchcase(n, pattern) for pattern in patterns) for n in named)
     return compare_two_steps(config, lambda config: frozen_model(config, patterns), layouts, UNDECAYED)
 
 

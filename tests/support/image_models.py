@@ -66,8 +66,8 @@ def image_model_batch(name: str) -> dict[str, Tensor]:
     images = [draw_pixels(SIDE * height, SIDE * width, seed=seed) for seed, (height, width) in enumerate(SIZES)]
     if name == "mae":
         rows = [[row % n, (row + 1) % n] if row % n not in (1, 2) else [row % n] for row in range(ROWS)]
-        kept = [[0, 2], [1, 3], [0, 3, 5], [2, 4], [0]]
-        batch = make_masked_batch(images, SIDE, 1, rows, kept, (LENGTH, LENGTH))
+        visible = [[0, 2], [1, 3], [0, 3, 5], [2, 4], [0]]
+        batch = make_masked_batch(images, SIDE, 1, rows, visible, (LENGTH, LENGTH))
     elif name == "simmim swin":
         images = [draw_pixels(4 * SIDE, 6 * SIDE, seed=seed) for seed in range(5)]
         rows = [[row % 5, (row + 2) % 5][: 1 + (row < ROWS - 1)] for row in range(ROWS)]

@@ -73,7 +73,7 @@ def make_masked_batch(
     side: int,
     n_special: int,
     rows: Sequence[Sequence[int]],
-    kept: Sequence[Sequence[int]],
+    visible: Sequence[Sequence[int]],
     lengths: tuple[int, int],
 ) -> dict[str, Tensor]:
     """A masked autoencoder's batch: `make_batch` for the decoder, and the tokens that are kept for the encoder.
@@ -90,7 +90,7 @@ def make_masked_batch(
     for index, row in enumerate(rows):
         begin = end = 0
         for document, number in enumerate(row):
-            tokens = [*range(n_special), *(n_special + patch for patch in kept[number])]
+            tokens = [*range(n_special), *(n_special + patch for patch in visible[number])]
             places = (full["documents"][index] == document).nonzero()[:, 0][tokens]
             begin, end = end, end + len(tokens)
             for name in ("patches", "grid"):

@@ -131,9 +131,9 @@ class KillSeries:
         assert training_curve(run) == training_curve(full), f"{run}: another curve"
         assert [line["step"] for line in training_curve(run)] == list(range(1, STEPS + 1))
         name = f"checkpoints/step-{STEPS:08d}"
-        mine, expected = (checkpoint.read_tensors(folder / name) for folder in (run, full))
-        assert mine.keys() == expected.keys()
-        differ = [key for key, tensor in mine.items() if not torch.equal(tensor, expected[key])]
+        actual, expected = (checkpoint.read_tensors(folder / name) for folder in (run, full))
+        assert actual.keys() == expected.keys()
+        differ = [key for key, tensor in actual.items() if not torch.equal(tensor, expected[key])]
         assert not differ, f"{run}: {differ}"
         mine_state, their_state = (checkpoint.read_state(folder / name) for folder in (run, full))
         assert mine_state["data"] == their_state["data"]
@@ -157,8 +157,8 @@ class KillSeries:
             }  # fmt: skip
             words = keep_last_override(["train", self.config, f"run_dir={run}", *self.overrides])
             counts = self.folder / f"events-{rank}.json" if run.name == "whole" else None
-            mine = kill if kill and kill.rank == rank else None
-            pids[fork_process(lambda: run_rank(words, variables, output[rank], mine, hit, counts))] = rank  # noqa: B023
+            kill_here = kill if kill and kill.rank == rank else None
+            pids[fork_process(lambda: run_rank(words, variables, output[rank], kill_here, hit, counts))] = rank  # noqa: B023
         codes: dict[int, int] = {}
         while pids:
             pid, status = wait_for_any(list(pids), start + PATIENCE_SECONDS)

@@ -219,12 +219,12 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def have_same_documents(one: Corpus, other: Corpus) -> bool:
+def have_same_documents(first: Corpus, second: Corpus) -> bool:
     """Whether two corpora have the same documents."""
     return all(
         np.array_equal(a, b)
-        for number in range(one.n_blocks)
-        for (_, a), (_, b) in zip(one.read_block(number), other.read_block(number), strict=True)
+        for number in range(first.n_blocks)
+        for (_, a), (_, b) in zip(first.read_block(number), second.read_block(number), strict=True)
     )
 
 

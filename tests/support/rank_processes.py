@@ -59,8 +59,8 @@ class Ranks:
             words = keep_last_override(["train", self.config, f"run_dir={self.folder}", *self.overrides])
             if rank in absent:
                 continue
-            mine = fault if fault and fault.rank in (rank, -1) else None
-            process = context.Process(target=run_rank, args=(words, variables, str(self.said_at(rank)), mine))
+            local_fault = fault if fault and fault.rank in (rank, -1) else None
+            process = context.Process(target=run_rank, args=(words, variables, str(self.said_at(rank)), local_fault))
             process.start()
             self.processes.append(process)
         return self

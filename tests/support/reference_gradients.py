@@ -162,18 +162,18 @@ class LargestErrors:
         assert difference <= TOLERANCE[dtype] * max(1.0, float(expected.detach().abs().max()))
         self.logits = max(self.logits, difference)
 
-    def compare_gradients(self, both: Pair, dtype: torch.dtype, undone: tuple[str, ...] = ()) -> None:
+    def compare_gradients(self, pair: Pair, dtype: torch.dtype, undone: tuple[str, ...] = ()) -> None:
         """Compare every parameter's gradient after both backward passes. Raises AssertionError beyond the tolerance.
 
         undone: names of theirs that a softmax undoes as it does keys' biases.
         """
-        gradients = {name: p.grad for name, p in both.model.named_parameters() if p.grad is not None}
-        assert gradients.keys() == dict(both.model.named_parameters()).keys()
-        local = [rule for rule in both.rules if gradients.keys() >= set(rule.megatfm)]  # all but those of state
+        gradients = {name: p.grad for name, p in pair.model.named_parameters() if p.grad is not None}
+        assert gradients.keys() == dict(pair.model.named_parameters()).keys()
+        local = [rule for rule in pair.rules if gradients.keys() >= set(rule.megatfm)]  # all but those of state
         assert {name for rule in local for name in rule.megatfm} == gradients.keys()
         converted = to_hf(local, gradients)
-        reference_gradients = {name: p.grad for name, p in both.reference.named_parameters()}
-        reference = {in_file: reference_gradients[name] for name, in_file in both.names.items()}
+        reference_gradients = {name: p.grad for name, p in pair.reference.named_parameters()}
+        reference = {in_file: reference_gradients[name] for name, in_file in pair.names.items()}
         assert reference.keys() == converted.keys()
         for name in [n for n, g in reference.items() if ".experts." in n and (g is None or not g.any())]:
             assert not converted[name].any(), f"{name}: of an expert that no real token chose"
@@ -209,6 +209,6 @@ def assert_documented(preset: str, dtype: torch.dtype, figures: LargestErrors) -
     numbers = [float(number) for number in re.findall(r"\d(?:\.\d)?e-\d+", get_table_row(preset)[-1])]
     assert len(numbers) == 4, "logits in float32 and float64, gradients in float32 and float64"
     logits, gradient = numbers[:2], numbers[2:]
-    which = dtype == torch.float64
-    assert figures.logits <= 4 * logits[which], f"{preset}: logits {figures.logits:.1e}, {dtype}"
-    assert figures.gradient <= 4 * gradient[which], f"{preset}: gradient {figures.gradient:.1e}, {dtype}"
+    column = dtype == torch.float64
+    assert figures.logits <= 4 * logits[column], f"{preset}: logits {figures.logits:.1e}, {dtype}"
+    assert figures.gradient <= 4 * gradient[column], f"{preset}: gradient {figures.gradient:.1e}, {dtype}"

@@ -148,9 +148,9 @@ def load_and_train(
     state = engine.empty_state_dict(checkpoint.read_tensor_specs(path))
     checkpoint.load(path, state)
     engine.load_state_dict(state)
-    again = checkpoint.save(folder, 3, engine.state_dict(), {})
+    saved = checkpoint.save(folder, 3, engine.state_dict(), {})
     train_steps(engine, 3, 5)
-    return again, {name: tensor.clone() for name, tensor in engine.local.items()}
+    return saved, {name: tensor.clone() for name, tensor in engine.local.items()}
 
 
 RATE = 0.05

@@ -40,9 +40,9 @@ def find_missing_requirement() -> str | None:
 def run_command(*words: object, **options: Any) -> str:
     """Run a command that has to succeed within a minute; returns what it wrote."""
     command = [str(word) for word in words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
-    assert done.returncode == 0, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    assert completed.returncode == 0, f"{words}: exit {completed.returncode}\n{completed.stdout}\n{completed.stderr}"
+    return completed.stdout
 
 
 class Cluster:
@@ -64,9 +64,9 @@ class Cluster:
     def down(self) -> None:
         run_command(TESTCLUSTER / "down", env=self.environment)
 
-    def node(self, what: str, name: str) -> None:
+    def node(self, command: str, name: str) -> None:
         """Kill or start a node."""
-        run_command(TESTCLUSTER / "node", what, name, env=self.environment)
+        run_command(TESTCLUSTER / "node", command, name, env=self.environment)
 
     def wait_until_idle(self, timeout: float = 120) -> None:
         """Wait for the last nodes of the last jobs."""
@@ -127,12 +127,12 @@ class Job:
         file = self.run_dir / "metrics.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
-    def wait_until(self, what: Callable[[], object], timeout: float = 240) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout: float = 240) -> None:
         """Wait for something to come true; a job that ends in the meantime, or the timeout, is a failure."""
         end = time.monotonic() + timeout
-        while not what():
+        while not condition():
             assert time.monotonic() < end, self.report("waited in vain")
-            assert self.state not in ENDED or what(), self.report("it ended in the meantime")
+            assert self.state not in ENDED or condition(), self.report("it ended in the meantime")
             time.sleep(POLL_SECONDS)
 
     def wait_for_step(self, step: int, timeout: float = 240) -> None:
@@ -155,9 +155,9 @@ class Job:
         time.sleep(0.3)
         return self.state != state
 
-    def report(self, what: str) -> str:
+    def report(self, problem: str) -> str:
         output = self.cluster.slurm("scontrol", "show", "job", self.number)
-        return f"job {self.number}: {what}; seen: {' → '.join(self.seen)}\n{output}\n{self.log}"
+        return f"job {self.number}: {problem}; seen: {' → '.join(self.seen)}\n{output}\n{self.log}"
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, object]]:
@@ -186,9 +186,9 @@ class Project:
     cluster: Cluster
     run_name: str = "run"
 
-    def plant_fault(self, what: str, text: str = "") -> Path:
+    def plant_fault(self, fault: str, text: str = "") -> Path:
         """Make trouble, see plugin/trouble.py; it ends when the file that is returned is deleted."""
-        file = self.folder / "trouble" / what
+        file = self.folder / "trouble" / fault
         file.write_text(text)
         return file
 

@@ -86,11 +86,11 @@ def assert_bitwise_equal(first: Path, second: Path, state: Sequence[str] = MUON_
     state: last words of names of what the optimizer must have stored.
     """
     assert training_curve(first) == training_curve(second)
-    one, other = final_state(first), final_state(second)
-    assert one.keys() == other.keys()
-    assert set(state) <= {name.rpartition(".")[2] for name in one}
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+    a, b = final_state(first), final_state(second)
+    assert a.keys() == b.keys()
+    assert set(state) <= {name.rpartition(".")[2] for name in a}
+    for name, tensor in a.items():
+        assert torch.equal(tensor, b[name]), name
 
 
 def assert_nearly_equal(first: Path, second: Path) -> None:

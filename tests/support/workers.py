@@ -289,7 +289,7 @@ class Workers:
             self._dismiss()
             raise
 
-    def _collect(self, team: list[Worker], what: str, timeout: float) -> list[Any]:
+    def _collect(self, team: list[Worker], function_name: str, timeout: float) -> list[Any]:
         __tracebackhide__ = True
         pending = {worker.connection: rank for rank, worker in enumerate(team)}
         results: list[Any] = [None] * len(team)
@@ -309,9 +309,9 @@ class Workers:
                 else:
                     results[rank] = pickle.loads(reply.result)
         if failures:
-            raise WorkerFailure(describe_failures(failures, team, what))
+            raise WorkerFailure(describe_failures(failures, team, function_name))
         if pending:
-            raise WorkerFailure(describe_hang(sorted(pending.values()), team, what, timeout))
+            raise WorkerFailure(describe_hang(sorted(pending.values()), team, function_name, timeout))
         return results
 
     def _dismiss(self) -> None:
@@ -320,10 +320,10 @@ class Workers:
         self._team = []
 
 
-def describe_failures(failures: list[Failure], team: list[Worker], what: str) -> str:
+def describe_failures(failures: list[Failure], team: list[Worker], function_name: str) -> str:
     """The first failed rank in full, the others in a line each."""
     first, *remaining = sorted(failures, key=lambda failure: failure.order)
-    lines = [f"rank {first.rank} of {len(team)} failed in {what}", "", first.text.rstrip()]
+    lines = [f"rank {first.rank} of {len(team)} failed in {function_name}", "", first.text.rstrip()]
     output = team[first.rank].output()
     if output and output not in first.text:
         lines += ["", f"output of rank {first.rank}:", output]
@@ -331,10 +331,10 @@ def describe_failures(failures: list[Failure], team: list[Worker], what: str) ->
     return "\n".join(lines)
 
 
-def describe_hang(ranks: list[int], team: list[Worker], what: str, timeout: float) -> str:
+def describe_hang(ranks: list[int], team: list[Worker], function_name: str, timeout: float) -> str:
     """The stacks of the ranks that did not answer."""
     names = ", ".join(map(str, ranks))
-    lines = [f"rank {names} of {len(team)} still ran after {timeout:g} s in {what}"]
+    lines = [f"rank {names} of {len(team)} still ran after {timeout:g} s in {function_name}"]
     for rank in ranks:
         lines += ["", f"stack of rank {rank}:", team[rank].stack()]
     return "\n".join(lines)

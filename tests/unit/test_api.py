@@ -58,10 +58,10 @@ assert not dist.is_initialized()
 def test_a_notebook_trains_twice_and_goes_on(file: Path, tmp_path: Path) -> None:
     program = NOTEBOOK.format(file=str(file), folder=tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_text_is_what_the_command_makes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,12 +34,12 @@ sys.exit(code)
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["--version"], 0), ([], 2), (["trian"], 2)])
 def test_saying_what_there_is_imports_nothing_heavy(words: list[str], code: int) -> None:
     command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), *words]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
     )
-    assert done.returncode == code, done.stderr
+    assert completed.returncode == code, completed.stderr
     if words == ["--help"]:
-        assert all(f"    {name}" in done.stdout for name in COMMANDS)
+        assert all(f"    {name}" in completed.stdout for name in COMMANDS)
 
 
 def test_models_and_runs_are_imported_without_the_compiler() -> None:
@@ -98,9 +98,9 @@ def test_bash_completes_the_line_with_these_words(
     words = ["megatfm", *line.split(" ")]
     asks = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megatfm; echo ${{COMPREPLY[@]}}"
     command = ["bash", "-c", f"{bash_script}\n{asks}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == completions
-    assert done.stderr == ""
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == completions
+    assert completed.stderr == ""
 
 
 @pytest.mark.parametrize("shell", COMPLETION_FILES)
@@ -112,8 +112,8 @@ def test_every_shell_knows_every_command(shell: str, bash_script: str) -> None:
         assert (f"-l {flag}" if shell == "fish" else f"--{flag}") in text
     if not shutil.which(shell):
         return  # what is asserted above holds everywhere; the shell's own check where there is one
-    done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_flags_of_launch_at_train_are_told_where_they_belong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,12 +172,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
 )
 def test_no_command_fails_for_what_a_terminal_lacks(folder: Path, words: list[str], code: int, message: str) -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "megatfm", *words],
         cwd=folder, env={**os.environ, **PLAIN}, capture_output=True, check=False,
     )  # fmt: skip
-    text = (done.stdout + done.stderr).decode()
-    assert done.returncode == code, text
+    text = (completed.stdout + completed.stderr).decode()
+    assert completed.returncode == code, text
     assert "Traceback" not in text
     assert message in text
 

@@ -127,7 +127,7 @@ def test_an_objective_of_a_plugin_says_what_it_predicts(monkeypatch: pytest.Monk
     )
     assert (target_fraction(known.objective), target_fraction(unknown.objective)) == (0.5, None)
     model = build(SMALL_ENCODER)
-    rows = [compute_row_cost(one.model_copy(update={"model": SMALL_ENCODER}), model) for one in (known, unknown)]
+    rows = [compute_row_cost(config.model_copy(update={"model": SMALL_ENCODER}), model) for config in (known, unknown)]
     head = 24 * 50 * known.data.sequence_length
     assert rows[0].matmul_macs - rows[1].matmul_macs == pytest.approx((0.5 - DEFAULT_MASKED_FRACTION) * head)
 

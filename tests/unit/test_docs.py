@@ -71,8 +71,8 @@ def test_make_targets_are_there(line: str) -> None:
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """One config file laid over another."""
-    both = {key: value for key, value in below.items() if isinstance(value, Mapping) and key in above}
-    return {**below, **above, **{key: overlay(value, above[key]) for key, value in both.items()}}
+    tables = {key: value for key, value in below.items() if isinstance(value, Mapping) and key in above}
+    return {**below, **above, **{key: overlay(value, above[key]) for key, value in tables.items()}}
 
 
 CONFIGS = [

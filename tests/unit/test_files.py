@@ -130,8 +130,8 @@ def test_generator_keeps_its_golden_values() -> None:
 
 def test_draws_are_the_same_in_another_process() -> None:
     code = "from megatfm import rng; print(rng.random_uint64(3, 0, 'order', 1).tolist())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == str(GOLDEN_RAW)
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert completed.stdout.strip() == str(GOLDEN_RAW)
 
 
 def test_a_number_is_its_value_whatever_its_type() -> None:

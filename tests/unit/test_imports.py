@@ -354,8 +354,8 @@ def run(path: Path, **variables: str) -> tuple[int, str]:
     paths = f"{programs}:{os.environ['PATH']}"
     command = ["bash", ".ci/bare-machine", "quickstart"]
     environment = {**os.environ, "CI": "", "PATH": paths, "TMPDIR": str(path / "tmp"), **variables}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+    completed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return completed.returncode, completed.stdout + completed.stderr
 
 
 def can_mount() -> bool:

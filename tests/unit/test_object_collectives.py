@@ -68,13 +68,13 @@ def test_machines_of_one_name_are_told_apart(workers: Workers, tmp_path: Path) -
 
 
 def collect_from_holders() -> list[list[str]]:
-    mine = f"of {dist.get_rank()}"
-    return [broadcast_each(mine, holders) for holders in (1, 2, 3)]
+    message = f"of {dist.get_rank()}"
+    return [broadcast_each(message, holders) for holders in (1, 2, 3)]
 
 
 def test_objects_of_the_first_ranks_reach_all(workers: Workers) -> None:
-    held = ["of 0", "of 1", "of 2"]
-    assert workers.run(collect_from_holders, 3) == [[held[:1], held[:2], held]] * 3
+    messages = ["of 0", "of 1", "of 2"]
+    assert workers.run(collect_from_holders, 3) == [[messages[:1], messages[:2], messages]] * 3
 
 
 def test_without_a_group_there_is_one_rank() -> None:

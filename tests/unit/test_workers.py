@@ -187,12 +187,12 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(SESSION)
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script)], env=dict(os.environ, PYTHONPATH=str(root)), stdout=subprocess.PIPE, text=True,
         timeout=60,
     )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL
-    pids = [int(word) for word in done.stdout.split()]
+    assert completed.returncode == -signal.SIGKILL
+    pids = [int(word) for word in completed.stdout.split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 10
     while any(is_running(pid) for pid in pids):

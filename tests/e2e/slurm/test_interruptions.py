@@ -18,10 +18,10 @@ def assert_same_run(run: Path, uninterrupted: Path) -> None:
     assert [line["step"] for line in training_curve(run)] == list(range(1, STEPS + 1))
     assert training_curve(run) == training_curve(uninterrupted)
     last = f"checkpoints/step-{STEPS:08}"
-    one, other = (checkpoint.read_tensors(folder / last) for folder in (run, uninterrupted))
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+    first, second = (checkpoint.read_tensors(folder / last) for folder in (run, uninterrupted))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
 
 
 NAMESPACES = "needs network namespaces: without them, what runs on a killed node lives on"
@@ -103,13 +103,13 @@ def test_cancelled_stays_cancelled_and_can_be_taken_up_again(alone, project):
     job.finish("CANCELLED", timeout=60)
     assert re.search(rf"^state +CANCELLED: job {job.number}", project.megatfm("status", job.run_dir), re.MULTILINE)
     slow.unlink()
-    again = project.launch()
-    again.finish()
+    second_job = project.launch()
+    second_job.finish()
     output = project.megatfm("logs", job.run_dir)
-    assert f"==> {job.run_dir}/logs/slurm-{again.number}.log <==\n" in output
+    assert f"==> {job.run_dir}/logs/slurm-{second_job.number}.log <==\n" in output
     assert "rank-0.log" not in output, "the same lines are in the job's"
     assert "megatfm job: the run ended with 0: done" in output
-    assert_same_run(again.run_dir, alone)
+    assert_same_run(second_job.run_dir, alone)
     record = job.record()
     assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "0")
 
@@ -189,8 +189,8 @@ def test_without_a_spare_the_run_goes_on_with_fewer(project, uninterrupted):
         assert {*job.nodes, node} == {"n7", "n8"}
         uninterrupted.finish()
         assert [line["step"] for line in training_curve(job.run_dir)] == list(range(1, STEPS + 1))
-        for one, other in zip(training_curve(job.run_dir), training_curve(uninterrupted.run_dir), strict=True):
-            assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        for first, second in zip(training_curve(job.run_dir), training_curve(uninterrupted.run_dir), strict=True):
+            assert first["loss"] == pytest.approx(second["loss"], rel=1e-6)
 
 
 def test_the_time_limit_ends_a_job_and_its_requeue_finishes_the_run(limited, alone):

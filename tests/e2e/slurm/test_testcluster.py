@@ -39,9 +39,9 @@ def traces() -> list[str]:
     return actual + [str(path) for path in ROOT.glob(f"{NAME}*")]
 
 
-def wait_for(what: Callable[[], object], seconds: float) -> None:
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
     end = time.monotonic() + seconds
-    while not what():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -68,8 +68,8 @@ def test_up_and_down_leave_no_trace():
     command("down")
     assert traces() == []
     command("down")
-    done = subprocess.run([TESTCLUSTER / "status"], env=ENVIRONMENT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (3, f"testcluster '{NAME}' is down\n")
+    completed = subprocess.run([TESTCLUSTER / "status"], env=ENVIRONMENT, capture_output=True, text=True)
+    assert (completed.returncode, completed.stdout) == (3, f"testcluster '{NAME}' is down\n")
 
 
 @pytest.mark.parametrize("seconds", [0.6, *(pytest.param(at, marks=pytest.mark.slow) for at in (0.2, 1.0))])
@@ -123,10 +123,10 @@ def test_only_its_own_processes_are_ended():
 def test_without_namespaces_the_nodes_share_the_network():
     rights = "-sys_admin,-net_admin"
     up = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", TESTCLUSTER / "up", *map(str, SMALL)]
-    done = subprocess.run(up, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"testcluster: no namespaces here \(.*\): all nodes share .*\n", done.stderr)
-    assert "export MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo\n" in done.stdout
+    completed = subprocess.run(up, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 0, completed.stderr
+    assert re.fullmatch(r"testcluster: no namespaces here \(.*\): all nodes share .*\n", completed.stderr)
+    assert "export MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo\n" in completed.stdout
     names = run_command("srun", "--nodes=2", "printenv", "SLURMD_NODENAME", env=ENVIRONMENT)
     assert sorted(names.split()) == ["n1", "n2"]
     script = f"srun sh -c 'sleep 300; : {FOLDER}/job'"
@@ -179,8 +179,8 @@ def test_a_hostile_name_is_refused():
 def refusal(program: str, *words: str, **environment: str) -> str:
     """The one line of a command that changes nothing."""
     options = {"env": ENVIRONMENT | environment, "capture_output": True, "text": True}
-    done = subprocess.run(["/bin/bash", TESTCLUSTER / program, *words], check=False, **options)
-    assert (done.returncode, done.stdout) == (1, "")
+    completed = subprocess.run(["/bin/bash", TESTCLUSTER / program, *words], check=False, **options)
+    assert (completed.returncode, completed.stdout) == (1, "")
     assert traces() == []
-    (line,) = done.stderr.splitlines()
+    (line,) = completed.stderr.splitlines()
     return line.removeprefix("testcluster: ")

@@ -23,9 +23,9 @@ def test_two_nodes_match_a_single_process(uninterrupted, alone):
     assert record["ExitCode"] == "0:0"
     on_two, on_one = read_metrics(uninterrupted.run_dir), read_metrics(alone)
     assert [line["step"] for line in on_two] == [line["step"] for line in on_one] == list(range(1, STEPS + 1))
-    for two, one in zip(on_two, on_one, strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-12)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-9)
+    for two, process in zip(on_two, on_one, strict=True):
+        assert two["loss"] == pytest.approx(process["loss"], rel=1e-12)
+        assert two["grad_norm"] == pytest.approx(process["grad_norm"], rel=1e-9)
     assert "srun" not in uninterrupted.log
 
 
@@ -56,8 +56,8 @@ def test_deepspeed_s_ranks_are_started_by_srun_like_any(project):
     assert "dp_shard 2" in (job.run_dir / "plan.txt").read_text()
     alone = project.folder / "alone"
     project.megatfm("train", *project.small, *words, f"run_dir={alone}")
-    for two, one in zip(read_metrics(job.run_dir), read_metrics(alone), strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    for two, process in zip(read_metrics(job.run_dir), read_metrics(alone), strict=True):
+        assert two["loss"] == pytest.approx(process["loss"], rel=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- MPI
@@ -137,8 +137,8 @@ def test_an_array_with_one_task_killed_makes_what_one_process_makes(project, cor
     out = project.folder / "corpus"
     claim = out / ".work" / "claims" / "clean.0"
     claim.parent.mkdir(parents=True)
-    with open(claim, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # nobody can finish before this is closed
+    with open(claim, "w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)  # nobody can finish before this is closed
         array, *_ = project.submit(prep_config(project), "--prep", "--array", 3)
         tasks = [Job(project.cluster, f"{array.number}_{k}", project.run_dir) for k in (1, 2, 3)]
         end = time.monotonic() + 240
@@ -184,8 +184,8 @@ def test_a_node_that_dies_before_srun_starts_its_task_is_blamed(project):
     if not cluster.has_namespaces:
         pytest.skip("needs network namespaces: without them a killed node's tasks live on")
     cluster.wait_until_idle()
-    held, waits = project.plant_fault("held"), project.folder / "waits"
-    hold = f"touch '{waits}'; while [ -e '{held}' ]; do sleep 0.1; done"
+    hold_file, waits = project.plant_fault("held"), project.folder / "waits"
+    hold = f"touch '{waits}'; while [ -e '{hold_file}' ]; do sleep 0.1; done"
     site = f'exclude = "n[4-8]"\nsetup = [["bash", "-c", {json.dumps(hold)}]]\n'
     (project.folder / "site.toml").write_text(site)
     job = project.launch("train.steps=3", "--site", "site.toml", nodes=2)
@@ -194,7 +194,7 @@ def test_a_node_that_dies_before_srun_starts_its_task_is_blamed(project):
         if dies:
             cluster.node("kill", "n2")
         waits.unlink()
-        held.unlink()
+        hold_file.unlink()
         if dies:
             job.wait_until(lambda: job.state != "RUNNING")
             project.plant_fault("held")

@@ -122,15 +122,15 @@ def test_layout_costs_are_written_as_a_dated_result(tmp_path: Path) -> None:
     assert calls["tp2 without sequence parallel"] == 2 * 4
     # Two gathers and a reduction; stage 2 gathers once; stage 1 reduces all at once.
     assert (calls["zero3"], calls["zero2"], calls["zero1"]) == (2 * 3, 2 * 2, 1)
-    ratio, with_calls, moved, held, state = (
+    ratio, with_calls, moved, kept_bytes, state = (
         {row[1].strip(): float(row[column].strip().strip("*")) for row in rows[1:]} for column in (5, 6, 7, 11, 12)
     )
     assert all(ratio[layout] <= with_calls[layout] for layout in ratio)
     # A quarter of the state are gradients: stage 1 reads and writes them once, the others weights, too.
     assert moved["zero1"] == pytest.approx(2 * state["zero2"] / 2, abs=0.1)
     assert moved["zero3"] > moved["zero2"] > moved["zero1"]
-    assert held["zero2"] > held["zero3"] > 0, "stage 2 keeps gathered weights"
-    assert held["tp2 without sequence parallel"] > held["tp2"]
+    assert kept_bytes["zero2"] > kept_bytes["zero3"] > 0, "stage 2 keeps gathered weights"
+    assert kept_bytes["tp2 without sequence parallel"] > kept_bytes["tp2"]
     assert state["zero1"] > state["zero2"] == state["zero3"], "stage 1 has whole weights"
 
 

@@ -70,12 +70,12 @@ def readers() -> list[str]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("taken", [1000, 4096, CHUNK + 1, 10**6])
-def test_a_file_is_read_as_it_is(tmp_path: Path, reads: list[bool], size: int, taken: int) -> None:
+@pytest.mark.parametrize("n_bytes", [1000, 4096, CHUNK + 1, 10**6])
+def test_a_file_is_read_as_it_is(tmp_path: Path, reads: list[bool], size: int, n_bytes: int) -> None:
     content, read = write_random(tmp_path / "file", size), bytearray()
     with file_io.HashedFile(tmp_path / "file", direct=True) as file:
         while file.remaining:
-            read += file.read(min(taken, file.remaining))
+            read += file.read(min(n_bytes, file.remaining))
         assert file.hexdigest() == blake3(content).hexdigest()
     assert read == content
     assert any(reads) == (size > 0)
@@ -172,9 +172,9 @@ def test_filesystems_that_can_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return preadv(fd, *args)
 
-    for module, name, what in ((fcntl, "fcntl", refuse), (os, "preadv", fail)):
+    for module, name, replacement in ((fcntl, "fcntl", refuse), (os, "preadv", fail)):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, what)
+            patch.setattr(module, name, replacement)
             with file_io.HashedFile(tmp_path / "file", direct=True) as file:
                 assert bytes(file.read(file.size)) == content
     assert {"asked", "done"} == set(refused)

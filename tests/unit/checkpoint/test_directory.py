@@ -253,14 +253,14 @@ LOOKS = ("stat", "lstat", "open", "listdir", "scandir")
 @contextmanager
 def lagging(root: Path) -> Iterator[None]:
     """Files that others write under `root` become visible to this process only a while after its first look."""
-    mine: set[str] = set()
+    local_paths: set[str] = set()
     first: dict[str, float] = {}
     real = {name: getattr(os, name) for name in (*LOOKS, "mkdir", "rename")}
 
     def hidden(path: str) -> bool:
         names = [name for name in (path, *map(str, Path(path).parents)) if name.startswith(f"{root}/")]
         return any(
-            name not in mine and time.monotonic() - first.setdefault(name, time.monotonic()) < LAG
+            name not in local_paths and time.monotonic() - first.setdefault(name, time.monotonic()) < LAG
             for name in names
             if os.path.basename(name)  # noqa: PTH119
         )
@@ -272,19 +272,19 @@ def lagging(root: Path) -> Iterator[None]:
             if text.startswith(f"{root}/") and hidden(str(Path(text).parent) if makes else text):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), text)
             if makes:
-                mine.add(text)
+                local_paths.add(text)
             return real[name](path, *args, **kwargs)
 
         return operation
 
     def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
         real["mkdir"](path, *args, **kwargs)
-        mine.add(os.fspath(path))
+        local_paths.add(os.fspath(path))
 
     def rename(old: Any, new: Any) -> None:
         real["rename"](old, new)
-        mine.add(os.fspath(new))
-        mine.update(f"{new}{path[len(str(old)) :]}" for path in list(mine) if path.startswith(f"{old}/"))
+        local_paths.add(os.fspath(new))
+        local_paths.update(f"{new}{path[len(str(old)) :]}" for path in list(local_paths) if path.startswith(f"{old}/"))
 
     for name in LOOKS:
         setattr(os, name, look(name))

@@ -33,8 +33,8 @@ def rows(value: float | None = None, split: int | None = None) -> dict[str, Shar
     """Rows of a tensor, their values their own numbers plus `value`, cut over the ranks; and a replica."""
     rank, world = dist.get_rank(), split or dist.get_world_size()
     start, count = 12 // world * rank, 12 // world
-    held = torch.arange(start, start + count).repeat(2, 1).T.float()
-    filled = held + value if value is not None else torch.full_like(held, -1)
+    values = torch.arange(start, start + count).repeat(2, 1).T.float()
+    filled = values + value if value is not None else torch.full_like(values, -1)
     return {
         "rows": ShardedTensor(filled, (12, 2), (start, 0)),
         "all": torch.full((3,), value if value is not None else -1),
@@ -64,20 +64,20 @@ def save_with_slow_ranks(folder: Path) -> None:
 def go_on(folder: Path, per_node: int = 1) -> int | None:
     """Load the newest checkpoint of the nodes; returns its step once every value is right."""
     nodes = NodeTopology.discover(home(folder, per_node), dist.group.WORLD)
-    held = find_latest_local(nodes)
-    if held is None:
+    latest = find_latest_local(nodes)
+    if latest is None:
         return None
     expected = rows()
     path = fetch_missing_files(
-        nodes, held, {name: ShardedTensor.from_tensor(tensor) for name, tensor in expected.items()}
+        nodes, latest, {name: ShardedTensor.from_tensor(tensor) for name, tensor in expected.items()}
     )
-    assert load(path, expected) == {"step": held.step}
-    for name, tensor in rows(held.step).items():
+    assert load(path, expected) == {"step": latest.step}
+    for name, tensor in rows(latest.step).items():
         assert torch.equal(
             ShardedTensor.from_tensor(expected[name]).tensor, ShardedTensor.from_tensor(tensor).tensor
         ), name
-    assert read_state(path) == {"step": held.step}
-    return held.step
+    assert read_state(path) == {"step": latest.step}
+    return latest.step
 
 
 @pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (4, 2)])

@@ -22,12 +22,12 @@ Piece = tuple[tuple[int, ...], tuple[int, ...]]
 def fills(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
     """Whether every cell is in exactly one piece and no piece leaves the tensor, by looking at each cell."""
     inside = all(o + s <= n for offsets, sizes in pieces for o, s, n in zip(offsets, sizes, shape, strict=True))
-    held = [
+    cells = [
         cell
         for offsets, sizes in pieces
         for cell in itertools.product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True)))
     ]
-    return inside and sorted(held) == sorted(itertools.product(*map(range, shape)))
+    return inside and sorted(cells) == sorted(itertools.product(*map(range, shape)))
 
 
 @st.composite
@@ -127,8 +127,8 @@ def test_tensors_of_one_rank_count_towards_its_load() -> None:
 def test_a_box_inside_a_larger_tensor_weighs_what_it_holds() -> None:
     """torch's own deduplication would weigh both with the whole tensor of 8000."""
     halves = [{"w": ShardedTensor(torch.zeros(size), (8000,), (at,))} for at, size in ((0, 7000), (7000, 1000))]
-    both = {f"layer.{i}": ShardedTensor.from_tensor(torch.zeros(1000)) for i in range(6)}
-    assert loads(planned([{**half, **both} for half in halves]), 2) == [7000, 7000]
+    layers = {f"layer.{i}": ShardedTensor.from_tensor(torch.zeros(1000)) for i in range(6)}
+    assert loads(planned([{**half, **layers} for half in halves]), 2) == [7000, 7000]
 
 
 @st.composite
@@ -218,16 +218,16 @@ def test_a_flat_shard_is_saved_and_read_like_a_box(tmp_path: Path) -> None:
     full = torch.arange(60.0).view(6, 10)
     path = checkpoint.save(tmp_path, 1, {"w": full}, {})
     block = full[:, 4:8]  # [6, 4] at (0, 4)
-    held = FlatShardedTensor(torch.zeros(12), (6, 10), (0, 4), (6, 4), 5)
-    checkpoint.load(path, {"w": held})
-    assert torch.equal(held.tensor, block.reshape(-1)[5:17])
+    shard = FlatShardedTensor(torch.zeros(12), (6, 10), (0, 4), (6, 4), 5)
+    checkpoint.load(path, {"w": shard})
+    assert torch.equal(shard.tensor, block.reshape(-1)[5:17])
     remaining = [ShardedTensor(full[:, :4], (6, 10), (0, 0)), ShardedTensor(full[:, 8:], (6, 10), (0, 8))]
     further = [
         *remaining,
         FlatShardedTensor(block.reshape(-1)[:5], (6, 10), (0, 4), (6, 4), 0),
         FlatShardedTensor(block.reshape(-1)[17:], (6, 10), (0, 4), (6, 4), 17),
     ]
-    pieces = [piece for box in (held, *further) for piece in box.list_pieces()]
+    pieces = [piece for box in (shard, *further) for piece in box.list_pieces()]
     checkpoint.sharded_tensor.check_cover("w", (6, 10), pieces)
 
 

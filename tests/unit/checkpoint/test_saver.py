@@ -68,12 +68,12 @@ def tensors(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
 
 
 def change_after_save(folder: Path) -> None:
-    held = tensors(1)
+    weights = tensors(1)
     state = {"step": 1, "list": [1]}
     release = threading.Event()
     with held_up(release), Saver(folder) as saving:
-        saving.save(1, held, state)
-        for tensor in held.values():
+        saving.save(1, weights, state)
+        for tensor in weights.values():
             ShardedTensor.from_tensor(tensor).tensor.add_(100)
         state["list"].append(2)  # type: ignore[attr-defined]
         assert saving.step_in_progress == 1
@@ -100,15 +100,15 @@ def test_changes_after_a_save_returned_are_not_in_it(workers: Workers, tmp_path:
 def test_a_save_returns_before_its_copy_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release, held = threading.Event(), tensors(1)
+    release, weights = threading.Event(), tensors(1)
     with Saver(tmp_path) as saving:
         copy = saving._staging.copy
         monkeypatch.setattr(saving._staging, "copy", lambda pieces: release.wait(30) and copy(pieces))
-        saving.save(1, held, {}, wait_for_staging=False)
+        saving.save(1, weights, {}, wait_for_staging=False)
         threading.Timer(0.1, release.set).start()
         saving.wait_for_staging()
         assert release.is_set()
-        for tensor in held.values():
+        for tensor in weights.values():
             ShardedTensor.from_tensor(tensor).tensor.add_(100)
         saving.wait_for_save()
         saving.wait_for_staging()
@@ -140,12 +140,12 @@ def halves(step: int) -> dict[str, ShardedTensor | torch.Tensor]:
 
 
 def test_a_thread_that_waits_for_the_copy_helps_with_it(tmp_path: Path, copied: list[str]) -> None:
-    held = halves(1)
+    weights = halves(1)
     with Saver(tmp_path) as saving:
-        saving.save(1, held, {})
+        saving.save(1, weights, {})
         assert len(copied) == 200, "each part once"
         assert copied.count("megatfm-save") == 1
-        for tensor in held.values():
+        for tensor in weights.values():
             ShardedTensor.from_tensor(tensor).tensor.add_(100)
     assert all(bool((tensor == 1).all()) for tensor in read_tensors(tmp_path / "step-00000001").values())
 
@@ -237,10 +237,10 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks(workers: Workers, tm
 def save_changed_boxes_on_one_rank(folder: Path) -> None:
     with Saver(folder) as saving:
         for step in (1, 2):
-            held = tensors(step)
+            weights = tensors(step)
             if step == 2 and dist.get_rank() == 1:
-                held["more"] = torch.full((2,), step)
-            saving.save(step, held, {})
+                weights["more"] = torch.full((2,), step)
+            saving.save(step, weights, {})
 
 
 def test_boxes_that_change_on_one_rank_are_shared_out_anew(workers: Workers, tmp_path: Path) -> None:

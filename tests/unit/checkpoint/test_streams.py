@@ -31,8 +31,8 @@ class Stream:
         while True:
             self._asked.get()()
 
-    def ask(self, what: Callable[[], object]) -> None:
-        self._asked.put(what)
+    def ask(self, task: Callable[[], object]) -> None:
+        self._asked.put(task)
 
     def wait_event(self, event: "Event") -> None:
         self.ask(lambda: event.reached.wait(SOON))

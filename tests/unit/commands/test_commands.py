@@ -193,7 +193,7 @@ def program(folder: Path, name: str, script: str) -> None:
 
 
 def findings(look: str) -> dict[str, Finding]:
-    return {one.name: one for one in doctor._run_check(doctor.SECTIONS[look], look)}
+    return {finding.name: finding for finding in doctor._run_check(doctor.SECTIONS[look], look)}
 
 
 def test_doctor_finds_that_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,20 +23,20 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def differences(one: Any, other: Any, path: str = "") -> dict[str, Any]:
+def differences(first: Any, second: Any, path: str = "") -> dict[str, Any]:
     """The keys at which two dumps differ, with the values of the second."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        pairs = [differences(one[key], other[key], f"{path}.{key}") for key in one]
+    if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
+        pairs = [differences(first[key], second[key], f"{path}.{key}") for key in first]
         return {key: value for pair in pairs for key, value in pair.items()}
-    return {} if one == other else {path[1:]: other}
+    return {} if first == second else {path[1:]: second}
 
 
 def test_keys_that_a_file_leaves_out_are_the_preset_s(tmp_path: Path) -> None:
-    mine = write(
+    path = write(
         tmp_path / "mine.toml",
         'extends = "gpt2"\nname = "mine"\n[model.attention]\ndropout = 0.5\n[optimizer]\nbetas = [0.5, 0.6]\n',
     )
-    changed = differences(load_config("gpt2").model_dump(mode="json"), load_config(mine).model_dump(mode="json"))
+    changed = differences(load_config("gpt2").model_dump(mode="json"), load_config(path).model_dump(mode="json"))
     assert changed == {"name": "mine", "model.attention.dropout": 0.5, "optimizer.betas": [0.5, 0.6]}
 
 
@@ -45,11 +45,11 @@ def test_lists_and_tables_of_free_names_replace_the_base_s(file: Path, tmp_path:
         file.parent / "base.toml",
         f'extends = "{file.name}"\nplugins = ["json", "csv"]\n[log]\nsinks = ["console"]\n',
     )
-    mine = write(
+    path = write(
         tmp_path / "mine.toml",
-        f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ mine = "s3://b/v" }}\n',
+        f'extends = "{base}"\nplugins = []\n[data]\nvalidation = {{ path = "s3://b/v" }}\n',
     )
-    config = load_config(mine)
+    config = load_config(path)
     assert (config.plugins, config.log.sinks) == ([], ["console"])
     assert config.data.validation == {"mine": "s3://b/v"}
 
@@ -86,18 +86,18 @@ def test_another_name_leaves_the_keys_of_the_old_variant_behind(
     after = after.partition("[lr_schedule]")[2]
     plugins = 'plugins = ["json"]\n'  # else an unknown name is refused
     below = write(tmp_path / "base.toml", f"{plugins}{before}{base}[lr_schedule]{after}")
-    mine = write(tmp_path / "mine.toml", f'extends = "base.toml"\n{changes}')
+    path = write(tmp_path / "mine.toml", f'extends = "base.toml"\n{changes}')
     load_config(below)
-    dumped = load_config(mine).optimizer.model_dump(exclude_unset=True)
+    dumped = load_config(path).optimizer.model_dump(exclude_unset=True)
     assert dumped == expected
 
 
 def test_a_section_below_one_that_gets_another_name_goes_with_it(tmp_path: Path) -> None:
-    mine = write(
+    path = write(
         tmp_path / "mine.toml",
         'extends = "quickstart-moe"\n[model.ffn]\nname = "dense"\n[model.position]\nname = "alibi"\n',
     )
-    dumped = load_config(mine).model.model_dump()
+    dumped = load_config(path).model.model_dump()
     assert dumped["ffn"]["name"] == "dense"
     assert "router" not in dumped["ffn"]
     assert dumped["ffn"]["d_ff"] == load_config("quickstart-moe").model.ffn.d_ff
@@ -107,23 +107,23 @@ def test_a_section_below_one_that_gets_another_name_goes_with_it(tmp_path: Path)
 def test_each_file_s_paths_are_relative_to_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (local := tmp_path / "here").mkdir()
     monkeypatch.chdir(local)
-    mine = write(tmp_path / "mine" / "mine.toml", 'extends = "../configs/small.toml"\n[data]\ntokenizer = "t.model"\n')
-    config = load_config(mine, ["run_dir=r"])
+    path = write(tmp_path / "mine" / "mine.toml", 'extends = "../configs/small.toml"\n[data]\ntokenizer = "t.model"\n')
+    config = load_config(path, ["run_dir=r"])
     assert config.data.train == str(file.parent / "corpus/train")
-    assert config.data.tokenizer == str(mine.parent / "t.model")
+    assert config.data.tokenizer == str(path.parent / "t.model")
     assert config.data.validation == load_config(file).data.validation
     assert config.run_dir == str(local / "r")
-    of_preset = load_config(write(mine, 'extends = "gpt2"\n[data]\nvalidation = { a = "v" }\n')).data
+    of_preset = load_config(write(path, 'extends = "gpt2"\n[data]\nvalidation = { a = "v" }\n')).data
     assert (of_preset.train, of_preset.validation) == (
         str(local / "corpora/web/train"),
-        {"a": str(mine.parent / "v")},
+        {"a": str(path.parent / "v")},
     )
 
 
 def test_a_base_s_string_outlives_pickle_and_copy() -> None:
     text = FromFile("corpus", Path("/a"))
-    for again in (pickle.loads(pickle.dumps(text)), copy.deepcopy(text)):
-        assert (again, again.folder) == ("corpus", Path("/a"))
+    for copied in (pickle.loads(pickle.dumps(text)), copy.deepcopy(text)):
+        assert (copied, copied.folder) == ("corpus", Path("/a"))
 
 
 def test_a_head_of_the_base_keeps_its_other_keys(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_a_head_of_the_base_keeps_its_other_keys(tmp_path: Path) -> None:
 def test_a_source_of_a_mixture_keeps_its_other_keys(file: Path, tmp_path: Path) -> None:
     base = write(tmp_path / "base.toml", f'extends = "{file}"\nwithout = ["data.train"]\n[data.mixture]\n'
                  'web = { path = "web", weight = 3.0 }\ncode = { path = "code", weight = 1.0 }\n')  # fmt: skip
-    mine = write(tmp_path / "mine.toml", f'extends = "{base}"\n[data.mixture]\nweb = {{ weight = 2.0 }}\n')
-    (source,) = load_config(mine).data.mixture.values()
+    path = write(tmp_path / "mine.toml", f'extends = "{base}"\n[data.mixture]\nweb = {{ weight = 2.0 }}\n')
+    (source,) = load_config(path).data.mixture.values()
     assert (source.path, source.weight) == (str(tmp_path / "web"), 2.0)
 
 
@@ -160,10 +160,10 @@ def test_a_file_takes_keys_of_its_base_out(file: Path, tmp_path: Path) -> None:
         tmp_path / "middle.toml",
         f'extends = "{base}"\nwithout = ["data.cache_dir", "data.validation.a", "evaluate", "model.mup"]\n',
     )
-    mine = write(tmp_path / "mine.toml", f'extends = "{middle}"\n[evaluate]\nmax_rows = 3\n')
+    path = write(tmp_path / "mine.toml", f'extends = "{middle}"\n[evaluate]\nmax_rows = 3\n')
     assert (load_config(base).data.cache_dir or "").endswith("cache")
     assert load_config(base).model.mup is not None
-    config = load_config(mine)
+    config = load_config(path)
     assert (config.data.cache_dir, config.model.mup) == (None, None)
     assert list(config.data.validation) == ["b"]
     assert (config.evaluate.every, config.evaluate.max_rows) == (0, 3)
@@ -190,53 +190,53 @@ def test_a_key_that_can_not_be_taken_out_is_named(tmp_path: Path, text: str, mes
 
 def test_a_file_extends_one_that_extends_one(file: Path, tmp_path: Path) -> None:
     write(file.parent / "b.toml", 'extends = "small.toml"\nname = "b"\n[train]\nsteps = 20\nglobal_batch = 8\n')
-    mine = write(tmp_path / "c.toml", 'extends = "configs/b.toml"\n[train]\nsteps = 30\n')
-    config = load_config(mine, ["train.micro_batch=1"])
+    path = write(tmp_path / "c.toml", 'extends = "configs/b.toml"\n[train]\nsteps = 30\n')
+    config = load_config(path, ["train.micro_batch=1"])
     assert config.name == "b"
     assert (config.train.steps, config.train.global_batch, config.train.micro_batch) == (30, 8, 1)
 
 
 def test_overrides_come_last_and_take_away_what_a_base_says(tmp_path: Path) -> None:
-    mine = write(tmp_path / "mine.toml", 'extends = "gpt2"\n[optimizer]\nlr = 1e-5\n')
-    config = load_config(mine, ["optimizer.lr=2e-5", "~optimizer.eps", "model.dropout="])
+    path = write(tmp_path / "mine.toml", 'extends = "gpt2"\n[optimizer]\nlr = 1e-5\n')
+    config = load_config(path, ["optimizer.lr=2e-5", "~optimizer.eps", "model.dropout="])
     assert (config.optimizer.lr, config.model.dropout) == (2e-5, 0.0)
 
 
 def test_a_run_can_be_a_base_and_extends_is_never_stored(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     (run / "checkpoints").mkdir(parents=True)
-    mine = write(tmp_path / "mine.toml", 'extends = "quickstart"\nname = "mine"\n')
-    stored = to_toml(load_config(mine))
+    path = write(tmp_path / "mine.toml", 'extends = "quickstart"\nname = "mine"\n')
+    stored = to_toml(load_config(path))
     assert "extends" not in tomllib.loads(stored)
     write(run / "config.toml", stored.replace("min_lr_factor", "final_ratio"))  # of an earlier version
-    write(mine, 'extends = "runs/a"\n[train]\nsteps = 721\n')
-    config = load_config(mine)
+    write(path, 'extends = "runs/a"\n[train]\nsteps = 721\n')
+    config = load_config(path)
     assert differences(load_config(run).model_dump(mode="json"), config.model_dump(mode="json")) == {"train.steps": 721}
 
 
 def test_a_preset_s_vocabulary_goes_with_its_tokenizer(tmp_path: Path) -> None:
-    mine = write(tmp_path / "mine.toml", 'extends = "gpt2"\n')
-    assert load_config(mine).model.vocab_size == 50257
-    assert load_config(mine, ["data.corpus=c"]).model.vocab_size is None
-    write(mine, 'extends = "gpt2"\n[data]\ntokenizer = "t"\n')
-    assert load_config(mine).model.vocab_size is None
+    path = write(tmp_path / "mine.toml", 'extends = "gpt2"\n')
+    assert load_config(path).model.vocab_size == 50257
+    assert load_config(path, ["data.corpus=c"]).model.vocab_size is None
+    write(path, 'extends = "gpt2"\n[data]\ntokenizer = "t"\n')
+    assert load_config(path).model.vocab_size is None
     write(tmp_path / "wrong.toml", 'extends = "mine.toml"\nmodel = 3\n')
     with pytest.raises(UsageError, match="model = 3: this is a section"):
         load_config(tmp_path / "wrong.toml")
     write(tmp_path / "next.toml", 'extends = "mine.toml"\n[train]\nsteps = 3000\n')
     assert load_config(tmp_path / "next.toml").model.vocab_size is None
-    write(mine, 'extends = "gpt2"\n[model]\nvocab_size = 300\n[data]\ntokenizer = "t"\n')
-    assert load_config(mine, ["data.corpus=c"]).model.vocab_size == 300
+    write(path, 'extends = "gpt2"\n[model]\nvocab_size = 300\n[data]\ntokenizer = "t"\n')
+    assert load_config(path, ["data.corpus=c"]).model.vocab_size == 300
 
 
 def test_preparation_extends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    mine = write(
+    path = write(
         tmp_path / "a" / "mine.toml",
         'extends = "quickstart-data"\nout = "made"\n[tokenizer]\nvocab_size = 300\n',
     )
-    config = load_section(PrepConfig, mine)
-    assert (config.out, config.read.builtin) == (str(mine.parent / "made"), "python-stdlib")
+    config = load_section(PrepConfig, path)
+    assert (config.out, config.read.builtin) == (str(path.parent / "made"), "python-stdlib")
     assert config.tokenizer.vocab_size == 300
 
 
@@ -267,15 +267,15 @@ def test_a_base_that_can_not_be_names_the_files(tmp_path: Path, extends: str, me
     write(tmp_path / "a.toml", 'extends = "b.toml"\n')
     write(tmp_path / "b.toml", 'extends = "./a.toml"\n')
     write(tmp_path / "wrong.toml", 'extends = "quickstart"\n[train]\nsteps = 0\n')
-    mine = write(tmp_path / "mine.toml", f'extends = {extends}\nname = "mine"\n')
+    path = write(tmp_path / "mine.toml", f'extends = {extends}\nname = "mine"\n')
     with pytest.raises(UsageError, match=message.replace("{at}", str(tmp_path))):
-        load_config(mine)
+        load_config(path)
 
 
 def test_a_folder_named_as_a_preset_does_not_hide_it(tmp_path: Path) -> None:
     (tmp_path / "quickstart").mkdir()
-    mine = write(tmp_path / "mine.toml", 'extends = "quickstart"\n')
-    assert load_config(mine) == load_config("quickstart")
+    path = write(tmp_path / "mine.toml", 'extends = "quickstart"\n')
+    assert load_config(path) == load_config("quickstart")
 
 
 def test_extends_is_no_override() -> None:
@@ -286,13 +286,13 @@ def test_extends_is_no_override() -> None:
 
 
 def test_config_show_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = write(tmp_path / "mine.toml", 'extends = "quickstart"\nname = "mine"\n')
+    path = write(tmp_path / "mine.toml", 'extends = "quickstart"\nname = "mine"\n')
     with pytest.raises(SystemExit) as end:
-        cli.main(["config", "show", str(mine), "train.steps=50"])
+        cli.main(["config", "show", str(path), "train.steps=50"])
     assert end.value.code == 0
     first, displayed = capsys.readouterr().out.split("\n", 1)
-    assert first == f"# {mine}, which extends preset quickstart; then train.steps=50"
-    assert displayed == to_toml(load_config(mine, ["train.steps=50"]))
+    assert first == f"# {path}, which extends preset quickstart; then train.steps=50"
+    assert displayed == to_toml(load_config(path, ["train.steps=50"]))
 
 
 def test_a_preset_takes_two_files_to_read() -> None:

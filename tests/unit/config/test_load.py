@@ -125,10 +125,10 @@ def test_the_resolved_config_gives_itself_again(
     run.mkdir()
     (run / "config.toml").write_text(to_toml(config), encoding="utf-8")
     monkeypatch.chdir(run)
-    again = load_config(run)
-    assert again == config
-    assert to_toml(again) == to_toml(config)
-    assert type(again.optimizer) is type(config.optimizer)
+    reloaded = load_config(run)
+    assert reloaded == config
+    assert to_toml(reloaded) == to_toml(config)
+    assert type(reloaded.optimizer) is type(config.optimizer)
     spelled = tomllib.loads(to_toml(config))
     assert spelled["checkpoint"] == config.checkpoint.model_dump(), "defaults are spelled out"
     assert spelled["checkpoint"]["every"] == 500
@@ -200,8 +200,8 @@ def test_no_torch_is_needed() -> None:
         "import sys; from megatfm.config import load_config; import megatfm.config.prep, megatfm.cli; "
         "load_config('quickstart'); print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["False", "False"]
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert completed.stdout.split() == ["False", "False"]
 
 
 # ----------------------------------------------------------------------------------- keys of earlier versions

@@ -284,8 +284,8 @@ def test_the_name_chooses_the_section(load: Load) -> None:
     assert load("objective.mtp_loss_weight=0.5").objective == CausalObjective(mtp_loss_weight=0.5)
     actual = load("objective.name=span_corruption", "objective.noise_density=0.3").objective
     assert actual == SpanCorruptionObjective(noise_density=0.3)
-    again = Config.model_validate(load("objective.name=masked").model_dump())
-    assert type(again.objective) is MaskedObjective
+    reloaded = Config.model_validate(load("objective.name=masked").model_dump())
+    assert type(reloaded.objective) is MaskedObjective
 
 
 def test_a_plugins_section_has_keys_of_its_own(load: Load) -> None:

@@ -36,8 +36,8 @@ def test_another_name_takes_out_what_only_the_old_one_has() -> None:
     assert (adamw.optimizer.name, adamw.optimizer.lr) == ("adamw", quickstart().optimizer.lr)
     assert quickstart("optimizer.name=muon") == quickstart()
     assert quickstart("lr_schedule.name=constant").lr_schedule.name == "constant"
-    both = load_config("gpt2-124m", ["optimizer.name=muon", "optimizer.matrix_lr=0.5"]).optimizer
-    assert (both.name, both.matrix_lr) == ("muon", 0.5)  # type: ignore[union-attr]
+    optimizer = load_config("gpt2-124m", ["optimizer.name=muon", "optimizer.matrix_lr=0.5"]).optimizer
+    assert (optimizer.name, optimizer.matrix_lr) == ("muon", 0.5)  # type: ignore[union-attr]
     with pytest.raises(UsageError, match=r"optimizer\.matrix_lr: unknown key"):
         quickstart("optimizer.name=adamw", "optimizer.matrix_lr=0.5")
 

@@ -244,9 +244,9 @@ def test_a_run_becomes_a_folder_that_transformers_uses_and_back(family: str, kin
     assert generate_text_beam(back, "import", 9, 2, 0.6, sentinel="always") == generate_text_beam(
         actual, "import", 9, 2, 0.6
     )
-    stored, again = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
-    assert stored.keys() == again.keys()
-    assert all(torch.equal(stored[name], again[name]) for name in stored)
+    stored, converted = (checkpoint.read_tensors(find(path), "model.") for path in (run, tmp_path / "back"))
+    assert stored.keys() == converted.keys()
+    assert all(torch.equal(stored[name], converted[name]) for name in stored)
 
 
 def test_another_tokenizer_than_the_model_s_is_not_taken_along(tmp_path: Path) -> None:

@@ -178,11 +178,11 @@ def test_an_electra_becomes_a_pair_and_a_pair_an_electra(tmp_path: Path) -> None
     torch.testing.assert_close(actual.generator(ENCODER_TOKENS).logits, guess, rtol=1e-5, atol=1e-5)
 
     convert(tmp_path / "pair", tmp_path / "again", "megatfm")
-    again = megatfm.load(tmp_path / "again")
-    assert again.config.generator == ELECTRA.generator
+    converted = megatfm.load(tmp_path / "again")
+    assert converted.config.generator == ELECTRA.generator
     original = dict(actual.named_parameters())
-    assert original.keys() == dict(again.named_parameters()).keys()
-    assert all(torch.equal(p, original[name]) for name, p in again.named_parameters())
+    assert original.keys() == dict(converted.named_parameters()).keys()
+    assert all(torch.equal(p, original[name]) for name, p in converted.named_parameters())
     assert torch.equal(megatfm.load(tmp_path / "pair")(ENCODER_TOKENS).logits, actual(ENCODER_TOKENS).logits)
     alone = megatfm.load(tmp_path / "pair" / "discriminator")
     assert torch.equal(alone(ENCODER_TOKENS).logits, actual(ENCODER_TOKENS).logits)
@@ -321,8 +321,8 @@ def test_a_deberta_v3_becomes_a_pair(tmp_path: Path) -> None:
         expected_output = (
             actual.generator(ENCODER_TOKENS).logits if half == "generator" else actual(ENCODER_TOKENS).hidden
         )
-        got = output.logits if half == "generator" else output.last_hidden_state
-        torch.testing.assert_close(got, expected_output, rtol=1e-5, atol=1e-5)
+        actual_output = output.logits if half == "generator" else output.last_hidden_state
+        torch.testing.assert_close(actual_output, expected_output, rtol=1e-5, atol=1e-5)
         assert torch.equal(
             megatfm.load(tmp_path / "pair" / half)(ENCODER_TOKENS).hidden[0, 0, 0], expected_output[0, 0, 0]
         ) or (half == "generator")

@@ -156,8 +156,8 @@ def edits(base: Mapping[str, Any], case: str, every: bool) -> Iterator[tuple[str
                     yield f"{key}.{inner} = {value!r}", {**base, key: {**table, inner: value}}
                 if inner in table:
                     yield f"no {key}.{inner}", {**base, key: {k: v for k, v in table.items() if k != inner}}
-            both = {**base, key: {**table, "mscale": 1.5, "mscale_all_dim": 0.5}}
-            yield f"{key}.mscale and {key}.mscale_all_dim", both
+            edited = {**base, key: {**table, "mscale": 1.5, "mscale_all_dim": 0.5}}
+            yield f"{key}.mscale and {key}.mscale_all_dim", edited
             for value in (table, {"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0}):
                 yield f"rope_scaling = {value!r} beside", {**base, "rope_scaling": value}
                 alone = {k: v for k, v in base.items() if k != key}

@@ -223,8 +223,8 @@ def test_two_towers_there_and_back(name: str, tmp_path: Path) -> None:
     convert(tmp_path / "ours", tmp_path / "back", "hf")
     loaded, info = type(expected).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values()), info
-    again = type(expected).from_pretrained(tmp_path / "theirs")
-    assert get_public_config(loaded) == get_public_config(again)
+    converted = type(expected).from_pretrained(tmp_path / "theirs")
+    assert get_public_config(loaded) == get_public_config(converted)
     assert {key: getattr(loaded.config.text_config, key) for key in IDS} == IDS
     written = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
     assert {key: written[key] for key in PIXELS} == PIXELS

@@ -97,8 +97,8 @@ def test_an_adapter_of_peft_is_ours_and_theirs_again(name: str, tmp_path: Path) 
 
     to_peft(tmp_path / "ours", tmp_path / "back")
     base = type(peft_model.get_base_model()).from_pretrained(tmp_path / "base")
-    again = type(peft_model).from_pretrained(base, tmp_path / "back").eval()
-    torch.testing.assert_close(logits(again).detach(), expected, rtol=2e-4, atol=2e-5)
+    converted = type(peft_model).from_pretrained(base, tmp_path / "back").eval()
+    torch.testing.assert_close(logits(converted).detach(), expected, rtol=2e-4, atol=2e-5)
 
     convert(tmp_path / "ours", tmp_path / "merged", "hf")
     torch.testing.assert_close(
@@ -135,10 +135,10 @@ def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
     assert len(expected) == 12
     for layer in range(2):
         for our_name, their_name in names.items():
-            for one, other in (("a", "A"), ("b", "B")):
-                actual = lora_model.get_parameter(f"decoder.layers.{layer}.{our_name}.lora.{one}.weight").grad
+            for first, second in (("a", "A"), ("b", "B")):
+                actual = lora_model.get_parameter(f"decoder.layers.{layer}.{our_name}.lora.{first}.weight").grad
                 expected_gradient = expected[
-                    f"base_model.model.model.layers.{layer}.{their_name}.lora_{other}.default.weight"
+                    f"base_model.model.model.layers.{layer}.{their_name}.lora_{second}.default.weight"
                 ]
                 torch.testing.assert_close(actual, expected_gradient, rtol=1e-9, atol=1e-12)
     assert all(p.grad is None for n, p in lora_model.named_parameters() if ".lora." not in n)
@@ -203,8 +203,8 @@ def test_other_weights_that_are_trained(tmp_path: Path) -> None:
     assert lora_model.get_parameter("head.weight").requires_grad
     to_peft(tmp_path / "ours", tmp_path / "back")
     base = type(peft_model.get_base_model()).from_pretrained(tmp_path / "base")
-    again = type(peft_model).from_pretrained(base, tmp_path / "back").eval()
-    torch.testing.assert_close(logits(again), logits(peft_model), rtol=2e-4, atol=2e-5)
+    converted = type(peft_model).from_pretrained(base, tmp_path / "back").eval()
+    torch.testing.assert_close(logits(converted), logits(peft_model), rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(

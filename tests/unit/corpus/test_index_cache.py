@@ -70,11 +70,11 @@ def test_shared_ones_say_what_the_corpus_has(
     assert_right(corpus, documents)
     assert_right(pickle.loads(pickle.dumps(corpus)), documents)
     assert corpus.blocks.tolist() == alone.blocks.tolist()
-    for one, other in zip(corpus.indexes, alone.indexes, strict=True):
-        assert one.frames.tolist() == other.frames.tolist()
-        assert one.samples.tolist() == other.samples.tolist()
-        assert one.has_packed_frames == other.has_packed_frames
-        assert (one.frame_hashes is None) == (other.frame_hashes is None)
+    for first, second in zip(corpus.indexes, alone.indexes, strict=True):
+        assert first.frames.tolist() == second.frames.tolist()
+        assert first.samples.tolist() == second.samples.tolist()
+        assert first.has_packed_frames == second.has_packed_frames
+        assert (first.frame_hashes is None) == (second.frame_hashes is None)
     with pytest.raises(ValueError, match="read-only"):
         corpus.blocks[0] = 1
 
@@ -318,11 +318,11 @@ def test_a_value_over_the_limit_is_kept_until_the_next() -> None:
 
 def test_threads_make_different_values_together_and_the_same_one_once() -> None:
     cache: ByteCache[int, bytes] = ByteCache(limit=100, size_of=len)
-    both, result = Barrier(2, timeout=120), []
+    barrier, result = Barrier(2, timeout=120), []
 
     def make(key: int) -> bytes:
         result.append(key)
-        both.wait()  # fails if one waits for the other
+        barrier.wait()  # fails if one waits for the other
         return bytes(10)
 
     with ThreadPoolExecutor(6) as pool:

@@ -124,9 +124,9 @@ def test_tar_reads_the_same_samples(folder: Path, make_documents: Any, tmp_path:
     names = []
     for path in sorted(folder.glob("*.tar.zst")):
         command = ["tar", "--zstd", "-xvf", path, "-C", tmp_path]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stderr == ""
-        names += done.stdout.split()
+        completed = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert completed.stderr == ""
+        names += completed.stdout.split()
     assert names == [f"{i:06d}.{part}" for i in range(100) for part in ("tokens.npy", "meta.json")]
     for i, tokens in enumerate(make_documents(100)):
         np.testing.assert_array_equal(np.load(tmp_path / f"{i:06d}.tokens.npy"), tokens)

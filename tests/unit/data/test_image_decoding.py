@@ -348,7 +348,7 @@ def test_operations_of_rand_augment() -> None:
 
 def test_rand_augment_is_a_function_of_its_key() -> None:
     result = transform("rand_augment", n_ops=3, magnitude_std=0.5)
-    first, again = ([result(picture(), (seed, "a")).tobytes() for seed in range(30)] for _ in range(2))
-    assert first == again
+    first, second = ([result(picture(), (seed, "a")).tobytes() for seed in range(30)] for _ in range(2))
+    assert first == second
     assert len(set(first)) > 25
     assert transform("rand_augment", magnitude=0.0)(picture(), (0,)).size == (60, 40)

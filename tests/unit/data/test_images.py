@@ -146,8 +146,8 @@ def test_mixtures_of_image_corpora(corpus: Corpus, tmp_path: Path) -> None:
     mixture = Mixture(sources, [Phase(0, {"many": 0.5, "rare": 0.5})], seed=3, streams=5, block=10)
     (batch,) = batches(result.prepare_rows(mixture, 1), 1, 1)
     assert abs(int((batch["labels"][:, 0] >= 90).sum()) - BATCH // 2) <= 5
-    (again,) = batches(result.prepare_rows(mixture, 1), 5, 1)
-    assert_same(again, batch)
+    (repeated,) = batches(result.prepare_rows(mixture, 1), 5, 1)
+    assert_same(repeated, batch)
 
 
 def unpatched(patches: np.ndarray) -> np.ndarray:
@@ -295,8 +295,8 @@ def test_images_keep_their_shapes_in_packed_rows(tmp_path: Path, compress: bool)
             assert abs(np.log(height / width) - np.log(h / w)) < 1.0
             assert (height + 1) * (width + 1) > limit * 0.8
     assert 0 < rows.padding_fraction < 0.2  # type: ignore[attr-defined]
-    again = rows_of(corpus, result, row=row, quarantine=Quarantine.parse(["7"], 60))
-    everything = again.read_rows(range(len(again)))["labels"]  # type: ignore[arg-type]
+    quarantined = rows_of(corpus, result, row=row, quarantine=Quarantine.parse(["7"], 60))
+    everything = quarantined.read_rows(range(len(quarantined)))["labels"]  # type: ignore[arg-type]
     assert sorted(everything[everything >= 0]) == [n for n in range(60) if n != 7]
 
 

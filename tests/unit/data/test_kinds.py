@@ -92,9 +92,9 @@ def test_vectors_are_packed_with_their_documents(folder: Path) -> None:
         assert (row["order"][padding] == -1).all()
         assert (row["order"][~padding] == row["positions"][~padding]).all()
         for document in range(row["documents"].max() + 1):
-            mine = row["vectors"][row["documents"] == document]
-            number = int(mine[0, 0])
-            np.testing.assert_array_equal(mine, vectors(number))
+            vectors_of_document = row["vectors"][row["documents"] == document]
+            number = int(vectors_of_document[0, 0])
+            np.testing.assert_array_equal(vectors_of_document, vectors(number))
             assert (row["marks"][row["documents"] == document] == number % 7).all()
             documents.append(number)
     assert sorted(documents) == list(range(40))

@@ -274,9 +274,9 @@ def test_readers_of_the_same_rows_read_each_once_and_get_all(rows: PackedDataset
     actual = read_together(rows, 3, n, global_batch=batch, micro_batch=1, data_rank=1, data_ranks=2)
     for item in actual:
         for one, two in zip(full, item, strict=True):
-            for mine, expected in zip(one, two, strict=True):
-                assert mine.keys() == expected.keys()
-                for name, field in mine.items():
+            for received, expected in zip(one, two, strict=True):
+                assert received.keys() == expected.keys()
+                for name, field in received.items():
                     np.testing.assert_array_equal(field, expected[name])
     assert len(requested) == len(set(requested)), "a row that was read twice"
 
@@ -298,5 +298,5 @@ def test_an_error_of_one_reader_is_raised_by_all(rows: PackedDataset) -> None:
 def test_no_thread_is_the_first_to_import_a_part_of_numpy() -> None:
     """np.unique imports numpy.ma at its first call; of two threads that do so at once, one recurses without end."""
     program = "import sys, megatfm.data.loader; print('numpy.ma' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "True"

@@ -107,17 +107,17 @@ def test_up_to_256_ranks_read_the_corpus_once(causal_type: Any, ranks: int, batc
     corpus: Any = Blocks(9 * streams)
     rows = PackedDataset(corpus, causal_type(), sequence_length=16, seed=1, streams=choose_interleave(batch))
     share, reads = batch // ranks, 0
-    held = 2 * max(1, -(-streams // ranks))
+    cached_blocks = 2 * max(1, -(-streams // ranks))
     blocks = np.array([rows.find_row(position).block for position in range(len(rows))])
     for rank in range(ranks):
         cache: OrderedDict[int, None] = OrderedDict()
-        mine = np.flatnonzero(np.arange(len(rows)) % batch // share == rank)
-        for block in blocks[mine].tolist():
+        rows_of_rank = np.flatnonzero(np.arange(len(rows)) % batch // share == rank)
+        for block in blocks[rows_of_rank].tolist():
             if block not in cache:
                 reads += 1
             cache[block] = None
             cache.move_to_end(block)
-            if len(cache) > held:
+            if len(cache) > cached_blocks:
                 cache.popitem(last=False)
     assert 1 <= reads / corpus.n_samples <= LIMIT
 
@@ -202,8 +202,8 @@ def test_a_resume_within_the_warmup_goes_on(rows: PackedDataset) -> None:
     for step in (1, 3, 4, 6):
         start = {"position": POSITIONS[step], "step": step}
         with DataLoader(rows, global_batch=WARMUP, micro_batch=4, **start) as loader:
-            for one, other in zip(full[step:], loader, strict=False):
-                np.testing.assert_equal(one, other)
+            for first, second in zip(full[step:], loader, strict=False):
+                np.testing.assert_equal(first, second)
 
 
 @pytest.mark.parametrize("as_one_document", [False, True])

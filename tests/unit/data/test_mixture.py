@@ -115,11 +115,11 @@ def test_every_source_is_read_in_its_own_order_each_row_once(make_mixture: Any) 
 
 
 def test_the_mixture_is_a_pure_function_of_seed_and_position(make_mixture: Any) -> None:
-    one, other = make_mixture(), make_mixture()
+    first, second = make_mixture(), make_mixture()
     positions = np.random.default_rng(0).integers(0, 3000, 200)
-    backwards = [other.find_source(position) for position in positions[::-1]][::-1]
-    assert [one.find_source(position) for position in positions] == backwards
-    assert [make_mixture(seed=2).find_source(p) for p in range(100)] != [one.find_source(p) for p in range(100)]
+    backwards = [second.find_source(position) for position in positions[::-1]][::-1]
+    assert [first.find_source(position) for position in positions] == backwards
+    assert [make_mixture(seed=2).find_source(p) for p in range(100)] != [first.find_source(p) for p in range(100)]
 
 
 def test_ranks_and_resumes_only_divide_it(make_mixture: Any) -> None:

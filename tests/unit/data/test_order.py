@@ -187,13 +187,13 @@ def test_every_whole_order_is_as_likely_as_any_other() -> None:
     """All 24 orders of 4 blocks, and with one block those of its 4 rows, over seeds and over epochs: χ² with 23
     degrees of freedom, its 99.99th percentile is 58."""
     orders = {order: number for number, order in enumerate(itertools.permutations(range(4)))}
-    for rows, which in ((np.ones(4, np.int64), 1), (np.full(1, 4), 2)):
+    for rows, column in ((np.ones(4, np.int64), 1), (np.full(1, 4), 2)):
         by_seed, by_epoch = np.zeros(24), np.zeros(24)
         one = make_row_order(rows, seed=7, streams=1, shuffle=True)
         for i in range(1200):
             order = make_row_order(rows, seed=i, streams=1, shuffle=True)
-            by_seed[orders[tuple(order.find_row(k)[which] for k in range(4))]] += 1
-            by_epoch[orders[tuple(one.find_row(4 * i + k)[which] for k in range(4))]] += 1
+            by_seed[orders[tuple(order.find_row(k)[column] for k in range(4))]] += 1
+            by_epoch[orders[tuple(one.find_row(4 * i + k)[column] for k in range(4))]] += 1
         assert chi_square(by_seed) < 58
         assert chi_square(by_epoch) < 58
 

@@ -251,8 +251,8 @@ def test_samples_come_in_order_and_each_once_an_epoch(corpus: Corpus, streams: i
 def test_shuffling_goes_on_from_any_position(corpus: Corpus, streams: int) -> None:
     full = [number for number, _ in islice(ShuffledDocuments(corpus, seed=3, streams=streams), 250)]
     for position in (0, 1, 6, 7, 93, 99, 100, 101, 199):
-        again = ShuffledDocuments(corpus, seed=3, streams=streams, position=position)
-        assert [number for number, _ in islice(again, 250 - position)] == full[position:]
+        resumed = ShuffledDocuments(corpus, seed=3, streams=streams, position=position)
+        assert [number for number, _ in islice(resumed, 250 - position)] == full[position:]
 
 
 def test_damage_is_told_when_its_turn_comes(folder: Path) -> None:

@@ -39,22 +39,24 @@ def padded_except(rows: PackedDataset, healthy: PackedDataset, bad: set[int]) ->
     assert len(rows) == len(healthy)
     blanks = 0
     for position in range(2 * len(rows)):
-        one, other = healthy.read_row(position), rows.read_row(position)
-        starts = np.append(np.flatnonzero(np.diff(one["documents"]) != 0) + 1, len(one["tokens"]))
+        first, second = healthy.read_row(position), rows.read_row(position)
+        starts = np.append(np.flatnonzero(np.diff(first["documents"]) != 0) + 1, len(first["tokens"]))
         begin = 0
         for end in starts.tolist():
             part = slice(begin, end)
-            known = [owner[t] for t in [*one["tokens"][part].tolist(), *one["targets"][part].tolist()] if t in owner]
+            known = [
+                owner[t] for t in [*first["tokens"][part].tolist(), *first["targets"][part].tolist()] if t in owner
+            ]
             if known and known[0] in bad:
                 blanks += end - begin
-                assert (other["tokens"][part] == 0).all()
-                assert (other["targets"][part] == IGNORE_INDEX).all()
-                assert (other["documents"][part] == PAD_DOCUMENT_ID).all()
-                assert (other["positions"][part] == 0).all()
+                assert (second["tokens"][part] == 0).all()
+                assert (second["targets"][part] == IGNORE_INDEX).all()
+                assert (second["documents"][part] == PAD_DOCUMENT_ID).all()
+                assert (second["positions"][part] == 0).all()
             elif known:
                 for name in ("tokens", "targets", "positions"):
-                    np.testing.assert_array_equal(other[name][part], one[name][part])
-                real = other["documents"][part]
+                    np.testing.assert_array_equal(second[name][part], first[name][part])
+                real = second["documents"][part]
                 assert (real == real[0]).all()
                 assert real[0] >= 0
             begin = end
@@ -76,9 +78,9 @@ def test_no_address_moves(memory_corpus: Any, causal_type: Any, whole_shard: boo
     rows = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
     padded_except(rows, healthy, {1, 4, 5, 6})
     corpus.read_block = lambda number: read.append(number) or block(number)
-    again = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
-    for position in range(len(again)):
-        again.read_row(position)
+    quarantined = PackedDataset(corpus, Chosen(), quarantine=bad, **options)
+    for position in range(len(quarantined)):
+        quarantined.read_row(position)
     assert sorted(read) == [0, 2], "block 1 is in quarantine as a whole, so it is not read"
     assert rows.order_config() == healthy.order_config() | {"quarantine": "1-1,4-6"}
     assert rows.warnings == ["memory: 4 samples are in quarantine"]

@@ -60,15 +60,15 @@ def unprivileged() -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    header, held = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    header, capabilities = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None)
-    if libc.capget(header, held):
+    if libc.capget(header, capabilities):
         pytest.skip("this system can't give up root's power over file permissions")
-    effective = held[0]
-    held[0] &= ~_PASS_PERMISSIONS
-    libc.capset(header, held)
+    effective = capabilities[0]
+    capabilities[0] &= ~_PASS_PERMISSIONS
+    libc.capset(header, capabilities)
     try:
         yield
     finally:
-        held[0] = effective
-        libc.capset(header, held)
+        capabilities[0] = effective
+        libc.capset(header, capabilities)

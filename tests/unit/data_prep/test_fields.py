@@ -81,8 +81,8 @@ def test_fields_travel_into_the_shards_and_out_again(tmp_path: Path, plain: bool
     model = tokenizers.load(out)
     export_corpus(out / "train", tmp_path / "x.jsonl.zst", Detokenizer(model.decode, model.eos))
     with zstandard.open(tmp_path / "x.jsonl.zst", "rt") as file:
-        again = {record["source"]: record["fields"] for record in map(json.loads, file)}
-    assert again == fields_of(out / "train")
+        exported = {record["source"]: record["fields"] for record in map(json.loads, file)}
+    assert exported == fields_of(out / "train")
 
 
 def test_named_fields_only_and_the_corpus_stays_what_it_was_without(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept"),
+    ("settings", "expected"),
     [
         ({"field": "n", "min": 2}, [2, 2.5]),
         ({"field": "n", "max": 2.2}, [1, 2]),
@@ -132,7 +132,7 @@ def test_a_corpus_for_each_value_to_be_mixed(tmp_path: Path) -> None:
         ({"field": "n", "min": "x"}, []),
     ],
 )
-def test_metadata_filter_keeps_matching_documents(settings: dict[str, Any], kept: list[Any]) -> None:
+def test_metadata_filter_keeps_matching_documents(settings: dict[str, Any], expected: list[Any]) -> None:
     documents = [
         Document("1", "x", "https://b.org/1", fields={"n": 1, "date": "2026-01-01"}),
         Document("2", "x", "https://c.org/1", fields={"n": 2, "date": "2026-02-01", "licence": "mit"}),
@@ -140,7 +140,7 @@ def test_metadata_filter_keeps_matching_documents(settings: dict[str, Any], kept
     ]
     rule = MetadataFilter(MetadataFilterConfig.model_validate({"name": "metadata_filter", **settings}))
     actual = [document for document in documents if isinstance(rule.apply(document, StepStats("")), Document)]
-    assert [item.get(settings["field"]) for item in actual] == kept
+    assert [item.get(settings["field"]) for item in actual] == expected
 
 
 def test_every_format_keeps_fields(tmp_path: Path) -> None:
@@ -185,9 +185,9 @@ def test_files_of_ones_own_are_held_out(tmp_path: Path) -> None:
         (["c/*"], r"'c/\*' matches no file below .*, where there are a/train.jsonl, b/held.jsonl"),
         (["*"], "all files would be held out: leave some for training"),
     ):
-        again = {**values, "out": str(tmp_path / "other"), "split": {"validation_files": patterns}}
+        repeated = {**values, "out": str(tmp_path / "other"), "split": {"validation_files": patterns}}
         with pytest.raises(UsageError, match=message):
-            data_prep.run(PrepConfig.model_validate(again))
+            data_prep.run(PrepConfig.model_validate(repeated))
     dropped = {**values, "out": str(tmp_path / "none")}
     dropped["steps"] = [{"name": "metadata_filter", "field": "url", "denied": [item["url"] for item in training]}]
     with pytest.raises(UsageError, match=r"of b/\* no document is left to hold out"):

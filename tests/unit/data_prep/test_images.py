@@ -41,7 +41,7 @@ def samples(count: int = 30) -> dict[str, dict[str, bytes]]:
     actual = {}
     for number in range(count):
         kind = ("jpg", "png", "jpeg")[number % 3]
-        beside = {
+        companions = {
             "cls": b"%d" % number,
             "json": json.dumps({"text": f"of {number}", "é": [number]}).encode() + b"\n",
             "txt": f"A caption, {number} é\r\n".encode(),
@@ -50,7 +50,7 @@ def samples(count: int = 30) -> dict[str, dict[str, bytes]]:
         # with all, with some, with none of these
         actual[f"{number:03d}"] = {
             kind: image_,
-            **{item: data for at, (item, data) in enumerate(beside.items()) if number % 8 >> at & 1},
+            **{item: data for at, (item, data) in enumerate(companions.items()) if number % 8 >> at & 1},
         }
     return actual
 
@@ -98,18 +98,18 @@ def test_every_byte_comes_through(tmp_path: Path, lay: Any) -> None:
         assert (len(sample.tokens), sample.text_bytes) == (0, 0)
     assert result["tokenizer"] == {"kind": "none", "blake3": "none", "vocab_size": 0}
     assert "pillow" in result["libraries"]
-    again = data_prep.run(config(tmp_path, task_bytes=1024))
-    assert again.already_done
+    repeated = data_prep.run(config(tmp_path, task_bytes=1024))
+    assert repeated.already_done
     sink = io.StringIO()
-    Console(file=sink, width=200).print(again.to_table())
+    Console(file=sink, width=200).print(repeated.to_table())
     for page in ((tmp_path / "out" / "report.html").read_text(), sink.getvalue()):
         assert "30" in page
         assert "token" not in re.sub(r"<dt>tokenizer[^<]*|no tokenizer|sentencepiece|>tokenizers<", "", page)
 
     # The same whatever the parts, and readable by others.
     data_prep.run(config(tmp_path, "again", task_bytes=2**20))
-    first, again = file_hashes(tmp_path / "out" / "train"), file_hashes(tmp_path / "again" / "train")
-    assert first == again
+    first, repeated = file_hashes(tmp_path / "out" / "train"), file_hashes(tmp_path / "again" / "train")
+    assert first == repeated
     with open(tmp_path / "out" / "train" / "shard-000000.tar.zst", "rb") as shard:
         unpacked = zstandard.ZstdDecompressor().stream_reader(shard, read_across_frames=True).read()
     members = tariterators.tar_file_expander([{"url": "shard", "stream": io.BytesIO(unpacked)}])
@@ -129,8 +129,8 @@ def test_killed_at_any_moment(tmp_path: Path, lay: Any) -> None:
     rng = random.Random(0)
     # The last moments are those of the commits.
     lasts = [*rng.sample(range(moments), 1), *range(moments - 2, moments)]
-    again = [("again", last) for last in sorted(rng.sample(range(moments), 2))]
-    statuses = run_killed_at(tmp_path, small, [*((f"{last}", last) for last in lasts), *again])
+    second_kills = [("again", last) for last in sorted(rng.sample(range(moments), 2))]
+    statuses = run_killed_at(tmp_path, small, [*((f"{last}", last) for last in lasts), *second_kills])
     assert statuses[: len(lasts) + 1] == [KILLED] * (len(lasts) + 1)
     for out in ("again", *map(str, lasts)):
         assert file_hashes(data_prep.run(config(tmp_path, out, task_bytes=1024)).out) == full

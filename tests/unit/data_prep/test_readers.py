@@ -85,7 +85,7 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
     path = tmp_path / "in" / name
     path.parent.mkdir()
     path.write_bytes(data)
-    some, read = read_documents(path, on_error="skip")
+    documents, read = read_documents(path, on_error="skip")
     if bad := read._inputs.bad:
         assert sum(dropped.documents for dropped in read.counts.dropped.values()) >= 1
         with pytest.raises(MegatfmError, match=r"read\.on_error=skip") as caught:
@@ -94,7 +94,7 @@ def test_damage_is_named_and_what_came_before_it_can_be_used(tmp_path: Path, nam
         assert "\n" not in str(caught.value)
     else:
         # Formats without checksums can't know of a changed byte; nothing else may pass, but an empty file.
-        assert damage == "empty" or (damage == "flip" and len(some) >= 3), (name, damage, len(some))
+        assert damage == "empty" or (damage == "flip" and len(documents) >= 3), (name, damage, len(documents))
 
 
 def test_bad_records_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:

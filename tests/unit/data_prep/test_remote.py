@@ -113,8 +113,8 @@ def test_from_a_bucket_to_a_bucket_is_what_folders_give(s3: Any, small: Path, tm
     ):
         data_prep.run(make_config("s3://prep-bucket/in", url, scratch, split={"validation": 0.1, "seed": 1}))
     s3.pipe("prep-bucket/corpora/mine/notes.txt", b"mine")
-    again = data_prep.run(make_config("s3://prep-bucket/in", url, scratch, overwrite=True))
-    assert again.result == summary.result
+    repeated = data_prep.run(make_config("s3://prep-bucket/in", url, scratch, overwrite=True))
+    assert repeated.result == summary.result
     assert read_remote_files(s3, "prep-bucket/corpora/mine")["notes.txt"] == b"mine", "what no prep made stays"
 
 
@@ -305,7 +305,9 @@ def test_remote_files_that_change_or_cannot_be_written_are_named(
     (tmp_path / "b.txt").write_bytes(b"whole")
     with pytest.raises(UsageError, match=r"memory://box: b\.txt can't be written: memory:// has no way"):
         place.upload(tmp_path / "b.txt", "b.txt")
-    monkeypatch.setattr(fs.__class__, "put_file", lambda self, local, there, **_: self.pipe(there, b"torn!"))
+    monkeypatch.setattr(
+        fs.__class__, "put_file", lambda self, local, destination, **_: self.pipe(destination, b"torn!")
+    )
     with pytest.raises(MegatfmError, match=r"b\.txt can't be written \(OSError: what arrived is not what was sent"):
         place.upload(tmp_path / "b.txt", "b.txt")
     fs.rm("/box", recursive=True)
@@ -317,7 +319,10 @@ def test_an_upload_gets_another_name_where_it_shows_early(tmp_path: Path, monkey
     monkeypatch.setattr(
         fsspec.filesystem("file").__class__,
         "put_file",
-        lambda self, local, there, **more: (names.append(Path(there).name), put(self, local, there, **more)),
+        lambda self, local, destination, **more: (
+            names.append(Path(destination).name),
+            put(self, local, destination, **more),
+        ),
     )
     (tmp_path / "x").write_bytes(b"data")
     place.upload(tmp_path / "x", "train/x")

@@ -249,12 +249,12 @@ def test_decontamination_by_definition(tmp_path: Path) -> None:
         else:
             words = rng.choices(WORDS, k=30)
         text = " — ".join(words)
-        mine = grams(text)
+        grams_of_text = grams(text)
         hit = False
         for sentence in map(grams, sentences):
             length = min(9, len(sentence)) if len(sentence) >= 5 else 0
             runs = {tuple(sentence[at : at + length]) for at in range(len(sentence) - length + 1)} if length else set()
-            hit |= any(tuple(mine[at : at + length]) in runs for at in range(len(mine) - length + 1))
+            hit |= any(tuple(grams_of_text[at : at + length]) in runs for at in range(len(grams_of_text) - length + 1))
         assert (step(Document("x", text)) is None) == hit
         dropped += hit
     assert 20 < dropped < 270
@@ -282,10 +282,10 @@ def test_samples_are_fixed_and_grow() -> None:
         names = [f"{folder}/{number}" for folder in ("web", "books") for number in range(500)]
         return {name for name in names if step(Document(name, "x"))}
 
-    some, more = kept(rate=0.3), kept(rate=0.5)
-    assert 230 < len(some) < 370
-    assert some < more
-    assert kept(rate=0.3, seed=1) != some
+    fewer, more = kept(rate=0.3), kept(rate=0.5)
+    assert 230 < len(fewer) < 370
+    assert fewer < more
+    assert kept(rate=0.3, seed=1) != fewer
     mixed = kept(rate_by_path={"web/*": 0.1})
     assert sum(name.startswith("books") for name in mixed) == 500
     assert 25 < sum(name.startswith("web") for name in mixed) < 80

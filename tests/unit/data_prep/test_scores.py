@@ -77,8 +77,8 @@ def test_a_linear_classifier_of_ones_own(weights: LinearClassifier, tmp_path: Pa
 
 def test_features_are_all_runs_of_words_of_each_text_alone() -> None:
     alone = [hash_features([text], 3, 2**20)[0] for text in ("One, two three.", "", "two")]
-    for one, again in zip(alone, hash_features(["One, two three.", "", "two"], 3, 2**20), strict=True):
-        np.testing.assert_array_equal(one, again)
+    for one, batched in zip(alone, hash_features(["One, two three.", "", "two"], 3, 2**20), strict=True):
+        np.testing.assert_array_equal(one, batched)
     assert [len(item) for item in alone] == [3 + 2 + 1, 0, 1]
     assert alone[2][0] in alone[0][:3]
     assert len(set(alone[0].tolist())) == 6
@@ -329,9 +329,9 @@ FALSE = {
 }
 
 
-@pytest.mark.parametrize("what", [*TRUE, *FALSE])
-def test_keys_cards_and_accounts(what: str) -> None:
-    text, expected = TRUE[what] if what in TRUE else (FALSE[what], FALSE[what])
+@pytest.mark.parametrize("kind", [*TRUE, *FALSE])
+def test_keys_cards_and_accounts(kind: str) -> None:
+    text, expected = TRUE[kind] if kind in TRUE else (FALSE[kind], FALSE[kind])
     for before, after in (("", ""), ("See (", "), and"), ("x: ", ".\nNEXT LINE")):
         actual = apply(f"{before}{text}{after}", name="pii", phone="")
         assert isinstance(actual, Document)

@@ -169,10 +169,10 @@ def png(number: int) -> bytes:
     return out.getvalue()
 
 
-def write_image_folders(root: Path, beside: Any, names: tuple[str, ...] = CLASSES) -> None:
+def write_image_folders(root: Path, companions: Any, names: tuple[str, ...] = CLASSES) -> None:
     """Twelve images whose pixels are their numbers; `beside(number, name)` gives path and contents of files."""
     for number in range(12):
-        for path, data in beside(number, names[number % len(names)]).items():
+        for path, data in companions(number, names[number % len(names)]).items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_bytes(data)
 

@@ -164,8 +164,8 @@ def test_languages_and_probabilities_are_those_of_the_library() -> None:
     texts = ["", "a", "é", "ABC DEF", "e\u0301", "\x00" * 9]
     texts.append("これはとてもいい本でした。ありがとうございます。")  # the longest n-grams are two such letters
     for _ in range(300):
-        some = rng.sample(blocks, rng.randrange(1, 3))
-        texts.append("".join(chr(rng.randrange(*rng.choice(some))) for _ in range(rng.randrange(40))))
+        chosen_blocks = rng.sample(blocks, rng.randrange(1, 3))
+        texts.append("".join(chr(rng.randrange(*rng.choice(chosen_blocks))) for _ in range(rng.randrange(40))))
     texts += [page[:at] for page in random_pages(40) for at in (7, 1000)]
     folder = Path(str(resources.files("megatfm.data_prep")))
     texts += [path.read_text()[:2000] for path in sorted(folder.rglob("*.py"))]

@@ -116,14 +116,14 @@ def test_a_model_that_is_brought_along_is_described(config: Make) -> None:
 
 
 def test_another_tokenizer_under_the_same_name_is_another_corpus(config: Make, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.json"
+    tokenizer_file = tmp_path / "mine.json"
     for number, modes in enumerate((True, False)):
         out = data_prep.run(config(out=f"{number}", tokenizer={"kind": "byte-bpe", "ul2_modes": modes})).out
-        mine.write_bytes((out / "tokenizer.json").read_bytes())
+        tokenizer_file.write_bytes((out / "tokenizer.json").read_bytes())
         if number == 0:
-            data_prep.run(brought(config, "kept", mine))
+            data_prep.run(brought(config, "kept", tokenizer_file))
     with pytest.raises(UsageError, match=r"another config \(tokenizer.file was '[0-9a-f]{64}', is '"):
-        data_prep.run(brought(config, "kept", mine))
+        data_prep.run(brought(config, "kept", tokenizer_file))
 
 
 def brought(config: Make, out: str, place: Path) -> PrepConfig:

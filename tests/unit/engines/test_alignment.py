@@ -78,17 +78,17 @@ def test_every_optimizer_reckons_with_torch_s_memory(workers: Workers, name: str
 def check_misaligned_state(path: Path, optimizer: OptimizerSection) -> None:
     """State that lies anywhere, and by columns, is taken over as what a checkpoint filled in place."""
     engine, other = (build_engine(UNTIED_MODEL, ParallelConfig(), optimizer) for _ in range(2))
-    for taken in (engine, other):
-        state = taken.empty_state_dict(checkpoint.read_tensor_specs(path))
+    for target in (engine, other):
+        state = target.empty_state_dict(checkpoint.read_tensor_specs(path))
         checkpoint.load(path, state)
-        if taken is other:
+        if target is other:
             state = {name: moved(part) for name, part in state.items()}
-        taken.load_state_dict(state)
-        batches = [microbatches(taken, global_batch(seed=step)) for step in range(2)]
+        target.load_state_dict(state)
+        batches = [microbatches(target, global_batch(seed=step)) for step in range(2)]
         with assert_aligned_inputs():
             for batch in batches:
-                taken.forward_backward(batch, CAUSAL)
-                taken.step(1e-2, clip=0.3)
+                target.forward_backward(batch, CAUSAL)
+                target.step(1e-2, clip=0.3)
     assert wrong(other.state_dict()) == []
     for name, tensor in engine.state_dict().items():
         assert torch.equal(get_tensor(tensor), get_tensor(other.state_dict()[name])), name

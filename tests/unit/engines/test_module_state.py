@@ -124,25 +124,25 @@ def compare(
     for number, parallel in enumerate(layouts):
         engine = make(config, parallel, ADAMW)
         take_steps(engine)
-        held = engine.weights()
-        drifts = {name: box.tensor for name, box in held.items() if name in state}
+        sharded = engine.weights()
+        drifts = {name: box.tensor for name, box in sharded.items() if name in state}
         assert drifts
         for name, drift in drifts.items():
             torch.testing.assert_close(drift, state[name], rtol=1e-12, atol=0.0, msg=f"{parallel}: {name}")
-        for name, box in held.items():
+        for name, box in sharded.items():
             if name in weights:
                 expected = local_block(engine, name, weights[name].detach())
                 torch.testing.assert_close(box.tensor, expected, rtol=1e-7, atol=1e-9)
         stored = engine.state_dict()
         assert {f"model.{name}" for name in drifts} <= stored.keys()
         checkpoint.save(folder / str(number), 3, stored, {})
-        again = make(config, parallel, ADAMW)
+        resumed = make(config, parallel, ADAMW)
         path = folder / str(number) / "step-00000003"
-        room = again.empty_state_dict(checkpoint.read_tensor_specs(path))
+        room = resumed.empty_state_dict(checkpoint.read_tensor_specs(path))
         checkpoint.load(path, room)
-        again.load_state_dict(room)
+        resumed.load_state_dict(room)
         for name, drift in drifts.items():
-            assert torch.equal(again.weights()[name].tensor, drift)
+            assert torch.equal(resumed.weights()[name].tensor, drift)
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)

@@ -57,9 +57,9 @@ def distances(
         engine = build_engine(SQUARE, LAYOUTS[layout], optimizer)
         before = {name: tensor.clone() for name, tensor in engine.local.items()}
         train_steps(engine, 0, STEPS)
-        held = {name: tensor for name, tensor in engine.local.items() if tensor.numel()}
-        differences = [float((local_block(engine, n, expected[n]) - t).abs().max()) for n, t in held.items()]
-        moved = [float((tensor - before[name]).abs().max()) for name, tensor in held.items()]
+        shards = {name: tensor for name, tensor in engine.local.items() if tensor.numel()}
+        differences = [float((local_block(engine, n, expected[n]) - t).abs().max()) for n, t in shards.items()]
+        moved = [float((tensor - before[name]).abs().max()) for name, tensor in shards.items()]
         actual.append((max(differences), min(moved)))
     return actual
 
@@ -91,8 +91,8 @@ def test_state_goes_through_the_store_and_training_goes_on(workers: Workers, tmp
     optimizer, layout = OPTIMIZERS[name], ParallelConfig(dp_shard=2)
     straight = workers.run(train_and_save, 2, tmp_path / "a", layout, optimizer)
     path = straight[0][0]
-    again = workers.run(load_and_train, 1, path, ParallelConfig(), optimizer, tmp_path / "b")[0][0]
-    before, after = checkpoint.read_tensors(path), checkpoint.read_tensors(again)
+    saved = workers.run(load_and_train, 1, path, ParallelConfig(), optimizer, tmp_path / "b")[0][0]
+    before, after = checkpoint.read_tensors(path), checkpoint.read_tensors(saved)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key

@@ -166,8 +166,10 @@ def rows() -> Tensor:
 
 def forward_backward(engine: NativeEngine) -> float:
     item = ROWS // engine.mesh.data_ranks
-    mine = rows()[engine.mesh.data_rank * item :][:item]
-    return engine.forward_backward([{"x": mine[:1]}, {"x": mine[1:]}] if item > 1 else [{"x": mine}], Squares()).loss
+    rows_of_rank = rows()[engine.mesh.data_rank * item :][:item]
+    return engine.forward_backward(
+        [{"x": rows_of_rank[:1]}, {"x": rows_of_rank[1:]}] if item > 1 else [{"x": rows_of_rank}], Squares()
+    ).loss
 
 
 def compare(world: int, folder: Path) -> None:

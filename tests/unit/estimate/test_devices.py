@@ -85,7 +85,7 @@ def test_a_wrong_request_is_refused_before_it_is_computed(
         (tmp_path / name).touch()
     with pytest.raises(SystemExit) as ended:
         main(["estimate", "gpt2-124m", *words])
-    shown, errors = capsys.readouterr()
+    output, errors = capsys.readouterr()
     assert ended.value.code == 2
-    assert not shown
+    assert not output
     assert message in errors

@@ -58,11 +58,11 @@ def test_a_page_has_memory_schedule_and_scaling(tmp_path: Path) -> None:
     memory, timeline = memory_drawing(estimate), timeline_drawing(estimate)
     assert timeline is not None
     assert len(memory.boxes) == 4 * len(MEMORY_PARTS)
-    for rank, held in zip(range(4), estimate.memory, strict=True):
+    for rank, rank_memory in zip(range(4), estimate.memory, strict=True):
         widths = [box.width for box in memory.boxes[rank * len(MEMORY_PARTS) : (rank + 1) * len(MEMORY_PARTS)]]
-        assert sum(memory_parts(held).values()) == held.total
+        assert sum(memory_parts(rank_memory).values()) == rank_memory.total
         assert memory.limit is not None
-        share = held.total / estimate.cluster.device.memory_bytes
+        share = rank_memory.total / estimate.cluster.device.memory_bytes
         assert sum(widths) == pytest.approx(memory.limit * share)
     assert len(timeline.boxes) == 4 * 32 * 2  # 32 micro-batches of each of two data ranks, both passes
     assert max(box.x + box.width for box in timeline.boxes) == pytest.approx(WIDTH)

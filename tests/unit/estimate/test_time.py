@@ -177,14 +177,14 @@ def run(tmp_path: Path) -> Path:
 def test_a_run_that_ran_out_of_memory_is_explained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["explain-oom", str(run)])
-    shown, errors = capsys.readouterr()
+    output, errors = capsys.readouterr()
     assert ended.value.code == 0, errors
-    assert "on 8 × NVIDIA H100 SXM 80 GB" in shown
-    assert "recorded: 2.00 GiB on rank 0 in step 2" in shown
-    assert "rank 5 held 77.30 GiB and asked for 2.50 GiB more; predicted for it:" in shown
-    assert "3.000 GiB  layers/feed_forward.py:88" in shown
-    assert all(phase in shown for phase in ("forward", "backward", "optimizer"))
-    assert "fits with train.recompute=full" in shown
+    assert "on 8 × NVIDIA H100 SXM 80 GB" in output
+    assert "recorded: 2.00 GiB on rank 0 in step 2" in output
+    assert "rank 5 held 77.30 GiB and asked for 2.50 GiB more; predicted for it:" in output
+    assert "3.000 GiB  layers/feed_forward.py:88" in output
+    assert all(phase in output for phase in ("forward", "backward", "optimizer"))
+    assert "fits with train.recompute=full" in output
 
 
 def test_the_device_is_the_one_of_the_run(run: Path) -> None:

@@ -281,5 +281,5 @@ def test_the_last_gather_of_zero_1_is_that_of_the_engines_last_bucket(
 def test_zero_1_gathers_all_weights_beside_the_shard_of_the_last_bucket() -> None:
     overrides = ["parallel.zero=1", "parallel.dp_shard=4", "train.precision=bf16", "data.train=d", "data.tokenizer=t"]
     weights = [weight("a", (4096, 4096), is_expert=False), weight("b", (100, 5), is_expert=False)]
-    held = rank_bytes(load_config("gpt2-124m", overrides), weights, [0])
-    assert held.regathered == 2 * (4096 * 4096 + 100 * 5 + 25 * 5), "the first fills a bucket"
+    state = rank_bytes(load_config("gpt2-124m", overrides), weights, [0])
+    assert state.regathered == 2 * (4096 * 4096 + 100 * 5 + 25 * 5), "the first fills a bucket"

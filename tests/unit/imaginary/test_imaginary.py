@@ -124,8 +124,10 @@ def test_the_guard_is_built_once_and_says_what_it_lacks(tmp_path: Path, monkeypa
 
 def test_the_guard_must_come_before_torch() -> None:
     code = "import torch; from megatfm.imaginary.guard import load_guard; load_guard()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
-    assert "must be loaded before torch" in done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert "must be loaded before torch" in completed.stderr
 
 
 def test_fake_blocks_of_a_ring_are_as_large_as_this_ranks() -> None:

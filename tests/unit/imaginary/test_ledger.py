@@ -15,8 +15,8 @@ def test_owners_at_the_fullest_moment() -> None:
     ledger.resize(3, 10)
     ledger.add(4, 35, None)
     assert (ledger.now, ledger.peak) == (85, 90)
-    held = {tuple(owner.split()[:2]): n_bytes for owner, n_bytes in ledger.at_peak().items()}
-    assert held == {("build", "-"): 40, ("passes", "layers.1"): 30, ("passes", "layers.0"): 20}
+    bytes_by_owner = {tuple(owner.split()[:2]): n_bytes for owner, n_bytes in ledger.at_peak().items()}
+    assert bytes_by_owner == {("build", "-"): 40, ("passes", "layers.1"): 30, ("passes", "layers.0"): 20}
     ledger.begin("optimizer")
     assert ledger.peak == sum(ledger.at_peak().values()) == 85
 

@@ -43,11 +43,11 @@ def power(alpha: float) -> LengthPenalty:
 def pair_of(model: str, seed: int = 0) -> Pair:
     name, values = MODELS[model]
     # In float32: transformers' masks of padded rows are not made for float64.
-    both = build_pair(ModelConfig.from_dotted(**values), torch.float32, seed, among=[name])
-    both.model.eval()
-    for head in (both.model.head, both.reference.lm_head):
+    pair = build_pair(ModelConfig.from_dotted(**values), torch.float32, seed, among=[name])
+    pair.model.eval()
+    for head in (pair.model.head, pair.reference.lm_head):
         head.weight.data *= 4  # far from uniform, so that no two texts are nearly alike
-    return both
+    return pair
 
 
 def rows(seed: int) -> list[Tensor]:
@@ -61,7 +61,7 @@ def prompts_of(model: str, seed: int = 0) -> Prompts:
     return Prompts(rows(seed))
 
 
-def generate_by_transformers(both: Pair, model: str, seed: int = 0, **options: object) -> Tensor:
+def generate_by_transformers(pair: Pair, model: str, seed: int = 0, **options: object) -> Tensor:
     """The new tokens [B, n] of their `generate`, on rows padded as they want it."""
     longest, padded = max(LENGTHS), []
     for row in rows(seed):
@@ -69,7 +69,7 @@ def generate_by_transformers(both: Pair, model: str, seed: int = 0, **options: o
         padded.append(torch.cat([row, empty] if model == "t5" else [empty, row]))
     inputs = torch.stack(padded)
     start = {"decoder_start_token_id": 0} if model == "t5" else {}
-    out = both.reference.generate(
+    out = pair.reference.generate(
         inputs, attention_mask=(inputs != 0).long(), max_new_tokens=NEW, do_sample=False, pad_token_id=0,
         eos_token_id=STOP, bos_token_id=None, **start, **options,
     )  # fmt: skip
@@ -84,10 +84,10 @@ def until_stop(tokens: list[int]) -> list[int]:
 @pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy_tokens_are_those_of_transformers(model: str, seed: int) -> None:
-    both = pair_of(model, seed)
-    expected = [until_stop(row) for row in generate_by_transformers(both, model, seed).tolist()]
+    pair = pair_of(model, seed)
+    expected = [until_stop(row) for row in generate_by_transformers(pair, model, seed).tolist()]
     for cache in (True, False):
-        result = generate(both.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache).tolist()
+        result = generate(pair.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP, cache=cache).tolist()
         start = 1 if model == "t5" else max(LENGTHS)
         assert [until_stop(row[start:]) for row in result] == expected
     assert len({token for row in expected for token in row}) > 6, "texts this dull would prove nothing"
@@ -97,18 +97,18 @@ def test_greedy_tokens_are_those_of_transformers(model: str, seed: int) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_beams_are_those_of_transformers(model: str, beams: int, alpha: float) -> None:
     seed = 11
-    both, actual = pair_of(model, seed), []
+    pair, actual = pair_of(model, seed), []
     expected = generate_by_transformers(
-        both, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never"
+        pair, model, seed, num_beams=beams, length_penalty=alpha, early_stopping="never"
     ).tolist()
     for cache in (True, False):
         actual = beam_search(
-            both.model, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
+            pair.model, prompts_of(model, seed), beams=beams, max_tokens=NEW, stop_token=STOP,
             penalty=power(alpha), cache=cache,
         )  # fmt: skip
         assert [item.tokens.tolist() for item in actual] == [until_stop(row) for row in expected]
     if beams > 1:
-        greedy = generate(both.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP).tolist()
+        greedy = generate(pair.model, prompts_of(model, seed), max_tokens=NEW, stop_token=STOP).tolist()
         assert any(until_stop(row[-NEW:]) != item.tokens.tolist() for row, item in zip(greedy, actual, strict=True))
 
 

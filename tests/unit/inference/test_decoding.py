@@ -149,12 +149,12 @@ def test_beams_select_all_that_belongs_to_a_row(parts: str, side: str) -> None:
     decoding.logits()
     decoding.append(torch.tensor([7, 8, 9]))
     decoding.reorder(order)
-    got = decoding.logits()
+    logits = decoding.logits()
     for place, row in enumerate(order.tolist()):
         single = DecodingState(model, alone(prompts, row), NEW)
         single.logits()
         single.append(torch.tensor([7 + row]))
-        torch.testing.assert_close(got[place : place + 1], single.logits(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(logits[place : place + 1], single.logits(), rtol=1e-10, atol=1e-10)
 
 
 def test_one_beam_is_greedy() -> None:
@@ -209,8 +209,8 @@ def test_a_cache_holds_what_may_be_seen_again(parts: str) -> None:
     keys = decoding.cache.layers[0]._keys
     assert keys is not None
     everything = decoding.cache.layers[0].capacity
-    held = HELD.get(parts, everything)
-    assert keys.shape[2] == held
+    expected = HELD.get(parts, everything)
+    assert keys.shape[2] == expected
     assert keys.untyped_storage().nbytes() == keys.nbytes, "no more is held than what is looked at"
 
 

@@ -211,8 +211,8 @@ def test_equally_sure_mistakes_of_batches_of_several_sizes() -> None:
         collector.add(torch.tensor([[99.0, 0.0]] * len(numbers)), torch.ones(len(numbers), dtype=torch.int64))
     counts, mistakes = collector.gather()
     assert counts == [[1, 0, 7]]
-    kept = {mistake.pixels.tobytes() for mistake in mistakes}
-    assert kept == {image.permute(1, 2, 0).numpy().tobytes() for image in images}
+    images_of_mistakes = {mistake.pixels.tobytes() for mistake in mistakes}
+    assert images_of_mistakes == {image.permute(1, 2, 0).numpy().tobytes() for image in images}
 
 
 def test_nothing_evaluated() -> None:
@@ -255,14 +255,14 @@ def recorded(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
 
 def test_transformers_attention() -> None:
     """Two images share a row, whose tokens don't reach one another; recording changes no output."""
-    both = build_pair(THREE_LAYERS, torch.float64, among=["ViTForImageClassification"])
+    pair = build_pair(THREE_LAYERS, torch.float64, among=["ViTForImageClassification"])
     images = [draw_pixels(16, 16, seed=seed) for seed in range(3)]
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (MEAN, STD))
     values = torch.stack([(image.double() / 255 - mean) / std for image in images])
     with torch.no_grad(), cast_to_float64(torch.float64, modeling_vit):
-        expected = both.reference(pixel_values=values, output_attentions=True)
+        expected = pair.reference(pixel_values=values, output_attentions=True)
     expected_rollout = product(expected.attentions)
-    reached, logits = recorded(both.model, make_batch(images, SIDE, 1, [[0, 1], [2]]))
+    reached, logits = recorded(pair.model, make_batch(images, SIDE, 1, [[0, 1], [2]]))
     for number, (row, begin) in enumerate([(0, 0), (0, 17), (1, 0)]):
         block = reached[row, begin : begin + 17]
         torch.testing.assert_close(
@@ -271,7 +271,7 @@ def test_transformers_attention() -> None:
         assert block.sum(-1) == pytest.approx(torch.ones(17).tolist())
     assert (reached[0, :17, 17:] == 0).all()
     torch.testing.assert_close(logits, expected.logits, rtol=1e-9, atol=1e-10)
-    assert all(not module._forward_pre_hooks for module in both.model.modules())
+    assert all(not module._forward_pre_hooks for module in pair.model.modules())
 
 
 def test_one_layer_without_attention_reaches_itself() -> None:

@@ -91,9 +91,9 @@ def test_nothing_to_open(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no such folder: .*`hf download meta-llama/Tiny --local-dir Tiny`"):
         open_text_model("meta-llama/Tiny")
     (tmp_path / "runs").mkdir()
-    for gone in (tmp_path / "runs/gone", "gone"):
+    for path in (tmp_path / "runs/gone", "gone"):
         with pytest.raises(UsageError, match=r"gone: there is no such folder: give one with a run or checkpoint$"):
-            open_text_model(gone)
+            open_text_model(path)
 
 
 def test_another_tokenizer_is_refused(run: Path, tokenizer_model: bytes) -> None:
@@ -341,9 +341,9 @@ def test_samples_and_beams_from_a_prompt(
     config: ModelConfig, objective: str, tmp_path: Path, tokenizer_model: bytes
 ) -> None:
     loaded = opened(tmp_path, tokenizer_model, config, objective)
-    shown: list[str] = []
-    (greedy,) = generate_text(loaded, TEXT, Sampling(vocab_size=400), 9, 1, shown.append)
-    assert "".join(shown) == TEXT + greedy
+    pieces: list[str] = []
+    (greedy,) = generate_text(loaded, TEXT, Sampling(vocab_size=400), 9, 1, pieces.append)
+    assert "".join(pieces) == TEXT + greedy
     assert generate_text_beam(loaded, TEXT, 9, 1, 0.0) == greedy
     assert generate_text_beam(loaded, TEXT, 9, 8, 0.6)
 

@@ -99,8 +99,8 @@ def test_the_dry_run_of_a_local_launch_is_a_shell_script_that_does_the_same(
     assert not (folder / "runs").exists(), "a dry run touches nothing"
     script = capfd.readouterr().out
     (folder / "runs" / "run" / "logs").mkdir(parents=True)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["arguments"][-1] == "data.train=it's $(touch owned)"
+    completed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(completed.stdout)["arguments"][-1] == "data.train=it's $(touch owned)"
     assert json.loads((folder / "runs" / "run" / "logs" / "rank-1.log").read_text())["RANK"] == "1"
     assert not (folder / "owned").exists()
 

@@ -201,9 +201,9 @@ def test_a_link_that_outlives_the_begin_of_the_next_notes_its_own_end(
     write_event(run, event="failed", detail="rank 1 on n2 hangs", ranks=[1], hosts=["n2"])
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run_epilog(run, 143, "--asked", "TERM", "--no-requeue")
-    one, other = AttemptLog(run).attempts
-    assert (one.job, one.code, one.reason, one.failed_host) == ("7", 143, "stopped by TERM", None)
-    assert (other.job, other.ended) == ("8", None), "it goes on"
+    a, b = AttemptLog(run).attempts
+    assert (a.job, a.code, a.reason, a.failed_host) == ("7", 143, "stopped by TERM", None)
+    assert (b.job, b.ended) == ("8", None), "it goes on"
     run_epilog(run, 1, "--no-requeue")
     assert AttemptLog(run).attempts[0].failed_host is None, "what the next one met is not its own"
     first.end(replace(first.attempts[0], ended=1.0))

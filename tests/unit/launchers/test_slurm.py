@@ -112,9 +112,9 @@ def test_a_run_whose_job_waits_or_runs_is_not_submitted_again(folder: Path, fake
     fake_slurm.answer("sbatch", "12\n")
     assert run_launch("--slurm", "--chain", "2") == 0
     fake_slurm.answer("squeue", f"{state}|Resources|\n")
-    for again in (("--slurm",), ("--slurm", "train.steps=700"), ("--nproc", "1")):
+    for words in (("--slurm",), ("--slurm", "train.steps=700"), ("--nproc", "1")):
         with pytest.raises(UsageError, match=r"job 12 is of this run, and .*: wait for it, or end it with `meg"):
-            run_launch(*again)
+            run_launch(*words)
     assert sum(call.startswith("sbatch") for call in fake_slurm.calls) == 2
     fake_slurm.answer("squeue", "")
     fake_slurm.answer("scontrol-show", "JobId=12 JobState=COMPLETED ExitCode=0:0\n")
@@ -134,9 +134,9 @@ def test_a_run_is_not_submitted_again_while_nobody_can_tell_how_its_job_is(
     elif fails == "scontrol-show":
         fake_slurm.fail("squeue", "slurm_load_jobs error: Invalid job id specified\n")
     fake_slurm.fail(fails, "slurm_load_jobs error: Unable to contact slurm controller\n")
-    for again in (("--slurm",), ("--nproc", "1")):
+    for words in (("--slurm",), ("--nproc", "1")):
         with pytest.raises(UsageError, match=r"it is unknown whether job 12 still waits or runs \(.*delete .*json$"):
-            run_launch(*again)
+            run_launch(*words)
     assert (run / "launch.json").read_text() == note
     assert (get_run_status(run).state.name, get_run_status(run).state.is_over) == ("UNKNOWN", False)
     if fails != "no SLURM here":

@@ -82,8 +82,8 @@ def test_values_in_job_scripts_are_quoted(folder: Path, text: str, kind: str, mo
         "PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(folder / "seen"), "SLURM_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NODELIST": "n[1-2]",
     }  # fmt: skip
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    completed = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert completed.stderr == ""
     arguments = (folder / "seen").read_text().splitlines()
     step = arguments[arguments.index("srun") :]
     assert step[step.index("run") :][:5] == ["run", text, text, "-P", "-m"], "container, then the Python inside it"
@@ -118,8 +118,8 @@ def run_script(folder: Path, srun: str, *, plan: str = "echo 1 n1 n1") -> tuple[
         "SEEN": str(folder / "seen"),
         "SLURM_JOB_ID": "7",
     }
-    done = subprocess.run(["bash", "-c", script], env=environment, timeout=30)
-    return done.returncode, (folder / "seen").read_text().splitlines()
+    completed = subprocess.run(["bash", "-c", script], env=environment, timeout=30)
+    return completed.returncode, (folder / "seen").read_text().splitlines()
 
 
 def test_the_script_ends_as_the_helper_says(folder: Path) -> None:

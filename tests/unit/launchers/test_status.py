@@ -231,8 +231,8 @@ def test_status_survives_badly_written_files(make: MakeRun, pid: object, capsys:
 def test_a_number_of_a_process_that_is_used_again_is_no_run(make: MakeRun) -> None:
     run = make()
     began = psutil.Process().create_time()
-    for taken, word in ((began + 5, "RUNNING"), (began - 5, "ENDED")):
-        (run / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": taken}))
+    for started, word in ((began + 5, "RUNNING"), (began - 5, "ENDED")):
+        (run / "lock").write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": started}))
         assert get_run_status(run).state.name == word
 
 

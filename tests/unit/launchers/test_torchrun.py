@@ -228,11 +228,11 @@ RAISES = "raise ImportError('a file of the user was imported')\n"
 
 def run(command: list[str], folder: Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=folder, env={**environment, **variables}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 @pytest.fixture

@@ -123,11 +123,11 @@ def test_values_and_gradients(config: ModelConfig, rows: Callable[[int, int], in
     )
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     inputs = [x, table, *attention.parameters()]
-    one = torch.autograd.grad((actual * weights).sum(), inputs)
-    other = torch.autograd.grad((expected * weights).sum(), inputs)
-    for mine, reference in zip(one, other, strict=True):
-        assert reference.norm() > 1e-3 or mine.shape == (D,)
-        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)
+    first = torch.autograd.grad((actual * weights).sum(), inputs)
+    second = torch.autograd.grad((expected * weights).sum(), inputs)
+    for result, reference in zip(first, second, strict=True):
+        assert reference.norm() > 1e-3 or result.shape == (D,)
+        torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-10)
 
 
 def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
@@ -150,10 +150,10 @@ def test_the_table_is_one_for_all_layers_and_gets_all_their_gradients() -> None:
         gradients.append(model.get_parameter(tables[0]).grad.clone())
         for hook in hooks:
             hook.remove()
-    both, first, second = gradients
+    gradient, first, second = gradients
     assert first.norm() > 1e-3
     assert second.norm() > 1e-3
-    torch.testing.assert_close(both, first + second, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradient, first + second, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -243,16 +243,16 @@ def test_windows_are_cells(name: str, shifted: bool) -> None:
     positions = torch.arange(3 * height * width).expand(2, -1)
     actual = module(x.requires_grad_(), MapSequence.from_sequence(SequenceMetadata(positions), (height, width)))
     maps = x.unflatten(1, (3, height, width)).flatten(0, 1)
-    expected = torch.stack([by_definition(module, one, window, shifted) for one in maps]).reshape(actual.shape)
+    expected = torch.stack([by_definition(module, first, window, shifted) for first in maps]).reshape(actual.shape)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
     direction = torch.randn(actual.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     inputs = [x, *module.parameters()]
-    for one, other in zip(
+    for first, second in zip(
         torch.autograd.grad(actual, inputs, direction),
         torch.autograd.grad(expected, inputs, direction),
         strict=True,
     ):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-10)
 
 
 def test_pairs_are_those_of_windows() -> None:

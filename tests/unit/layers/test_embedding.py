@@ -135,8 +135,8 @@ def test_layer_norm_by_its_formula() -> None:
     weights = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     actual = torch.autograd.grad((layer(x) * weights).sum(), [x, layer.weight, layer.bias])
     expected = torch.autograd.grad((expected_norm * weights).sum(), [x, layer.weight, layer.bias])
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    for value, expected_value in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value, expected_value, rtol=1e-10, atol=1e-10)
 
 
 def test_post_norm_ends_in_its_norm_and_a_stack_of_it_in_none() -> None:

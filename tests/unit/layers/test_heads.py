@@ -43,15 +43,15 @@ def same_with_gradients(model: torch.nn.Module, actual: Tensor, expected: Tensor
     """Values, and every gradient of parameters that begin with `touched`, which must be there."""
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
     named = dict(model.named_parameters())
-    one, other = (
+    first, second = (
         torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
         for loss in (actual, expected)
     )
-    for name, mine, reference in zip(named, one, other, strict=True):
-        assert (mine is None) == (reference is None), name
+    for name, result, reference in zip(named, first, second, strict=True):
+        assert (result is None) == (reference is None), name
         if reference is None:
             continue
-        torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(result, reference, rtol=1e-9, atol=1e-9)
         assert not name.startswith(touched) or reference.norm() > 1e-6, name
 
 

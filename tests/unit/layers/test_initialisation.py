@@ -75,7 +75,7 @@ def test_no_two_matrices_start_alike() -> None:
     model = build(ModelConfig.from_dotted(**SMALL, **{"init.name": "bert"}))
     initialise(model, seed=1)
     matrices = [p.flatten()[:50] for p in model.parameters() if p.dim() == 2]
-    same = [torch.equal(one, other) for i, one in enumerate(matrices) for other in matrices[:i]]
+    same = [torch.equal(first, second) for i, first in enumerate(matrices) for second in matrices[:i]]
     assert not any(same)
 
 

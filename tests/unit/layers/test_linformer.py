@@ -42,15 +42,15 @@ def written_out(layer: nn.Module, x: Tensor, shared: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("packed", "piece", "held"),
+    ("packed", "piece", "max_score_bytes"),
     [(False, 4096, 2**24), (True, 4096, 2**24), (False, 4, 2**24), (False, 4096, 2 * HEADS * RANK * 5 * 8)],
 )
 @pytest.mark.parametrize("share", ["none", "headwise", "key_value", "layerwise"])
 def test_output_and_every_gradient(
-    share: str, packed: bool, piece: int, held: int, monkeypatch: pytest.MonkeyPatch
+    share: str, packed: bool, piece: int, max_score_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linformer, "MAX_QUERIES_PER_CHUNK", piece)
-    monkeypatch.setattr(linformer, "MAX_SCORE_BYTES", held)
+    monkeypatch.setattr(linformer, "MAX_SCORE_BYTES", max_score_bytes)
     layer = Block(config_of(share), "encoder").attn.double()
     perturb(layer, scale=0.5)
     shared = torch.randn(LENGTH + 2, RANK, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

@@ -188,20 +188,20 @@ def test_terms_are_those_that_transformers_defines(top_k: int) -> None:
         torch.testing.assert_close(losses[name], term, rtol=1e-6, atol=0)  # their counts are float32
         aux_gradients = torch.autograd.grad(losses[name], [x, actual.router.weight], retain_graph=True)
         hf_gradients = torch.autograd.grad(term, [x, actual.router.weight], retain_graph=True)
-        for one, other in zip(aux_gradients, hf_gradients, strict=True):
-            assert other.norm() > 0
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        for value, expected_value in zip(aux_gradients, hf_gradients, strict=True):
+            assert expected_value.norm() > 0
+            torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6)
 
 
-def by_hand(module: MoE, x: Tensor, real: Tensor, taken: Tensor) -> Tensor:
+def by_hand(module: MoE, x: Tensor, real: Tensor, is_taken: Tensor) -> Tensor:
     """Token by token, for a normalised softmax."""
     y = torch.zeros_like(x)
     for b, t in real.nonzero().tolist():
         p = (module.router.weight @ x[b, t]).softmax(-1)
-        best = sorted(range(E), key=lambda e: (-p[e].item(), e))[: taken.shape[-1]]
+        best = sorted(range(E), key=lambda e: (-p[e].item(), e))[: is_taken.shape[-1]]
         total = sum(p[e] for e in best)
         for k, e in enumerate(best):
-            if taken[b, t, k]:
+            if is_taken[b, t, k]:
                 inner = F.silu(module.experts.w_gate[e] @ x[b, t]) * (module.experts.w_up[e] @ x[b, t])
                 y[b, t] = y[b, t] + p[e] / total * (module.experts.w_down[e] @ inner)
     return y
@@ -213,18 +213,18 @@ def test_padding_goes_through_no_expert_and_counts_nowhere(capacity: float | Non
     documents[0, 4:], documents[2, 0:] = -1, -1  # a row without any token, too
     real, x, module = documents >= 0, moe_inputs(), build_moe(capacity_factor=capacity)
     choices = stable_topk((x @ module.router.weight.T), 3).where(real[..., None], E)
-    taken = torch.ones_like(choices, dtype=torch.bool)
+    is_taken = torch.ones_like(choices, dtype=torch.bool)
     if capacity:
         most, loads = math.ceil(capacity * T * 3 / E), torch.zeros(B, E, dtype=torch.int64)
         for k in range(3):
             for b, t in real.nonzero().tolist():
                 e = choices[b, t, k]
-                taken[b, t, k], loads[b, e] = loads[b, e] < most, loads[b, e] + 1
+                is_taken[b, t, k], loads[b, e] = loads[b, e] < most, loads[b, e] + 1
     result = module(x, moe_sequence(documents))
-    torch.testing.assert_close(result.y, by_hand(module, x, real, taken), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.y, by_hand(module, x, real, is_taken), rtol=1e-12, atol=1e-12)
     assert not result.y[~real].any()
     assert result.counts["load"].tolist() == torch.bincount(choices[real].flatten(), minlength=E).tolist()
-    assert int(result.counts["dropped"]) == int((~taken[real]).sum())
+    assert int(result.counts["dropped"]) == int((~is_taken[real]).sum())
     assert (int(result.counts["dropped"]) > 0) == (capacity is not None)
     assert ("dropped" in module.statistics(result.counts)) == (capacity is not None), "else there is nothing to draw"
     p = (x @ module.router.weight.T).softmax(-1)[real]
@@ -274,10 +274,10 @@ def test_state_follows_the_counts_of_a_step() -> None:
     module = build_moe(router={"name": "deepseek_v3", "bias_update_rate": 0.25, "aux_loss_coef": 1.0})
     before, x = module.router.bias.clone(), moe_inputs()
     result = [module(x, moe_sequence()), module(-x, moe_sequence())]
-    for one in result:
-        assert isinstance(one, BlockOutput)
-        module.accumulate_counts(one.counts)
-    load = sum(one.counts["load"] for one in result)
+    for output in result:
+        assert isinstance(output, BlockOutput)
+        module.accumulate_counts(output.counts)
+    load = sum(output.counts["load"] for output in result)
     with torch.no_grad():
         module.update(module.observed)
     torch.testing.assert_close(module.router.bias, before + 0.25 * (load.double().mean() - load).sign())
@@ -352,10 +352,10 @@ def test_contradictory_options_of_experts_are_refused(keys: dict[str, Any], outp
 
 
 def test_a_token_meets_its_experts_and_the_shared_ones() -> None:
-    module, one = build_moe(n_shared_experts=2), 3 * D * F_
+    module, expert_size = build_moe(n_shared_experts=2), 3 * D * F_
     cost = compute_module_cost(module, TokenCounts(5.0))
-    assert cost.matmul_macs == 5 * (E * D + 3 * one + 2 * one)
-    assert cost.inactive_parameters == (E - 3) * one
+    assert cost.matmul_macs == 5 * (E * D + 3 * expert_size + 2 * expert_size)
+    assert cost.inactive_parameters == (E - 3) * expert_size
 
 
 def test_blocks_compiled_around_their_experts_are_not_computed_again() -> None:

@@ -37,8 +37,8 @@ def test_rows_beyond_the_last_expert_reach_nothing(monkeypatch: pytest.MonkeyPat
         result.append([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
         monkeypatch.setattr(dispatch, "is_host_readable", lambda tensor: False)
         monkeypatch.setattr(experts, "grouped_linear", poisoned)
-    for one, other in zip(*result, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # sums go by expert, and by choice
+    for first, second in zip(*result, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)  # sums go by expert, and by choice
 
 
 class UnorderedAdds(TorchDispatchMode):
@@ -75,7 +75,7 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Ten
     assert batch_sizes.device.type == "cpu"
     assert int(batch_sizes.sum()) == len(a) > 0
     parts = a.split(batch_sizes.tolist())
-    return torch.cat([part @ (one.T if trans_b else one) for part, one in zip(parts, b, strict=True)])
+    return torch.cat([part @ (weight.T if trans_b else weight) for part, weight in zip(parts, b, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_the_grouped_product_is_the_loop(dtype_: torch.dtype, kernel: str, monke
     for product in (grouped_linear, looped_linear):
         y = product(x, weight, ends)[:11]
         result.append((y, *torch.autograd.grad((y * direction).sum(), [x, weight])))
-    for one, other in zip(*result, strict=True):
-        rows = slice(0, 11) if len(one) == 13 else slice(None)
-        torch.testing.assert_close(one[rows], other[rows])
+    for first, second in zip(*result, strict=True):
+        rows = slice(0, 11) if len(first) == 13 else slice(None)
+        torch.testing.assert_close(first[rows], second[rows])
     monkeypatch.undo()
     for pair in ((x.double(), weight.double()), (x.float(), weight[:, :7])):
         assert choose_grouped_kernel(*pair) == "loop"
@@ -161,16 +161,16 @@ def test_first_choices_take_room_before_second_ones() -> None:
 def count_taken_choices(choices: Tensor, capacity: int, by_position: bool) -> list[list[list[bool]]]:
     """Choices that experts take, counted one by one; without a capacity all."""
     rows, tokens, k = choices.shape
-    taken = [[[True] * k for _ in range(tokens)] for _ in range(rows)]
+    is_taken = [[[True] * k for _ in range(tokens)] for _ in range(rows)]
     for row in range(rows):
         loads = dict.fromkeys(range(E), 0)
         turns = [(t, i) for t in range(tokens) for i in range(k)]
         for t, i in turns if by_position else sorted(turns, key=lambda turn: turn[::-1]):
             expert = int(choices[row, t, i])
             if expert < E:
-                taken[row][t][i] = loads[expert] < capacity
+                is_taken[row][t][i] = loads[expert] < capacity
                 loads[expert] += 1
-    return taken
+    return is_taken
 
 
 @pytest.mark.parametrize("by_position", [False, True])

@@ -112,12 +112,12 @@ ROWS: dict[str, Callable[[int], dict[str, Tensor]]] = {
 }  # fmt: skip
 
 
-def largest(family: str, kind: dict[str, Any], which: str, length: int) -> Largest:
+def largest(family: str, kind: dict[str, Any], rows: str, length: int) -> Largest:
     sections = {**SMALL, "family": family, **kind}
     config = ModelConfig.from_dotted(**sections)
     model = build(config).train()
     initialise(model, 7)
-    fields = ROWS[which](length)
+    fields = ROWS[rows](length)
     tokens = torch.arange(length)[None] % 17
     if family == "xlnet":
         fields |= {"order": 1 + torch.arange(length).flip(0)[None], "segments": tokens}
@@ -151,20 +151,20 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, AT_ONCE)
 
 
-@pytest.mark.parametrize(("family", "name", "which"), CASES)
-def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, which: str) -> None:
-    short, long = (largest(family, kind_of(family, name), which, length) for length in (SHORT, LONG))
+@pytest.mark.parametrize(("family", "name", "rows"), CASES)
+def test_no_tensor_grows_with_the_square_of_the_length(family: str, name: str, rows: str) -> None:
+    short, long = (largest(family, kind_of(family, name), rows, length) for length in (SHORT, LONG))
     assert long.numel < LONG**2 / 4, long.made_by
     assert long.numel <= 4 * short.numel, long.made_by  # 2.4 times, and blocks at borders; a square has 5.8
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "which"), [("decoder", "window", "one document"), ("encoder", "t5", "packed")]
+    ("family", "name", "rows"), [("decoder", "window", "one document"), ("encoder", "t5", "packed")]
 )
-def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch, family: str, name: str, which: str) -> None:
+def test_a_dense_path_is_found(monkeypatch: pytest.MonkeyPatch, family: str, name: str, rows: str) -> None:
     products = next(kernel for kernel in kernels.KERNELS if kernel.name == "products")
     monkeypatch.setattr(dot_product, "choose_kernel", lambda request: products)
-    assert largest(family, kind_of(family, name), which, LONG).numel >= LONG**2
+    assert largest(family, kind_of(family, name), rows, LONG).numel >= LONG**2
 
 
 def test_scores_of_all_queries_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

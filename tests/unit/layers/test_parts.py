@@ -228,8 +228,8 @@ def test_masks_of_rows_tokens_channels_layers_and_places_are_independent() -> No
         "a channel of the next hash": first.roll(4, 2),
         "another step": Dropout(0.3, "here")(x, layout_of(keys(seed=1))) == 0,
     }
-    for what, other in remaining.items():
-        assert is_near_binomial_mean(float((first & other).double().mean()), 0.09, first.numel()), what
+    for subject, other in remaining.items():
+        assert is_near_binomial_mean(float((first & other).double().mean()), 0.09, first.numel()), subject
     layers = [Dropout(0.3, "here")(x, sequence.at_layer(depth)) == 0 for depth in range(3)]
     assert is_near_binomial_mean(float((layers[1] & layers[2]).double().mean()), 0.09, first.numel())
 
@@ -268,8 +268,8 @@ def test_drop_path_leaves_out_whole_rows_at_its_rate() -> None:
     assert is_near_binomial_mean(float((out[:, 0, 0] == 0).double().mean()), 0.3, len(many))
     assert out[out != 0].unique().tolist() == [pytest.approx(1 / 0.7)]
     deeper = path(x, layout_of(many, 1).at_layer(3, 0.3))
-    both = ((out == 0) & (deeper == 0))[:, 0, 0]
-    assert is_near_binomial_mean(float(both.double().mean()), 0.09, len(many)), "layers are independent"
+    is_dropped_twice = ((out == 0) & (deeper == 0))[:, 0, 0]
+    assert is_near_binomial_mean(float(is_dropped_twice.double().mean()), 0.09, len(many)), "layers are independent"
     assert torch.equal(path(x, layout_of(many, 1).at_layer(2, 0.0)), x)
 
 
@@ -316,6 +316,6 @@ def test_recomputing_drops_the_same(model: torch.nn.Module) -> None:
 
     plain = gradients(forward)
     torch.manual_seed(99)
-    again = gradients(lambda: checkpoint(forward, use_reentrant=False, preserve_rng_state=False))
+    recomputed = gradients(lambda: checkpoint(forward, use_reentrant=False, preserve_rng_state=False))
     assert plain
-    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(plain, recomputed, strict=True))

@@ -193,7 +193,7 @@ def test_expert_choice_router_equals_loops() -> None:
         for b in range(B):
             real = [t for t in range(T) if DOCUMENTS[b, t] >= 0]
             gates = {t: (module.router.weight @ x[b, t]).softmax(0) for t in real}
-            taken: dict[int, int] = dict.fromkeys(real, 0)
+            uses: dict[int, int] = dict.fromkeys(real, 0)
             for e in range(E):
                 for t in sorted(real, key=lambda t: -gates[t][e].item())[: math.ceil(2 * T / E)]:
                     y = y.index_put(
@@ -201,8 +201,8 @@ def test_expert_choice_router_equals_loops() -> None:
                         gates[t][e] * expert(module, e, x[b, t]),
                         accumulate=True,
                     )
-                    taken[t] += 1
-            numbers.extend(taken.values())
+                    uses[t] += 1
+            numbers.extend(uses.values())
         return y
 
     compare(module, written_out)

@@ -116,8 +116,8 @@ def test_parameters_that_a_token_meets(preset: str) -> None:
     for depth in range(config.model.n_layers):
         ffn, d = config.model.layer_config(depth).ffn, config.model.d_model
         if ffn.name == "moe":
-            one = (2 if ffn.activation == "relu" else 3) * ffn.d_ff * d + ffn.bias * (2 * ffn.d_ff + d)
-            unchosen += stacks * (ffn.n_experts - ffn.top_k) * one
+            expert_size = (2 if ffn.activation == "relu" else 3) * ffn.d_ff * d + ffn.bias * (2 * ffn.d_ff + d)
+            unchosen += stacks * (ffn.n_experts - ffn.top_k) * expert_size
     assert sum(p.numel() for p in model.parameters()) - unchosen == ACTIVE[preset]
     assert f"{ACTIVE[preset]:,} for each token" in header(preset)
     assert re.search(rf"{ACTIVE[preset]:,}( and [\d,]+)? parameters a token", get_table_row(preset)[1])

@@ -128,7 +128,7 @@ def test_predicted_tokens_alone_count_in_the_query_stream() -> None:
     assert {x.shape[1] for x, _, _ in calls} == {6, 4}, "three targets, filled up to whole groups of two"
     alone = [model(**{name: value[row : row + 1] for name, value in batch.items()}).losses for row in range(2)]
     for term, value in together.items():
-        torch.testing.assert_close(value, sum(one[term] for one in alone))
+        torch.testing.assert_close(value, sum(losses[term] for losses in alone))
     objective = build_objective(PermutationObjective(), CONFIG.with_changes(XLNET), SPECIAL, (6,))
     assert int(objective.target_counts({**batch, "positions": TOKENS})["router"]) == REAL + 4
 

@@ -133,8 +133,8 @@ def test_images_of_a_row_are_each_image_alone(options: dict[str, Any]) -> None:
     expected = torch.autograd.grad(sum(losses), [*actual.parameters()])
     loss = actual(**packed).losses["classifier"]
     torch.testing.assert_close(loss, sum(losses), rtol=1e-12, atol=0)
-    for one, other in zip(torch.autograd.grad(loss, [*actual.parameters()]), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    for value, expected_value in zip(torch.autograd.grad(loss, [*actual.parameters()]), expected, strict=True):
+        torch.testing.assert_close(value, expected_value, rtol=1e-9, atol=1e-11)
     logits = torch.cat(
         [actual(**without_labels(make_image_batch([image], [[0]], [0]))).predictions["classifier"] for image in images],
     )  # fmt: skip
@@ -281,13 +281,13 @@ def test_mvit_is_the_paper(case: str) -> None:
     loss = actual(**make_image_batch(images, [[0, 1]], labels.tolist())).losses["classifier"]
     parameters = dict(actual.named_parameters())
     expected = F.cross_entropy(
-        torch.stack([logits(one, actual, parameters) for one in inputs]), labels, reduction="sum"
+        torch.stack([logits(first, actual, parameters) for first in inputs]), labels, reduction="sum"
     )
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
     gradients, expected_gradients = (torch.autograd.grad(value, [*parameters.values()]) for value in (loss, expected))
     full = float(torch.stack([gradient.norm() for gradient in expected_gradients]).norm())
-    for name, one, other in zip(parameters, gradients, expected_gradients, strict=True):
+    for name, first, second in zip(parameters, gradients, expected_gradients, strict=True):
         of_keys = name.endswith(("attn.wk.bias", "pool_k.norm.bias"))  # which softmax undoes, or nearly
-        assert of_keys or float(other.norm()) > 1e-6 * full, f"nothing to compare for {name}"
-        error = float((one - other).norm())
-        assert error <= 1e-9 * max(float(other.norm()), 1e-6 * full), f"{name}: {error:.1e}"
+        assert of_keys or float(second.norm()) > 1e-6 * full, f"nothing to compare for {name}"
+        error = float((first - second).norm())
+        assert error <= 1e-9 * max(float(second.norm()), 1e-6 * full), f"{name}: {error:.1e}"

@@ -186,8 +186,8 @@ def test_packed_images_are_dropped_as_in_a_loop(name: str, monkeypatch: pytest.M
     for row, numbers in enumerate(ROWS):
         for index, number in enumerate(numbers):
             place = (row, index)
-            one = make_batch([images[number]], SIDE, n_special, [[0]], labels=[[0, 1, 0, 1][number]])
-            alone = alone + sum(model(**one, keys=keys[:1]).losses.values())
+            batch_of_image = make_batch([images[number]], SIDE, n_special, [[0]], labels=[[0, 1, 0, 1][number]])
+            alone = alone + sum(model(**batch_of_image, keys=keys[:1]).losses.values())
     alone.backward()
     torch.testing.assert_close(loss, alone, rtol=1e-12, atol=1e-12)
     assert gradients
@@ -213,7 +213,7 @@ def test_images_of_a_row_are_dropped_independently_and_the_first_as_the_row_s_on
     for image in range(images):
         assert float(result[:, image].double().mean()) == pytest.approx(0.3, abs=0.015)
         for other in range(image):
-            both = (result[:, image] & result[:, other]).double().mean()
-            assert float(both) == pytest.approx(0.09, abs=0.01)
+            dropped_together = (result[:, image] & result[:, other]).double().mean()
+            assert float(dropped_together) == pytest.approx(0.09, abs=0.01)
     assert torch.equal(result[:, 0], dropped(None, grid)[:, 0])
     assert torch.equal(dropped(documents, None), result[:, :1].expand(rows, images)), "text by full rows"

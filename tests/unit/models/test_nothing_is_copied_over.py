@@ -200,8 +200,8 @@ def test_gradients_are_those_of_all_queries_at_once(monkeypatch: pytest.MonkeyPa
     for key, gradient in full.items():
         torch.testing.assert_close(parts[key], gradient, rtol=1e-10, atol=1e-13)
     with torch.no_grad():
-        again = model(**inputs).losses
+        losses_of_all = model(**inputs).losses
     monkeypatch.undo()
     with torch.no_grad():
         for term, loss in model(**inputs).losses.items():
-            torch.testing.assert_close(again[term], loss, rtol=1e-12, atol=0)
+            torch.testing.assert_close(losses_of_all[term], loss, rtol=1e-12, atol=0)

@@ -58,9 +58,9 @@ def compare(actual: Any, reference: Any, names: dict[str, str], batch: dict[str,
     inputs = {name: values for name, values in batch.items() if name != "target_patches"}
     predicted = actual(**inputs).predictions["pixels"]
     tokens = predicted.reshape(len(images), -1, predicted.shape[-1])[:, n_special:]
-    shown = tokens.reshape(len(images), 16, 16, 3, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
+    pixels = tokens.reshape(len(images), 16, 16, 3, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
     torch.testing.assert_close(
-        shown.reshape(expected.reconstruction.shape), expected.reconstruction, rtol=1e-9, atol=TOLERANCE
+        pixels.reshape(expected.reconstruction.shape), expected.reconstruction, rtol=1e-9, atol=TOLERANCE
     )
     loss.backward()
     expected_loss.backward()

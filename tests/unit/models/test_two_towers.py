@@ -43,9 +43,9 @@ def test_packed_is_each_pair_alone(name: str) -> None:
                 fields = ("tokens",) if not side else ("patches", "grid")
                 for field in fields:
                     alone[f"{side}{field}"] = batch[f"{side}{field}"][row][chosen][None]
-            one = model(**alone).predictions
+            predictions = model(**alone).predictions
             for kind in ("images", "texts"):
-                torch.testing.assert_close(features[kind][at], one[kind][0], rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(features[kind][at], predictions[kind][0], rtol=1e-12, atol=1e-12)
             at += 1
     assert at == len(features["images"])
     torch.testing.assert_close(features["texts"].norm(dim=1), torch.ones(at, dtype=torch.float64), rtol=1e-12, atol=0)

@@ -21,8 +21,8 @@ def test_every_token_is_predicted_once(document: list[int], dtype: type, build_o
     built = build_one(OBJECTIVE, tokens)
     assert built["tokens"].tolist() == [1, *document]
     assert built["targets"].tolist() == [*document, 2]
-    again = build_one(OBJECTIVE, tokens, sample=6, epoch=7)
-    assert {k: v.tolist() for k, v in again.items()} == {k: v.tolist() for k, v in built.items()}
+    repeated = build_one(OBJECTIVE, tokens, sample=6, epoch=7)
+    assert {k: v.tolist() for k, v in repeated.items()} == {k: v.tolist() for k, v in built.items()}
 
 
 def test_the_term_is_a_sum_over_counted_targets_and_knows_documents(build_one: Any) -> None:

@@ -298,18 +298,18 @@ def test_a_batch_is_what_the_model_reads() -> None:
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4
-    for one, terms in (
+    for objective, terms in (
         (trained, {"contrastive"}),
         (trained.for_evaluation(), {"contrastive", "top1", "top5"}),
     ):
-        rows = pack_in_memory(captions, PackingConfig(one, (10, 14), 0), members=members)
+        rows = pack_in_memory(captions, PackingConfig(objective, (10, 14), 0), members=members)
         batch = {
             name: torch.from_numpy(np.stack([rows.build_row(n)[name] for n in range(2)])) for name in rows.build_row(0)
         }
-        losses = one(model, batch)
-        assert losses.keys() == terms == one.loss_weights.keys()
-        assert {int(count) for count in one.target_counts(batch).values()} == {3}
-    features = one.features(model, batch)  # type: ignore[attr-defined]
+        losses = objective(model, batch)
+        assert losses.keys() == terms == objective.loss_weights.keys()
+        assert {int(count) for count in objective.target_counts(batch).values()} == {3}
+    features = objective.features(model, batch)  # type: ignore[attr-defined]
     numbers = features["captions"]
     assert numbers[0] == numbers[2] != numbers[1]
     cosines = features["images"] @ features["texts"].T

@@ -79,14 +79,14 @@ def test_whole_words_are_masked_as_a_whole(
     chosen, n = 0, 0
     for sample in range(600):
         tokens = make_text(LENGTH, sample)
-        taken = build_one(result, tokens, sample=sample)["targets"][1:-1] != IGNORE
+        is_chosen = build_one(result, tokens, sample=sample)["targets"][1:-1] != IGNORE
         assert special.word_starts is not None
         starts = special.word_starts[tokens].copy()
         starts[0] = True
         word = np.cumsum(starts) - 1
-        share = np.bincount(word, taken) / np.bincount(word)
+        share = np.bincount(word, is_chosen) / np.bincount(word)
         assert set(share.tolist()) <= {0.0, 1.0}
-        chosen, n = chosen + int(taken.sum()), n + LENGTH
+        chosen, n = chosen + int(is_chosen.sum()), n + LENGTH
     assert within(chosen, n, 0.15)
 
 
@@ -133,12 +133,12 @@ def test_85_of_100_chosen_tokens_are_masked(make_objective: Any, make_text: Any,
         tokens = make_text(n, sample)
         fields = build_one(result, tokens, sample=sample)
         assert fields["original"].tolist() == [CLS, *tokens.tolist(), SEP]
-        taken = fields["targets"] != IGNORE
-        assert (fields["targets"][taken] == fields["original"][taken]).all()
+        is_chosen = fields["targets"] != IGNORE
+        assert (fields["targets"][is_chosen] == fields["original"][is_chosen]).all()
         changed = fields["tokens"] != fields["original"]
         assert (fields["tokens"][changed] == MASK).all(), "no random tokens"
-        assert taken[changed].all()
-        masked, chosen = masked + int(changed.sum()), chosen + int(taken.sum())
+        assert is_chosen[changed].all()
+        masked, chosen = masked + int(changed.sum()), chosen + int(is_chosen.sum())
     assert abs(chosen - 150_000) < 5 * (1e6 * 0.15 * 0.85) ** 0.5
     assert abs(masked - 0.85 * chosen) < 5 * (chosen * 0.85 * 0.15) ** 0.5
 

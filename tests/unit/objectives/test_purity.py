@@ -160,7 +160,7 @@ def test_no_rank_or_resume_changes_a_batch(
 
     with loader(micro_batch=4) as full, loader(micro_batch=1, position=8) as resumed:
         steps = [joined(next(full)) for _ in range(6)]
-        again = [joined(next(resumed)) for _ in range(4)]
+        resumed_batches = [joined(next(resumed)) for _ in range(4)]
     with (
         loader(micro_batch=1, data_rank=0, data_ranks=2) as zero,
         loader(micro_batch=2, data_rank=1, data_ranks=2) as one,
@@ -170,4 +170,4 @@ def test_no_rank_or_resume_changes_a_batch(
         for field, values in step.items():
             np.testing.assert_array_equal(values, np.concatenate([part[field] for part in shared[number]]))
             if number >= 2:
-                np.testing.assert_array_equal(values, again[number - 2][field])
+                np.testing.assert_array_equal(values, resumed_batches[number - 2][field])

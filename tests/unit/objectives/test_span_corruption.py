@@ -158,17 +158,17 @@ def test_the_seven_denoisers_have_their_shares(make_objective: Any, build_one: A
     ends = []
     for sample in range(3500):
         fields = build_one(result, tokens, sample=sample)
-        one = kind(fields, 200)
-        actual[one] = actual.get(one, 0) + 1
+        denoiser = kind(fields, 200)
+        actual[denoiser] = actual.get(denoiser, 0) + 1
         assert sorted([*fields["encoder_tokens"], *fields["targets"]])[-200:] == list(range(200, 400)), (
             "each token once"
         )
-        if one[0] == "S":
+        if denoiser[0] == "S":
             assert fields["encoder_tokens"][1:-1].tolist() + fields["targets"][:-1].tolist() == tokens.tolist()
             ends.append(len(fields["targets"]) - 1)
     assert actual.keys() == SETTINGS.keys()
-    for one, share in SETTINGS.items():
-        assert abs(actual[one] - 3500 * share) < 5 * (3500 * share * (1 - share)) ** 0.5, one
+    for denoiser, share in SETTINGS.items():
+        assert abs(actual[denoiser] - 3500 * share) < 5 * (3500 * share * (1 - share)) ** 0.5, denoiser
     assert min(ends) >= 1
     assert max(ends) <= 100
     assert np.mean(ends) == pytest.approx(50, abs=7), "a quarter of the text on average"

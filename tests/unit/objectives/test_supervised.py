@@ -140,8 +140,8 @@ def test_random_chunks_fit(name: str) -> None:
         "multiple_choice": MultipleChoiceObjective(), "span_extraction": SpanExtractionObjective(),
         "text_classifier": TextClassificationObjective(),
     }[name]  # fmt: skip
-    both = {"both_orders": True} if name == "text_classifier" else {}
-    objective = build_objective(kind, model("encoder", {"name": name, **both}), SPECIAL, (32,))
+    options = {"both_orders": True} if name == "text_classifier" else {}
+    objective = build_objective(kind, model("encoder", {"name": name, **options}), SPECIAL, (32,))
     random = np.random.default_rng(1)
     chunks = [objective.random_chunk(random) for _ in range(200)]
     packed = pack_in_memory(

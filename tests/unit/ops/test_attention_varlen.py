@@ -236,17 +236,17 @@ def test_masked_attention_on_a_gpu_is_never_cudnn_nor_math(
         lambda q, width, masked: sdpa.MASKED_BACKENDS if masked else sdpa.UNMASKED_BACKENDS,
     )
     pattern_mask, inputs = PatternMask(Full(causal=True), sequence()), heads()
-    taken: list[bool] = []
+    calls: list[bool] = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
         F,
         "scaled_dot_product_attention",
-        lambda *a, enable_gqa, **k: (taken.append(enable_gqa), real(*a, **k))[1],
+        lambda *a, enable_gqa, **k: (calls.append(enable_gqa), real(*a, **k))[1],
     )
     fused = sdpa.sdpa_attention(*inputs, pattern_mask, None, AttentionOptions(), None)
     torch.testing.assert_close(fused, attention_reference(*inputs, pattern_mask))
     assert allowed == [sdpa.MASKED_BACKENDS]
-    assert taken == [False]
+    assert calls == [False]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, of_values: int, shares: bool
 ) -> None:
     """The other kernels of the list take no keys that heads share, so that torch would find none at all."""
-    taken: list[bool] = []
+    calls: list[bool] = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
         sdpa,
@@ -273,7 +273,7 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
     monkeypatch.setattr(sdpa, "_allow_only", lambda allowed: nullcontext())
 
     def watched(*inputs: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
-        taken.append(enable_gqa)
+        calls.append(enable_gqa)
         return real(*inputs, enable_gqa=enable_gqa, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
@@ -282,7 +282,7 @@ def test_keys_are_repeated_on_a_gpu_where_flash_attention_does_not_serve(
     fused = sdpa.sdpa_attention(q, k, v, CAUSAL_MASK, None, AttentionOptions(), None)
     expected = attention_reference(q.double(), k.double(), v.double(), CAUSAL_MASK)
     torch.testing.assert_close(fused.double(), expected, rtol=2e-2, atol=2e-2)
-    assert taken == [shares]
+    assert calls == [shares]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])

@@ -161,8 +161,12 @@ def test_chunks_follow_memory_on_a_gpu() -> None:
     on_gpu = type("On", (), {"device": torch.device("cuda"), "element_size": lambda self: 2})()
     tokens = module.choose_chunk(on_gpu, 50257)
     assert tokens % module.ROW_ALIGNMENT == 0
-    held = tokens * module.pad_row_length(50257) * 2
-    assert module.LOGITS_BYTES - module.ROW_ALIGNMENT * module.pad_row_length(50257) * 2 < held <= module.LOGITS_BYTES
+    logits_bytes = tokens * module.pad_row_length(50257) * 2
+    assert (
+        module.LOGITS_BYTES - module.ROW_ALIGNMENT * module.pad_row_length(50257) * 2
+        < logits_bytes
+        <= module.LOGITS_BYTES
+    )
     assert module.choose_chunk(on_gpu, 2**30) == module.ROW_ALIGNMENT
     assert module.pad_row_length(50257) == 50304
 
@@ -247,8 +251,8 @@ def test_a_ring_is_one_rank(kind: Any, lengths: tuple[int, ...]) -> None:
 
     def run(rank: int) -> None:
         begin = sum(lengths[:rank])
-        mine = [x.detach()[begin : begin + lengths[rank]].requires_grad_() for x in (images, texts)]
-        leaves = [*mine, *(x.detach().requires_grad_() for x in inputs[2:])]
+        local_features = [x.detach()[begin : begin + lengths[rank]].requires_grad_() for x in (images, texts)]
+        leaves = [*local_features, *(x.detach().requires_grad_() for x in inputs[2:])]
         options = LossOptions(kind, rings[rank], chunk=2)
         loss = contrastive_loss(leaves[0], leaves[1], leaves[2], leaves[3] if bias is not None else None, options)
         results[rank] = loss.detach(), torch.autograd.grad(loss, leaves)

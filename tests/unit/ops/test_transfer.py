@@ -38,11 +38,11 @@ def test_a_buffer_is_left_by_all_or_by_none() -> None:
         return {str(i): part for i, part in enumerate(torch.arange(float(sum(sizes))).split(sizes))}
 
     joined, left = parts([16, 32, 5]), parts([16, 3, 32])
-    both = align_all({**joined, **{f"left {name}": part for name, part in left.items()}})
-    assert all(both[name] is part for name, part in joined.items())
+    aligned = align_all({**joined, **{f"left {name}": part for name, part in left.items()}})
+    assert all(aligned[name] is part for name, part in joined.items())
     buffer = next(iter(left.values())).untyped_storage().data_ptr()
     for name, part in left.items():
-        actual = both[f"left {name}"]
+        actual = aligned[f"left {name}"]
         assert torch.equal(actual, part)
         assert not is_misaligned(actual)
         assert actual.untyped_storage().data_ptr() != buffer
@@ -83,9 +83,9 @@ def test_the_host_computes_along_what_it_has_copies_of() -> None:
 
     values, index = torch.arange(6).view(2, 3), torch.tensor([2, 0])
     on_devices = [on_device(values), on_device(index)]
-    taken = module.keep_host_copy(take, *on_devices)
-    assert taken.device.type == "meta"
-    assert torch.equal(module.to_host(taken), torch.tensor([[2, 0], [5, 3]]))
+    rows = module.keep_host_copy(take, *on_devices)
+    assert rows.device.type == "meta"
+    assert torch.equal(module.to_host(rows), torch.tensor([[2, 0], [5, 3]]))
     assert torch.equal(module.keep_host_copy(take, values, index), values[:, index])
     on_devices[0].add_(1)  # the copy is out of date
     with pytest.raises(NotImplementedError):

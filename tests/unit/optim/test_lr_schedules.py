@@ -206,10 +206,10 @@ def test_pieces_and_blocks_are_moved_as_the_whole(monkeypatch: pytest.MonkeyPatc
     optimizer_state = stepped(full, gradients, ShardLocation("a", (9, 8), (0, 0))).state[full]
     monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 20)
     block = start[3:, 2:7].clone()
-    mine = stepped(block, [g[3:, 2:7] for g in gradients], ShardLocation("a", (9, 8), (3, 2))).state[block]
+    state_of_block = stepped(block, [g[3:, 2:7] for g in gradients], ShardLocation("a", (9, 8), (3, 2))).state[block]
     assert torch.equal(block, full[3:, 2:7])
     for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(mine[key], optimizer_state[key][3:, 2:7])
+        assert torch.equal(state_of_block[key], optimizer_state[key][3:, 2:7])
     other = start.clone()
     stepped(other, gradients, ShardLocation("b", (9, 8), (0, 0)))
     assert not torch.equal(other, full), "every parameter has chances of its own"
@@ -248,8 +248,8 @@ def test_the_average_is_its_formula(config: OptimizerSection) -> None:
         gradients = {
             name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in model.named_parameters()
         }
-        for one in (plain, averaged):
-            one.step({name: gradient.clone() for name, gradient in gradients.items()}, 0.1)
+        for optimizer in (plain, averaged):
+            optimizer.step({name: gradient.clone() for name, gradient in gradients.items()}, 0.1)
         for name, weight in model.named_parameters():
             assert torch.equal(weight, without.get_parameter(name))
             before = expected.get(name, weight.detach())

@@ -267,9 +267,9 @@ def test_schedule_free_equals_its_reference() -> None:
     assert_same(actual, y)
     config = OPTIMIZER_SECTION.validate_python({"name": "schedule_free_adamw", "lr": RATE})
     (group,) = OPTIMIZERS.get("schedule_free_adamw")(config, parameters())
-    again = ElementwiseOptimizer(group, actual)
-    again._torch = result
-    assert_same(again.averaged(), x)
+    optimizer = ElementwiseOptimizer(group, actual)
+    optimizer._torch = result
+    assert_same(optimizer.averaged(), x)
     assert all((x[name] - y[name]).norm() > 1e-3 for name in x), "they would not be told apart"
 
 
@@ -306,24 +306,24 @@ def test_muon_s_matrices_of_a_shape_are_moved_together(monkeypatch: pytest.Monke
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     shapes = [(6, 4)] * 3 + [(4, 6), (2, 6, 4), (4, 6), (6, 4)]
-    mine = [draw(*shape).requires_grad_() for shape in shapes]
-    expected = [[item.clone() for item in weight.detach().view(-1, *weight.shape[-2:])] for weight in mine]
+    weights = [draw(*shape).requires_grad_() for shape in shapes]
+    expected = [[item.clone() for item in weight.detach().view(-1, *weight.shape[-2:])] for weight in weights]
     options = {"lr": 0.02, "momentum": 0.9}
     optimizer = BatchedMuon(
-        [{"params": mine[:4], "weight_decay": 0.2}, {"params": mine[4:], "weight_decay": 0.1, "lr": 0.01}],
+        [{"params": weights[:4], "weight_decay": 0.2}, {"params": weights[4:], "weight_decay": 0.1, "lr": 0.01}],
         **options,
     )
     first, second = ([item for several in part for item in several] for part in (expected[:4], expected[4:]))
     groups = [{"params": first, "weight_decay": 0.2}, {"params": second, "weight_decay": 0.1, "lr": 0.01}]
     reference = torch.optim.Muon(groups, **options)
     for _ in range(6):
-        for weight, several in zip(mine, expected, strict=True):
+        for weight, several in zip(weights, expected, strict=True):
             weight.grad = draw(*weight.shape)
             for item, gradient in zip(several, weight.grad.view(-1, *weight.shape[-2:]), strict=True):
                 item.grad = gradient.clone()
         optimizer.step()
         reference.step()
-        for weight, several in zip(mine, expected, strict=True):
+        for weight, several in zip(weights, expected, strict=True):
             torch.testing.assert_close(weight.view(-1, *weight.shape[-2:]), torch.stack(several), rtol=0, atol=4e-4)
 
 

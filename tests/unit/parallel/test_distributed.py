@@ -90,11 +90,11 @@ def program(tmp_path: Path) -> str:
 
 
 def run(command: list[str], **environment: str) -> tuple[int, list[str]]:
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=60,
     )  # fmt: skip
-    return done.returncode, sorted(done.stdout.splitlines())
+    return completed.returncode, sorted(completed.stdout.splitlines())
 
 
 def test_a_single_process_has_a_group_without_ports(program: str) -> None:

@@ -127,8 +127,8 @@ class Around(nn.Module):
 def test_a_plan_is_what_the_parts_say() -> None:
     """Rows are relative to their module, and one that matches nothing is for another model."""
     assert match_styles(Block()) == {"up": COLWISE, "down": ROWWISE, "norm": SEQUENCE_PARALLEL}
-    both = [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down", "norm")]
-    assert list(match_styles(Around(Block(), Block()))) == both
+    expected = [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down", "norm")]
+    assert list(match_styles(Around(Block(), Block()))) == expected
 
 
 def test_a_row_for_the_module_itself_is_for_it_alone() -> None:

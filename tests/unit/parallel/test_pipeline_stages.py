@@ -284,10 +284,10 @@ def test_the_bubble_of_split_backward_passes(ranks: int) -> None:
 
 def test_1f1b_holds_as_many_micro_batches_as_there_are_ranks_ahead() -> None:
     for rank, order in enumerate(build_schedule("1f1b", 4, 1, 12)):
-        held = most = 0
+        in_flight = most = 0
         for action in order:
-            held += {"F": 1, "B": -1}[action.kind]
-            most = max(most, held)
+            in_flight += {"F": 1, "B": -1}[action.kind]
+            most = max(most, in_flight)
         assert most == 4 - rank
 
 

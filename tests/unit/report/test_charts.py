@@ -138,8 +138,8 @@ def test_norms_of_layers_have_a_chart_for_each_kind(run: Path) -> None:
     titles = [label.split(",")[0] for label in page.charts()]
     assert titles == ["Loss", "Gradients by layer", "Activations by layer", "Weights by layer"]
     weights = page.charts()[3]
-    shown = ["decoder.embedding: 1 ", "decoder 0: 2 ", "decoder 1: 3 ", "decoder 2: 4 ", "head: 5 "]
-    assert [weights.index(text) for text in shown] == sorted(weights.index(text) for text in shown)
+    expected = ["decoder.embedding: 1 ", "decoder 0: 2 ", "decoder 1: 3 ", "decoder 2: 4 ", "head: 5 "]
+    assert [weights.index(text) for text in expected] == sorted(weights.index(text) for text in expected)
     assert "decoder.embedding" not in page.charts()[2], "only blocks have an output in the residual stream"
     assert "decoder 2: 1 at step 1, 40 at step 40" in page.charts()[2]
 

@@ -20,12 +20,12 @@ from tests.support.reported_runs import CHROMIUM, Page, write_reported_run
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     """Two runs of one corpus, the second with another rate and shorter."""
-    one = write_reported_run(tmp_path, 200)
-    other = tmp_path / "runs" / "slower"
-    write_reported_run(tmp_path / "b", 100).rename(other)
-    config = (one / "config.toml").read_text().replace("lr = 3e-3", "lr = 1e-3").replace("synthetic", "slower")
-    (other / "config.toml").write_text(config)
-    return [one, other]
+    first = write_reported_run(tmp_path, 200)
+    second = tmp_path / "runs" / "slower"
+    write_reported_run(tmp_path / "b", 100).rename(second)
+    config = (first / "config.toml").read_text().replace("lr = 3e-3", "lr = 1e-3").replace("synthetic", "slower")
+    (second / "config.toml").write_text(config)
+    return [first, second]
 
 
 def test_the_table_tells_what_differs_and_what_was_reached(
@@ -43,17 +43,17 @@ def test_the_table_tells_what_differs_and_what_was_reached(
 
 def test_metrics_of_a_task_are_compared(runs: list[Path], tmp_path: Path) -> None:
     """Each is a column and a chart; a run without them has a dash, and no column is empty."""
-    one, other = runs
-    path = one / "metrics.jsonl"
+    first, second = runs
+    path = first / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
         for result in line.get("evaluation", {}).values():
             result.pop("bits_per_byte", None)
             result["metrics"] = {"accuracy": 0.75, "f1_macro": 0.5}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = one / "config.toml"
+    config = first / "config.toml"
     config.write_text(config.read_text() + '\n[objective]\nname = "text_classification"\n')
-    (other / "metrics.jsonl").write_text("")
+    (second / "metrics.jsonl").write_text("")
     comparison = RunComparison.read(runs)
     results = comparison.collect_results()
     set_name = comparison.runs[0].validation_sets[0]
@@ -67,11 +67,11 @@ def test_metrics_of_a_task_are_compared(runs: list[Path], tmp_path: Path) -> Non
 
 
 def test_values_are_compared_and_not_what_is_left_of_them_in_four_digits(runs: list[Path]) -> None:
-    one, other = ((run / "config.toml") for run in runs)
-    text = one.read_text()
-    one.write_text(text.replace("lr = 3e-3", "lr = 1.230e-4").replace("clip = 1.0", "clip = 1"))
+    first, second = ((run / "config.toml") for run in runs)
+    text = first.read_text()
+    first.write_text(text.replace("lr = 3e-3", "lr = 1.230e-4").replace("clip = 1.0", "clip = 1"))
     changed = text.replace("lr = 3e-3", "lr = 1.234e-4").replace("betas = [0.9, 0.95]", "betas = [0.9, 0.950001]")
-    other.write_text(
+    second.write_text(
         changed.replace("weight_decay = 0.1", 'weight_decay = "0.1"').replace("[parallel]", "[parallel]\npp = 1")
     )
     assert RunComparison.read(runs).list_differences() == [
@@ -141,14 +141,14 @@ def test_another_axis_is_drawn_without_a_complaint(runs: list[Path], tmp_path: P
     flags = [
         "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
     ]  # fmt: skip
-    done = subprocess.run(
+    completed = subprocess.run(
         [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
          f"{page.as_uri()}#axes=tokens,log"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    assert ">tokens 1M<" in done.stdout
+    assert completed.returncode == 0, completed.stderr
+    assert [line for line in completed.stderr.splitlines() if "CONSOLE" in line] == []
+    assert ">tokens 1M<" in completed.stdout
     shutil.rmtree(tmp_path / "profile", ignore_errors=True)
 
 
@@ -200,8 +200,8 @@ def test_points_ticks_and_levels_lie_on_the_same_axes(run: Path, tmp_path: Path)
     assert speed.count("M") == 2, "a step without a number breaks the line"
     assert list(labels(plots["Bits per byte"], "level")) == ["c 2.01 · b 2", "a 1"]
     (bits,) = points(plots["Bits per byte"], "marks")
-    shown = labels(plots["Bits per byte"], "level")
-    assert bits[1] == pytest.approx(5 * (shown["a 1"] + shown["c 2.01 · b 2"]), abs=5)
+    levels = labels(plots["Bits per byte"], "level")
+    assert bits[1] == pytest.approx(5 * (levels["a 1"] + levels["c 2.01 · b 2"]), abs=5)
 
 
 def points(plot: str, kind: str) -> list[tuple[float, float]]:
@@ -238,7 +238,7 @@ def draw(page: Path, folder: Path) -> str:
         "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
     ]  # fmt: skip
     command = [str(CHROMIUM), *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    return done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    assert [line for line in completed.stderr.splitlines() if "CONSOLE" in line] == []
+    return completed.stdout

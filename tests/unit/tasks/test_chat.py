@@ -55,7 +55,9 @@ def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module", params=["chatml", "llama"])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any, str]:
+def tokenizer_pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Any, str]:
     """Ours, transformers' and the file of a byte-level tokenizer with a chat template."""
     folder = tmp_path_factory.mktemp(request.param)
     built = library.Tokenizer(models.BPE())
@@ -86,11 +88,13 @@ def encoder(tokenizer: Tokenizer, file: str, length: int = 200, **values: Any) -
 
 
 @pytest.mark.parametrize("chat", range(len(CHATS)))
-def test_tokens_and_mask_are_those_of_transformers(both: tuple[Tokenizer, Any, str], chat: int) -> None:
-    ours, theirs, file = both
-    said = messages(*CHATS[chat])
-    expected = theirs.apply_chat_template(said, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    ((example,), _) = encoder(ours, file).encode([{"messages": said}])
+def test_tokens_and_mask_are_those_of_transformers(tokenizer_pair: tuple[Tokenizer, Any, str], chat: int) -> None:
+    tokenizer, hf_tokenizer, file = tokenizer_pair
+    conversation = messages(*CHATS[chat])
+    expected = hf_tokenizer.apply_chat_template(
+        conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ((example,), _) = encoder(tokenizer, file).encode([{"messages": conversation}])
     assert example.tokens.tolist() == expected["input_ids"]
     mask = np.zeros(len(example.tokens), int)
     for begin, end in example.annotation["trained"]:
@@ -98,21 +102,23 @@ def test_tokens_and_mask_are_those_of_transformers(both: tuple[Tokenizer, Any, s
     # What a template writes after its mark of an answer, a line end here, is part of ours: the model is to make it.
     marked = np.array(expected["assistant_masks"])
     assert (mask >= marked).all()
-    line_end = ours.encode("\n").tolist()
+    line_end = tokenizer.encode("\n").tolist()
     extra = example.tokens[(mask == 1) & (marked == 0)].tolist()
     assert extra == (
-        line_end * sum(role == "assistant" for role, _ in CHATS[chat]) if "im_start" in theirs.chat_template else []
+        line_end * sum(role == "assistant" for role, _ in CHATS[chat])
+        if "im_start" in hf_tokenizer.chat_template
+        else []
     )
 
 
-def test_targets_are_the_answers_and_nothing_else(both: tuple[Tokenizer, Any, str]) -> None:
-    ours, _, file = both
-    ((example,), notes) = encoder(ours, file).encode([{"messages": messages(*CHATS[0])}])
+def test_targets_are_the_answers_and_nothing_else(tokenizer_pair: tuple[Tokenizer, Any, str]) -> None:
+    tokenizer, _, file = tokenizer_pair
+    ((example,), notes) = encoder(tokenizer, file).encode([{"messages": messages(*CHATS[0])}])
     stored = {ANNOTATION: json.dumps(example.annotation).encode()}
     fields = Answers.build_example(object.__new__(Answers), DocumentChunk(example.tokens, files=stored), None)
     assert fields["tokens"].tolist() == example.tokens[:-1].tolist()
     targets = fields["targets"][fields["targets"] != IGNORE].tolist()
-    text = ours.decode(targets)
+    text = tokenizer.decode(targets)
     assert "Canberra." in text
     assert "東京 🗼" in text
     assert "Hauptstadt" not in text
@@ -120,12 +126,12 @@ def test_targets_are_the_answers_and_nothing_else(both: tuple[Tokenizer, Any, st
     at = np.flatnonzero(fields["targets"] != IGNORE)
     assert fields["targets"][at].tolist() == example.tokens[at + 1].tolist()
     assert notes == [f"x: {len(at)} of {len(example.tokens)} tokens are trained"]
-    shown = format_trained(example.tokens, example.annotation["trained"], ours, colour=False)
-    assert shown.count("⟦") == 2
-    coloured = format_trained(example.tokens, example.annotation["trained"], ours, colour=True)
-    assert coloured == shown.replace("⟦", "\033[32m").replace("⟧", "\033[0m"), "green"
-    assert shown.partition("⟦")[0].count("Hauptstadt") == 1
-    assert shown.replace("⟦", "").replace("⟧", "").count("</s>" if "INST" in shown else "<|im_end|>") >= 2
+    formatted = format_trained(example.tokens, example.annotation["trained"], tokenizer, colour=False)
+    assert formatted.count("⟦") == 2
+    coloured = format_trained(example.tokens, example.annotation["trained"], tokenizer, colour=True)
+    assert coloured == formatted.replace("⟦", "\033[32m").replace("⟧", "\033[0m"), "green"
+    assert formatted.partition("⟦")[0].count("Hauptstadt") == 1
+    assert formatted.replace("⟦", "").replace("⟧", "").count("</s>" if "INST" in formatted else "<|im_end|>") >= 2
 
 
 @pytest.mark.parametrize(
@@ -148,39 +154,39 @@ def test_targets_are_the_answers_and_nothing_else(both: tuple[Tokenizer, Any, st
         ),
     ],
 )
-def test_bad_conversations_are_named(both: tuple[Tokenizer, Any, str], row: Any, message: str) -> None:
-    ours, _, file = both
+def test_bad_conversations_are_named(tokenizer_pair: tuple[Tokenizer, Any, str], row: Any, message: str) -> None:
+    tokenizer, _, file = tokenizer_pair
     good = messages(("user", "a"), ("assistant", "b"))
     with pytest.raises(UsageError, match=f"x, row 2: {message}"):
-        encoder(ours, file).encode([{"messages": good}, {} if row is None else {"messages": row}])
+        encoder(tokenizer, file).encode([{"messages": good}, {} if row is None else {"messages": row}])
 
 
 def test_an_answer_that_is_cut_away_is_refused_and_one_that_is_cut_is_told(
-    both: tuple[Tokenizer, Any, str],
+    tokenizer_pair: tuple[Tokenizer, Any, str],
 ) -> None:
-    ours, _, file = both
+    tokenizer, _, file = tokenizer_pair
     long = messages(("user", "word " * 300), ("assistant", "b"))
     with pytest.raises(UsageError, match="row 1: no token is trained"):
-        encoder(ours, file, too_long="truncate").encode([{"messages": long}])
+        encoder(tokenizer, file, too_long="truncate").encode([{"messages": long}])
     answer = messages(("user", "a"), ("assistant", "word " * 300))
-    ((example,), notes) = encoder(ours, file, too_long="truncate").encode([{"messages": answer}])
+    ((example,), notes) = encoder(tokenizer, file, too_long="truncate").encode([{"messages": answer}])
     assert len(example.tokens) == 201
     assert any("1 of 1 examples are cut to 200 tokens" in note for note in notes)
     assert any("won't learn to stop" in note for note in notes)
 
 
-def test_templates_that_refuse_or_rewrite_are_named(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
-    ours, theirs, file = both
-    if "INST" in theirs.chat_template:
+def test_templates_that_refuse_or_rewrite_are_named(tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
+    tokenizer, hf_tokenizer, file = tokenizer_pair
+    if "INST" in hf_tokenizer.chat_template:
         with pytest.raises(UsageError, match="x, row 1: the chat template refuses the messages: only user"):
-            encoder(ours, file).encode([{"messages": messages(("system", "s"), ("assistant", "b"))}])
+            encoder(tokenizer, file).encode([{"messages": messages(("system", "s"), ("assistant", "b"))}])
     rewriting = tmp_path / "rewriting.jinja"
     rewriting.write_text("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}")
     with pytest.raises(UsageError, match="x, row 1: the chat template renders the messages before message 2 otherwise"):
-        encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
+        encoder(tokenizer, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
     rewriting.write_text("{% for m in messages %}")
     with pytest.raises(UsageError, match="no Jinja template"):
-        encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
+        encoder(tokenizer, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
     for refused in (
         "{{ ''.__class__.__mro__ }}",
         "{{ messages[0].content + 1 }}",
@@ -189,7 +195,7 @@ def test_templates_that_refuse_or_rewrite_are_named(both: tuple[Tokenizer, Any, 
     ):
         rewriting.write_text(refused)
         with pytest.raises(UsageError, match="x, row 1: the chat template refuses the messages"):
-            encoder(ours, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
+            encoder(tokenizer, file, chat_template=str(rewriting)).encode([{"messages": messages(*CHATS[1])}])
 
 
 def test_json_in_a_template_is_that_of_transformers() -> None:
@@ -197,58 +203,64 @@ def test_json_in_a_template_is_that_of_transformers() -> None:
     assert template.render([{"role": "ü"}]) == '[{"role": "ü"}] [\n {\n  "role": "\\u00fc"\n }\n]'
 
 
-def test_a_tokenizer_s_template_is_found_by_its_name(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
-    ours, theirs, _ = both
-    library_tokenizer = copy.deepcopy(theirs)
+def test_a_tokenizer_s_template_is_found_by_its_name(
+    tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path
+) -> None:
+    tokenizer, hf_tokenizer, _ = tokenizer_pair
+    library_tokenizer = copy.deepcopy(hf_tokenizer)
     library_tokenizer.chat_template = {"default": "one", "tool_use": "two"}
     for stored_in_files in (True, False):
         folder = tmp_path / str(stored_in_files)
         library_tokenizer.save_pretrained(folder, save_jinja_files=stored_in_files)
-        sources = [load_chat_template(folder, ours, None, name=name).source for name in ("default", "tool_use")]
+        sources = [load_chat_template(folder, tokenizer, None, name=name).source for name in ("default", "tool_use")]
         assert sources == ["one", "two"]
         with pytest.raises(UsageError, match="has no chat template 'rag': choose one of default, tool_use"):
-            load_chat_template(folder, ours, None, name="rag")
+            load_chat_template(folder, tokenizer, None, name="rag")
 
 
-def test_unreadable_files_beside_a_tokenizer_are_named(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
-    ours, *_ = both
+def test_unreadable_files_beside_a_tokenizer_are_named(
+    tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path
+) -> None:
+    tokenizer, *_ = tokenizer_pair
     config = tmp_path / "tokenizer_config.json"
     config.write_text('\ufeff{"chat_template": "one"}')  # as some editors write it
-    assert load_chat_template(tmp_path, ours, None).source == "one"
+    assert load_chat_template(tmp_path, tokenizer, None).source == "one"
     config.write_text('{"chat_template"')
     with pytest.raises(UsageError, match=r"tokenizer_config\.json: can't read it"):
-        load_chat_template(tmp_path, ours, None)
+        load_chat_template(tmp_path, tokenizer, None)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(UsageError, match=r"chat_template\.jinja: can't read it: 'utf-8' codec"):
-        load_chat_template(tmp_path, ours, None)
+        load_chat_template(tmp_path, tokenizer, None)
 
 
-def test_a_template_is_held_against_the_tokenizer_s_own(both: tuple[Tokenizer, Any, str], tmp_path: Path) -> None:
-    ours, theirs, file = both
-    rows, given = [{"messages": messages(*chat)} for chat in CHATS], tmp_path / "given.jinja"
-    for source, is_other in ((theirs.chat_template, False), ("{{ 'x' }}" + theirs.chat_template, True)):
-        given.write_text(source)
-        _, notes = encoder(ours, file, chat_template=str(given)).encode(rows)
+def test_a_template_is_held_against_the_tokenizer_s_own(
+    tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path
+) -> None:
+    tokenizer, hf_tokenizer, file = tokenizer_pair
+    rows, template_file = [{"messages": messages(*chat)} for chat in CHATS], tmp_path / "given.jinja"
+    for source, is_other in ((hf_tokenizer.chat_template, False), ("{{ 'x' }}" + hf_tokenizer.chat_template, True)):
+        template_file.write_text(source)
+        _, notes = encoder(tokenizer, file, chat_template=str(template_file)).encode(rows)
         assert any("x, row 1: task.chat_template renders it otherwise" in note for note in notes) == is_other
-    given.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    template_file.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     system = [{"messages": messages(("system", "s"), ("user", "a"), ("assistant", "b"))}]
-    _, notes = encoder(ours, file, chat_template=str(given)).encode(system)
+    _, notes = encoder(tokenizer, file, chat_template=str(template_file)).encode(system)
     assert any("row 1: task.chat_template renders it otherwise" in note for note in notes), "refused, or other text"
 
 
 def test_a_template_that_changes_beside_the_tokenizer_is_read_anew(
-    both: tuple[Tokenizer, Any, str], tmp_path: Path
+    tokenizer_pair: tuple[Tokenizer, Any, str], tmp_path: Path
 ) -> None:
-    ours, theirs, _ = both
+    tokenizer, hf_tokenizer, _ = tokenizer_pair
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": messages(*CHATS[1])}) + "\n")
     task = TaskConfig.model_validate({"form": "chat", "train": "x"})
     folders = []
-    for source in (theirs.chat_template, theirs.chat_template, "{{ 'x' }}" + theirs.chat_template):
+    for source in (hf_tokenizer.chat_template, hf_tokenizer.chat_template, "{{ 'x' }}" + hf_tokenizer.chat_template):
         (tmp_path / "chat_template.jinja").write_text(source)
         corpus = prepare_corpus(
             str(tmp_path / "x.jsonl"),
             task,
-            ours,
+            tokenizer,
             ExampleFormat(64, is_causal=True),
             tmp_path,
             tokenizer_file=str(tmp_path),
@@ -257,15 +269,15 @@ def test_a_template_that_changes_beside_the_tokenizer_is_read_anew(
     assert folders[0] == folders[1] != folders[2]
 
 
-def test_texts_and_answers_without_a_template(both: tuple[Tokenizer, Any, str]) -> None:
-    ours, _, file = both
+def test_texts_and_answers_without_a_template(tokenizer_pair: tuple[Tokenizer, Any, str]) -> None:
+    tokenizer, _, file = tokenizer_pair
     rows = [{"text": "zwei", "label": "two"}]
-    ((example,), _) = encoder(ours, file, form="generation", prefix="to English: ").encode(rows)
-    prompt, answer = ours.encode("to English: zwei\n").tolist(), ours.encode("two").tolist()
-    assert example.tokens.tolist() == [ours.bos, *prompt, *answer, ours.eos]
+    ((example,), _) = encoder(tokenizer, file, form="generation", prefix="to English: ").encode(rows)
+    prompt, answer = tokenizer.encode("to English: zwei\n").tolist(), tokenizer.encode("two").tolist()
+    assert example.tokens.tolist() == [tokenizer.bos, *prompt, *answer, tokenizer.eos]
     assert example.annotation == {"trained": [[1 + len(prompt), len(example.tokens)]]}
     with pytest.raises(UsageError, match="x, row 1: column 'label' is empty"):
-        encoder(ours, file, form="generation").encode([{"text": "a", "label": " "}])
+        encoder(tokenizer, file, form="generation").encode([{"text": "a", "label": " "}])
 
 
 # ------------------------------------------------------------------------------------------------ preferences
@@ -354,21 +366,21 @@ def test_rows_that_are_no_pair_are_refused(tokenizer: Tokenizer, row: dict[str, 
         preference_encoder(tokenizer).encode([ROWS[0], {**ROWS[0], **row}])
 
 
-def test_a_prompt_that_messages_would_leave_out_is_refused(both: tuple[Tokenizer, Any, str]) -> None:
+def test_a_prompt_that_messages_would_leave_out_is_refused(tokenizer_pair: tuple[Tokenizer, Any, str]) -> None:
     """Answers as messages, and the prompt as a text; a conversation that has the prompt in itself is fine."""
-    ours, _, file = both
+    tokenizer, _, file = tokenizer_pair
     row = {
         "prompt": "a",
         "chosen": messages(("assistant", "b")),
         "rejected": messages(("assistant", "c")),
     }
     config = TaskConfig(form="preference", train="pairs.jsonl")
-    pairs = PreferenceEncoder("pairs.jsonl", config, ours, ExampleFormat(64), file, scores)
+    pairs = PreferenceEncoder("pairs.jsonl", config, tokenizer, ExampleFormat(64), file, scores)
     with pytest.raises(UsageError, match=r"row 1: column 'prompt' is a text, and column 'chosen' a list with the"):
         pairs.encode([row])
     user = messages(("user", "a"))
-    whole = {side: [*user, *row[side]] for side in ("chosen", "rejected")}
-    (first,), _ = pairs.encode([{**row, **whole}])
+    conversations = {side: [*user, *row[side]] for side in ("chosen", "rejected")}
+    (first,), _ = pairs.encode([{**row, **conversations}])
     (second,), _ = pairs.encode([{**row, "prompt": user}])
     assert first.tokens.tolist() == second.tokens.tolist()
 

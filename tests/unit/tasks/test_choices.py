@@ -104,13 +104,13 @@ def test_bad_rows_are_named(bert: Path, change: dict[str, Any], config: dict[str
 
 def test_columns_and_names_of_choices(bert: Path) -> None:
     columns = {"text": "the", "a": "Bern", "b": "Rome", "label": "B", "ask": "was"}
-    (one,), _ = encode(bert, [columns], choices=["a", "b"], labels=["A", "B"])
+    (first,), _ = encode(bert, [columns], choices=["a", "b"], labels=["A", "B"])
     listed = {
         "text": "the", "choices": {"text": ["Bern", "Rome"], "label": ["A", "B"]}, "label": "1", "ask": "was",
     }  # fmt: skip
-    (other,), _ = encode(bert, [listed])
-    assert one.tokens.tolist() == other.tokens.tolist()
-    assert one.annotation == other.annotation
+    (second,), _ = encode(bert, [listed])
+    assert first.tokens.tolist() == second.tokens.tolist()
+    assert first.annotation == second.annotation
 
 
 @pytest.mark.parametrize(

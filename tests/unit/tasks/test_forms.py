@@ -260,7 +260,7 @@ def test_numbers_and_many_labels(tmp_path: Path) -> None:
     (half,) = encode(tmp_path, [{"text": "cat", "label": "-0.5"}], form="regression", labels=[])
     assert half.annotation == {"at": [0], "labels": [[-0.5]]}
     rows = [{"text": "cat", "label": label} for label in ("yes; no", ["no"], "", None)]
-    flags = [one.annotation["labels"][0] for one in encode(tmp_path, rows, form="multilabel")]
+    flags = [example.annotation["labels"][0] for example in encode(tmp_path, rows, form="multilabel")]
     assert flags == [[1, 1], [1, 0], [0, 0], [0, 0]]
     for label in ("much", "nan", "", None, True):
         with pytest.raises(UsageError, match=r"x, row 1: column 'label' is .*: give a number"):

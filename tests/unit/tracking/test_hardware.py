@@ -70,10 +70,10 @@ def test_libraries_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernels_that_torch_takes_are_noted(capability: str) -> None:
     code = "from megatfm.tracking.hardware import describe_processor; print(describe_processor()['kernels'])"
     env = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() != "AVX512"
+    completed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() != "AVX512"
     if capability == "default":
-        assert done.stdout.strip() in ("DEFAULT", "NO AVX")
+        assert completed.stdout.strip() in ("DEFAULT", "NO AVX")
 
 
 ONE, OTHER = {"cpu": "a", "threads": "1"}, {"cpu": "a", "threads": "2"}
@@ -166,10 +166,10 @@ def test_gpt3_needs_what_its_paper_says() -> None:
 
 
 def test_recomputation_counts_in_neither() -> None:
-    plain, again = (
+    plain, recomputed = (
         load_config("gpt2", ["model.vocab_size=50257", f"train.recompute={how}"]) for how in ("none", "full")
     )
-    assert flops_per_token(plain) == flops_per_token(again)
+    assert flops_per_token(plain) == flops_per_token(recomputed)
 
 
 @pytest.mark.parametrize(

@@ -226,12 +226,12 @@ def test_wandb_works_offline_and_goes_on_in_the_same_run(tmp_path: Path) -> None
     pytest.importorskip("wandb", reason="pip install 'megatfm[wandb]'")
     run = tmp_path / "run"
     for first, last in ((0, 3), (2, 5)):
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-W", "error", "-c", WANDB_RUN, str(run), str(first), str(last)],
             env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert "WARNING" not in done.stderr
+        assert completed.returncode == 0, completed.stderr
+        assert "WARNING" not in completed.stderr
     files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
     (first_id, first_half), (second_id, second_half) = (wandb_records(file) for file in files)
     assert first_id == second_id == (run / "wandb-id").read_text()

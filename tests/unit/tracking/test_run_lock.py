@@ -68,9 +68,9 @@ def test_a_process_can_not_take_the_lock_twice(tmp_path: Path) -> None:
     assert "LockedError" in other.output
     first.release()
     first.release()
-    again = RunLock(tmp_path / "lock")
-    again.acquire()
-    again.release()
+    second = RunLock(tmp_path / "lock")
+    second.acquire()
+    second.release()
 
 
 def test_a_file_that_was_removed_before_it_was_locked_is_no_lock(
@@ -87,25 +87,25 @@ def test_a_file_that_was_removed_before_it_was_locked_is_no_lock(
         return genuine(file)
 
     monkeypatch.setattr(run_lock, "_try_lock", try_lock)
-    held = RunLock(path)
-    held.acquire()
+    lock = RunLock(path)
+    lock.acquire()
     assert len(attempts) == 2
     with pytest.raises(LockedError):
         RunLock(path).acquire()
-    held.release()
+    lock.release()
 
 
 def test_reading_the_lock_file_does_not_release_the_lock(tmp_path: Path) -> None:
     """A notebook, a plugin or a hook that opens and closes it: POSIX record locks would be gone."""
-    held = RunLock(tmp_path / "lock")
-    held.acquire()
+    lock = RunLock(tmp_path / "lock")
+    lock.acquire()
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     with (tmp_path / "lock").open("r+b"):
         pass
     other = start_program(tmp_path, HOLD)
     assert other.wait() == 1
     assert "LockedError" in other.output
-    held.release()
+    lock.release()
 
 
 def test_a_forked_process_that_outlives_the_holder_does_not_hold_it(tmp_path: Path) -> None:
@@ -130,16 +130,16 @@ def test_an_error_of_the_file_server_does_not_end_the_signs_of_life(
             raise OSError(errno.ESTALE, "stale file handle")
         real(file)
 
-    held = RunLock(tmp_path / "lock")
+    lock = RunLock(tmp_path / "lock")
     monkeypatch.setattr(os, "utime", stale_at_first)
-    held.acquire()
+    lock.acquire()
     before = (tmp_path / "lock").stat().st_mtime_ns
     deadline = time.monotonic() + 20
     while (tmp_path / "lock").stat().st_mtime_ns == before:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert len(calls) > 1
-    held.release()
+    lock.release()
 
 
 @pytest.mark.usefixtures("hasty")
@@ -182,10 +182,10 @@ def test_a_planted_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
 @contextmanager
 def touched(path: Path) -> Iterator[None]:
     """Within, a file's time moves on, as that of a lock whose owner lives."""
-    done = threading.Event()
+    finished = threading.Event()
 
     def touch() -> None:
-        while not done.wait(0.05):
+        while not finished.wait(0.05):
             os.utime(path)
 
     thread = threading.Thread(target=touch)
@@ -193,7 +193,7 @@ def touched(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        done.set()
+        finished.set()
         thread.join()
 
 
@@ -216,13 +216,13 @@ def test_a_lock_file_that_moves_is_held_where_locks_do_not_reach(tmp_path: Path)
     with touched(path), pytest.raises(LockedError, match=r"process 1 on another-machine, job 7"):
         RunLock(path).acquire()
     start = time.monotonic()
-    mine = RunLock(path)
-    mine.acquire()
+    lock = RunLock(path)
+    lock.acquire()
     assert time.monotonic() - start >= 0.5, "its death was waited for"
     before = path.stat().st_mtime_ns
     time.sleep(0.4)
     assert path.stat().st_mtime_ns > before, "ours moves"
-    mine.release()
+    lock.release()
 
 
 @pytest.mark.usefixtures("hasty")
@@ -236,14 +236,14 @@ def test_a_living_process_holds_the_run_where_there_are_no_locks(
     with pytest.raises(LockedError, match=f"process {holder.pid}"):
         RunLock(tmp_path / "lock").acquire()
     holder.end()
-    mine = RunLock(tmp_path / "lock")
-    mine.acquire()
-    mine.release()
+    lock = RunLock(tmp_path / "lock")
+    lock.acquire()
+    lock.release()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}', '{"host": "a", "pid": "x"}', "\x00" * 50])
 def test_a_torn_file_is_nobodys(tmp_path: Path, content: str) -> None:
     (tmp_path / "lock").write_text(content)
-    mine = RunLock(tmp_path / "lock")
-    mine.acquire()
-    mine.release()
+    lock = RunLock(tmp_path / "lock")
+    lock.acquire()
+    lock.release()

@@ -210,11 +210,11 @@ def test_other_objectives_give_their_terms_and_no_bits_per_byte(workers: Workers
     (masked,) = workers.run(evaluated_terms, 1, folder, "masked")
     assert masked.keys() == {"loss", "tokens", "rows"}
     assert masked["loss"] == pytest.approx(math.log(400), rel=1e-12)
-    (both,) = workers.run(evaluated_terms, 1, folder, "next_sentence", 2)
-    assert both.keys() == {"loss", "terms", "tokens", "rows"}
-    assert both["terms"] == pytest.approx({"masked": math.log(400), "sentence": math.log(2)}, rel=1e-12)
-    assert both["loss"] == pytest.approx(math.log(800), rel=1e-12)
-    assert format_result(both) == f"loss {math.log(800):.4f}, masked {math.log(400):.4f}, sentence {math.log(2):.4f}"
+    (result,) = workers.run(evaluated_terms, 1, folder, "next_sentence", 2)
+    assert result.keys() == {"loss", "terms", "tokens", "rows"}
+    assert result["terms"] == pytest.approx({"masked": math.log(400), "sentence": math.log(2)}, rel=1e-12)
+    assert result["loss"] == pytest.approx(math.log(800), rel=1e-12)
+    assert format_result(result) == f"loss {math.log(800):.4f}, masked {math.log(400):.4f}, sentence {math.log(2):.4f}"
 
 
 def evaluated_uniform(folder: Path) -> dict[str, Any]:

@@ -84,8 +84,8 @@ def check_rank_0_decides(folder: Path) -> float:
     local = folder / f"step-0000000{2 - dist.get_rank()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "find_checkpoint", lambda _: local)
-        taken = load_weights(engine, folder)
-    assert taken.source.name == "step-00000002"
+        loaded = load_weights(engine, folder)
+    assert loaded.source.name == "step-00000002"
     return float(torch.cat([tensor.flatten() for tensor in engine.local.values()]).mean())
 
 

@@ -98,11 +98,11 @@ def test_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 def test_a_step_that_was_skipped_is_skipped_again_whatever_its_numbers(tmp_path: Path) -> None:
     carried_out(guard(tmp_path), Engine(), 5, math.nan, 1.0)
-    again, engine = guard(tmp_path), Engine()
-    again.decisions.read()
-    assert carried_out(again, engine, 4, 2.0, 1.0)
+    resumed, engine = guard(tmp_path), Engine()
+    resumed.decisions.read()
+    assert carried_out(resumed, engine, 4, 2.0, 1.0)
     before = engine.weight
-    assert not carried_out(again, engine, 5, 2.0, 1.0)
+    assert not carried_out(resumed, engine, 5, 2.0, 1.0)
     assert engine.weight == before
     assert (tmp_path / DECISIONS).read_text().count("\n") == 1, "decided once"
 
@@ -180,9 +180,9 @@ def test_a_rollback_voids_what_was_decided_about_other_data(tmp_path: Path) -> N
     decisions.record_rollback(12, 8, 130)
     assert (decisions.skips, decisions.data_resume_positions) == ({3, 6}, {4: 90, 8: 130})
     loss_guard.record_rollback(13, 4, 140)
-    again = DecisionLog(decisions.path, is_writer=False)
-    again.read()
-    assert (again.skips, again.data_resume_positions, again.rollbacks) == ({3}, {4: 140}, {4: 2, 8: 1})
+    reread = DecisionLog(decisions.path, is_writer=False)
+    reread.read()
+    assert (reread.skips, reread.data_resume_positions, reread.rollbacks) == ({3}, {4: 140}, {4: 2, 8: 1})
     with pytest.raises(MegatfmError, match="step 15: the loss spikes again after 2 rollbacks to step 4"):
         loss_guard.record_rollback(15, 4, 160)
     decisions.clear()
@@ -194,9 +194,9 @@ def test_a_torn_last_line_is_nothing(tmp_path: Path) -> None:
     decisions.skip(2)
     first = decisions.path.read_bytes()
     decisions.skip(3)
-    both = decisions.path.read_bytes()
-    for end in range(len(first), len(both)):
-        decisions.path.write_bytes(both[:end])
+    contents = decisions.path.read_bytes()
+    for end in range(len(first), len(contents)):
+        decisions.path.write_bytes(contents[:end])
         decisions.read()
         assert decisions.skips == {2}
     decisions.skip(4)
@@ -231,10 +231,10 @@ def test_steps_are_tried_again_where_the_settings_that_spoiled_them_changed(tmp_
     decisions.record_rollback(7, 6, 100)
     for step in (8, 9):
         decisions.skip(step)
-    again = DecisionLog(tmp_path / DECISIONS, is_writer=True)
-    again.read()
-    assert again.retry_after(6) == [8, 9]
-    assert again.retry_after(6) == []
-    for actual in (again, DecisionLog(tmp_path / DECISIONS, is_writer=False)):
+    reread = DecisionLog(tmp_path / DECISIONS, is_writer=True)
+    reread.read()
+    assert reread.retry_after(6) == [8, 9]
+    assert reread.retry_after(6) == []
+    for actual in (reread, DecisionLog(tmp_path / DECISIONS, is_writer=False)):
         actual.read()
         assert (actual.skips, actual.data_resume_positions, actual.rollbacks) == ({3}, {6: 100}, {6: 1})

@@ -277,10 +277,10 @@ def test_whose_failure_an_error_is(error: BaseException, lost: bool) -> None:
 
 def test_progress_between_ticks_is_a_sign_of_life() -> None:
     watch = RankMonitor(ProcessInfo(0, 1, 0, "none", torch.device("cpu")), 60.0)
-    done = 0
-    watch.progress = lambda: done
+    steps_done = 0
+    watch.progress = lambda: steps_done
     watch._last_progress = 0.0
     assert watch._make_heartbeat(50.0).age == 50.0
-    done = 1
+    steps_done = 1
     assert watch._make_heartbeat(55.0).age == 0.0
     assert watch._make_heartbeat(58.0).age == 3.0

@@ -259,8 +259,8 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 356, heard)
 RankMonitorServer(["n"] * 1000, 9.0, 1.0, "t", None, warn=heard.append)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], heard)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    first, second = done.stdout.splitlines()
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = completed.stdout.splitlines()
     assert first == "True []"
     assert second.startswith("700 [")
     assert "too low for 1000 connections of the rank monitor" in second

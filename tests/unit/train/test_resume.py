@@ -67,12 +67,12 @@ def test_a_factor_that_was_stored_as_a_number_is_the_word_of_today() -> None:
         {"scale": "d_model^1/2"},
     )
     number = change(change(VALUES, "model.lm_head", {"scale": 8**-0.5}), "model.embedding", {"scale": 8**0.5})
-    other = change(number, "model.lm_head", {"scale": 0.5})
+    second = change(number, "model.lm_head", {"scale": 0.5})
     assert state(word)["config"]["model"]["lm_head"]["scale"] == "d_model^-1/2"
-    for one, two in ((word, number), (number, word)):
-        assert resume.check_compatible(resume.ResumePoint(PATH, state(one)), state(two), []) == []
+    for first, two in ((word, number), (number, word)):
+        assert resume.check_compatible(resume.ResumePoint(PATH, state(first)), state(two), []) == []
     with pytest.raises(UsageError, match=r"model\.lm_head\.scale: 0\.5 → 0\.35"):
-        resume.check_compatible(resume.ResumePoint(PATH, state(other)), state(word), [])
+        resume.check_compatible(resume.ResumePoint(PATH, state(second)), state(word), [])
 
 
 CHANGES = {
@@ -279,10 +279,10 @@ def test_a_node_local_folder_is_named_once_per_run_directory(tmp_path: Path, mon
     config = Config.model_validate(values)
     for name in "ab":
         (tmp_path / name).mkdir()
-    first, again, other = (resume.discover_nodes(config, RunDirectory(tmp_path / name, 0)) for name in "aab")
+    first, second, other = (resume.discover_nodes(config, RunDirectory(tmp_path / name, 0)) for name in "aab")
     assert first is not None
     assert first.folder.parent == tmp_path / "disk"
-    assert again == first
+    assert second == first
     assert other != first
     for planted in (b"../../elsewhere", b"\x80\x04}.", b""):
         (tmp_path / "a" / resume.LOCAL_ID).write_bytes(planted)
@@ -361,10 +361,10 @@ def saved_on_nodes_around_a_rollback(folder: Path) -> list[str]:
     with Saver(folder / "shared", local_dir=folder / "node") as saver:
         facts = {**saved, "step": 4, "data": {**saved["data"], "position": 28}}
         saver.save(4, {"w": torch.ones(2)}, facts, local=True)
-    again = resume.find_resume_point(folder / "shared", nodes, decisions)
+    repeated = resume.find_resume_point(folder / "shared", nodes, decisions)
     return [
         f"{actual.step} at {actual.state['data']['position']}" if actual else "none"
-        for actual in (before, after, again)
+        for actual in (before, after, repeated)
     ]
 
 

@@ -297,8 +297,8 @@ def flipped(parallel: ParallelConfig, kind: str, precision: str) -> str:
     engine.step(1e-2, clip=1.0)
     compare_replicas(engine, step=4, every=2)
     if dist.get_rank() == 1:
-        held = engine.local[NAME] if kind == "model" else engine.optimizers[0].state()[NAME]["exp_avg"]
-        held.view(-1)[:1].view(torch.uint8)[0] ^= 1
+        tensor = engine.local[NAME] if kind == "model" else engine.optimizers[0].state()[NAME]["exp_avg"]
+        tensor.view(-1)[:1].view(torch.uint8)[0] ^= 1
     compare_replicas(engine, step=5, every=2)  # not due
     try:
         compare_replicas(engine, step=6, every=2)

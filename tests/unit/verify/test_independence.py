@@ -75,7 +75,9 @@ def test_rows_are_dealt_as_the_ranks_deal_them(ranks: int) -> None:
             assign_tokens(length, ranks, unit, is_zigzag=folded),
             compute_token_indices(length, ranks, folded, unit),
         )
-        assert all(np.array_equal(one, other) for one, other in zip(actual, reference, strict=True))
+        assert all(
+            np.array_equal(value, expected_value) for value, expected_value in zip(actual, reference, strict=True)
+        )
 
 
 def small(name: str, *overrides: str) -> Config:
@@ -94,8 +96,12 @@ def test_stages_are_those_of_the_engine(name: str) -> None:
         assert [len(stage.split_points) for stage in actual.stages] == [
             len(stage.split_points) for stage in reference.stages
         ]
-        for one, other in zip(actual.stages, reference.stages, strict=True):
-            assert (one.rank, one.takes, one.returns) == (other.rank, other.inputs, other.inputs_with_grad)
+        for value, expected_value in zip(actual.stages, reference.stages, strict=True):
+            assert (value.rank, value.takes, value.returns) == (
+                expected_value.rank,
+                expected_value.inputs,
+                expected_value.inputs_with_grad,
+            )
         assert actual.holders == reference.parameter_ranks
 
 

@@ -118,12 +118,12 @@ def test_differences_of_cut_and_replicated_gradients() -> None:
     right = answer({"cut": ((0, 0), cut[:2]), "whole": ((0,), full), "zero": ((0,), zero)})
     wrong = answer({"cut": ((2, 0), cut[2:] + 0.5), "whole": ((0,), full), "zero": ((0,), zero + 1e-9)})
     actual = compute_gradient_differences({"cut": cut, "whole": full, "zero": zero}, [right, wrong])
-    assert [one.name for one in actual] == ["cut", "zero", "whole"]
+    assert [difference.name for difference in actual] == ["cut", "zero", "whole"]
     assert actual[0].error == pytest.approx(1.5 / float(cut.norm()))
     everything = float(torch.cat([cut.flatten(), full]).norm())
     assert actual[1].error == pytest.approx(2**0.5 * 1e-9 / (1e-6 * everything))
     assert actual[2].error == 0.0
-    assert [one.is_wrong for one in actual] == [True, True, False]
+    assert [difference.is_wrong for difference in actual] == [True, True, False]
 
 
 def test_the_worst_replica_counts_and_so_does_nan() -> None:
@@ -161,12 +161,12 @@ def count_coalesced() -> list[CollectiveTraffic]:
     ops = torch.ops._c10d_functional
     rows, more = torch.ones(6, 2), torch.ones(2, 4)
     with TrafficCounter({world.group_name: "everybody"}) as traffic:
-        for one in (
+        for result in (
             *ops.all_reduce_coalesced([rows, more], "sum", world.group_name),
             *ops.all_gather_into_tensor_coalesced([rows, more], 2, world.group_name),
             *ops.reduce_scatter_tensor_coalesced([rows, more], "sum", 2, world.group_name),
         ):
-            ops.wait_tensor(one)
+            ops.wait_tensor(result)
     return traffic.list_traffic()
 
 

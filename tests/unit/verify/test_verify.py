@@ -151,7 +151,7 @@ def test_tensor_parallelism_is_the_same_and_moves_what_it_should(
     [comparison] = comparisons
     printed = capsys.readouterr().out
     assert "model.n_layers 6 → 2" in printed
-    assert all(one.name in printed for one in comparison.gradients)
+    assert all(gradient.name in printed for gradient in comparison.gradients)
     assert len(comparison.gradients) == 21
     assert "Same computation" in printed
     # Korthikanti et al. 2022: 8bsh(t−1)/t elements per layer and micro-batch, and one pair each way at both ends.
@@ -173,7 +173,9 @@ def test_sharded_data_parallelism_moves_its_gradients_once(
 ) -> None:
     assert run_command(tmp_path) == 0  # dp_shard = −1 becomes 2
     [comparison] = comparisons
-    parameters = sum(one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1) for one in comparison.gradients)
+    parameters = sum(
+        gradient.shape[0] * (gradient.shape[1] if len(gradient.shape) > 1 else 1) for gradient in comparison.gradients
+    )
     flows = {flow.collective: flow for flow in comparison.flows if flow.axis == "dp_shard"}
     assert flows["reduce_scatter"].sent_bytes == parameters * 8 // 2
 
@@ -242,8 +244,8 @@ def test_a_planted_fault_is_found(tmp_path: Path, plant, comparisons, capsys, fa
     assert worst.error > 1e-3
     assert f"the worst is {worst.name}" in capsys.readouterr().out
     if fault == "norm_row_not_partial":
-        assert {one.name for one in comparison.gradients if one.is_wrong} == {
-            one.name for one in comparison.gradients if "norm" in one.name
+        assert {gradient.name for gradient in comparison.gradients if gradient.is_wrong} == {
+            gradient.name for gradient in comparison.gradients if "norm" in gradient.name
         }
 
 
@@ -255,7 +257,7 @@ def test_a_window_that_misses_a_key_of_another_rank_is_found(
     assert run_command(tmp_path, *layout) == 0
     assert run_command(tmp_path, plant("reach_misses_a_key"), *layout) == 1
     assert all(comparison.traffic_mismatches for comparison in comparisons[1:])
-    assert any("attn" in one.name for one in comparisons[1].wrong)
+    assert any("attn" in gradient.name for gradient in comparisons[1].wrong)
     assert "model.attention.pattern.width 32 → 16" in capsys.readouterr().out
 
 
@@ -265,8 +267,8 @@ def test_an_optimizer_that_moves_weights_otherwise_is_found(
     layout = ["parallel.dp_shard=2", "parallel.zero=1"]
     assert run_command(tmp_path, *layout) == 0
     assert run_command(tmp_path, plant("weights_are_multiplied"), *layout) == 1
-    assert not any(one.is_wrong for one in comparisons[1].gradients)
-    assert all(one.is_wrong for one in comparisons[1].updates)
+    assert not any(gradient.is_wrong for gradient in comparisons[1].gradients)
+    assert all(gradient.is_wrong for gradient in comparisons[1].updates)
     assert "DIFFERENT UPDATES: " in capsys.readouterr().out
 
 
@@ -274,7 +276,7 @@ def test_reads_of_unwritten_memory_are_found(tmp_path: Path, plant, comparisons)
     layout = ["parallel.cp=4", "parallel.cp_method=ring", "--documents", "long"]
     assert run_command(tmp_path, *layout) == 0
     assert run_command(tmp_path, plant("nothing_is_banded"), *layout) == 1
-    assert all(one.error != one.error for one in comparisons[1].wrong)
+    assert all(gradient.error != gradient.error for gradient in comparisons[1].wrong)
 
 
 def test_needless_traffic_is_found_though_gradients_are_right(

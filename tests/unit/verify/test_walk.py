@@ -122,6 +122,6 @@ def test_a_team_is_there_again_after_a_failure() -> None:
         for config in itertools.islice(itertools.cycle(configs), 6):
             answers = pool.step(config, draw_batch(config))
         assert fewest_threads(pool, idle) <= idle, "threads of past process groups are left"
-        again = pool.step(configs[0], {**batch, "targets": targets})
-    assert [answer.loss for answer in again] == [answer.loss for answer in first]
+        second_answers = pool.step(configs[0], {**batch, "targets": targets})
+    assert [answer.loss for answer in second_answers] == [answer.loss for answer in first]
     assert len(answers) == 2

@@ -44,10 +44,10 @@ class OperatorTape(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         for func, args, kwargs, output in self.calls:
-            again = func(*args, **kwargs)
+            replayed = func(*args, **kwargs)
             if func._schema.is_mutable:
                 continue
-            for leaf, value in zip(tree_leaves(output), tree_leaves(again), strict=True):
+            for leaf, value in zip(tree_leaves(output), tree_leaves(replayed), strict=True):
                 if isinstance(leaf, Tensor) and not func._schema.name.startswith("aten::empty"):
                     leaf.copy_(value)
 

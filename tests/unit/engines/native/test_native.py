@@ -102,8 +102,8 @@ def test_state_goes_through_the_store_bit_for_bit(
     workers: Workers, tmp_path: Path, optimizer: AdamWConfig, saved: ParallelConfig, loaded: ParallelConfig
 ) -> None:
     path, _ = workers.run(train_and_save, ranks_of(saved), tmp_path / "a", saved, optimizer)[0]
-    again, _ = workers.run(load_and_train, ranks_of(loaded), path, loaded, optimizer, tmp_path / "b")[0]
-    before, after = checkpoint.read_tensors(path), checkpoint.read_tensors(again)
+    saved_path, _ = workers.run(load_and_train, ranks_of(loaded), path, loaded, optimizer, tmp_path / "b")[0]
+    before, after = checkpoint.read_tensors(path), checkpoint.read_tensors(saved_path)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name

@@ -120,8 +120,8 @@ def compare_arrival() -> None:
 
         patch.setattr(Replicated, "sync_weights", at_once)
         other = build_engine(model, parallel, ADAMW, precision="fp32")
-        for mine, expected in zip(arriving, trained(other), strict=True):
-            assert all(torch.equal(mine[name], gradient) for name, gradient in expected.items())
+        for actual_gradients, expected in zip(arriving, trained(other), strict=True):
+            assert all(torch.equal(actual_gradients[name], gradient) for name, gradient in expected.items())
         assert evaluated == other.evaluate(microbatches(other, global_batch(seed=9)), CAUSAL).loss
 
 
@@ -180,8 +180,8 @@ def order(prefetch: int, recomputed: str) -> tuple[list[str], dict[str, Tensor],
         actual.extend(f"g{n}" for n, block in enumerate(iter_blocks(engine.model)) if module in block.modules())
         return gather(params, *remaining)
 
-    def runs(what: str) -> Any:
-        return lambda *_: actual.append(what)
+    def runs(event: str) -> Any:
+        return lambda *_: actual.append(event)
 
     for n, block in enumerate(iter_blocks(engine.model)):
         block.register_forward_pre_hook(runs(f"f{n}"))

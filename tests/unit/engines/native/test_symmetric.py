@@ -25,7 +25,7 @@ def mesh(*hosts: str) -> Mesh:
     stand_in: Any = SimpleNamespace(
         size=lambda axis: 2,
         group=lambda axis: SimpleNamespace(group_name="of tensors"),
-        gather_objects=lambda mine, axes: [(f"boot of {host}", host) for host in hosts] or [mine, mine],
+        gather_objects=lambda entry, axes: [(f"boot of {host}", host) for host in hosts] or [entry, entry],
     )
     return stand_in  # type: ignore[no-any-return]
 
