@@ -114,13 +114,11 @@ def add_traffic(parser: argparse.ArgumentParser) -> common.Run:
 
 
 def run_traffic(args: argparse.Namespace) -> None:
-    print(
-        "| row | cp | mean document | needed, MB | ring, MB | now, MB | ring ÷ now | exchanges | fetched | plan, ms |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    figures = "needed, MB | ring, MB | now, MB | ring ÷ now | exchanges | fetched | plan, ms"
+    page = common.Page(None, "Traffic of context parallelism", table=f"| row | cp | mean document | {figures} |")
     for length, size, mean in itertools.product(args.rows, args.ranks, LENGTHS):
         if mean < length:
-            print(format_row(length, size, mean, args.draws), flush=True)
+            page.add(format_row(length, size, mean, args.draws))
 
 
 # ---------------------------------------------------------------------------------------------------- worth

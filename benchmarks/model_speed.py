@@ -219,17 +219,14 @@ def run_generation(args: argparse.Namespace) -> None:
     )  # fmt: skip
     page = common.Page(
         args.out,
-        f"# Greedy generation against transformers, {common.today()}",
-        "",
+        "Greedy generation against transformers",
         f"{common.get_cpu_name()}, {torch.get_num_threads()} threads, other work on the machine: load "
         f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. torch {torch.__version__}, "
         f"transformers {transformers.__version__}.",
         f"GPT-2 of {args.layers} layers, width {args.width}, {args.vocabulary:,} tokens, float32. {args.rounds} "
         "interleaved rounds.",
         "Ratio: transformers' seconds / megatfm's, median (lowest to highest) over rounds.",
-        "",
-        "| Prompts | Tokens of a prompt | New tokens | Processor's seconds | Seconds on the wall |",
-        "|---|---|---|---|---|",
+        table="| Prompts | Tokens of a prompt | New tokens | Processor's seconds | Seconds on the wall |",
     )
     with tempfile.TemporaryDirectory() as folder:
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
@@ -314,13 +311,10 @@ def run_layer_statistics(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     page = common.Page(
         common.make_dated_path(args.out, "layer-statistics.md"),
-        f"# What norms by layer cost, {common.today()}",
-        "",
+        "What norms by layer cost",
         f"`python benchmarks/model_speed.py layer-statistics`, {args.rounds} rounds, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread(s).",
-        "",
-        "| d | a step, times one without: median | quartiles | of a run with `log.layer_stats_every = 10` |",
-        "|---|---|---|---|",
+        table="| d | a step, times one without: median | quartiles | of a run with `log.layer_stats_every = 10` |",
     )
     for width in args.widths:
         ratios = measure_layer_statistics(width, args.rounds)

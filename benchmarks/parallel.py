@@ -291,17 +291,16 @@ def main(arguments: list[str] | None = None) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     page = common.Page(
         common.make_dated_path(args.out, "parallel.md"),
-        f"# Blocks under a layout, {common.today()}",
-        "",
+        "Blocks under a layout",
         f"torch {torch.__version__}, one thread of {os.cpu_count()} cores, float32, eager, {args.layers} blocks, "
         f"a row of {args.tokens} tokens,",
         f"{args.rounds} rounds of {args.times} passes; `python benchmarks/parallel.py`, whose head says how it is ",
         "measured. A pass goes forward and back through all blocks; times are CPU time of a block. More and ratio are ",
         f"without the process group's own calls. The target of the ratio is {TARGET} for tensor parallelism.",
-        "",
-        "| Layout | Width | Plain, ms | More, ms | Ratio | With calls | MB moved a block | ms for these | "
-        "Collectives a pass | MB sent a pass | MB kept a block | MB of state a block |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        table=(
+            "| Layout | Width | Plain, ms | More, ms | Ratio | With calls | MB moved a block | ms for these | "
+            "Collectives a pass | MB sent a pass | MB kept a block | MB of state a block |"
+        ),
     )
     for width in args.widths:
         for name in args.layouts:

@@ -172,15 +172,14 @@ def run_moe(args: argparse.Namespace) -> None:
     outcomes: dict[str, list[Outcome]] = {}
     page = common.Page(
         args.out,
-        f"# Small mixtures of experts on the quickstart's corpus, {common.today()}",
-        "",
+        "Small mixtures of experts on the quickstart's corpus",
         f"`python benchmarks/quickstart_learns.py moe --steps {args.steps} --seeds {' '.join(map(str, args.seeds))}`, "
         f"torch {torch.__version__},",
         f"the standard library of Python {python_version()}. One figure a seed. Parameters in millions.",
-        "",
-        "| Feed-forward network | Parameters | Active | Held-out loss, nats | Better than dense by | "
-        "Busiest: mean, highest | Dropped, % |",
-        "|---|---|---|---|---|---|---|",
+        table=(
+            "| Feed-forward network | Parameters | Active | Held-out loss, nats | Better than dense by | "
+            "Busiest: mean, highest | Dropped, % |"
+        ),
     )
     with TemporaryDirectory() as folder:
         runs_folder, every = args.runs or Path(folder), list(NETWORKS)
@@ -224,12 +223,9 @@ def run_routers(args: argparse.Namespace) -> None:
     """Train all, print a table and write it."""
     page = common.Page(
         args.out,
-        f"# Routers on made-up documents, {common.today()}",
-        "",
+        "Routers on made-up documents",
         f"`python benchmarks/quickstart_learns.py routers`, torch {torch.__version__}, float64.",
-        "",
-        "| Feed-forward network | Loss, nats a token | Busiest: mean, highest |",
-        "|---|---|---|",
+        table="| Feed-forward network | Loss, nats a token | Busiest: mean, highest |",
     )
     with distributed.distributed_session(device="cpu"):
         for name, ffn in make_networks(DENSE_WIDTH).items():
@@ -295,14 +291,11 @@ def run_zoo(args: argparse.Namespace) -> None:
     corpora = args.corpus.resolve()
     page = common.Page(
         args.out,
-        f"# Small models of the zoo on the quickstart's corpus, {common.today()}",
-        "",
+        "Small models of the zoo on the quickstart's corpus",
         f"`python benchmarks/quickstart_learns.py zoo --steps {args.steps}`, torch {torch.__version__}; the text",
         f"is the standard library of Python {python_version()}. The held-out tokens' frequencies alone: "
         f"{compute_entropy(corpora / 'validation'):.3f} nats.",
-        "",
-        "| Preset, made small | Term | Held-out loss, nats |",
-        "|---|---|---|",
+        table="| Preset, made small | Term | Held-out loss, nats |",
     )
     with TemporaryDirectory() as folder:
         for preset in PRESETS:

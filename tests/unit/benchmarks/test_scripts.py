@@ -210,11 +210,14 @@ def test_every_item_has_its_turn_in_every_round(common: Any) -> None:
 
 def test_a_page_is_written_anew_with_each_row(common: Any, tmp_path: Path) -> None:
     path = common.make_dated_path(common.make_output_folder(str(tmp_path / "a/b")), "x.md")
-    page = common.Page(path, "# Title", "")
+    page = common.Page(path, "Title", "Of two lines,", "with a table.", table="| a | b |")
     assert not path.exists(), "nothing was measured"
-    page.add("| one |")
-    page.add("| two |", "| drei ÷ |")
-    assert path.read_text(encoding="utf-8") == "# Title\n\n| one |\n| two |\n| drei ÷ |\n"
+    page.add("| one | 1 |")
+    page.add("| two | 2 |", "| drei ÷ | 3 |")
+    head = f"# Title, {common.today()}\n\nOf two lines,\nwith a table.\n\n| a | b |\n|---|---|\n"
+    assert path.read_text(encoding="utf-8") == f"{head}| one | 1 |\n| two | 2 |\n| drei ÷ | 3 |\n"
+    page.add(table="| c |")
+    assert path.read_text(encoding="utf-8").endswith("| drei ÷ | 3 |\n\n| c |\n|---|\n")
     assert path.name == f"{common.today()}-x.md"
     common.write_json(common.make_output_file(str(tmp_path / "c/d.json")), {"a": [1]})
     assert json.loads((tmp_path / "c/d.json").read_text(encoding="utf-8")) == {"a": [1]}
