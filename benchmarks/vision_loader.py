@@ -168,7 +168,7 @@ def make_page(args: argparse.Namespace, pictures: list[bytes], peer: str) -> com
 
 
 def compare_row(name: str, ours: common.Step, theirs: common.Step, n_images: int, rounds: int) -> str:
-    """Time a side against ours in turns; returns its row of the page."""
+    """Time a side against ours in turns; return its row of the page."""
     rates: list[float] = []
 
     def our_side() -> dict[str, float]:
